@@ -1,0 +1,83 @@
+# Everything from nothing: `make demo` and `make test` need Python >= 3.10, make, and a package index.
+# They work in .venv of this folder and leave every other environment alone.
+#   make demo PYTHON=python3.12                                        another Python
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu         a smaller torch, for machines without a GPU
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+
+# ranks share this machine's cores; more threads than cores would make the tests slow, not fast
+export OMP_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all check format docs dev clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
+
+demo: $(VENV)/.installed-demo  ## train digits on this machine with unequal ranks, about a minute after the installation
+	$(VENV)/bin/hetseq demo
+
+test: $(VENV)/.installed-dev  ## the fast tests
+	$(PY) -m pytest -m "not slow and not gpu and not netns"
+
+test-all: $(VENV)/.installed-dev  ## the slow ones too
+	$(PY) -m pytest -m "not gpu and not netns"
+
+check: $(VENV)/.installed-dev  ## format, lint, types, floors
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-logo
+
+format: $(VENV)/.installed-dev  ## what of `make check` can be repaired by itself
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+docs: $(VENV)/.installed-dev  ## the manual, into site/
+	$(PY) -m mkdocs build --strict --quiet --site-dir site
+
+dev: $(VENV)/.installed-dev  ## only install, for work on HetSeq itself
+
+clean:  ## remove caches and builds, not .venv and not runs/
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find hetseq tasks preprocessing tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+
+# Installation. A stamp is newer than the files that say what to install, or the installation is repeated.
+
+# torch goes first and pinned, in a call of its own: a wide range beside other packages makes pip look through, and
+# fetch, gigabytes of CUDA packages. The build tools are those that torch has brought (setuptools), hence
+# --no-build-isolation.
+$(VENV)/.installed-core: requirements.txt | $(PY)
+	@echo "installing torch and the core into $(VENV) (once; a few minutes on a slow line)"
+	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' requirements.txt)"
+	$(PIP) install -r requirements.txt
+	@touch $@
+
+$(VENV)/.installed-demo: $(VENV)/.installed-core requirements-dev.txt pyproject.toml
+	$(PIP) install --no-build-isolation -c requirements-dev.txt -e '.[demo]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-core requirements-dev.txt pyproject.toml
+	$(PIP) install -r requirements-dev.txt
+	$(PIP) install --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# Debian and Ubuntu ship Python without ensurepip; `python -m venv` would fail half-way and leave a broken folder.
+$(PY):
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "make: no $(PYTHON) here. Name one that is at least 3.10: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "make: $(PYTHON) is $$($(PYTHON) -V 2>&1), HetSeq needs Python 3.10 or newer." >&2; \
+	  echo "      Name a newer one: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "make: $(PYTHON) cannot make virtual environments: its venv or ensurepip module is missing. One of" >&2; \
+	  echo "        sudo apt install python3-venv                                  (Debian, Ubuntu)" >&2; \
+	  echo "        $(PYTHON) -m pip install --user virtualenv && $(PYTHON) -m virtualenv $(VENV)   (no root)" >&2; \
+	  echo "        make $(MAKECMDGOALS) PYTHON=/path/to/another/python3              (conda, module load, uv)" >&2; \
+	  echo "      and then make $(MAKECMDGOALS) again." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "make: $(PYTHON) -m venv $(VENV) failed, see above" >&2; exit 1; }

@@ -1,0 +1,72 @@
+"""For all tests: the police (nothing left behind), the warm server of the ranks, and the data that is not committed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import ranks
+from tests.support.police import Scene, adopt_orphans
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_configure() -> None:
+    adopt_orphans()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One process first, several ranks next, command lines last: the cheapest tests say first what is wrong."""
+    folders = ["unit", "distributed", "end_to_end"]
+    items.sort(key=lambda item: next((at for at, name in enumerate(folders) if name in item.path.parts), len(folders)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the server of the ranks import torch while the tests of one process run."""
+    if not session.config.option.collectonly and any("distributed" in item.path.parts for item in session.items):
+        ranks.warm_up()
+
+
+def pytest_sessionfinish() -> None:
+    ranks.cool_down()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fails a test that leaks a thread, a process, an environment variable, a process group or shared memory."""
+    scene = Scene.now()
+    yield
+    leaks = scene.leaks()
+    scene.restore()
+    if leaks:
+        pytest.fail("this test left something behind:\n" + "\n".join(f"  {leak}" for leak in leaks), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Callable[[str], Path]:
+    """`shared_data("text/books")`: a folder of real data, or the test is skipped.
+
+    Looked for in the folder that HETSEQ_TEST_DATA names, else in ../shared/data beside the repository.
+    """
+    root = Path(os.environ.get("HETSEQ_TEST_DATA") or ROOT.parent / "shared" / "data")
+
+    def folder(name: str) -> Path:
+        path = root / name
+        if not path.is_dir():
+            pytest.skip(f"no folder {name} in HETSEQ_TEST_DATA or ../shared/data")
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mnist_data(shared_data: Callable[[str], Path]) -> Path:
+    """The folder with the four genuine MNIST files, `train-images-idx3-ubyte.gz` and so on."""
+    folder = shared_data("mnist")
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        if not list(folder.glob(f"{name}-ubyte*")):
+            pytest.skip(f"no {name}-ubyte(.gz) in the mnist folder")
+    return folder
