@@ -1,0 +1,73 @@
+"""HetSeq trains one PyTorch model on whatever machines there are, with the result of one big machine.
+
+The names below are the public surface, for tasks and scripts of your own. They are imported when they are first used,
+so that the command line can answer a mistyped option without loading torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetseq.checkpoint import CheckpointManager
+    from hetseq.config import Config, OptimizationConfig
+    from hetseq.controller import Controller
+    from hetseq.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        HetSeqError,
+        MissingSplitError,
+        RendezvousError,
+        TaskError,
+    )
+    from hetseq.registry import register_lr_scheduler, register_optimizer, register_task
+    from hetseq.task import Task
+
+__version__ = "2.0.0.dev0"
+
+_HOMES = {
+    "CheckpointError": "errors",
+    "CheckpointManager": "checkpoint",
+    "Config": "config",
+    "ConfigError": "errors",
+    "Controller": "controller",
+    "DataError": "errors",
+    "HetSeqError": "errors",
+    "MissingSplitError": "errors",
+    "OptimizationConfig": "config",
+    "RendezvousError": "errors",
+    "Task": "task",
+    "TaskError": "errors",
+    "register_lr_scheduler": "registry",
+    "register_optimizer": "registry",
+    "register_task": "registry",
+}
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointManager",
+    "Config",
+    "ConfigError",
+    "Controller",
+    "DataError",
+    "HetSeqError",
+    "MissingSplitError",
+    "OptimizationConfig",
+    "RendezvousError",
+    "Task",
+    "TaskError",
+    "__version__",
+    "register_lr_scheduler",
+    "register_optimizer",
+    "register_task",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'hetseq' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"hetseq.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

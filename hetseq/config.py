@@ -1,0 +1,459 @@
+"""What a run is told: one frozen dataclass per concern, each with its checks.
+
+A field is an option: its type, default, help text and old spellings stand here once, and the flag, the YAML key and
+`docs/options.md` follow from it. Components receive their own dataclass and never the whole `Config`. Nothing here
+imports torch, reads the environment or knows argparse, so a mistyped flag is answered at once.
+
+Conventions: a field `max_sentences` is the flag `--max-sentences` and the YAML key `max_sentences`; `None` means "not
+given, HetSeq decides"; a tuple is written `1,2,4` and, where it says so, is per epoch with the last value staying.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hetseq.errors import ConfigError
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    also: tuple[str, ...] = (),
+    choices: tuple[str, ...] = (),
+    metavar: str = "",
+    retired: bool = False,
+) -> Any:
+    """A dataclass field that is an option.
+
+    `also` holds other spellings of the flag (without dashes in front). A `retired` option is accepted, has no effect,
+    and its help is the line that says what became of it.
+    """
+    metadata = {"help": help, "also": also, "choices": choices, "metavar": metavar, "retired": retired}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def flag(name: str) -> str:
+    """The flag of a field: `max_sentences` gives `--max-sentences`."""
+    return "--" + name.replace("_", "-")
+
+
+def _require(holds: bool, name: str, value: object, expected: str) -> None:
+    if not holds:
+        raise ConfigError(f"{flag(name)} {value}: expected {expected}")
+
+
+def _check_finite(section: Any) -> None:
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not math.isfinite(number):
+                raise ConfigError(f"{flag(field.name)} {number}: expected a finite number")
+
+
+def _check_choices(section: Any) -> None:
+    for field in dataclasses.fields(section):
+        value, choices = getattr(section, field.name), field.metadata.get("choices", ())
+        if choices and value is not None and value not in choices:
+            raise ConfigError(f"{flag(field.name)} {value}: expected one of {', '.join(choices)}")
+
+
+def _check_positive(section: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        if value is not None:
+            _require(value > 0, name, value, "a number above 0")
+
+
+def _check_not_negative(section: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(section, name)
+        if value is not None:
+            _require(value >= 0, name, value, "0 or more")
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """What is trained."""
+
+    task: str = option("mnist", "a task by name, `package.module:Class`, or `file.py:Class`", metavar="NAME")
+    user_dir: str | None = option(None, "a folder of your own modules, imported before the task", metavar="DIR")
+    seed: int = option(19940802, "seed of the model, the sample order and dropout", metavar="N")
+    dropout: float | None = option(None, "dropout rate, for tasks that have one; default: the task's own", metavar="P")
+    vocab_file: str | None = option(None, "vocabulary file", also=("dict",), metavar="FILE")
+    config_file: str | None = option(None, "model configuration (JSON) of the task", metavar="FILE")
+    max_pred_length: int = option(512, "longest sentence, in tokens, of tasks that build their own rows", metavar="N")
+
+    def __post_init__(self) -> None:
+        _check_finite(self)
+        _require(0 <= self.seed < 2**63, "seed", self.seed, "an integer from 0 to 2^63 - 1")
+        if self.dropout is not None:
+            _require(0 <= self.dropout < 1, "dropout", self.dropout, "a rate from 0 up to, not including, 1")
+        _check_positive(self, "max_pred_length")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which samples, and how many of them make a step.
+
+    The global batch is `global_batch_size` samples, or else `update_freq` x the sum over ranks of `max_sentences`; it
+    is a function of the epoch alone and never of the cluster's later shape. `max_sentences` and `max_tokens` then cap
+    one micro-batch of this node.
+    """
+
+    data: str | None = option(None, "file or folder with the data; each task says what it looks for", metavar="PATH")
+    train_subset: str = option("train", "name of the training split", metavar="NAME")
+    valid_subset: str = option("valid", "names of the validation splits, separated by commas", metavar="NAMES")
+    num_file: int = option(0, "use the first N data files only; 0 means all", metavar="N")
+    num_workers: int = option(-1, "loader processes of each rank; -1: none on a CPU, 2 on a GPU", metavar="N")
+    max_sentences: int | None = option(
+        None, "most samples in one micro-batch of this node", also=("batch-size",), metavar="N"
+    )
+    max_tokens: int | None = option(None, "most tokens in one micro-batch of this node", metavar="N")
+    global_batch_size: int | None = option(
+        None, "samples of one optimizer step over all ranks; --max-sentences is then only a cap", metavar="B"
+    )
+    update_freq: tuple[int, ...] = option((1,), "micro-batches of every rank in a step, per epoch", metavar="N[,N...]")
+    required_batch_size_multiple: int = option(
+        1, "round micro-batches down to a multiple of N where they hold more", metavar="N"
+    )
+    curriculum: int = option(0, "keep the data's own order in the first N epochs", metavar="N")
+
+    def __post_init__(self) -> None:
+        _check_not_negative(self, "num_file", "curriculum")
+        _check_positive(self, "max_sentences", "max_tokens", "global_batch_size", "required_batch_size_multiple")
+        _require(self.num_workers >= -1, "num_workers", self.num_workers, "-1, 0 or more")
+        _require(bool(self.update_freq), "update_freq", "''", "at least one number, as in 4 or 1,2,4")
+        for freq in self.update_freq:
+            _require(freq > 0, "update_freq", freq, "numbers above 0")
+        if self.global_batch_size is not None and self.update_freq != (1,):
+            raise ConfigError(
+                "--update-freq and --global-batch-size contradict each other: --global-batch-size already counts all"
+                " samples of a step; leave --update-freq out"
+            )
+        if self.global_batch_size is not None and self.max_tokens is not None:
+            raise ConfigError(
+                "--max-tokens and --global-batch-size contradict each other: one ends a step by tokens, the other by"
+                " samples; with --global-batch-size use --max-sentences as the cap of a micro-batch"
+            )
+
+    @property
+    def valid_subsets(self) -> tuple[str, ...]:
+        return tuple(name.strip() for name in self.valid_subset.split(",") if name.strip())
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """When the validation splits are evaluated, and what makes a checkpoint the best one."""
+
+    validate_interval: int = option(1, "validate every N epochs", metavar="N")
+    disable_validation: bool = option(False, "never validate")
+    max_sentences_valid: int | None = option(
+        None, "most samples in one validation batch; default: --max-sentences", metavar="N"
+    )
+    max_tokens_valid: int | None = option(
+        None, "most tokens in one validation batch; default: --max-tokens", metavar="N"
+    )
+    best_checkpoint_metric: str = option(
+        "loss", "validation metric that decides which checkpoint is the best", metavar="NAME"
+    )
+    maximize_best_checkpoint_metric: bool = option(False, "the best checkpoint is the one with the largest metric")
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "validate_interval", "max_sentences_valid", "max_tokens_valid")
+
+
+@dataclass(frozen=True)
+class OptimizationConfig:
+    """How long, how fast and by which rule the parameters move."""
+
+    max_epoch: int = option(0, "stop after N epochs; 0 means never", also=("me",), metavar="N")
+    max_update: int = option(0, "stop after N optimizer steps; 0 means never", also=("mu",), metavar="N")
+    optimizer: str = option("adam", "adam (AdamW), adamw, sgd, adadelta, lamb, or one of your own", metavar="NAME")
+    lr: tuple[float, ...] | None = option(
+        None,
+        "learning rate, per epoch; default: 0.001 for adam, adamw and lamb, 0.1 for sgd, 1 for adadelta",
+        also=("learning-rate",),
+        metavar="LR[,LR...]",
+    )
+    min_lr: float = option(-1.0, "stop at the end of the epoch in which the learning rate falls to this", metavar="LR")
+    clip_norm: float = option(
+        25.0, "scale the gradient of a step down to this L2 norm; 0 means never", metavar="NORM"
+    )
+    weight_decay: float = option(
+        0.0, "weight decay, on weights of two or more dimensions", also=("wd",), metavar="WD"
+    )
+    decay_all: bool = option(False, "apply weight decay to biases and norms too, as in 2020")
+    adam_betas: tuple[float, ...] = option((0.9, 0.999), "betas of adam, adamw and lamb", metavar="B1,B2")
+    adam_eps: float = option(1e-8, "epsilon of adam, adamw and lamb", metavar="EPS")
+    momentum: float = option(0.0, "momentum of sgd", metavar="M")
+    adadelta_rho: float = option(0.9, "decay of adadelta's averages", metavar="RHO")
+    adadelta_eps: float = option(1e-6, "epsilon of adadelta", metavar="EPS")
+    adadelta_weight_decay: float | None = option(
+        None,
+        "weight decay of adadelta; default: --weight-decay",
+        also=("dadelta-weight-decay",),
+        metavar="WD",
+    )
+    lr_scheduler: str = option(
+        "PolynomialDecayScheduler", "polynomial (PolynomialDecayScheduler), constant, cosine, or your own", metavar="NAME"
+    )
+    warmup_updates: int = option(0, "raise the learning rate linearly from 0 over N steps", metavar="N")
+    total_num_update: int = option(1_000_000, "steps after which the decay has ended", metavar="N")
+    end_learning_rate: float = option(0.0, "learning rate at the end of the decay", metavar="LR")
+    power: float = option(1.0, "exponent of the polynomial decay", metavar="P")
+    force_anneal: int | None = option(
+        None, "from epoch N on keep the last learning rate of the --lr list", also=("fa",), metavar="N"
+    )
+    precision: str = option("fp32", "floating-point type of model and data", choices=("fp32", "fp64"))
+    max_skipped_steps: int = option(
+        10, "stop after N steps in a row whose gradient is not finite", metavar="N"
+    )
+
+    def __post_init__(self) -> None:
+        _check_finite(self)
+        _check_choices(self)
+        if self.lr is not None:
+            _require(bool(self.lr), "lr", "''", "at least one number, as in 0.1 or 0.1,0.05")
+            for rate in self.lr:
+                _require(rate > 0, "lr", rate, "numbers above 0")
+        _check_not_negative(
+            self, "max_epoch", "max_update", "clip_norm", "weight_decay", "warmup_updates", "end_learning_rate"
+        )
+        _check_not_negative(self, "adadelta_weight_decay", "momentum", "power", "force_anneal")
+        _check_positive(self, "adam_eps", "adadelta_eps", "total_num_update", "max_skipped_steps")
+        _require(self.momentum < 1, "momentum", self.momentum, "a number below 1")
+        _require(0 <= self.adadelta_rho <= 1, "adadelta_rho", self.adadelta_rho, "a number from 0 to 1")
+        is_pair = len(self.adam_betas) == 2 and all(0 <= beta < 1 for beta in self.adam_betas)
+        _require(is_pair, "adam_betas", self.adam_betas, "two numbers from 0 up to, not including, 1")
+        # Only the schedules that read it: one of the user's own may know nothing of a total.
+        decays = self.lr_scheduler in ("polynomial", "PolynomialDecayScheduler", "cosine")
+        if decays and self.warmup_updates >= self.total_num_update:
+            raise ConfigError(
+                f"--warmup-updates {self.warmup_updates} leaves nothing of --total-num-update {self.total_num_update}:"
+                " make the total larger than the warm-up"
+            )
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """Which workers this node starts, and how the samples of a step are divided among the ranks."""
+
+    cpu: bool = option(False, "train on the CPU even where there is a GPU")
+    devices: tuple[str, ...] = option(
+        (), "one worker per entry, as in cuda:0,cuda:2,cpu; default: every visible GPU", metavar="D[,D...]"
+    )
+    device_id: int = option(
+        0, "GPU of this node's worker where it has only one", also=("local-rank",), metavar="N"
+    )
+    distributed_world_size: int | None = option(None, "ranks of the run; default: the visible GPUs, at least 1", metavar="N")
+    distributed_rank: int = option(0, "rank of this node's first worker", metavar="N")
+    distributed_gpus: int | None = option(None, "workers of this node", metavar="N")
+    distributed_backend: str | None = option(
+        None, "gloo or nccl; default: what fits the devices", choices=("gloo", "nccl")
+    )
+    distributed_init_method: str | None = option(
+        None, "where the nodes meet: tcp://HOST:PORT or file:///PATH", metavar="URL"
+    )
+    distributed_no_spawn: bool = option(False, "run the only worker in this process, without a launcher")
+    bucket_cap_mb: float = option(25.0, "size of the buckets in which gradients travel, in MiB", metavar="MIB")
+    balance: str = option(
+        "auto", "shares of the ranks: auto, equal, or fixed weights as in 5,2,1", metavar="auto|equal|W0,W1,..."
+    )
+    throttle: tuple[str, ...] = option(
+        (), "slow ranks down on purpose, as in 1:3,2:1.5", metavar="RANK:FACTOR[,...]"
+    )
+    step_deadline: float | None = option(
+        None,
+        "seconds after which a silent rank counts as lost; default: the larger of 5 s and 10 median steps",
+        metavar="S",
+    )
+
+    def __post_init__(self) -> None:
+        _check_finite(self)
+        _check_choices(self)
+        _check_not_negative(self, "device_id", "distributed_rank", "distributed_gpus")
+        _check_positive(self, "distributed_world_size", "bucket_cap_mb", "step_deadline")
+        self.balance_weights()
+        self.throttle_factors()
+        for device in self.devices:
+            kind, _, index = device.partition(":")
+            is_known = device == "cpu" or (kind == "cuda" and (index == "" or index.isdigit()))
+            _require(is_known, "devices", device, "cpu, cuda or cuda:N")
+
+    def balance_weights(self) -> tuple[float, ...] | None:
+        """The fixed weights of `--balance 5,2,1`, or None for `auto` and `equal`."""
+        if self.balance in ("auto", "equal"):
+            return None
+        try:
+            weights = tuple(float(part) for part in self.balance.split(","))
+        except ValueError:
+            raise ConfigError(f"--balance {self.balance}: expected auto, equal, or weights as in 5,2,1") from None
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+            raise ConfigError(f"--balance {self.balance}: expected weights of 0 or more")
+        if sum(weights) <= 0:
+            raise ConfigError(f"--balance {self.balance}: expected at least one weight above 0")
+        return weights
+
+    def throttle_factors(self) -> dict[int, float]:
+        """Factor of each throttled rank: `--throttle 1:3` gives {1: 3.0}."""
+        factors: dict[int, float] = {}
+        for entry in self.throttle:
+            rank, colon, factor = entry.partition(":")
+            try:
+                if not colon:
+                    raise ValueError(entry)
+                key, value = int(rank), float(factor)
+            except ValueError:
+                raise ConfigError(f"--throttle {entry}: expected RANK:FACTOR, as in 1:3") from None
+            _require(key >= 0 and key not in factors, "throttle", entry, "each rank once, from 0")
+            _require(math.isfinite(value) and value >= 1, "throttle", entry, "a factor of 1 or more")
+            factors[key] = value
+        return factors
+
+    def check_world(self, world_size: int) -> None:
+        """Raise ConfigError where weights or throttles do not fit `world_size` ranks."""
+        weights = self.balance_weights()
+        if weights is not None and len(weights) != world_size:
+            raise ConfigError(
+                f"--balance {self.balance} gives {len(weights)} weights for {world_size} ranks: give one weight per rank"
+            )
+        for rank in self.throttle_factors():
+            if rank >= world_size:
+                raise ConfigError(f"--throttle {rank}:...: there is no rank {rank} among {world_size} ranks")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where the run lives on disk, when it is saved, what is kept, and what it goes on from."""
+
+    save_dir: str = option("checkpoints", "the run directory", metavar="DIR")
+    restore_file: str = option(
+        "checkpoint_last.pt",
+        "go on from: checkpoint_last.pt (the newest commit), best, none, a step number, or a path",
+        metavar="WHICH",
+    )
+    reset_dataloader: bool = option(False, "on restore: begin the data anew; allows another seed and global batch")
+    reset_lr_scheduler: bool = option(False, "on restore: begin the learning-rate schedule anew")
+    reset_meters: bool = option(False, "on restore: forget the best metric so far")
+    reset_optimizer: bool = option(False, "on restore: begin with a fresh optimizer; allows another one")
+    optimizer_overrides: str = option(
+        "{}", "on restore: optimizer settings to change, as in \"{'eps': 1e-6}\"", metavar="DICT"
+    )
+    save_interval: int = option(1, "save every N epochs", metavar="N")
+    save_interval_updates: int = option(0, "save every N steps; 0 means never", metavar="N")
+    persistent_time_interval: float = option(600.0, "save at the latest after this many seconds; 0 means never", metavar="S")
+    keep_interval_updates: int = option(-1, "keep the last N checkpoints of --save-interval-updates; -1: all", metavar="N")
+    keep_last_epochs: int = option(-1, "keep the last N checkpoints of epochs; -1 means all", metavar="N")
+    no_save: bool = option(False, "save nothing")
+    no_epoch_checkpoints: bool = option(False, "keep no checkpoint for being the end of an epoch")
+    no_last_checkpoints: bool = option(False, "keep no checkpoint for being the newest of a finished run")
+    no_save_optimizer_state: bool = option(False, "leave the optimizer's state out of checkpoints")
+
+    def __post_init__(self) -> None:
+        _check_finite(self)
+        _check_positive(self, "save_interval")
+        _check_not_negative(self, "save_interval_updates", "persistent_time_interval")
+        for name in ("keep_interval_updates", "keep_last_epochs"):
+            value = getattr(self, name)
+            _require(value == -1 or value > 0, name, value, "-1 (all) or a number above 0")
+        _require(bool(self.save_dir), "save_dir", "''", "the name of a folder")
+        self.optimizer_override_values()
+
+    def optimizer_override_values(self) -> dict[str, Any]:
+        """What `--optimizer-overrides` says, read as a literal."""
+        expected = "a dict of names and plain values, as in \"{'eps': 1e-6}\""
+        try:
+            values = ast.literal_eval(self.optimizer_overrides)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            values = None
+        if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+            raise ConfigError(f"{flag('optimizer_overrides')} {self.optimizer_overrides}: expected {expected}")
+        return values
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is said while the run goes on."""
+
+    log_format: str = option("simple", "simple, or none for no line per step", choices=("simple", "none"))
+    log_interval: int | None = option(
+        None, "a line every N steps; default: a live line on a terminal, else one line every 10 s", metavar="N"
+    )
+    no_progress_bar: bool = option(False, "no live line on a terminal")
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_positive(self, "log_interval")
+
+
+_FINE_TUNING = "it belonged to the entity and NER tasks of 2020, which did not start"
+
+
+@dataclass(frozen=True)
+class RetiredConfig:
+    """Options of 2020 that are accepted and have no effect now; each says once what became of it."""
+
+    fast_stat_sync: bool = option(False, "always on: counts travel with every step", retired=True)
+    ddp_backend: str | None = option(None, "HetSeq reduces gradients itself", retired=True, metavar="NAME")
+    fix_batches_to_gpus: bool = option(False, "the samples of a step never depend on the ranks", retired=True)
+    find_unused_parameters: bool = option(False, "unused parameters are always found", retired=True)
+    use_bmuf: bool = option(False, "it switched synchronisation off; every step is synchronised", retired=True)
+    hetseq_state_dict: str | None = option(None, _FINE_TUNING, retired=True, metavar="FILE")
+    transformers_state_dict: str | None = option(None, _FINE_TUNING, retired=True, metavar="FILE")
+    train_file: str | None = option(None, _FINE_TUNING, retired=True, metavar="FILE")
+    validation_file: str | None = option(None, _FINE_TUNING, retired=True, metavar="FILE")
+    test_file: str | None = option(None, _FINE_TUNING, retired=True, metavar="FILE")
+    extension_file: str | None = option(None, _FINE_TUNING, retired=True, metavar="FILE")
+    load_state_dict_strict: bool = option(False, _FINE_TUNING, retired=True)
+    root_data_dir: str | None = option(None, _FINE_TUNING, retired=True, metavar="DIR")
+    entities: str | None = option(None, _FINE_TUNING, retired=True, metavar="NAME")
+    ent_vecs_filename: str | None = option(None, _FINE_TUNING, retired=True, metavar="FILE")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. Only the command line, the launcher and the controller's builder see more than one section."""
+
+    task: TaskConfig = dataclasses.field(default_factory=TaskConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    validation: ValidationConfig = dataclasses.field(default_factory=ValidationConfig)
+    optimization: OptimizationConfig = dataclasses.field(default_factory=OptimizationConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    retired: RetiredConfig = dataclasses.field(default_factory=RetiredConfig)
+    #: the `Options` dataclass of the task, optimizer or schedule in use, by "task", "optimizer", "lr_scheduler"
+    extras: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def sections(self) -> Iterator[Any]:
+        """The section dataclasses in order, the extras last."""
+        for field in dataclasses.fields(self):
+            if field.name != "extras":
+                yield getattr(self, field.name)
+        yield from self.extras.values()
+
+    def flat(self) -> dict[str, Any]:
+        """Every option by its field name, in order: the content of `config.yaml` and of a 2020 task's `args`."""
+        return {
+            field.name: getattr(section, field.name)
+            for section in self.sections()
+            for field in dataclasses.fields(section)
+        }
+
+
+SECTIONS: tuple[type, ...] = (
+    TaskConfig,
+    DataConfig,
+    ValidationConfig,
+    OptimizationConfig,
+    DistributedConfig,
+    CheckpointConfig,
+    LogConfig,
+    RetiredConfig,
+)

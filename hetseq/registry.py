@@ -1,0 +1,400 @@
+"""From a name on the command line to the class or function it means.
+
+A name is one of three: registered by a decorator, included with HetSeq, or an address (`package.module:Class`,
+`file.py:Class`). The included ones stand in a table of addresses and are imported when somebody asks for them, so this
+module imports neither torch nor a task. It knows no options and no configuration; what a task does is none of its
+business beyond being a `hetseq.Task`.
+
+A file of the user's is imported once, under a name made from its full path: two files called `model.py` never meet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from hetseq.errors import ConfigError, HetSeqError, TaskFileError
+
+Thing = TypeVar("Thing")
+
+#: what is included, by kind and name; its options are fields of `hetseq.config`, so it has none of its own
+_INCLUDED: dict[str, dict[str, str]] = {
+    "task": {"mnist": "tasks.mnist:MNISTTask"},
+    "optimizer": {name: f"hetseq.optim:{name}" for name in ("adam", "adamw", "sgd", "adadelta", "lamb")},
+    "lr_scheduler": {
+        "polynomial": "hetseq.lr_scheduler:polynomial",
+        "PolynomialDecayScheduler": "hetseq.lr_scheduler:polynomial",
+        "constant": "hetseq.lr_scheduler:constant",
+        "cosine": "hetseq.lr_scheduler:cosine",
+    },
+}
+_TASK_BASE = "hetseq.task:Task"
+_USER_PREFIX = "hetseq_user_"
+_FLAG = {"task": "--task", "optimizer": "--optimizer", "lr_scheduler": "--lr-scheduler"}
+_WORDS = {"task": "task", "optimizer": "optimizer", "lr_scheduler": "learning-rate schedule"}
+
+
+@dataclass(frozen=True)
+class _Entry:
+    thing: Any
+    options: type | None
+
+
+_registered: dict[str, dict[str, _Entry]] = {kind: {} for kind in _INCLUDED}
+
+
+def register_task(name: str, *, options: type | None = None) -> Callable[[Thing], Thing]:
+    """Decorator that makes a `Task` subclass known as `--task name`; `options` is a dataclass of its own flags.
+
+    Raises ConfigError where the name belongs to something else already.
+    """
+    return _register("task", name, options)
+
+
+def register_optimizer(name: str, *, options: type | None = None) -> Callable[[Thing], Thing]:
+    """Decorator for `builder(parameter_groups, config, options)`, known as `--optimizer name` from then on."""
+    return _register("optimizer", name, options)
+
+
+def register_lr_scheduler(name: str, *, options: type | None = None) -> Callable[[Thing], Thing]:
+    """Decorator for `builder(config, options)`, known as `--lr-scheduler name` from then on."""
+    return _register("lr_scheduler", name, options)
+
+
+def find_task(name: str, *, user_dir: str | None = None) -> type[Any]:
+    """The `Task` subclass of `--task name`; imports it, and with it usually torch.
+
+    `name` is a registered or included name, `package.module:Class`, `file.py:Class`, or `file.py` where that defines
+    one task. Raises ConfigError for a name nobody knows and TaskFileError for an address that cannot be followed.
+    """
+    import_user_dir(user_dir)
+    address = _split_address(name)
+    if address is None:
+        task = _find_named("task", name)
+    else:
+        place, attribute = address
+        module = _load_file(_task_file(place)) if place.endswith(".py") else _import_module(place)
+        task = _get(module, attribute, place) if attribute else _only_task(module, place)
+    if not (isinstance(task, type) and issubclass(task, _task_base())):
+        raise TaskFileError(
+            f"--task {name}: {getattr(task, '__name__', task)} is not a task: expected a class that inherits from Task,"
+            " as in `from hetseq import Task` and `class Spirals(Task):`"
+        )
+    return task
+
+
+def find_optimizer(name: str) -> Callable[..., Any]:
+    """The builder of `--optimizer name`: `builder(parameter_groups, config, options)`.
+
+    Modules of the user's have been imported before, by `find_task`. Raises ConfigError for an unknown name.
+    """
+    return _find_builder("optimizer", name)
+
+
+def find_lr_scheduler(name: str) -> Callable[..., Any]:
+    """The builder of `--lr-scheduler name`: `builder(config, options)`. Raises ConfigError for an unknown name."""
+    return _find_builder("lr_scheduler", name)
+
+
+def options_of(kind: str, name: str, *, user_dir: str | None = None) -> type | None:
+    """The dataclass of the flags that the named component brings along; None if it brings none.
+
+    Included names never import anything; others import `user_dir` and the module of the address. A name that is
+    unknown afterwards has no options: `find_task` and the like say so. Raises ConfigError where `Options` is no
+    dataclass, and what `find_task` raises.
+    """
+    if name in _INCLUDED[kind]:
+        return None
+    import_user_dir(user_dir)
+    entry = _registered[kind].get(name)
+    if entry is not None:
+        thing, options = entry.thing, entry.options
+    elif kind == "task" and _split_address(name) is not None:
+        thing, options = find_task(name), None
+    else:
+        return None
+    options = options if options is not None else getattr(thing, "Options", None)
+    if options is not None and not (isinstance(options, type) and dataclasses.is_dataclass(options)):
+        raise ConfigError(
+            f"the options of {_FLAG[kind]} {name} are {options!r}: expected a dataclass, as in `@dataclass` and"
+            " `class Options:`"
+        )
+    return options
+
+
+def is_included(kind: str, name: str) -> bool:
+    """Whether the name comes with HetSeq, so that nothing of the user's has to be imported to know it."""
+    return name in _INCLUDED[kind]
+
+
+def is_address(name: str) -> bool:
+    """Whether a task is given as `package.module:Class` or by a file."""
+    return _split_address(name) is not None
+
+
+def check_name(kind: str, name: str) -> None:
+    """Raise ConfigError, with the nearest known name, unless the name is included or registered by now."""
+    known = [*_INCLUDED[kind], *_registered[kind]]
+    if name in known:
+        return
+    guess = nearest(name, known)
+    guess = f" (did you mean {guess}?)" if guess else ""
+    more = ", or an address as in my_task.py:MyTask or package.module:MyTask" if kind == "task" else ""
+    raise ConfigError(
+        f"{_FLAG[kind]} {name}: there is no such {_WORDS[kind]}{guess}; expected {', '.join(known)}{more}; your own are"
+        " registered by the modules of --user-dir"
+    )
+
+
+def import_user_dir(user_dir: str | None) -> None:
+    """Import every `*.py` of the folder, in the order of their names, so that their decorators register.
+
+    Does nothing for None; a module that was imported before is not imported again. Raises ConfigError for a folder
+    that is none and TaskFileError for a file that cannot be imported.
+    """
+    if user_dir is None:
+        return
+    folder = Path(user_dir).expanduser()
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(f"--user-dir {user_dir}: {found}; expected a folder with Python files")
+    files = sorted(path for path in folder.glob("*.py") if not path.name.startswith("."))
+    if not files:
+        raise ConfigError(f"--user-dir {user_dir}: expected Python files in it, found none")
+    for path in files:
+        _load_file(path)
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that `word` was probably meant to be, or None."""
+    folded = {name.casefold(): name for name in known}
+    closest = difflib.get_close_matches(word.casefold(), folded, n=1)
+    return folded[closest[0]] if closest else None
+
+
+def _register(kind: str, name: str, options: type | None) -> Callable[[Thing], Thing]:
+    decorator = f"@register_{kind}"
+    if not isinstance(name, str):
+        raise ConfigError(f'{decorator} stands without a name: write {decorator}("my_name")')
+    if not name or _split_address(name) is not None:
+        raise ConfigError(f"{decorator}({name!r}): expected a plain name, without a colon and not ending in .py")
+
+    def keep(thing: Thing) -> Thing:
+        included = _INCLUDED[kind].get(name)
+        if included is not None and included != f"{_module_of(thing)}:{getattr(thing, '__qualname__', '')}":
+            raise ConfigError(
+                f"{_FLAG[kind]} {name} is defined twice: by {included.partition(':')[0]}, which comes with HetSeq, and"
+                f" by {_place(thing)}; register yours under another name"
+            )
+        entry = _registered[kind].get(name)
+        if entry is not None and not _is_same(entry.thing, thing):
+            raise ConfigError(
+                f"{_FLAG[kind]} {name} is defined twice: by {_place(entry.thing)} and by {_place(thing)};"
+                " register one of them under another name"
+            )
+        if entry is None:
+            _registered[kind][name] = _Entry(thing, options)
+        return thing
+
+    return keep
+
+
+def _module_of(thing: object) -> str:
+    return str(getattr(thing, "__module__", "?"))
+
+
+def _file_of(thing: object) -> str | None:
+    return getattr(sys.modules.get(_module_of(thing)), "__file__", None)
+
+
+def _place(thing: object) -> str:
+    """Where it is defined, for an error: the module, or the file if the module is a file of the user's."""
+    file, module = _file_of(thing), _module_of(thing)
+    place = file if file is not None and module.startswith(_USER_PREFIX) else module
+    return f"{place} ({getattr(thing, '__qualname__', thing)})"
+
+
+def _is_same(one: object, other: object) -> bool:
+    if one is other:
+        return True
+    # A file may be imported twice, by its path and as the neighbour that another file of the user's imports.
+    files = _file_of(one), _file_of(other)
+    names = getattr(one, "__qualname__", None), getattr(other, "__qualname__", None)
+    if _module_of(one) == _module_of(other) or None in files or None in names:
+        return False
+    return os.path.realpath(str(files[0])) == os.path.realpath(str(files[1])) and names[0] == names[1]
+
+
+def _split_address(name: str) -> tuple[str, str] | None:
+    """`("file.py" or "package.module", "Class" or "")`, or None for a plain name."""
+    if name.endswith(".py"):
+        return name, ""
+    place, colon, attribute = name.rpartition(":")
+    return (place, attribute) if colon else None
+
+
+def _find_named(kind: str, name: str) -> Any:
+    check_name(kind, name)
+    if not is_included(kind, name):
+        return _registered[kind][name].thing
+    place, _, attribute = _INCLUDED[kind][name].partition(":")
+    return _get(_import_tasks(place) if kind == "task" else importlib.import_module(place), attribute, place)
+
+
+def _find_builder(kind: str, name: str) -> Callable[..., Any]:
+    builder = _find_named(kind, name)
+    if not callable(builder):
+        raise ConfigError(f"{_FLAG[kind]} {name}: {builder!r} was registered, expected a function that builds one")
+    return builder  # type: ignore[no-any-return]
+
+
+def _task_base() -> type:
+    place, _, attribute = _TASK_BASE.partition(":")
+    return getattr(importlib.import_module(place), attribute)  # type: ignore[no-any-return]
+
+
+def _import_tasks(place: str) -> ModuleType:
+    """A module of our own `tasks` package, and of no other package of that name."""
+    ours = Path(__file__).resolve().parent.parent / "tasks"
+    try:
+        package = importlib.import_module("tasks")
+    except ModuleNotFoundError as error:
+        if error.name != "tasks":
+            raise _import_failure("the included tasks", error) from error
+        raise TaskFileError(f"the included tasks are missing: expected them in {ours}; install HetSeq again") from None
+    folders = [Path(folder).resolve() for folder in getattr(package, "__path__", [])]
+    if folders != [ours]:
+        stranger = getattr(package, "__file__", None) or ", ".join(map(str, folders))
+        raise TaskFileError(
+            f"`import tasks` finds {stranger} instead of HetSeq's own {ours}: rename that module, or move it out of"
+            " the Python path into a folder of its own and name the folder with --user-dir"
+        )
+    try:
+        return importlib.import_module(place)
+    except Exception as error:  # whatever a module may raise; told with its place
+        raise _import_failure(place, error) from error
+
+
+def _import_module(place: str) -> ModuleType:
+    if not all(part.isidentifier() for part in place.split(".")):
+        raise TaskFileError(
+            f"--task {place}:...: expected package.module:Class, or a file whose name ends in .py, as in"
+            " my_task.py:MyTask"
+        )
+    # At the end, so that nothing that is installed is hidden: the console command does not look here by itself.
+    _append_to_path(Path.cwd())
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{place}.".startswith(f"{error.name}."):
+            raise TaskFileError(
+                f"--task {place}:...: there is no module {error.name}, neither installed nor in {Path.cwd()};"
+                " a file is named with its ending, as in my_task.py:MyTask"
+            ) from None
+        raise _import_failure(place, error) from error
+    except HetSeqError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever a user's module may raise; told with its place
+        raise _import_failure(place, error) from error
+
+
+def _task_file(place: str) -> Path:
+    path = Path(place).expanduser()
+    if not path.is_file():
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise TaskFileError(f"--task {place}: {found}; expected a Python file, seen from {Path.cwd()}")
+    return path
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Import a file by its path, once; its folder becomes importable, after everything that already is."""
+    path = path.resolve()
+    digest = hashlib.sha256(str(path).encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    name = f"{_USER_PREFIX}{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise TaskFileError(f"{path}: expected a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # Before it runs: dataclasses, pickle and the loader's worker processes look their module up by name.
+    sys.modules[name] = module
+    _append_to_path(path.parent)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        _forget(name)
+        if isinstance(error, HetSeqError) or not isinstance(error, (Exception, SystemExit)):
+            raise
+        raise _import_failure(str(path), error) from error
+    return module
+
+
+def _forget(module_name: str) -> None:
+    """Undo a half import: a corrected file may be imported again, and registers its names again."""
+    del sys.modules[module_name]
+    for entries in _registered.values():
+        for name in [name for name, entry in entries.items() if _module_of(entry.thing) == module_name]:
+            del entries[name]
+
+
+def _append_to_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+
+def _import_failure(what: str, error: BaseException) -> TaskFileError:
+    """An error of a module's import in one line: the file, the line and its text."""
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        text = (error.text or "").strip()
+        return TaskFileError(f"{error.filename}, line {error.lineno}: {error.msg}: {text}")
+    frames = traceback.extract_tb(error.__traceback__)
+    outside = [frame for frame in frames if not frame.filename.startswith("<") and frame.filename != __file__]
+    inside = [frame for frame in outside if frame.filename == what] or [
+        frame for frame in outside if f"{os.sep}importlib{os.sep}" not in frame.filename
+    ]
+    place = f"{inside[-1].filename}, line {inside[-1].lineno}: {inside[-1].line}" if inside else what
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return TaskFileError(f"{place}: there is no module {error.name}: install it, or put it beside the file")
+    if isinstance(error, SystemExit):
+        return TaskFileError(
+            f'{place}: the import ended the program: keep what runs it under `if __name__ == "__main__":`'
+        )
+    return TaskFileError(f"{place}: {type(error).__name__}: {error}")
+
+
+def _get(module: ModuleType, attribute: str, place: str) -> Any:
+    if not hasattr(module, attribute):
+        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
+        guess = nearest(attribute, classes)
+        rest = f"did you mean {guess}?" if guess else f"it has {', '.join(sorted(classes)) or 'no class at all'}"
+        raise TaskFileError(f"{place} has no {attribute}: {rest}")
+    return getattr(module, attribute)
+
+
+def _only_task(module: ModuleType, place: str) -> type:
+    base = _task_base()
+    tasks = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__
+    ]
+    tasks = list(dict.fromkeys(tasks))  # a second name for the same class is no second task
+    if len(tasks) != 1:
+        names = ", ".join(task.__name__ for task in tasks)
+        found = f"defines several tasks ({names}): name one" if tasks else "defines no subclass of Task: name the class"
+        example = f"{place}:{tasks[0].__name__ if tasks else 'MyTask'}"
+        raise TaskFileError(f"--task {place}: the file {found}, as in {example}")
+    return tasks[0]
