@@ -1,0 +1,190 @@
+"""The row that every rank brings to the end of a step, and what the rows together decide: pure, NumPy only.
+
+Once all buckets have arrived without error, one tiny gather of a row per rank ends the step: the vote on the reduced
+gradient, a digest of everything the ranks must agree on, the counts of the next step, the loss sums of this one. All
+ranks see the same rows and run the same code, so all reach the same verdict. Rows are int64 words (floats keep their
+bits), so any collective that moves integers can carry them.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hetseq.errors import DisagreementError
+
+Words = npt.NDArray[np.int64]
+
+
+class Vote(enum.IntEnum):
+    """What a rank says of its copy of the reduced gradient."""
+
+    OK = 0
+    NON_FINITE = 1
+    REDO = 2
+
+
+class Wish(enum.IntFlag):
+    """What a rank asks of the run; acted upon by all once this step is resolved."""
+
+    NONE = 0
+    STOP = 1
+
+
+class Verdict(enum.IntEnum):
+    """What all ranks do with the step."""
+
+    APPLY = 0
+    SKIP = 1
+    REDO = 2
+
+
+@dataclass(frozen=True)
+class CommitRow:
+    """One rank's row. Counts and sums are in the order of the run's terms; `used` has one flag per parameter."""
+
+    digest: int  # of step, generation, attempt, plan and lineage
+    vote: Vote
+    next_samples: int  # samples of step s+1 counted by this rank; 0 where its loader was late
+    next_counts: tuple[float, ...]
+    sums: tuple[float, ...]  # this rank's share of each term's sum, at the parameters before the update
+    used: npt.NDArray[np.bool_]  # (parameters,): a gradient arrived here
+    compute_s: float
+    data_s: float
+    idle_s: float
+    memory_bytes: int
+    wish: Wish
+    save: bool  # rank zero: a checkpoint is due after this step
+    nonce: int  # rank zero: names the attempt of that checkpoint
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Packs rows into int64 words and back; terms and parameters are fixed for a run."""
+
+    terms: int
+    parameters: int
+
+    @property
+    def words(self) -> int:
+        return 9 + 2 * self.terms + -(-self.parameters // 64)
+
+    def pack(self, row: CommitRow) -> Words:
+        integers = [row.digest, int(row.vote), row.next_samples, row.memory_bytes, int(row.wish)]
+        integers[4] |= int(row.save) << 8
+        floats = [row.compute_s, row.data_s, row.idle_s, *row.next_counts, *row.sums]
+        bits = np.zeros(-(-self.parameters // 64) * 64, np.uint8)
+        bits[: self.parameters] = row.used
+        return np.concatenate(
+            [
+                np.array([*integers, row.nonce], np.int64),
+                np.array(floats, np.float64).view(np.int64),
+                np.packbits(bits, bitorder="little").view(np.int64),
+            ]
+        )
+
+    def unpack(self, words: Words) -> CommitRow:
+        digest, vote, next_samples, memory_bytes, flags, nonce = (int(word) for word in words[:6])
+        floats = words[6 : 9 + 2 * self.terms].copy().view(np.float64).tolist()
+        bits = np.unpackbits(words[9 + 2 * self.terms :].copy().view(np.uint8), bitorder="little")
+        return CommitRow(
+            digest=digest,
+            vote=Vote(vote),
+            next_samples=next_samples,
+            next_counts=tuple(floats[3 : 3 + self.terms]),
+            sums=tuple(floats[3 + self.terms :]),
+            used=bits[: self.parameters].astype(np.bool_),
+            compute_s=floats[0],
+            data_s=floats[1],
+            idle_s=floats[2],
+            memory_bytes=memory_bytes,
+            wish=Wish(flags & 0xFF),
+            save=bool(flags >> 8),
+            nonce=nonce,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the rows of a step say together; equal on every rank."""
+
+    verdict: Verdict
+    sums: tuple[float, ...]  # global sum of each term
+    used: npt.NDArray[np.bool_]  # (parameters,): some rank had a gradient
+    wish: Wish
+    save: bool
+    nonce: int
+    next_counts: tuple[float, ...] | None  # None unless every sample of the next step was counted
+    rows: tuple[CommitRow, ...]
+
+
+def resolve(rows: Sequence[CommitRow], *, next_samples: int) -> Outcome:
+    """The outcome of a step from the rows of all ranks, in rank order.
+
+    `next_samples` is the global batch of the next step: its counts are known only if they cover all of it. Raises
+    DisagreementError where the ranks computed different steps.
+    """
+    digests = [row.digest for row in rows]
+    if len(set(digests)) > 1:
+        shown = ", ".join(f"rank {rank}: {digest & (2**64 - 1):016x}" for rank, digest in enumerate(digests))
+        raise DisagreementError(
+            f"the ranks did not compute the same step (digests of step, plan and history: {shown});"
+            " check that every rank runs the same HetSeq, data and options"
+        )
+    votes = [row.vote for row in rows]
+    verdict = Verdict.REDO if Vote.REDO in votes else Verdict.SKIP if Vote.NON_FINITE in votes else Verdict.APPLY
+    is_counted = sum(row.next_samples for row in rows) == next_samples
+    wish = Wish.NONE
+    for row in rows:
+        wish |= row.wish
+    return Outcome(
+        verdict=verdict,
+        sums=add_in_rank_order([row.sums for row in rows]),
+        used=np.logical_or.reduce([row.used for row in rows]),
+        wish=wish,
+        save=rows[0].save,
+        nonce=rows[0].nonce,
+        next_counts=add_in_rank_order([row.next_counts for row in rows]) if is_counted else None,
+        rows=tuple(rows),
+    )
+
+
+def add_in_rank_order(values: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """Column sums, added from rank zero upwards so that every rank gets the same bits."""
+    return tuple(sum(column) for column in zip(*values))
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """The history a state contains: its last step and a 64-bit hash chain over all its updates.
+
+    Two states are the same if and only if their lineages are equal, also where devices round differently.
+    """
+
+    step: int = 0
+    chain: int = 0
+
+    def extend(self, step: int, *, generation: int, attempt: int, verdict: Verdict) -> Lineage:
+        words = np.array([self.chain, step, generation, attempt, int(verdict)], np.int64).tobytes()
+        return Lineage(step, _hash(words))
+
+    def digest(self, *, generation: int, attempt: int, plan: int) -> int:
+        """Digest of a step that is about to be committed on top of this history."""
+        return _hash(np.array([self.chain, self.step, generation, attempt, plan], np.int64).tobytes())
+
+    def __str__(self) -> str:
+        return f"{self.chain & (2**64 - 1):016x}"
+
+
+def parse_lineage(step: int, text: str) -> Lineage:
+    """The inverse of `str(lineage)`."""
+    return Lineage(step, int(np.uint64(int(text, 16)).astype(np.int64)))
+
+
+def _hash(words: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little", signed=True)

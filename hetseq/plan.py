@@ -1,0 +1,253 @@
+"""Which samples make a step, and which of them are whose: pure functions over integers, NumPy only.
+
+The order of an epoch is a keyed permutation of 0..n-1 with random access, so no rank holds a shuffled array and any
+rank can begin anywhere. A step takes the next run of positions in that order; its length depends on the epoch alone
+and never on the cluster. Ranks then take neighbouring slices of the run, as long as their shares say, and cut them
+into micro-batches. Nothing here knows data, devices, time or torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+#: lengths of samples by index: indices (k,) -> tokens (k,)
+Lengths = Callable[[Indices], Indices]
+
+_ROUNDS = 6
+_BLOCK = 8192  # positions permuted at once; amortises the NumPy calls over many small micro-batches
+_SCAN = 1024  # samples looked at per round when a step is filled by tokens
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed from integers, such as (run seed, step, position); equal on every machine."""
+    words = b"".join(int(part).to_bytes(16, "little", signed=True) for part in parts)
+    return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little") >> 1
+
+
+class EpochOrder:
+    """The order of one epoch: position -> sample index, with random access and O(1) memory.
+
+    A Feistel network with modular addition over Z_a x Z_b, a*b >= n (Black and Rogaway 2002, "Ciphers with arbitrary
+    finite domains"), walked until the value falls below n. Individual samples are shuffled, not batches of neighbours.
+    """
+
+    def __init__(self, n: int, *, seed: int, epoch: int, shuffle: bool = True) -> None:
+        self.n = n
+        self._shuffle = shuffle and n > 1
+        self._a = max(1, int(np.ceil(np.sqrt(n))))
+        self._b = max(1, -(-n // self._a))
+        self._keys = [np.uint64(derive_seed(seed, epoch, number)) for number in range(_ROUNDS)]
+        self._block_start = -1
+        self._block = np.empty(0, np.int64)
+
+    def take(self, start: int, stop: int) -> Indices:
+        """Sample indices at positions start..stop-1, shape (stop - start,)."""
+        if not 0 <= start <= stop <= self.n:
+            raise IndexError(f"positions {start} to {stop} of an epoch of {self.n} samples")
+        if not self._shuffle:
+            return np.arange(start, stop, dtype=np.int64)
+        pieces = [self._cached(block)[max(start - block, 0) : stop - block] for block in self._blocks(start, stop)]
+        return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+
+    @staticmethod
+    def _blocks(start: int, stop: int) -> range:
+        return range(start - start % _BLOCK, stop, _BLOCK)
+
+    def _cached(self, block_start: int) -> Indices:
+        if block_start != self._block_start:
+            positions = np.arange(block_start, min(block_start + _BLOCK, self.n), dtype=np.uint64)
+            self._block, self._block_start = self._permute(positions), block_start
+        return self._block
+
+    def _permute(self, positions: npt.NDArray[np.uint64]) -> Indices:
+        values = self._encipher(positions)
+        outside = values >= self.n
+        while outside.any():  # cycle walking: a*b < n + a, so few values ever walk
+            values[outside] = self._encipher(values[outside])
+            outside = values >= self.n
+        return values.astype(np.int64)
+
+    def _encipher(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        moduli = np.uint64(self._a), np.uint64(self._b)
+        left, right = values % moduli[0], values // moduli[0]  # left in Z_a, right in Z_b
+        for number, key in enumerate(self._keys):
+            left, right = right, (left + _mix(right ^ key)) % moduli[number % 2]
+        return right * moduli[0] + left  # an even number of rounds: the halves are in their own moduli again
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """splitmix64's finaliser, shifted down so that a later addition cannot wrap."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (values ^ (values >> np.uint64(31))) >> np.uint64(16)
+
+
+def epoch_order(n: int, *, seed: int, epoch: int, shuffle: bool = True) -> EpochOrder:
+    """The order of epoch `epoch` (from 1) over `n` samples."""
+    return EpochOrder(n, seed=seed, epoch=epoch, shuffle=shuffle)
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """How many samples one optimizer step takes, over all ranks: a function of the epoch alone.
+
+    A step of epoch e ends after update_freq[e] * samples samples or update_freq[e] * tokens tokens, whichever comes
+    first; the last value of update_freq stays. One of `samples` and `tokens` is given.
+    """
+
+    samples: int | None
+    tokens: int | None = None
+    update_freq: tuple[int, ...] = (1,)
+
+    def __post_init__(self) -> None:
+        assert self.samples or self.tokens, "a global batch is counted in samples or in tokens"
+
+    def factor(self, epoch: int) -> int:
+        return self.update_freq[min(epoch, len(self.update_freq)) - 1]
+
+    def sample_limit(self, epoch: int) -> int | None:
+        return None if self.samples is None else self.samples * self.factor(epoch)
+
+    def token_limit(self, epoch: int) -> int | None:
+        return None if self.tokens is None else self.tokens * self.factor(epoch)
+
+
+@dataclass(frozen=True)
+class MicroBatchCap:
+    """What one micro-batch of this node may hold; None means no limit."""
+
+    samples: int | None = None
+    tokens: int | None = None
+    multiple: int = 1  # sizes are rounded down to a multiple of this where they hold more
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training stands in its data: `consumed` samples of epoch `epoch` are used, `step` is the next step."""
+
+    step: int = 1
+    epoch: int = 1
+    consumed: int = 0
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Step `step` uses positions start..stop-1 of epoch `epoch`; `shares[rank]` of them in rank order."""
+
+    step: int
+    epoch: int
+    start: int
+    stop: int
+    shares: tuple[int, ...]
+    ends_epoch: bool
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """First and end position of this rank's share."""
+        start = self.start + sum(self.shares[:rank])
+        return start, start + self.shares[rank]
+
+    def digest(self) -> int:
+        """63 bits that differ where two ranks would compute different steps."""
+        return derive_seed(self.step, self.epoch, self.start, self.stop, *self.shares)
+
+    def next_position(self) -> Position:
+        if self.ends_epoch:
+            return Position(self.step + 1, self.epoch + 1, 0)
+        return Position(self.step + 1, self.epoch, self.stop)
+
+
+@dataclass
+class Planner:
+    """Plans steps of one run: `plan(position)` is a pure function of the position while the shares stay as they are.
+
+    `assign` turns the samples of a step into integer shares, one per rank, that add up to it.
+    """
+
+    n: int
+    seed: int
+    batch: GlobalBatch
+    assign: Callable[[int], tuple[int, ...]]
+    curriculum: int = 0  # the first N epochs keep the data's own order
+    lengths: Lengths | None = None
+    _orders: dict[int, EpochOrder] = field(default_factory=dict)
+
+    def order(self, epoch: int) -> EpochOrder:
+        if epoch not in self._orders:
+            for old in [known for known in self._orders if known < epoch - 1]:
+                del self._orders[old]  # a loader may still be reading the epoch before
+            shuffle = epoch > self.curriculum
+            self._orders[epoch] = epoch_order(self.n, seed=self.seed, epoch=epoch, shuffle=shuffle)
+        return self._orders[epoch]
+
+    def plan(self, position: Position) -> StepPlan:
+        start = position.consumed
+        stop = self._end_of_step(position.epoch, start)
+        shares = self.assign(stop - start)
+        assert sum(shares) == stop - start, "shares must add up to the global batch"
+        return StepPlan(position.step, position.epoch, start, stop, shares, ends_epoch=stop == self.n)
+
+    def plans(self, position: Position) -> Iterator[StepPlan]:
+        """The plan of this step and of all that follow it, without end."""
+        while True:
+            plan = self.plan(position)
+            yield plan
+            position = plan.next_position()
+
+    def micro_batches(self, plan: StepPlan, rank: int, cap: MicroBatchCap) -> list[tuple[int, int]]:
+        """This rank's micro-batches of a step as position ranges, in order; none for a share of 0."""
+        start, stop = plan.range_of(rank)
+        return cut(self.order(plan.epoch), start, stop, cap, lengths=self.lengths)
+
+    def _end_of_step(self, epoch: int, start: int) -> int:
+        samples, tokens = self.batch.sample_limit(epoch), self.batch.token_limit(epoch)
+        stop = self.n if samples is None else min(self.n, start + samples)
+        if tokens is None:
+            return stop
+        assert self.lengths is not None, "a batch counted in tokens needs the samples' lengths"
+        return _fill(self.order(epoch), start, stop, tokens, self.lengths)
+
+
+def cut(
+    order: EpochOrder, start: int, stop: int, cap: MicroBatchCap, *, lengths: Lengths | None
+) -> list[tuple[int, int]]:
+    """Cut positions start..stop-1 into runs that respect the cap (at least one sample each)."""
+    pieces: list[tuple[int, int]] = []
+    while start < stop:
+        end = stop if cap.samples is None else min(stop, start + cap.samples)
+        if cap.tokens is not None and lengths is not None:
+            end = _fill(order, start, end, cap.tokens, lengths)
+        size = end - start
+        if end < stop and size > cap.multiple:
+            end -= size % cap.multiple
+        pieces.append((start, end))
+        start = end
+    return pieces
+
+
+def _fill(order: EpochOrder, start: int, stop: int, tokens: int, lengths: Lengths) -> int:
+    """The end of the longest run from `start` whose lengths sum to at most `tokens`, at least one sample long."""
+    used, position = 0, start
+    while position < stop:
+        end = min(stop, position + _SCAN)
+        total = used + np.cumsum(lengths(order.take(position, end)))  # (end - position,): tokens up to each sample
+        fitting = int(np.searchsorted(total, tokens, side="right"))
+        if fitting < end - position:
+            return max(position + fitting, start + 1)
+        used, position = int(total[-1]), end
+    return stop
+
+
+def steps_in_epoch(n: int, batch: GlobalBatch, epoch: int) -> int | None:
+    """Steps of an epoch, or None where they depend on the lengths of the samples."""
+    samples = batch.sample_limit(epoch)
+    return None if samples is None or batch.tokens is not None else -(-n // samples)
