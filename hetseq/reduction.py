@@ -1,0 +1,177 @@
+"""Sums of gradients over the ranks, on their way while backward still runs.
+
+The gradients of all parameters are views into a few flat buckets, laid out in a fixed order that follows backward
+(last parameter first). Backward adds into the buckets; during the last micro-batch a hook counts the parameters down,
+and a full bucket starts its all-reduce at once. Buckets leave in the same order on every rank, whatever order they fill
+in, so a rank without samples needs no dummy forward: it sends zeros. The reducer knows no world size and divides by
+nothing: losses were divided by their global counts before backward, and sums are all that travels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hetseq.comm import AnyGroup, LocalGroup, Pending
+from hetseq.errors import HetSeqError
+
+
+class Bucket:
+    """A flat piece of gradient memory and the parameters that live in it."""
+
+    def __init__(self, members: Sequence[tuple[int, torch.nn.Parameter]]) -> None:
+        first = members[0][1]
+        self.members = [index for index, _ in members]
+        self.flat = torch.zeros(sum(p.numel() for _, p in members), dtype=first.dtype, device=first.device)
+        self.views: list[torch.Tensor] = []
+        offset = 0
+        for _, parameter in members:
+            self.views.append(self.flat[offset : offset + parameter.numel()].view_as(parameter))
+            offset += parameter.numel()
+        self.missing = 0  # parameters of the last micro-batch whose gradient has not come yet
+        self.pending: Pending | None = None
+
+
+class GradientReducer:
+    """Owns the gradient memory of `parameters` and sums it over `group`.
+
+    Per step: `begin()`; for each micro-batch its backward, announced by `expect_last()` before the last one;
+    `finish()`. Afterwards `.grad` of every parameter is the sum over all ranks, equal bits on every rank.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], group: AnyGroup, *, bucket_bytes: int) -> None:
+        self._parameters = list(parameters)
+        self._group: AnyGroup = group
+        self._buckets = [Bucket(members) for members in _divide(self._parameters, bucket_bytes)]
+        self._home: dict[int, tuple[Bucket, torch.Tensor]] = {
+            index: (bucket, view)
+            for bucket in self._buckets
+            for index, view in zip(bucket.members, bucket.views)
+        }
+        self._is_last = False
+        self._sent = 0
+        #: (parameters,): a gradient arrived on this rank in this step
+        self.used: npt.NDArray[np.bool_] = np.zeros(len(self._parameters), np.bool_)
+        self._arrived = np.zeros(len(self._parameters), np.bool_)  # the same within the last micro-batch
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    def begin(self) -> None:
+        """Empty the buckets for a new step, or for a step that is done again."""
+        self._is_last, self._sent = False, 0
+        self.used[:] = False
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            bucket.pending = None
+        for index, parameter in enumerate(self._parameters):
+            parameter.grad = self._home[index][1]
+
+    def expect_last(self) -> None:
+        """The next backward is this rank's last one of the step: full buckets may leave."""
+        self._is_last = True
+        self._arrived[:] = False
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.members)
+
+    def finish(self) -> None:
+        """Send what is left (all of it on a rank without samples) and wait until every bucket is complete.
+
+        Raises PeerLostError; the buckets are then rubbish.
+        """
+        while self._sent < len(self._buckets):
+            self._send_next()
+        for bucket in self._buckets:
+            assert bucket.pending is not None
+            bucket.pending.wait()
+
+    @contextmanager
+    def without_sending(self) -> Iterator[None]:
+        """Inside, a forward and backward fill the buckets with this rank's own part, and nothing travels."""
+        group, self._group = self._group, LocalGroup()
+        yield
+        self._group = group
+
+    def norm(self) -> float:
+        """L2 norm of the whole gradient; not finite if any element is not (sync)."""
+        return math.hypot(*(torch.linalg.vector_norm(bucket.flat).item() for bucket in self._buckets))
+
+    def is_finite(self) -> bool:
+        """Every element is finite; exact where a norm may overflow (sync)."""
+        return all(
+            math.isfinite(value) for bucket in self._buckets for value in map(torch.Tensor.item, bucket.flat.aminmax())
+        )
+
+    def scale_(self, factor: float) -> None:
+        """Multiply the whole gradient by `factor`."""
+        for bucket in self._buckets:
+            bucket.flat.mul_(factor)
+
+    def drop_unused_(self, used: npt.NDArray[np.bool_]) -> None:
+        """Give parameters without a gradient on any rank `grad = None`: zeros would let an optimizer decay them."""
+        for index in np.flatnonzero(~used):
+            self._parameters[index].grad = None
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, index: int) -> _Hook:
+        return _Hook(self, index)
+
+    def _gradient_arrived(self, index: int, parameter: torch.Tensor) -> None:
+        bucket, view = self._home[index]
+        if parameter.grad is not view:  # somebody set .grad to None or to a tensor of his own in forward
+            assert parameter.grad is not None
+            if parameter.grad.data_ptr() != view.data_ptr():
+                view.add_(parameter.grad)
+            parameter.grad = view
+        self.used[index] = True
+        if not self._is_last or self._arrived[index]:
+            return
+        if bucket.pending is not None:
+            raise HetSeqError(
+                "a gradient arrived after its bucket had left: backward ran twice in one micro-batch; return the sums"
+                " of all terms from one micro_step, and use non-reentrant activation checkpointing"
+            )
+        self._arrived[index] = True
+        bucket.missing -= 1
+        while self._sent < len(self._buckets) and self._buckets[self._sent].missing == 0:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        bucket = self._buckets[self._sent]
+        self._sent += 1
+        bucket.pending = self._group.all_reduce_sum(bucket.flat)
+
+
+class _Hook:
+    """What autograd calls when the gradient of one parameter has been added."""
+
+    def __init__(self, reducer: GradientReducer, index: int) -> None:
+        self._reducer, self._index = reducer, index
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self._reducer._gradient_arrived(self._index, parameter)
+
+
+def _divide(
+    parameters: Sequence[torch.nn.Parameter], bucket_bytes: int
+) -> list[list[tuple[int, torch.nn.Parameter]]]:
+    """Parameters, last first, cut into buckets of one type and device and of about `bucket_bytes` each."""
+    buckets: list[list[tuple[int, torch.nn.Parameter]]] = []
+    size, kind = 0, None
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index]
+        if kind != (parameter.dtype, parameter.device) or size >= bucket_bytes:
+            buckets.append([])
+            size, kind = 0, (parameter.dtype, parameter.device)
+        buckets[-1].append((index, parameter))
+        size += parameter.numel() * parameter.element_size()
+    return buckets
