@@ -1,0 +1,407 @@
+"""The numbers of a run: `metrics.jsonl`, `events.jsonl`, TensorBoard, and the display of the steps.
+
+Responsible for every number that leaves the run while it goes on. It computes none of them and talks to no other rank:
+the controller hands it finished rows, and of all ranks only the writer (rank zero) writes. How rows are shown is
+`progress`' affair.
+
+The one idea: a step never waits for a file system. `step` turns the row into a line of text and puts it into a queue;
+one helper thread writes the lines. A disk that hangs or is full delays rows, and they are written when it recovers.
+
+A row of a step has the keys `step, epoch, loss, terms, counts, samples, lr, grad_norm, seconds, generation, world_size,
+shares`: `loss` in nats at the parameters before the update (null, with `skipped: true`, for a skipped step); `terms`
+each term's sum divided by its global denominator, which stands in `counts`; `samples` of this step over all ranks.
+A row of a validation has `step, epoch`, keys that begin with `valid_` (`valid_loss`, `valid_accuracy`), and if need be
+`subset` (default `valid`) and `best`; it has no `loss`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TextIO
+
+from hetseq.config import LogConfig
+from hetseq.progress import (
+    LiveProgress,
+    PlainProgress,
+    ProgressHandler,
+    Row,
+    progress_for,
+    samples_per_second,
+    validation_numbers,
+)
+from hetseq.run_directory import RunDirectory, json_line, open_private, utc_now, write_all
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAITING = 100_000  # rows, about 0.5 kB each: what a hanging file system may cost in memory
+_LINES_PER_WRITE = 1000
+_CLOSE_DEADLINE_S = 10.0
+_TAIL_BYTES = 65536
+
+
+class Metrics:
+    """Takes the rows of a run; every rank makes one and calls it alike, the writer's goes to files and the display.
+
+    `directory` None writes no files. `total_steps` (None: unknown) is for the display, which uses `stream` (default:
+    standard output) and the clock `now` in seconds. Close it on both roads out, or use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        directory: RunDirectory | None,
+        config: LogConfig,
+        *,
+        is_writer: bool,
+        total_steps: int | None,
+        stream: TextIO | None = None,
+        now: Callable[[], float] = time.monotonic,
+        has_tensorboard: bool = True,
+    ) -> None:
+        self._recorder: _Recorder | None = None
+        self._progress: PlainProgress | LiveProgress | None = None
+        if is_writer:
+            self._progress = progress_for(config, stream or sys.stdout, total_steps=total_steps, now=now)
+            if directory is not None:
+                self._recorder = _Recorder(directory, has_tensorboard=has_tensorboard)
+        self._sinks: list[_Sink] = [sink for sink in (self._recorder, self._progress) if sink is not None]
+        #: for the worker's root logger: records appear above the live line, or on standard error
+        self.log_handler: logging.Handler = ProgressHandler(self._progress)
+
+    def set_total(self, steps: int | None) -> None:
+        """How many steps the run has, once that is known; for the display."""
+        if self._progress is not None:
+            self._progress.set_total(steps)
+
+    def step(self, row: Row) -> None:
+        """Record and show one committed step; numbers may be Python's, NumPy's or tensors on the CPU. Never blocks."""
+        for sink in self._sinks:
+            sink.step(row)
+
+    def validation(self, row: Row) -> None:
+        """Record and show the result of one validation."""
+        for sink in self._sinks:
+            sink.validation(row)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Record that something happened to the run: a join, death, retry, rebalance or save."""
+        if self._recorder is not None:
+            self._recorder.event(name, fields)
+
+    def close(self, *, deadline_s: float = _CLOSE_DEADLINE_S) -> None:
+        """Write what is waiting, for `deadline_s` seconds at most, and end the display; may be called twice."""
+        try:
+            if self._progress is not None:
+                self._progress.close()
+        finally:
+            if self._recorder is not None:
+                self._recorder.close(deadline_s=deadline_s)
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a `metrics.jsonl` by step, also while it is being written.
+
+    A torn last line is left out. A step has one row, the later of two; a validation has its own, after the step's.
+    Raises OSError if the file cannot be read.
+    """
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    for row in _read_lines(path):
+        if not isinstance(row.get("step"), int):
+            logger.warning("%s: a row without a step is left out", path)
+            continue
+        is_validation = any(key.startswith("valid_") for key in row)
+        # "" sorts before every subset, so that a step comes before its validations
+        rows[row["step"], str(row.get("subset", "valid")) if is_validation else ""] = row
+    return [rows[key] for key in sorted(rows)]
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The rows of an `events.jsonl` in the order of writing, without a torn last line; raises OSError."""
+    return list(_read_lines(path))
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    *lines, _torn = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            yield row
+        else:
+            logger.warning("%s: line %d is not a row and is left out", path, number)
+
+
+class _Sink(Protocol):
+    def step(self, row: Row) -> None: ...
+
+    def validation(self, row: Row) -> None: ...
+
+
+class _Recorder:
+    """The queue and the one thread behind the files."""
+
+    def __init__(self, directory: RunDirectory, *, has_tensorboard: bool) -> None:
+        self._directory = directory
+        self._has_tensorboard = has_tensorboard
+        self._wakeup = threading.Condition()
+        # the three below are touched only while holding `_wakeup`
+        self._waiting: deque[tuple[str, bytes]] = deque()  # (kind, line); kind: "step", "validation" or "event"
+        self._is_closing = False
+        self._lost = 0
+        # A daemon, because a thread inside a hanging write can be neither ended nor waited for.
+        self._thread = threading.Thread(target=self._run, name="hetseq-metrics", daemon=True)
+        self._thread.start()
+
+    def step(self, row: Row) -> None:
+        self._put("step", row)
+
+    def validation(self, row: Row) -> None:
+        self._put("validation", row)
+
+    def event(self, name: str, fields: Mapping[str, Any]) -> None:
+        self._put("event", {"time_utc": utc_now(), "event": name, **fields})
+
+    def close(self, *, deadline_s: float) -> None:
+        with self._wakeup:
+            if self._is_closing:
+                return
+            self._is_closing = True
+            self._wakeup.notify()
+        self._thread.join(deadline_s)
+        if self._thread.is_alive():
+            logger.warning(
+                "%s could not be written within %g s: the last rows of this run may be missing",
+                self._directory.metrics,
+                deadline_s,
+            )
+
+    def _put(self, kind: str, row: Row) -> None:
+        line = json_line(row)  # here and not in the thread, so that the caller may go on changing its row
+        with self._wakeup:
+            is_full = len(self._waiting) >= _MOST_WAITING
+            if not is_full:
+                self._waiting.append((kind, line))
+                self._wakeup.notify()
+            self._lost += is_full
+            is_first_loss = is_full and self._lost == 1
+        if is_first_loss:
+            logger.warning(
+                "%s has not been writable for %d rows: later rows are lost until it is",
+                self._directory.metrics,
+                _MOST_WAITING,
+            )
+
+    def _run(self) -> None:
+        metrics = _AppendFile(self._directory.metrics)
+        events = _AppendFile(self._directory.events)
+        # Imported before the first row is there, while the worker still builds its model.
+        board = _open_board(self._directory.tensorboard) if self._has_tensorboard else None
+        is_last = False
+        while not is_last:
+            with self._wakeup:
+                self._wakeup.wait_for(lambda: self._waiting or self._is_closing)
+                batch, is_last = list(self._waiting), self._is_closing
+                self._waiting.clear()
+            metrics.append(line for kind, line in batch if kind != "event")
+            events.append(line for kind, line in batch if kind == "event")
+            if board is not None and not _add_to_board(board, batch):
+                board.file.close()
+                board = None
+        for file in (metrics, events, *([board.file] if board is not None else [])):
+            file.close()
+
+
+class _AppendFile:
+    """A file that grows by whole records, and keeps in memory what the file system does not take yet.
+
+    Belongs to the helper thread. A record is a line of JSON, or where `is_lines` is false a record of TensorBoard.
+    """
+
+    def __init__(self, path: Path, *, is_lines: bool = True) -> None:
+        self.path = path
+        self._is_lines = is_lines
+        self._pending: deque[bytes] = deque()
+        self._lost = 0
+        self._descriptor: int | None = None
+        self._good_bytes = 0
+        self._has_warned = False
+
+    def append(self, records: Iterable[bytes]) -> None:
+        """Write `records` after those still pending; trouble is warned about once and tried again next time."""
+        self._pending.extend(records)
+        if not self._pending:
+            return
+        try:
+            self._write_pending()
+        except OSError as error:
+            if not self._has_warned:
+                logger.warning(
+                    "cannot write %s (%s): the run goes on, and the last %d rows are written once this works again",
+                    self.path,
+                    error.strerror,
+                    _MOST_WAITING,
+                )
+            self._has_warned = True
+            self._close_descriptor()
+            while len(self._pending) > _MOST_WAITING:
+                self._pending.popleft()
+                self._lost += 1
+
+    def close(self) -> None:
+        """Try once more to write what is pending, and close."""
+        self.append(())
+        if self._pending or self._lost:
+            logger.warning("%s lacks %d rows of this run", self.path, len(self._pending) + self._lost)
+        self._close_descriptor()
+
+    def _write_pending(self) -> None:
+        if self._descriptor is None:
+            self._descriptor = open_private(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            self._cut_torn_tail(self._descriptor)
+        while self._pending:
+            records = list(itertools.islice(self._pending, _LINES_PER_WRITE))
+            self._write(self._descriptor, b"".join(records))
+            for _ in records:
+                self._pending.popleft()
+
+    def _write(self, descriptor: int, data: bytes) -> None:
+        """Append all of `data` or nothing of it."""
+        start = os.lseek(descriptor, 0, os.SEEK_END)
+        try:
+            write_all(descriptor, data)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, start)
+            raise
+        self._good_bytes = start + len(data)
+
+    def _cut_torn_tail(self, descriptor: int) -> None:
+        """Cut what a killed writer, or a failed write, left of a record at the end."""
+        size = os.fstat(descriptor).st_size
+        good = _end_of_last_line(descriptor, size) if self._is_lines else min(self._good_bytes, size)
+        if good < size:
+            os.ftruncate(descriptor, good)
+            logger.info("%s: cut %d bytes of a torn last line", self.path, size - good)
+
+    def _close_descriptor(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def _end_of_last_line(descriptor: int, size: int) -> int:
+    """The number of bytes up to and including the last newline."""
+    end = size
+    while end > 0:
+        begin = max(0, end - _TAIL_BYTES)
+        newline = os.pread(descriptor, end - begin, begin).rfind(b"\n")
+        if newline >= 0:
+            return begin + newline + 1
+        end = begin
+    return 0
+
+
+def _open_board(folder: Path) -> _Board | None:
+    """A TensorBoard log, or None with a line that says why not; takes the time of an import."""
+    try:
+        return _Board(folder)
+    except ImportError as error:
+        logger.warning("no TensorBoard log: %s (metrics.jsonl holds the same numbers)", error)
+    except Exception as error:  # a broken installation fails in many ways, and none of them may end a run
+        logger.warning("no TensorBoard log: importing tensorboard failed with %s: %s", type(error).__name__, error)
+    return None
+
+
+def _add_to_board(board: _Board, batch: list[tuple[str, bytes]]) -> bool:
+    """Whether the rows of `batch` were taken; a row that TensorBoard cannot show ends its log, not the run."""
+    try:
+        board.add([(kind, json.loads(line)) for kind, line in batch if kind != "event"])
+    except Exception as error:  # as above
+        logger.warning("the TensorBoard log ends here: %s: %s", type(error).__name__, error)
+        return False
+    return True
+
+
+class _Board:
+    """One event file, in TensorBoard's own record format, through the same writer as the rows.
+
+    Not `SummaryWriter`: it starts a thread of its own, which a full disk ends for good. Raises ImportError.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._session, self._summary, self._records = Event, SessionLog, Summary, RecordWriter
+        # TensorBoard looks for this form and reads the files of a run in the order of their names.
+        name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.file = _AppendFile(folder / name, is_lines=False)
+        self._is_new = True
+        self._has_steps = False
+
+    def add(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
+        """Add the numbers of `rows`: (kind, row)."""
+        events: list[Any] = []
+        if rows and self._is_new:
+            events.append(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+            self._is_new = False
+        for kind, row in rows:
+            if kind == "step" and not self._has_steps:
+                # Tells TensorBoard to forget what an earlier start of this run logged from here on.
+                session = self._session(status=self._session.START)
+                events.append(self._event(wall_time=time.time(), step=row["step"], session_log=session))
+                self._has_steps = True
+            numbers = _step_numbers(row) if kind == "step" else _validation_numbers(row)
+            values = [
+                self._summary.Value(tag=tag, simple_value=number)
+                for tag, number in numbers
+                if isinstance(number, (int, float))
+            ]
+            events.append(self._event(wall_time=time.time(), step=row["step"], summary=self._summary(value=values)))
+        self.file.append(self._record(event) for event in events)
+
+    def _record(self, event: Any) -> bytes:
+        buffer = io.BytesIO()
+        self._records(buffer).write(event.SerializeToString())
+        return buffer.getvalue()
+
+
+def _step_numbers(row: Row) -> Iterator[tuple[str, Any]]:
+    """Tags and numbers of a step; a term that no sample had (count 0) has no number to show."""
+    for key in ("loss", "lr", "grad_norm"):
+        yield f"train/{key}", row.get(key)
+    yield "train/samples_per_s", samples_per_second(row)
+    terms, counts = row.get("terms") or {}, row.get("counts") or {}
+    for term, number in terms.items():
+        if term != "loss" and counts.get(term) != 0:  # a term called loss is the loss
+            yield f"train/{term}", number
+
+
+def _validation_numbers(row: Row) -> Iterator[tuple[str, Any]]:
+    subset = row.get("subset", "valid")
+    for name, number in validation_numbers(row):
+        yield f"valid/{subset}/{name}", number

@@ -1,0 +1,339 @@
+"""What a person at the terminal, or the reader of a batch job's output, sees of the training steps.
+
+Responsible for one live line on a terminal, for a few plain lines everywhere else, and for log records that do not
+garble the live line. It knows nothing of files, and nothing of training beyond the keys of a row (see `metrics`).
+
+The one idea: the numbers shown are those of one step, never running means, so that a line here and the row of that step
+in `metrics.jsonl` agree. The clock is passed in; a stream that breaks (a closed terminal, `| head`) ends the display,
+never the run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import errno
+import logging
+import math
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+from hetseq.config import LogConfig
+
+if TYPE_CHECKING:  # rich is imported where there is a terminal to draw on
+    from rich.console import Console, RenderableType
+    from rich.live import Live
+
+logger = logging.getLogger(__name__)
+
+Row = Mapping[str, Any]
+
+_PLAIN_INTERVAL_S = 10.0
+_REFRESH_INTERVAL_S = 0.1
+_ETA_STEPS = 50  # the time left is predicted from the pace of this many steps
+_BAR_WIDTH = 20
+
+
+class Progress(Protocol):
+    """Shows rows; used by rank zero."""
+
+    def step(self, row: Row) -> None:
+        """Show a training step, or not, as its turn comes."""
+
+    def validation(self, row: Row) -> None:
+        """Show the result of a validation."""
+
+    def close(self) -> None:
+        """Show what is left to show and leave the terminal as it was."""
+
+
+class PlainProgress:
+    """Lines for pipes, files and batch jobs: never a carriage return, and few enough to read.
+
+    A line every `every_steps` steps (`math.inf`: none); without it one at most every 10 s, and the first and the last
+    step. Validations always have their line.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        total_steps: int | None,
+        every_steps: float | None,
+        now: Callable[[], float],
+    ) -> None:
+        self._stream = stream
+        self._total_steps = total_steps
+        self._every_steps = every_steps
+        self._now = now
+        self._next_s = -math.inf
+        self._unshown: Row | None = None
+        self._guard = _StreamGuard()
+
+    def set_total(self, steps: int | None) -> None:
+        """How many steps the run has; None if that is not known."""
+        self._total_steps = steps
+
+    def step(self, row: Row) -> None:
+        """Write the step's line if its turn has come."""
+        if self._every_steps is not None:
+            if _is_due(row, self._every_steps):
+                self._write(step_text(row, self._total_steps))
+            return
+        now_s = self._now()
+        if now_s < self._next_s and row.get("step") != self._total_steps:
+            self._unshown = row
+            return
+        self._next_s = now_s + _PLAIN_INTERVAL_S
+        self._unshown = None
+        self._write(step_text(row, self._total_steps))
+
+    def validation(self, row: Row) -> None:
+        """Write the validation's line."""
+        self._write(validation_text(row))
+
+    def close(self) -> None:
+        """Write the line of the last step, if it has not been written."""
+        if self._unshown is not None:
+            self._write(step_text(self._unshown, self._total_steps))
+        self._unshown = None
+
+    def _write(self, text: str) -> None:
+        with self._guard.watch():
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+
+class LiveProgress:
+    """One line at the bottom of a terminal that follows the steps; everything else scrolls above it.
+
+    `every_steps` (`--log-interval`) also leaves a plain line above it every so many steps. The cursor is hidden from
+    the first step to `close`, which also runs at the interpreter's exit.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        total_steps: int | None,
+        every_steps: int | None,
+        now: Callable[[], float],
+    ) -> None:
+        self._console = console
+        self._total_steps = total_steps
+        self._every_steps = every_steps
+        self._now = now
+        self._next_s = -math.inf
+        self._row: Row | None = None
+        self._times_s: deque[float] = deque(maxlen=_ETA_STEPS + 1)
+        self._live: Live | None = None
+        self._guard = _StreamGuard()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether a line stands on the terminal that other output must not run into."""
+        return self._live is not None and not self._guard.is_broken
+
+    def set_total(self, steps: int | None) -> None:
+        """How many steps the run has; None if that is not known."""
+        self._total_steps = steps
+
+    def step(self, row: Row) -> None:
+        """Redraw the line, at most ten times a second."""
+        if self._guard.is_broken:
+            return
+        now_s = self._now()
+        self._row = row
+        self._times_s.append(now_s)
+        if self._every_steps is not None and _is_due(row, self._every_steps):
+            self.message(step_text(row, self._total_steps))
+        if now_s < self._next_s and row.get("step") != self._total_steps:
+            return
+        self._next_s = now_s + _REFRESH_INTERVAL_S
+        with self._guard.watch():
+            self._draw(self._live or self._start(), row)
+
+    def validation(self, row: Row) -> None:
+        """Leave the validation's line above the live one."""
+        self.message(validation_text(row))
+
+    def message(self, text: str) -> None:
+        """Leave `text` above the live line; may be called from any thread."""
+        with self._guard.watch():
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Draw the last step, end the live line and show the cursor again."""
+        live = self._live
+        if live is None:
+            return
+        atexit.unregister(self.close)
+        try:
+            if self._row is not None and self.is_live:
+                with self._guard.watch():
+                    self._draw(live, self._row)
+        finally:
+            self._live = None
+            with contextlib.suppress(OSError, ValueError):
+                live.stop()
+
+    def _start(self) -> Live:
+        from rich.live import Live
+
+        # No refresh thread: the step redraws. A user's print goes above the line; what is redirected to a file stays.
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        atexit.register(self.close)  # a hidden cursor would outlive a process that forgets to close
+        self._live.start()
+        return self._live
+
+    def _draw(self, live: Live, row: Row) -> None:
+        live.update(self._line(row), refresh=True)
+
+    def _line(self, row: Row) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        text = step_text(row, self._total_steps)
+        left_s = self._left_s(row)
+        if left_s is not None:
+            text += f" ETA {datetime.timedelta(seconds=round(left_s))}"
+        shown = Text(text, no_wrap=True, overflow="ellipsis")
+        if self._total_steps is None or self._console.width < len(text) + 1 + _BAR_WIDTH:
+            return shown
+        line = Table.grid(padding=(0, 1, 0, 0))
+        line.add_row(shown, ProgressBar(total=self._total_steps, completed=row.get("step", 0), width=_BAR_WIDTH))
+        return line
+
+    def _left_s(self, row: Row) -> float | None:
+        """Seconds to the last step at the pace of the latest steps, pauses included; None if that is unknown."""
+        if self._total_steps is None or len(self._times_s) < 2:
+            return None
+        pace_s = (self._times_s[-1] - self._times_s[0]) / (len(self._times_s) - 1)
+        return max(self._total_steps - int(row.get("step", 0)), 0) * pace_s
+
+
+class ProgressHandler(logging.Handler):
+    """Log records for people: above the live line while there is one, else on standard error.
+
+    Installed by the worker as it sets up logging; `progress` may be None on ranks that show none.
+    """
+
+    def __init__(self, progress: Progress | None) -> None:
+        super().__init__()
+        self._progress = progress
+        self._pid = os.getpid()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record; trouble is logging's to handle, as in every handler."""
+        try:
+            text = self.format(record)
+            live = self._progress
+            # A forked loader process has a copy of the line, and of locks that nobody will ever release.
+            is_here = os.getpid() == self._pid
+            if isinstance(live, LiveProgress) and live.is_live and is_here and sys.stderr.isatty():
+                live.message(text)
+            else:
+                sys.stderr.write(text + "\n")
+                sys.stderr.flush()
+        except Exception:  # the contract of logging.Handler
+            self.handleError(record)
+
+
+def progress_for(
+    config: LogConfig, stream: TextIO, *, total_steps: int | None, now: Callable[[], float]
+) -> PlainProgress | LiveProgress:
+    """The display that fits the options and the stream: a live line needs a terminal that can move its cursor."""
+    if config.log_format == "none":
+        return PlainProgress(stream, total_steps=total_steps, every_steps=math.inf, now=now)
+    if stream.isatty() and not config.no_progress_bar:
+        console = terminal(stream)
+        if not console.is_dumb_terminal:
+            return LiveProgress(console, total_steps=total_steps, every_steps=config.log_interval, now=now)
+    return PlainProgress(stream, total_steps=total_steps, every_steps=config.log_interval, now=now)
+
+
+def terminal(stream: TextIO, **settings: Any) -> Console:
+    """A rich console that reports a reader that went away; rich's own would end the process then."""
+    from rich.console import Console
+
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    return Terminal(file=stream, **settings)
+
+
+def step_text(row: Row, total_steps: int | None) -> str:
+    """`step 120/938 epoch 1 loss 0.2134 lr 0.01 grad_norm 1.2 samples/s 5321`; the loss is the step's own, in nats."""
+    words = [f"step {row.get('step')}" + (f"/{total_steps}" if total_steps is not None else "")]
+    if "epoch" in row:
+        words.append(f"epoch {row['epoch']}")
+    if row.get("skipped"):
+        words.append("skipped (gradient not finite)")
+    elif row.get("loss") is not None:
+        words.append(f"loss {_number(row['loss'], 4)}")
+    if row.get("lr") is not None:
+        words.append(f"lr {_number(row['lr'], 4)}")
+    if row.get("grad_norm") is not None:
+        words.append(f"grad_norm {_number(row['grad_norm'], 3)}")
+    samples_per_s = samples_per_second(row)
+    if samples_per_s is not None:
+        words.append(f"samples/s {samples_per_s:.0f}" if samples_per_s >= 100 else f"samples/s {samples_per_s:.3g}")
+    return " ".join(words)
+
+
+def validation_text(row: Row) -> str:
+    """`valid epoch 3 step 1200 loss 0.0312 accuracy 0.9901 (best)`; the keys of the row begin with `valid_`."""
+    words = [str(row.get("subset", "valid"))]
+    words += [f"{key} {row[key]}" for key in ("epoch", "step") if key in row]
+    words += [f"{name} {_number(value, 4)}" for name, value in validation_numbers(row)]
+    if row.get("best"):
+        words.append("(best)")
+    return " ".join(words)
+
+
+def validation_numbers(row: Row) -> Iterator[tuple[str, Any]]:
+    """The metrics of a validation row in order, by name without `valid_`."""
+    for key, value in row.items():
+        if key.startswith("valid_"):
+            yield key[len("valid_") :], value
+
+
+def samples_per_second(row: Row) -> float | None:
+    """The step's own pace, or None if the row does not tell."""
+    samples, seconds = row.get("samples"), row.get("seconds")
+    return float(samples) / float(seconds) if samples is not None and seconds else None
+
+
+def _is_due(row: Row, every_steps: float) -> bool:
+    return int(row.get("step", 0)) % every_steps == 0
+
+
+def _number(value: Any, digits: int) -> str:
+    return f"{value:.{digits}g}" if isinstance(value, (int, float)) else str(value)
+
+
+class _StreamGuard:
+    """Ends a display whose stream has gone (EPIPE, EIO, closed), and says so once."""
+
+    def __init__(self) -> None:
+        self.is_broken = False
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            if not self.is_broken:
+                self.is_broken = True
+                logger.warning("the progress display ended (%s): the run goes on", error)

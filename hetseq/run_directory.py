@@ -1,0 +1,395 @@
+"""The run directory (`--save-dir`): what its files are called, whether it may be used, and who uses it now.
+
+Responsible for refusing a directory before the first step, with its path, what was found there and a remedy; for the
+marker and the run id in `config.yaml`; for the lock that keeps two runs apart; for `status/rank-N.json`. It knows
+nothing of what others write into the directory: rows are `metrics`' affair and checkpoints `checkpoint`'s.
+
+The one idea: a directory is ours if the first line of its `config.yaml` says so. That line also carries the run id,
+so marker, id and configuration appear in one rename and an id survives every resume. A lock is `flock` on `.lock`: the
+kernel frees it however the launcher ends, so there are no stale locks to judge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import pwd
+import re
+import secrets
+import socket
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hetseq.errors import RunDirectoryError
+
+logger = logging.getLogger(__name__)
+
+MARKER = "# HetSeq run configuration"
+_RUN_ID = re.compile(re.escape(MARKER) + r".*\brun id ([0-9a-f]{16})\b")
+_SUBDIRECTORIES = ("checkpoints", "log", "status", "tensorboard")
+_OUR_FILES = ("config.yaml", "metrics.jsonl", "events.jsonl", "checkpointHistories.csv", "report.html")
+_PROBE_BYTES = 8192
+_STATUS_INTERVAL_S = 1.0
+
+#: errno -> (what it means in words, what to do); `{path}` is the run directory
+_TROUBLES = {
+    errno.EACCES: ("you may not write there", "choose another --save-dir, or ask for permission to write"),
+    errno.EPERM: ("you may not write there", "choose another --save-dir, or ask for permission to write"),
+    errno.EROFS: ("its file system is read-only", "choose a --save-dir on a file system that can be written"),
+    errno.ENOSPC: ("no space is left on its file system", "free some space (df -h), or choose another --save-dir"),
+    errno.EDQUOT: ("your disk quota is used up", "free some space (quota -s), or choose another --save-dir"),
+    errno.EIO: ("its disk or network mount fails (input/output error)", "have it looked at, choose another --save-dir"),
+    errno.ESTALE: ("its network mount is stale", "have it mounted anew, or choose another --save-dir"),
+    errno.ENOTDIR: ("one of the parents in this path is a file", "choose another --save-dir"),
+    errno.EEXIST: ("a file or a broken link of that name is in the way", "move it away, or choose another --save-dir"),
+    errno.ELOOP: ("a link is in the way", "remove the link, or choose another --save-dir"),
+    errno.ENAMETOOLONG: ("the name is too long", "choose a shorter --save-dir"),
+}
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The paths of one run. `RunDirectory(path)` only names them; the launcher makes them with `prepare`."""
+
+    path: Path
+    #: what `prepare` wrote, so that `lock` notices another run that prepared the directory in the same moment
+    _prepared: str | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration; its first line is the marker and holds the run id."""
+        return self.path / "config.yaml"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The directory of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def history(self) -> Path:
+        """The table of all saves."""
+        return self.path / "checkpointHistories.csv"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step and per validation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """One JSON object per join, death, retry, rebalance or save."""
+        return self.path / "events.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The directory for `tensorboard --logdir`."""
+        return self.path / "tensorboard"
+
+    @property
+    def logs(self) -> Path:
+        """The directory of `rank-N.txt`, what each rank said."""
+        return self.path / "log"
+
+    @property
+    def status(self) -> Path:
+        """The directory of `rank-N.json`, what each rank does now."""
+        return self.path / "status"
+
+    @property
+    def report(self) -> Path:
+        """The report on the finished run."""
+        return self.path / "report.html"
+
+    @property
+    def run_id(self) -> str:
+        """16 hexadecimal digits, drawn when the directory was first prepared and kept on resume.
+
+        Raises RunDirectoryError if `config.yaml` cannot be read or carries no run id.
+        """
+        found = _RUN_ID.match(_first_line(self.config_file))
+        if found is None:
+            raise RunDirectoryError(
+                f"{self.config_file} has no run id in its first line: prepare the directory with `hetseq train` first"
+            )
+        return found.group(1)
+
+    @staticmethod
+    def prepare(path: str | os.PathLike[str], *, config_yaml: str) -> RunDirectory:
+        """Check or create the run directory and write `config.yaml`; called once, by the launcher, before `lock`.
+
+        A new directory has mode 0700, an existing one keeps its mode; everything written is 0600 (0700 for folders).
+        `config_yaml` may begin with a marker line; it is replaced by one with the run id. Raises RunDirectoryError
+        where the path cannot be used, holds what is not ours, or is in use by another run.
+        """
+        root = Path(os.path.abspath(path))
+        _make_root(root)
+        owner_uid = _probe(root)
+        if root.stat().st_uid != owner_uid:
+            # Compared with a file just made, not with the user id: mounts that squash or map ids stay usable.
+            raise RunDirectoryError(
+                f"--save-dir {root} belongs to {_user_name(root.stat().st_uid)}, not to you: choose a directory of your"
+                f" own, such as {root / 'my-run'}"
+            )
+        first_line = _first_line(root / "config.yaml")
+        if not first_line.startswith(MARKER):
+            _refuse_foreign(root)
+        known = _RUN_ID.match(first_line)
+        text = _with_header(config_yaml, known.group(1) if known else secrets.token_hex(8))
+        # Held for this moment only, because the config.yaml of a run that is going on is not ours to replace.
+        with RunDirectory(root).lock():
+            try:
+                _replace_file(root / "config.yaml", text.encode(), is_durable=True)
+                for name in _SUBDIRECTORIES:
+                    (root / name).mkdir(mode=0o700, exist_ok=True)
+            except OSError as error:
+                raise _trouble(root, error) from error
+        return RunDirectory(root, text)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other runs out; held by the launcher for its life, and freed by the kernel however it ends.
+
+        Children that exec do not inherit it; a child made by a bare fork would hold it as long as it lives. Raises
+        RunDirectoryError naming host and pid of the run that holds it. Where the file system has no locks a warning is
+        logged and the run goes on.
+        """
+        try:
+            descriptor = open_private(self.path / ".lock", os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise _trouble(self.path, error) from error
+        try:
+            self._take(descriptor)
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(descriptor, 0)  # nobody is named once the run has ended
+        finally:
+            os.close(descriptor)
+
+    def _take(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunDirectoryError(
+                f"--save-dir {self.path} is in use by another run ({_holder(descriptor)}): wait for it, stop it, or"
+                " choose another --save-dir"
+            ) from None
+        except OSError as error:
+            logger.warning(
+                "cannot lock %s (%s): make sure yourself that no other run uses this directory",
+                self.path,
+                error.strerror,
+            )
+        if os.pread(descriptor, 1, 0) not in (b"", b"{"):
+            raise RunDirectoryError(
+                f"--save-dir {self.path} holds a .lock that is not HetSeq's: choose another --save-dir, or move it away"
+            )
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": utc_now()}
+        try:
+            if self._prepared is not None and self.config_file.read_bytes() != self._prepared.encode():
+                raise RunDirectoryError(
+                    f"--save-dir {self.path} was taken by another run in the same moment: choose another --save-dir"
+                )
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json_line(holder), 0)
+        except OSError as error:
+            raise _trouble(self.path, error) from error
+
+
+class StatusFile:
+    """`status/rank-N.json`: what one rank does now, for people and for `hetseq top`; written by that rank."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._next_s = -math.inf
+        self._has_warned = False
+
+    def write(self, now_s: float, *, force: bool = False, **fields: Any) -> None:
+        """Replace the file by `fields`, at most once a second unless `force`; `now_s` is the caller's monotonic clock.
+
+        A reader sees the old content or the new one, never a part. Trouble with the file is warned about once.
+        """
+        if now_s < self._next_s and not force:
+            return
+        self._next_s = now_s + _STATUS_INTERVAL_S
+        try:
+            # Not durable: after a crash of the machine nobody asks what this rank was doing, and an fsync costs.
+            _replace_file(self.path, json_line(fields), is_durable=False)
+        except OSError as error:
+            if not self._has_warned:
+                logger.warning("cannot write %s (%s): the run goes on without it", self.path, error.strerror)
+            self._has_warned = True
+
+
+def open_private(path: Path, flags: int) -> int:
+    """A file descriptor of `path`, new files with mode 0600; a link in its place raises OSError (ELOOP)."""
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write every byte; raises OSError, possibly with a part of `data` written."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def json_line(row: Mapping[str, Any]) -> bytes:
+    """One line of strict JSON: floats at full precision, NaN and infinity as null, NumPy and tensors as numbers."""
+    return json.dumps(_jsonable(row), allow_nan=False).encode() + b"\n"
+
+
+def utc_now() -> str:
+    """This moment for a file that people read, as in 2026-01-31T12:00:00.000Z; no decision is made from it."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(item) for item in value]
+    if hasattr(value, "tolist"):  # NumPy and torch, neither of which is imported here
+        return _jsonable(value.tolist())
+    return str(value)
+
+
+def _make_root(root: Path) -> None:
+    if os.path.exists(root) and not os.path.isdir(root):
+        raise RunDirectoryError(f"--save-dir {root} is a file: choose a directory, such as {root}-run")
+    try:
+        os.makedirs(root, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise _trouble(root, error) from error
+
+
+def _probe(root: Path) -> int:
+    """Write a few kB for real, since a full disk or a quota shows only then; returns the user id of the new file."""
+    name = root / f".probe-{secrets.token_hex(8)}"
+    try:
+        descriptor = open_private(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            try:
+                write_all(descriptor, bytes(_PROBE_BYTES))
+                os.fsync(descriptor)
+                return os.fstat(descriptor).st_uid
+            finally:
+                os.close(descriptor)
+        finally:
+            os.unlink(name)
+    except OSError as error:
+        raise _trouble(root, error) from error
+
+
+def _refuse_foreign(root: Path) -> None:
+    """Raise RunDirectoryError if something here could be overwritten or mistaken for ours; other files are fine."""
+    pickles = sorted(file.name for file in root.glob("checkpoint*.pt"))
+    if pickles:
+        raise RunDirectoryError(
+            f"--save-dir {root} holds checkpoints of the HetSeq of 2020 ({_some(pickles)}): they are pickles, which can"
+            " run any code when loaded, so this HetSeq cannot go on from them. Choose another --save-dir"
+        )
+    # An empty folder is nobody's work: `mkdir -p RUN/log` in a job script is no reason to refuse.
+    foreign = [name for name in _OUR_FILES if os.path.lexists(root / name)]
+    foreign += [
+        f"{name}/" for name in _SUBDIRECTORIES if os.path.lexists(root / name) and not _is_empty_folder(root / name)
+    ]
+    if foreign:
+        raise RunDirectoryError(
+            f"--save-dir {root} holds {_some(foreign)}, but no config.yaml that begins with `{MARKER}`: somebody else's"
+            " files would be overwritten. Choose another --save-dir, or move them away"
+        )
+
+
+def _is_empty_folder(path: Path) -> bool:
+    try:
+        return not path.is_symlink() and not os.listdir(path)
+    except OSError:
+        return False
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _trouble(path: Path, error: OSError) -> RunDirectoryError:
+    words, remedy = _TROUBLES.get(error.errno or 0, (error.strerror or str(error), "choose another --save-dir"))
+    where = f"--save-dir {path} cannot be used: {words}"
+    existing = next((parent for parent in (path, *path.parents) if os.path.exists(parent)), path)
+    if existing != path:
+        where += f"; it would have to be made in {existing}"
+    if error.errno in (errno.EACCES, errno.EPERM):
+        with contextlib.suppress(OSError):
+            found = existing.stat()
+            where += f" ({existing}: owner {_user_name(found.st_uid)}, mode {stat.S_IMODE(found.st_mode):04o})"
+    return RunDirectoryError(f"{where}. Please {remedy}")
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user id {uid}"
+
+
+def _first_line(config_file: Path) -> str:
+    """The first line of `config.yaml`; empty if there is none that can be read."""
+    try:
+        with config_file.open("rb") as file:
+            return file.readline(200).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _with_header(config_yaml: str, run_id: str) -> str:
+    header = f"{MARKER}, run id {run_id}; repeat the run with --config\n"
+    if config_yaml.startswith(MARKER):
+        _, _, config_yaml = config_yaml.partition("\n")
+    return header + config_yaml
+
+
+def _replace_file(path: Path, data: bytes, *, is_durable: bool) -> None:
+    """Make `data` the content of `path`, complete or not at all, with mode 0600."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = open_private(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        try:
+            write_all(descriptor, data)
+            if is_durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise
+    if is_durable:
+        with contextlib.suppress(OSError):  # some file systems refuse to fsync a folder; the content is safe already
+            folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+
+def _holder(descriptor: int) -> str:
+    """Who wrote `.lock`: host, pid and start time, in words."""
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+        return f"pid {holder['pid']} on {holder['host']}, started {holder['started']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "which has not said its name"

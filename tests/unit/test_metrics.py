@@ -1,0 +1,353 @@
+"""Rows reach the files whole, at full precision and without holding up a step, whatever the file system does."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import json
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetseq import metrics as metrics_module
+from hetseq.config import LogConfig
+from hetseq.metrics import Metrics, read_events, read_rows
+from hetseq.run_directory import RunDirectory, write_all
+
+Make = Callable[..., Metrics]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.prepare(tmp_path / "run", config_yaml="")
+
+
+@pytest.fixture
+def make(directory: RunDirectory) -> Iterator[Make]:
+    """Makes writers without a display; all are closed in the end."""
+    made: list[Metrics] = []
+
+    def start(**changes: Any) -> Metrics:
+        options: dict[str, Any] = {"is_writer": True, "total_steps": None, "has_tensorboard": False}
+        made.append(Metrics(directory, LogConfig(log_format="none"), stream=io.StringIO(), **options | changes))
+        return made[-1]
+
+    yield start
+    for metrics in made:
+        metrics.close()
+
+
+class Disk:
+    """Stands between the helper thread and the file system; faults are switched on and off."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.writes = threading.Semaphore(0)  # released after every attempt
+
+    def write_all(self, descriptor: int, data: bytes) -> None:
+        try:
+            assert self.goes_on.wait(10)
+            if self.is_full:
+                write_all(descriptor, data[:7])  # a full disk takes what still fits
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            write_all(descriptor, data)
+        finally:
+            self.writes.release()
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    disk = Disk()
+    monkeypatch.setattr(metrics_module, "write_all", disk.write_all)
+    return disk
+
+
+def row(step: int, **changes: Any) -> dict[str, Any]:
+    return {"step": step, "epoch": 1, "loss": 0.1 + 0.2, "samples": 64, "seconds": 0.5} | changes
+
+
+def steps(rows: list[dict[str, Any]]) -> list[int]:
+    return [row["step"] for row in rows]
+
+
+def test_rows_and_events_are_written_in_order_and_in_full(make: Make, directory: RunDirectory) -> None:
+    metrics = make()
+    metrics.step(row(1, shares=(3, 1), terms={"loss": 19.2}))
+    metrics.validation({"step": 1, "epoch": 1, "valid_loss": 0.5})
+    metrics.event("join", slot=2)
+    metrics.step(row(2))
+    metrics.close()
+    lines = directory.metrics.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 1, 2]
+    assert '"loss": 0.30000000000000004' in lines[0]
+    assert json.loads(lines[0]) == row(1, shares=[3, 1], terms={"loss": 19.2})
+    [event] = read_events(directory.events)
+    assert (event["event"], event["slot"]) == ("join", 2)
+    assert event["time_utc"].endswith("Z")
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (directory.metrics, directory.events)} == {0o600}
+
+
+def test_a_number_that_is_not_finite_becomes_null(make: Make, directory: RunDirectory) -> None:
+    metrics = make()
+    metrics.step(row(1, loss=float("nan"), terms={"a": float("inf")}))
+    metrics.close()
+    [found] = read_rows(directory.metrics)
+    assert (found["loss"], found["terms"]) == (None, {"a": None})
+    assert "NaN" not in directory.metrics.read_text()
+
+
+def test_a_row_may_be_changed_after_the_call(make: Make, directory: RunDirectory, disk: Disk) -> None:
+    disk.goes_on.clear()
+    metrics = make()
+    mine = row(1)
+    metrics.step(mine)
+    mine["step"] = 99
+    disk.goes_on.set()
+    metrics.close()
+    assert steps(read_rows(directory.metrics)) == [1]
+
+
+@pytest.mark.parametrize("tail", ['{"step": 3, "lo', "\0" * 100_000, '{"step": 3}'])
+def test_a_torn_last_line_is_cut_when_a_run_goes_on(make: Make, directory: RunDirectory, tail: str) -> None:
+    directory.metrics.write_text('{"step": 1}\n{"step": 2}\n' + tail)
+    assert steps(read_rows(directory.metrics)) == [1, 2]
+    metrics = make()
+    metrics.step(row(3))
+    metrics.close()
+    lines = directory.metrics.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+def test_a_file_that_is_nothing_but_a_torn_line(make: Make, directory: RunDirectory) -> None:
+    directory.metrics.write_text('{"step"')
+    metrics = make()
+    metrics.step(row(1))
+    metrics.close()
+    assert steps(read_rows(directory.metrics)) == [1]
+
+
+def test_the_later_of_two_rows_of_a_step_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 2.0},
+        {"step": 2, "valid_loss": 2.1},
+        {"step": 2, "subset": "test", "valid_loss": 2.2},
+        {"step": 3, "loss": 3.0},
+        {"step": 2, "loss": 2.5},
+        {"step": 2, "valid_loss": 2.6},
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + 'rubbish\n{"no": 1}\n{"step": 4')
+    assert read_rows(path) == [rows[0], rows[5], rows[3], rows[6], rows[4]]
+    assert "line 8 is not a row" in caplog.text
+    assert "without a step" in caplog.text
+
+
+def test_a_file_system_that_hangs_does_not_hold_up_a_step(make: Make, directory: RunDirectory, disk: Disk) -> None:
+    disk.goes_on.clear()
+    metrics = make()
+    for step in range(1, 1001):
+        metrics.step(row(step))  # returns, though nothing can be written: the test would time out
+    assert not directory.metrics.exists() or directory.metrics.stat().st_size == 0
+    disk.goes_on.set()
+    metrics.close()
+    assert steps(read_rows(directory.metrics)) == list(range(1, 1001))
+
+
+def test_close_gives_up_on_a_file_system_that_hangs(
+    make: Make, directory: RunDirectory, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk.goes_on.clear()
+    metrics = make()
+    metrics.step(row(1))
+    metrics.close(deadline_s=0.01)
+    assert "could not be written within 0.01 s" in caplog.text
+    disk.goes_on.set()
+    [thread] = [thread for thread in threading.enumerate() if thread.name == "hetseq-metrics"]
+    thread.join(10)
+    assert steps(read_rows(directory.metrics)) == [1]
+
+
+def test_a_queue_that_overflows_is_warned_about_once(
+    make: Make, disk: Disk, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metrics_module, "_MOST_WAITING", 10)
+    disk.goes_on.clear()
+    metrics = make()
+    for step in range(1, 101):
+        metrics.step(row(step))
+    assert caplog.text.count("later rows are lost") == 1
+    disk.goes_on.set()
+    metrics.close()
+    found = steps(read_rows(directory.metrics))
+    assert found == list(range(1, len(found) + 1))
+    assert 10 <= len(found) <= 20
+
+
+def test_a_disk_that_is_full_and_recovers_loses_no_row(
+    make: Make, directory: RunDirectory, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = make()
+    metrics.step(row(1))
+    assert disk.writes.acquire(timeout=10)
+    disk.is_full = True
+    for step in (2, 3):
+        metrics.step(row(step))
+        assert disk.writes.acquire(timeout=10)
+    disk.is_full = False
+    metrics.step(row(4))
+    assert disk.writes.acquire(timeout=10)
+    metrics.close()
+    lines = directory.metrics.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]  # no torn line between them
+    assert caplog.text.count("the run goes on") == 1
+    assert "No space left on device" in caplog.text
+
+
+def test_a_disk_that_stays_full_is_said_at_the_end(
+    make: Make, directory: RunDirectory, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk.is_full = True
+    metrics = make()
+    metrics.step(row(1))
+    metrics.close()
+    assert directory.metrics.read_bytes() == b""
+    assert "lacks 1 rows" in caplog.text
+
+
+def test_memory_stays_bounded_while_a_disk_is_full(
+    make: Make, disk: Disk, monkeypatch: pytest.MonkeyPatch, directory: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(metrics_module, "_MOST_WAITING", 3)
+    disk.is_full = True
+    metrics = make()
+    for step in range(1, 7):
+        metrics.step(row(step))
+        assert disk.writes.acquire(timeout=10)
+    disk.is_full = False
+    metrics.close()
+    assert steps(read_rows(directory.metrics)) == [4, 5, 6]
+    assert "lacks 3 rows" in caplog.text
+
+
+def test_a_directory_that_vanishes_does_not_end_the_run(make: Make, tmp_path: Path, directory: RunDirectory) -> None:
+    directory.path.rename(tmp_path / "moved")
+    metrics = make()
+    metrics.step(row(1))
+    metrics.close()
+    assert not directory.path.exists()
+
+
+def test_only_the_writer_writes(make: Make, directory: RunDirectory) -> None:
+    before = set(threading.enumerate())
+    metrics = make(is_writer=False)
+    metrics.step(row(1))
+    metrics.validation({"step": 1, "valid_loss": 1.0})
+    metrics.event("join")
+    metrics.close()
+    assert set(threading.enumerate()) == before
+    assert not directory.metrics.exists()
+
+
+def test_a_run_without_a_directory_shows_its_steps() -> None:
+    stream = io.StringIO()
+    with Metrics(None, LogConfig(), is_writer=True, total_steps=1, stream=stream) as metrics:
+        metrics.step(row(1))
+        metrics.event("join")
+    assert stream.getvalue() == "step 1/1 epoch 1 loss 0.3 samples/s 128\n"
+
+
+def test_nothing_is_left_running(make: Make) -> None:
+    metrics = make()
+    metrics.step(row(1))
+    metrics.close()
+    metrics.close()
+    assert "hetseq-metrics" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_tensorboard_missing_is_said_in_one_line(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, directory: RunDirectory
+) -> None:
+    real_import = builtins.__import__
+
+    def import_without_tensorboard(name: str, *rest: Any, **more: Any) -> Any:
+        if name.startswith("tensorboard"):
+            raise ModuleNotFoundError("No module named 'tensorboard'")
+        return real_import(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", import_without_tensorboard)
+    metrics = make(has_tensorboard=True)
+    metrics.step(row(1))
+    metrics.close()
+    assert [record.message.partition(" (")[0] for record in caplog.records] == [
+        "no TensorBoard log: No module named 'tensorboard'"
+    ]
+    assert steps(read_rows(directory.metrics)) == [1]
+
+
+def board_numbers(directory: RunDirectory) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard itself reads: tag -> (step, number)."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = event_accumulator.EventAccumulator(str(directory.tensorboard))
+    accumulator.Reload()
+    return {
+        tag: [(event.step, event.value) for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_reads_what_was_logged(make: Make, directory: RunDirectory) -> None:
+    metrics = make(has_tensorboard=True)
+    metrics.step(row(1, loss=2.0, lr=0.5, grad_norm=4.0, terms={"cls": 1.5, "reg": 0.0}, counts={"cls": 64, "reg": 0}))
+    metrics.step(row(2, loss=None, skipped=True))
+    metrics.validation({"step": 2, "valid_loss": 0.5, "valid_note": "text", "best": True})
+    metrics.close()
+    assert board_numbers(directory) == {
+        "train/loss": [(1, 2.0)],
+        "train/lr": [(1, 0.5)],
+        "train/grad_norm": [(1, 4.0)],
+        "train/samples_per_s": [(1, 128.0), (2, 128.0)],
+        "train/cls": [(1, 1.5)],
+        "valid/valid/loss": [(2, 0.5)],
+    }
+    [file] = directory.tensorboard.iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(make: Make, directory: RunDirectory) -> None:
+    for first, loss in ((1, 1.0), (3, 2.0)):
+        metrics = make(has_tensorboard=True)
+        for step in range(first, first + 4):
+            metrics.step(row(step, loss=loss))
+        metrics.close()
+    numbers = board_numbers(directory)["train/loss"]
+    assert numbers == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0), (6, 2.0)]
+
+
+def test_tensorboard_survives_a_full_disk(make: Make, directory: RunDirectory, disk: Disk) -> None:
+    metrics = make(has_tensorboard=True)
+    for step, is_full in ((1, False), (2, True), (3, False)):
+        disk.is_full = is_full
+        metrics.step(row(step))
+        assert disk.writes.acquire(timeout=10)  # metrics.jsonl
+        assert disk.writes.acquire(timeout=10)  # the event file
+    metrics.close()
+    assert [step for step, _ in board_numbers(directory)["train/loss"]] == [1, 2, 3]
+
+
+def test_a_row_that_tensorboard_cannot_show_ends_only_its_log(
+    make: Make, directory: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = make(has_tensorboard=True)
+    metrics.step(row(1, terms="much"))
+    metrics.step(row(2))
+    metrics.close()
+    assert "the TensorBoard log ends here" in caplog.text
+    assert steps(read_rows(directory.metrics)) == [1, 2]
