@@ -1,0 +1,133 @@
+"""What happens between two steps: the epoch's validation, the checkpoint if one is due, and the telling of it all.
+
+Every rank walks the same road here: whether to validate or save follows from numbers that the commit gave to all.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hetseq.commit import Verdict, Wish
+from hetseq.config import ValidationConfig
+from hetseq.controller import Controller, StepResult, TrainingState
+from hetseq.errors import ConfigError
+from hetseq.metrics import Metrics
+from hetseq.run_directory import StatusFile
+from hetseq.saving import Saver, draw_nonce
+from hetseq.validation import Validator
+
+logger = logging.getLogger(__name__)
+
+
+class RunBoundary:
+    """Validates, saves and reports for one rank."""
+
+    def __init__(
+        self,
+        *,
+        config: ValidationConfig,
+        validators: Sequence[Validator],
+        saver: Saver,
+        metrics: Metrics,
+        status: StatusFile,
+        about: dict[str, Any],
+        on_step: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self._config, self._validators = config, validators
+        self._saver, self._metrics, self._status, self._about = saver, metrics, status, about
+        self._on_step = on_step
+
+    def is_due(self, state: TrainingState) -> bool:
+        """Rank zero: --persistent-time-interval has passed, so a checkpoint is wanted after this step."""
+        return self._saver.is_overdue()
+
+    def draw_nonce(self) -> int:
+        """The name of the checkpoint that may follow this step."""
+        return draw_nonce()
+
+    def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
+        """Report the step, validate at the end of an epoch, save if due. Every rank calls it."""
+        state, outcome = controller.state, result.outcome
+        self._report(controller, result)
+        is_best = False
+        if result.plan.ends_epoch and result.plan.epoch % self._config.validate_interval == 0:
+            is_best = self._validate(controller, result.plan.epoch)
+        kinds = self._saver.kinds_due(
+            state,
+            epoch_ended=result.plan.epoch if result.plan.ends_epoch else None,
+            is_best=is_best,
+            is_overdue=outcome.save,
+            is_stopping=bool(outcome.wish & Wish.STOP),
+            ends_run=ends_run,
+        )
+        if kinds:
+            self._save(state, kinds, outcome.nonce)
+        self._on_step(result.plan.step)
+
+    def _report(self, controller: Controller, result: StepResult) -> None:
+        plan, outcome = result.plan, result.outcome
+        is_applied = outcome.verdict is Verdict.APPLY
+        row: dict[str, Any] = {
+            "step": plan.step,
+            "epoch": plan.epoch,
+            "loss": result.loss,
+            "terms": _by_term(controller.terms, outcome.sums, result.counts) if is_applied else None,
+            "counts": dict(zip(controller.terms, result.counts)),
+            "samples": plan.size,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "seconds": result.seconds,
+            "generation": controller.group.generation,
+            "world_size": controller.group.world_size,
+            "shares": list(plan.shares),
+        }
+        if not is_applied:
+            row["skipped"] = True
+        self._metrics.step(row)
+        self._status.write(
+            time.monotonic(), step=plan.step, epoch=plan.epoch, state="train",
+            share=plan.shares[controller.group.rank], **self._about,
+        )  # fmt: skip
+
+    def _validate(self, controller: Controller, epoch: int) -> bool:
+        """Evaluate every validation split; True if the first one is better than ever before."""
+        state, is_best = controller.state, False
+        for place, validator in enumerate(self._validators):
+            values = validator.evaluate(
+                controller.task, controller.replica.model, controller.group, controller.planner.assign
+            )
+            if place == 0:
+                is_best = self._is_best(state, values)
+            named = {f"valid_{name}": value for name, value in values.items()}
+            self._metrics.validation(
+                {"step": state.position.step - 1, "epoch": epoch, "subset": validator.split, **named,
+                 "best": place == 0 and is_best}
+            )  # fmt: skip
+        return is_best
+
+    def _is_best(self, state: TrainingState, values: dict[str, float]) -> bool:
+        name = self._config.best_checkpoint_metric
+        if name not in values:
+            raise ConfigError(f"--best-checkpoint-metric {name}: validation gives {', '.join(values)}")
+        value = values[name]
+        sign = -1 if self._config.maximize_best_checkpoint_metric else 1
+        is_better = state.best is None or sign * value < sign * state.best
+        if is_better:
+            state.best = value
+        return is_better
+
+    def _save(self, state: TrainingState, kinds: list[str], nonce: int) -> None:
+        result = self._saver.save(state, nonce=nonce, kinds=kinds)
+        fields = {"step": state.position.step - 1, "kinds": kinds, "bytes": result.bytes, "seconds": result.seconds}
+        if result.ok:
+            self._metrics.event("save", path=str(result.path), **fields)
+        else:
+            self._metrics.event("save_failed", error=result.error, **fields)
+            logger.warning("step %d could not be saved, training goes on: %s", fields["step"], result.error)
+
+
+def _by_term(terms: Sequence[str], sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
+    return {term: total / count if count else 0.0 for term, total, count in zip(terms, sums, counts)}

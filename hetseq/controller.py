@@ -1,0 +1,337 @@
+"""The training loop: one step, written so that it reads as the protocol it follows, and what happens between steps.
+
+A step counts first (the global count of each loss term is known before any forward), computes this rank's share,
+sums the gradients, and commits: one small gather in which every rank proves that it holds the complete gradient and
+all learn the same verdict. Only then does anything change. The controller knows no files, sockets, signals or flags;
+it is given objects that do.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch.profiler import record_function as phase
+
+from hetseq.comm import AnyGroup, gather_floats
+from hetseq.commit import (
+    CommitRow,
+    Lineage,
+    Outcome,
+    RowFormat,
+    Verdict,
+    Vote,
+    Wish,
+    add_in_rank_order,
+    resolve,
+)
+from hetseq.config import OptimizationConfig
+from hetseq.errors import NonFiniteError
+from hetseq.loader import StepData, StepLoader, seed_everything
+from hetseq.plan import Planner, Position, StepPlan, derive_seed
+from hetseq.replica import Replica
+from hetseq.task import Task, check_sums
+from hetseq.throttle import Throttle
+
+logger = logging.getLogger(__name__)
+
+_FIRST_DEADLINE_S = 120.0  # until three steps were seen
+_LEAST_DEADLINE_S = 5.0
+
+
+@dataclass
+class TrainingState:
+    """What a run has reached; with the replica's tensors this is all a resume needs."""
+
+    position: Position = field(default_factory=Position)
+    updates: int = 0  # optimizer steps applied; skipped steps consume samples but do not count here
+    lineage: Lineage = field(default_factory=Lineage)
+    skipped_in_a_row: int = 0
+    best: float | None = None
+    train_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one committed step did; equal on every rank but for `data_s` and the like."""
+
+    plan: StepPlan
+    outcome: Outcome
+    counts: tuple[float, ...]
+    loss: float | None  # sum over terms of weight * sum / count, in nats, before the update; None if skipped
+    lr: float
+    grad_norm: float
+    seconds: float
+
+
+class Boundary(Protocol):
+    """What happens after a step besides training it: validating, saving, reporting."""
+
+    def is_due(self, state: TrainingState) -> bool:
+        """Rank zero: a checkpoint is wanted after the step being committed."""
+        ...
+
+    def draw_nonce(self) -> int: ...
+
+    def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None: ...
+
+
+class Controller:
+    """Trains one replica in step with its peers."""
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        replica: Replica,
+        group: AnyGroup,
+        planner: Planner,
+        loader: StepLoader,
+        schedule: Callable[[int, int], float],
+        config: OptimizationConfig,
+        boundary: Boundary,
+        terms: tuple[str, ...],
+        seed: int,
+        state: TrainingState | None = None,
+        throttle: Throttle | None = None,
+        wish: Callable[[], Wish] = lambda: Wish.NONE,
+        step_deadline_s: float | None = None,
+    ) -> None:
+        self.task, self.replica, self.group = task, replica, group
+        self.planner, self.loader = planner, loader
+        self.terms = terms
+        self.weights = tuple(float(task.term_weights.get(term, 1.0)) for term in terms)
+        self.state = state or TrainingState()
+        self._schedule, self._config, self._boundary, self._seed = schedule, config, boundary, seed
+        self._throttle, self._wish, self._step_deadline_s = throttle or Throttle(), wish, step_deadline_s
+        self._format = RowFormat(len(terms), len(replica.reducer.used))
+        self._plan = planner.plan(self.state.position)
+        self._counts_ahead: tuple[float, ...] | None = None
+        self._recent_s: deque[float] = deque(maxlen=21)
+        self._clock = _Stopwatch()
+
+    def fit(self) -> bool:
+        """Train until the configured end (True) or until a rank wishes to stop (False). Every rank calls it."""
+        self.replica.model.train()
+        while not self.has_ended():
+            result = self.train_step()
+            if result.outcome.wish & Wish.STOP:
+                return self.has_ended()
+        return True
+
+    def train_step(self) -> StepResult:
+        """One step of the global batch: every rank enters, every rank leaves with the same verdict."""
+        plan, clock, reducer = self._plan, self._clock, self.replica.reducer
+        clock.start()
+        self._set_deadline()
+        rate = self._schedule(self.state.updates, plan.epoch)
+        with phase("count"):
+            data = self.loader.take(plan)
+            clock.lap("data")
+            counts = self._counts_ahead or self._gather_counts(data)
+        with phase("forward_backward"):
+            sums = self._forward_backward(data, counts)
+            clock.lap("compute")
+            upcoming = self._look_ahead(plan)  # fetched while the buckets travel
+            clock.lap("data")
+        with phase("reduce"):
+            reducer.finish()
+        with phase("commit"):
+            norm = reducer.norm()
+            outcome = self._commit(plan, norm, sums, upcoming)
+            clock.lap("idle")
+        if outcome.verdict is Verdict.APPLY:
+            with phase("clip"):
+                self._clip(norm)
+            with phase("optimizer"):
+                self._update(outcome, rate)
+        else:
+            self._skip(plan, data, counts)
+        result = self._conclude(plan, outcome, counts, rate, norm)
+        with phase("checkpoint"), self.patience():
+            self._boundary.after_step(self, result, ends_run=self.has_ended())
+        return result
+
+    def has_ended(self) -> bool:
+        """The configured number of updates or epochs is done, or the learning rate has fallen to its minimum."""
+        state, config = self.state, self._config
+        if config.max_update and state.updates >= config.max_update:
+            return True
+        if config.max_epoch and state.position.epoch > config.max_epoch:
+            return True
+        begins_epoch = state.position.consumed == 0 and state.position.epoch > 1
+        return begins_epoch and self._schedule(state.updates, state.position.epoch) <= config.min_lr
+
+    @contextmanager
+    def patience(self, at_least_s: float = _FIRST_DEADLINE_S) -> Iterator[None]:
+        """Work between steps, in which ranks may be minutes apart without being lost."""
+        before, self.group.deadline_s = self.group.deadline_s, max(at_least_s, self.group.deadline_s)
+        yield
+        self.group.deadline_s = before
+
+    # count
+
+    def _gather_counts(self, data: StepData) -> tuple[float, ...]:
+        """Global counts of a step whose counts did not come with the commit before it."""
+        rows = gather_floats(self.group, [float(data.samples), *data.counts])  # (world_size, 1 + terms)
+        return add_in_rank_order(rows[:, 1:].tolist())
+
+    def _look_ahead(self, plan: StepPlan) -> StepData | None:
+        """This rank's part of the next step, if there will be one and it is at hand."""
+        is_last_update = self._config.max_update and self.state.updates + 1 >= self._config.max_update
+        is_last_epoch = plan.ends_epoch and self._config.max_epoch and plan.epoch >= self._config.max_epoch
+        if is_last_update or is_last_epoch:
+            return None
+        return self.loader.peek(self.planner.plan(plan.next_position()))
+
+    # forward and backward
+
+    def _forward_backward(self, data: StepData, counts: tuple[float, ...]) -> list[float]:
+        """Add this rank's part of the gradient into the buckets; gives its sum of each term."""
+        reducer, totals = self.replica.reducer, [torch.zeros((), dtype=torch.float64) for _ in self.terms]
+        reducer.begin()
+        for number, batch in enumerate(data.micro_batches):
+            if number == len(data.micro_batches) - 1:
+                reducer.expect_last()
+            seed_everything(derive_seed(self._seed, data.plan.step, batch.start))
+            with self._throttle.slowed():
+                own = dict(zip(self.terms, batch.counts))
+                sums = check_sums(self.task, self.task.micro_step(self.replica.model, batch.sample, own), self.terms)
+                # A term without any count, here or anywhere, contributes nothing: its sum may well be 0/0.
+                live = [index for index in range(len(self.terms)) if batch.counts[index] and counts[index]]
+                if live:
+                    # The one division: by the count over all ranks and micro-batches. Gradients are then summed.
+                    scaled = [sums[self.terms[index]] * (self.weights[index] / counts[index]) for index in live]
+                    torch.stack(scaled).sum().backward()
+                for index in live:
+                    totals[index] += sums[self.terms[index]].detach().double().cpu()
+        return [total.item() for total in totals]
+
+    # commit
+
+    def _commit(self, plan: StepPlan, norm: float, sums: list[float], upcoming: StepData | None) -> Outcome:
+        reducer, state = self.replica.reducer, self.state
+        is_finite = math.isfinite(norm) or reducer.is_finite()
+        digest = state.lineage.digest(generation=self.group.generation, attempt=0, plan=plan.digest())
+        row = CommitRow(
+            digest=digest,
+            vote=Vote.OK if is_finite else Vote.NON_FINITE,
+            next_samples=upcoming.samples if upcoming else 0,
+            next_counts=upcoming.counts if upcoming else (0.0,) * len(self.terms),
+            sums=tuple(sums),
+            used=reducer.used,
+            compute_s=self._clock.seconds["compute"],
+            data_s=self._clock.seconds["data"],
+            idle_s=self._clock.seconds["idle"],
+            memory_bytes=_memory_bytes(),
+            wish=self._wish(),
+            save=self._boundary.is_due(state),
+            nonce=self._boundary.draw_nonce(),
+        )
+        rows = self.group.all_gather_rows(self._format.pack(row))
+        next_size = self.planner.plan(plan.next_position()).size
+        return resolve([self._format.unpack(words) for words in rows], next_samples=next_size)
+
+    def _clip(self, norm: float) -> None:
+        if self._config.clip_norm and norm > self._config.clip_norm:
+            self.replica.reducer.scale_(self._config.clip_norm / norm)
+
+    def _update(self, outcome: Outcome, rate: float) -> None:
+        self.replica.reducer.drop_unused_(outcome.used)
+        self.replica.set_learning_rate(rate)
+        self.replica.optimizer.step()
+        self.state.updates += 1
+        self.state.skipped_in_a_row = 0
+        self.task.update_step(self.state.updates)
+
+    def _skip(self, plan: StepPlan, data: StepData, counts: tuple[float, ...]) -> None:
+        """Leave the parameters as they are; say which rank brought what is not finite."""
+        self.state.skipped_in_a_row += 1
+        blame = self._find_non_finite(data, counts)
+        message = f"step {plan.step} skipped: its gradient is not finite; {blame}"
+        logger.warning(message)
+        if self.state.skipped_in_a_row >= self._config.max_skipped_steps:
+            raise NonFiniteError(
+                f"{message}. {self.state.skipped_in_a_row} steps in a row were skipped (--max-skipped-steps): lower"
+                " --lr, raise --warmup-updates, or look at the named samples"
+            )
+
+    def _find_non_finite(self, data: StepData, counts: tuple[float, ...]) -> str:
+        """Every rank computes its share once more, unsent, and the ranks compare: paid only when it happened."""
+        silent = self.replica.reducer.without_sending()
+        with silent:
+            sums = self._forward_backward(data, counts)
+            is_bad = not self.replica.reducer.is_finite()
+        flags = [float(is_bad), *(float(not math.isfinite(value)) for value in sums)]
+        rows = gather_floats(self.group, flags)  # (world_size, 1 + terms)
+        blamed = []
+        for rank in np.flatnonzero(rows[:, 0]).tolist():
+            terms = [term for term, bad in zip(self.terms, rows[rank, 1:]) if bad]
+            what = f"loss term {', '.join(map(repr, terms))}" if terms else "a gradient of finite losses"
+            start, stop = data.plan.range_of(rank)
+            blamed.append(f"rank {rank} brought it ({what}; positions {start} to {stop - 1} of epoch {data.plan.epoch})")
+        return "; ".join(blamed) or "the sum over the ranks overflowed"
+
+    # after the verdict
+
+    def _conclude(
+        self, plan: StepPlan, outcome: Outcome, counts: tuple[float, ...], rate: float, norm: float
+    ) -> StepResult:
+        state = self.state
+        state.lineage = state.lineage.extend(
+            plan.step, generation=self.group.generation, attempt=0, verdict=outcome.verdict
+        )
+        state.position = plan.next_position()
+        self._plan = self.planner.plan(state.position)
+        self._counts_ahead = outcome.next_counts
+        seconds = self._clock.total()
+        state.train_seconds += seconds
+        self._recent_s.append(seconds)
+        loss = weighted_loss(self.weights, outcome.sums, counts) if outcome.verdict is Verdict.APPLY else None
+        return StepResult(plan, outcome, counts, loss, rate, norm, seconds)
+
+    def _set_deadline(self) -> None:
+        if self._step_deadline_s is not None:
+            self.group.deadline_s = self._step_deadline_s
+        elif len(self._recent_s) < 3:
+            self.group.deadline_s = _FIRST_DEADLINE_S
+        else:
+            self.group.deadline_s = max(_LEAST_DEADLINE_S, 10 * statistics.median(self._recent_s))
+
+
+def weighted_loss(weights: tuple[float, ...], sums: tuple[float, ...], counts: tuple[float, ...]) -> float:
+    """Sum over terms of weight * sum / count; a term without count contributes nothing."""
+    return float(sum(w * s / c for w, s, c in zip(weights, sums, counts) if c))
+
+
+class _Stopwatch:
+    """Seconds of a step by kind: waiting for data, computing, waiting for peers."""
+
+    def __init__(self) -> None:
+        self.seconds = {"data": 0.0, "compute": 0.0, "idle": 0.0}
+        self._begin = self._last = time.perf_counter()
+
+    def start(self) -> None:
+        self.seconds = dict.fromkeys(self.seconds, 0.0)
+        self._begin = self._last = time.perf_counter()
+
+    def lap(self, kind: str) -> None:
+        now = time.perf_counter()
+        self.seconds[kind] += now - self._last
+        self._last = now
+
+    def total(self) -> float:
+        return time.perf_counter() - self._begin
+
+
+def _memory_bytes() -> int:
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0

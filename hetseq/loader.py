@@ -1,0 +1,263 @@
+"""This rank's micro-batches of a step: fetched, collated, counted and moved to the device, one step ahead.
+
+The plans of all coming steps are known while the shares stay as they are, so a stock DataLoader can run ahead of
+training: its batch sampler is the sequence of this rank's micro-batches from some position on, without end. Without
+worker processes the next step is fetched by the training thread while its buckets travel; with them a thread drains
+the DataLoader, and a step that is not ready in time is simply counted later. Randomness in a data set is seeded by
+sample, never by rank or worker, so the samples are the same on any cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from hetseq.plan import Indices, MicroBatchCap, Planner, Position, StepPlan, derive_seed
+from hetseq.processes import die_with_parent, ignore_stop_signals
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward's worth: `size` samples from position `start` on, their counts in the order of the run's terms."""
+
+    sample: Any
+    start: int
+    size: int
+    counts: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class StepData:
+    """This rank's part of one step; `counts` are the sums over its micro-batches."""
+
+    plan: StepPlan
+    micro_batches: list[MicroBatch]
+    counts: tuple[float, ...]
+
+    @property
+    def samples(self) -> int:
+        return sum(batch.size for batch in self.micro_batches)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set and what turns its samples into counted micro-batches on the device."""
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    count: Callable[[Any, int], tuple[float, ...]]  # (collated sample, number of samples) -> counts by term
+    place: Callable[[Any], Any]  # to this rank's device and precision
+    terms: int
+    seed: int
+    pin_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a DataLoader worker is asked for; it travels to the worker process."""
+
+    epoch: int
+    indices: Indices  # (samples,)
+
+
+class StepLoader:
+    """Hands out the steps of one run in order, from `first` on, for `rank`."""
+
+    def __init__(
+        self, source: Source, planner: Planner, first: Position, *, rank: int, cap: MicroBatchCap, num_workers: int = 0
+    ) -> None:
+        self._source, self._planner, self._rank, self._cap = source, planner, rank, cap
+        requests = _Requests(planner, first, rank, cap, base_order(source.dataset))
+        self._batches: Iterator[Any] = iter(_data_loader(source, requests, num_workers))
+        self._ahead: StepData | None = None
+        self._thread = _Drain(self._load, planner.plans(first)) if num_workers else None
+
+    def take(self, plan: StepPlan) -> StepData:
+        """The data of this step; waits for it."""
+        data = self._ahead or (self._thread.get() if self._thread else self._load(plan))
+        self._ahead = None
+        assert data.plan == plan, "steps are taken in order"
+        return data
+
+    def peek(self, plan: StepPlan) -> StepData | None:
+        """The data of the step after the last one taken, or None if its worker processes are late."""
+        if self._ahead is None:
+            self._ahead = self._thread.poll() if self._thread else self._load(plan)
+        return self._ahead
+
+    def close(self) -> None:
+        """End the worker processes and the thread."""
+        if self._thread:
+            self._thread.close()
+        self._batches = iter(())
+
+    def _load(self, plan: StepPlan) -> StepData:
+        batches = []
+        for start, stop in self._planner.micro_batches(plan, self._rank, self._cap):
+            sample = next(self._batches)
+            counts = self._source.count(sample, stop - start)
+            batches.append(MicroBatch(self._source.place(sample), start, stop - start, counts))
+        totals = tuple(sum(batch.counts[term] for batch in batches) for term in range(self._source.terms))
+        return StepData(plan, batches, tuple(map(float, totals)))
+
+
+def load_range(source: Source, pieces: list[tuple[int, int]]) -> Iterator[MicroBatch]:
+    """Micro-batches of a data set in its own order, for validation; fetched in this thread."""
+    fetcher = _Fetcher(source.dataset, source.seed)
+    base = base_order(source.dataset)
+    for start, stop in pieces:
+        indices = np.arange(start, stop) if base is None else base[start:stop]
+        sample = source.collate(fetcher.__getitems__(Request(0, indices)))
+        yield MicroBatch(source.place(sample), start, stop - start, source.count(sample, stop - start))
+
+
+class _Requests:
+    """The batch sampler: this rank's micro-batches of all steps from `first` on."""
+
+    def __init__(
+        self, planner: Planner, first: Position, rank: int, cap: MicroBatchCap, base: Indices | None
+    ) -> None:
+        # a planner of its own: the sampler may run ahead, in another thread
+        self._planner = Planner(
+            planner.n, planner.seed, planner.batch, planner.assign, planner.curriculum, planner.lengths
+        )
+        self._first, self._rank, self._cap, self._base = first, rank, cap, base
+
+    def __iter__(self) -> Iterator[Request]:
+        for plan in self._planner.plans(self._first):
+            order = self._planner.order(plan.epoch)
+            for start, stop in self._planner.micro_batches(plan, self._rank, self._cap):
+                indices = order.take(start, stop)
+                yield Request(plan.epoch, indices if self._base is None else self._base[indices])
+
+
+class _Fetcher(torch.utils.data.Dataset[Any]):
+    """Answers requests from a data set: all at once if it has `__getitems__`, else one seeded sample at a time."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._dataset, self._seed, self._epoch = dataset, seed, -1
+
+    def __getitems__(self, request: Request) -> Any:
+        if request.epoch != self._epoch:
+            self._epoch = request.epoch
+            if hasattr(self._dataset, "set_epoch"):
+                self._dataset.set_epoch(request.epoch)
+        if hasattr(self._dataset, "__getitems__"):
+            return self._dataset.__getitems__(request.indices.tolist())
+        return [self._sample(index) for index in request.indices.tolist()]
+
+    def _sample(self, index: int) -> Any:
+        seed_everything(derive_seed(self._seed, self._epoch, index))
+        return self._dataset[index]
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, NumPy and Python; cheap enough for every micro-batch."""
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
+def base_order(dataset: Any) -> Indices | None:
+    """The indices a 2020 data set lists in `ordered_indices`, or None where they are simply 0..n-1."""
+    if not hasattr(dataset, "ordered_indices"):
+        return None
+    listed = np.asarray(dataset.ordered_indices(), np.int64)
+    return None if np.array_equal(listed, np.arange(len(dataset))) else listed
+
+
+class _Drain:
+    """A thread that keeps one loaded step ready."""
+
+    def __init__(self, load: Callable[[StepPlan], StepData], plans: Iterator[StepPlan]) -> None:
+        self._queue: queue.Queue[StepData | BaseException] = queue.Queue(maxsize=1)
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(load, plans), name="step-loader", daemon=True)
+        self._thread.start()
+
+    def get(self) -> StepData:
+        return self._unwrap(self._queue.get())
+
+    def poll(self) -> StepData | None:
+        try:
+            return self._unwrap(self._queue.get_nowait())
+        except queue.Empty:
+            return None
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._thread.join(timeout=10)
+
+    def _run(self, load: Callable[[StepPlan], StepData], plans: Iterator[StepPlan]) -> None:
+        for plan in plans:
+            try:
+                item: StepData | BaseException = load(plan)
+            except Exception as error:  # handed to the training thread, which raises it
+                item = error
+            while not self._is_closing.is_set():
+                try:
+                    self._queue.put(item, timeout=0.1)
+                    break
+                except queue.Full:
+                    continue
+            if self._is_closing.is_set() or isinstance(item, BaseException):
+                return
+
+    @staticmethod
+    def _unwrap(item: StepData | BaseException) -> StepData:
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+
+def _data_loader(source: Source, requests: _Requests, num_workers: int) -> DataLoader[Any]:
+    with warnings.catch_warnings():
+        # ranks share the cores on purpose; torch counts the loaders of one of them
+        warnings.filterwarnings("ignore", message="This DataLoader will create")
+        return DataLoader(
+            _Fetcher(source.dataset, source.seed),
+            batch_sampler=requests,  # type: ignore[arg-type]
+            collate_fn=source.collate,
+            num_workers=num_workers,
+            worker_init_fn=_WorkerInit(os.getpid()) if num_workers else None,
+            persistent_workers=num_workers > 0,
+            pin_memory=source.pin_memory,
+            generator=torch.Generator(),  # the default one would lose a number to it
+        )
+
+
+class _WorkerInit:
+    def __init__(self, parent_pid: int) -> None:
+        self._parent_pid = parent_pid
+
+    def __call__(self, worker_id: int) -> None:
+        ignore_stop_signals()
+        die_with_parent(self._parent_pid)
+
+
+def place_on(device: torch.device, dtype: torch.dtype) -> Callable[[Any], Any]:
+    """A function that moves the tensors of a sample to `device` and its floating ones to `dtype`."""
+
+    def place(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            target = dtype if item.is_floating_point() else item.dtype
+            return item.to(device, target, non_blocking=True)
+        if isinstance(item, dict):
+            return {key: place(value) for key, value in item.items()}
+        if isinstance(item, tuple) and hasattr(item, "_fields"):
+            return type(item)(*map(place, item))
+        if isinstance(item, (list, tuple)):
+            return type(item)(map(place, item))
+        return item
+
+    return place

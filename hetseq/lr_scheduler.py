@@ -1,0 +1,78 @@
+"""Learning-rate schedules by name: pure functions from (updates made, epoch) to the rate of the next update.
+
+Responsible for warm-up and decay; knows no optimizer and keeps no state, so there is nothing to checkpoint and a
+resumed run continues on the same curve by construction. The one idea: the `--lr` list gives each epoch a base rate,
+warm-up climbs to it from 0, and each schedule says what becomes of it afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from hetseq.config import OptimizationConfig
+from hetseq.optim import learning_rates
+
+#: (number of updates made so far, epoch from 1) -> learning rate of the next update
+Schedule = Callable[[int, int], float]
+
+
+def polynomial(config: OptimizationConfig, options: Any = None) -> Schedule:
+    """From the base rate down to `end_learning_rate` at update `total_num_update`, as remaining ** power."""
+
+    def decay(base: float, remaining: float) -> float:
+        return float((base - config.end_learning_rate) * remaining**config.power + config.end_learning_rate)
+
+    return _warmed_up(config, _until_total(config, decay))
+
+
+def cosine(config: OptimizationConfig, options: Any = None) -> Schedule:
+    """From the base rate down to `end_learning_rate` at update `total_num_update`, along half a cosine."""
+
+    def decay(base: float, remaining: float) -> float:
+        end = config.end_learning_rate
+        return end + (base - end) * (1 - math.cos(math.pi * remaining)) / 2
+
+    return _warmed_up(config, _until_total(config, decay))
+
+
+def constant(config: OptimizationConfig, options: Any = None) -> Schedule:
+    """The base rate of the epoch; `total_num_update` plays no part."""
+    return _warmed_up(config, lambda base, num_updates: base)
+
+
+def _warmed_up(config: OptimizationConfig, after: Callable[[float, int], float]) -> Schedule:
+    """Linear from 0 until `warmup_updates` (the first update has rate 0, as in 2020), then `after(base, updates)`."""
+    rates, warmup, frozen_epoch = learning_rates(config), config.warmup_updates, config.force_anneal
+
+    def schedule(num_updates: int, epoch: int) -> float:
+        base = _base_rate(rates, epoch, frozen_epoch)
+        if warmup > 0 and num_updates <= warmup:
+            return base * (num_updates / warmup)
+        return after(base, num_updates)
+
+    return schedule
+
+
+def _until_total(config: OptimizationConfig, decay: Callable[[float, float], float]) -> Callable[[float, int], float]:
+    """`decay(base, remaining)` with remaining from 1 at the end of warm-up to 0; `end_learning_rate` ever after."""
+    warmup, total = config.warmup_updates, config.total_num_update
+
+    def after(base: float, num_updates: int) -> float:
+        if num_updates >= total:
+            return config.end_learning_rate
+        return decay(base, 1 - (num_updates - warmup) / (total - warmup))
+
+    return after
+
+
+def _base_rate(rates: tuple[float, ...], epoch: int, frozen_epoch: int | None) -> float:
+    """Entry `epoch - 1` of the list, the last one stays.
+
+    With `--force-anneal N` no rate is read from the list any more once epoch N has begun: the rate of epoch N stays,
+    as in 2020, where the list was read at the end of epochs 1 to N - 1. N = 0 keeps the first rate, like N = 1.
+    """
+    if frozen_epoch is not None:
+        epoch = min(epoch, max(frozen_epoch, 1))
+    return rates[min(epoch, len(rates)) - 1]

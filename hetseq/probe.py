@@ -1,0 +1,93 @@
+"""A look at the user's task before the first step: which terms it has, and whether its losses are sums.
+
+Every rank asks the same questions of the same two samples and so gets the same answers, also a rank that will have no
+samples of its own. A loss that is secretly a mean trains without complaint and wrongly; here it is found at the start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hetseq.errors import TaskError
+from hetseq.loader import seed_everything
+from hetseq.task import Sums, Task, check_sums, counts_of, is_overridden
+
+_TOLERANCE = 1e-2  # a sum and a mean of two samples differ by a factor near two
+
+
+def find_terms(task: Task, dataset: Any, collate: Any) -> tuple[str, ...]:
+    """The names of the loss terms, in the order of `count`."""
+    counts = counts_of(task, collate(_samples(dataset, [0])), 1)
+    unknown = set(task.term_weights) - set(counts)
+    if unknown:
+        raise TaskError(
+            f"{type(task).__name__}.term_weights names {sorted(unknown)}, but count gives {sorted(counts)}"
+        )
+    return tuple(counts)
+
+
+def changed_terms(task: Task, counts: dict[str, float], terms: tuple[str, ...]) -> TaskError:
+    """The error for a batch that counts other terms than the first sample did."""
+    return TaskError(
+        f"{type(task).__name__}.count gave the terms {sorted(counts)}, but {sorted(terms)} for the first sample: give"
+        " the same terms for every batch, with count 0 where there is nothing to count"
+    )
+
+
+def check_loss(
+    task: Task, model: torch.nn.Module, dataset: Any, *, collate: Any, place: Any, terms: tuple[str, ...], seed: int
+) -> None:
+    """Raise TaskError if `loss` has other terms than `count`, or returns means.
+
+    A sum over two samples is the sum of the two sums; a mean is the mean of the two means.
+    """
+    if not is_overridden(task, "loss"):
+        return
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            batches = [collate(_samples(dataset, indices)) for indices in _probes(dataset)]
+            results = []
+            for batch, size in zip(batches, (1, 1, 2)):
+                seed_everything(seed)
+                sums = check_sums(task, task.loss(model, place(batch)), terms)
+                results.append((counts_of(task, batch, size), sums))
+    finally:
+        model.train(was_training)
+    if len(results) == 3:
+        for term in terms:
+            _check_additive(task, term, *results)
+
+
+def _probes(dataset: Any) -> list[list[int]]:
+    return [[0], [1], [0, 1]] if len(dataset) > 1 else [[0]]
+
+
+def _samples(dataset: Any, indices: list[int]) -> Any:
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(indices)
+    return [dataset[index] for index in indices]
+
+
+Result = tuple[dict[str, float], Sums]
+
+
+def _check_additive(task: Task, term: str, first: Result, second: Result, both: Result) -> None:
+    (count_a, sums_a), (count_b, sums_b), (_, sums_ab) = first, second, both
+    a, b, together = (float(sums[term]) for sums in (sums_a, sums_b, sums_ab))
+    weight = count_a[term] + count_b[term]
+    if weight <= 0 or min(count_a[term], count_b[term]) <= 0:
+        return
+    mean = (a * count_a[term] + b * count_b[term]) / weight
+    scale = max(abs(a + b), abs(mean))
+    is_sum = abs(together - (a + b)) <= _TOLERANCE * scale
+    is_mean = abs(together - mean) <= _TOLERANCE * scale
+    if is_mean and not is_sum:
+        raise TaskError(
+            f"{type(task).__name__}.loss returns the mean of {term!r}, not its sum: the first two samples give {a:.6g}"
+            f" and {b:.6g} alone but {together:.6g} together, expected {a + b:.6g}. Use reduction='sum'; HetSeq divides"
+            f" by the count of all ranks"
+        )

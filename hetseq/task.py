@@ -1,0 +1,213 @@
+"""What a user subclasses to say what is trained: data, model, and a loss as sums with their counts.
+
+A loss term is a *sum* over the samples (or tokens, or pixels) of a micro-batch, and its count is known from the
+collated batch before forward. HetSeq divides by the global count, so the gradient of a step is that of its global
+batch whatever shares the ranks have. A task knows no ranks, devices or steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from hetseq.config import Config
+from hetseq.errors import ConfigError, MissingSplitError, TaskError, TaskFileError
+from hetseq.plan import Indices, Lengths
+
+#: a term's sum over one micro-batch, by term
+Sums = dict[str, torch.Tensor]
+
+_NEW_HOOK = """{name} overrides train_step, the hook of 2020, which HetSeq no longer calls. Write instead
+
+    def loss(self, model, sample):        # the SUM over the micro-batch of each term, never a mean
+        return {{"loss": ...}}
+
+    def count(self, sample):              # what each sum is divided by, over all ranks; default: the samples
+        return {{"loss": ...}}
+
+or leave both out where model(*sample) returns the mean loss of its samples."""
+
+
+class TaskArguments(SimpleNamespace):
+    """Every option by its field name, flat, as `args` was in 2020; `config` is the structured form."""
+
+    config: Config
+
+
+def task_arguments(config: Config) -> TaskArguments:
+    """What a task is constructed with."""
+    return TaskArguments(**config.flat(), dict=config.task.vocab_file, config=config)
+
+
+class Task:
+    """Subclass this. `load_dataset` and `build_model` are required; `loss` nearly always.
+
+    Tasks of 2020 keep working: `load_dataset` may fill `self.datasets`, `build_model` may take `args`, `collater`,
+    `num_tokens` and `set_epoch` may sit on the data set, and a model that returns its mean loss needs no `loss`.
+    """
+
+    #: weight of each loss term; terms that are not named here have weight 1
+    term_weights: ClassVar[Mapping[str, float]] = {}
+    #: a dataclass of the task's own options; its fields become flags and attributes of `self.args`
+    Options: ClassVar[type | None] = None
+
+    def __init__(self, args: TaskArguments) -> None:
+        self.args = args
+        self.config = args.config
+        self.options: Any = args.config.extras.get("task")
+        self.datasets: dict[str, Any] = {}
+
+    @classmethod
+    def setup_task(cls, args: TaskArguments, **kwargs: Any) -> Task:
+        """Make the task of a run; override to read vocabularies and the like."""
+        return cls(args)
+
+    def load_dataset(self, split: str) -> Dataset[Any] | None:
+        """The samples of `split`, a map-style data set; None or MissingSplitError if there is no such split."""
+        raise TaskFileError(f"{type(self).__name__} has no load_dataset(split)")
+
+    def build_model(self) -> torch.nn.Module:
+        """The model, on the CPU; the seed is set before."""
+        raise TaskFileError(f"{type(self).__name__} has no build_model()")
+
+    def count(self, sample: Any) -> dict[str, float] | None:
+        """The denominator of each term, from the collated micro-batch alone; None: its samples, as "loss"."""
+        return None
+
+    def loss(self, model: torch.nn.Module, sample: Any) -> Sums:
+        """The SUM of each term over the micro-batch, a scalar tensor each; never a mean."""
+        raise NotImplementedError
+
+    def micro_step(self, model: torch.nn.Module, sample: Any, counts: Mapping[str, float]) -> Sums:
+        """The sums of one micro-batch whose own counts are `counts`.
+
+        By default `loss(model, sample)`. A task without `loss` has a model that returns the mean of its samples, and
+        mean times count is their sum: exact for one term.
+        """
+        if not is_overridden(self, "loss"):
+            return {"loss": _call_model(model, sample) * counts["loss"]}
+        return self.loss(model, sample)
+
+    def metrics(self, model: torch.nn.Module, sample: Any) -> dict[str, tuple[float, float]]:
+        """For validation: name -> (sum, count) over the micro-batch, such as {"accuracy": (correct, samples)}."""
+        return {}
+
+    def update_step(self, num_updates: int) -> None:
+        """Called on every rank after each optimizer step."""
+
+    def build_optimizer(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
+        """An optimizer of the task's own; None: the one that --optimizer names."""
+        return None
+
+
+def is_overridden(task: Task, name: str) -> bool:
+    return getattr(type(task), name) is not getattr(Task, name)
+
+
+def make_task(task_class: type[Task], config: Config) -> Task:
+    """The task of a run. Raises TaskFileError for a hook of 2020 that HetSeq cannot call."""
+    if hasattr(task_class, "train_step"):
+        raise TaskFileError(_NEW_HOOK.format(name=task_class.__name__))
+    task = task_class.setup_task(task_arguments(config))
+    if not isinstance(task, Task):
+        raise TaskFileError(f"{task_class.__name__}.setup_task returned {type(task).__name__}, expected the task")
+    return task
+
+
+def build_model(task: Task) -> torch.nn.Module:
+    """The task's model; its `build_model` may take `args`, as in 2020."""
+    takes_args = bool(inspect.signature(task.build_model).parameters)
+    model = task.build_model(task.args) if takes_args else task.build_model()  # type: ignore[call-arg]
+    if not isinstance(model, torch.nn.Module):
+        raise TaskFileError(f"{type(task).__name__}.build_model returned {type(model).__name__}, expected a Module")
+    return model
+
+
+def load_split(task: Task, split: str) -> Any:
+    """The data set of a split. Raises MissingSplitError where there is none, TaskFileError where it is no data set."""
+    name = f"{type(task).__name__}.load_dataset({split!r})"
+    loaded = task.load_dataset(split)
+    dataset = loaded if loaded is not None else task.datasets.get(split)
+    if dataset is None:
+        raise MissingSplitError(f"{name} gave no data set, neither returned nor in self.datasets[{split!r}]")
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TaskFileError(f"{name} gave a {type(dataset).__name__}, expected __len__ and __getitem__")
+    if len(dataset) == 0:
+        raise MissingSplitError(f"{name} gave a data set without samples")
+    return dataset
+
+
+def collater_of(task: Task, dataset: Any) -> Any:
+    """What turns a list of samples into a batch: the task's `collater`, else the data set's, else torch's."""
+    return getattr(task, "collater", None) or getattr(dataset, "collater", None) or default_collate
+
+
+def lengths_of(dataset: Any) -> Lengths | None:
+    """Tokens of samples by index, from `dataset.lengths` or `dataset.num_tokens(i)`; None if it has neither."""
+    if hasattr(dataset, "lengths"):
+        table = np.asarray(dataset.lengths, np.int64)  # (samples,)
+        if table.shape != (len(dataset),):
+            raise ConfigError(f"the data set has {len(dataset)} samples but {table.shape} lengths")
+        return lambda indices: table[indices]
+    if hasattr(dataset, "num_tokens"):
+        return lambda indices: _num_tokens(dataset, indices)
+    return None
+
+
+def _num_tokens(dataset: Any, indices: Indices) -> Indices:
+    return np.fromiter((dataset.num_tokens(int(index)) for index in indices), np.int64, len(indices))
+
+
+def counts_of(task: Task, sample: Any, samples: int) -> dict[str, float]:
+    """The counts of one collated micro-batch of `samples` samples, checked."""
+    counts = task.count(sample)
+    if counts is None:
+        return {"loss": float(samples)}
+    checked = {}
+    for term, value in counts.items():
+        number = float(value)
+        if not math.isfinite(number) or number < 0:
+            raise TaskError(f"{type(task).__name__}.count gave {number} for {term!r}: expected 0 or more")
+        checked[term] = number
+    if not checked:
+        raise TaskError(f"{type(task).__name__}.count gave no terms: expected a dict of term to count")
+    return checked
+
+
+def check_sums(task: Task, sums: Any, terms: Sequence[str]) -> Sums:
+    """What `loss` returned, if it has the terms of `count`, each a scalar tensor; else TaskError."""
+    name = type(task).__name__
+    if not isinstance(sums, dict):
+        raise TaskError(f"{name}.loss returned {type(sums).__name__}: expected a dict of term to summed loss")
+    if set(sums) != set(terms):
+        raise TaskError(
+            f"{name}.loss returned the terms {sorted(sums)}, but {name}.count counts {sorted(terms)}:"
+            " give both the same terms"
+        )
+    for term, value in sums.items():
+        if not isinstance(value, torch.Tensor) or value.dim() != 0:
+            shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TaskError(f"{name}.loss gave {shape} for {term!r}: expected the sum, a tensor without dimensions")
+    return sums
+
+
+def _call_model(model: torch.nn.Module, sample: Any) -> torch.Tensor:
+    if isinstance(sample, Mapping):
+        output = model(**sample)
+    elif isinstance(sample, (tuple, list)):
+        output = model(*sample)
+    else:
+        output = model(sample)
+    if not isinstance(output, torch.Tensor) or output.dim() != 0:
+        raise TaskError(
+            f"the model returned {type(output).__name__}, expected its mean loss, a tensor without dimensions;"
+            " or give the task a loss(model, sample)"
+        )
+    return output
