@@ -1,0 +1,87 @@
+"""The command line: `hetseq train`, `hetseq demo`, `hetseq evaluate`, and nothing that imports torch before it must.
+
+`python train.py OPTIONS`, `hetseq train OPTIONS` and `python -m hetseq train OPTIONS` are the same. Whatever HetSeq
+refuses ends here as one message on standard error and the exit code that its exception stands for.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from hetseq import options
+from hetseq.errors import EXIT_USAGE, ConfigError, HetSeqError
+from hetseq.registry import nearest
+
+_USAGE = """usage: hetseq COMMAND [options]
+
+  train      train a task; `hetseq train --help` lists every option
+  evaluate   evaluate a checkpoint of a run on a split
+  demo       see unequal workers give the result of one machine, in a minute
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; gives the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_USAGE, end="")
+        return 0 if words else EXIT_USAGE
+    command = _COMMANDS.get(words[0])
+    if command is None:
+        hint = nearest(words[0], _COMMANDS)
+        options_of_train = " (options of a training run come after `hetseq train`)" if words[0].startswith("-") else ""
+        print(
+            f"hetseq: unknown command {words[0]!r}{options_of_train}" + (f"; did you mean {hint!r}?" if hint else ""),
+            file=sys.stderr,
+        )
+        return EXIT_USAGE
+    try:
+        return command(words[1:])
+    except options.HelpRequested as request:
+        print(request.text, end="" if request.text.endswith("\n") else "\n")
+        return 0
+    except HetSeqError as error:
+        print(f"hetseq: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def train(argv: Sequence[str]) -> int:
+    """`hetseq train`: the launcher of this node."""
+    config = options.parse(argv)
+    for note in options.retired_notes(config):
+        print(note, file=sys.stderr)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    if config.distributed.distributed_no_spawn:
+        from hetseq.launch import run_here
+
+        ending = run_here(config)
+    else:
+        from hetseq.launch import launch
+
+        ending = launch(config)
+    if ending.message:
+        print(f"hetseq: {ending.message}", file=sys.stderr)
+    return ending.code
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """`hetseq evaluate RUN --subset NAME`: a checkpoint of a run on a split."""
+    from hetseq.evaluate import evaluate_run, parse_arguments
+
+    for line in evaluate_run(parse_arguments(argv)):
+        print(line)
+    return 0
+
+
+def demo(argv: Sequence[str]) -> int:
+    """`hetseq demo`: equal and unequal shares side by side."""
+    if argv:
+        raise ConfigError(f"hetseq demo takes no arguments, found {' '.join(argv)}")
+    from hetseq.demo import run_demo
+
+    return run_demo()
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "evaluate": evaluate, "demo": demo}

@@ -1,0 +1,205 @@
+"""The life of one rank's process: connect, build, train, and say how it ended.
+
+A worker is started by the launcher and ends with it. Over a pipe it sends JSON: `ready` before its first step and one
+`end` with its exit code and, if something went wrong, the reason. It always leaves by `os._exit`: after a lost peer the
+transport's destructors may abort the process, which would look like a second failure.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from hetseq.comm import AnyGroup, LocalGroup, connect
+from hetseq.commit import Wish
+from hetseq.config import Config
+from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, HetSeqError, PeerLostError
+from hetseq.metrics import Metrics
+from hetseq.options import with_own_options
+from hetseq.processes import die_with_parent
+from hetseq.run_directory import RunDirectory
+from hetseq.session import Session, build_session
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 300.0  # ranks of one node import and connect within seconds; their launcher sees one that dies
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank a worker is, where it computes, and where it finds its peers."""
+
+    rank: int
+    world_size: int
+    device: str
+    threads: int
+    store_port: int = 0
+    prefix: str = ""
+
+
+class StopRequest:
+    """Set by the first SIGTERM, SIGINT or SIGUSR1; further ones change nothing here, the launcher sees to those."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._handle)
+
+    def wish(self) -> Wish:
+        return Wish.STOP if self.is_set else Wish.NONE
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.is_set = True
+
+
+def worker_main(
+    config: Config, own: dict[str, dict[str, Any]], run_path: str, placement: Placement, channel: Connection
+) -> None:
+    """Entry point of a worker process; never returns. `own` holds the values of `config.extras` by kind."""
+    stop = StopRequest()
+    stop.install()
+    os.setsid()  # a terminal's Ctrl-C goes to the launcher alone, which decides what it means
+    die_with_parent(os.getppid())
+    threading.Thread(target=_end_with_launcher, name="launcher-watch", daemon=True).start()
+    report = run_worker(config, RunDirectory(Path(run_path)), placement, stop, own=own, channel=channel)
+    channel.send_bytes(json.dumps({"kind": "end", **report}).encode())
+    channel.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(report["code"])
+
+
+def run_worker(
+    config: Config,
+    directory: RunDirectory,
+    placement: Placement,
+    stop: StopRequest,
+    *,
+    own: dict[str, dict[str, Any]] | None = None,
+    channel: Connection | None = None,
+) -> dict[str, Any]:
+    """One rank from beginning to end in this process; gives its report and never raises."""
+    with ExitStack() as closing:
+        try:
+            session = _start(with_own_options(config, own or {}), directory, placement, stop, closing)
+            if channel is not None:
+                channel.send_bytes(json.dumps({"kind": "ready"}).encode())
+            return _train(session)
+        except Exception as error:
+            return _describe(error)
+
+
+def _start(
+    config: Config, directory: RunDirectory, placement: Placement, stop: StopRequest, closing: ExitStack
+) -> Session:
+    torch.set_num_threads(placement.threads)
+    device = torch.device(placement.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    is_writer = placement.rank == 0
+    if not is_writer:
+        _send_output_to(directory.logs / f"rank-{placement.rank}.out")
+    metrics = Metrics(directory if is_writer else None, config.log, is_writer=is_writer, total_steps=None)
+    closing.callback(metrics.close)
+    _set_up_logging(directory, placement, metrics, closing)
+    group = _connect(placement)
+    closing.callback(group.close)
+    session = build_session(config, directory, group, device=device, metrics=metrics, wish=stop.wish)
+    closing.callback(session.close)
+    return session
+
+
+def _train(session: Session) -> dict[str, Any]:
+    if session.controller.has_ended():
+        logger.info("nothing left to do: step %d was the last one", session.last_step)
+        return {"code": EXIT_DONE}
+    has_ended, saver = session.train(), session.saver
+    if has_ended and saver.last_error is None:
+        return {"code": EXIT_DONE}
+    if has_ended:
+        return {"code": EXIT_FAILED, "message": f"the final save failed: {saver.last_error}"}
+    if saver.last_step:
+        message = f"stopped after step {session.last_step}; the same command goes on from step {saver.last_step}"
+        return {"code": EXIT_STOPPED, "message": message}
+    return {"code": EXIT_FAILED, "message": f"stopped after step {session.last_step}, and nothing was ever saved"}
+
+
+def _describe(error: Exception) -> dict[str, Any]:
+    """The report of a failure. What HetSeq raises explains itself; anything else comes with its traceback."""
+    is_ours = isinstance(error, HetSeqError)
+    text = str(error) if is_ours else "".join(traceback.format_exception(error)).rstrip()
+    code = error.exit_code if isinstance(error, HetSeqError) else EXIT_FAILED
+    return {"code": code, "message": text, "is_secondary": isinstance(error, PeerLostError)}
+
+
+def _connect(placement: Placement) -> AnyGroup:
+    if placement.world_size == 1:
+        return LocalGroup()
+    return connect(
+        rank=placement.rank,
+        world_size=placement.world_size,
+        store_port=placement.store_port,
+        prefix=placement.prefix,
+        timeout_s=_CONNECT_TIMEOUT_S,
+    )
+
+
+def _set_up_logging(directory: RunDirectory, placement: Placement, metrics: Metrics, closing: ExitStack) -> None:
+    """Everything into log/rank-N.txt; on the terminal, what rank zero says and what any rank warns of."""
+    rank, root = placement.rank, logging.getLogger()
+    to_file = logging.FileHandler(directory.logs / f"rank-{rank}.txt", encoding="utf-8")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    to_terminal = metrics.log_handler
+    to_terminal.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    where = f"[rank {rank} {socket.gethostname()}] "
+    to_terminal.setFormatter(_TerminalFormatter(where))
+    root.setLevel(logging.INFO)
+    for handler in (to_file, to_terminal):
+        root.addHandler(handler)
+        closing.callback(root.removeHandler, handler)
+    closing.callback(to_file.close)
+
+
+class _TerminalFormatter(logging.Formatter):
+    """Plain lines, with rank and node before a warning."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self._where = where
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{self._where}{record.levelname.lower()}: {text}"
+
+
+def _send_output_to(path: Path) -> None:
+    """What the user's code prints is wanted once, from rank zero; the other ranks' goes to a file."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    sys.stdout.flush()
+    os.dup2(descriptor, 1)
+    os.close(descriptor)
+
+
+def _end_with_launcher() -> None:
+    """Kill this process when its launcher has ended, whatever the training thread is doing."""
+    launcher = parent_process()
+    if launcher is not None:
+        wait([launcher.sentinel])
+        os.kill(os.getpid(), signal.SIGKILL)
