@@ -5,7 +5,7 @@ Every rank walks the same road here: whether to validate or save follows from nu
 
 from __future__ import annotations
 
-import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +18,6 @@ from hetseq.metrics import Metrics
 from hetseq.run_directory import StatusFile
 from hetseq.saving import Saver, draw_nonce
 from hetseq.validation import Validator
-
-logger = logging.getLogger(__name__)
 
 
 class RunBoundary:
@@ -114,7 +112,8 @@ class RunBoundary:
             raise ConfigError(f"--best-checkpoint-metric {name}: validation gives {', '.join(values)}")
         value = values[name]
         sign = -1 if self._config.maximize_best_checkpoint_metric else 1
-        is_better = state.best is None or sign * value < sign * state.best
+        # what is not finite is never best: nothing could ever be better than NaN
+        is_better = math.isfinite(value) and (state.best is None or sign * value < sign * state.best)
         if is_better:
             state.best = value
         return is_better
@@ -125,8 +124,7 @@ class RunBoundary:
         if result.ok:
             self._metrics.event("save", path=str(result.path), **fields)
         else:
-            self._metrics.event("save_failed", error=result.error, **fields)
-            logger.warning("step %d could not be saved, training goes on: %s", fields["step"], result.error)
+            self._metrics.event("save_failed", error=result.error, **fields)  # rank zero has said it by now
 
 
 def _by_term(terms: Sequence[str], sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:

@@ -8,17 +8,19 @@ to the rank that would finish it first. All ranks call this with the same number
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 
 def assign_shares(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     """Integer shares of `total` samples in proportion to `weights`: the ones with the smallest max(share / weight).
 
-    A rank of weight 0 gets nothing. Ties go to the lowest rank. Raises ValueError unless some weight is above 0.
+    A rank of weight 0 gets nothing. Ties go to the lowest rank. Raises ValueError unless all weights are finite and
+    some weight is above 0.
     """
     whole = sum(weights)
-    if whole <= 0 or min(weights) < 0:
-        raise ValueError(f"weights {tuple(weights)}: expected weights of 0 or more, at least one above 0")
+    if not 0 < whole < math.inf or min(weights) < 0:
+        raise ValueError(f"weights {tuple(weights)}: expected finite weights of 0 or more, at least one above 0")
     shares = [int(total * weight / whole) for weight in weights]  # highest averages never gives less than the quota
     while sum(shares) > total:  # a quota that rounding lifted over an integer
         shares[max(range(len(shares)), key=lambda rank: (shares[rank] > 0, rank))] -= 1

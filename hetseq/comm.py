@@ -11,7 +11,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,16 +40,15 @@ class Group:
         #: seconds after which a collective that has not ended counts as a lost peer
         self.deadline_s = deadline_s
         self.bytes_reduced = 0
-        self._process_group = process_group
+        self._process_group: dist.ProcessGroup | None = process_group
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
         """Start adding `tensor` over all ranks, in place; returns at once."""
-        options = AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM
+        options = AllreduceOptions()  # a sum, unless told otherwise
         options.timeout = timedelta(seconds=self.deadline_s)
         self.bytes_reduced += tensor.numel() * tensor.element_size()
         with _peer_errors("a gradient bucket", self.deadline_s):
-            work = self._process_group.allreduce([tensor], options)
+            work = self._transport().allreduce([tensor], options)
         return _Work(work, "a gradient bucket", self.deadline_s)
 
     def all_gather_rows(self, row: Rows) -> Rows:
@@ -60,12 +59,16 @@ class Group:
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=self.deadline_s)
         with _peer_errors("a row of every rank", self.deadline_s):
-            self._process_group.allgather([table], [mine], options).wait()
+            self._transport().allgather([table], [mine], options).wait()
         return torch.stack(table).numpy()
 
     def close(self) -> None:
         """Give the sockets back; peers that still wait see this rank as gone."""
         self._process_group = None
+
+    def _transport(self) -> dist.ProcessGroup:
+        assert self._process_group is not None, "the group is closed"
+        return self._process_group
 
 
 class LocalGroup:
@@ -137,10 +140,16 @@ def connect(
     timeout = timedelta(seconds=timeout_s)
     try:
         client = dist.TCPStore(host, store_port, None, is_master=False, timeout=timeout)
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo  # torch's type stubs leave its options out
+        options = gloo._Options()
         options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        process_group = dist.ProcessGroupGloo(dist.PrefixStore(prefix, client), rank, world_size, options)
+        options._devices = [gloo.create_device(hostname=host)]
+        store = dist.PrefixStore(prefix, client)
+        process_group = gloo(store, rank, world_size, options)
+        # gloo lets a rank go while others still connect to it: if it failed then, they would seem to be the cause
+        if store.add("connected", 1) == world_size:
+            store.set("complete", "yes")
+        store.wait(["complete"], timeout)
     except RuntimeError as error:
         raise RendezvousError(
             f"rank {rank} waited {timeout_s:.0f} s for {world_size} ranks at {host}:{store_port}: {error}"

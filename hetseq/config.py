@@ -182,12 +182,8 @@ class OptimizationConfig:
         metavar="LR[,LR...]",
     )
     min_lr: float = option(-1.0, "stop at the end of the epoch in which the learning rate falls to this", metavar="LR")
-    clip_norm: float = option(
-        25.0, "scale the gradient of a step down to this L2 norm; 0 means never", metavar="NORM"
-    )
-    weight_decay: float = option(
-        0.0, "weight decay, on weights of two or more dimensions", also=("wd",), metavar="WD"
-    )
+    clip_norm: float = option(25.0, "scale the gradient of a step down to this L2 norm; 0 means never", metavar="NORM")
+    weight_decay: float = option(0.0, "weight decay, on weights of two or more dimensions", also=("wd",), metavar="WD")
     decay_all: bool = option(False, "apply weight decay to biases and norms too, as in 2020")
     adam_betas: tuple[float, ...] = option((0.9, 0.999), "betas of adam, adamw and lamb", metavar="B1,B2")
     adam_eps: float = option(1e-8, "epsilon of adam, adamw and lamb", metavar="EPS")
@@ -201,7 +197,9 @@ class OptimizationConfig:
         metavar="WD",
     )
     lr_scheduler: str = option(
-        "PolynomialDecayScheduler", "polynomial (PolynomialDecayScheduler), constant, cosine, or your own", metavar="NAME"
+        "PolynomialDecayScheduler",
+        "polynomial (PolynomialDecayScheduler), constant, cosine, or your own",
+        metavar="NAME",
     )
     warmup_updates: int = option(0, "raise the learning rate linearly from 0 over N steps", metavar="N")
     total_num_update: int = option(1_000_000, "steps after which the decay has ended", metavar="N")
@@ -211,9 +209,7 @@ class OptimizationConfig:
         None, "from epoch N on keep the last learning rate of the --lr list", also=("fa",), metavar="N"
     )
     precision: str = option("fp32", "floating-point type of model and data", choices=("fp32", "fp64"))
-    max_skipped_steps: int = option(
-        10, "stop after N steps in a row whose gradient is not finite", metavar="N"
-    )
+    max_skipped_steps: int = option(10, "stop after N steps in a row whose gradient is not finite", metavar="N")
 
     def __post_init__(self) -> None:
         _check_finite(self)
@@ -248,10 +244,10 @@ class DistributedConfig:
     devices: tuple[str, ...] = option(
         (), "one worker per entry, as in cuda:0,cuda:2,cpu; default: every visible GPU", metavar="D[,D...]"
     )
-    device_id: int = option(
-        0, "GPU of this node's worker where it has only one", also=("local-rank",), metavar="N"
+    device_id: int = option(0, "GPU of this node's worker where it has only one", also=("local-rank",), metavar="N")
+    distributed_world_size: int | None = option(
+        None, "ranks of the run; default: the visible GPUs, at least 1", metavar="N"
     )
-    distributed_world_size: int | None = option(None, "ranks of the run; default: the visible GPUs, at least 1", metavar="N")
     distributed_rank: int = option(0, "rank of this node's first worker", metavar="N")
     distributed_gpus: int | None = option(None, "workers of this node", metavar="N")
     distributed_backend: str | None = option(
@@ -265,9 +261,7 @@ class DistributedConfig:
     balance: str = option(
         "auto", "shares of the ranks: auto, equal, or fixed weights as in 5,2,1", metavar="auto|equal|W0,W1,..."
     )
-    throttle: tuple[str, ...] = option(
-        (), "slow ranks down on purpose, as in 1:3,2:1.5", metavar="RANK:FACTOR[,...]"
-    )
+    throttle: tuple[str, ...] = option((), "slow ranks down on purpose, as in 1:3,2:1.5", metavar="RANK:FACTOR[,...]")
     step_deadline: float | None = option(
         None,
         "seconds after which a silent rank counts as lost; default: the larger of 5 s and 10 median steps",
@@ -325,7 +319,7 @@ class DistributedConfig:
             )
         for rank in self.throttle_factors():
             if rank >= world_size:
-                raise ConfigError(f"--throttle {rank}:...: there is no rank {rank} among {world_size} ranks")
+                raise ConfigError(f"--throttle {rank}:...: the ranks are 0 to {world_size - 1}; leave this one out")
 
 
 @dataclass(frozen=True)
@@ -347,8 +341,12 @@ class CheckpointConfig:
     )
     save_interval: int = option(1, "save every N epochs", metavar="N")
     save_interval_updates: int = option(0, "save every N steps; 0 means never", metavar="N")
-    persistent_time_interval: float = option(600.0, "save at the latest after this many seconds; 0 means never", metavar="S")
-    keep_interval_updates: int = option(-1, "keep the last N checkpoints of --save-interval-updates; -1: all", metavar="N")
+    persistent_time_interval: float = option(
+        600.0, "save at the latest after this many seconds; 0 means never", metavar="S"
+    )
+    keep_interval_updates: int = option(
+        -1, "keep the last N checkpoints of --save-interval-updates; -1: all", metavar="N"
+    )
     keep_last_epochs: int = option(-1, "keep the last N checkpoints of epochs; -1 means all", metavar="N")
     no_save: bool = option(False, "save nothing")
     no_epoch_checkpoints: bool = option(False, "keep no checkpoint for being the end of an epoch")

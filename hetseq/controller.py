@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_DEADLINE_S = 120.0  # until three steps were seen
 _LEAST_DEADLINE_S = 5.0
+_SLOWEST_DISK = 5e6  # bytes per second at which a rank that saves is still believed to be alive
 
 
 @dataclass
@@ -157,7 +158,7 @@ class Controller:
         else:
             self._skip(plan, data, counts)
         result = self._conclude(plan, outcome, counts, rate, norm)
-        with phase("checkpoint"), self.patience():
+        with phase("checkpoint"), self.patience(_FIRST_DEADLINE_S + self.replica.state_bytes() / _SLOWEST_DISK):
             self._boundary.after_step(self, result, ends_run=self.has_ended())
         return result
 
@@ -221,7 +222,7 @@ class Controller:
     def _commit(self, plan: StepPlan, norm: float, sums: list[float], upcoming: StepData | None) -> Outcome:
         reducer, state = self.replica.reducer, self.state
         is_finite = math.isfinite(norm) or reducer.is_finite()
-        digest = state.lineage.digest(generation=self.group.generation, attempt=0, plan=plan.digest())
+        digest = state.lineage.digest(generation=self.group.generation, attempt=0, plan=self.planner.digest(plan))
         row = CommitRow(
             digest=digest,
             vote=Vote.OK if is_finite else Vote.NON_FINITE,
@@ -258,12 +259,12 @@ class Controller:
         self.state.skipped_in_a_row += 1
         blame = self._find_non_finite(data, counts)
         message = f"step {plan.step} skipped: its gradient is not finite; {blame}"
-        logger.warning(message)
         if self.state.skipped_in_a_row >= self._config.max_skipped_steps:
             raise NonFiniteError(
                 f"{message}. {self.state.skipped_in_a_row} steps in a row were skipped (--max-skipped-steps): lower"
                 " --lr, raise --warmup-updates, or look at the named samples"
             )
+        logger.log(logging.WARNING if self.group.rank == 0 else logging.INFO, message)  # all ranks know the same
 
     def _find_non_finite(self, data: StepData, counts: tuple[float, ...]) -> str:
         """Every rank computes its share once more, unsent, and the ranks compare: paid only when it happened."""
@@ -278,7 +279,9 @@ class Controller:
             terms = [term for term, bad in zip(self.terms, rows[rank, 1:]) if bad]
             what = f"loss term {', '.join(map(repr, terms))}" if terms else "a gradient of finite losses"
             start, stop = data.plan.range_of(rank)
-            blamed.append(f"rank {rank} brought it ({what}; positions {start} to {stop - 1} of epoch {data.plan.epoch})")
+            blamed.append(
+                f"rank {rank} brought it ({what}; positions {start} to {stop - 1} of epoch {data.plan.epoch})"
+            )
         return "; ".join(blamed) or "the sum over the ranks overflowed"
 
     # after the verdict

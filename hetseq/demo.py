@@ -17,11 +17,12 @@ from hetseq.launch import launch
 from hetseq.metrics import read_rows
 
 _SLOW_DOWN = 3
+_EPOCHS, _STEPS_PER_EPOCH = 12, 12  # 1,437 digits in batches of 128
 _OPTIONS = (
-    "--task mnist --cpu --distributed-world-size 2 --global-batch-size 256 --max-epoch 24 --optimizer sgd --lr 0.1"
-    " --momentum 0.9 --warmup-updates 10 --total-num-update 144 --dropout 0 --seed 1"
-    f" --throttle 1:{_SLOW_DOWN} --validate-interval 6 --persistent-time-interval 0 --no-epoch-checkpoints"
-    " --log-interval 36 --no-progress-bar"
+    "--task mnist --cpu --distributed-world-size 2 --global-batch-size 128 --precision fp64 --dropout 0 --seed 1"
+    f" --max-epoch {_EPOCHS} --optimizer sgd --lr 0.1 --momentum 0.9 --warmup-updates 10"
+    f" --total-num-update {_EPOCHS * _STEPS_PER_EPOCH} --throttle 1:{_SLOW_DOWN} --validate-interval 4"
+    f" --persistent-time-interval 0 --no-epoch-checkpoints --log-interval {4 * _STEPS_PER_EPOCH} --no-progress-bar"
 )
 _FIRST_STEPS = 20  # connections, caches and thread pools warm up
 
@@ -42,7 +43,9 @@ def run_demo() -> int:
     print(f"accuracy on unseen digits           {accuracy:.1%}")
     print(f"largest difference of the curves    {difference:.1e} nats over {len(_losses(runs['equal']))} steps")
     print(f"speed with equal shares             {equal:,.0f} samples/s")
-    print(f"speed with shares of {_SLOW_DOWN}:1             {unequal:,.0f} samples/s ({unequal / equal:.2f} times as fast)")
+    print(
+        f"speed with shares of {_SLOW_DOWN}:1             {unequal:,.0f} samples/s ({unequal / equal:.2f} times as fast)"
+    )
     print(f"run directories                     {folder / 'equal'}, {folder / '3-to-1'}")
     return 0
 
@@ -61,4 +64,4 @@ def _losses(rows: list[dict[str, Any]]) -> list[float]:
 def _speed(rows: list[dict[str, Any]]) -> float:
     """Samples per second of the median step."""
     steps = [row for row in rows if "loss" in row][_FIRST_STEPS:]
-    return statistics.median(row["samples"] / row["seconds"] for row in steps)
+    return float(statistics.median(row["samples"] / row["seconds"] for row in steps))

@@ -58,6 +58,12 @@ class CheckpointError(HetSeqError):
     """A checkpoint that cannot be written, or none that verifies."""
 
 
+class CheckpointRefused(CheckpointError):
+    """A checkpoint that was asked for and is missing, damaged, too new, or of a kind that is never opened."""
+
+    exit_code = EXIT_USAGE
+
+
 class CheckpointMismatch(CheckpointError):
     """A checkpoint of another model, seed, batch, optimizer or task than the command asks for."""
 

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -26,9 +26,11 @@ from typing import Any
 from hetseq.config import Config, DistributedConfig
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ConfigError
 from hetseq.options import dump_yaml
+from hetseq.processes import ECHO_S
 from hetseq.run_directory import RunDirectory
 
 _GRACE_S = 5.0  # after one worker has failed, for the others to notice by themselves
+_SAVING_S = 60.0  # after one worker has stopped as it was asked to, for the others to end their step and their save
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 #: signals that a program earns by itself; a queue that restarts it would see them again
 _OWN_FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
@@ -53,22 +55,25 @@ class Ending:
     message: str = ""
 
 
-def judge(ends: Sequence[WorkerEnd], *, has_commit: bool, was_forced: bool) -> Ending:
+def judge(
+    ends: Sequence[WorkerEnd], *, has_commit: bool, cut_short: str = "", silent: Sequence[int] = ()
+) -> Ending:
     """One exit code and one reason for the ends of all workers, in the order in which they ended.
 
     The root cause is the first failure that is not the mere loss of a peer. A lost machine ends with 75 if there is a
-    commit to go on from; what would fail again in the same way never does.
+    commit to go on from; what would fail again in the same way never does. `cut_short`: why the launcher ended the
+    workers itself, if it did. `silent`: ranks that still ran when the others had long noticed that one was missing.
     """
-    if was_forced:
-        return _lost("stopped at once by a second signal", has_commit)
+    if cut_short:
+        return _lost(cut_short, has_commit)
     killed = [end for end in ends if end.code is None]
     failed = [end for end in ends if end.code not in (None, EXIT_DONE, EXIT_STOPPED) and not end.is_secondary]
     # A rank that the launcher had to end because another one failed is no cause.
     first = next((end for end in ends if end in killed or end in failed), None)
     if first is None:
-        silent = next((end for end in ends if end.is_secondary), None)
-        if silent is not None:
-            return _lost(silent.message, has_commit)
+        bereaved = next((end for end in ends if end.is_secondary), None)
+        if bereaved is not None:
+            return _lost(_who_fell_silent(silent, bereaved), has_commit)
         code = max((end.code or 0 for end in ends), default=EXIT_DONE)
         return Ending(code, next((end.message for end in ends if end.message), ""))
     if first.code is not None:
@@ -87,6 +92,13 @@ def _named(end: WorkerEnd, ends: Sequence[WorkerEnd]) -> str:
     """The reason of a failure, with the rank where it is one rank's own."""
     is_shared = sum(other.message == end.message for other in ends) > 1
     return end.message if is_shared or len(ends) == 1 else f"rank {end.rank}: {end.message}"
+
+
+def _who_fell_silent(silent: Sequence[int], bereaved: WorkerEnd) -> str:
+    if not silent:
+        return bereaved.message
+    who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+    return f"{who} fell silent; rank {bereaved.rank} {bereaved.message}"
 
 
 def _lost(reason: str, has_commit: bool) -> Ending:
@@ -135,7 +147,10 @@ def _visible_gpus() -> int:
 def _check_devices(devices: list[str]) -> list[str]:
     wanted = [int(device.partition(":")[2]) for device in devices if device != "cpu"]
     if wanted and max(wanted) >= (visible := _visible_gpus()):
-        raise ConfigError(f"cuda:{max(wanted)} was asked for, but this node shows {visible} GPUs")
+        raise ConfigError(
+            f"cuda:{max(wanted)} was asked for (--devices or --device-id), but this node shows {visible} GPUs: name one"
+            " that it shows, or add --cpu"
+        )
     return devices
 
 
@@ -159,10 +174,11 @@ def run_here(config: Config) -> Ending:
     from hetseq.worker import Placement, StopRequest, run_worker
 
     directory = RunDirectory.prepare(config.checkpoint.save_dir, config_yaml=dump_yaml(config))
-    stop = StopRequest()
+    stop = StopRequest(has_launcher=False)
     stop.install()
     with directory.lock():
-        report = run_worker(config, directory, Placement(0, 1, devices[0], _threads_per_worker(1)), stop)
+        placement = Placement(0, 1, devices[0], _threads_per_worker(1))
+        report = run_worker(config, directory, placement, stop, on_ready=directory.adopt_config)
     return Ending(report["code"], report.get("message", ""))
 
 
@@ -172,18 +188,19 @@ class Launcher:
     def __init__(self, config: Config, directory: RunDirectory, devices: Sequence[str]) -> None:
         self._config, self._directory, self._devices = config, directory, devices
         self._workers: list[_Worker] = []
-        self._signals = 0
+        self._asked_s: float | None = None  # when the first stop signal was heeded
+        self._cut_short = ""  # why the workers are ended without waiting for their step
 
     def run(self) -> Ending:
         """Start, watch, judge; every worker has ended when this returns, also when it raises."""
         try:
-            with self._forwarding_signals():
+            with _ringing_on_signals() as bell:
                 self._start()
-                ends = self._watch()
+                ends, silent = self._watch(bell)
         finally:
             for worker in self._workers:
                 worker.kill()
-        return judge(ends, has_commit=self._has_commit(), was_forced=self._signals > 1)
+        return judge(ends, has_commit=self._has_commit(), cut_short=self._cut_short, silent=silent)
 
     def _start(self) -> None:
         context = _warm_forkserver()
@@ -210,46 +227,78 @@ class Launcher:
             sender.close()
             self._workers.append(_Worker(rank, process, receiver))
 
-    def _watch(self) -> list[WorkerEnd]:
-        """Wait for all workers; once one has failed the others get a short grace."""
+    def _watch(self, bell: int) -> tuple[list[WorkerEnd], list[int]]:
+        """Wait for all workers; once one has failed the others get a short grace. Ends, and ranks that did not end."""
         ends: list[WorkerEnd] = []
         running = list(self._workers)
         deadline: float | None = None
-        while running:
+        is_adopted = False
+        while running and not self._cut_short:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = set(wait([worker.sentinel for worker in running], timeout=left))
-            if self._signals > 1 or (not ready and deadline is not None):
+            happened = set(wait([bell, *(source for worker in running for source in worker.sources())], timeout=left))
+            if not happened:
                 break
-            for worker in [worker for worker in running if worker.sentinel in ready]:
+            for worker in running:
+                worker.listen()
+            if bell in happened:
+                self._heed(os.read(bell, 64), time.monotonic())
+            if not is_adopted and all(worker.is_ready for worker in self._workers):
+                is_adopted = True
+                self._directory.adopt_config()
+            for worker in [worker for worker in running if worker.sentinel in happened]:
                 running.remove(worker)
                 end = worker.end()
                 ends.append(end)
                 if end.code != EXIT_DONE and deadline is None:
-                    deadline = time.monotonic() + (_GRACE_S if end.code != EXIT_STOPPED else 60.0)
-        return ends
+                    is_polite = end.code == EXIT_STOPPED and not end.is_secondary
+                    deadline = time.monotonic() + (_SAVING_S if is_polite else _GRACE_S)
+        return ends, [worker.rank for worker in running]
 
-    @contextmanager
-    def _forwarding_signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals += 1
-        if self._signals == 1:
-            name = signal.Signals(number).name
+    def _heed(self, signals: bytes, now_s: float) -> None:
+        """Answer stop signals: the first one ends the run after its step; at once if there is no step yet, or on a second
+        one."""
+        name = signal.Signals(signals[0]).name
+        if self._asked_s is not None:
+            if now_s - self._asked_s > ECHO_S:
+                self._cut_short = f"stopped at once by a second signal ({name})"
+            return
+        self._asked_s = now_s
+        if not all(worker.is_ready for worker in self._workers):
+            self._cut_short = f"stopped by {name} before the first step"
+            return
+        with suppress(OSError):  # a reader that went away is no reason to stop without saving
             sys.stderr.write(f"{name}: finishing this step and saving; a second signal stops at once\n")
-            for worker in self._workers:
-                worker.ask_to_stop()
-        else:
-            for worker in self._workers:
-                worker.kill()
+        for worker in self._workers:
+            worker.ask_to_stop()
 
     def _has_commit(self) -> bool:
         return any(self._directory.checkpoints.glob("step-*/COMMIT.json"))
+
+
+@contextmanager
+def _ringing_on_signals() -> Iterator[int]:
+    """A pipe that is readable once a stop signal has come, with the signals' numbers as bytes; handlers do no more.
+
+    Once one has come, later ones are ignored afterwards: the process is about to end with a code that tells why.
+    """
+    bell, hammer = os.pipe()
+    os.set_blocking(hammer, False)
+    has_rung = False
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        nonlocal has_rung
+        has_rung = True
+        with suppress(BlockingIOError):  # full of earlier ones
+            os.write(hammer, bytes([number]))
+
+    before = {number: signal.signal(number, ring) for number in _STOP_SIGNALS}
+    try:
+        yield bell
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_IGN if has_rung else handler)
+        os.close(bell)
+        os.close(hammer)
 
 
 class _Worker:
@@ -257,7 +306,13 @@ class _Worker:
 
     def __init__(self, rank: int, process: Any, channel: Connection) -> None:
         self.rank, self._process, self._channel = rank, process, channel
-        self.sentinel = process.sentinel
+        self.sentinel: int = process.sentinel
+        self.is_ready = False  # it has accepted what it was told, and what was saved before, and begins to train
+        self._report: dict[str, Any] = {}
+
+    def sources(self) -> list[Any]:
+        """What to wait for: its end, and its next word until it has said the last one."""
+        return [self.sentinel] if self._channel.closed else [self.sentinel, self._channel]
 
     def ask_to_stop(self) -> None:
         if self._process.is_alive():
@@ -268,23 +323,27 @@ class _Worker:
             self._process.kill()
         self._process.join()
 
+    def listen(self) -> None:
+        """Take in what it has said since; never waits."""
+        try:
+            while not self._channel.closed and self._channel.poll():
+                message = json.loads(self._channel.recv_bytes())
+                self.is_ready = self.is_ready or message["kind"] == "ready"
+                self._report = message if message["kind"] == "end" else self._report
+        except (EOFError, OSError):  # everything it said has been read
+            self._channel.close()
+
     def end(self) -> WorkerEnd:
         """How the process, which has ended, ended."""
         self._process.join()
-        report: dict[str, Any] = {}
-        try:
-            while self._channel.poll():
-                message = json.loads(self._channel.recv_bytes())
-                report = message if message["kind"] == "end" else report
-        except EOFError:
-            pass  # everything it said has been read
+        self.listen()
         self._channel.close()
         return WorkerEnd(
             self.rank,
             self._process.exitcode,
-            report.get("code"),
-            report.get("message", ""),
-            report.get("is_secondary", False),
+            self._report.get("code"),
+            self._report.get("message", ""),
+            self._report.get("is_secondary", False),
         )
 
 
@@ -295,7 +354,8 @@ def _warm_forkserver() -> Any:
     when the launcher and all workers have.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["hetseq.worker"])
+    # torch imports its compiler when the first optimizer is made: 1.6 s, once here in place of once a worker
+    context.set_forkserver_preload(["hetseq.worker", "torch._dynamo"])
     from multiprocessing import forkserver
 
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOP_SIGNALS}

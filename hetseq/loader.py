@@ -13,6 +13,7 @@ import os
 import queue
 import random
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,8 +23,12 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from hetseq.errors import TaskFileError
 from hetseq.plan import Indices, MicroBatchCap, Planner, Position, StepPlan, derive_seed
 from hetseq.processes import die_with_parent, ignore_stop_signals
+
+
+_NOTHING = (0, 0)  # the positions of no samples
 
 
 @dataclass(frozen=True)
@@ -103,8 +108,10 @@ class StepLoader:
 
     def _load(self, plan: StepPlan) -> StepData:
         batches = []
-        for start, stop in self._planner.micro_batches(plan, self._rank, self._cap):
+        for start, stop in self._planner.micro_batches(plan, self._rank, self._cap) or [_NOTHING]:
             sample = next(self._batches)
+            if stop == start:
+                continue
             counts = self._source.count(sample, stop - start)
             batches.append(MicroBatch(self._source.place(sample), start, stop - start, counts))
         totals = tuple(sum(batch.counts[term] for batch in batches) for term in range(self._source.terms))
@@ -124,9 +131,7 @@ def load_range(source: Source, pieces: list[tuple[int, int]]) -> Iterator[MicroB
 class _Requests:
     """The batch sampler: this rank's micro-batches of all steps from `first` on."""
 
-    def __init__(
-        self, planner: Planner, first: Position, rank: int, cap: MicroBatchCap, base: Indices | None
-    ) -> None:
+    def __init__(self, planner: Planner, first: Position, rank: int, cap: MicroBatchCap, base: Indices | None) -> None:
         # a planner of its own: the sampler may run ahead, in another thread
         self._planner = Planner(
             planner.n, planner.seed, planner.batch, planner.assign, planner.curriculum, planner.lengths
@@ -136,7 +141,8 @@ class _Requests:
     def __iter__(self) -> Iterator[Request]:
         for plan in self._planner.plans(self._first):
             order = self._planner.order(plan.epoch)
-            for start, stop in self._planner.micro_batches(plan, self._rank, self._cap):
+            # a step without samples is asked for too: the search for the next sample could last for ever
+            for start, stop in self._planner.micro_batches(plan, self._rank, self._cap) or [_NOTHING]:
                 indices = order.take(start, stop)
                 yield Request(plan.epoch, indices if self._base is None else self._base[indices])
 
@@ -148,6 +154,8 @@ class _Fetcher(torch.utils.data.Dataset[Any]):
         self._dataset, self._seed, self._epoch = dataset, seed, -1
 
     def __getitems__(self, request: Request) -> Any:
+        if not len(request.indices):
+            return []
         if request.epoch != self._epoch:
             self._epoch = request.epoch
             if hasattr(self._dataset, "set_epoch"):
@@ -162,17 +170,27 @@ class _Fetcher(torch.utils.data.Dataset[Any]):
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch, NumPy and Python; cheap enough for every micro-batch."""
-    torch.manual_seed(seed)
+    """Seed torch, NumPy and Python; cheap enough for every micro-batch (torch.manual_seed asks every backend, 0.1 ms)."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     random.seed(seed)
 
 
 def base_order(dataset: Any) -> Indices | None:
-    """The indices a 2020 data set lists in `ordered_indices`, or None where they are simply 0..n-1."""
+    """The indices a 2020 data set lists in `ordered_indices`, or None where they are simply 0..n-1.
+
+    Raises TaskFileError where it does not list each of its samples once.
+    """
     if not hasattr(dataset, "ordered_indices"):
         return None
     listed = np.asarray(dataset.ordered_indices(), np.int64)
+    if not np.array_equal(np.sort(listed), np.arange(len(dataset))):
+        raise TaskFileError(
+            f"{type(dataset).__name__}.ordered_indices lists {len(listed)} numbers: expected each of its {len(dataset)}"
+            " samples once; leave samples out of the data set itself"
+        )
     return None if np.array_equal(listed, np.arange(len(dataset))) else listed
 
 
@@ -203,6 +221,8 @@ class _Drain:
             try:
                 item: StepData | BaseException = load(plan)
             except Exception as error:  # handed to the training thread, which raises it
+                # its frames would keep the worker processes alive for as long as somebody keeps the error
+                traceback.clear_frames(error.__traceback__)
                 item = error
             while not self._is_closing.is_set():
                 try:
@@ -227,13 +247,25 @@ def _data_loader(source: Source, requests: _Requests, num_workers: int) -> DataL
         return DataLoader(
             _Fetcher(source.dataset, source.seed),
             batch_sampler=requests,  # type: ignore[arg-type]
-            collate_fn=source.collate,
+            collate_fn=_Collate(source.collate),
             num_workers=num_workers,
+            # a user's task file has no importable name in a process that starts from nothing
+            multiprocessing_context="fork" if num_workers else None,
             worker_init_fn=_WorkerInit(os.getpid()) if num_workers else None,
             persistent_workers=num_workers > 0,
             pin_memory=source.pin_memory,
             generator=torch.Generator(),  # the default one would lose a number to it
         )
+
+
+class _Collate:
+    """The user's collate function, which never sees a batch without samples."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        return self._collate(samples) if len(samples) else None
 
 
 class _WorkerInit:

@@ -203,6 +203,10 @@ class Planner:
             yield plan
             position = plan.next_position()
 
+    def digest(self, plan: StepPlan) -> int:
+        """63 bits that differ where two ranks would compute different steps, or take them from other data or orders."""
+        return derive_seed(plan.digest(), self.n, self.seed, self.curriculum)
+
     def micro_batches(self, plan: StepPlan, rank: int, cap: MicroBatchCap) -> list[tuple[int, int]]:
         """This rank's micro-batches of a step as position ranges, in order; none for a share of 0."""
         start, stop = plan.range_of(rank)

@@ -22,9 +22,7 @@ def find_terms(task: Task, dataset: Any, collate: Any) -> tuple[str, ...]:
     counts = counts_of(task, collate(_samples(dataset, [0])), 1)
     unknown = set(task.term_weights) - set(counts)
     if unknown:
-        raise TaskError(
-            f"{type(task).__name__}.term_weights names {sorted(unknown)}, but count gives {sorted(counts)}"
-        )
+        raise TaskError(f"{type(task).__name__}.term_weights names {sorted(unknown)}, but count gives {sorted(counts)}")
     return tuple(counts)
 
 
@@ -68,8 +66,14 @@ def _probes(dataset: Any) -> list[list[int]]:
 
 def _samples(dataset: Any, indices: list[int]) -> Any:
     if hasattr(dataset, "__getitems__"):
+        seed_everything(0)
         return dataset.__getitems__(indices)
-    return [dataset[index] for index in indices]
+    return [_sample(dataset, index) for index in indices]
+
+
+def _sample(dataset: Any, index: int) -> Any:
+    seed_everything(index)  # a random sample is the same one alone, in a batch, and on every rank
+    return dataset[index]
 
 
 Result = tuple[dict[str, float], Sums]

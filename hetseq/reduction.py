@@ -49,9 +49,7 @@ class GradientReducer:
         self._group: AnyGroup = group
         self._buckets = [Bucket(members) for members in _divide(self._parameters, bucket_bytes)]
         self._home: dict[int, tuple[Bucket, torch.Tensor]] = {
-            index: (bucket, view)
-            for bucket in self._buckets
-            for index, view in zip(bucket.members, bucket.views)
+            index: (bucket, view) for bucket in self._buckets for index, view in zip(bucket.members, bucket.views)
         }
         self._is_last = False
         self._sent = 0
@@ -95,12 +93,14 @@ class GradientReducer:
     def without_sending(self) -> Iterator[None]:
         """Inside, a forward and backward fill the buckets with this rank's own part, and nothing travels."""
         group, self._group = self._group, LocalGroup()
-        yield
-        self._group = group
+        try:
+            yield
+        finally:
+            self._group = group
 
     def norm(self) -> float:
         """L2 norm of the whole gradient; not finite if any element is not (sync)."""
-        return math.hypot(*(torch.linalg.vector_norm(bucket.flat).item() for bucket in self._buckets))
+        return math.hypot(*(_norm(bucket.flat) for bucket in self._buckets))
 
     def is_finite(self) -> bool:
         """Every element is finite; exact where a norm may overflow (sync)."""
@@ -133,13 +133,15 @@ class GradientReducer:
                 view.add_(parameter.grad)
             parameter.grad = view
         self.used[index] = True
-        if not self._is_last or self._arrived[index]:
+        if not self._is_last:
             return
         if bucket.pending is not None:
             raise HetSeqError(
                 "a gradient arrived after its bucket had left: backward ran twice in one micro-batch; return the sums"
                 " of all terms from one micro_step, and use non-reentrant activation checkpointing"
             )
+        if self._arrived[index]:
+            return
         self._arrived[index] = True
         bucket.missing -= 1
         while self._sent < len(self._buckets) and self._buckets[self._sent].missing == 0:
@@ -161,9 +163,14 @@ class _Hook:
         self._reducer._gradient_arrived(self._index, parameter)
 
 
-def _divide(
-    parameters: Sequence[torch.nn.Parameter], bucket_bytes: int
-) -> list[list[tuple[int, torch.nn.Parameter]]]:
+def _norm(flat: torch.Tensor) -> float:
+    norm: float = torch.linalg.vector_norm(flat).item()
+    if not math.isfinite(norm):  # squares overflow long before their elements do
+        norm = torch.linalg.vector_norm(flat, dtype=torch.float64).item()
+    return norm
+
+
+def _divide(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[tuple[int, torch.nn.Parameter]]]:
     """Parameters, last first, cut into buckets of one type and device and of about `bucket_bytes` each."""
     buckets: list[list[tuple[int, torch.nn.Parameter]]] = []
     size, kind = 0, None

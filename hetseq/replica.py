@@ -28,6 +28,10 @@ class Replica:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
+    def state_bytes(self) -> int:
+        """About what a checkpoint holds: parameters and two tensors of optimizer state for each."""
+        return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self._names)
+
     def model_tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name, live; a tensor tied to several names appears under the first."""
         tensors, seen = {}, set()
@@ -59,12 +63,14 @@ class Replica:
         missing, foreign = sorted(live.keys() - saved.keys()), sorted(saved.keys() - live.keys())
         if missing or foreign:
             raise CheckpointMismatch(
-                f"the checkpoint is of another model: it lacks {_few(missing)} and has {_few(foreign)} besides"
+                f"the checkpoint is of another model: it lacks {_few(missing)} and has {_few(foreign)} besides;"
+                " go on with the model it was made from, or choose another --save-dir"
             )
         for name, tensor in live.items():
             if saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype:
                 raise CheckpointMismatch(
-                    f"the checkpoint is of another model: {name} is {_kind(saved[name])} there, {_kind(tensor)} here"
+                    f"the checkpoint is of another model: {name} is {_kind(saved[name])} there, {_kind(tensor)} here;"
+                    " go on with the model it was made from, or choose another --save-dir"
                 )
         with torch.no_grad():
             for name, tensor in live.items():
@@ -78,7 +84,9 @@ class Replica:
                 continue
             name, _, key = full_name.removeprefix("optim.").rpartition(".")
             if name not in by_name:
-                raise CheckpointMismatch(f"the checkpoint has optimizer state of {name}, which the model does not train")
+                raise CheckpointMismatch(
+                    f"the checkpoint has optimizer state of {name}, which the model does not train"
+                )
             parameter = by_name[name]
             if isinstance(value, torch.Tensor):
                 # the counter of a step may live on the CPU, whatever the device of its parameter

@@ -5,8 +5,9 @@ marker and the run id in `config.yaml`; for the lock that keeps two runs apart; 
 nothing of what others write into the directory: rows are `metrics`' affair and checkpoints `checkpoint`'s.
 
 The one idea: a directory is ours if the first line of its `config.yaml` says so. That line also carries the run id,
-so marker, id and configuration appear in one rename and an id survives every resume. A lock is `flock` on `.lock`: the
-kernel frees it however the launcher ends, so there are no stale locks to judge.
+so marker, id and configuration appear in one rename and an id survives every resume. A start that is refused leaves the
+`config.yaml` of an earlier one as it was: `adopt_config` replaces it once every rank is ready. A lock is `flock` on
+`.lock`: the kernel frees it however the launcher ends, so there are no stale locks to judge.
 """
 
 from __future__ import annotations
@@ -61,8 +62,10 @@ class RunDirectory:
     """The paths of one run. `RunDirectory(path)` only names them; the launcher makes them with `prepare`."""
 
     path: Path
-    #: what `prepare` wrote, so that `lock` notices another run that prepared the directory in the same moment
-    _prepared: str | None = field(default=None, repr=False, compare=False)
+    #: `config.yaml` as `prepare` left it, so that `lock` notices another run that prepared it in the same moment
+    _prepared: bytes | None = field(default=None, repr=False, compare=False)
+    #: what `adopt_config` makes of it
+    _adopted: bytes | None = field(default=None, repr=False, compare=False)
 
     @property
     def config_file(self) -> Path:
@@ -124,9 +127,10 @@ class RunDirectory:
 
     @staticmethod
     def prepare(path: str | os.PathLike[str], *, config_yaml: str) -> RunDirectory:
-        """Check or create the run directory and write `config.yaml`; called once, by the launcher, before `lock`.
+        """Check or create the run directory; called once, by the launcher, before `lock`.
 
-        A new directory has mode 0700, an existing one keeps its mode; everything written is 0600 (0700 for folders).
+        A new directory gets its `config.yaml` here and mode 0700; an existing one keeps its mode, and its `config.yaml`
+        until `adopt_config`. Everything written is 0600 (0700 for folders).
         `config_yaml` may begin with a marker line; it is replaced by one with the run id. Raises RunDirectoryError
         where the path cannot be used, holds what is not ours, or is in use by another run.
         """
@@ -143,16 +147,29 @@ class RunDirectory:
         if not first_line.startswith(MARKER):
             _refuse_foreign(root)
         known = _RUN_ID.match(first_line)
-        text = _with_header(config_yaml, known.group(1) if known else secrets.token_hex(8))
-        # Held for this moment only, because the config.yaml of a run that is going on is not ours to replace.
+        text = _with_header(config_yaml, known.group(1) if known else secrets.token_hex(8)).encode()
+        # Held for this moment only, because the directory of a run that is going on is not ours to change.
         with RunDirectory(root).lock():
             try:
-                _replace_file(root / "config.yaml", text.encode(), is_durable=True)
+                if known is None:
+                    _replace_file(root / "config.yaml", text, is_durable=True)
                 for name in _SUBDIRECTORIES:
                     (root / name).mkdir(mode=0o700, exist_ok=True)
+                return RunDirectory(root, (root / "config.yaml").read_bytes(), text)
             except OSError as error:
                 raise _trouble(root, error) from error
-        return RunDirectory(root, text)
+
+    def adopt_config(self) -> None:
+        """Replace the `config.yaml` of an earlier start by that of this one, once every rank has accepted to go on.
+
+        Called by the launcher while it holds the lock. Raises RunDirectoryError where it cannot be written.
+        """
+        if self._adopted is None or self._adopted == self._prepared:
+            return
+        try:
+            _replace_file(self.config_file, self._adopted, is_durable=True)
+        except OSError as error:
+            raise _trouble(self.path, error) from error
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -196,7 +213,7 @@ class RunDirectory:
             )
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": utc_now()}
         try:
-            if self._prepared is not None and self.config_file.read_bytes() != self._prepared.encode():
+            if self._prepared is not None and self.config_file.read_bytes() != self._prepared:
                 raise RunDirectoryError(
                     f"--save-dir {self.path} was taken by another run in the same moment: choose another --save-dir"
                 )

@@ -89,7 +89,7 @@ class Saver:
     def save(self, state: TrainingState, *, nonce: int, kinds: list[str]) -> SaveResult:
         """Write the state; collective. A failure of the file system is in the result, not raised."""
         tensors = self._replica.model_tensors()
-        numbers: dict[str, Any] = {}
+        numbers: dict[str, Any] | None = None
         if not self._config.no_save_optimizer_state:
             optimizer_tensors, numbers = self._replica.optimizer_tensors()
             tensors.update(optimizer_tensors)
@@ -109,8 +109,10 @@ def draw_nonce() -> int:
     return secrets.randbits(63)
 
 
-def describe(state: TrainingState, provenance: Provenance, optimizer_numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of `state.json`."""
+def describe(
+    state: TrainingState, provenance: Provenance, optimizer_numbers: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The content of `state.json`; `optimizer_numbers` is None where the optimizer's state is left out."""
     return {
         "state_version": STATE_VERSION,
         "step": state.position.step - 1,
@@ -132,7 +134,7 @@ def describe(state: TrainingState, provenance: Provenance, optimizer_numbers: Ma
             "tokens": provenance.batch.tokens,
             "update_freq": list(provenance.batch.update_freq),
         },
-        "optimizer_numbers": dict(optimizer_numbers),
+        "optimizer_numbers": None if optimizer_numbers is None else dict(optimizer_numbers),
     }
 
 
@@ -156,7 +158,9 @@ def choose_batch(saved: Mapping[str, Any], asked: GlobalBatch, *, is_explicit: b
             " begin the data anew with --reset-dataloader"
         )
     logger.info(
-        "the global batch stays %s, as in the checkpoint (the options would give %s)", _in_words(batch), _in_words(asked)
+        "the global batch stays %s, as in the checkpoint (the options would give %s)",
+        _in_words(batch),
+        _in_words(asked),
     )
     return batch
 
@@ -169,18 +173,22 @@ def _in_words(batch: GlobalBatch) -> str:
 
 def check_provenance(saved: Mapping[str, Any], here: Provenance, config: CheckpointConfig) -> None:
     """Raise CheckpointMismatch where the checkpoint is of a run with another result."""
+    anew = ", or begin the data anew: --reset-dataloader"
     checks: list[tuple[str, object, bool, str]] = [
-        ("task", here.task, False, "use another --save-dir"),
-        ("precision", here.precision, False, "use the same --precision"),
-        ("optimizer", here.optimizer, config.reset_optimizer, "or begin with a fresh one: --reset-optimizer"),
-        ("seed", here.seed, config.reset_dataloader, "or begin the data anew: --reset-dataloader"),
-        ("samples", here.samples, config.reset_dataloader, "or begin the data anew: --reset-dataloader"),
-    ]
+        ("task", here.task, False, "give the same --task"),
+        ("precision", here.precision, False, f"give --precision {saved['precision']}"),
+        (
+            "optimizer", here.optimizer, config.reset_optimizer,
+            "give the same --optimizer, or begin with a fresh one: --reset-optimizer",
+        ),
+        ("seed", here.seed, config.reset_dataloader, f"give --seed {saved['seed']}{anew}"),
+        ("samples", here.samples, config.reset_dataloader, f"give the same --data{anew}"),
+    ]  # fmt: skip
     for name, value, is_covered, remedy in checks:
         if saved[name] != value and not is_covered:
             raise CheckpointMismatch(
-                f"the checkpoint was trained with {name} {saved[name]}, this command says {value}: go on with"
-                f" {saved[name]}, or with another --save-dir; {remedy}"
+                f"the checkpoint was trained with {name} {saved[name]}, this command says {value}: {remedy}; or choose"
+                " another --save-dir"
             )
 
 
@@ -193,10 +201,9 @@ def restore(loaded: Loaded, replica: Replica, here: Provenance, config: Checkpoi
     check_provenance(saved, here, config)
     replica.load_model(loaded.tensors)
     if not config.reset_optimizer:
-        has_optimizer = any(name.startswith("optim.") for name in loaded.tensors) or saved["optimizer_numbers"]
-        if saved["updates"] and not has_optimizer:
+        if saved["updates"] and saved["optimizer_numbers"] is None:
             logger.warning("%s holds no optimizer state: the optimizer begins afresh", loaded.path)
-        replica.load_optimizer(loaded.tensors, saved["optimizer_numbers"])
+        replica.load_optimizer(loaded.tensors, saved["optimizer_numbers"] or {})
     position = Position(saved["step"] + 1, saved["epoch"], saved["consumed"])
     if config.reset_dataloader:
         position = Position(saved["step"] + 1, 1, 0)

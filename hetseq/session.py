@@ -25,10 +25,10 @@ from hetseq.capacity import assign_shares
 from hetseq.checkpoint import CheckpointManager, Loaded, Retention
 from hetseq.comm import AnyGroup
 from hetseq.commit import Wish
-from hetseq.config import CheckpointConfig, Config, DataConfig
+from hetseq.config import CheckpointConfig, Config, DataConfig, ValidationConfig
 from hetseq.controller import Controller, TrainingState
-from hetseq.errors import CheckpointMismatch, ConfigError, MissingSplitError
-from hetseq.loader import Source, StepLoader, place_on, seed_everything
+from hetseq.errors import CheckpointMismatch, CheckpointRefused, ConfigError, MissingSplitError
+from hetseq.loader import Source, StepLoader, base_order, place_on, seed_everything
 from hetseq.metrics import Metrics
 from hetseq.optim import parameter_groups
 from hetseq.plan import GlobalBatch, Lengths, MicroBatchCap, Planner, steps_in_epoch
@@ -86,15 +86,14 @@ def build_session(
         material = load_material(config, device, task)
         replica = _build_replica(config, material, group)
         assign = _assigner(config, group.world_size)
+        validators = make_validators(config, material)
+        _check_best_metric(config.validation, validators, material)
 
         manager = _open_checkpoints(config.checkpoint, directory, group)
         provenance = _provenance(config, material, replica, global_batch(config.data, group))
-        loaded = _choose_checkpoint(manager, config.checkpoint)
+        loaded = _choose_checkpoint(manager, config.checkpoint, group)
         state, provenance = _resume(loaded, config, replica, provenance)
         saver = Saver(manager, config.checkpoint, provenance, replica, generation=group.generation)
-        if loaded is not None:
-            saver.last_step = loaded.identity.step
-            metrics.event("resume", step=loaded.identity.step, path=str(loaded.path), refused=loaded.skipped)
 
         cap = MicroBatchCap(config.data.max_sentences, config.data.max_tokens, config.data.required_batch_size_multiple)
         planner = Planner(
@@ -107,11 +106,8 @@ def build_session(
         )  # fmt: skip
         status = StatusFile(directory.status / f"rank-{group.rank}.json")
         about = {"pid": os.getpid(), "node": socket.gethostname(), "device": str(device)}
-        status.write(0.0, force=True, step=state.position.step - 1, state="start", **about)
-        metrics.set_total(_total_steps(config, len(material.train), provenance.batch))
         boundary = RunBoundary(
-            config=config.validation, validators=make_validators(config, material), saver=saver, metrics=metrics,
-            status=status, about=about,
+            config=config.validation, validators=validators, saver=saver, metrics=metrics, status=status, about=about
         )  # fmt: skip
         controller = Controller(
             task=material.task, replica=replica, group=group, planner=planner, loader=loader,
@@ -119,6 +115,12 @@ def build_session(
             seed=config.task.seed, state=state, wish=wish, step_deadline_s=config.distributed.step_deadline,
             throttle=Throttle(config.distributed.throttle_factors().get(group.rank, 1.0)),
         )  # fmt: skip
+    # Only now, when nothing is left to refuse, does the run directory learn of this start.
+    if loaded is not None:
+        saver.last_step = loaded.identity.step
+        metrics.event("resume", step=loaded.identity.step, path=str(loaded.path), refused=loaded.skipped)
+    metrics.set_total(_total_steps(config, len(material.train), provenance.batch))
+    status.write(0.0, force=True, step=state.position.step - 1, state="start", **about)
     _say_what_runs(controller, material, device)
     return Session(controller, saver, status, about)
 
@@ -167,7 +169,7 @@ def _validation_splits(task: Task, config: DataConfig) -> dict[str, Any]:
     for name in config.valid_subsets:
         try:
             splits[name] = load_split(task, name)
-        except (MissingSplitError, FileNotFoundError) as error:
+        except MissingSplitError as error:
             if config.valid_subset != DataConfig.valid_subset:
                 raise
             logger.info("no validation: the data have no split %r (%s)", name, error)
@@ -177,7 +179,9 @@ def _validation_splits(task: Task, config: DataConfig) -> dict[str, Any]:
 def _build_replica(config: Config, material: Material, group: AnyGroup) -> Replica:
     parameters = [parameter for _, parameter in trained_parameters(material.model)]
     if not parameters:
-        raise ConfigError(f"the model of {type(material.task).__name__} has no parameter to train")
+        raise ConfigError(
+            f"the model of {type(material.task).__name__} has no parameter to train: expected at least one"
+        )
     groups = parameter_groups(material.model, config.optimization)
     optimizer = material.task.build_optimizer(groups)
     if optimizer is None:
@@ -226,29 +230,57 @@ def _open_checkpoints(config: CheckpointConfig, directory: RunDirectory, group: 
     return manager
 
 
-def _choose_checkpoint(manager: CheckpointManager, config: CheckpointConfig) -> Loaded | None:
+def _choose_checkpoint(manager: CheckpointManager, config: CheckpointConfig, group: AnyGroup) -> Loaded | None:
     """What --restore-file means here. Going back within one run directory is refused: `latest` would be ambiguous."""
-    which, newest = config.restore_file, manager.latest()
+    which, newest_step = config.restore_file, _newest_step(manager, group)
     if which == "none":
-        if newest is not None:
+        if newest_step:
             raise CheckpointMismatch(
-                f"--restore-file none, but {config.save_dir} holds checkpoints up to step {newest.identity.step}:"
+                f"--restore-file none, but {config.save_dir} holds checkpoints up to step {newest_step}:"
                 " begin anew in another --save-dir"
             )
         return None
     if which == CheckpointConfig.restore_file:
         return manager.load("latest")
-    is_path = os.sep in which or os.path.exists(which)
-    if is_path and newest is not None:
+    is_word = which in ("latest", "best") or which.isdigit()
+    if newest_step and not is_word and os.path.isdir(which) and not _is_below(which, config.save_dir):
         logger.info("--restore-file %s was the beginning of this run, which has gone on since", which)
         return manager.load("latest")
-    loaded = manager.load(which)
-    if loaded is not None and newest is not None and loaded.identity.step < newest.identity.step:
+    try:
+        loaded = manager.load(which)
+    except CheckpointRefused as error:
+        raise CheckpointMismatch(f"--restore-file {which}: {error}") from None
+    if loaded is not None and loaded.identity.step < newest_step:
         raise CheckpointMismatch(
             f"--restore-file {which} is step {loaded.identity.step}, but {config.save_dir} has gone on to step"
-            f" {newest.identity.step}: go back in another directory, --save-dir NEW --restore-file {loaded.path}"
+            f" {newest_step}: go back in another directory, --save-dir NEW --restore-file {loaded.path}"
         )
     return loaded
+
+
+def _newest_step(manager: CheckpointManager, group: AnyGroup) -> int:
+    """Step of the newest checkpoint, 0 if there is none, as rank zero sees it: others may see an older list."""
+    newest = manager.latest() if group.rank == 0 else None
+    row = np.array([newest.identity.step if newest is not None else 0], np.int64)
+    return int(group.all_gather_rows(row)[0, 0])
+
+
+def _is_below(path: str, folder: str) -> bool:
+    inner, outer = os.path.realpath(path), os.path.realpath(folder)
+    return os.path.commonpath([inner, outer]) == outer
+
+
+def _has_begun(loaded: Loaded, config: CheckpointConfig) -> bool:
+    """Whether this run once began from another one's checkpoint and now goes on from its own."""
+    began_elsewhere = os.path.isdir(config.restore_file) and not _is_below(config.restore_file, config.save_dir)
+    return began_elsewhere and _is_below(str(loaded.path), config.save_dir)
+
+
+def _without_resets(config: CheckpointConfig) -> CheckpointConfig:
+    """--reset-* were for the beginning: a job that is killed and put into the queue again must not begin twice."""
+    return dataclasses.replace(
+        config, reset_dataloader=False, reset_lr_scheduler=False, reset_meters=False, reset_optimizer=False
+    )
 
 
 def _resume(
@@ -257,14 +289,15 @@ def _resume(
     """The state to train from, and the provenance with the global batch that holds from now on."""
     state = TrainingState()
     if loaded is not None:
+        settings = _without_resets(config.checkpoint) if _has_begun(loaded, config.checkpoint) else config.checkpoint
         batch = choose_batch(
             loaded.state,
             provenance.batch,
             is_explicit=config.data.global_batch_size is not None,
-            resets_data=config.checkpoint.reset_dataloader,
+            resets_data=settings.reset_dataloader,
         )
         provenance = dataclasses.replace(provenance, batch=batch)
-        state = restore(loaded, replica, provenance, config.checkpoint)
+        state = restore(loaded, replica, provenance, settings)
         logger.info("going on after step %d (%s)", loaded.identity.step, loaded.path)
     overrides = parse_overrides(config.checkpoint.optimizer_overrides)
     for group in replica.optimizer.param_groups:
@@ -275,13 +308,21 @@ def _resume(
 def _needed_lengths(dataset: Any, config: DataConfig, batch: GlobalBatch) -> Lengths | None:
     if not config.max_tokens and not batch.tokens:
         return None
-    lengths = lengths_of(dataset)
+    lengths = _lengths_by_place(dataset)
     if lengths is None:
         raise ConfigError(
             f"--max-tokens needs the length of every sample, but {type(dataset).__name__} has neither `lengths` nor"
             " `num_tokens(index)`: give it one of them, or use --max-sentences"
         )
     return lengths
+
+
+def _lengths_by_place(dataset: Any) -> Lengths | None:
+    """Tokens of samples by their place in the data set's listed order, which is what a plan knows of them."""
+    lengths, base = lengths_of(dataset), base_order(dataset)
+    if lengths is None or base is None:
+        return lengths
+    return lambda places: lengths(base[places])
 
 
 def _num_workers(asked: int, device: torch.device) -> int:
@@ -299,7 +340,7 @@ def make_validators(config: Config, material: Material) -> list[Validator]:
             split=name,
             source=material.source(dataset),
             cap=MicroBatchCap(samples, tokens),
-            lengths=lengths_of(dataset) if tokens else None,
+            lengths=_lengths_by_place(dataset) if tokens else None,
             terms=material.terms,
             weights=weights,
         )
@@ -307,9 +348,20 @@ def make_validators(config: Config, material: Material) -> list[Validator]:
     ]
 
 
+def _check_best_metric(config: ValidationConfig, validators: list[Validator], material: Material) -> None:
+    """Raise ConfigError for a --best-checkpoint-metric that validation will not give, rather than after an epoch."""
+    name = config.best_checkpoint_metric
+    if not validators or name == "loss":
+        return
+    names = validators[0].names(material.task, material.model)
+    if name not in names:
+        raise ConfigError(f"--best-checkpoint-metric {name}: validation gives {', '.join(names)}; name one of them")
+
+
 def _schedule(config: Config) -> Callable[[int, int], float]:
     build = registry.find_lr_scheduler(config.optimization.lr_scheduler)
-    return build(config.optimization, config.extras.get("lr_scheduler"))
+    schedule: Callable[[int, int], float] = build(config.optimization, config.extras.get("lr_scheduler"))
+    return schedule
 
 
 def _total_steps(config: Config, samples: int, batch: GlobalBatch) -> int | None:

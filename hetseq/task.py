@@ -133,14 +133,17 @@ def build_model(task: Task) -> torch.nn.Module:
 def load_split(task: Task, split: str) -> Any:
     """The data set of a split. Raises MissingSplitError where there is none, TaskFileError where it is no data set."""
     name = f"{type(task).__name__}.load_dataset({split!r})"
-    loaded = task.load_dataset(split)
+    try:
+        loaded: Any = task.load_dataset(split)
+    except FileNotFoundError as error:
+        raise MissingSplitError(f"{name} found no file {error.filename}: give --data what the task expects") from error
     dataset = loaded if loaded is not None else task.datasets.get(split)
     if dataset is None:
         raise MissingSplitError(f"{name} gave no data set, neither returned nor in self.datasets[{split!r}]")
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TaskFileError(f"{name} gave a {type(dataset).__name__}, expected __len__ and __getitem__")
     if len(dataset) == 0:
-        raise MissingSplitError(f"{name} gave a data set without samples")
+        raise MissingSplitError(f"{name} gave a data set without samples: expected at least one")
     return dataset
 
 
@@ -170,9 +173,16 @@ def counts_of(task: Task, sample: Any, samples: int) -> dict[str, float]:
     counts = task.count(sample)
     if counts is None:
         return {"loss": float(samples)}
+    if not isinstance(counts, Mapping):
+        raise TaskError(
+            f"{type(task).__name__}.count returned {type(counts).__name__}: expected a dict of term to count"
+        )
     checked = {}
     for term, value in counts.items():
-        number = float(value)
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            raise TaskError(f"{type(task).__name__}.count gave {value!r} for {term!r}: expected a number") from None
         if not math.isfinite(number) or number < 0:
             raise TaskError(f"{type(task).__name__}.count gave {number} for {term!r}: expected 0 or more")
         checked[term] = number

@@ -53,6 +53,17 @@ class Validator:
         loss = sum(weight * means[term] for weight, term in zip(self.weights, self.terms))
         return {"loss": loss, **{name: value for name, value in means.items() if name != "loss"}}
 
+    def names(self, task: Task, model: torch.nn.Module) -> list[str]:
+        """What `evaluate` will give, asked of one sample; any rank, alone."""
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                measured = self._metrics_of_first(task, model)
+        finally:
+            model.train(was_training)
+        return list(dict.fromkeys(["loss", *self.terms, *sorted(measured)]))
+
     def _own_pieces(self, group: AnyGroup, assign: Callable[[int], tuple[int, ...]]) -> list[tuple[int, int]]:
         size = len(self.source.dataset)
         shares = assign(size)
@@ -63,7 +74,13 @@ class Validator:
     def _metrics_of_first(self, task: Task, model: torch.nn.Module) -> dict[str, tuple[float, float]]:
         """The names of the metrics, asked of one sample so that a rank without samples knows them too."""
         batch = next(load_range(self.source, [(0, 1)]))
-        return task.metrics(model, batch.sample)
+        measured = task.metrics(model, batch.sample)
+        for name in ("loss", *self.terms):
+            if name in measured:
+                raise TaskError(
+                    f"{type(task).__name__}.metrics gave {name!r}, which is the name of a loss: give it another name"
+                )
+        return measured
 
     def _own_totals(
         self, task: Task, model: torch.nn.Module, names: list[str], pieces: list[tuple[int, int]]
@@ -83,7 +100,9 @@ class Validator:
         sums = check_sums(task, task.micro_step(model, batch.sample, counts), self.terms)
         measured = task.metrics(model, batch.sample)
         if sorted(measured) != names:
-            raise TaskError(f"{type(task).__name__}.metrics gave {sorted(measured)}, earlier {names}: give the same names")
+            raise TaskError(
+                f"{type(task).__name__}.metrics gave {sorted(measured)}, earlier {names}: give the same names"
+            )
         losses = [(float(sums[term]) if counts[term] else 0.0, counts[term]) for term in self.terms]
         return losses + [(float(measured[name][0]), float(measured[name][1])) for name in names]
 

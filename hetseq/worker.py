@@ -15,7 +15,8 @@ import socket
 import sys
 import threading
 import traceback
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
@@ -28,10 +29,18 @@ import torch
 from hetseq.comm import AnyGroup, LocalGroup, connect
 from hetseq.commit import Wish
 from hetseq.config import Config
-from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, HetSeqError, PeerLostError
+from hetseq.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    HetSeqError,
+    PeerLostError,
+    TaskError,
+)
 from hetseq.metrics import Metrics
 from hetseq.options import with_own_options
-from hetseq.processes import die_with_parent
+from hetseq.processes import die_with_parent, keep_freed_memory
 from hetseq.run_directory import RunDirectory
 from hetseq.session import Session, build_session
 
@@ -78,11 +87,17 @@ def worker_main(
     os.setsid()  # a terminal's Ctrl-C goes to the launcher alone, which decides what it means
     die_with_parent(os.getppid())
     threading.Thread(target=_end_with_launcher, name="launcher-watch", daemon=True).start()
-    report = run_worker(config, RunDirectory(Path(run_path)), placement, stop, own=own, channel=channel)
-    channel.send_bytes(json.dumps({"kind": "end", **report}).encode())
+
+    def send(kind: str, **facts: Any) -> None:
+        channel.send_bytes(json.dumps({"kind": kind, **facts}).encode())
+
+    directory = RunDirectory(Path(run_path))
+    report = run_worker(config, directory, placement, stop, own=own, on_ready=lambda: send("ready"))
+    send("end", **report)
     channel.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # whoever read it has gone
+            stream.flush()
     os._exit(report["code"])
 
 
@@ -93,17 +108,21 @@ def run_worker(
     stop: StopRequest,
     *,
     own: dict[str, dict[str, Any]] | None = None,
-    channel: Connection | None = None,
+    on_ready: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """One rank from beginning to end in this process; gives its report and never raises."""
+    """One rank from beginning to end in this process; gives its report and never raises.
+
+    `on_ready` is called before the first step, when nothing is left that this rank could refuse.
+    """
+    is_ready = False
     with ExitStack() as closing:
         try:
             session = _start(with_own_options(config, own or {}), directory, placement, stop, closing)
-            if channel is not None:
-                channel.send_bytes(json.dumps({"kind": "ready"}).encode())
+            on_ready()
+            is_ready = True
             return _train(session)
         except Exception as error:
-            return _describe(error)
+            return _describe(error, is_ready=is_ready)
 
 
 def _start(
@@ -113,6 +132,8 @@ def _start(
     device = torch.device(placement.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
     is_writer = placement.rank == 0
     if not is_writer:
         _send_output_to(directory.logs / f"rank-{placement.rank}.out")
@@ -134,19 +155,32 @@ def _train(session: Session) -> dict[str, Any]:
     if has_ended and saver.last_error is None:
         return {"code": EXIT_DONE}
     if has_ended:
-        return {"code": EXIT_FAILED, "message": f"the final save failed: {saver.last_error}"}
+        kept = f"the newest checkpoint is of step {saver.last_step}" if saver.last_step else "nothing was ever saved"
+        message = f"the final save failed: {saver.last_error}; {kept}: see to --save-dir, then give this command again"
+        return {"code": EXIT_FAILED, "message": message}
     if saver.last_step:
         message = f"stopped after step {session.last_step}; the same command goes on from step {saver.last_step}"
         return {"code": EXIT_STOPPED, "message": message}
     return {"code": EXIT_FAILED, "message": f"stopped after step {session.last_step}, and nothing was ever saved"}
 
 
-def _describe(error: Exception) -> dict[str, Any]:
+def _describe(error: Exception, *, is_ready: bool) -> dict[str, Any]:
     """The report of a failure. What HetSeq raises explains itself; anything else comes with its traceback."""
     is_ours = isinstance(error, HetSeqError)
     text = str(error) if is_ours else "".join(traceback.format_exception(error)).rstrip()
-    code = error.exit_code if isinstance(error, HetSeqError) else EXIT_FAILED
+    code = _exit_code(error, is_ready=is_ready)
     return {"code": code, "message": text, "is_secondary": isinstance(error, PeerLostError)}
+
+
+def _exit_code(error: Exception, *, is_ready: bool) -> int:
+    """The code that an error stands for: what is refused before the first step is usage, a failure after it."""
+    if not isinstance(error, HetSeqError):
+        return EXIT_FAILED
+    if not is_ready and isinstance(error, TaskError):
+        return EXIT_USAGE
+    if is_ready and error.exit_code == EXIT_USAGE:
+        return EXIT_FAILED
+    return error.exit_code
 
 
 def _connect(placement: Placement) -> AnyGroup:

@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WARM = (
     "torch",
     "torch.distributed",
+    "torch._dynamo",  # 1.6 s, which torch otherwise spends when the first optimizer is made
     "numpy",
     "pytest",
     "hetseq.comm",
@@ -47,8 +48,9 @@ WARM = (
     "hetseq.loader",
     "hetseq.reduction",
     "hetseq.checkpoint",
-    "hetseq.controller",
+    "hetseq.session",
     "tests.support.ranks",
+    "tests.support.training",
 )
 # Once one rank has failed the others get this long to end by themselves (measured: a gloo peer notices a death in
 # 0.1 s), so that the report shows all of them.

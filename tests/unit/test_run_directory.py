@@ -100,6 +100,10 @@ def test_a_second_start_keeps_the_run_id_and_takes_the_new_configuration(tmp_pat
     second = RunDirectory.prepare(tmp_path / "run", config_yaml="seed: 2\n")
     assert len(run_id) == 16
     assert second.run_id == run_id
+    assert second.config_file.read_text().splitlines()[1:] == ["seed: 1"]  # this start may still be refused
+    with second.lock():
+        second.adopt_config()
+    assert second.run_id == run_id
     assert second.config_file.read_text().splitlines()[1:] == ["seed: 2"]
     assert RunDirectory.prepare(tmp_path / "other", config_yaml="").run_id != run_id
 
@@ -232,10 +236,11 @@ def test_two_runs_on_one_directory(tmp_path: Path, holder: Callable[[Path], subp
 def test_two_runs_that_prepare_in_the_same_moment(tmp_path: Path) -> None:
     first = RunDirectory.prepare(tmp_path, config_yaml="seed: 1\n")
     second = RunDirectory.prepare(tmp_path, config_yaml="seed: 2\n")
+    with second.lock():
+        second.adopt_config()
     with pytest.raises(RunDirectoryError, match="taken by another run in the same moment"):
         first.lock().__enter__()
-    with second.lock():
-        pass
+    assert first.config_file.read_text().splitlines()[1:] == ["seed: 2"]
 
 
 def test_the_lock_is_freed_by_an_exception(tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""The checkpoints of a run, as everybody outside this package sees them.
+
+Responsible for the methods that a controller, a command or a script calls, and for tidying up at the start. Refuses to
+know what tensors mean and how rows travel. The one idea: methods that change something or must agree are collective
+(`save`, `load`, `recover`), methods that only look are not (`list`, `latest`, `verify`).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hetseq.checkpoint.choice import describe
+from hetseq.checkpoint.directory import scan, write_latest
+from hetseq.checkpoint.loading import Load, Loaded
+from hetseq.checkpoint.reader import verify
+from hetseq.checkpoint.records import Commit, Identity, check_state
+from hetseq.checkpoint.recovery import complete_newer, newest_verified, remove_litter, remove_temporaries
+from hetseq.checkpoint.retention import Retention
+from hetseq.checkpoint.rows import Row, RowGroup, exchange
+from hetseq.checkpoint.saving import Save, SaveResult, make_plan
+from hetseq.checkpoint.setting import Setting
+
+logger = logging.getLogger(__name__)
+
+# `list` is a method below, and would be found before the type
+Commits = list[Commit]
+Sentences = list[str]
+
+
+class CheckpointManager:
+    """The checkpoints in `<run_directory>/checkpoints`; one on every rank, all with the same arguments.
+
+    `weights` are the relative bytes each rank writes (default: equal). `patience_s` is how long a rank waits for a file
+    that another rank says is there, as network file systems show new files late. `clock` gives seconds since 1970 and
+    only labels things. A rank that dies during a collective method surfaces as the group's own exception.
+    """
+
+    def __init__(
+        self,
+        run_directory: Path,
+        *,
+        run_id: str,
+        group: RowGroup,
+        retention: Retention,
+        weights: Sequence[float] | None = None,
+        patience_s: float = 15.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if weights is not None and len(weights) != group.world_size:
+            raise ValueError(f"{len(weights)} weights for {group.world_size} ranks: expected one for each rank")
+        shares = tuple(float(weight) for weight in weights or [1.0] * group.world_size)
+        self._setting = Setting(Path(run_directory), run_id, group, retention, shares, patience_s, clock)
+        self._known: dict[Path, Commit] = {}  # a commit never changes, so rank zero reads each COMMIT.json once
+
+    def save(
+        self,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        *,
+        identity: Identity,
+        nonce: int,
+        kinds: Sequence[str],
+    ) -> SaveResult:
+        """Write one checkpoint and commit it; every rank calls it with equal arguments.
+
+        Every rank holds all tensors and writes its share of them. `state` is taken from rank zero: JSON, whose floats
+        may be NaN or infinite, whose keys are strings, and in which "checkpoint" is not a key. `nonce`, from 0 to
+        2^64 - 1, is fresh for every attempt. Whatever the disk refuses on any rank makes `ok` False on all of them, and
+        the older checkpoints stay. Raises ValueError or TypeError for what cannot be saved, and DisagreementError on
+        all ranks where their arguments differ.
+        """
+        check_state(state)
+        plan = make_plan(self._setting, tensors, identity=identity, nonce=nonce, kinds=kinds)
+        return Save(self._setting, plan, self._known).run(tensors, state)
+
+    def load(self, which: str = "latest") -> Loaded | None:
+        """The state that `which` names, every byte verified; every rank calls it and gets the same.
+
+        "latest" is the newest checkpoint that verifies, or None where there is none at all; "best"; a step number; or a
+        path: the folder of a checkpoint, or of another run, meaning that run's latest. Raises CheckpointRefused on all
+        ranks where nothing can be loaded, which includes damage to a checkpoint that was named outright.
+        """
+        return Load(self._setting, which).run()
+
+    def list(self) -> Commits:
+        """All commits of this run, newest first, believed but not verified. Any rank, alone."""
+        found = scan(self._setting.root)
+        for path, error in found.refused.items():
+            logger.warning("%s", describe(path, error))
+        return found.commits
+
+    def latest(self) -> Commit | None:
+        """The newest commit whose small files verify (the tensors' bytes are not read). Any rank, alone."""
+        return newest_verified(self._setting.root)
+
+    def verify(self, commit: Commit, deep: bool = True) -> Sentences:
+        """What is wrong with a checkpoint, one sentence per file; empty if nothing is. Any rank, alone."""
+        return verify(commit, deep=deep)
+
+    def recover(self) -> Sentences:
+        """At the start of a run, before `load`: complete what lacks only its commit, remove what never will be whole.
+
+        Every rank calls it, rank zero acts and gets one sentence for each thing it did; the others get none. What the
+        disk refuses is a warning.
+        """
+        done: Sentences = []
+        if self._setting.is_rank_zero:
+            self._setting.quietly("tidy up", lambda: self._recover(done))
+        exchange(self._setting.group, Row())  # nobody looks for a checkpoint before this is over
+        return done
+
+    def _recover(self, done: Sentences) -> None:
+        root = self._setting.root
+        if not root.is_dir():
+            return
+        for commit in complete_newer(root, newest_verified(root)):
+            done.append(f"completed {commit.path}, which lacked nothing but its commit")
+        newest = newest_verified(root)
+        if newest is not None:
+            for path in remove_litter(root, newest, generation=newest.identity.generation):
+                done.append(f"removed {path}, which was never committed")
+            write_latest(root, newest)
+        remove_temporaries(root)
+        for sentence in done:
+            logger.info("%s", sentence)

@@ -1,0 +1,141 @@
+"""The few ways in which a checkpoint touches the disk.
+
+Responsible for: files that come into being complete or not at all, with mode 0600 and never through a link; reads that
+are bounded; removal that makes a checkpoint invisible before it makes it incomplete. Refuses to know what the files
+mean. The one idea: an error of `fsync` or `close` is an error of the write, and a file that met one is never used
+again, because the kernel may have dropped the pages it could not write.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+COMMIT_NAME = "COMMIT.json"
+
+
+@contextmanager
+def creating(path: Path) -> Iterator[int]:
+    """A descriptor of the new file `path`, flushed to the disk and closed at the end; the path must not exist yet."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o600)
+    try:
+        yield descriptor
+        os.fsync(descriptor)
+    except BaseException:
+        with suppress(OSError):
+            os.close(descriptor)
+        raise
+    os.close(descriptor)  # NFS reports a full disk here at the latest, so an error counts
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write all of `data`, however little each call takes."""
+    rest = memoryview(data)
+    while len(rest):
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """The new file `path` with this content, on the disk when this returns."""
+    with creating(path) as descriptor:
+        write_all(descriptor, data)
+
+
+def publish(path: Path, data: bytes) -> None:
+    """Let `path` appear with this content at once: written beside, flushed, renamed, and the folder flushed.
+
+    A file of that name is replaced; a leftover of an earlier, killed attempt is removed.
+    """
+    beside = path.with_name(path.name + ".tmp")
+    with suppress(FileNotFoundError):
+        os.unlink(beside)
+    write_new(beside, data)
+    os.rename(beside, path)
+    sync_directory(path.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Create the folder `path`, mode 0700, so that it survives a power cut; it must not exist yet."""
+    os.mkdir(path, 0o700)
+    try:
+        sync_directory(path.parent)
+    except OSError:
+        with suppress(OSError):
+            os.rmdir(path)
+        raise
+
+
+def sync_directory(path: Path) -> None:
+    """Flush the names in a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_file(path: Path) -> None:
+    """Flush a file that another process wrote."""
+    with reading(path) as (descriptor, _):
+        os.fsync(descriptor)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[tuple[int, int]]:
+    """Descriptor and size in bytes of a regular file; links, pipes and devices raise OSError."""
+    # O_NONBLOCK: opening a pipe that somebody planted must not wait for its other end
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{path} is not a regular file")
+        yield descriptor, status.st_size
+    finally:
+        os.close(descriptor)
+
+
+def read_into(descriptor: int, view: memoryview) -> None:
+    """Fill `view` from the descriptor's position; EOFError where the file ends first."""
+    rest = view
+    while len(rest):
+        count = os.readv(descriptor, [rest])
+        if count == 0:
+            raise EOFError("the file ends before its data")
+        rest = rest[count:]
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """The whole content of a file of at most `limit` bytes; ValueError where it is larger."""
+    with reading(path) as (descriptor, size):
+        if size > limit:
+            raise ValueError(f"{size} bytes, at most {limit} are expected")
+        content = bytearray(size)
+        read_into(descriptor, memoryview(content))
+        return bytes(content)
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that this user may still write to the file system of `path`."""
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
+
+
+def remove_attempt(directory: Path) -> None:
+    """Delete one checkpoint folder: COMMIT.json first and for good, so that a crash leaves litter, never half a state.
+
+    Folders inside it are left alone (HetSeq makes none); the folder then stays, and OSError says so.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(directory / COMMIT_NAME)
+        sync_directory(directory)
+    with os.scandir(directory) as entries:
+        paths = [entry.path for entry in entries if not entry.is_dir(follow_symlinks=False)]
+    for path in sorted(paths):
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+    os.rmdir(directory)
+    sync_directory(directory.parent)

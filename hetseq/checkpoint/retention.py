@@ -1,0 +1,59 @@
+"""Which checkpoints have had their day.
+
+Responsible for: the decision which committed checkpoints may be deleted, as a pure function. Refuses to delete. The
+one idea: a checkpoint stays as long as any one of its kinds keeps it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hetseq.checkpoint.records import Identity
+
+TIMED_KINDS = frozenset({"time", "final", "signal"})
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How many checkpoints of each kind are kept; -1 means all."""
+
+    keep_interval_updates: int = -1
+    keep_last_epochs: int = -1
+    keep_timed: int = 2  # of the kinds time, final and signal together
+
+    def __post_init__(self) -> None:
+        for name in ("keep_interval_updates", "keep_last_epochs", "keep_timed"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < -1:
+                raise ValueError(f"{name} {value!r}: expected -1 (all) or a number of checkpoints")
+
+
+class Kept(Protocol):
+    """What the decision needs of a checkpoint."""
+
+    @property
+    def identity(self) -> Identity: ...
+
+    @property
+    def kinds(self) -> tuple[str, ...]: ...
+
+
+def superseded(commits: Sequence[Kept], retention: Retention, *, generation: int) -> list[int]:
+    """Positions in `commits` (newest first) that may be deleted, oldest first.
+
+    Never the newest, and never one of a generation newer than `generation`, the caller's own.
+    """
+    rules = (
+        (frozenset({"epoch"}), retention.keep_last_epochs),
+        (frozenset({"interval"}), retention.keep_interval_updates),
+        (TIMED_KINDS, retention.keep_timed),
+        (frozenset({"best"}), 1),
+    )
+    keep = {index for index, commit in enumerate(commits) if commit.identity.generation > generation}
+    keep.add(0)
+    for kinds, count in rules:
+        matching = [index for index, commit in enumerate(commits) if kinds & set(commit.kinds)]
+        keep.update(matching if count == -1 else matching[:count])
+    return [index for index in range(len(commits) - 1, -1, -1) if index not in keep]

@@ -1,0 +1,117 @@
+"""What ranks tell each other about a checkpoint: one row of integers of fixed length.
+
+Responsible for: packing success or failure, sizes and digests into int64, since groups gather nothing else. Refuses to
+know how rows travel. The one idea: every exchange of a save or a load has the same row, so ranks that stand at
+different points still call the same collective.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+_TEXT_BYTES = 256
+_ROW = np.dtype(
+    [
+        ("failed", "<i8"),
+        ("fatal", "<i8"),
+        ("errno", "<i8"),
+        ("bytes", "<i8"),
+        ("step", "<i8"),
+        ("time", "<i8"),
+        ("place", "<i8"),
+        ("nonce", "u1", (8,)),
+        ("digest", "u1", (32,)),
+        ("plan", "u1", (32,)),
+        ("text", "u1", (_TEXT_BYTES,)),
+    ]
+)
+
+
+class RowGroup(Protocol):
+    """The part of a group of ranks that checkpoints need; `hetseq.comm` has two of them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def all_gather_rows(self, row: NDArray[np.int64]) -> NDArray[np.int64]: ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank's news. Digests are hexadecimal sha256 or empty; `text` is cut to 256 bytes on the way."""
+
+    failed: bool = False
+    fatal: bool = False  # nobody may go on to another checkpoint
+    errno: int = 0
+    bytes: int = 0
+    step: int = 0
+    time: int = 0
+    place: int = 0
+    nonce: int = 0
+    digest: str = ""
+    plan: str = ""
+    text: str = ""
+
+    def pack(self) -> NDArray[np.int64]:
+        record = np.zeros(1, _ROW)
+        for name in ("failed", "fatal", "errno", "bytes", "step", "time", "place"):
+            record[name] = int(getattr(self, name))
+        record["nonce"] = np.frombuffer(self.nonce.to_bytes(8, "little"), np.uint8)
+        record["digest"] = _digest(self.digest)
+        record["plan"] = _digest(self.plan)
+        text = self.text.encode("utf-8", "replace")[:_TEXT_BYTES].decode("utf-8", "ignore").encode()
+        record["text"][0, : len(text)] = np.frombuffer(text, np.uint8)
+        return record.view(np.int64).reshape(-1)
+
+    @staticmethod
+    def unpack(row: NDArray[np.int64]) -> Row:
+        record = np.ascontiguousarray(row, np.int64).view(_ROW)[0]
+        return Row(
+            failed=bool(record["failed"]),
+            fatal=bool(record["fatal"]),
+            errno=int(record["errno"]),
+            bytes=int(record["bytes"]),
+            step=int(record["step"]),
+            time=int(record["time"]),
+            place=int(record["place"]),
+            nonce=int.from_bytes(record["nonce"].tobytes(), "little"),
+            digest=record["digest"].tobytes().hex(),
+            plan=record["plan"].tobytes().hex(),
+            text=record["text"].tobytes().rstrip(b"\0").decode("utf-8", "replace"),
+        )
+
+
+def exchange(group: RowGroup, row: Row) -> list[Row]:
+    """The rows of all ranks, in their order; every rank calls it."""
+    return [Row.unpack(gathered) for gathered in group.all_gather_rows(row.pack())]
+
+
+def failure_row(error: BaseException) -> Row:
+    """A row that tells the others why this rank failed."""
+    if not isinstance(error, OSError):
+        return Row(failed=True, text=f"{type(error).__name__}: {error}")
+    number = error.errno or 0
+    name = errno.errorcode.get(number, "OSError")
+    file = f": {str(error.filename).rpartition('/')[2]}" if error.filename else ""
+    return Row(failed=True, errno=number, text=f"{error.strerror or error} ({name}){file}")
+
+
+def first_failure(rows: Sequence[Row]) -> str | None:
+    """The reason of the lowest rank that failed, with its number; None if none did."""
+    for rank, row in enumerate(rows):
+        if row.failed:
+            return f"rank {rank}: {row.text}"
+    return None
+
+
+def _digest(text: str) -> NDArray[np.uint8]:
+    return np.frombuffer(bytes.fromhex(text).ljust(32, b"\0"), np.uint8)

@@ -1,0 +1,30 @@
+"""From a command line to a `Config` and back: defaults < the YAML file of `--config` < flags.
+
+Everything follows from the dataclasses of `hetseq.config`: flags, YAML keys, the help text, `docs/options.md`. This
+package knows no option by its meaning, prints nothing and imports no torch.
+
+The one idea: a value is *text with a place* (`--lr 0.1`, or line 3 of a file) until the type of its field reads it.
+`lr: 1e-4`, text to YAML 1.1, is a number here, `save_dir: 2024` is a name, and `lr: fast` is refused with its place.
+Flags and YAML are therefore read by the same function. Read `parsing` first; `fields`, `flags`, `files` and `pages` are
+what it is made of.
+"""
+
+from __future__ import annotations
+
+from hetseq.options.files import FIRST_LINE, dump_yaml
+from hetseq.options.pages import all_flags, markdown, retired_notes, write_page
+from hetseq.options.parsing import HelpRequested, complete, help_text, parse, with_own_options
+
+__all__ = [
+    "FIRST_LINE",
+    "HelpRequested",
+    "all_flags",
+    "complete",
+    "dump_yaml",
+    "help_text",
+    "markdown",
+    "parse",
+    "retired_notes",
+    "with_own_options",
+    "write_page",
+]

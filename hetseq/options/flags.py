@@ -1,0 +1,115 @@
+"""The words of a command line to values by option, and the answer to words that nobody knows.
+
+argparse only divides the words; what a value means, and every message, is ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from hetseq import registry
+from hetseq.errors import ConfigError
+from hetseq.options.fields import Found, Option, Reading
+
+
+def read_flags(argv: Sequence[str], catalogue: Mapping[str, Option]) -> Reading:
+    """What the words say. Raises ConfigError for a value that cannot be meant, unless `--help` is among the words."""
+    words, typed = _same_dashes(argv)
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    # Every value is optional to argparse, so that a missing one is told in our words.
+    kept: dict[str, Any] = {"action": _Remember, "nargs": "?", "default": argparse.SUPPRESS}
+    parser.add_argument("--config", dest="config", **kept)
+    parser.add_argument("--help", "-h", dest="help", **{**kept, "nargs": 0})
+    groups: dict[type, Any] = {}
+    for item in catalogue.values():
+        if item.section not in groups:
+            groups[item.section] = parser.add_argument_group(item.section.__name__)
+        groups[item.section].add_argument(*item.flags, dest=item.name, **kept)
+    values, unknown = parser.parse_known_args(_join_negative(words))
+    given = dict(vars(values))
+    wants_help = given.pop("help", None) is not None
+    config_flag, config_file = given.pop("config", ("--config", ""))
+    if config_file is None and not wants_help:
+        raise ConfigError(f"{config_flag} stands without a value: expected --config FILE")
+    found: dict[str, Found] = {}
+    for name, (spelling, text) in given.items():
+        item, spelling = catalogue[name], typed.get(spelling, spelling)
+        if text is None and item.kind is bool and not item.is_list:
+            text = "true"
+        try:
+            found[name] = Found(_read_flag(item, spelling, text), spelling)
+        except ConfigError:
+            if not wants_help:  # who asks for help may well have the value wrong
+                raise
+    leftovers = [Found(typed.get(word.partition("=")[0], word), "") for word in unknown]
+    return Reading(found, leftovers, config_file or None, wants_help)
+
+
+def refuse_unknown(line: Reading, file: Reading, catalogue: Mapping[str, Option]) -> None:
+    """Raise ConfigError for the words and keys that nobody knows, each with the nearest name."""
+    flags = [name for item in catalogue.values() for name in item.flags] + ["--config", "--help"]
+    for word in [entry.value for entry in line.unknown]:
+        if word.startswith("-") and word.strip("-"):
+            guess = registry.nearest(word.replace("_", "-"), flags)
+            hint = f"did you mean {guess}?" if guess else "`hetseq train --help` lists them"
+            raise ConfigError(f"unknown option {word}: {hint}")
+    for entry in line.unknown:
+        raise ConfigError(
+            f"unexpected argument {entry.value!r}: a value stands after its flag, and a list is written with commas,"
+            " as in 1,2,4"
+        )
+    keys = [name.lstrip("-").replace("-", "_") for item in catalogue.values() for name in item.flags]
+    for entry in file.unknown:
+        guess = registry.nearest(entry.value, keys)
+        hint = f"did you mean {guess}?" if guess else "`hetseq train --help` lists the options"
+        raise ConfigError(f"{entry.where}: unknown option {entry.value}: {hint}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+class _Remember(argparse.Action):
+    """Keep the flag together with its value: errors are told in the user's spelling."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        if self.dest == "config" and hasattr(namespace, "config"):
+            raise ConfigError("--config is given twice: HetSeq reads one file, put the options together")
+        setattr(namespace, self.dest, (option_string, values))
+
+
+def _read_flag(item: Option, spelling: str, text: str | None) -> Any:
+    if text is None:
+        raise ConfigError(f"{spelling} stands without a value: expected {item.expected()}")
+    return item.read(text, f"{spelling} {text}".rstrip())
+
+
+def _same_dashes(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The words with `_` in names of flags turned into `-`, and the names as they were typed by the new ones."""
+    words, typed = [], {}
+    for word in argv:
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            plain = name.replace("_", "-")
+            typed[plain] = name
+            word = plain + equals + value
+        words.append(word)
+    return words, typed
+
+
+def _join_negative(words: Sequence[str]) -> list[str]:
+    """`--min-lr -1e-5` as `--min-lr=-1e-5`: argparse before Python 3.12 takes such a number for a flag."""
+    joined: list[str] = []
+    for word in words:
+        follows_flag = bool(joined) and joined[-1].startswith("--") and "=" not in joined[-1]
+        if follows_flag and re.match(r"-(\d|\.\d|inf|nan)", word):
+            joined[-1] = f"{joined[-1]}={word}"
+        else:
+            joined.append(word)
+    return joined

@@ -1,0 +1,105 @@
+"""The order of things: flags, then the file, then the user's own modules if anybody still needs them.
+
+A task of the user's is imported only for flags that nobody else knows, for `--help`, and by `complete`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hetseq import registry
+from hetseq.config import SECTIONS, Config, OptimizationConfig, TaskConfig
+from hetseq.errors import HetSeqError
+from hetseq.options.fields import build, catalogue_of
+from hetseq.options.files import compose, read_file
+from hetseq.options.flags import read_flags, refuse_unknown
+from hetseq.options.pages import help_page
+
+_EXTRA_KINDS = ("task", "optimizer", "lr_scheduler")
+
+
+class HelpRequested(Exception):
+    """`--help` stood on the command line; `text` is what to print."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.text = text
+
+
+def parse(argv: Sequence[str]) -> Config:
+    """The configuration that `argv` (without the program and its subcommand) describes.
+
+    `extras` holds the options of the user's task, optimizer and schedule if any of them was given; `complete` adds
+    the rest. Raises HelpRequested for `--help`, ConfigError for whatever cannot be meant, and TaskFileError where a
+    task has to be imported to know its flags and cannot be.
+    """
+    catalogue = catalogue_of(SECTIONS)
+    line = read_flags(argv, catalogue)
+    if line.wants_help:
+        raise HelpRequested(help_text(argv))
+    entries = compose(line.config_file)
+    file = read_file(line.config_file, entries, catalogue)
+    own: dict[str, type] = {}
+    if line.unknown or file.unknown:
+        found = {**file.found, **line.found}
+        own = _own_sections(build(TaskConfig, found), build(OptimizationConfig, found))
+        if own:
+            catalogue = catalogue_of([*SECTIONS, *own.values()])
+            line, file = read_flags(argv, catalogue), read_file(line.config_file, entries, catalogue)
+        refuse_unknown(line, file, catalogue)
+    found = {**file.found, **line.found}
+    names = [field.name for field in dataclasses.fields(Config) if field.name != "extras"]
+    sections = {name: build(section, found) for name, section in zip(names, SECTIONS, strict=True)}
+    config = Config(**sections, extras={kind: build(cls, found) for kind, cls in own.items()})
+    _check_names(config)
+    return config
+
+
+def help_text(argv: Sequence[str] = ()) -> str:
+    """The page of `--help`: options by section with their defaults, those of the user's own task if argv names it."""
+    catalogue = catalogue_of(SECTIONS)
+    line = read_flags(argv, catalogue)
+    own: dict[str, type] = {}
+    note = ""
+    try:
+        file = read_file(line.config_file, compose(line.config_file), catalogue)
+        found = {**file.found, **line.found}
+        own = _own_sections(build(TaskConfig, found), build(OptimizationConfig, found))
+    except HetSeqError as error:
+        note = f"\nThe options of your own modules are missing here: {error}\n"
+    return help_page(own.values(), note)
+
+
+def complete(config: Config) -> Config:
+    """The same configuration with the options of the user's components that were not given, at their defaults.
+
+    Imports the task if it is the user's own. Raises ConfigError for an option that has no default, and what
+    `registry.find_task` raises.
+    """
+    own = _own_sections(config.task, config.optimization)
+    missing = {kind: build(cls, {}) for kind, cls in own.items() if kind not in config.extras}
+    return dataclasses.replace(config, extras={**config.extras, **missing})
+
+
+def with_own_options(config: Config, values: Mapping[str, Mapping[str, Any]]) -> Config:
+    """`complete`, for a process that has the values of own options by kind but not yet the classes they belong to."""
+    own = _own_sections(config.task, config.optimization)
+    given = {kind: cls(**values[kind]) for kind, cls in own.items() if kind in values}
+    return complete(dataclasses.replace(config, extras={**config.extras, **given}))
+
+
+def _own_sections(task: TaskConfig, optimization: OptimizationConfig) -> dict[str, type]:
+    """The dataclasses that the components of the user's bring along, by kind; none are imported for included names."""
+    # The task first: importing its file may register the optimizer and the schedule.
+    names = {"task": task.task, "optimizer": optimization.optimizer, "lr_scheduler": optimization.lr_scheduler}
+    sections = {kind: registry.options_of(kind, names[kind], user_dir=task.user_dir) for kind in _EXTRA_KINDS}
+    return {kind: section for kind, section in sections.items() if section is not None}
+
+
+def _check_names(config: Config) -> None:
+    """Refuse an unknown optimizer or schedule at once, if nothing of the user's is still to be imported."""
+    if config.task.user_dir is None and not registry.is_address(config.task.task):
+        registry.check_name("optimizer", config.optimization.optimizer)
+        registry.check_name("lr_scheduler", config.optimization.lr_scheduler)

@@ -1,0 +1,90 @@
+"""Checkpoints over a real group: ranks as processes, gloo between them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetseq.checkpoint import CheckpointRefused, SaveResult
+from hetseq.errors import PeerLostError
+from tests.support.checkpoints import contents, folder, loaded_step, manager, save
+from tests.support.ranks import run_ranks
+
+
+def save_and_load(group: Any, run: str, step: int) -> tuple[SaveResult, int, list[float]]:
+    result = save(Path(run), step, group=group, weights=[3] + [1] * (group.world_size - 1))
+    loaded = manager(Path(run), group).load()
+    assert loaded is not None
+    return result, loaded.identity.step, loaded.tensors["model.a"][:2].tolist()
+
+
+def fail_on_one(group: Any, run: str, victim: int) -> SaveResult:
+    if group.rank == victim:
+        real = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            os.fsync = real
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        os.fsync = fsync
+    return save(Path(run), 2, group=group)
+
+
+def refuse(group: Any, run: str) -> str:
+    with pytest.raises(CheckpointRefused) as caught:
+        manager(Path(run), group).load("7")
+    return str(caught.value)
+
+
+def die_while_saving(group: Any, run: str) -> str:
+    if group.rank == 1:
+        real = os.fsync
+
+        def fsync(descriptor: int) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        os.fsync = fsync
+        save(Path(run), 2, group=group)
+        os.fsync = real
+    with pytest.raises(PeerLostError):
+        save(Path(run), 2, group=group)
+    return "told"
+
+
+def test_two_ranks_save_and_three_load(tmp_path: Path) -> None:
+    for step, world_size in ((1, 2), (2, 3)):
+        facts = run_ranks(save_and_load, world_size, str(tmp_path), step)
+        assert all(result.ok for result, _, _ in facts)
+        assert [found for _, found, _ in facts] == [step] * world_size
+        assert [numbers for _, _, numbers in facts] == [[step, step]] * world_size
+    assert loaded_step(tmp_path, "1") == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_disk_that_fails_on_one_rank_fails_the_save_on_all(tmp_path: Path, victim: int) -> None:
+    run_ranks(save_and_load, 2, str(tmp_path), 1)
+    results = run_ranks(fail_on_one, 2, str(tmp_path), victim)
+    assert {(result.ok, result.error) for result in results} == {(False, f"rank {victim}: Input/output error (EIO)")}
+    assert loaded_step(tmp_path) == 1
+    assert contents(tmp_path) == {folder(tmp_path, 1).name}
+
+
+def test_what_rank_zero_refuses_every_rank_refuses(tmp_path: Path) -> None:
+    run_ranks(save_and_load, 2, str(tmp_path), 1)
+    said = run_ranks(refuse, 2, str(tmp_path))
+    assert all("no usable checkpoint of step 7" in text for text in said)
+
+
+def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    run_ranks(save_and_load, 2, str(tmp_path), 1)
+    assert run_ranks(die_while_saving, 2, str(tmp_path), dies=[1]) == ["told", None]
+    assert loaded_step(tmp_path) == 1
+    manager(tmp_path).recover()
+    assert loaded_step(tmp_path) == 1
+    assert save(tmp_path, 3).ok
+    assert {name[:14] for name in contents(tmp_path)} == {"step-000000001", "step-000000003"}

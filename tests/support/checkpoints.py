@@ -1,0 +1,191 @@
+"""Checkpoints for tests: small states, ranks as threads, and a disk that fails at the n-th call.
+
+`together` runs ranks as threads of this process over a gather that needs no network; the real group has its own test
+in tests/distributed. `Disk` stands between HetSeq and the functions of `os` that change the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hetseq.checkpoint import CheckpointManager, Identity, Retention, SaveResult
+from hetseq.comm import LocalGroup
+
+LINEAGE = "00112233445566aa"
+
+
+class ThreadGroup:
+    """A rank of several in one process."""
+
+    def __init__(self, rank: int, world_size: int, barrier: threading.Barrier, rows: list[Any]) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._barrier, self._rows = barrier, rows
+
+    def all_gather_rows(self, row: Any) -> Any:
+        self._rows[self.rank] = row.copy()
+        self._barrier.wait()
+        gathered = np.stack(self._rows)
+        self._barrier.wait()
+        return gathered
+
+
+def together(world_size: int, fn: Callable[[Any], Any]) -> list[Any]:
+    """What `fn(group)` returns, or the exception it raises, on every rank."""
+    barrier, rows = threading.Barrier(world_size, timeout=20), [None] * world_size
+    results: list[Any] = [None] * world_size
+
+    def live(rank: int) -> None:
+        try:
+            results[rank] = fn(ThreadGroup(rank, world_size, barrier, rows))
+        except BaseException as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=live, args=(rank,)) for rank in range(1, world_size)]
+    for thread in threads:
+        thread.start()
+    live(0)
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def manager(run: Path, group: Any = None, **settings: Any) -> CheckpointManager:
+    """A manager that waits for nothing and has a clock that stands still."""
+    settings = {"run_id": "a-run", "retention": Retention(), "patience_s": 0.0, "clock": lambda: 1.7e9, **settings}
+    return CheckpointManager(run, group=group or LocalGroup(), **settings)
+
+
+def tensors_of(step: int, elements: int = 1000) -> dict[str, torch.Tensor]:
+    """A state whose every number tells its step."""
+    return {
+        "model.a": torch.full((elements,), float(step)),
+        "model.b": torch.full((7, 3), step, dtype=torch.int64),
+        "optim.a.step": torch.tensor(float(step)),
+    }
+
+
+def save(
+    run: Path,
+    step: int,
+    *,
+    group: Any = None,
+    generation: int = 0,
+    kinds: Any = ("epoch",),
+    nonce: int | None = None,
+    elements: int = 1000,
+    value: int | None = None,
+    **settings: Any,
+) -> SaveResult:
+    """Save the state of `step`, or numbers that tell `value` in its place."""
+    return manager(run, group, **settings).save(
+        tensors_of(step if value is None else value, elements),
+        {"step": step},
+        identity=Identity(step, generation, LINEAGE),
+        nonce=step * 16 + generation if nonce is None else nonce,
+        kinds=kinds,
+    )
+
+
+def loaded_step(run: Path, which: str = "latest") -> int | None:
+    """The step of the state that is loaded, after a check that no number in it is of another step."""
+    loaded = manager(run).load(which)
+    if loaded is None:
+        return None
+    step = loaded.identity.step
+    expected = tensors_of(step, loaded.tensors["model.a"].numel())
+    assert loaded.state == {"step": step}
+    assert {name: tensor.dtype for name, tensor in loaded.tensors.items()} == {
+        name: tensor.dtype for name, tensor in expected.items()
+    }
+    assert all(torch.equal(loaded.tensors[name], expected[name]) for name in expected)
+    return step
+
+
+def folder(run: Path, step: int) -> Path:
+    """The only folder of a step."""
+    (found,) = (run / "checkpoints").glob(f"step-{step:09d}.*")
+    return found
+
+
+def contents(run: Path) -> set[str]:
+    """The folders of attempts."""
+    return {path.name for path in (run / "checkpoints").glob("step-*")}
+
+
+class Disk:
+    """Counts the calls that change the disk below `root`, and calls `fault(name)` in place of the chosen ones."""
+
+    CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir", "ftruncate")
+
+    def __init__(self, root: Path, is_hit: Callable[[int, str], bool], fault: Callable[..., Any]) -> None:
+        self.root, self.is_hit, self.fault = str(root), is_hit, fault
+        self.calls: list[str] = []
+        self._mine: set[int] = set()  # descriptors below root
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def between(self) -> Iterator[Disk]:
+        """Stand between this process and its disk."""
+        real = {name: getattr(os, name) for name in self.CALLS}
+        try:
+            for name in self.CALLS:
+                setattr(os, name, self._wrap(name, real[name]))
+            yield self
+        finally:
+            for name in self.CALLS:
+                setattr(os, name, real[name])
+
+    def _wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(target: Any, *args: Any, **kwargs: Any) -> Any:
+            is_ours = target in self._mine if isinstance(target, int) else str(target).startswith(self.root)
+            if not is_ours:
+                return real(target, *args, **kwargs)
+            with self._lock:
+                self.calls.append(name)
+                hit = self.is_hit(len(self.calls), name)
+            if hit:
+                self.fault(name, real, target, *args)
+            result = real(target, *args, **kwargs)
+            if name == "open":
+                self._mine.add(result)
+            elif name == "close":
+                self._mine.discard(target)
+            return result
+
+        return call
+
+
+def fork(job: Callable[[int], Any]) -> tuple[int, int]:
+    """Pid of a child that runs `job(descriptor)` and ends with 0, or 7 if it raised; and the other end of its pipe."""
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: the threads of torch are at rest here
+        pid = os.fork()
+    if pid == 0:
+        code = 7
+        try:
+            os.close(ours)
+            job(theirs)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(theirs)
+    return pid, ours
+
+
+def reap(pid: int, pipe: int) -> tuple[int, list[int]]:
+    """How the child ended (minus the signal, or its exit code), and the bytes it wrote, as numbers."""
+    said = b""
+    while block := os.read(pipe, 4096):
+        said += block
+    os.close(pipe)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), list(said)

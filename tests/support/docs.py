@@ -1,0 +1,125 @@
+"""README and manual as tests see them: pages, their fenced blocks, and the commands in those.
+
+A shell block (```console or ```bash) is run by a test unless it has a title, which says to the reader where or when it
+is meant: on another machine, in another terminal. In a `console` block lines with `$ ` are commands and the rest is
+what they print; in a `bash` block every line is a command.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SHELLS = ("console", "bash", "sh", "shell")
+#: what a test knows how to run
+PROGRAMS = ("hetseq", "python")
+#: stands in commands for the folder of real data
+DATA = "DIR"
+
+_FENCE = re.compile(r"^(?P<fence>`{3,}) *(?P<language>\w*)(?P<info>.*?)$")
+# Blocks of Python have the form with three lines: `--8<-- "file"` is an expression of Python, which ruff would format.
+_SNIPPET = re.compile(r'^--8<--(?: "|\n)(?P<path>[^"\n:]+)(?::(?P<section>[\w-]+))?(?:"|\n--8<--)$', re.M)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, the rest of its first line, and its lines."""
+
+    language: str
+    info: str
+    lines: tuple[str, ...]
+    line: int  # of the fence, from 1
+
+    @property
+    def is_excused(self) -> bool:
+        """It says why no test runs it."""
+        return re.search(r'title="[^"]+"', self.info) is not None
+
+    def commands(self) -> list[str]:
+        """The commands of a shell block, without comments."""
+        lines = [line[2:] for line in self.lines if line.startswith("$ ")] if self.language == "console" else self.lines
+        bare = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        return "\n".join(bare).replace("\\\n", " ").split("\n") if bare else []
+
+
+def pages() -> list[Path]:
+    """README.md and everything that the manual shows."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """The fenced blocks of a page in order."""
+    lines = text.splitlines()
+    at = 0
+    while at < len(lines):
+        opening = _FENCE.match(lines[at])
+        if opening is None:
+            at += 1
+            continue
+        end = next((i for i in range(at + 1, len(lines)) if lines[i].strip() == opening["fence"]), len(lines))
+        yield Block(opening["language"], opening["info"], tuple(lines[at + 1 : end]), at + 1)
+        at = end + 1
+
+
+def shell_blocks(page: Path) -> list[Block]:
+    """The blocks of a page that are commands."""
+    return [block for block in blocks(page.read_text(encoding="utf-8")) if block.language in SHELLS]
+
+
+def neither_run_nor_excused(text: str) -> list[str]:
+    """The commands of a page that no test can run, in blocks that do not say why."""
+    found = []
+    for block in blocks(text):
+        if block.language in SHELLS and not block.is_excused:
+            commands = block.commands()
+            found += [f"line {block.line}: {command}" for command in commands if program_of(command) not in PROGRAMS]
+            found += [] if commands else [f"line {block.line}: a block without a command"]
+    return found
+
+
+def program_of(command: str) -> str:
+    """The first word of a command; "" for one that is more than a program and its arguments."""
+    words = list(shlex.shlex(command, posix=True, punctuation_chars="|&;<>"))
+    return "" if any(set(word) <= set("|&;<>") for word in words) else shlex.split(command)[0]
+
+
+def snippets(text: str) -> set[str]:
+    """The files whose text a page includes, from the root of the repository."""
+    return {match["path"] for match in _SNIPPET.finditer(text)}
+
+
+def expanded(block: Block) -> str:
+    """The text of a block with its snippets in place."""
+    return _SNIPPET.sub(_content, "\n".join(block.lines))
+
+
+def _content(match: re.Match[str]) -> str:
+    lines = (ROOT / match["path"]).read_text(encoding="utf-8").splitlines()
+    if match["section"]:
+        begin = next(i for i, text in enumerate(lines) if f"[start:{match['section']}]" in text)
+        end = next(i for i, text in enumerate(lines) if f"[end:{match['section']}]" in text)
+        lines = lines[begin + 1 : end]
+    return "\n".join(lines)
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a page's headings, as MkDocs and GitHub both make them from plain ones."""
+    fenced = {number for block in blocks(text) for number in range(block.line, block.line + len(block.lines) + 2)}
+    headings = [
+        line for number, line in enumerate(text.splitlines(), 1) if line.startswith("#") and number not in fenced
+    ]
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", h.lstrip("#").strip().lower())) for h in headings}
+
+
+def links(text: str) -> Iterator[tuple[str, str]]:
+    """Path and anchor of each link of a page that stays within the repository."""
+    fenced = {number for block in blocks(text) for number in range(block.line, block.line + len(block.lines) + 2)}
+    prose = "\n".join(line for number, line in enumerate(text.splitlines(), 1) if number not in fenced)
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", prose)):
+        if not re.match(r"[a-z]+:", target):
+            path, _, anchor = target.partition("#")
+            yield path, anchor

@@ -1,0 +1,146 @@
+"""README and manual are kept to the code: names, links, examples, and no command that nobody has run.
+
+The commands themselves are run by tests/end_to_end/test_docs_commands.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tokenize
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+import hetseq
+from tests.support.docs import (
+    ROOT,
+    Block,
+    anchors,
+    blocks,
+    expanded,
+    links,
+    neither_run_nor_excused,
+    pages,
+    program_of,
+    snippets,
+)
+
+SPIRALS = ROOT / "docs" / "examples" / "spirals.py"
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_every_command_is_run_or_says_why_not(page: Path) -> None:
+    assert neither_run_nor_excused(page.read_text(encoding="utf-8")) == []
+
+
+def test_a_command_that_is_neither_is_seen() -> None:
+    unknown = "```bash\ncurl example.org\n```"
+    assert neither_run_nor_excused(unknown) == ["line 1: curl example.org"]
+    assert neither_run_nor_excused(unknown.replace("bash", 'bash title="needs the network"')) == []
+    assert neither_run_nor_excused("```bash\nhetseq train | tee log\n```") == ["line 1: hetseq train | tee log"]
+    assert neither_run_nor_excused("```console\nhetseq train\n```") == ["line 1: a block without a command"]
+
+
+def test_commands_are_told_from_output_and_comments() -> None:
+    assert Block("console", "", ("$ hetseq demo", "two workers", "$ python a.py"), 1).commands() == [
+        "hetseq demo",
+        "python a.py",
+    ]
+    assert Block("bash", "", ("# first", "hetseq train \\", "  --cpu", ""), 1).commands() == ["hetseq train    --cpu"]
+    assert program_of("hetseq train --optimizer-overrides \"{'eps': 1e-6}\"") == "hetseq"
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page, page.read_text(encoding="utf-8")) == []
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    broken = []
+    for path, anchor in links(text):
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text(encoding="utf-8"))):
+            broken.append(f"{path}#{anchor}" if anchor else path)
+    return broken
+
+
+def test_a_broken_link_is_seen() -> None:
+    text = "[a](docs/index.md) [b](docs/nowhere.md) [c](docs/index.md#where-to-go) [d](docs/index.md#nowhere) `[e](f)`"
+    assert broken_links(ROOT / "README.md", text) == ["docs/nowhere.md", "docs/index.md#nowhere"]
+
+
+def test_every_public_name_is_in_the_manual() -> None:
+    assert missing(hetseq.__all__, everything()) == []
+    assert missing(["Task", "NoSuchName"], everything()) == ["NoSuchName"]
+
+
+def everything() -> str:
+    return "\n".join(page.read_text(encoding="utf-8") for page in pages())
+
+
+def missing(names: Iterable[str], text: str) -> list[str]:
+    return [name for name in names if re.search(rf"`(hetseq\.)?{re.escape(name)}`", text) is None]
+
+
+def test_every_module_has_its_floor_in_the_house() -> None:
+    modules = [path for path in (ROOT / "hetseq").iterdir() if path.suffix == ".py" and path.stem != "__init__"]
+    packages = [path for path in (ROOT / "hetseq").iterdir() if (path / "__init__.py").is_file()]
+    names = [path.stem for path in modules] + [f"{path.name}/" for path in packages]
+    assert missing(names, (ROOT / "docs" / "design" / "house.md").read_text(encoding="utf-8")) == []
+
+
+def test_every_dependency_has_its_reason() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    lists = re.findall(r'^\s*"([A-Za-z][\w-]*)(?:[><=].*?)?",?$', project, re.M)
+    lists += re.findall(r'= \["([\w-]+)>=', project)
+    names = {name for name in lists if name not in ("E", "W", "F", "setuptools")} & pinned()
+    assert {"torch", "rich", "h5py", "ruff"} <= names
+    page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(names) if re.search(rf"^\|.*\b{name}\b.*\|.*\|", page, re.M) is None] == []
+
+
+def pinned() -> set[str]:
+    files = [ROOT / "requirements.txt", ROOT / "requirements-dev.txt"]
+    return {match for file in files for match in re.findall(r"^([\w-]+)==", file.read_text(), re.M)}
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_python_on_a_page_is_python(page: Path) -> None:
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.language == "python":
+            compile(expanded(block), f"{name_of(page)}, line {block.line}", "exec", ast.PyCF_ONLY_AST)
+
+
+def test_the_manual_shows_the_files_that_are_tested() -> None:
+    shown = snippets(everything())
+    there = {name_of(path) for path in (ROOT / "docs" / "examples").rglob("*") if path.suffix in (".py", ".yaml")}
+    assert shown == there - {"docs/examples/compare.py"}  # which is only used
+
+
+def code_lines(path: Path) -> int:
+    """Lines with code on them: no comments, docstrings or blanks."""
+    quiet = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    lines: set[int] = set()
+    with path.open("rb") as file:
+        tokens = [token for token in tokenize.tokenize(file.readline) if token.type not in (*quiet, tokenize.ENCODING)]
+    docstrings = {
+        node.body[0].lineno
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None
+    }
+    for token in tokens:
+        if not (token.type == tokenize.STRING and token.start[0] in docstrings):
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines)
+
+
+def test_thirty_lines_are_thirty_lines(tmp_path: Path) -> None:
+    assert code_lines(SPIRALS) <= 30
+    (tmp_path / "four.py").write_text('"""Doc\nstring."""\n\n# comment\nx = (\n    1,\n)  # three\n\ny = "text"\n')
+    assert code_lines(tmp_path / "four.py") == 4

@@ -1,0 +1,376 @@
+"""The house rules that a syntax tree can show: which module may do what. Each check has a twin that must fail."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# A mistyped option must not cost the seconds of `import torch`: floors 0 to 2, and cli until it has parsed.
+WITHOUT_TORCH = (
+    "hetseq",
+    "hetseq.errors",
+    "hetseq.processes",
+    "hetseq.config",
+    "hetseq.plan",
+    "hetseq.capacity",
+    "hetseq.commit",
+    "hetseq.membership",
+    "hetseq.options",
+    "hetseq.registry",
+    "hetseq.cli",
+)
+MAY_CALL_COLLECTIVES = ("hetseq/comm.py", "hetseq/launch.py")
+MAY_READ_ENVIRONMENT = ("hetseq/cluster/environments.py", "hetseq/launch.py")
+MAY_PRINT = ("hetseq/cli.py", "hetseq/demo.py")
+
+LONGEST_FILE = 500
+# path -> why it is one file
+LONG_FILES: dict[str, str] = {}
+
+Check = Callable[[ast.AST], Iterator[str]]
+
+
+# The checks: from a syntax tree to sentences, each beginning with the line.
+
+
+def collectives(tree: ast.AST) -> Iterator[str]:
+    """Whatever names torch.distributed, by import or by attribute."""
+    for node, name in _names(tree):
+        if name == "torch.distributed" or name.startswith("torch.distributed."):
+            yield f"{node.lineno}: {name} (only comm.py calls collectives)"
+
+
+def environment(tree: ast.AST) -> Iterator[str]:
+    """Environment variables read or written through `os`."""
+    for node, name in _names(tree):
+        if re.match(r"os\.(environb?|getenvb?|putenv|unsetenv)$", name):
+            yield f"{node.lineno}: {name} (environment variables are read in cluster/environments.py and launch.py)"
+
+
+def prints(tree: ast.AST) -> Iterator[str]:
+    """Calls of print."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            yield f"{node.lineno}: print (use logging)"
+
+
+def unsafe(tree: ast.AST) -> Iterator[str]:
+    """Text that would be run and bytes that would be unpickled."""
+    for node, name in _names(tree):
+        # to catch pickle.UnpicklingError is no harm
+        if re.match(
+            r"(pickle|_pickle|cloudpickle|dill|marshal|shelve|joblib)\.(?!UnpicklingError$|PickleError$)", name
+        ):
+            yield f"{node.lineno}: {name} (JSON and safetensors only)"
+        if re.search(r"(^|\.)(all_gather|gather|scatter|broadcast|send|recv)_object(_list)?$", name):
+            yield f"{node.lineno}: {name} (object collectives unpickle what a peer sends)"
+        if re.search(r"^yaml\.(unsafe_|full_)?load(_all)?$", name):
+            yield f"{node.lineno}: {name} (yaml.safe_load)"
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = _dotted(node.func)
+        given = {word.arg: word.value for word in node.keywords}
+        if name in ("eval", "exec", "builtins.eval", "builtins.exec"):
+            yield f"{node.lineno}: {name} (never run text)"
+        if name == "torch.load" and not _is_true(given.get("weights_only")):
+            yield f"{node.lineno}: torch.load without weights_only=True"
+        if "allow_pickle" in given and not _is_false(given["allow_pickle"]):
+            yield f"{node.lineno}: allow_pickle"
+
+
+def bare_excepts(tree: ast.AST) -> Iterator[str]:
+    """`except:` without a class."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler) and node.type is None:
+            yield f"{node.lineno}: bare except (catch the narrowest exception)"
+
+
+def _names(tree: ast.AST) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+    """Every imported name and dotted expression, in full: after `import x.y as z`, `z.f` is x.y.f."""
+    short: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                short[alias.asname or alias.name.split(".")[0]] = (
+                    alias.name if alias.asname else alias.name.split(".")[0]
+                )
+                yield node, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                full = "." * node.level + (f"{node.module}.{alias.name}" if node.module else alias.name)
+                short[alias.asname or alias.name] = full
+                yield node, full
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Attribute, ast.Name)) and (name := _dotted(node)):
+            head, dot, rest = name.partition(".")
+            yield node, short.get(head, head) + dot + rest
+
+
+def _dotted(node: ast.expr) -> str:
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    # `something().all_gather_object` still ends in the name that matters
+    parts.append(node.id if isinstance(node, ast.Name) else "?")
+    return ".".join(reversed(parts))
+
+
+def _is_true(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def _is_false(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is False
+
+
+def breaches(check: Check, *, allowed: tuple[str, ...] = (), folders: tuple[str, ...] = ("hetseq",)) -> list[str]:
+    """What `check` finds in the code of `folders`, as `path:line: ...`."""
+    found = []
+    for path in sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        if name not in allowed:
+            found += [f"{name}:{line}" for line in sorted(set(check(ast.parse(path.read_text()))))]
+    return found
+
+
+# The rules, each with what it must not let through.
+
+
+def test_collectives_are_called_in_comm_only() -> None:
+    assert breaches(collectives, allowed=MAY_CALL_COLLECTIVES) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch.distributed",
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed import all_reduce",
+        "from torch.distributed.distributed_c10d import AllreduceOptions",
+        "import torch\ntorch.distributed.barrier()",
+    ],
+)
+def test_a_collective_elsewhere_is_seen(source: str) -> None:
+    assert list(collectives(ast.parse(source)))
+
+
+def test_the_environment_is_read_in_two_modules_only() -> None:
+    assert breaches(environment, allowed=MAY_READ_ENVIRONMENT, folders=("hetseq", "tasks", "preprocessing")) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import os\nos.environ['RANK']",
+        "import os\nos.getenv('RANK')",
+        "from os import environ",
+        "import os as system\nsystem.environ.get('RANK')",
+    ],
+)
+def test_an_environment_variable_elsewhere_is_seen(source: str) -> None:
+    assert list(environment(ast.parse(source)))
+
+
+def test_only_the_command_line_prints() -> None:
+    assert breaches(prints, allowed=MAY_PRINT) == []
+
+
+def test_a_print_is_seen_and_a_method_of_that_name_is_not() -> None:
+    assert list(prints(ast.parse("def f():\n    print('here')"))) == ["2: print (use logging)"]
+    assert list(prints(ast.parse("console.print('here')"))) == []
+
+
+def test_nothing_runs_text_or_unpickles() -> None:
+    assert breaches(unsafe, folders=("hetseq", "tasks", "preprocessing")) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "eval(text)",
+        "exec(text)",
+        "import pickle\npickle.loads(data)",
+        "import pickle as p\np.dump(it, file)",
+        "from pickle import loads",
+        "import torch\ntorch.load(path)",
+        "import torch\ntorch.load(path, weights_only=False)",
+        "import numpy\nnumpy.load(path, allow_pickle=True)",
+        "import yaml\nyaml.load(text, Loader)",
+        "import torch.distributed as dist\ndist.all_gather_object(out, mine)",
+        "group().broadcast_object_list(items)",
+    ],
+)
+def test_text_that_runs_and_pickles_are_seen(source: str) -> None:
+    assert list(unsafe(ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "model.eval()",
+        "import pickle\ntry:\n    f()\nexcept pickle.UnpicklingError:\n    pass",
+        "import torch\ntorch.load(path, weights_only=True)",
+        "import yaml\nyaml.safe_load(text)",
+    ],
+)
+def test_their_harmless_relatives_are_not(source: str) -> None:
+    assert list(unsafe(ast.parse(source))) == []
+
+
+def test_no_bare_except() -> None:
+    assert breaches(bare_excepts, folders=("hetseq", "tasks", "preprocessing")) == []
+
+
+def test_a_bare_except_is_seen() -> None:
+    assert list(bare_excepts(ast.parse("try:\n    f()\nexcept:\n    pass")))
+    assert not list(bare_excepts(ast.parse("try:\n    f()\nexcept OSError:\n    pass")))
+
+
+# Sizes.
+
+
+def too_long(lengths: dict[str, int], excused: dict[str, str]) -> list[str]:
+    """Files over the limit without a reason, and reasons that are no longer needed."""
+    found = [f"{name} has {length} lines" for name, length in lengths.items() if length > LONGEST_FILE > 0]
+    found = [line for line in found if line.split()[0] not in excused]
+    return found + [f"{name} needs no excuse any more" for name in excused if lengths.get(name, 0) <= LONGEST_FILE]
+
+
+def test_a_long_file_has_a_reason() -> None:
+    files = [file for folder in ("hetseq", "tasks", "preprocessing") for file in (ROOT / folder).rglob("*.py")]
+    lengths = {file.relative_to(ROOT).as_posix(): len(file.read_text().splitlines()) for file in files}
+    assert too_long(lengths, LONG_FILES) == []
+
+
+def test_a_long_file_and_a_stale_excuse_are_seen() -> None:
+    assert too_long({"a.py": 501, "b.py": 500}, {}) == ["a.py has 501 lines"]
+    assert too_long({"a.py": 501}, {"a.py": "a table"}) == []
+    assert too_long({"a.py": 20}, {"a.py": "a table"}) == ["a.py needs no excuse any more"]
+
+
+# Nothing of one person's machine.
+
+# absolute paths of a home or of a working folder, not `some/work` and not `/home/<name>`
+PRIVATE_PATH = re.compile(r"(?<![\w.~>)}/-])/(?:work|root)/|(?<![\w.~>)}/-])/work\b(?!\w|-)|/(?:home|Users)/\w+")
+
+
+def committed_files() -> list[Path]:
+    """Files that git has or would take, as text; all of them where there is no git."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode().split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        skipped = {".git", ".venv", "build", "dist", "site", "runs"}
+        everything = (path.relative_to(ROOT) for path in ROOT.rglob("*") if path.is_file())
+        listed = [path.as_posix() for path in everything if not skipped & set(path.parts)]
+    return [ROOT / name for name in listed if name and (ROOT / name).is_file() and not (ROOT / name).is_symlink()]
+
+
+def test_no_committed_file_names_a_private_path() -> None:
+    found = []
+    for path in committed_files():
+        content = path.read_bytes()
+        if b"\0" in content[:8192]:
+            continue
+        for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
+            if match := PRIVATE_PATH.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {match.group()}")
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/" + "work/main", "cd /" + "work", "/" + "home/ada/run", "/" + "root/.cache", "=/" + "Users/ada"]
+)
+def test_a_private_path_is_seen(path: str) -> None:
+    assert PRIVATE_PATH.search(path)
+
+
+@pytest.mark.parametrize(
+    "path", ["/home/<name>", "group/work/x", "/workspace", "file:///shared/run", "~/work", "at/work"]
+)
+def test_a_public_path_is_not(path: str) -> None:
+    assert not PRIVATE_PATH.search(path)
+
+
+# No torch on the way to an error message.
+
+IMPORTER = """
+import importlib, importlib.util, sys
+for name in sys.argv[1:]:
+    if importlib.util.find_spec(name) is not None:
+        importlib.import_module(name)
+        if "torch" in sys.modules:
+            sys.exit(name + " imports torch")
+"""
+
+
+def import_alone(names: tuple[str, ...], folder: Path) -> str:
+    """Import the modules in a new process; the first one that brings torch, or the error, or ''."""
+    command = [sys.executable, "-c", IMPORTER, *names]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return done.stderr.strip() if done.returncode else ""
+
+
+def test_the_lower_floors_import_no_torch() -> None:
+    assert import_alone(WITHOUT_TORCH, ROOT) == ""
+
+
+def test_an_import_of_torch_is_seen_even_at_second_hand(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").touch()
+    (tmp_path / "lower.py").write_text("import middle")
+    (tmp_path / "middle.py").write_text("import torch")
+    assert import_alone(("json", "lower"), tmp_path) == "lower imports torch"
+
+
+# The two lists of dependencies say the same.
+
+
+def contradictions(project: dict, pinned: list[str]) -> list[str]:  # type: ignore[type-arg]
+    """Dependencies without a pin, pins without a dependency, and pins outside the bounds."""
+    from packaging.requirements import Requirement
+
+    extras = project.get("optional-dependencies", {})
+    stated = [
+        Requirement(line) for line in project["dependencies"] + [line for extra in extras.values() for line in extra]
+    ]
+    bounds = {wanted.name.lower(): wanted.specifier for wanted in stated if wanted.name != project["name"]}
+    found, seen = [], set()
+    for line in pinned:
+        pin = Requirement(line)
+        (exact,) = pin.specifier
+        seen.add(pin.name.lower())
+        if pin.name.lower() not in bounds:
+            found.append(f"{pin.name} is pinned and not in pyproject.toml")
+        elif exact.operator != "==" or exact.version not in bounds[pin.name.lower()]:
+            found.append(f"{line} does not satisfy {bounds[pin.name.lower()]}")
+    return found + [f"{name} has no pin" for name in sorted(bounds.keys() - seen)]
+
+
+def test_requirements_pin_what_pyproject_asks_for() -> None:
+    tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [
+        line for name in ("requirements.txt", "requirements-dev.txt") for line in (ROOT / name).read_text().splitlines()
+    ]
+    assert contradictions(project, [line for line in lines if line and not line.startswith("#")]) == []
+
+
+def test_a_contradiction_between_them_is_seen() -> None:
+    project = {"name": "x", "dependencies": ["a>=2", "b"], "optional-dependencies": {"all": ["x[some]"]}}
+    assert contradictions(project, ["a==1.0", "c==3"]) == [
+        "a==1.0 does not satisfy >=2",
+        "c is pinned and not in pyproject.toml",
+        "b has no pin",
+    ]
+    assert contradictions(project, ["a==2.1", "b==1"]) == []

@@ -1,0 +1,314 @@
+"""The data of a step: the same samples whatever fetches them, ready ahead if possible, and nothing left running."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from hetseq.capacity import assign_shares
+from hetseq.errors import HetSeqError
+from hetseq.loader import Source, StepLoader, base_order, load_range, place_on, seed_everything
+from hetseq.plan import GlobalBatch, MicroBatchCap, Planner, Position, StepPlan
+
+N = 11
+PATIENCE_S = 20.0
+
+
+class Numbers:
+    """Sample i is the number i."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        return index
+
+
+class Epochs(Numbers):
+    """Sample i is (i, the epoch it was told)."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.epoch
+
+
+class Augmented(Numbers):
+    """Sample i with what three generators say."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random(), float(np.random.rand()), float(torch.rand(()))
+
+
+class AtOnce(Numbers):
+    """Answers whole batches."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        assert indices, "a batch without samples was asked for"
+        return [index * 10 for index in indices]
+
+
+class Backwards(Numbers):
+    """Lists its samples in another order, as data sets of 2020 may."""
+
+    def ordered_indices(self) -> Any:
+        return np.arange(N)[::-1]
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        if index == 7:
+            raise KeyError("sample seven")
+        return index
+
+
+class Held(Numbers):
+    """Does not answer until the gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = torch.multiprocessing.get_context("fork").Event()
+
+    def __getitem__(self, index: int) -> Any:
+        assert self.gate.wait(PATIENCE_S)
+        return index
+
+
+def as_list(samples: Any) -> Any:
+    return list(samples)
+
+
+def make_source(dataset: Any, collate: Callable[[Any], Any] = as_list, seed: int = 7) -> Source:
+    return Source(dataset, collate, lambda sample, size: (float(size), float(size) / 2), lambda sample: sample, 2, seed)
+
+
+def make_planner(batch: int = 4, weights: tuple[float, ...] = (1.0,), curriculum: int = 0) -> Planner:
+    return Planner(N, 7, GlobalBatch(batch), lambda total: assign_shares(total, weights), curriculum)
+
+
+@contextmanager
+def loading(
+    dataset: Any,
+    planner: Planner,
+    *,
+    rank: int = 0,
+    num_workers: int = 0,
+    first: Position = Position(),  # noqa: B008
+    cap: MicroBatchCap = MicroBatchCap(2),  # noqa: B008
+) -> Iterator[StepLoader]:
+    loader = StepLoader(make_source(dataset), planner, first, rank=rank, cap=cap, num_workers=num_workers)
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+Flat = list[list[Any]]
+
+
+def run(dataset: Any, steps: int, **how: Any) -> Flat:
+    """The samples of each micro-batch of the first steps, by step."""
+    planner = how.pop("planner", None) or make_planner()
+    first = how.get("first", Position())
+    with loading(dataset, planner, **how) as loader:
+        plans = planner.plans(first)
+        return [[batch.sample for batch in loader.take(next(plans)).micro_batches] for _ in range(steps)]
+
+
+def samples_by_step(steps: Flat) -> list[list[Any]]:
+    return [[sample for batch in step for sample in batch] for step in steps]
+
+
+# The same samples, whatever fetches them.
+
+
+@pytest.mark.parametrize("dataset", [Numbers(), Epochs(), Augmented(), AtOnce(), Backwards()])
+def test_worker_processes_give_the_same_batches_as_this_process(dataset: Any) -> None:
+    here = run(dataset, 7)
+    assert run(dataset, 7, num_workers=2) == here
+    assert run(dataset, 7, planner=Planner(N, 8, GlobalBatch(4), lambda total: (total,))) != here  # another seed
+
+
+def test_a_step_has_the_samples_of_its_plan_in_micro_batches_of_the_cap() -> None:
+    planner = make_planner(batch=5)
+    steps = run(Numbers(), 3, planner=planner)
+    assert [[len(batch) for batch in step] for step in steps] == [[2, 2, 1], [2, 2, 1], [1]]
+    order = planner.order(1).take(0, N).tolist()
+    assert [sample for step in samples_by_step(steps) for sample in step] == order != sorted(order)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_can_begin_anywhere(num_workers: int) -> None:
+    whole = run(Epochs(), 7, num_workers=num_workers)
+    assert run(Epochs(), 3, num_workers=num_workers, first=Position(step=5, epoch=2, consumed=4)) == whole[4:]
+    assert run(Epochs(), 3, num_workers=num_workers, first=Position(step=5, epoch=2, consumed=3)) != whole[4:]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_fetcher_is_told_the_epoch(num_workers: int) -> None:
+    steps = samples_by_step(run(Epochs(), 7, num_workers=num_workers))
+    assert [{epoch for _, epoch in step} for step in steps] == [{1}] * 3 + [{2}] * 3 + [{3}]
+
+
+def test_random_augmentation_is_the_same_for_any_ranks_and_workers() -> None:
+    def everything(weights: tuple[float, ...], num_workers: int, cap: int) -> list[Any]:
+        steps: list[list[Any]] = [[] for _ in range(6)]
+        for rank in range(len(weights)):
+            how = {"planner": make_planner(5, weights), "rank": rank, "num_workers": num_workers}
+            for step, samples in zip(steps, samples_by_step(run(Augmented(), 6, cap=MicroBatchCap(cap), **how))):
+                step += samples
+        return steps
+
+    seed_everything(1)
+    alone = everything((1.0,), 0, 5)
+    seed_everything(2)  # whatever the rest of the program draws
+    assert everything((5.0, 2.0, 1.0), 0, 2) == everything((1.0, 0.0), 2, 1) == alone
+    first, second = drawn_by_sample(alone[:3]), drawn_by_sample(alone[3:])
+    assert first.keys() == second.keys()
+    assert all(first[index] != second[index] for index in first)  # the twin: epochs differ
+
+
+def drawn_by_sample(steps: list[list[Any]]) -> dict[int, Any]:
+    return {index: drawn for step in steps for index, *drawn in step}
+
+
+def test_the_order_that_a_data_set_lists_is_followed() -> None:
+    straight, listed = run(Numbers(), 3), run(Backwards(), 3)
+    assert samples_by_step(listed) == [[N - 1 - sample for sample in step] for step in samples_by_step(straight)]
+    assert base_order(Numbers()) is None
+    own = [batch.sample for batch in load_range(make_source(Backwards()), [(0, 2), (9, 11)])]
+    assert own == [[10, 9], [1, 0]]
+    assert [batch.sample for batch in load_range(make_source(Numbers()), [(0, 2)])] == [[0, 1]]
+
+
+@pytest.mark.parametrize("listed", [[0, 1, 2], [0] * N, list(range(1, N + 1))])
+def test_a_listed_order_that_leaves_samples_out_is_refused(listed: list[int]) -> None:
+    dataset = Backwards()
+    dataset.ordered_indices = lambda: listed  # type: ignore[method-assign]
+    with pytest.raises(HetSeqError, match="ordered_indices.*each of its 11 samples once"):
+        base_order(dataset)
+
+
+# A rank without samples.
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_rank_that_never_gets_a_sample_does_not_search_for_one(num_workers: int) -> None:
+    planner = make_planner(4, (1.0, 0.0))
+    with loading(AtOnce(), planner, rank=1, num_workers=num_workers) as loader:
+        for plan, _ in zip(planner.plans(Position()), range(4)):
+            data = loader.take(plan)
+            assert (data.samples, data.micro_batches, data.counts) == (0, [], (0.0, 0.0))
+    assert samples_by_step(run(AtOnce(), 1, planner=make_planner(4, (1.0, 0.0)), num_workers=num_workers)) != [[]]
+
+
+# One step ahead.
+
+
+def await_peek(loader: StepLoader, plan: StepPlan) -> Any:
+    deadline = time.monotonic() + PATIENCE_S
+    while (data := loader.peek(plan)) is None and time.monotonic() < deadline:
+        threading.Event().wait(0.005)
+    return data
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_was_peeked_at_is_what_is_taken(num_workers: int) -> None:
+    planner, right = make_planner(), run(Numbers(), 4)
+    plans = planner.plans(Position())
+    with loading(Numbers(), planner, num_workers=num_workers) as loader:
+        plan, taken = next(plans), []
+        for _ in range(4):
+            following = next(plans)
+            taken.append(loader.take(plan))
+            seen = await_peek(loader, following)
+            assert seen.plan == following
+            assert loader.peek(following) is seen  # twice is once
+            plan = following
+        assert loader.take(plan) is seen
+    assert [[batch.sample for batch in data.micro_batches] for data in taken] == right
+    assert taken[0].counts == (4.0, 2.0) != taken[2].counts == (3.0, 1.5)
+
+
+def test_a_late_loader_gives_none_and_the_step_is_right_all_the_same() -> None:
+    planner, dataset = make_planner(), Held()
+    plans = planner.plans(Position())
+    first, second = next(plans), next(plans)
+    with loading(dataset, planner, num_workers=2) as loader:
+        assert loader.peek(first) is None
+        dataset.gate.set()
+        taken = [[batch.sample for batch in loader.take(plan).micro_batches] for plan in (first, second)]
+    assert taken == run(Numbers(), 2)
+
+
+# Endings.
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_exception_in_a_data_set_reaches_the_training_thread(num_workers: int) -> None:
+    with pytest.raises(KeyError, match="sample seven"):
+        run(Broken(), 4, num_workers=num_workers)
+    assert len(run(Broken(), 1, planner=make_planner(3, curriculum=1), num_workers=num_workers)) == 1  # up to there
+
+
+def test_after_an_exception_that_is_kept_no_worker_is_left() -> None:
+    planner = make_planner(N)
+    with loading(Broken(), planner, num_workers=2) as loader:
+        with pytest.raises(KeyError) as caught:
+            loader.take(next(planner.plans(Position())))
+        loader.close()
+        assert torch.multiprocessing.active_children() == []
+    assert caught.value is not None  # its traceback lives as long as this line
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_closed_loader_leaves_no_process_and_no_thread(steps: int) -> None:
+    planner, threads = make_planner(), set(threading.enumerate())
+    loader = StepLoader(make_source(Numbers()), planner, Position(), rank=0, cap=MicroBatchCap(2), num_workers=2)
+    assert len(torch.multiprocessing.active_children()) == 2
+    assert set(threading.enumerate()) - threads
+    for plan, _ in zip(planner.plans(Position()), range(steps)):
+        loader.take(plan)
+    loader.close()
+    loader.close()  # twice is once
+    gc.collect()
+    assert torch.multiprocessing.active_children() == []
+    assert [thread.name for thread in set(threading.enumerate()) - threads if thread.name == "step-loader"] == []
+
+
+# To the device.
+
+Pair = namedtuple("Pair", "x y")
+
+
+def test_placing_moves_the_floats_to_the_precision_and_leaves_the_rest() -> None:
+    put = place_on(torch.device("cpu"), torch.float64)
+    whole, flag = torch.arange(3), torch.tensor(True)
+    item = {"pair": Pair(torch.ones(2), [whole, (flag, "text")]), "n": 3, "none": None}
+    placed = put(item)
+    assert placed["pair"].x.dtype == torch.float64
+    assert type(placed["pair"]) is Pair
+    assert placed["pair"].y[0] is whole
+    assert placed["pair"].y[1] == (flag, "text")
+    assert (placed["n"], placed["none"]) == (3, None)
+    assert item["pair"].x.dtype == torch.float32  # the argument is as it was
+
+
+def test_a_stock_collate_function_works() -> None:
+    source = make_source(Numbers(), default_collate)
+    (batch,) = load_range(source, [(2, 5)])
+    assert batch.sample.tolist() == [2, 3, 4]
+    assert (batch.start, batch.size, batch.counts) == (2, 3, (3.0, 1.5))

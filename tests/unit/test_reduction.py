@@ -1,0 +1,272 @@
+"""The gradient memory of one rank: what backward writes ends in the buckets, once, whatever the user does to `.grad`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetseq.comm import LocalGroup, Pending
+from hetseq.errors import HetSeqError
+from hetseq.reduction import GradientReducer
+
+SHAPES = [(3, 2), (4,), (), (5, 1), (7,)]
+
+
+class Recorder(LocalGroup):
+    """A group of one that keeps what left, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[torch.Tensor] = []
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
+        self.sent.append(tensor)
+        return super().all_reduce_sum(tensor)
+
+
+def make_parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in SHAPES]
+
+
+def loss_of(parameters: list[torch.nn.Parameter], scale: float = 1.0) -> torch.Tensor:
+    """A loss whose gradient is 2 * scale * p for each of the parameters."""
+    return torch.stack([(p * p).sum() for p in parameters]).sum() * scale
+
+
+@contextmanager
+def reducing(
+    parameters: list[torch.nn.Parameter], *, bucket_bytes: int = 1 << 20
+) -> Iterator[tuple[GradientReducer, Recorder]]:
+    group = Recorder()
+    reducer = GradientReducer(parameters, group, bucket_bytes=bucket_bytes)
+    try:
+        yield reducer, group
+    finally:
+        reducer.close()
+
+
+def step(reducer: GradientReducer, *micro_batches: Callable[[], torch.Tensor]) -> None:
+    reducer.begin()
+    for number, loss in enumerate(micro_batches):
+        if number == len(micro_batches) - 1:
+            reducer.expect_last()
+        loss().backward()
+    reducer.finish()
+
+
+@pytest.mark.parametrize(("bucket_bytes", "sizes"), [(1, [7, 5, 1, 4, 6]), (24, [7, 6, 10]), (1 << 20, [23])])
+def test_buckets_follow_the_parameters_in_reverse(bucket_bytes: int, sizes: list[int]) -> None:
+    parameters = make_parameters()
+    with reducing(parameters, bucket_bytes=bucket_bytes) as (reducer, group):
+        step(reducer, lambda: loss_of(parameters))
+        assert [sent.numel() for sent in group.sent] == sizes
+        backwards = torch.cat([2 * p.detach().flatten() for p in reversed(parameters)])
+        forwards = torch.cat([2 * p.detach().flatten() for p in parameters])
+        assert torch.equal(torch.cat([sent.flatten() for sent in group.sent]), backwards)
+        assert not torch.equal(torch.cat([sent.flatten() for sent in group.sent]), forwards)
+
+
+def test_buckets_leave_during_backward_and_in_order() -> None:
+    parameters, seen = make_parameters(), []
+    with reducing(parameters, bucket_bytes=1) as (reducer, group):
+        # in backward's order: the last parameter's gradient is the first to come
+        for parameter in reversed(parameters):
+            parameter.register_post_accumulate_grad_hook(lambda _: seen.append(len(group.sent)))
+        chain = torch.zeros(())
+        for parameter in parameters:
+            chain = (chain + parameter.sum()) * 1.5
+        step(reducer, lambda: chain)
+        assert seen == [1, 2, 3, 4, 5]
+        seen.clear()
+        step(reducer, lambda: loss_of(parameters), lambda: loss_of(parameters))
+        assert seen[:5] == [5, 5, 5, 5, 5]  # the twin: nothing leaves before the last micro-batch
+        assert len(group.sent) == 10
+
+
+def test_gradients_stay_views_into_the_buckets() -> None:
+    parameters = make_parameters()
+    with reducing(parameters) as (reducer, group):
+        for _ in range(3):
+            step(reducer, lambda: loss_of(parameters))
+            (sent,) = group.sent
+            group.sent.clear()
+            memory = sent.untyped_storage().data_ptr()
+            assert [p.grad.untyped_storage().data_ptr() for p in parameters if p.grad is not None] == [memory] * 5
+            sent.fill_(3.0)
+            assert all((p.grad == 3).all() for p in parameters)
+
+
+def test_two_micro_batches_add_up() -> None:
+    parameters = make_parameters()
+    with reducing(parameters) as (reducer, _):
+        step(reducer, lambda: loss_of(parameters), lambda: loss_of(parameters, 4.0))
+        assert gradients(parameters) == [(10 * p).flatten().tolist() for p in parameters]
+        step(reducer, lambda: loss_of(parameters, 4.0))  # the twin: a step forgets the one before it
+        assert gradients(parameters) == [(8 * p).flatten().tolist() for p in parameters]
+
+
+def gradients(parameters: list[torch.nn.Parameter]) -> list[Any]:
+    return [None if p.grad is None else p.grad.flatten().tolist() for p in parameters]
+
+
+def test_begin_empties_what_a_broken_step_has_left() -> None:
+    parameters = make_parameters()
+    with reducing(parameters, bucket_bytes=1) as (reducer, group):
+        reducer.begin()
+        reducer.expect_last()
+        loss_of(parameters, math.inf).backward()
+        assert reducer.used.all()
+        reducer.begin()
+        assert not reducer.used.any()
+        assert all(not p.grad.any() for p in parameters if p.grad is not None)
+        group.sent.clear()
+        step(reducer, lambda: loss_of(parameters))
+        assert len(group.sent) == 5
+        assert reducer.is_finite()
+
+
+def test_a_parameter_without_gradient_anywhere_loses_it_until_the_next_step() -> None:
+    parameters = make_parameters()
+    with reducing(parameters) as (reducer, _):
+        step(reducer, lambda: loss_of([*parameters[:2], *parameters[3:]]))
+        assert reducer.used.tolist() == [True, True, False, True, True]
+        assert gradients(parameters)[2] == [0.0]  # the twin: zeros, which an optimizer would decay
+        reducer.drop_unused_(reducer.used)
+        assert [gradient is None for gradient in gradients(parameters)] == [False, False, True, False, False]
+        step(reducer, lambda: loss_of(parameters))
+        assert reducer.used.all()
+        assert gradients(parameters) == [(2 * p).flatten().tolist() for p in parameters]
+
+
+def test_a_rank_without_samples_sends_zeros() -> None:
+    parameters = make_parameters()
+    with reducing(parameters, bucket_bytes=1) as (reducer, group):
+        step(reducer, lambda: loss_of(parameters))
+        busy = [sent.numel() for sent in group.sent]
+        group.sent.clear()
+        step(reducer)
+        assert [sent.numel() for sent in group.sent] == busy
+        assert not any(sent.any() for sent in group.sent)
+        assert not reducer.used.any()
+
+
+@pytest.mark.parametrize("deed", ["none", "fresh", "alias"])
+def test_what_a_forward_does_to_grad_loses_nothing(deed: str) -> None:
+    parameters = make_parameters()
+
+    def careless() -> torch.Tensor:
+        for parameter in parameters:
+            if deed == "none":
+                parameter.grad = None
+            elif deed == "fresh":
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad is not None:
+                parameter.grad = parameter.grad.view_as(parameter)
+        return loss_of(parameters)
+
+    with reducing(parameters) as (reducer, group):
+        step(reducer, lambda: loss_of(parameters), careless)
+        assert gradients(parameters) == [(4 * p).flatten().tolist() for p in parameters]
+        assert group.sent[0].norm() > 0
+
+
+def test_dtypes_do_not_share_a_bucket() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float64) * 2]
+    with reducing(parameters) as (reducer, group):
+        step(reducer, lambda: torch.stack([(p * p).sum().double() for p in parameters]).sum())
+        assert [sent.dtype for sent in group.sent] == [torch.float64, torch.float32] * 2
+        assert reducer.norm() == pytest.approx(math.sqrt(48), rel=1e-7)  # half of it in float32
+        alike = [torch.nn.Parameter(torch.ones(3)) for _ in range(4)]
+        with reducing(alike) as (other, others):
+            step(other, lambda: loss_of(alike))
+            assert len(others.sent) == 1  # the twin
+
+
+def test_norm_and_scale_are_of_the_whole_gradient() -> None:
+    parameters = make_parameters(torch.float64)
+    with reducing(parameters, bucket_bytes=40) as (reducer, group):
+        step(reducer, lambda: loss_of(parameters))
+        right = torch.cat([2 * p.detach().flatten() for p in parameters]).norm().item()
+        assert reducer.norm() == pytest.approx(right, rel=1e-15)
+        assert group.sent[0].norm().item() < right  # the twin: of one bucket
+        reducer.scale_(0.5)
+        assert gradients(parameters) == [p.flatten().tolist() for p in parameters]
+        assert reducer.norm() == pytest.approx(right / 2, rel=1e-15)
+
+
+def test_one_element_that_is_not_finite_is_seen() -> None:
+    for value in (math.nan, math.inf, -math.inf):
+        parameters = make_parameters()
+        with reducing(parameters, bucket_bytes=1) as (reducer, group):
+            step(reducer, lambda: loss_of(parameters))
+            assert reducer.is_finite()
+            assert math.isfinite(reducer.norm())
+            group.sent[2].fill_(value)
+            assert not reducer.is_finite()
+            assert not math.isfinite(reducer.norm())
+
+
+def test_a_large_but_finite_gradient_has_a_finite_norm() -> None:
+    # squares of 1e30 overflow a float32; an infinite norm would clip the gradient to zero
+    parameter = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    with reducing([parameter]) as (reducer, group):
+        step(reducer, lambda: (parameter * parameter).sum())
+        group.sent[0].mul_(0.5e30)
+        assert reducer.is_finite()
+        assert reducer.norm() == pytest.approx(5e30, rel=1e-6)
+        assert not torch.linalg.vector_norm(group.sent[0]).isfinite()  # the twin
+
+
+def test_a_second_backward_after_the_buckets_have_left_is_refused() -> None:
+    parameters = make_parameters()
+    with reducing(parameters) as (reducer, _):
+        reducer.begin()
+        reducer.expect_last()
+        loss_of(parameters).backward()
+        with pytest.raises(HetSeqError, match="backward ran twice in one micro-batch"):
+            loss_of(parameters).backward()
+
+
+def test_a_second_backward_before_they_leave_adds_up() -> None:
+    # both halves of a bucket: it is not full before the second half has come
+    parameters = make_parameters()
+    with reducing(parameters) as (reducer, _):
+        reducer.begin()
+        reducer.expect_last()
+        loss_of(parameters[:3]).backward()
+        loss_of(parameters[:3]).backward()
+        loss_of(parameters[3:]).backward()
+        reducer.finish()
+        assert gradients(parameters) == [
+            ((4 if index < 3 else 2) * p).flatten().tolist() for index, p in enumerate(parameters)
+        ]
+
+
+def test_inside_without_sending_nothing_travels_and_afterwards_it_does() -> None:
+    parameters = make_parameters()
+    with reducing(parameters) as (reducer, group):
+        with reducer.without_sending():
+            step(reducer, lambda: loss_of(parameters))
+        assert group.sent == []
+        assert reducer.norm() > 0
+        with pytest.raises(ZeroDivisionError), reducer.without_sending():
+            _ = 1 / 0
+        step(reducer, lambda: loss_of(parameters))
+        assert len(group.sent) == 1
+
+
+def test_a_closed_reducer_has_let_go_of_the_parameters() -> None:
+    parameters = make_parameters()
+    with reducing(parameters) as (reducer, _):
+        step(reducer, lambda: loss_of(parameters))
+    reducer.used[:] = False
+    loss_of(parameters).backward()
+    assert not reducer.used.any()
+    assert isinstance(reducer.used, np.ndarray)

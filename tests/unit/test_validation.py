@@ -1,0 +1,216 @@
+"""Evaluating a split: every sample once on any number of ranks, and the numbers of a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from hetseq import Config, Task
+from hetseq.capacity import assign_shares
+from hetseq.comm import LocalGroup
+from hetseq.errors import TaskError
+from hetseq.loader import Source
+from hetseq.plan import MicroBatchCap
+from hetseq.task import counts_of, lengths_of, make_task
+from hetseq.validation import Validator
+
+N = 13
+TERMS = ("square", "masked")
+WEIGHTS = (1.0, 0.25)
+
+
+class Rows(list):  # type: ignore[type-arg]
+    """Sample i: its index, a number, and a mask that is empty for two thirds of the data."""
+
+    lengths = tuple(1 + index % 4 for index in range(N))
+
+    def __init__(self, n: int = N) -> None:
+        generator = np.random.default_rng(1)
+        super().__init__(
+            {"index": index, "x": torch.tensor(generator.normal()).double(), "mask": float(index % 3 == 1)}
+            for index in range(n)
+        )
+
+
+class Judged(Task):
+    """Two terms, two metrics; remembers which samples it was asked to judge."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self.seen: list[int] = []
+
+    def count(self, sample: Any) -> Any:
+        return {"square": len(sample["x"]), "masked": sample["mask"].sum()}
+
+    def loss(self, model: Any, sample: Any) -> Any:
+        assert not torch.is_grad_enabled()
+        assert not model.training
+        self.seen += sample["index"].tolist()
+        error = (model(sample["x"][:, None])[:, 0] - 1) ** 2
+        mask = sample["mask"]
+        return {"square": error.sum(), "masked": (error * mask).sum() / mask.sum() * mask.sum()}  # 0/0 without a mask
+
+    def metrics(self, model: Any, sample: Any) -> Any:
+        return {"positive": ((sample["x"] > 0).sum(), len(sample["x"])), "none": (0.0, 0.0)}
+
+
+class Recalled(LocalGroup):
+    """A rank among several in one process: answers with the rows that the others left in `table`."""
+
+    def __init__(self, rank: int, world_size: int, table: dict[int, Any]) -> None:
+        super().__init__()
+        self.rank, self.world_size, self.table = rank, world_size, table
+
+    def all_gather_rows(self, row: Any) -> Any:
+        self.table[self.rank] = row.copy()
+        return np.stack([self.table.get(rank, np.zeros_like(row)) for rank in range(self.world_size)])
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(0.9)).double()
+
+
+def judge() -> Judged:
+    task = make_task(Judged, Config())
+    assert isinstance(task, Judged)
+    return task
+
+
+def make_validator(task: Task, rows: Any, cap: MicroBatchCap = MicroBatchCap(4)) -> Validator:  # noqa: B008
+    def count(sample: Any, size: int) -> tuple[float, ...]:
+        counts = counts_of(task, sample, size)
+        return tuple(counts[term] for term in TERMS)
+
+    source = Source(rows, default_collate, count, lambda sample: sample, len(TERMS), seed=7)
+    return Validator("valid", source, cap, lengths_of(rows) if cap.tokens else None, TERMS, WEIGHTS)
+
+
+def evaluate(
+    weights: tuple[float, ...],
+    *,
+    n: int = N,
+    cap: MicroBatchCap = MicroBatchCap(4),  # noqa: B008
+) -> tuple[list[dict[str, float]], list[list[int]]]:
+    """Results of each rank, and the samples that each judged."""
+    table: dict[int, Any] = {}
+    assign: Callable[[int], tuple[int, ...]] = lambda total: assign_shares(total, weights)  # noqa: E731
+    for _ in range(2):  # first for the rows, then with the rows of all
+        results, seen = [], []
+        for rank in range(len(weights)):
+            task, group = judge(), Recalled(rank, len(weights), table)
+            results.append(make_validator(task, Rows(n), cap).evaluate(task, make_model(), group, assign))
+            seen.append(task.seen)
+    return results, seen
+
+
+def plain_loop(n: int = N) -> dict[str, float]:
+    """One sample after the other, in floats."""
+    model = make_model().eval()
+    square = masked = positive = masks = 0.0
+    for row in Rows(n):
+        error = (model(row["x"].reshape(1, 1)).item() - 1) ** 2
+        square, masked, masks = square + error, masked + error * row["mask"], masks + row["mask"]
+        positive += float(row["x"]) > 0
+    means = {"square": square / n, "masked": masked / masks if masks else 0.0}
+    return {"loss": means["square"] + 0.25 * means["masked"], **means, "none": 0.0, "positive": positive / n}
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [(1.0,), (1.0, 1.0), (5.0, 2.0, 1.0), (1.0, 0.0, 3.0), (1.0, 1.0, 1.0, 1.0), (0.0, 0.0, 0.0, 1.0), (1.0,) * 20],
+)
+def test_every_sample_is_judged_once_and_the_numbers_are_those_of_a_plain_loop(weights: tuple[float, ...]) -> None:
+    results, seen = evaluate(weights)
+    assert sorted(index for rank in seen for index in rank) == list(range(N))
+    assert all(result == results[0] for result in results)  # to the bit
+    assert results[0] == pytest.approx(plain_loop(), rel=1e-12)
+    assert list(results[0]) == ["loss", "square", "masked", "none", "positive"]
+
+
+def test_the_mean_of_the_ranks_means_is_something_else() -> None:
+    halves = []
+    for rank in range(2):
+        task, group = judge(), Recalled(rank, 2, {})
+        halves.append(
+            make_validator(task, Rows()).evaluate(task, make_model(), group, lambda total: assign_shares(total, (5, 1)))
+        )
+    assert sum(half["loss"] for half in halves) / 2 != pytest.approx(plain_loop()["loss"], rel=0.01)
+
+
+@pytest.mark.parametrize("cap", [MicroBatchCap(), MicroBatchCap(1), MicroBatchCap(tokens=5), MicroBatchCap(3, 7)])
+def test_the_size_of_validation_batches_changes_nothing(cap: MicroBatchCap) -> None:
+    results, seen = evaluate((2.0, 1.0), cap=cap)
+    assert sorted(index for rank in seen for index in rank) == list(range(N))
+    assert results[0] == pytest.approx(plain_loop(), rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_with_fewer_samples_than_ranks_the_idle_ones_know_the_result(n: int) -> None:
+    results, seen = evaluate((1.0, 1.0, 1.0), n=n)
+    assert [len(rank) for rank in seen] == [1, n - 1, 0]
+    assert results[2] == results[0] == pytest.approx(plain_loop(n), rel=1e-12)
+    assert results[0] != pytest.approx(plain_loop(n + 1), rel=1e-3)
+
+
+def test_a_mask_that_is_empty_everywhere_counts_for_nothing() -> None:
+    (result,), _ = evaluate((1.0,), n=1)
+    assert result["masked"] == 0.0
+    assert result["loss"] == result["square"] > 0
+
+
+@pytest.mark.parametrize("was_training", [True, False])
+def test_the_model_is_left_as_it_was(was_training: bool) -> None:
+    task, model = judge(), make_model().train(was_training)
+    make_validator(task, Rows()).evaluate(task, model, LocalGroup(), lambda total: (total,))
+    assert model.training is was_training
+
+    class Failing(Judged):
+        def loss(self, model: Any, sample: Any) -> Any:
+            raise KeyError("in loss")
+
+    failing = make_task(Failing, Config())
+    with pytest.raises(KeyError, match="in loss"):
+        make_validator(failing, Rows()).evaluate(failing, model, LocalGroup(), lambda total: (total,))
+    assert model.training is was_training
+
+
+def test_metrics_that_change_their_names_are_refused() -> None:
+    class Fickle(Judged):
+        def metrics(self, model: Any, sample: Any) -> Any:
+            return {f"of_{len(sample['x'])}": (1.0, 1.0)}
+
+    task = make_task(Fickle, Config())
+    with pytest.raises(TaskError, match=r"Fickle.metrics gave \['of_4'\], earlier \['of_1'\]: give the same names"):
+        make_validator(task, Rows()).evaluate(task, make_model(), LocalGroup(), lambda total: (total,))
+
+
+@pytest.mark.parametrize("name", ["loss", "square"])
+def test_a_metric_with_the_name_of_a_loss_is_refused(name: str) -> None:
+    class Twice(Judged):
+        def metrics(self, model: Any, sample: Any) -> Any:
+            return {name: (100.0, 1.0)}
+
+    task = make_task(Twice, Config())
+    with pytest.raises(TaskError, match=f"Twice.metrics gave '{name}', which is the name of a loss: give it another"):
+        make_validator(task, Rows()).evaluate(task, make_model(), LocalGroup(), lambda total: (total,))
+
+
+def test_the_names_of_the_numbers_are_known_before_any_are() -> None:
+    task, model = judge(), make_model()
+    validator = make_validator(task, Rows())
+    names = validator.names(task, model)
+    assert names == list(validator.evaluate(task, model, LocalGroup(), lambda total: (total,)))
+    assert model.training
+
+
+def test_ranks_that_wait_for_a_slow_one_are_patient() -> None:
+    task, group = judge(), LocalGroup()
+    group.deadline_s = 1e-9
+    make_validator(task, Rows()).evaluate(task, make_model(), group, lambda total: (total,))
+    assert group.deadline_s > 1e-6
