@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hetseq.commit import Verdict, Wish
@@ -32,11 +32,9 @@ class RunBoundary:
         metrics: Metrics,
         status: StatusFile,
         about: dict[str, Any],
-        on_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._config, self._validators = config, validators
         self._saver, self._metrics, self._status, self._about = saver, metrics, status, about
-        self._on_step = on_step
 
     def is_due(self, state: TrainingState) -> bool:
         """Rank zero: --persistent-time-interval has passed, so a checkpoint is wanted after this step."""
@@ -63,7 +61,6 @@ class RunBoundary:
         )
         if kinds:
             self._save(state, kinds, outcome.nonce)
-        self._on_step(result.plan.step)
 
     def _report(self, controller: Controller, result: StepResult) -> None:
         plan, outcome = result.plan, result.outcome
@@ -94,9 +91,11 @@ class RunBoundary:
         """Evaluate every validation split; True if the first one is better than ever before."""
         state, is_best = controller.state, False
         for place, validator in enumerate(self._validators):
-            values = validator.evaluate(
-                controller.task, controller.replica.model, controller.group, controller.planner.assign
-            )
+            # a rank of a small share waits for the others, far longer than for a step
+            with controller.patience_for(samples=len(validator.source.dataset)):
+                values = validator.evaluate(
+                    controller.task, controller.replica.model, controller.group, controller.planner.assign
+                )
             if place == 0:
                 is_best = self._is_best(state, values)
             named = {f"valid_{name}": value for name, value in values.items()}

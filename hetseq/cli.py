@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from hetseq import options
 from hetseq.errors import EXIT_USAGE, ConfigError, HetSeqError
@@ -58,11 +59,15 @@ def train(argv: Sequence[str]) -> int:
 
         ending = run_here(config)
     else:
-        from hetseq.launch import launch
+        from hetseq.launch import end_server, launch
 
-        ending = launch(config)
+        try:
+            ending = launch(config)
+        finally:
+            end_server()
     if ending.message:
-        print(f"hetseq: {ending.message}", file=sys.stderr)
+        with suppress(OSError):  # whoever read it has gone; the exit code is there all the same
+            print(f"hetseq: {ending.message}", file=sys.stderr)
     return ending.code
 
 

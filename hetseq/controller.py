@@ -14,7 +14,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_DEADLINE_S = 120.0  # until three steps were seen
 _LEAST_DEADLINE_S = 5.0
+_PATIENCE = 10  # times the expected time
 _SLOWEST_DISK = 5e6  # bytes per second at which a rank that saves is still believed to be alive
 
 
@@ -118,6 +119,7 @@ class Controller:
         self._plan = planner.plan(self.state.position)
         self._counts_ahead: tuple[float, ...] | None = None
         self._recent_s: deque[float] = deque(maxlen=21)
+        self._last_size = 0
         self._clock = _Stopwatch()
 
     def fit(self) -> bool:
@@ -158,7 +160,7 @@ class Controller:
         else:
             self._skip(plan, data, counts)
         result = self._conclude(plan, outcome, counts, rate, norm)
-        with phase("checkpoint"), self.patience(_FIRST_DEADLINE_S + self.replica.state_bytes() / _SLOWEST_DISK):
+        with phase("checkpoint"), self._patience(_FIRST_DEADLINE_S + self.replica.state_bytes() / _SLOWEST_DISK):
             self._boundary.after_step(self, result, ends_run=self.has_ended())
         return result
 
@@ -172,12 +174,18 @@ class Controller:
         begins_epoch = state.position.consumed == 0 and state.position.epoch > 1
         return begins_epoch and self._schedule(state.updates, state.position.epoch) <= config.min_lr
 
+    def patience_for(self, *, samples: int) -> AbstractContextManager[None]:
+        """Work between steps that evaluates `samples` samples: ranks may be minutes apart without being lost."""
+        per_sample_s = statistics.median(self._recent_s) / max(1, self._last_size) if self._recent_s else 0.0
+        return self._patience(_FIRST_DEADLINE_S + _PATIENCE * per_sample_s * samples)
+
     @contextmanager
-    def patience(self, at_least_s: float = _FIRST_DEADLINE_S) -> Iterator[None]:
-        """Work between steps, in which ranks may be minutes apart without being lost."""
+    def _patience(self, at_least_s: float) -> Iterator[None]:
         before, self.group.deadline_s = self.group.deadline_s, max(at_least_s, self.group.deadline_s)
-        yield
-        self.group.deadline_s = before
+        try:
+            yield
+        finally:
+            self.group.deadline_s = before
 
     # count
 
@@ -299,6 +307,7 @@ class Controller:
         seconds = self._clock.total()
         state.train_seconds += seconds
         self._recent_s.append(seconds)
+        self._last_size = plan.size
         loss = weighted_loss(self.weights, outcome.sums, counts) if outcome.verdict is Verdict.APPLY else None
         return StepResult(plan, outcome, counts, loss, rate, norm, seconds)
 
@@ -308,7 +317,7 @@ class Controller:
         elif len(self._recent_s) < 3:
             self.group.deadline_s = _FIRST_DEADLINE_S
         else:
-            self.group.deadline_s = max(_LEAST_DEADLINE_S, 10 * statistics.median(self._recent_s))
+            self.group.deadline_s = max(_LEAST_DEADLINE_S, _PATIENCE * statistics.median(self._recent_s))
 
 
 def weighted_loss(weights: tuple[float, ...], sums: tuple[float, ...], counts: tuple[float, ...]) -> float:

@@ -29,7 +29,7 @@ _FIRST_STEPS = 20  # connections, caches and thread pools warm up
 
 def run_demo() -> int:
     """Train both ways and print what differs; gives the exit code."""
-    folder = Path(tempfile.mkdtemp(prefix="hetseq-demo-", dir="runs" if Path("runs").is_dir() else None))
+    folder = _new_folder()
     print(f"two workers, rank 1 slowed down {_SLOW_DOWN} times on purpose; everything goes to {folder}\n")
     runs = {}
     for name, balance in (("equal", "equal"), ("3-to-1", f"{_SLOW_DOWN},1")):
@@ -48,6 +48,15 @@ def run_demo() -> int:
     )
     print(f"run directories                     {folder / 'equal'}, {folder / '3-to-1'}")
     return 0
+
+
+def _new_folder() -> Path:
+    """A fresh folder in ./runs, or where this folder cannot be written, among the temporary files."""
+    try:
+        Path("runs").mkdir(exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="demo-", dir="runs"))
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="hetseq-demo-"))
 
 
 def _train(save_dir: Path, balance: str) -> list[dict[str, Any]]:

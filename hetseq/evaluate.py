@@ -19,8 +19,8 @@ from hetseq.config import Config
 from hetseq.errors import CheckpointError, ConfigError
 from hetseq.launch import local_devices
 from hetseq.optim import parameter_groups
-from hetseq.registry import find_optimizer
 from hetseq.reduction import GradientReducer
+from hetseq.registry import find_optimizer
 from hetseq.replica import Replica, trained_parameters
 from hetseq.run_directory import RunDirectory
 from hetseq.session import load_material, make_validators

@@ -55,9 +55,7 @@ class Ending:
     message: str = ""
 
 
-def judge(
-    ends: Sequence[WorkerEnd], *, has_commit: bool, cut_short: str = "", silent: Sequence[int] = ()
-) -> Ending:
+def judge(ends: Sequence[WorkerEnd], *, has_commit: bool, cut_short: str = "", silent: Sequence[int] = ()) -> Ending:
     """One exit code and one reason for the ends of all workers, in the order in which they ended.
 
     The root cause is the first failure that is not the mere loss of a peer. A lost machine ends with 75 if there is a
@@ -83,15 +81,22 @@ def judge(
         return Ending(EXIT_FAILED, f"rank {first.rank} left with exit code {first.exit_code} without a reason")
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if number in _OWN_FAULTS:
-        return Ending(EXIT_FAILED, f"rank {first.rank} crashed ({name}); its last words are in log/rank-{first.rank}.txt")
+        return Ending(
+            EXIT_FAILED, f"rank {first.rank} crashed ({name}); its last words are in log/rank-{first.rank}.txt"
+        )
     hint = ", as the kernel does when memory runs out" if number == signal.SIGKILL else ""
     return _lost(f"rank {first.rank} was killed ({name}{hint})", has_commit)
 
 
 def _named(end: WorkerEnd, ends: Sequence[WorkerEnd]) -> str:
     """The reason of a failure, with the rank where it is one rank's own."""
-    is_shared = sum(other.message == end.message for other in ends) > 1
-    return end.message if is_shared or len(ends) == 1 else f"rank {end.rank}: {end.message}"
+    # What rank zero found reaches the others in a row of fixed size, so their copies may be cut short.
+    same = [other.message for other in ends if other is end or _is_cut_from(end.message, other.message)]
+    return max(same, key=len) if len(same) > 1 or len(ends) == 1 else f"rank {end.rank}: {end.message}"
+
+
+def _is_cut_from(one: str, other: str) -> bool:
+    return bool(one and other) and (one.startswith(other) or other.startswith(one))
 
 
 def _who_fell_silent(silent: Sequence[int], bereaved: WorkerEnd) -> str:
@@ -255,8 +260,7 @@ class Launcher:
         return ends, [worker.rank for worker in running]
 
     def _heed(self, signals: bytes, now_s: float) -> None:
-        """Answer stop signals: the first one ends the run after its step; at once if there is no step yet, or on a second
-        one."""
+        """Answer stop signals: the first ends the run after its step, or at once if there is none; so does a second."""
         name = signal.Signals(signals[0]).name
         if self._asked_s is not None:
             if now_s - self._asked_s > ECHO_S:
@@ -372,6 +376,19 @@ def _warm_forkserver() -> Any:
         else:
             os.environ["PYTHONPATH"] = path
     return context
+
+
+def end_server() -> None:
+    """Kill this process's fork server, if it has one: by itself it takes seconds to tear down what it had imported.
+
+    For a process that is about to end; its workers have ended before.
+    """
+    from multiprocessing import forkserver
+
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if pid is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from hetseq.errors import TaskFileError
 from hetseq.plan import Indices, MicroBatchCap, Planner, Position, StepPlan, derive_seed
 from hetseq.processes import die_with_parent, ignore_stop_signals
 
-
 _NOTHING = (0, 0)  # the positions of no samples
 
 
@@ -170,7 +169,8 @@ class _Fetcher(torch.utils.data.Dataset[Any]):
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch, NumPy and Python; cheap enough for every micro-batch (torch.manual_seed asks every backend, 0.1 ms)."""
+    """Seed torch, NumPy and Python; cheap enough for every micro-batch."""
+    # torch.manual_seed asks every backend: 0.1 ms
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)

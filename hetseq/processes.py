@@ -1,18 +1,21 @@
 """Processes that end with the one that started them, however that one ends.
 
 The kernel's parent-death signal needs no thread and no cooperation, so it also reaches a process stuck in C code. It
-exists on Linux only; elsewhere the pipes between the processes have to do.
+exists on Linux only, and only for the direct parent; elsewhere the pipes between the processes have to do.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import signal
 import sys
+import threading
+from multiprocessing.connection import wait
 
 #: `timeout`, terminals and schedulers signal a process and its group: one wish, heard twice within these seconds
-ECHO_S = 0.5
+ECHO_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
@@ -24,6 +27,25 @@ def die_with_parent(parent_pid: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_pipe(descriptor: int) -> None:
+    """Have this process killed when the other end of a pipe is closed, so when the process that holds it ends.
+
+    The kernel does it where it knows signal-driven input (Linux): it needs no thread, and so not the interpreter, which
+    a long call in C may hold. A thread watches all the same, for kernels that only pretend to know.
+    """
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
+    # begins by looking, and so also sees an end that came before
+    threading.Thread(target=_die_once_readable, args=(descriptor,), name="launcher-watch", daemon=True).start()
+
+
+def _die_once_readable(descriptor: int) -> None:
+    wait([descriptor])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def ignore_stop_signals() -> None:

@@ -150,6 +150,7 @@ class Material:
 
 
 def load_material(config: Config, device: torch.device, task: Task | None) -> Material:
+    """The task, its data and its model for this rank; every rank calls it, without a collective. Raises HetSeqError."""
     dtype, seed = _DTYPES[config.optimization.precision], config.task.seed
     task = task or make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
     train = load_split(task, config.data.train_subset)
@@ -330,6 +331,7 @@ def _num_workers(asked: int, device: torch.device) -> int:
 
 
 def make_validators(config: Config, material: Material) -> list[Validator]:
+    """One validator per validation split, in the order of --valid-subset."""
     samples = config.validation.max_sentences_valid or config.data.max_sentences
     tokens = config.validation.max_tokens_valid or config.data.max_tokens
     if not samples and not tokens:

@@ -108,6 +108,7 @@ class Task:
 
 
 def is_overridden(task: Task, name: str) -> bool:
+    """The task has a method `name` of its own."""
     return getattr(type(task), name) is not getattr(Task, name)
 
 

@@ -6,7 +6,6 @@ means, and are added in rank order, so every rank knows the same result to the b
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -37,7 +36,6 @@ class Validator:
 
         The loss is the weighted sum of the terms' means, in nats. Raises TaskError for metrics that change their names.
         """
-        begin = time.perf_counter()
         was_training = model.training
         model.eval()
         try:
@@ -46,8 +44,6 @@ class Validator:
                 totals = self._own_totals(task, model, names, self._own_pieces(group, assign))
         finally:
             model.train(was_training)
-        # the ranks of a small share wait for the others: be patient in proportion to one's own work
-        group.deadline_s = max(group.deadline_s, 10 * (time.perf_counter() - begin))
         sums = iter(sum_floats(group, totals))
         means = {name: _mean(next(sums), next(sums)) for name in (*self.terms, *names)}
         loss = sum(weight * means[term] for weight, term in zip(self.weights, self.terms))

@@ -13,13 +13,13 @@ import os
 import signal
 import socket
 import sys
-import threading
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import parent_process
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,7 +40,7 @@ from hetseq.errors import (
 )
 from hetseq.metrics import Metrics
 from hetseq.options import with_own_options
-from hetseq.processes import die_with_parent, keep_freed_memory
+from hetseq.processes import ECHO_S, die_with_parent, die_with_pipe, keep_freed_memory
 from hetseq.run_directory import RunDirectory
 from hetseq.session import Session, build_session
 
@@ -62,10 +62,12 @@ class Placement:
 
 
 class StopRequest:
-    """Set by the first SIGTERM, SIGINT or SIGUSR1; further ones change nothing here, the launcher sees to those."""
+    """Set by the first SIGTERM, SIGINT or SIGUSR1; what a second one means the launcher knows, if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_launcher: bool = True) -> None:
         self.is_set = False
+        self._has_launcher = has_launcher
+        self._first_s = 0.0
 
     def install(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -75,6 +77,10 @@ class StopRequest:
         return Wish.STOP if self.is_set else Wish.NONE
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.is_set and not self._has_launcher and time.monotonic() - self._first_s > ECHO_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._first_s = self._first_s or time.monotonic()
         self.is_set = True
 
 
@@ -86,7 +92,9 @@ def worker_main(
     stop.install()
     os.setsid()  # a terminal's Ctrl-C goes to the launcher alone, which decides what it means
     die_with_parent(os.getppid())
-    threading.Thread(target=_end_with_launcher, name="launcher-watch", daemon=True).start()
+    launcher = parent_process()  # by name; the parent that the kernel knows is the fork server
+    if launcher is not None:
+        die_with_pipe(launcher.sentinel)
 
     def send(kind: str, **facts: Any) -> None:
         channel.send_bytes(json.dumps({"kind": kind, **facts}).encode())
@@ -229,11 +237,3 @@ def _send_output_to(path: Path) -> None:
     sys.stdout.flush()
     os.dup2(descriptor, 1)
     os.close(descriptor)
-
-
-def _end_with_launcher() -> None:
-    """Kill this process when its launcher has ended, whatever the training thread is doing."""
-    launcher = parent_process()
-    if launcher is not None:
-        wait([launcher.sentinel])
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -250,26 +250,27 @@ CLIP = 0.05
 def test_clipping_is_that_of_torch_on_the_whole_gradient(tmp_path: Path) -> None:
     def words(clip_norm: float) -> Words:
         # buckets of 100 bytes: the norm is of all of them together
-        flags = {"balance": "5,2,1", "global_batch_size": 10, "max_update": 5, "precision": "fp64"}
+        flags = {"balance": "5,2,1", "global_batch_size": 10, "max_update": 3, "precision": "fp64"}
         return [*toy_words("TwoTerms", bucket_cap_mb=0.0001, **flags), "--clip-norm", str(clip_norm)]
 
-    save_dir = prepared(tmp_path)
-    clipped, right = run_ranks(train, 3, save_dir, words(CLIP)), clipped_by_torch(5, CLIP)
-    for facts in clipped:
+    ranks, right = (
+        run_ranks(train_all, 3, prepared(tmp_path), list(map(words, (CLIP, 0.0, 1000.0)))),
+        clipped_by_torch(3),
+    )
+    for facts, free, unreached in ranks:
         for mine, theirs in zip(facts.gradients, right, strict=True):
             # torch divides by the norm + 1e-6
             assert (mine - theirs).norm() / theirs.norm() < 1e-6 / CLIP
             assert mine.norm().item() == pytest.approx(CLIP, rel=1e-12)
-    free, unreached = train_both_ways(save_dir, words(0.0), words(1000.0))
-    assert min(gradient.norm().item() for gradient in free.gradients) > 2 * CLIP  # the twin
-    assert unreached.losses == free.losses != clipped[0].losses
+        assert min(gradient.norm().item() for gradient in free.gradients) > 2 * CLIP  # the twin
+        assert unreached.losses == free.losses != facts.losses
 
 
-def train_both_ways(save_dir: str, *runs: Words) -> list[Facts]:
-    return [run_ranks(train, 3, save_dir, words)[0] for words in runs]
+def train_all(group: AnyGroup, save_dir: str, runs: list[Words]) -> list[Facts]:
+    return [train(group, save_dir, words) for words in runs]
 
 
-def clipped_by_torch(steps: int, clip_norm: float) -> list[torch.Tensor]:
+def clipped_by_torch(steps: int) -> list[torch.Tensor]:
     """The plain loop over whole batches, with torch's clipping."""
     task: Any = make_task(toys.TwoTerms, options.parse([]))
     torch.manual_seed(oracle.SEED)
@@ -280,7 +281,7 @@ def clipped_by_torch(steps: int, clip_norm: float) -> list[torch.Tensor]:
         end = min(toys.SAMPLES, at + 10)
         optimizer.zero_grad()
         oracle.two_terms(model, {name: column[at:end] for name, column in columns.items()}).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP)
         gradients.append(
             torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in parameters])
         )
@@ -325,9 +326,28 @@ def test_ranks_with_the_same_plan_agree(tmp_path: Path) -> None:
 def test_a_rank_that_is_throttled_changes_nothing_but_the_time(tmp_path: Path) -> None:
     words = toy_words("TwoTerms", balance="3,1", global_batch_size=10, max_update=6, precision="fp64")
     save_dir = prepared(tmp_path)
-    calm = run_ranks(train, 2, save_dir, words)
-    slow = run_ranks(train, 2, save_dir, [*words, "--throttle", "1:3"])
-    assert slow[0].losses == slow[1].losses == calm[0].losses
-    assert torch.equal(slow[1].parameters, calm[0].parameters)
-    other = run_ranks(train, 2, save_dir, [*words, "--seed", "8"])
-    assert other[0].losses != calm[0].losses  # the twin
+    runs = [words, [*words, "--throttle", "1:3"], [*words, "--seed", "8"]]
+    for calm, slow, other in run_ranks(train_all, 2, save_dir, runs):
+        assert slow.losses == calm.losses != other.losses
+        assert torch.equal(slow.parameters, calm.parameters)
+        assert not torch.equal(other.parameters, calm.parameters)
+
+
+def wait_for_a_long_validation(group: AnyGroup, save_dir: str, words: Words) -> list[float]:
+    """Deadlines in force during a step's worth of samples, a million steps' worth, and afterwards."""
+    session = session_of(group, save_dir, words)
+    try:
+        session.train()
+        controller, seen = session.controller, []
+        for steps in (1, 1_000_000):
+            with controller.patience_for(samples=steps * 5):
+                seen.append(group.deadline_s)
+        return [*seen, group.deadline_s]
+    finally:
+        session.close()
+
+
+def test_ranks_wait_longer_for_more_samples_between_steps_and_not_afterwards(tmp_path: Path) -> None:
+    words = toy_words("TwoTerms", global_batch_size=5, max_update=5, step_deadline=7, balance="1,0")
+    for short, long, afterwards in run_ranks(wait_for_a_long_validation, 2, prepared(tmp_path), words):
+        assert long > 2 * short > 2 * afterwards == 14.0

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -181,7 +182,11 @@ def _serve(requests: int, replies: int) -> None:
         for line in lines:
             request = json.loads(line)
             os.chdir(request["cwd"])
-            code = main(request["args"])
+            try:
+                code = main(request["args"])
+            except Exception:  # as the interpreter would end a command of its own
+                traceback.print_exc()
+                code = 1
             sys.stdout.flush()
             sys.stderr.flush()
             os.write(replies, json.dumps(code).encode())

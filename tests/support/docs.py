@@ -40,10 +40,20 @@ class Block:
         return re.search(r'title="[^"]+"', self.info) is not None
 
     def commands(self) -> list[str]:
-        """The commands of a shell block, without comments."""
-        lines = [line[2:] for line in self.lines if line.startswith("$ ")] if self.language == "console" else self.lines
-        bare = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        return "\n".join(bare).replace("\\\n", " ").split("\n") if bare else []
+        """The commands of a shell block, without comments; a line that ends in a backslash goes on in the next."""
+        found, goes_on = [], False
+        for line in self.lines:
+            if goes_on:
+                found[-1] += line
+            elif self.language != "console":
+                found.append(line)
+            elif line.startswith("$ "):
+                found.append(line[2:])
+            else:
+                continue
+            goes_on = found[-1].endswith("\\")
+            found[-1] = found[-1].rstrip("\\")
+        return [command for command in found if command.strip() and not command.lstrip().startswith("#")]
 
 
 def pages() -> list[Path]:

@@ -114,7 +114,7 @@ class SometimesUnused(Toy):
         return {
             "x": torch.from_numpy(generator.normal(size=(SAMPLES, 5))),
             "y": torch.from_numpy(generator.normal(size=SAMPLES)),
-            "branch": torch.from_numpy((np.arange(SAMPLES) % 11 == 3)),
+            "branch": torch.from_numpy(np.arange(SAMPLES) % 11 == 3),
         }
 
     def build_model(self) -> nn.Module:

@@ -6,7 +6,10 @@ The commands themselves are run by tests/end_to_end/test_docs_commands.py.
 from __future__ import annotations
 
 import ast
+import json
 import re
+import subprocess
+import sys
 import tokenize
 from collections.abc import Iterable
 from pathlib import Path
@@ -48,11 +51,9 @@ def test_a_command_that_is_neither_is_seen() -> None:
 
 
 def test_commands_are_told_from_output_and_comments() -> None:
-    assert Block("console", "", ("$ hetseq demo", "two workers", "$ python a.py"), 1).commands() == [
-        "hetseq demo",
-        "python a.py",
-    ]
-    assert Block("bash", "", ("# first", "hetseq train \\", "  --cpu", ""), 1).commands() == ["hetseq train    --cpu"]
+    lines = ("$ hetseq train \\", "    --cpu", "two workers", "$ python a.py")
+    assert Block("console", "", lines, 1).commands() == ["hetseq train     --cpu", "python a.py"]
+    assert Block("bash", "", ("# first", "hetseq train \\", "  --cpu", ""), 1).commands() == ["hetseq train   --cpu"]
     assert program_of("hetseq train --optimizer-overrides \"{'eps': 1e-6}\"") == "hetseq"
 
 
@@ -144,3 +145,21 @@ def test_thirty_lines_are_thirty_lines(tmp_path: Path) -> None:
     assert code_lines(SPIRALS) <= 30
     (tmp_path / "four.py").write_text('"""Doc\nstring."""\n\n# comment\nx = (\n    1,\n)  # three\n\ny = "text"\n')
     assert code_lines(tmp_path / "four.py") == 4
+
+
+def compared(folder: Path, *losses: float, limit: str = "1e-12") -> subprocess.CompletedProcess[str]:
+    """What compare.py says of a run of two steps with losses 0.5 and 0.25, and a run with these losses."""
+    for name, values in (("one", (0.5, 0.25)), ("other", losses)):
+        (folder / name).mkdir(exist_ok=True)
+        rows = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(values, 1)]
+        rows.append(json.dumps({"step": len(values), "valid_loss": 9.0}))
+        (folder / name / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    words = [sys.executable, str(ROOT / "docs" / "examples" / "compare.py"), "one", "other", limit]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_the_comparison_of_curves_tells_equal_from_different(tmp_path: Path) -> None:
+    assert compared(tmp_path, 0.5, 0.25, limit="0").returncode == 0
+    assert "1.0e-13 nats over 2 steps" in compared(tmp_path, 0.5, 0.25 + 1e-13).stdout
+    assert compared(tmp_path, 0.5, 0.25 + 1e-9).returncode == 1
+    assert compared(tmp_path, 0.5).returncode == 1

@@ -198,7 +198,7 @@ def test_the_order_that_a_data_set_lists_is_followed() -> None:
 def test_a_listed_order_that_leaves_samples_out_is_refused(listed: list[int]) -> None:
     dataset = Backwards()
     dataset.ordered_indices = lambda: listed  # type: ignore[method-assign]
-    with pytest.raises(HetSeqError, match="ordered_indices.*each of its 11 samples once"):
+    with pytest.raises(HetSeqError, match=r"ordered_indices.*each of its 11 samples once"):
         base_order(dataset)
 
 

@@ -1,4 +1,4 @@
-"""The gradient memory of one rank: what backward writes ends in the buckets, once, whatever the user does to `.grad`."""
+"""The gradient memory of one rank: what backward writes ends in the buckets, once, whatever a user does to `.grad`."""
 
 from __future__ import annotations
 
@@ -201,16 +201,16 @@ def test_norm_and_scale_are_of_the_whole_gradient() -> None:
         assert reducer.norm() == pytest.approx(right / 2, rel=1e-15)
 
 
-def test_one_element_that_is_not_finite_is_seen() -> None:
-    for value in (math.nan, math.inf, -math.inf):
-        parameters = make_parameters()
-        with reducing(parameters, bucket_bytes=1) as (reducer, group):
-            step(reducer, lambda: loss_of(parameters))
-            assert reducer.is_finite()
-            assert math.isfinite(reducer.norm())
-            group.sent[2].fill_(value)
-            assert not reducer.is_finite()
-            assert not math.isfinite(reducer.norm())
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_element_that_is_not_finite_is_seen(value: float) -> None:
+    parameters = make_parameters()
+    with reducing(parameters, bucket_bytes=1) as (reducer, group):
+        step(reducer, lambda: loss_of(parameters))
+        assert reducer.is_finite()
+        assert math.isfinite(reducer.norm())
+        group.sent[2].fill_(value)
+        assert not reducer.is_finite()
+        assert not math.isfinite(reducer.norm())
 
 
 def test_a_large_but_finite_gradient_has_a_finite_norm() -> None:

@@ -207,10 +207,3 @@ def test_the_names_of_the_numbers_are_known_before_any_are() -> None:
     names = validator.names(task, model)
     assert names == list(validator.evaluate(task, model, LocalGroup(), lambda total: (total,)))
     assert model.training
-
-
-def test_ranks_that_wait_for_a_slow_one_are_patient() -> None:
-    task, group = judge(), LocalGroup()
-    group.deadline_s = 1e-9
-    make_validator(task, Rows()).evaluate(task, make_model(), group, lambda total: (total,))
-    assert group.deadline_s > 1e-6

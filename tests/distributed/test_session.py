@@ -1,0 +1,79 @@
+"""What a session makes of a data set before the first step."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hetseq import options
+from hetseq.comm import AnyGroup
+from hetseq.run_directory import RunDirectory
+from hetseq.session import build_session
+from hetseq.task import make_task
+from tests.support import toys
+from tests.support.ranks import run_ranks
+from tests.support.training import Recorder, prepared, toy_words
+
+
+class Longer(toys.Rows):
+    """Sample i has i + 1 tokens."""
+
+    lengths = tuple(range(1, 9))
+
+
+class LongestFirst(Longer):
+    """The same, listed in 2020's way."""
+
+    def ordered_indices(self) -> Any:
+        return np.arange(8)[::-1]
+
+
+class Sentences(toys.Toy):
+    dataset: type[toys.Rows] = Longer
+
+    def load_dataset(self, split: str) -> Any:
+        return self.dataset({"x": torch.arange(1.0, 9.0)})
+
+    def build_model(self) -> Any:
+        return torch.nn.Linear(1, 1)
+
+    def loss(self, model: Any, sample: Any) -> Any:
+        return {"loss": model(sample["x"][:, None]).sum()}
+
+
+class SentencesLongestFirst(Sentences):
+    dataset = LongestFirst
+
+
+def take_steps(group: AnyGroup, save_dir: str, task_class: type[Sentences], steps: int) -> list[list[int]]:
+    """A rank's life: the samples of its part of each step."""
+    words = toy_words("Integers", balance="equal", max_tokens=4 if group.world_size == 2 else 8)
+    config = options.complete(options.parse([*words, "--save-dir", save_dir]))
+    task, directory = make_task(task_class, config), RunDirectory(Path(save_dir))
+    session = build_session(config, directory, group, device=torch.device("cpu"), metrics=Recorder(), task=task)
+    try:
+        plans = session.controller.planner.plans(session.controller.state.position)
+        taken = [session.controller.loader.take(plan) for plan, _ in zip(plans, range(steps))]
+    finally:
+        session.close()
+    return [[int(x) for batch in data.micro_batches for x in batch.sample["x"]] for data in taken]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("task_class", "steps"),
+    [
+        (Sentences, [[1, 2, 3], [4], [5], [6], [7], [8]]),
+        (SentencesLongestFirst, [[8], [7], [6], [5], [4, 3], [2, 1]]),
+    ],
+)
+def test_steps_are_filled_by_the_lengths_of_the_samples_in_them(
+    task_class: type[Sentences], steps: list[list[int]], world_size: int, tmp_path: Path
+) -> None:
+    ranks = run_ranks(take_steps, world_size, prepared(tmp_path / "run"), task_class, len(steps))
+    assert [[*itertools.chain(*parts)] for parts in zip(*ranks)] == steps

@@ -1,0 +1,27 @@
+"""One reason out of the ends of all workers: the whole story, with a rank only where it is one rank's own."""
+
+from __future__ import annotations
+
+from hetseq.launch import Ending, WorkerEnd, judge
+
+
+def test_a_refusal_that_all_ranks_share_is_told_without_a_rank() -> None:
+    ends = [WorkerEnd(rank, 2, code=2, message="--data /x does not exist") for rank in (1, 0)]
+    assert judge(ends, has_commit=False) == Ending(2, "--data /x does not exist")
+
+
+def test_a_copy_that_was_cut_short_on_its_way_is_not_told_although_it_came_first() -> None:
+    whole = "--restore-file c.pt: it is a pickle: go on from a folder checkpoints/step-..."
+    ends = [WorkerEnd(1, 2, code=2, message=whole[:50]), WorkerEnd(0, 2, code=2, message=whole)]
+    assert judge(ends, has_commit=False) == Ending(2, whole)
+
+
+def test_what_one_rank_found_alone_is_told_with_its_rank() -> None:
+    lost = WorkerEnd(0, 75, code=75, message="lost a peer", is_secondary=True)
+    ends = [lost, WorkerEnd(1, 1, code=1, message="sample 7 is rotten"), WorkerEnd(2, 1, code=1, message="sample 9")]
+    assert judge(ends, has_commit=True) == Ending(1, "rank 1: sample 7 is rotten")
+
+
+def test_the_only_rank_needs_no_name_and_no_words() -> None:
+    assert judge([WorkerEnd(0, 1, code=1, message="broken")], has_commit=True) == Ending(1, "broken")
+    assert judge([WorkerEnd(0, 1, code=1)], has_commit=True) == Ending(1, "")
