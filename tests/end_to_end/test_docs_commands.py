@@ -1,0 +1,106 @@
+"""The commands of README and manual, as a reader would type them: each page from top to bottom in a folder of its own.
+
+Which commands are left out, and that this is said on the page, is the affair of tests/unit/test_docs.py. Commands
+with real data are cut short; what they reach is measured elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import HETSEQ, run_command
+from tests.support.docs import DATA, PROGRAMS, ROOT, pages, program_of, shell_blocks
+
+pytestmark = pytest.mark.slow
+
+#: for commands with real data, which otherwise take minutes
+CUT_SHORT = ["--max-update", "8"]
+#: a run directory of real data, by its name in the manual
+DATA_RUN = "runs/mnist"
+
+
+def commands_of(page: Path) -> list[str]:
+    """What is run of a page, in order."""
+    run = [block for block in shell_blocks(page) if not block.is_excused]
+    return [command for block in run for command in block.commands() if program_of(command) in PROGRAMS]
+
+
+def needs_data(command: str) -> bool:
+    words = shlex.split(command)
+    return DATA in words or DATA_RUN in words
+
+
+def pages_that_need_no_data() -> list[Path]:
+    return [page for page in pages() if any(not needs_data(command) for command in commands_of(page))]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder in which a reader's commands find what they name, and leave their runs."""
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    (tmp_path / "train.py").symlink_to(ROOT / "train.py")
+    return tmp_path
+
+
+def run(command: str, checkout: Path, data: Path | None = None) -> str:
+    """Run one command, which must succeed; what it said on standard output."""
+    words = [str(data) if word == DATA and data else word for word in shlex.split(command)]
+    is_run_on_data = data is not None and words[:2] == ["hetseq", "train"]
+    program = HETSEQ if words[0] == "hetseq" else (sys.executable,)
+    ended = run_command(
+        [*words[1:], *(CUT_SHORT if is_run_on_data else [])], cwd=checkout, program=program, timeout_s=110
+    )
+    assert ended.code == 0, f"{command}\nended with {ended.code}: {ended.err}"
+    return ended.out
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("page", pages_that_need_no_data(), ids=name_of)
+def test_the_commands_of_a_page_succeed(page: Path, checkout: Path) -> None:
+    for command in commands_of(page):
+        if not needs_data(command):
+            run(command, checkout)
+    if page.name == "custom-task.md":
+        assert accuracy(checkout / "runs" / "spirals") > 0.95
+
+
+def accuracy(run: Path) -> float:
+    """The last one on the validation split."""
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row["valid_accuracy"] for row in rows if "valid_accuracy" in row][-1]
+
+
+@pytest.mark.timeout(400)
+def test_the_commands_with_real_data_succeed(checkout: Path, mnist_data: Path) -> None:
+    # several pages show the same ones: each of them once
+    for command in dict.fromkeys(command for page in pages() for command in commands_of(page) if needs_data(command)):
+        run(command, checkout, mnist_data)
+
+
+def test_the_manual_builds_strictly_and_fetches_nothing_from_elsewhere(tmp_path: Path) -> None:
+    words = [
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--config-file",
+        ROOT / "mkdocs.yml",
+        "--site-dir",
+        tmp_path,
+    ]
+    ended = run_command(list(map(str, words)), cwd=tmp_path, program=(sys.executable,), timeout_s=110)
+    assert ended.code == 0, ended.err
+    built = "\n".join(page.read_text(encoding="utf-8") for page in tmp_path.rglob("*.html"))
+    assert re.findall(r'(?:src="|<link[^>]* href=")https?://[^"]+', built) == []
+    assert "class Spirals" in re.sub(r"<[^>]+>", "", built)  # the snippet is in its place
