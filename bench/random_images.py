@@ -35,10 +35,13 @@ class RandomImages(torch.utils.data.Dataset[Any]):
 
 
 def build_model() -> MNISTNet:
+    """The net of the MNIST task, dropout included."""
     return MNISTNet()
 
 
 class RandomImageTask(Task):
+    """Classification of the made-up images."""
+
     def load_dataset(self, split: str) -> RandomImages:
         return RandomImages()
 

@@ -34,6 +34,7 @@ WARM_UP = 15
 
 
 def main() -> None:
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=256, help="samples of a step")
     parser.add_argument("--rounds", type=int, default=40, help="counted pairs of steps")

@@ -50,6 +50,7 @@ class RunBoundary:
         self._report(controller, result)
         is_best = False
         if result.plan.ends_epoch and result.plan.epoch % self._config.validate_interval == 0:
+            controller.replica.buffers.synchronise_(result.plan.shares)
             is_best = self._validate(controller, result.plan.epoch)
         kinds = self._saver.kinds_due(
             state,
@@ -60,6 +61,7 @@ class RunBoundary:
             ends_run=ends_run,
         )
         if kinds:
+            controller.replica.buffers.synchronise_(result.plan.shares)
             self._save(state, kinds, outcome.nonce)
 
     def _report(self, controller: Controller, result: StepResult) -> None:

@@ -53,18 +53,16 @@ def train(argv: Sequence[str]) -> int:
     config = options.parse(argv)
     for note in options.retired_notes(config):
         print(note, file=sys.stderr)
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
     if config.distributed.distributed_no_spawn:
         from hetseq.launch import run_here
 
         ending = run_here(config)
     else:
-        from hetseq.launch import end_server, launch
+        from hetseq.launch import ending_server, launch
 
-        try:
+        logging.basicConfig(format="%(message)s", level=logging.WARNING)
+        with ending_server():
             ending = launch(config)
-        finally:
-            end_server()
     if ending.message:
         with suppress(OSError):  # whoever read it has gone; the exit code is there all the same
             print(f"hetseq: {ending.message}", file=sys.stderr)

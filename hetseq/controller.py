@@ -36,7 +36,7 @@ from hetseq.commit import (
 )
 from hetseq.config import OptimizationConfig
 from hetseq.errors import NonFiniteError
-from hetseq.loader import StepData, StepLoader, seed_everything
+from hetseq.loader import MicroBatch, StepData, StepLoader, seed_everything
 from hetseq.plan import Planner, Position, StepPlan, derive_seed
 from hetseq.replica import Replica
 from hetseq.task import Task, check_sums
@@ -45,7 +45,9 @@ from hetseq.throttle import Throttle
 logger = logging.getLogger(__name__)
 
 _FIRST_DEADLINE_S = 120.0  # until three steps were seen
-_LEAST_DEADLINE_S = 5.0
+# A process that ends is seen at once; this is for one that hangs. As long as losing a peer ends the run, a file system
+# that stalls for half a minute must not.
+_LEAST_DEADLINE_S = 60.0
 _PATIENCE = 10  # times the expected time
 _SLOWEST_DISK = 5e6  # bytes per second at which a rank that saves is still believed to be alive
 
@@ -60,6 +62,7 @@ class TrainingState:
     skipped_in_a_row: int = 0
     best: float | None = None
     train_seconds: float = 0.0
+    resets: dict[str, int] = field(default_factory=dict)  # what this run began anew, and after which step
 
 
 @dataclass(frozen=True)
@@ -118,13 +121,13 @@ class Controller:
         self._format = RowFormat(len(terms), len(replica.reducer.used))
         self._plan = planner.plan(self.state.position)
         self._counts_ahead: tuple[float, ...] | None = None
-        self._recent_s: deque[float] = deque(maxlen=21)
-        self._last_size = 0
+        self._recent: deque[tuple[float, int]] = deque(maxlen=21)  # seconds and samples of the last steps
         self._clock = _Stopwatch()
 
     def fit(self) -> bool:
         """Train until the configured end (True) or until a rank wishes to stop (False). Every rank calls it."""
         self.replica.model.train()
+        self.task.update_step(self.state.updates)  # what a task derives from it is not in a checkpoint
         while not self.has_ended():
             result = self.train_step()
             if result.outcome.wish & Wish.STOP:
@@ -135,7 +138,7 @@ class Controller:
         """One step of the global batch: every rank enters, every rank leaves with the same verdict."""
         plan, clock, reducer = self._plan, self._clock, self.replica.reducer
         clock.start()
-        self._set_deadline()
+        self._set_deadline(plan)
         rate = self._schedule(self.state.updates, plan.epoch)
         with phase("count"):
             data = self.loader.take(plan)
@@ -148,10 +151,13 @@ class Controller:
             clock.lap("data")
         with phase("reduce"):
             reducer.finish()
+            self.replica.buffers.send(plan.shares)
+            self.replica.buffers.finish()
         with phase("commit"):
             norm = reducer.norm()
             outcome = self._commit(plan, norm, sums, upcoming)
             clock.lap("idle")
+        assert outcome.verdict is not Verdict.REDO, "no rank votes to do a step again yet"
         if outcome.verdict is Verdict.APPLY:
             with phase("clip"):
                 self._clip(norm)
@@ -176,8 +182,7 @@ class Controller:
 
     def patience_for(self, *, samples: int) -> AbstractContextManager[None]:
         """Work between steps that evaluates `samples` samples: ranks may be minutes apart without being lost."""
-        per_sample_s = statistics.median(self._recent_s) / max(1, self._last_size) if self._recent_s else 0.0
-        return self._patience(_FIRST_DEADLINE_S + _PATIENCE * per_sample_s * samples)
+        return self._patience(_FIRST_DEADLINE_S + _PATIENCE * self._expected_s(samples))
 
     @contextmanager
     def _patience(self, at_least_s: float) -> Iterator[None]:
@@ -206,24 +211,31 @@ class Controller:
 
     def _forward_backward(self, data: StepData, counts: tuple[float, ...]) -> list[float]:
         """Add this rank's part of the gradient into the buckets; gives its sum of each term."""
-        reducer, totals = self.replica.reducer, [torch.zeros((), dtype=torch.float64) for _ in self.terms]
+        reducer = self.replica.reducer
+        totals: dict[int, torch.Tensor] = {}  # by term, float64, on the device
         reducer.begin()
         for number, batch in enumerate(data.micro_batches):
             if number == len(data.micro_batches) - 1:
                 reducer.expect_last()
             seed_everything(derive_seed(self._seed, data.plan.step, batch.start))
             with self._throttle.slowed():
-                own = dict(zip(self.terms, batch.counts))
-                sums = check_sums(self.task, self.task.micro_step(self.replica.model, batch.sample, own), self.terms)
-                # A term without any count, here or anywhere, contributes nothing: its sum may well be 0/0.
-                live = [index for index in range(len(self.terms)) if batch.counts[index] and counts[index]]
-                if live:
-                    # The one division: by the count over all ranks and micro-batches. Gradients are then summed.
-                    scaled = [sums[self.terms[index]] * (self.weights[index] / counts[index]) for index in live]
-                    torch.stack(scaled).sum().backward()
-                for index in live:
-                    totals[index] += sums[self.terms[index]].detach().double().cpu()
-        return [total.item() for total in totals]
+                for index, total in self._micro_batch(batch, counts).items():
+                    totals[index] = totals[index] + total if index in totals else total
+        return [float(totals.get(index, 0.0)) for index in range(len(self.terms))]  # sync
+
+    def _micro_batch(self, batch: MicroBatch, counts: tuple[float, ...]) -> dict[int, torch.Tensor]:
+        """Forward and backward of one micro-batch; gives its sum of each term that has a count."""
+        own = dict(zip(self.terms, batch.counts))
+        sums = check_sums(self.task, self.task.micro_step(self.replica.model, batch.sample, own), self.terms)
+        # A term without any count, here or anywhere, contributes nothing: its sum may well be 0/0.
+        live = [index for index in range(len(self.terms)) if batch.counts[index] and counts[index]]
+        # The one division: by the count over all ranks and micro-batches. Gradients are then summed. A sum that does
+        # not depend on the parameters, such as a constant, has a gradient of zero.
+        scaled = [sums[self.terms[index]] * (self.weights[index] / counts[index]) for index in live]
+        with_gradient = [term for term in scaled if term.requires_grad]
+        if with_gradient:
+            torch.stack(with_gradient).sum().backward()
+        return {index: sums[self.terms[index]].detach().double() for index in live}
 
     # commit
 
@@ -256,6 +268,7 @@ class Controller:
 
     def _update(self, outcome: Outcome, rate: float) -> None:
         self.replica.reducer.drop_unused_(outcome.used)
+        self.replica.buffers.keep_()
         self.replica.set_learning_rate(rate)
         self.replica.optimizer.step()
         self.state.updates += 1
@@ -265,7 +278,9 @@ class Controller:
     def _skip(self, plan: StepPlan, data: StepData, counts: tuple[float, ...]) -> None:
         """Leave the parameters as they are; say which rank brought what is not finite."""
         self.state.skipped_in_a_row += 1
+        self.replica.buffers.restore_()
         blame = self._find_non_finite(data, counts)
+        self.replica.buffers.restore_()
         message = f"step {plan.step} skipped: its gradient is not finite; {blame}"
         if self.state.skipped_in_a_row >= self._config.max_skipped_steps:
             raise NonFiniteError(
@@ -306,18 +321,25 @@ class Controller:
         self._counts_ahead = outcome.next_counts
         seconds = self._clock.total()
         state.train_seconds += seconds
-        self._recent_s.append(seconds)
-        self._last_size = plan.size
+        self._recent.append((seconds, plan.size))
         loss = weighted_loss(self.weights, outcome.sums, counts) if outcome.verdict is Verdict.APPLY else None
         return StepResult(plan, outcome, counts, loss, rate, norm, seconds)
 
-    def _set_deadline(self) -> None:
+    def _set_deadline(self, plan: StepPlan) -> None:
+        """How long a peer may be silent in this step. What slows a first step of an epoch is not known beforehand."""
         if self._step_deadline_s is not None:
             self.group.deadline_s = self._step_deadline_s
-        elif len(self._recent_s) < 3:
+        elif len(self._recent) < 3 or plan.start == 0:
             self.group.deadline_s = _FIRST_DEADLINE_S
         else:
-            self.group.deadline_s = max(_LEAST_DEADLINE_S, _PATIENCE * statistics.median(self._recent_s))
+            self.group.deadline_s = max(_LEAST_DEADLINE_S, _PATIENCE * self._expected_s(plan.size))
+
+    def _expected_s(self, samples: int) -> float:
+        """Seconds of a step of `samples` samples, judged by the last ones: at least as long as they took."""
+        if not self._recent:
+            return 0.0
+        typical_s = statistics.median(seconds for seconds, _ in self._recent)
+        return max(typical_s, samples * statistics.median(seconds / size for seconds, size in self._recent))
 
 
 def weighted_loss(weights: tuple[float, ...], sums: tuple[float, ...], counts: tuple[float, ...]) -> float:

@@ -43,9 +43,8 @@ def run_demo() -> int:
     print(f"accuracy on unseen digits           {accuracy:.1%}")
     print(f"largest difference of the curves    {difference:.1e} nats over {len(_losses(runs['equal']))} steps")
     print(f"speed with equal shares             {equal:,.0f} samples/s")
-    print(
-        f"speed with shares of {_SLOW_DOWN}:1             {unequal:,.0f} samples/s ({unequal / equal:.2f} times as fast)"
-    )
+    gain = f"{unequal / equal:.2f} times as fast"
+    print(f"speed with shares of {_SLOW_DOWN}:1             {unequal:,.0f} samples/s ({gain})")
     print(f"run directories                     {folder / 'equal'}, {folder / '3-to-1'}")
     return 0
 

@@ -18,10 +18,7 @@ from hetseq.comm import LocalGroup
 from hetseq.config import Config
 from hetseq.errors import CheckpointError, ConfigError
 from hetseq.launch import local_devices
-from hetseq.optim import parameter_groups
-from hetseq.reduction import GradientReducer
-from hetseq.registry import find_optimizer
-from hetseq.replica import Replica, trained_parameters
+from hetseq.replica import load_model_
 from hetseq.run_directory import RunDirectory
 from hetseq.session import load_material, make_validators
 
@@ -53,11 +50,7 @@ def evaluate_run(config: Config) -> Iterator[str]:
     loaded = manager.load("latest" if which == type(config.checkpoint).restore_file else which)
     if loaded is None:
         raise CheckpointError(f"{directory.path} holds no checkpoint that verifies: train it first")
-    optimizer = find_optimizer("sgd")(parameter_groups(material.model, config.optimization), config.optimization, None)
-    parameters = [parameter for _, parameter in trained_parameters(material.model)]
-    Replica(material.model, optimizer, GradientReducer(parameters, group, bucket_bytes=1 << 20)).load_model(
-        loaded.tensors
-    )
+    load_model_(material.model, loaded.tensors)
     for validator in make_validators(config, material):
         values = validator.evaluate(material.task, material.model, group, lambda total: assign_shares(total, (1.0,)))
         numbers = " ".join(f"{name} {value:.6g}" for name, value in values.items())

@@ -26,12 +26,11 @@ from typing import Any
 from hetseq.config import Config, DistributedConfig
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, ConfigError
 from hetseq.options import dump_yaml
-from hetseq.processes import ECHO_S
+from hetseq.processes import ECHO_S, STOP_SIGNALS
 from hetseq.run_directory import RunDirectory
 
 _GRACE_S = 5.0  # after one worker has failed, for the others to notice by themselves
 _SAVING_S = 60.0  # after one worker has stopped as it was asked to, for the others to end their step and their save
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 #: signals that a program earns by itself; a queue that restarts it would see them again
 _OWN_FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
@@ -295,7 +294,7 @@ def _ringing_on_signals() -> Iterator[int]:
         with suppress(BlockingIOError):  # full of earlier ones
             os.write(hammer, bytes([number]))
 
-    before = {number: signal.signal(number, ring) for number in _STOP_SIGNALS}
+    before = {number: signal.signal(number, ring) for number in STOP_SIGNALS}
     try:
         yield bell
     finally:
@@ -354,23 +353,26 @@ class _Worker:
 def _warm_forkserver() -> Any:
     """A server that has imported torch once and forks workers in a fraction of a second.
 
-    It must outlive a signal to the whole process group, since the workers still want to finish their step; it ends
-    when the launcher and all workers have.
+    It must outlive a signal to the whole process group, since the workers still want to finish their step; so it starts
+    with the stop signals blocked. A worker begins with them blocked too, and gets what came in the meantime once it
+    listens: ignored in place of blocked, a signal would be lost to the server, to a young worker and, for this moment,
+    to the launcher. It ends when the launcher and all workers have.
     """
     context = multiprocessing.get_context("forkserver")
     # torch imports its compiler when the first optimizer is made: 1.6 s, once here in place of once a worker
     context.set_forkserver_preload(["hetseq.worker", "torch._dynamo"])
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, resource_tracker
 
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _STOP_SIGNALS}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     path = os.environ.get("PYTHONPATH")
     # the server does not get sys.path, and a checkout that is not installed is found by nothing else
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), path]))
     try:
+        resource_tracker.ensure_running()  # unblocks two of them when it has started
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         forkserver.ensure_running()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if path is None:
             del os.environ["PYTHONPATH"]
         else:
@@ -378,17 +380,23 @@ def _warm_forkserver() -> Any:
     return context
 
 
-def end_server() -> None:
-    """Kill this process's fork server, if it has one: by itself it takes seconds to tear down what it had imported.
+@contextmanager
+def ending_server() -> Iterator[None]:
+    """Kill the fork server that the block starts: by itself it takes seconds to tear down what it had imported.
 
-    For a process that is about to end; its workers have ended before.
+    For a process that is about to end; its workers have ended before. A server that ran before stays.
     """
     from multiprocessing import forkserver
 
-    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
-    if pid is not None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    server = forkserver._forkserver
+    before = getattr(server, "_forkserver_pid", None)
+    try:
+        yield
+    finally:
+        pid = getattr(server, "_forkserver_pid", None)
+        if pid is not None and before is None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

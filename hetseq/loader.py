@@ -4,7 +4,8 @@ The plans of all coming steps are known while the shares stay as they are, so a 
 training: its batch sampler is the sequence of this rank's micro-batches from some position on, without end. Without
 worker processes the next step is fetched by the training thread while its buckets travel; with them a thread drains
 the DataLoader, and a step that is not ready in time is simply counted later. Randomness in a data set is seeded by
-sample, never by rank or worker, so the samples are the same on any cluster.
+sample, never by rank or worker, so the samples are the same on any cluster; where a data set answers whole batches
+(`__getitems__`), by the first sample of the batch, so that a resume repeats it.
 """
 
 from __future__ import annotations
@@ -80,11 +81,12 @@ class StepLoader:
     def __init__(
         self, source: Source, planner: Planner, first: Position, *, rank: int, cap: MicroBatchCap, num_workers: int = 0
     ) -> None:
-        self._source, self._planner, self._rank, self._cap = source, planner, rank, cap
+        self._source, self._rank, self._cap = source, rank, cap
+        self._planner = planner.copy()
         requests = _Requests(planner, first, rank, cap, base_order(source.dataset))
         self._batches: Iterator[Any] = iter(_data_loader(source, requests, num_workers))
         self._ahead: StepData | None = None
-        self._thread = _Drain(self._load, planner.plans(first)) if num_workers else None
+        self._thread = _Drain(self._load, self._planner.plans(first)) if num_workers else None
 
     def take(self, plan: StepPlan) -> StepData:
         """The data of this step; waits for it."""
@@ -119,7 +121,9 @@ class StepLoader:
 
 def load_range(source: Source, pieces: list[tuple[int, int]]) -> Iterator[MicroBatch]:
     """Micro-batches of a data set in its own order, for validation; fetched in this thread."""
-    fetcher = _Fetcher(source.dataset, source.seed)
+    fetcher = _Fetcher(
+        source.dataset, source.seed, epoch=0
+    )  # no set_epoch: it may be the training data, one step ahead
     base = base_order(source.dataset)
     for start, stop in pieces:
         indices = np.arange(start, stop) if base is None else base[start:stop]
@@ -131,10 +135,7 @@ class _Requests:
     """The batch sampler: this rank's micro-batches of all steps from `first` on."""
 
     def __init__(self, planner: Planner, first: Position, rank: int, cap: MicroBatchCap, base: Indices | None) -> None:
-        # a planner of its own: the sampler may run ahead, in another thread
-        self._planner = Planner(
-            planner.n, planner.seed, planner.batch, planner.assign, planner.curriculum, planner.lengths
-        )
+        self._planner = planner.copy()  # the sampler may run ahead, in another thread
         self._first, self._rank, self._cap, self._base = first, rank, cap, base
 
     def __iter__(self) -> Iterator[Request]:
@@ -149,8 +150,8 @@ class _Requests:
 class _Fetcher(torch.utils.data.Dataset[Any]):
     """Answers requests from a data set: all at once if it has `__getitems__`, else one seeded sample at a time."""
 
-    def __init__(self, dataset: Any, seed: int) -> None:
-        self._dataset, self._seed, self._epoch = dataset, seed, -1
+    def __init__(self, dataset: Any, seed: int, *, epoch: int = -1) -> None:
+        self._dataset, self._seed, self._epoch = dataset, seed, epoch
 
     def __getitems__(self, request: Request) -> Any:
         if not len(request.indices):
@@ -160,6 +161,7 @@ class _Fetcher(torch.utils.data.Dataset[Any]):
             if hasattr(self._dataset, "set_epoch"):
                 self._dataset.set_epoch(request.epoch)
         if hasattr(self._dataset, "__getitems__"):
+            seed_everything(derive_seed(self._seed, self._epoch, int(request.indices[0])))
             return self._dataset.__getitems__(request.indices.tolist())
         return [self._sample(index) for index in request.indices.tolist()]
 

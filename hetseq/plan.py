@@ -181,6 +181,10 @@ class Planner:
     lengths: Lengths | None = None
     _orders: dict[int, EpochOrder] = field(default_factory=dict)
 
+    def copy(self) -> Planner:
+        """The same plans from an object of its own: planners remember orders and are not for two threads."""
+        return Planner(self.n, self.seed, self.batch, self.assign, self.curriculum, self.lengths)
+
     def order(self, epoch: int) -> EpochOrder:
         if epoch not in self._orders:
             for old in [known for known in self._orders if known < epoch - 1]:

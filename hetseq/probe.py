@@ -46,13 +46,13 @@ def check_loss(
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
-            batches = [collate(_samples(dataset, indices)) for indices in _probes(dataset)]
-            results = []
-            for batch, size in zip(batches, (1, 1, 2)):
-                seed_everything(seed)
-                sums = check_sums(task, task.loss(model, place(batch)), terms)
-                results.append((counts_of(task, batch, size), sums))
+        batches = [collate(_samples(dataset, indices)) for indices in _probes(dataset)]
+        results = []
+        for batch, size in zip(batches, (1, 1, 2)):
+            seed_everything(seed)
+            # gradients stay on: a loss may be made of derivatives
+            sums = check_sums(task, task.loss(model, place(batch)), terms)
+            results.append((counts_of(task, batch, size), {term: total.detach() for term, total in sums.items()}))
     finally:
         model.train(was_training)
     if len(results) == 3:

@@ -14,6 +14,8 @@ import sys
 import threading
 from multiprocessing.connection import wait
 
+#: what asks a run to stop after its step
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 #: `timeout`, terminals and schedulers signal a process and its group: one wish, heard twice within these seconds
 ECHO_S = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -50,7 +52,7 @@ def _die_once_readable(descriptor: int) -> None:
 
 def ignore_stop_signals() -> None:
     """For helpers of a worker: stopping is the worker's decision, and it still needs them to finish its step."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -31,7 +31,8 @@ class Bucket:
         self.views: list[torch.Tensor] = []
         offset = 0
         for _, parameter in members:
-            self.views.append(self.flat[offset : offset + parameter.numel()].view_as(parameter))
+            # the strides of the parameter: fused optimizers walk both as flat memory
+            self.views.append(self.flat.as_strided(parameter.shape, parameter.stride(), offset))
             offset += parameter.numel()
         self.missing = 0  # parameters of the last micro-batch whose gradient has not come yet
         self.pending: Pending | None = None

@@ -11,17 +11,25 @@ from typing import Any
 
 import torch
 
-from hetseq.errors import CheckpointMismatch
+from hetseq.buffers import BufferKeeper
+from hetseq.errors import CheckpointMismatch, TaskError
 from hetseq.reduction import GradientReducer
 
 
 class Replica:
     """Model and optimizer of one rank."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        reducer: GradientReducer,
+        buffers: BufferKeeper,
+    ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.reducer = reducer
+        self.buffers = buffers
         self._names = {parameter: name for name, parameter in trained_parameters(model)}
 
     def set_learning_rate(self, rate: float) -> None:
@@ -31,18 +39,6 @@ class Replica:
     def state_bytes(self) -> int:
         """About what a checkpoint holds: parameters and two tensors of optimizer state for each."""
         return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self._names)
-
-    def model_tensors(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers by name, live; a tensor tied to several names appears under the first."""
-        tensors, seen = {}, set()
-        for name, value in self.model.state_dict(keep_vars=True).items():
-            if not isinstance(value, torch.Tensor):
-                raise TypeError(f"{name}: extra state of type {type(value).__name__} cannot be saved, only tensors")
-            key = (value.data_ptr(), value.shape, value.stride()) if value.numel() else id(value)
-            if key not in seen:
-                seen.add(key)
-                tensors[f"model.{name}"] = value.detach()
-        return tensors
 
     def optimizer_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The optimizer's state: tensors by name, live, and the numbers in it that are no tensors."""
@@ -56,25 +52,14 @@ class Replica:
                     numbers[f"optim.{name}.{key}"] = value
         return tensors, numbers
 
+    def model_tensors(self) -> dict[str, torch.Tensor]:
+        """`model_tensors` of the model."""
+        return model_tensors(self.model)
+
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy saved parameters and buffers into the model; raises CheckpointMismatch where they do not fit."""
-        live = self.model_tensors()
-        saved = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
-        missing, foreign = sorted(live.keys() - saved.keys()), sorted(saved.keys() - live.keys())
-        if missing or foreign:
-            raise CheckpointMismatch(
-                f"the checkpoint is of another model: it lacks {_few(missing)} and has {_few(foreign)} besides;"
-                " go on with the model it was made from, or choose another --save-dir"
-            )
-        for name, tensor in live.items():
-            if saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype:
-                raise CheckpointMismatch(
-                    f"the checkpoint is of another model: {name} is {_kind(saved[name])} there, {_kind(tensor)} here;"
-                    " go on with the model it was made from, or choose another --save-dir"
-                )
-        with torch.no_grad():
-            for name, tensor in live.items():
-                tensor.copy_(saved[name])
+        """`load_model_` into the model."""
+        load_model_(self.model, tensors)
+        self.buffers.renew()
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
         """Give the optimizer its saved state."""
@@ -91,8 +76,71 @@ class Replica:
             if isinstance(value, torch.Tensor):
                 # the counter of a step may live on the CPU, whatever the device of its parameter
                 device = parameter.device if value.dim() or self.optimizer.defaults.get("fused") else value.device
-                value = value.to(device, copy=True)
+                # in the parameter's memory layout, which a file does not keep and fused optimizers rely upon
+                is_alike = value.dim() > 0 and value.shape == parameter.shape
+                target = torch.empty_like(parameter, dtype=value.dtype) if is_alike else None
+                value = value.to(device, copy=True) if target is None else target.copy_(value)
             self.optimizer.state[parameter][key] = value
+
+
+def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, live; a tensor tied to several names appears under the first."""
+    tensors, seen = {}, set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        key = (value.data_ptr(), value.shape, value.stride()) if value.numel() else id(value)
+        if key not in seen:
+            seen.add(key)
+            tensors[f"model.{name}"] = value.detach()
+    return tensors
+
+
+def load_model_(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Copy saved parameters and buffers into the model; raises CheckpointMismatch where they do not fit."""
+    live = model_tensors(model)
+    saved = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    missing, foreign = sorted(live.keys() - saved.keys()), sorted(saved.keys() - live.keys())
+    if missing or foreign:
+        raise CheckpointMismatch(
+            f"the checkpoint is of another model: it lacks {_few(missing)} and has {_few(foreign)} besides;"
+            " go on with the model it was made from, or choose another --save-dir"
+        )
+    for name, tensor in live.items():
+        if saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype:
+            raise CheckpointMismatch(
+                f"the checkpoint is of another model: {name} is {_kind(saved[name])} there, {_kind(tensor)} here;"
+                " go on with the model it was made from, or choose another --save-dir"
+            )
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(saved[name])
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Raise TaskError for a model that could be trained for a while and then not be saved, or not rightly updated."""
+    for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if value.is_complex():
+            raise TaskError(f"{name} is complex: HetSeq trains real numbers only; keep two real tensors")
+        if not _is_dense(value):
+            raise TaskError(
+                f"{name} of shape {tuple(value.shape)} has strides {value.stride()}: its elements share memory or leave"
+                " gaps; make it whole with .contiguous()"
+            )
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
+            raise TaskError(
+                f"{name or 'the model'} ({type(module).__name__}) keeps extra state, which a checkpoint without pickle"
+                " cannot hold: register it as a buffer"
+            )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Every element once and without gaps, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

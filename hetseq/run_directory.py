@@ -28,7 +28,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hetseq.errors import RunDirectoryError
 
@@ -251,6 +251,11 @@ class StatusFile:
 def open_private(path: Path, flags: int) -> int:
     """A file descriptor of `path`, new files with mode 0600; a link in its place raises OSError (ELOOP)."""
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def open_appending(path: Path) -> TextIO:
+    """A text file to append lines to, with mode 0600; a link in its place raises OSError (ELOOP)."""
+    return os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", buffering=1, encoding="utf-8")
 
 
 def write_all(descriptor: int, data: bytes) -> None:

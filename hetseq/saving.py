@@ -1,14 +1,12 @@
-"""What a checkpoint of a run contains, when one is due, and whether it may be gone on from.
+"""What a checkpoint of a run contains, and when one is due.
 
 A checkpoint is the replica's tensors and one JSON object. Random numbers are derived from (seed, step, position) and
 learning rates from the number of updates, so there is no generator or scheduler to save: the step, the samples
-consumed and the history say it all. On resume the command line wins for everything but what the result depends on; a
-difference there is refused with both values unless a `--reset-*` option covers it.
+consumed and the history say it all.
 """
 
 from __future__ import annotations
 
-import ast
 import logging
 import secrets
 import time
@@ -16,11 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hetseq.checkpoint import CheckpointManager, Identity, Loaded, SaveResult
+from hetseq.checkpoint import CheckpointManager, Identity, SaveResult
 from hetseq.commit import parse_lineage
 from hetseq.config import CheckpointConfig
 from hetseq.controller import TrainingState
-from hetseq.errors import CheckpointMismatch, ConfigError
 from hetseq.plan import GlobalBatch, Position
 from hetseq.replica import Replica
 
@@ -36,7 +33,9 @@ class Provenance:
     task: str
     optimizer: str
     seed: int
+    split: str
     samples: int  # of the training split
+    curriculum: int
     precision: str
     batch: GlobalBatch
 
@@ -124,10 +123,13 @@ def describe(
         "skipped_in_a_row": state.skipped_in_a_row,
         "best": state.best,
         "train_seconds": state.train_seconds,
+        "resets": state.resets,
         "task": provenance.task,
         "optimizer": provenance.optimizer,
         "seed": provenance.seed,
         "samples": provenance.samples,
+        "split": provenance.split,
+        "curriculum": provenance.curriculum,
         "precision": provenance.precision,
         "global_batch": {
             "samples": provenance.batch.samples,
@@ -144,85 +146,14 @@ def saved_batch(saved: Mapping[str, Any]) -> GlobalBatch:
     return GlobalBatch(batch["samples"], batch["tokens"], tuple(batch["update_freq"]))
 
 
-def choose_batch(saved: Mapping[str, Any], asked: GlobalBatch, *, is_explicit: bool, resets_data: bool) -> GlobalBatch:
-    """The global batch to go on with: the checkpoint's, unless the data begin anew.
-
-    Another explicit --global-batch-size is refused; a product of --max-sentences, ranks and --update-freq gives way.
-    """
-    batch = saved_batch(saved)
-    if resets_data or batch == asked:
-        return asked
-    if is_explicit:
-        raise CheckpointMismatch(
-            f"--global-batch-size {asked.samples} differs from the checkpoint's {_in_words(batch)}: leave it out, or"
-            " begin the data anew with --reset-dataloader"
-        )
-    logger.info(
-        "the global batch stays %s, as in the checkpoint (the options would give %s)",
-        _in_words(batch),
-        _in_words(asked),
-    )
-    return batch
-
-
-def _in_words(batch: GlobalBatch) -> str:
-    parts = [f"{batch.samples} samples" if batch.samples else "", f"{batch.tokens} tokens" if batch.tokens else ""]
-    freq = "" if batch.update_freq == (1,) else f" x {','.join(map(str, batch.update_freq))}"
-    return " or ".join(part for part in parts if part) + freq
-
-
-def check_provenance(saved: Mapping[str, Any], here: Provenance, config: CheckpointConfig) -> None:
-    """Raise CheckpointMismatch where the checkpoint is of a run with another result."""
-    anew = ", or begin the data anew: --reset-dataloader"
-    checks: list[tuple[str, object, bool, str]] = [
-        ("task", here.task, False, "give the same --task"),
-        ("precision", here.precision, False, f"give --precision {saved['precision']}"),
-        (
-            "optimizer", here.optimizer, config.reset_optimizer,
-            "give the same --optimizer, or begin with a fresh one: --reset-optimizer",
-        ),
-        ("seed", here.seed, config.reset_dataloader, f"give --seed {saved['seed']}{anew}"),
-        ("samples", here.samples, config.reset_dataloader, f"give the same --data{anew}"),
-    ]  # fmt: skip
-    for name, value, is_covered, remedy in checks:
-        if saved[name] != value and not is_covered:
-            raise CheckpointMismatch(
-                f"the checkpoint was trained with {name} {saved[name]}, this command says {value}: {remedy}; or choose"
-                " another --save-dir"
-            )
-
-
-def restore(loaded: Loaded, replica: Replica, here: Provenance, config: CheckpointConfig) -> TrainingState:
-    """Put a checkpoint into the replica and give the state that goes with it. Raises CheckpointMismatch."""
-    saved = loaded.state
-    version = saved.get("state_version")
-    if version != STATE_VERSION:
-        raise CheckpointMismatch(f"{loaded.path}: state version {version}, this HetSeq reads {STATE_VERSION}")
-    check_provenance(saved, here, config)
-    replica.load_model(loaded.tensors)
-    if not config.reset_optimizer:
-        if saved["updates"] and saved["optimizer_numbers"] is None:
-            logger.warning("%s holds no optimizer state: the optimizer begins afresh", loaded.path)
-        replica.load_optimizer(loaded.tensors, saved["optimizer_numbers"] or {})
-    position = Position(saved["step"] + 1, saved["epoch"], saved["consumed"])
-    if config.reset_dataloader:
-        position = Position(saved["step"] + 1, 1, 0)
+def read_state(saved: Mapping[str, Any]) -> TrainingState:
+    """The inverse of `describe`."""
     return TrainingState(
-        position=position,
-        updates=0 if config.reset_lr_scheduler else saved["updates"],
+        position=Position(saved["step"] + 1, saved["epoch"], saved["consumed"]),
+        updates=saved["updates"],
         lineage=parse_lineage(saved["step"], saved["lineage"]),
         skipped_in_a_row=saved["skipped_in_a_row"],
-        best=None if config.reset_meters else saved["best"],
+        best=saved["best"],
         train_seconds=saved["train_seconds"],
+        resets=dict(saved["resets"]),
     )
-
-
-def parse_overrides(text: str) -> dict[str, Any]:
-    """The settings of --optimizer-overrides "{'eps': 1e-6}"; a literal, never evaluated."""
-    try:
-        overrides = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        overrides = None
-    if not isinstance(overrides, dict) or not all(isinstance(key, str) for key in overrides):
-        raise ConfigError(f"--optimizer-overrides {text}: expected a dict, as in \"{{'eps': 1e-6}}\"")
-    return overrides

@@ -6,7 +6,6 @@ controller over it all. Every rank runs it, in the same order, since some of it 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import os
@@ -18,24 +17,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetseq import probe, registry
 from hetseq.boundary import RunBoundary
+from hetseq.buffers import BufferKeeper
 from hetseq.capacity import assign_shares
-from hetseq.checkpoint import CheckpointManager, Loaded, Retention
 from hetseq.comm import AnyGroup
 from hetseq.commit import Wish
 from hetseq.config import CheckpointConfig, Config, DataConfig, ValidationConfig
 from hetseq.controller import Controller, TrainingState
-from hetseq.errors import CheckpointMismatch, CheckpointRefused, ConfigError, MissingSplitError
+from hetseq.errors import ConfigError, MissingSplitError
 from hetseq.loader import Source, StepLoader, base_order, place_on, seed_everything
 from hetseq.metrics import Metrics
 from hetseq.optim import parameter_groups
 from hetseq.plan import GlobalBatch, Lengths, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.reduction import GradientReducer
-from hetseq.replica import Replica, trained_parameters
+from hetseq.replica import Replica, check_model, trained_parameters
+from hetseq.resuming import choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory, StatusFile
-from hetseq.saving import Provenance, Saver, choose_batch, parse_overrides, restore
+from hetseq.saving import Provenance, Saver
 from hetseq.task import Task, build_model, collater_of, counts_of, lengths_of, load_split, make_task
 from hetseq.throttle import Throttle
 from hetseq.validation import Validator
@@ -89,17 +90,17 @@ def build_session(
         validators = make_validators(config, material)
         _check_best_metric(config.validation, validators, material)
 
-        manager = _open_checkpoints(config.checkpoint, directory, group)
+        manager = open_checkpoints(config.checkpoint, directory, group)
         provenance = _provenance(config, material, replica, global_batch(config.data, group))
-        loaded = _choose_checkpoint(manager, config.checkpoint, group)
-        state, provenance = _resume(loaded, config, replica, provenance)
+        loaded, state = choose_checkpoint(manager, config.checkpoint, group), TrainingState()
+        if loaded is not None:
+            is_explicit = config.data.global_batch_size is not None
+            state, provenance = resume(loaded, config.checkpoint, replica, provenance, is_explicit_batch=is_explicit)
+        _override(replica.optimizer, config.checkpoint)
         saver = Saver(manager, config.checkpoint, provenance, replica, generation=group.generation)
 
+        planner = _planner(config, material.train, provenance.batch, assign)
         cap = MicroBatchCap(config.data.max_sentences, config.data.max_tokens, config.data.required_batch_size_multiple)
-        planner = Planner(
-            len(material.train), config.task.seed, provenance.batch, assign, config.data.curriculum,
-            _needed_lengths(material.train, config.data, provenance.batch),
-        )  # fmt: skip
         loader = StepLoader(
             material.source(material.train), planner, state.position, rank=group.rank, cap=cap,
             num_workers=_num_workers(config.data.num_workers, device),
@@ -122,6 +123,7 @@ def build_session(
     metrics.set_total(_total_steps(config, len(material.train), provenance.batch))
     status.write(0.0, force=True, step=state.position.step - 1, state="start", **about)
     _say_what_runs(controller, material, device)
+    _warn_of_batch_norm(controller)
     return Session(controller, saver, status, about)
 
 
@@ -159,7 +161,9 @@ def load_material(config: Config, device: torch.device, task: Task | None) -> Ma
     collate = collater_of(task, train)
     terms = probe.find_terms(task, train, collate)
     seed_everything(seed)
-    model = build_model(task).to(device, dtype)
+    model = build_model(task)
+    check_model(model)
+    model.to(device, dtype)
     probe.check_loss(task, model, train, collate=collate, place=place, terms=terms, seed=seed)
     return Material(task, train, valid, model, terms, place, seed, pin_memory=device.type == "cuda")
 
@@ -189,7 +193,8 @@ def _build_replica(config: Config, material: Material, group: AnyGroup) -> Repli
         build = registry.find_optimizer(config.optimization.optimizer)
         optimizer = build(groups, config.optimization, config.extras.get("optimizer"))
     bucket_bytes = int(config.distributed.bucket_cap_mb * _MIB)
-    return Replica(material.model, optimizer, GradientReducer(parameters, group, bucket_bytes=bucket_bytes))
+    reducer = GradientReducer(parameters, group, bucket_bytes=bucket_bytes)
+    return Replica(material.model, optimizer, reducer, BufferKeeper(material.model, group))
 
 
 def _assigner(config: Config, world_size: int) -> Callable[[int], tuple[int, ...]]:
@@ -218,102 +223,40 @@ def _provenance(config: Config, material: Material, replica: Replica, batch: Glo
         task=type(material.task).__name__,
         optimizer=type(replica.optimizer).__name__,
         seed=config.task.seed,
+        split=config.data.train_subset,
         samples=len(material.train),
+        curriculum=config.data.curriculum,
         precision=config.optimization.precision,
         batch=batch,
     )
 
 
-def _open_checkpoints(config: CheckpointConfig, directory: RunDirectory, group: AnyGroup) -> CheckpointManager:
-    retention = Retention(config.keep_interval_updates, config.keep_last_epochs)
-    manager = CheckpointManager(directory.path, run_id=directory.run_id, group=group, retention=retention)
-    manager.recover()
-    return manager
-
-
-def _choose_checkpoint(manager: CheckpointManager, config: CheckpointConfig, group: AnyGroup) -> Loaded | None:
-    """What --restore-file means here. Going back within one run directory is refused: `latest` would be ambiguous."""
-    which, newest_step = config.restore_file, _newest_step(manager, group)
-    if which == "none":
-        if newest_step:
-            raise CheckpointMismatch(
-                f"--restore-file none, but {config.save_dir} holds checkpoints up to step {newest_step}:"
-                " begin anew in another --save-dir"
-            )
-        return None
-    if which == CheckpointConfig.restore_file:
-        return manager.load("latest")
-    is_word = which in ("latest", "best") or which.isdigit()
-    if newest_step and not is_word and os.path.isdir(which) and not _is_below(which, config.save_dir):
-        logger.info("--restore-file %s was the beginning of this run, which has gone on since", which)
-        return manager.load("latest")
-    try:
-        loaded = manager.load(which)
-    except CheckpointRefused as error:
-        raise CheckpointMismatch(f"--restore-file {which}: {error}") from None
-    if loaded is not None and loaded.identity.step < newest_step:
-        raise CheckpointMismatch(
-            f"--restore-file {which} is step {loaded.identity.step}, but {config.save_dir} has gone on to step"
-            f" {newest_step}: go back in another directory, --save-dir NEW --restore-file {loaded.path}"
+def _override(optimizer: torch.optim.Optimizer, config: CheckpointConfig) -> None:
+    """Apply --optimizer-overrides. Raises ConfigError for a setting that this optimizer does not have."""
+    overrides = config.optimizer_override_values()
+    unknown = sorted(set(overrides) - set(optimizer.defaults))
+    if unknown:
+        raise ConfigError(
+            f"--optimizer-overrides: {type(optimizer).__name__} has no {', '.join(unknown)}; it has"
+            f" {', '.join(sorted(optimizer.defaults))}"
         )
-    return loaded
-
-
-def _newest_step(manager: CheckpointManager, group: AnyGroup) -> int:
-    """Step of the newest checkpoint, 0 if there is none, as rank zero sees it: others may see an older list."""
-    newest = manager.latest() if group.rank == 0 else None
-    row = np.array([newest.identity.step if newest is not None else 0], np.int64)
-    return int(group.all_gather_rows(row)[0, 0])
-
-
-def _is_below(path: str, folder: str) -> bool:
-    inner, outer = os.path.realpath(path), os.path.realpath(folder)
-    return os.path.commonpath([inner, outer]) == outer
-
-
-def _has_begun(loaded: Loaded, config: CheckpointConfig) -> bool:
-    """Whether this run once began from another one's checkpoint and now goes on from its own."""
-    began_elsewhere = os.path.isdir(config.restore_file) and not _is_below(config.restore_file, config.save_dir)
-    return began_elsewhere and _is_below(str(loaded.path), config.save_dir)
-
-
-def _without_resets(config: CheckpointConfig) -> CheckpointConfig:
-    """--reset-* were for the beginning: a job that is killed and put into the queue again must not begin twice."""
-    return dataclasses.replace(
-        config, reset_dataloader=False, reset_lr_scheduler=False, reset_meters=False, reset_optimizer=False
-    )
-
-
-def _resume(
-    loaded: Loaded | None, config: Config, replica: Replica, provenance: Provenance
-) -> tuple[TrainingState, Provenance]:
-    """The state to train from, and the provenance with the global batch that holds from now on."""
-    state = TrainingState()
-    if loaded is not None:
-        settings = _without_resets(config.checkpoint) if _has_begun(loaded, config.checkpoint) else config.checkpoint
-        batch = choose_batch(
-            loaded.state,
-            provenance.batch,
-            is_explicit=config.data.global_batch_size is not None,
-            resets_data=settings.reset_dataloader,
-        )
-        provenance = dataclasses.replace(provenance, batch=batch)
-        state = restore(loaded, replica, provenance, settings)
-        logger.info("going on after step %d (%s)", loaded.identity.step, loaded.path)
-    overrides = parse_overrides(config.checkpoint.optimizer_overrides)
-    for group in replica.optimizer.param_groups:
+    for group in optimizer.param_groups:
         group.update(overrides)
-    return state, provenance
 
 
-def _needed_lengths(dataset: Any, config: DataConfig, batch: GlobalBatch) -> Lengths | None:
-    if not config.max_tokens and not batch.tokens:
-        return None
+def _planner(config: Config, dataset: Any, batch: GlobalBatch, assign: Callable[[int], tuple[int, ...]]) -> Planner:
+    counts_tokens = config.data.max_tokens or batch.tokens
+    lengths = _needed_lengths(dataset, "use --max-sentences") if counts_tokens else None
+    return Planner(len(dataset), config.task.seed, batch, assign, config.data.curriculum, lengths)
+
+
+def _needed_lengths(dataset: Any, remedy: str) -> Lengths:
+    """The lengths of a data set whose batches are counted in tokens. Raises ConfigError where it has none."""
     lengths = _lengths_by_place(dataset)
     if lengths is None:
         raise ConfigError(
             f"--max-tokens needs the length of every sample, but {type(dataset).__name__} has neither `lengths` nor"
-            " `num_tokens(index)`: give it one of them, or use --max-sentences"
+            f" `num_tokens(index)`: give it one of them, or {remedy}"
         )
     return lengths
 
@@ -337,17 +280,14 @@ def make_validators(config: Config, material: Material) -> list[Validator]:
     if not samples and not tokens:
         samples = config.data.global_batch_size
     weights = tuple(float(material.task.term_weights.get(term, 1.0)) for term in material.terms)
-    return [
-        Validator(
-            split=name,
-            source=material.source(dataset),
-            cap=MicroBatchCap(samples, tokens),
-            lengths=_lengths_by_place(dataset) if tokens else None,
-            terms=material.terms,
-            weights=weights,
-        )
-        for name, dataset in material.valid.items()
-    ]
+    validators = []
+    for name, dataset in material.valid.items():
+        lengths = _lengths_by_place(dataset) if tokens and samples else None
+        if tokens and not samples:
+            lengths = _needed_lengths(dataset, "add --max-sentences-valid")
+        cap = MicroBatchCap(samples, tokens if lengths is not None else None)
+        validators.append(Validator(name, material.source(dataset), cap, lengths, material.terms, weights))
+    return validators
 
 
 def _check_best_metric(config: ValidationConfig, validators: list[Validator], material: Material) -> None:
@@ -389,8 +329,21 @@ def _say_what_runs(controller: Controller, material: Material, device: torch.dev
     )  # fmt: skip
 
 
+def _warn_of_batch_norm(controller: Controller) -> None:
+    """The one common layer whose result depends on how a step is cut into micro-batches."""
+    kinds = {type(m).__name__ for m in controller.replica.model.modules() if isinstance(m, _BatchNorm)}
+    if kinds and controller.group.rank == 0:
+        logger.warning(
+            "%s normalises over each micro-batch, so the curve depends on ranks, shares and --max-sentences: LayerNorm or"
+            " GroupNorm keep the promise of one curve on any machines",
+            ", ".join(sorted(kinds)),
+        )
+
+
 @contextmanager
 def _patience(group: AnyGroup) -> Iterator[None]:
     before, group.deadline_s = group.deadline_s, _START_DEADLINE_S
-    yield
-    group.deadline_s = before
+    try:
+        yield
+    finally:
+        group.deadline_s = before

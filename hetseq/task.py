@@ -55,6 +55,8 @@ class Task:
 
     #: weight of each loss term; terms that are not named here have weight 1
     term_weights: ClassVar[Mapping[str, float]] = {}
+    #: losses that are made of derivatives (forces, gradient penalties) need gradients in validation too
+    needs_gradients_in_validation: ClassVar[bool] = False
     #: a dataclass of the task's own options; its fields become flags and attributes of `self.args`
     Options: ClassVar[type | None] = None
 

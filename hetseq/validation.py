@@ -39,7 +39,7 @@ class Validator:
         was_training = model.training
         model.eval()
         try:
-            with torch.no_grad():
+            with torch.set_grad_enabled(task.needs_gradients_in_validation):
                 names = sorted(self._metrics_of_first(task, model))
                 totals = self._own_totals(task, model, names, self._own_pieces(group, assign))
         finally:
@@ -54,7 +54,7 @@ class Validator:
         was_training = model.training
         model.eval()
         try:
-            with torch.no_grad():
+            with torch.set_grad_enabled(task.needs_gradients_in_validation):
                 measured = self._metrics_of_first(task, model)
         finally:
             model.train(was_training)

@@ -40,8 +40,8 @@ from hetseq.errors import (
 )
 from hetseq.metrics import Metrics
 from hetseq.options import with_own_options
-from hetseq.processes import ECHO_S, die_with_parent, die_with_pipe, keep_freed_memory
-from hetseq.run_directory import RunDirectory
+from hetseq.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_with_pipe, keep_freed_memory
+from hetseq.run_directory import RunDirectory, open_appending
 from hetseq.session import Session, build_session
 
 logger = logging.getLogger(__name__)
@@ -70,8 +70,9 @@ class StopRequest:
         self._first_s = 0.0
 
     def install(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the fork server holds them back, see launch
 
     def wish(self) -> Wish:
         return Wish.STOP if self.is_set else Wish.NONE
@@ -129,6 +130,8 @@ def run_worker(
             on_ready()
             is_ready = True
             return _train(session)
+        except SystemExit as error:
+            return {"code": EXIT_FAILED, "message": f"the task's code called sys.exit({error.code!r}) during the run"}
         except Exception as error:
             return _describe(error, is_ready=is_ready)
 
@@ -206,7 +209,8 @@ def _connect(placement: Placement) -> AnyGroup:
 def _set_up_logging(directory: RunDirectory, placement: Placement, metrics: Metrics, closing: ExitStack) -> None:
     """Everything into log/rank-N.txt; on the terminal, what rank zero says and what any rank warns of."""
     rank, root = placement.rank, logging.getLogger()
-    to_file = logging.FileHandler(directory.logs / f"rank-{rank}.txt", encoding="utf-8")
+    log = closing.enter_context(open_appending(directory.logs / f"rank-{rank}.txt"))
+    to_file = logging.StreamHandler(log)
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     to_terminal = metrics.log_handler
     to_terminal.setLevel(logging.INFO if rank == 0 else logging.WARNING)
@@ -216,7 +220,6 @@ def _set_up_logging(directory: RunDirectory, placement: Placement, metrics: Metr
     for handler in (to_file, to_terminal):
         root.addHandler(handler)
         closing.callback(root.removeHandler, handler)
-    closing.callback(to_file.close)
 
 
 class _TerminalFormatter(logging.Formatter):
@@ -233,7 +236,6 @@ class _TerminalFormatter(logging.Formatter):
 
 def _send_output_to(path: Path) -> None:
     """What the user's code prints is wanted once, from rank zero; the other ranks' goes to a file."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-    sys.stdout.flush()
-    os.dup2(descriptor, 1)
-    os.close(descriptor)
+    with open_appending(path) as file:
+        sys.stdout.flush()
+        os.dup2(file.fileno(), 1)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from hetseq.checkpoint import SaveResult
-from hetseq.errors import CheckpointRefused
-from hetseq.errors import PeerLostError
+from hetseq.errors import CheckpointRefused, PeerLostError
 from tests.support.checkpoints import contents, folder, loaded_step, manager, save
 from tests.support.ranks import run_ranks
 

@@ -33,7 +33,7 @@ def until(look: Callable[[], _T], what: str, *, within_s: float = 60.0) -> _T:
     deadline = time.monotonic() + within_s
     while not (found := look()):
         assert time.monotonic() < deadline, f"{what}: not within {within_s:g} s"
-        time.sleep(0.005)  # between two looks, not for a time in which something is hoped to happen
+        time.sleep(0.01)  # between two looks, not for a time in which something is hoped to happen
     return found
 
 

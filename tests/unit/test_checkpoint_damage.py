@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from hetseq.errors import CheckpointRefused
 from hetseq.checkpoint.records import seal, unseal
+from hetseq.errors import CheckpointRefused
 from tests.support.checkpoints import folder, loaded_step, manager, save, together
 
 

@@ -1,0 +1,24 @@
+"""Which validation is the best one."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from hetseq.boundary import RunBoundary
+from hetseq.config import ValidationConfig
+from hetseq.controller import TrainingState
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_what_is_not_finite_is_never_the_best_and_hides_nothing_that_comes_later(maximize: bool) -> None:
+    nothing: Any = None
+    config = ValidationConfig(maximize_best_checkpoint_metric=maximize)
+    boundary = RunBoundary(config=config, validators=[], saver=nothing, metrics=nothing, status=nothing, about={})
+    state = TrainingState()
+    values = [math.nan, math.inf, -math.inf, 2.0, math.nan, 3.0, 1.0]
+    best = [boundary._is_best(state, {"loss": value}) for value in values]
+    assert best == [False, False, False, True, False, maximize, not maximize]
+    assert state.best == (3.0 if maximize else 1.0)
