@@ -127,7 +127,8 @@ class Controller:
     def fit(self) -> bool:
         """Train until the configured end (True) or until a rank wishes to stop (False). Every rank calls it."""
         self.replica.model.train()
-        self.task.update_step(self.state.updates)  # what a task derives from it is not in a checkpoint
+        with self.replica.buffers.changing_alike():
+            self.task.update_step(self.state.updates)  # what a task derives from it is not in a checkpoint
         while not self.has_ended():
             result = self.train_step()
             if result.outcome.wish & Wish.STOP:
@@ -273,7 +274,8 @@ class Controller:
         self.replica.optimizer.step()
         self.state.updates += 1
         self.state.skipped_in_a_row = 0
-        self.task.update_step(self.state.updates)
+        with self.replica.buffers.changing_alike():
+            self.task.update_step(self.state.updates)
 
     def _skip(self, plan: StepPlan, data: StepData, counts: tuple[float, ...]) -> None:
         """Leave the parameters as they are; say which rank brought what is not finite."""
@@ -329,10 +331,10 @@ class Controller:
         """How long a peer may be silent in this step. What slows a first step of an epoch is not known beforehand."""
         if self._step_deadline_s is not None:
             self.group.deadline_s = self._step_deadline_s
-        elif len(self._recent) < 3 or plan.start == 0:
-            self.group.deadline_s = _FIRST_DEADLINE_S
         else:
-            self.group.deadline_s = max(_LEAST_DEADLINE_S, _PATIENCE * self._expected_s(plan.size))
+            is_known = len(self._recent) >= 3 and plan.start > 0
+            least_s = _LEAST_DEADLINE_S if is_known else _FIRST_DEADLINE_S
+            self.group.deadline_s = max(least_s, _PATIENCE * self._expected_s(plan.size))
 
     def _expected_s(self, samples: int) -> float:
         """Seconds of a step of `samples` samples, judged by the last ones: at least as long as they took."""

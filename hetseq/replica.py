@@ -120,16 +120,17 @@ def check_model(model: torch.nn.Module) -> None:
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if value.is_complex():
             raise TaskError(f"{name} is complex: HetSeq trains real numbers only; keep two real tensors")
-        if not _is_dense(value):
-            raise TaskError(
-                f"{name} of shape {tuple(value.shape)} has strides {value.stride()}: its elements share memory or leave"
-                " gaps; make it whole with .contiguous()"
-            )
     for name, module in model.named_modules():
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
             raise TaskError(
                 f"{name or 'the model'} ({type(module).__name__}) keeps extra state, which a checkpoint without pickle"
                 " cannot hold: register it as a buffer"
+            )
+    for name, value in model.state_dict(keep_vars=True).items():  # not the buffers that nothing is ever copied into
+        if not _is_dense(value):
+            raise TaskError(
+                f"{name} of shape {tuple(value.shape)} has strides {value.stride()}: its elements share memory or leave"
+                " gaps; make it whole with .contiguous()"
             )
 
 

@@ -334,8 +334,8 @@ def _warn_of_batch_norm(controller: Controller) -> None:
     kinds = {type(m).__name__ for m in controller.replica.model.modules() if isinstance(m, _BatchNorm)}
     if kinds and controller.group.rank == 0:
         logger.warning(
-            "%s normalises over each micro-batch, so the curve depends on ranks, shares and --max-sentences: LayerNorm or"
-            " GroupNorm keep the promise of one curve on any machines",
+            "%s normalises over each micro-batch, so the curve depends on ranks, shares and --max-sentences: LayerNorm"
+            " or GroupNorm keep the promise of one curve on any machines",
             ", ".join(sorted(kinds)),
         )
 

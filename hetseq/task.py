@@ -102,7 +102,10 @@ class Task:
         return {}
 
     def update_step(self, num_updates: int) -> None:
-        """Called on every rank after each optimizer step."""
+        """Called on every rank after each optimizer step, and before the first one of a run or of a resumed run.
+
+        What a task remembers must follow from `num_updates`: no checkpoint holds its attributes.
+        """
 
     def build_optimizer(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
         """An optimizer of the task's own; None: the one that --optimizer names."""

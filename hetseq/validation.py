@@ -99,8 +99,12 @@ class Validator:
             raise TaskError(
                 f"{type(task).__name__}.metrics gave {sorted(measured)}, earlier {names}: give the same names"
             )
-        losses = [(float(sums[term]) if counts[term] else 0.0, counts[term]) for term in self.terms]
-        return losses + [(float(measured[name][0]), float(measured[name][1])) for name in names]
+        losses = [(_number(sums[term]) if counts[term] else 0.0, counts[term]) for term in self.terms]
+        return losses + [(_number(measured[name][0]), _number(measured[name][1])) for name in names]
+
+
+def _number(value: torch.Tensor | float) -> float:
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
 
 
 def _mean(total: float, count: float) -> float:

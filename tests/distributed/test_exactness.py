@@ -58,9 +58,15 @@ def words(toy: str, case: Case, steps: int) -> list[str]:
     )
 
 
+def steps_of(toy: str, case: Case, steps: int) -> int:
+    """ReLU and max-pooling choose by comparing, and one choice that rounding turns changes the net's gradient by 5e-4
+    (seen in one of 288 steps in fp32, never in fp64): single precision is judged by its first two steps."""
+    return 2 if toy == "Images" and case[3] == "fp32" else steps
+
+
 def train_cases(group: AnyGroup, save_dir: str, toy: str, the_cases: list[Case], steps: int) -> list[Facts]:
     """A rank's life: one training after the other."""
-    return [train(group, save_dir, words(toy, case, steps)) for case in the_cases]
+    return [train(group, save_dir, words(toy, case, steps_of(toy, case, steps))) for case in the_cases]
 
 
 def reference(toy: str, world_size: int, case: Case, steps: int) -> oracle.Curve:
@@ -100,11 +106,8 @@ def errors(facts: Facts, curve: oracle.Curve) -> Iterator[float]:
 def check(toy: str, world_size: int, path: Path, the_cases: list[Case], steps: int) -> None:
     ranks = run_ranks(train_cases, world_size, prepared(path), toy, the_cases, steps, timeout_s=300)
     for number, case in enumerate(the_cases):
-        curve = reference(toy, world_size, case, steps)
-        # ReLU and max-pooling choose by comparing, and one choice that rounding turns changes the net's gradient by
-        # 5e-4 (seen in one of 288 steps in fp32, never in fp64): single precision is judged by its first two steps.
-        judged = 2 if toy == "Images" and case[3] == "fp32" else steps
-        worst = max(error for facts in ranks for error in itertools.islice(errors(facts[number], curve), judged))
+        curve = reference(toy, world_size, case, steps_of(toy, case, steps))
+        worst = max(error for facts in ranks for error in errors(facts[number], curve))
         assert worst <= LIMIT[case[3]], f"{toy}, {world_size} ranks, {case}: {worst:.1e}"
         assert all(facts[number].absent == curve.absent for facts in ranks), f"{toy}, {case}: unused parameters"
         assert len({tuple(facts[number].parameters.tolist()) for facts in ranks}) == 1, "replicas differ"
@@ -125,9 +128,11 @@ def test_the_whole_matrix_on_toys(toy: str, world_size: int, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_whole_matrix_on_the_mnist_net(world_size: int, tmp_path: Path) -> None:
-    check("Images", world_size, tmp_path, cases(world_size), 4)
+    the_cases = [case for case in cases(world_size) if case[1] == "3" or case[2] > 1]
+    check("Images", world_size, tmp_path, the_cases, 4)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -1,0 +1,310 @@
+"""How a run ends before its end: asked to, forced to, or because a process died. Real command lines and signals.
+
+After each of them: the exit code tells whether the same command goes on, the reason is said once, and no process and no
+shared memory is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import TRAIN, Finished
+from tests.support.trials import (
+    Trial,
+    curve,
+    is_bit_equal,
+    kept,
+    last_state,
+    run_trial,
+    start_trial,
+    until,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+HAZARDS = Path(__file__).parents[1] / "support" / "hazards.py"
+PLAIN = shlex.split("--cpu --task mnist --global-batch-size 96 --max-epoch 4 --optimizer adam")
+# slowed down, so that signals find a step under way and not the end of the run; it changes no number
+DIGITS = [*PLAIN, "--throttle", "0:8"]
+# samples in their own order: of the 12 samples of a step each of three ranks takes four, so rank 1 sees 16 in step 2
+# the deadline is the test's own, so that a slow machine cannot bring its end forward
+HAZARD = shlex.split(
+    f"--cpu --task {HAZARDS}:Hazard --curriculum 9 --global-batch-size 12 --max-epoch 2 --optimizer sgd"
+    " --step-deadline 60"
+)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+WORKERS_LEFT_S = 5.0
+NOBODY_LEFT_S = 15.0  # alone, the fork server takes 1.5 s of computing to tear down what it has imported
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_stop_signal_to_launcher_group_or_worker_saves_and_the_same_command_goes_on_bit_equal(
+    tmp_path: Path, world: int
+) -> None:
+    words, plain = ([*those, "--distributed-world-size", world] for those in (DIGITS, PLAIN))
+    calm, hurt = tmp_path / "calm", tmp_path / "hurt"
+    assert run_trial(plain, calm).code == 0
+    cases = [(target, number) for target in ("launcher", "group", "worker") for number in STOP_SIGNALS]
+    cases = cases if world > 1 else cases[::2]  # each signal and each target, and one process fewer to differ
+    last_step = 0
+    for place, (target, number) in enumerate(cases):
+        with start_trial(words, hurt) as trial:
+            trial.wait_for_step(last_step + 3)
+            _send(trial, target, number, rank=place % world)
+            finished = trial.finish()
+            trial.wait_until_gone(NOBODY_LEFT_S)
+        assert finished.code == 75, (target, number, finished)
+        step = max(curve(hurt))
+        assert max(kept(hurt)) == step, "the step was finished and saved"
+        assert f"goes on from step {step}" in finished.err
+        assert step <= last_step + 30, "it stopped at once, not at the end of the epoch"
+        last_step = step
+    assert run_trial(plain, hurt).code == 0
+    assert curve(hurt) == curve(calm)
+    assert is_bit_equal(last_state(hurt), last_state(calm))
+
+
+def test_a_second_signal_stops_at_once_and_an_echo_of_the_first_does_not(tmp_path: Path) -> None:
+    words = _planned(tmp_path, {"40": "wait"}, "--distributed-world-size", 3, "--save-interval-updates", 1)
+    with start_trial(words, tmp_path / "run") as trial:
+        _wait_until_reached(tmp_path, "40")
+        trial.signal(signal.SIGTERM, trial.launcher)
+        trial.signal(signal.SIGUSR1, trial.launcher)
+        until(lambda: "a second signal stops at once" in trial.command.said(), "the answer to the first signal")
+        (tmp_path / "open").touch()
+        finished = trial.finish()
+    assert finished.code == 75
+    assert max(kept(tmp_path / "run")) == 4, f"sample 40 is of step 4, which was finished; {finished.err}"
+
+    (tmp_path / "open").unlink()
+    words[words.index("--data") + 1] = str(_plan(tmp_path / "again", {"70": "wait"}))
+    with start_trial(words, tmp_path / "run") as trial:
+        _wait_until_reached(tmp_path / "again", "70")
+        finished, seconds = _insist(trial)
+        trial.wait_until_gone(NOBODY_LEFT_S)
+    assert finished.code == 75
+    assert "stopped at once by a second signal" in finished.err
+    assert max(kept(tmp_path / "run")) == 5, "sample 70 is of step 6, which nobody waited for"
+    assert seconds < 5
+
+
+def test_a_signal_while_data_are_loaded_ends_the_run_at_once(tmp_path: Path) -> None:
+    words = _planned(tmp_path, {"load": "wait"}, "--distributed-world-size", 2)
+    with start_trial(words, tmp_path / "run") as trial:
+        _wait_until_reached(tmp_path, "load", count=2)
+        trial.signal(signal.SIGUSR1, trial.launcher)
+        finished = trial.finish(10)
+        trial.wait_until_gone(NOBODY_LEFT_S)
+    assert finished.code == 1, "there is nothing to go on from"
+    assert finished.err.count("stopped by SIGUSR1 before the first step; nothing had been saved yet") == 1
+
+
+def test_a_signal_while_the_workers_start_is_not_lost(tmp_path: Path) -> None:
+    words = [*DIGITS, "--distributed-world-size", 2]
+    with start_trial(words, tmp_path / "run") as trial:
+        until(lambda: any("forkserver" in _command_line(pid) for pid in trial.processes()), "a fork server")
+        trial.signal(signal.SIGTERM, trial.launcher)
+        finished = trial.finish(30)
+        trial.wait_until_gone(NOBODY_LEFT_S)
+    assert finished.code == 1, finished.err
+    assert "stopped by SIGTERM before the first step" in finished.err
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_a_launcher_killed_takes_every_process_with_it(tmp_path: Path, world: int) -> None:
+    words = [*DIGITS, "--distributed-world-size", world, "--num-workers", 2]
+    with start_trial(words, tmp_path / "run") as trial:
+        trial.wait_for_step(3)
+        processes = trial.processes()
+        assert len(processes) == 3 + world * 3, "launcher, fork server, resource tracker; workers with two loaders each"
+        training = {pid for worker in trial.workers().values() for pid in [worker, *trial.children_of(worker)]}
+        assert len(training) == world * 3
+        trial.command.kill()
+        begin = time.monotonic()
+        until(lambda: not training & set(trial.processes()), "workers left", within_s=WORKERS_LEFT_S)
+        seconds = time.monotonic() - begin
+        everything_s = seconds + trial.wait_until_gone(NOBODY_LEFT_S)
+        assert _shared_memory_of(processes) == []
+    print(f"world {world}: workers gone after {seconds:.2f} s, everything after {everything_s:.1f} s")
+
+
+def test_a_launcher_killed_takes_a_worker_with_it_that_holds_the_interpreter_in_c(tmp_path: Path) -> None:
+    words = _planned(tmp_path, {"40": "hold the interpreter"})
+    with start_trial(words, tmp_path / "run") as trial:
+        _wait_until_reached(tmp_path, "40")
+        trial.command.kill()
+        trial.wait_until_gone(NOBODY_LEFT_S)
+
+
+@pytest.mark.parametrize(("world", "saves"), [(1, True), (3, True), (3, False)])
+def test_a_worker_killed_ends_the_run_quickly_and_is_named_once(tmp_path: Path, world: int, saves: bool) -> None:
+    words = [*DIGITS, "--distributed-world-size", world, "--num-workers", 2]
+    words += ["--save-interval-updates", 2] if saves else []
+    rank = world - 1
+    with start_trial(words, tmp_path / "run") as trial:
+        trial.wait_for_step(3)
+        processes = trial.processes()
+        begin = time.monotonic()
+        trial.signal(signal.SIGKILL, until(trial.workers, "workers")[rank])
+        finished = trial.finish()
+        seconds = time.monotonic() - begin
+        trial.wait_until_gone(NOBODY_LEFT_S)
+        assert _shared_memory_of(processes) == []
+    assert finished.code == (75 if saves else 1)
+    assert finished.err.count(f"rank {rank} was killed (SIGKILL") == 1
+    assert finished.err.count("was killed") == 1
+    assert finished.err.count("lost a peer") == 0, "who only lost a peer is not worth a line"
+    assert "Traceback" not in finished.err
+    assert seconds <= 5
+    print(f"world {world}: ended after {seconds:.2f} s")
+
+
+def test_a_worker_that_crashes_is_a_failure_even_with_a_commit(tmp_path: Path) -> None:
+    words = _planned(tmp_path, {"40": "crash"}, "--distributed-world-size", 3, "--save-interval-updates", 1)
+    finished = run_trial(words, tmp_path / "run")
+    assert finished.code == 1
+    assert finished.err.count("rank 1 crashed (SIGSEGV)") == 1
+    assert max(kept(tmp_path / "run")) == 3
+
+
+def test_a_worker_that_leaves_without_a_word_is_a_failure(tmp_path: Path) -> None:
+    words = _planned(tmp_path, {"40": "exit"}, "--distributed-world-size", 2, "--save-interval-updates", 1)
+    finished = run_trial(words, tmp_path / "run")
+    assert finished.code == 1
+    assert finished.err.count("rank 0 left with exit code 3 without a reason") == 1
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_worker_that_falls_silent_is_named_after_the_deadline(tmp_path: Path, saves: bool) -> None:
+    words = _planned(tmp_path, {"40": "wait"}, "--distributed-world-size", 3, "--step-deadline", 2)
+    words += ["--save-interval-updates", 1] if saves else []
+    with start_trial(words, tmp_path / "run") as trial:
+        _wait_until_reached(tmp_path, "40")
+        begin = time.monotonic()
+        trial.signal(signal.SIGSTOP, until(trial.workers, "workers")[1])
+        finished = trial.finish()
+        seconds = time.monotonic() - begin
+        trial.wait_until_gone(NOBODY_LEFT_S)
+    assert finished.code == (75 if saves else 1)
+    assert finished.err.count("rank 1 fell silent") == 1
+    assert "waiting up to 2 s" in finished.err
+    assert 1 <= seconds <= 2 + 8, "the deadline, and the grace for the others"
+    print(f"ended {seconds:.1f} s after it fell silent")
+
+
+def test_an_exception_in_one_rank_is_shown_once_while_others_wait_in_a_collective(tmp_path: Path) -> None:
+    words = _planned(tmp_path, {"40": "raise"}, "--distributed-world-size", 3, "--save-interval-updates", 1)
+    with start_trial(words, tmp_path / "run") as trial:
+        finished = trial.finish()
+        trial.wait_until_gone(NOBODY_LEFT_S)
+    assert finished.code == 1, "it would fail again in the same way"
+    assert finished.err.count("ValueError: sample 40 is poisoned") == 1
+    assert finished.err.count("Traceback") == 1
+    assert "rank 1: " in finished.err
+    assert "lost a peer" not in finished.err
+
+
+@pytest.mark.parametrize("streams", ["stdout", "stdout and stderr"])
+def test_a_reader_that_goes_away_hangs_nothing(tmp_path: Path, streams: str) -> None:
+    words = [*PLAIN, "--log-interval", "1", "--save-dir", str(tmp_path / "run"), "--distributed-world-size", "2"]
+    errors = subprocess.STDOUT if streams == "stdout and stderr" else subprocess.PIPE
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # as `| head -1` does: one line, then nobody reads
+    with subprocess.Popen([*TRAIN, *words], stdout=subprocess.PIPE, stderr=errors, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline()
+            process.stdout.close()
+            said = process.stderr.read().decode() if process.stderr else ""
+            code = process.wait(60)
+        finally:
+            process.kill()
+    assert code == 0, said
+    assert max(curve(tmp_path / "run")) == 60, "the run went on without its reader"
+    assert "Traceback" not in said
+
+
+def test_without_a_launcher_process_a_signal_saves_and_a_second_one_stops_at_once(tmp_path: Path) -> None:
+    words = _planned(tmp_path, {"40": "wait"}, "--distributed-no-spawn", "--save-interval-updates", 1)
+    with start_trial(words, tmp_path / "run") as trial:
+        _wait_until_reached(tmp_path, "40")
+        trial.signal(signal.SIGTERM, trial.launcher)
+        (tmp_path / "open").touch()
+        assert trial.finish().code == 75
+    assert max(kept(tmp_path / "run")) == 4
+    (tmp_path / "open").unlink()
+    words[words.index("--data") + 1] = str(_plan(tmp_path / "again", {"70": "wait"}))
+    with start_trial(words, tmp_path / "run") as trial:
+        _wait_until_reached(tmp_path / "again", "70")
+        finished, _ = _insist(trial)
+    assert finished.code != 0
+    assert max(kept(tmp_path / "run")) == 5
+
+
+def test_a_fork_server_killed_leaves_nothing_behind(tmp_path: Path) -> None:
+    words = [*DIGITS, "--distributed-world-size", 2, "--save-interval-updates", 2]
+    with start_trial(words, tmp_path / "run") as trial:
+        trial.wait_for_step(3)
+        trial.signal(signal.SIGKILL, trial.helper("forkserver"))
+        finished = trial.finish(10)
+        trial.wait_until_gone(NOBODY_LEFT_S)
+    assert finished.code in (1, 75)
+    assert finished.err.count("hetseq: ") == 1
+
+
+def _send(trial: Trial, target: str, number: int, *, rank: int) -> None:
+    if target == "launcher":
+        trial.signal(number, trial.launcher)
+    elif target == "group":  # `timeout` signals the process and then its group
+        trial.signal(number, trial.launcher)
+        os.killpg(trial.launcher, number)
+    else:
+        trial.signal(number, until(trial.workers, "workers")[rank])
+
+
+def _insist(trial: Trial) -> tuple[Finished, float]:
+    """Signal the launcher until it has ended, as an impatient person does."""
+    begin = time.monotonic()
+    while trial.command.poll() is None:
+        assert time.monotonic() < begin + 20, trial.command.said()
+        with suppress(ProcessLookupError):
+            trial.signal(signal.SIGINT, trial.launcher)
+        with suppress(subprocess.TimeoutExpired):
+            trial.command.wait(0.2)
+    return trial.finish(), time.monotonic() - begin
+
+
+def _plan(folder: Path, plan: dict[str, str]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return folder
+
+
+def _planned(folder: Path, plan: dict[str, str], *words: object) -> list[object]:
+    return [*HAZARD, "--data", str(_plan(folder, plan)), *words]
+
+
+def _wait_until_reached(folder: Path, key: str, *, count: int = 1) -> None:
+    until(lambda: len(list(folder.glob(f"reached-{key}-*"))) >= count, f"somebody at {key}")
+
+
+def _shared_memory_of(pids: list[int]) -> list[str]:
+    """Names in /dev/shm that carry one of these process ids, as torch's and our own do, or are HetSeq's."""
+    folder = Path("/dev/shm")
+    names = os.listdir(folder) if folder.is_dir() else []
+    return [name for name in names if name.startswith("hetseq") or any(f"_{pid}_" in name for pid in pids)]
+
+
+def _command_line(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""

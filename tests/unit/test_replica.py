@@ -1,0 +1,77 @@
+"""A model is looked at before it is trained: what could not be saved or rightly updated is refused in words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hetseq.errors import TaskError
+from hetseq.replica import check_model
+
+
+def with_parameter(value: torch.Tensor) -> nn.Module:
+    model = nn.Linear(4, 1)
+    model.extra = nn.Parameter(value)
+    return model
+
+
+def with_buffer(value: torch.Tensor, *, persistent: bool = True) -> nn.Module:
+    model = nn.Linear(4, 1)
+    model.register_buffer("extra", value, persistent=persistent)
+    return model
+
+
+EXPANDED = torch.ones(1).expand(5)
+OVERLAPPING = torch.arange(6.0).as_strided((3, 2), (1, 1))
+GAPPED = torch.zeros(4, 6)[:, :3]
+
+
+@pytest.mark.parametrize("value", [EXPANDED, OVERLAPPING, GAPPED], ids=["expanded", "overlapping", "gapped"])
+@pytest.mark.parametrize("make", [with_parameter, with_buffer])
+def test_elements_that_share_memory_or_leave_gaps_are_refused(make: Any, value: torch.Tensor) -> None:
+    with pytest.raises(TaskError, match=r"extra of shape .* has strides .*\.contiguous\(\)"):
+        check_model(make(value))
+    check_model(make(value.contiguous()))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.randn(5, 3).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(()),
+        torch.randn(3, 0, 4),
+        torch.arange(4.0).expand(1, 4),
+    ],
+    ids=["transposed", "channels last", "scalar", "empty", "a dimension of one"],
+)
+def test_any_order_of_dimensions_will_do(value: torch.Tensor) -> None:
+    check_model(with_parameter(value))
+    check_model(with_buffer(value))
+
+
+def test_a_cache_may_lie_in_memory_as_it_likes() -> None:
+    check_model(with_buffer(EXPANDED, persistent=False))
+
+
+@pytest.mark.parametrize("make", [with_parameter, with_buffer])
+def test_complex_numbers_are_refused(make: Any) -> None:
+    with pytest.raises(TaskError, match="extra is complex"):
+        check_model(make(torch.ones(3, dtype=torch.complex64)))
+
+
+class Remembering(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"seen": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def test_extra_state_is_refused_since_no_checkpoint_could_hold_it() -> None:
+    with pytest.raises(TaskError, match=r"^1 \(Remembering\) keeps extra state"):
+        check_model(nn.Sequential(nn.Linear(4, 4), Remembering(4, 1)))
+    check_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
