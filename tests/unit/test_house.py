@@ -23,6 +23,8 @@ WITHOUT_TORCH = (
     "hetseq.capacity",
     "hetseq.commit",
     "hetseq.membership",
+    "hetseq.cluster.secret",
+    "hetseq.cluster.channel",
     "hetseq.options",
     "hetseq.registry",
     "hetseq.cli",
