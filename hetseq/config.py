@@ -315,7 +315,8 @@ class DistributedConfig:
         weights = self.balance_weights()
         if weights is not None and len(weights) != world_size:
             raise ConfigError(
-                f"--balance {self.balance} gives {len(weights)} weights for {world_size} ranks: give one per rank"
+                f"--balance {self.balance} gives {len(weights)} weights for {world_size} ranks:"
+                " give one weight per rank"
             )
         for rank in self.throttle_factors():
             if rank >= world_size:

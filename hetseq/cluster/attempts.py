@@ -1,0 +1,376 @@
+"""Attempts: how launchers that share nothing but a directory agree on the one of them that the others call.
+
+Responsible for `file://PATH` as a place, for electing one head per attempt and telling the others where it listens, for
+replacing an attempt whose head has died, and for leaving nothing behind. It refuses to talk to anybody: whether a head
+answers is asked of the caller, and what the nodes say to each other afterwards goes over the control channel.
+
+The one idea: attempts are the versions of one key, `attempt-NAME.1`, `.2`, and so on (`shared_directory`). Who
+publishes the next number becomes head if a second look shows that number as the newest; every other launcher looks and
+follows (`election`). A head that ends publishes one more number, its last word. While that stands nobody else acts, so
+the head may remove the whole chain, lowest number first, and after it the last word itself.
+
+Why lowest first: numbers are counted upwards by name, so the chain looks whole or empty, never like an older attempt.
+Whoever claims number 1 meanwhile looks a second time, sees the last word above it, and waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hetseq.cluster.election import BEAT_S, LEASE_S, NOTHING, UNKNOWN, Action, Kind, Record, Sight, Watch, decide
+from hetseq.cluster.heart import Heart, read_pulse
+from hetseq.cluster.identity import is_alive, this_process
+from hetseq.cluster.shared_directory import POLL_S, DirectoryGone, SharedDirectory, Version, trouble
+from hetseq.errors import RendezvousError
+
+logger = logging.getLogger(__name__)
+
+ASK_EVERY_S = 5.0
+
+#: opens the control port, and returns the address and port that other nodes reach it by
+Listen = Callable[[], tuple[str, int]]
+Sleep = Callable[[float], None]
+#: whether the head of that record answers, in a few seconds at most
+Answers = Callable[[Record], bool]
+
+
+@dataclass(frozen=True)
+class Top:
+    """A number of a chain, with the record in it and the one below it; None where the number is taken and empty."""
+
+    number: int = 0
+    record: Record | None = None
+    below: Record | None = None
+
+    @property
+    def is_void(self) -> bool:
+        """Whether its writer will take it back, because it replaces something else than what is below."""
+        return self.record is not None and self.record.kind is Kind.HEAD and not self.record.stands_on(self.below)
+
+
+@dataclass
+class Attempt:
+    """One attempt to start a run: who is its head, and a store of its own for what its members share.
+
+    `heart` is the head's to beat, None for all others. Everybody calls `close` in the end.
+    """
+
+    number: int
+    head: Record
+    is_head: bool
+    directory: SharedDirectory
+    heart: Heart | None
+    _chain: _Chain
+    _was_made: bool
+    _sleep: Sleep
+    _is_closed: bool = False
+
+    def is_superseded(self) -> bool:
+        """Whether another launcher has taken this attempt for dead and replaced it; asked by a head now and then."""
+        return self._chain.is_superseded(self.number, self.head)
+
+    def close(self) -> None:
+        """Remove what the attempt has left in the directory, if this is its head; may be called twice. Never raises."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if self.is_head:
+                self._chain.retire(self.number, self.head, self._sleep)
+            if self._was_made:
+                os.rmdir(self._chain.store.path)
+        except DirectoryGone:
+            pass
+        except (OSError, RendezvousError) as error:
+            if not isinstance(error, OSError) or error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                logger.warning("some files are left in %s: %s", self._chain.store.path, error)
+
+
+def find_attempt(
+    path: Path,
+    key: bytes,
+    *,
+    listen: Listen,
+    name: str = "run",
+    answers: Answers | None = None,
+    timeout_s: float = 120.0,
+    now: Callable[[], float] = time.monotonic,
+    sleep: Sleep = time.sleep,
+) -> Attempt:
+    """The attempt of run `name` in `file://PATH`: the one that lives, else a new one. Every launcher calls this.
+
+    `listen` is called at most once, and only by who tries to become head; if somebody else has won in the end
+    (`is_head` is false), the caller closes that port. `answers` saves the wait for a head on another machine. Attempts
+    of different names do not see each other. Raises RendezvousError where the directory cannot be used, or nothing was
+    found out within `timeout_s`.
+    """
+    deadline_s = now() + timeout_s
+    was_made = False
+    endpoint: list[tuple[str, int]] = []
+
+    def listen_once() -> tuple[str, int]:
+        if not endpoint:
+            endpoint.append(listen())
+        return endpoint[0]
+
+    while True:
+        try:
+            place, is_new = find_place(path)
+            was_made = was_made or is_new
+            chain = _Chain(SharedDirectory.open(place, key), key, f"attempt-{name}", now)
+            return _Search(chain, listen_once, answers, was_made).run(deadline_s, sleep)
+        except DirectoryGone:  # a run that ends removes a directory that it made, if it is empty
+            if now() >= deadline_s:
+                raise
+            sleep(POLL_S)
+
+
+def find_place(path: Path) -> tuple[Path, bool]:
+    """The directory that `file://PATH` means, made if it is missing, and whether it was made here.
+
+    A directory is used. Where a file stands, as one left by the HetSeq of 2020, it is left alone and `PATH.hetseq` is
+    used. Raises RendezvousError where the parent is missing or nothing can be made in it.
+    """
+    place = Path(os.path.abspath(path))
+    found = _what_is(place)
+    if found == "file":
+        place = place.with_name(place.name + ".hetseq")
+        logger.info("%s is a file and stays as it is: the nodes meet in %s", path, place)
+        found = _what_is(place)
+        if found == "file":
+            raise RendezvousError(f"{path} and {place} are files, a directory was expected: name another path")
+    if found == "directory":
+        return place, False
+    if not place.parent.is_dir():
+        missing = next(parent for parent in reversed(place.parents) if not parent.is_dir())
+        raise RendezvousError(
+            f"the directory {missing} does not exist on {socket.gethostname()}, so the nodes cannot meet in {place}."
+            " Does it exist on another node? Then it is not shared: mount it here, or use tcp://HOST:PORT"
+        )
+    try:
+        os.mkdir(place, 0o700)
+        return place, True
+    except FileExistsError:
+        return place, False  # another node was first
+    except OSError as error:
+        raise trouble(place, error) from error
+
+
+class _Chain:
+    """The attempts of one name, as records; `key` as for the store."""
+
+    def __init__(self, store: SharedDirectory, key: bytes, name: str, now: Callable[[], float]) -> None:
+        self.store = store
+        self.name = name
+        self.now = now
+        self._key = key
+
+    def top(self) -> Top:
+        """The newest number of the chain."""
+        top = Top()
+        for version in self.store.versions(self.name):
+            top = Top(version.number, self.record_of(version), top.record)
+        return top
+
+    def at(self, number: int) -> Top:
+        """One number of the chain; `Top()` if the chain does not reach it."""
+        below: Record | None = None
+        for version in self.store.versions(self.name):
+            record = self.record_of(version)
+            if version.number == number:
+                return Top(number, record, below)
+            below = record
+        return Top()
+
+    def record_of(self, version: Version) -> Record | None:
+        """What that version says, None if it is empty; RendezvousError if another HetSeq wrote it."""
+        try:
+            return None if version.content is None else Record.decode(version.content)
+        except ValueError as error:
+            raise RendezvousError(
+                f"{self.store.file(self.name, version.number)} was written by another version of HetSeq ({error}): use"
+                " one version on all nodes, or another directory"
+            ) from None
+
+    def key_of(self, nonce: str) -> bytes:
+        """The key of one attempt: what was written for another one does not verify."""
+        return hmac.new(self._key, b"hetseq attempt\0" + nonce.encode(), hashlib.sha256).digest()
+
+    def directory_of(self, nonce: str) -> SharedDirectory:
+        """The store of one attempt."""
+        return self.store.folder(f"{self.name}-{nonce}", self.key_of(nonce))
+
+    def heart_of(self, nonce: str) -> Path:
+        """Where the counter of that attempt's head is."""
+        return self.directory_of(nonce).path / "heart"
+
+    def is_superseded(self, number: int, head: Record) -> bool:
+        """Whether that attempt was replaced, and not only its number claimed by mistake for a moment."""
+        above = self.at(number + 1).record
+        return above is not None and above.after == head.nonce and above.nonce != head.nonce
+
+    def retire(self, number: int, head: Record, sleep: Sleep) -> None:
+        """Say the last word and remove the chain; leaves all but one's own directory to a newer head, if there is one.
+
+        After its last word a head has SILENCE_S before newcomers go on without it, and stops well before.
+        """
+        own_number, last = number, replace(head, kind=Kind.ENDED)
+        asked_s = self.now()
+        while True:
+            began_s = self.now()
+            if self.store.publish(self.name, last.encode(), version=number + 1):
+                top = self.top()
+                if top.record == last:
+                    number = top.number
+                    break
+                if top.record is None or is_alive(top.record.process) is not False:
+                    return
+                # The last word closed a gap, and above it is what a head left that died while it removed its chain.
+                number = top.number
+            elif self.is_superseded(own_number, head) or began_s - asked_s > 3 * BEAT_S:
+                self.directory_of(head.nonce).clear()
+                return
+            else:
+                sleep(POLL_S)  # claimed by mistake, and taken back at once
+        for version in self.store.versions(self.name):  # heads that died left their directories
+            record = self.record_of(version)
+            if record is not None:
+                self.directory_of(record.nonce).clear()
+        above = [left for left in self.store.listed(self.name) if left > number]  # beyond another gap
+        for left in [*above, *range(1, number + 1)]:
+            if self.now() - began_s > LEASE_S:
+                return
+            self.store.remove(self.name, left)
+        self.store.sweep()
+
+
+class _Search:
+    """The executor: looks, has `decide` decide, and acts, until this launcher leads or follows."""
+
+    def __init__(self, chain: _Chain, listen: Listen, answers: Answers | None, was_made: bool) -> None:
+        self._chain = chain
+        self._listen = listen
+        self._answers = answers
+        self._was_made = was_made
+        self._hearts: dict[str, Heart] = {}  # nonce -> heart of a number that this launcher has won
+        self._next_ask_s = -1.0
+        self._asked = ""
+
+    def run(self, deadline_s: float, sleep: Sleep) -> Attempt:
+        watch = Watch()
+        try:
+            while True:
+                top = self._chain.top()
+                watch, action = decide(watch, self._sight(top), self._chain.now())
+                if action in (Action.LEAD, Action.FOLLOW):
+                    # A second look: while a chain is being removed, the first may have seen only its beginning.
+                    if self._chain.top() == top and top.record is not None:
+                        return self._attempt(top.number, top.record, sleep)
+                elif action is Action.CLAIM and self._claim(top):
+                    continue
+                if self._chain.now() >= deadline_s:
+                    raise RendezvousError(_late(self._chain.store.path, top.number, top.record))
+                sleep(POLL_S)
+        except BaseException:
+            self._withdraw_all(sleep)
+            raise
+
+    def _sight(self, top: Top) -> Sight:
+        number, record = top.number, top.record
+        if record is None:
+            return Sight(Kind.EMPTY if number else Kind.NONE, number)
+        kind = Kind.EMPTY if top.is_void else record.kind
+        sight = Sight(kind, number, record.nonce, record.nonce in self._hearts, is_alive(record.process))
+        if sight.kind is not Kind.HEAD or sight.life is not None:
+            return sight
+        pulse = read_pulse(self._chain.heart_of(record.nonce), self._chain.key_of(record.nonce))
+        return replace(sight, pulse=pulse, has_answered=self._ask(record))
+
+    def _ask(self, record: Record) -> bool:
+        now_s = self._chain.now()
+        if self._answers is None or (self._asked == record.nonce and now_s < self._next_ask_s):
+            return False
+        self._asked, self._next_ask_s = record.nonce, now_s + ASK_EVERY_S
+        return self._answers(record)
+
+    def _claim(self, top: Top) -> bool:
+        """Try to win the number above `top`; True if it was won and is not void."""
+        address, port = self._listen()
+        nonce = secrets.token_hex(8)
+        after = top.record.nonce if top.record is not None else UNKNOWN if top.number else NOTHING
+        mine = Record(Kind.HEAD, nonce, socket.gethostname(), address, port, this_process(), after)
+        chain, number = self._chain, top.number + 1
+        if not chain.store.publish(chain.name, mine.encode(), version=number):
+            return False
+        # The dead attempt that was judged may have been cleared away, and this number be above somebody else's.
+        if top.number and chain.at(number) != Top(number, mine, top.record):
+            chain.store.remove(chain.name, number)
+            return False
+        directory = chain.directory_of(nonce)
+        directory.make()
+        self._hearts[nonce] = Heart(chain.heart_of(nonce), chain.key_of(nonce), now=chain.now)
+        self._hearts[nonce].beat()
+        return True
+
+    def _attempt(self, number: int, record: Record, sleep: Sleep) -> Attempt:
+        heart = self._hearts.get(record.nonce)
+        directory = self._chain.directory_of(record.nonce)
+        return Attempt(number, record, heart is not None, directory, heart, self._chain, self._was_made, sleep)
+
+    def _withdraw_all(self, sleep: Sleep) -> None:
+        """Leave nothing when the search ends with an error; what cannot be removed is that of a dead head."""
+        with contextlib.suppress(OSError, RendezvousError):
+            top = self._chain.top()
+            if top.record is not None and top.record.nonce in self._hearts:
+                self._chain.retire(top.number, top.record, sleep)
+            if self._was_made:
+                os.rmdir(self._chain.store.path)
+
+
+def _late(place: Path, number: int, record: Record | None) -> str:
+    if record is None:
+        return f"no attempt could be begun in {place}: number {number} is taken and empty; remove what is left there"
+    return (
+        f"attempt {number} in {place}, of {record.host} (pid {record.process.pid}), neither went on nor ended in time:"
+        f" look at {record.host}, or name another shared directory"
+    )
+
+
+def _what_is(place: Path) -> str:
+    """`directory`, `file` or `missing`; anything else is refused."""
+    try:
+        found = os.lstat(place)
+        if stat.S_ISLNK(found.st_mode):
+            target = os.stat(place)
+            # as the kernel judges links in folders that all may write to: anybody can put one there
+            if found.st_uid not in (0, target.st_uid):
+                raise RendezvousError(
+                    f"{place} is a link that user id {found.st_uid} made to something of user id {target.st_uid}: name"
+                    " the directory itself"
+                )
+            found = target
+    except FileNotFoundError:
+        if os.path.islink(place):
+            raise RendezvousError(f"{place} is a link to nothing: remove it, or name another path") from None
+        return "missing"
+    except NotADirectoryError:
+        raise RendezvousError(f"one of the parents of {place} is a file: name another path") from None
+    except OSError as error:
+        raise trouble(place, error) from error
+    if stat.S_ISDIR(found.st_mode):
+        return "directory"
+    if stat.S_ISREG(found.st_mode):
+        return "file"
+    raise RendezvousError(f"{place} is neither a directory nor a file: name another path")

@@ -1,0 +1,71 @@
+"""The heart of an attempt: a counter in a file by which launchers on other machines see that its head lives.
+
+Responsible for writing and reading that counter. What its standing still means is decided in `election`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from hetseq.cluster.election import BEAT_S
+from hetseq.cluster.shared_directory import load
+from hetseq.run_directory import open_private, write_all
+
+logger = logging.getLogger(__name__)
+
+_MAC_BYTES = 32
+_COUNTER_BYTES = 8
+
+
+class Heart:
+    """The counter by which other machines see that a head lives; the head's launcher calls `beat` in its loop."""
+
+    def __init__(self, path: Path, key: bytes, *, now: Callable[[], float] = time.monotonic) -> None:
+        self.path = path
+        self._key = key
+        self._now = now
+        self._count = 0
+        self._next_s = -1.0
+        self._has_warned = False
+
+    def beat(self) -> None:
+        """Raise the counter, at most once a second; call it more often than that. Trouble is warned about once.
+
+        Written in place, not renamed: an NFS client that opens the same file sees the new content at once, whereas it
+        may remember for a minute which file had that name.
+        """
+        if self._count and self._now() < self._next_s:
+            return
+        self._count += 1
+        self._next_s = self._now() + BEAT_S
+        counter = self._count.to_bytes(_COUNTER_BYTES, "big")
+        try:
+            is_new = self._count == 1
+            descriptor = open_private(self.path, os.O_WRONLY | (os.O_CREAT | os.O_EXCL if is_new else 0))
+            try:
+                write_all(descriptor, counter + _pulse_mac(self._key, counter))
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            if not self._has_warned:
+                logger.warning("cannot write %s (%s): other nodes may take this run for dead", self.path, error)
+            self._has_warned = True
+
+
+def read_pulse(path: Path, key: bytes) -> int | None:
+    """The counter of a heart; None if there is none yet, or one that is just being written."""
+    raw = load(path, limit_bytes=_COUNTER_BYTES + _MAC_BYTES)
+    if raw is None:
+        return None
+    counter, mac = raw[:_COUNTER_BYTES], raw[_COUNTER_BYTES:]
+    return int.from_bytes(counter, "big") if hmac.compare_digest(mac, _pulse_mac(key, counter)) else None
+
+
+def _pulse_mac(key: bytes, counter: bytes) -> bytes:
+    return hmac.new(key, b"hetseq pulse\0" + counter, hashlib.sha256).digest()
