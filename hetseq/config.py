@@ -251,7 +251,9 @@ class DistributedConfig:
     distributed_rank: int = option(0, "rank of this node's first worker", metavar="N")
     distributed_gpus: int | None = option(None, "workers of this node", metavar="N")
     distributed_backend: str | None = option(
-        None, "gloo or nccl; default: what fits the devices", choices=("gloo", "nccl")
+        None,
+        "gloo or nccl, as in 2020; gradients travel by gloo in this version, whatever it says",
+        choices=("gloo", "nccl"),
     )
     distributed_init_method: str | None = option(
         None, "where the nodes meet: tcp://HOST:PORT or file:///PATH", metavar="URL"

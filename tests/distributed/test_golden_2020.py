@@ -35,7 +35,7 @@ def run(task: str, world_size: int, data: str, path: Path, *more: str) -> Facts:
     return facts[0]
 
 
-def test_a_task_of_2020_trains_like_ours_to_the_bit(data: str, tmp_path: Path) -> None:
+def test_a_task_of_2020_trains_like_ours(data: str, tmp_path: Path) -> None:
     ours = run("mnist", 1, data, tmp_path / "ours")
     theirs = run(f"{GOLDEN}:MNISTTask", 1, data, tmp_path / "theirs")
     assert torch.allclose(theirs.parameters, ours.parameters, rtol=0, atol=1e-15)
