@@ -260,7 +260,10 @@ class Launcher:
 
     def _heed(self, signals: bytes, now_s: float) -> None:
         """Answer stop signals: the first ends the run after its step, or at once if there is none; so does a second."""
-        name = signal.Signals(signals[0]).name
+        numbers = [number for number in signals if number in STOP_SIGNALS]
+        if not numbers:  # one that something else in this process listens to
+            return
+        name = signal.Signals(numbers[0]).name
         if self._asked_s is not None:
             if now_s - self._asked_s > ECHO_S:
                 self._cut_short = f"stopped at once by a second signal ({name})"
@@ -280,24 +283,26 @@ class Launcher:
 
 @contextmanager
 def _ringing_on_signals() -> Iterator[int]:
-    """A pipe that is readable once a stop signal has come, with the signals' numbers as bytes; handlers do no more.
+    """A pipe that is readable once a stop signal has come, with the signals' numbers as bytes.
 
-    Once one has come, later ones are ignored afterwards: the process is about to end with a code that tells why.
+    Python itself writes into it the moment a signal comes: a handler runs only between two instructions, so one that
+    wrote would be heard of minutes later if the signal came just before a wait, or to another thread than the waiting
+    one. Once one has come, later ones are ignored afterwards: the process is about to end with a code that tells why.
     """
     bell, hammer = os.pipe()
     os.set_blocking(hammer, False)
     has_rung = False
 
-    def ring(number: int, frame: FrameType | None) -> None:
+    def note(number: int, frame: FrameType | None) -> None:
         nonlocal has_rung
         has_rung = True
-        with suppress(BlockingIOError):  # full of earlier ones
-            os.write(hammer, bytes([number]))
 
-    before = {number: signal.signal(number, ring) for number in STOP_SIGNALS}
+    writer_before = signal.set_wakeup_fd(hammer, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
     try:
         yield bell
     finally:
+        signal.set_wakeup_fd(writer_before)
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if has_rung else handler)
         os.close(bell)
