@@ -27,7 +27,7 @@ from hetseq.comm import LocalGroup
 from hetseq.metrics import Metrics
 from hetseq.processes import keep_freed_memory
 from hetseq.run_directory import RunDirectory
-from hetseq.session import Session, build_session
+from hetseq.session import Session, build_session, load_material
 
 TASK = Path(__file__).with_name("random_images.py")
 WARM_UP = 15
@@ -55,7 +55,8 @@ def hetseq_loop(folder: Path, batch: int) -> tuple[Callable[[], None], Session]:
     config = options.complete(options.parse([*words, "--no-save", "--log-format", "none"]))
     directory = RunDirectory.prepare(folder / "run", config_yaml=options.dump_yaml(config))
     metrics = Metrics(directory, config.log, is_writer=True, total_steps=None)
-    session = build_session(config, directory, LocalGroup(), device=torch.device("cpu"), metrics=metrics)
+    material = load_material(config, torch.device("cpu"))
+    session = build_session(config, directory, LocalGroup(), material, metrics=metrics)
     session.controller.replica.model.train()
     return lambda: session.controller.train_step() and None, session
 

@@ -40,7 +40,7 @@ def evaluate_run(config: Config) -> Iterator[str]:
     """One line per validation split. Raises CheckpointError where the run has no checkpoint that verifies."""
     device = torch.device(local_devices(config.distributed)[0])
     group, directory = LocalGroup(), RunDirectory(Path(config.checkpoint.save_dir))
-    material = load_material(config, device, None)
+    material = load_material(config, device)
     if not material.valid:
         raise ConfigError(f"the data have no split {config.data.valid_subset!r}: name one with --valid-subset")
     manager = CheckpointManager(

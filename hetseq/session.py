@@ -76,15 +76,14 @@ def build_session(
     config: Config,
     directory: RunDirectory,
     group: AnyGroup,
+    material: Material,
     *,
-    device: torch.device,
     metrics: Metrics,
     wish: Callable[[], Wish] = lambda: Wish.NONE,
-    task: Task | None = None,
 ) -> Session:
     """Build what one rank needs; collective. Raises HetSeqError for whatever cannot be meant or read."""
+    device = material.device
     with _patience(group):
-        material = load_material(config, device, task)
         replica = _build_replica(config, material, group)
         assign = _assigner(config, group.world_size)
         validators = make_validators(config, material)
@@ -122,7 +121,7 @@ def build_session(
         metrics.event("resume", step=loaded.identity.step, path=str(loaded.path), refused=loaded.skipped)
     metrics.set_total(_total_steps(config, len(material.train), provenance.batch))
     status.write(0.0, force=True, step=state.position.step - 1, state="start", **about)
-    _say_what_runs(controller, material, device)
+    _say_what_runs(controller, material)
     _warn_of_batch_norm(controller)
     return Session(controller, saver, status, about)
 
@@ -138,7 +137,7 @@ class Material:
     terms: tuple[str, ...]
     place: Callable[[Any], Any]
     seed: int
-    pin_memory: bool
+    device: torch.device
 
     def source(self, dataset: Any) -> Source:
         def count(sample: Any, size: int) -> tuple[float, ...]:
@@ -148,10 +147,10 @@ class Material:
             return tuple(counts[term] for term in self.terms)
 
         collate = collater_of(self.task, dataset)
-        return Source(dataset, collate, count, self.place, len(self.terms), self.seed, self.pin_memory)
+        return Source(dataset, collate, count, self.place, len(self.terms), self.seed, self.device.type == "cuda")
 
 
-def load_material(config: Config, device: torch.device, task: Task | None) -> Material:
+def load_material(config: Config, device: torch.device, task: Task | None = None) -> Material:
     """The task, its data and its model for this rank; every rank calls it, without a collective. Raises HetSeqError."""
     dtype, seed = _DTYPES[config.optimization.precision], config.task.seed
     task = task or make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
@@ -165,7 +164,7 @@ def load_material(config: Config, device: torch.device, task: Task | None) -> Ma
     check_model(model)
     model.to(device, dtype)
     probe.check_loss(task, model, train, collate=collate, place=place, terms=terms, seed=seed)
-    return Material(task, train, valid, model, terms, place, seed, pin_memory=device.type == "cuda")
+    return Material(task, train, valid, model, terms, place, seed, device)
 
 
 def _validation_splits(task: Task, config: DataConfig) -> dict[str, Any]:
@@ -316,7 +315,7 @@ def _total_steps(config: Config, samples: int, batch: GlobalBatch) -> int | None
     return min(limits, default=None)
 
 
-def _say_what_runs(controller: Controller, material: Material, device: torch.device) -> None:
+def _say_what_runs(controller: Controller, material: Material) -> None:
     parameters = sum(parameter.numel() for parameter in material.model.parameters())
     plan = controller.planner.plan(controller.state.position)
     logger.info(
@@ -325,7 +324,8 @@ def _say_what_runs(controller: Controller, material: Material, device: torch.dev
     )  # fmt: skip
     logger.info(
         "%d rank%s (%s); the next step has %d samples, shares %s", controller.group.world_size,
-        "" if controller.group.world_size == 1 else "s", device.type, plan.size, "+".join(map(str, plan.shares)),
+        "" if controller.group.world_size == 1 else "s", material.device.type, plan.size,
+        "+".join(map(str, plan.shares)),
     )  # fmt: skip
 
 

@@ -42,7 +42,7 @@ from hetseq.metrics import Metrics
 from hetseq.options import with_own_options
 from hetseq.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_with_pipe, keep_freed_memory
 from hetseq.run_directory import RunDirectory, open_appending
-from hetseq.session import Session, build_session
+from hetseq.session import Session, build_session, load_material
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,8 @@ def _start(
     _set_up_logging(directory, placement, metrics, closing)
     group = _connect(placement)
     closing.callback(group.close)
-    session = build_session(config, directory, group, device=device, metrics=metrics, wish=stop.wish)
+    material = load_material(config, device)
+    session = build_session(config, directory, group, material, metrics=metrics, wish=stop.wish)
     closing.callback(session.close)
     return session
 

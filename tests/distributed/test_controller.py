@@ -17,7 +17,7 @@ from hetseq.errors import DisagreementError, HetSeqError, NonFiniteError
 from hetseq.loader import StepData
 from hetseq.plan import StepPlan
 from hetseq.run_directory import RunDirectory
-from hetseq.session import Session, build_session
+from hetseq.session import Session, build_session, load_material
 from hetseq.task import make_task
 from tests.support import oracle, toys
 from tests.support.ranks import run_ranks
@@ -29,9 +29,8 @@ Words = list[str]
 def session_of(group: AnyGroup, save_dir: str, words: Words, task_class: type[Task] | None = None) -> Session:
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     task = make_task(task_class, config) if task_class else None
-    return build_session(
-        config, RunDirectory(Path(save_dir)), group, device=torch.device("cpu"), metrics=Recorder(), task=task
-    )
+    material = load_material(config, torch.device("cpu"), task)
+    return build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder())
 
 
 def flat_parameters(session: Session) -> list[float]:

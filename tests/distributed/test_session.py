@@ -13,7 +13,7 @@ import torch
 from hetseq import options
 from hetseq.comm import AnyGroup
 from hetseq.run_directory import RunDirectory
-from hetseq.session import build_session
+from hetseq.session import build_session, load_material
 from hetseq.task import make_task
 from tests.support import toys
 from tests.support.ranks import run_ranks
@@ -55,7 +55,8 @@ def take_steps(group: AnyGroup, save_dir: str, task_class: type[Sentences], step
     words = toy_words("Integers", balance="equal", max_tokens=4 if group.world_size == 2 else 8)
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     task, directory = make_task(task_class, config), RunDirectory(Path(save_dir))
-    session = build_session(config, directory, group, device=torch.device("cpu"), metrics=Recorder(), task=task)
+    material = load_material(config, torch.device("cpu"), task)
+    session = build_session(config, directory, group, material, metrics=Recorder())
     try:
         plans = session.controller.planner.plans(session.controller.state.position)
         taken = [session.controller.loader.take(plan) for plan, _ in zip(plans, range(steps))]

@@ -13,7 +13,7 @@ from hetseq import Task, options
 from hetseq.comm import AnyGroup
 from hetseq.errors import HetSeqError
 from hetseq.run_directory import RunDirectory
-from hetseq.session import Session, build_session
+from hetseq.session import Session, build_session, load_material
 from hetseq.task import make_task
 from tests.support import toys
 from tests.support.training import Recorder
@@ -81,10 +81,8 @@ def begin(
 ) -> Session:
     """A session in this process; the caller closes it."""
     config = options.complete(options.parse([*arguments, "--save-dir", save_dir]))
-    return build_session(
-        config, RunDirectory(Path(save_dir)), group, device=torch.device("cpu"), metrics=recorder or Recorder(),
-        task=make_task(task_class, config),
-    )  # fmt: skip
+    material = load_material(config, torch.device("cpu"), make_task(task_class, config))
+    return build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder or Recorder())
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:

@@ -13,7 +13,7 @@ from hetseq.comm import AnyGroup
 from hetseq.config import LogConfig
 from hetseq.metrics import Metrics
 from hetseq.run_directory import RunDirectory
-from hetseq.session import build_session
+from hetseq.session import build_session, load_material
 from tests.support import toys
 
 TOYS = Path(__file__).with_name("toys.py")
@@ -65,9 +65,8 @@ def train(group: AnyGroup, save_dir: str, words: list[str]) -> Facts:
     """Train in this process as rank `group.rank`, with the run directory `save_dir` (made by the test)."""
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     recorder = Recorder()
-    session = build_session(
-        config, RunDirectory(Path(save_dir)), group, device=torch.device("cpu"), metrics=recorder
-    )  # fmt: skip
+    material = load_material(config, torch.device("cpu"))
+    session = build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder)
     try:
         has_ended = session.train()
         optimizer = session.controller.replica.optimizer
