@@ -442,7 +442,11 @@ def candidates(hint: Any, choices: tuple[str, ...], draw: random.Random) -> list
         return [-1, 0, 1, 2, 2**62, draw.randrange(1, 10**6)]
     if hint is float:
         return [-1.0, 0.0, 1e-300, 1e-08, 0.1 + 0.2, 0.5, 1.0, 3e22, 1e16, draw.random()]
-    return [*choices, *NASTY_TEXTS, "5,2,1", "{'eps': 1e-6}"]
+    return [*choices, *NASTY_TEXTS, "5,2,1", "{'eps': 1e-6}", "tcp://node-1:29400", "file:///shared/a run"]
+
+
+#: options that mean something only beside others
+COMPANIONS: dict[str, dict[str, Any]] = {"join": {"min_ranks": 2}, "min_ranks": {"join": "tcp://node-1:29400"}}
 
 
 def accepted_sections(section: type, draw: random.Random) -> Iterator[Any]:
@@ -452,7 +456,7 @@ def accepted_sections(section: type, draw: random.Random) -> Iterator[Any]:
         changes = []
         for value in candidates(hints[field.name], field.metadata["choices"], draw):
             try:
-                changes.append(section(**{field.name: value}))
+                changes.append(section(**COMPANIONS.get(field.name, {}), **{field.name: value}))
             except ConfigError:
                 continue
         changes = [changed for changed in changes if changed != section()]
