@@ -7,9 +7,10 @@ every failure of a collective becomes one PeerLostError; who is to blame is for 
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterator
+import hmac
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
 from hetseq.errors import PeerLostError, RendezvousError
 
@@ -33,7 +34,16 @@ class Pending(Protocol):
 class Group:
     """The ranks of one generation. Every rank makes the same calls in the same order."""
 
-    def __init__(self, process_group: dist.ProcessGroup, *, rank: int, world_size: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        *,
+        rank: int,
+        world_size: int,
+        deadline_s: float,
+        meeting: Meeting,
+        store: dist.Store,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.generation = 0
@@ -41,6 +51,7 @@ class Group:
         self.deadline_s = deadline_s
         self.bytes_reduced = 0
         self._process_group: dist.ProcessGroup | None = process_group
+        self._meeting, self._store = meeting, store
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
         """Start adding `tensor` over all ranks, in place; returns at once."""
@@ -61,6 +72,32 @@ class Group:
         with _peer_errors("a row of every rank", self.deadline_s):
             self._transport().allgather([table], [mine], options).wait()
         return torch.stack(table).numpy()
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
+        """Give every rank the bytes that `tensor` has on rank `source`, in place. Blocks."""
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = source, 0, timedelta(seconds=self.deadline_s)
+        # by bytes, because gloo does not know every dtype
+        flat = tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else None
+        carrier = tensor.contiguous().view(-1).view(torch.uint8) if flat is None else flat
+        with _peer_errors(f"{carrier.numel():,} bytes from rank {source}", self.deadline_s):
+            self._transport().broadcast([carrier], options).wait()
+        if flat is None:
+            tensor.copy_(carrier.view(tensor.dtype).view(tensor.shape))
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> AnyGroup:
+        """A group of some of these ranks, in that order; called by those alone. `name` is used once in a run.
+
+        Its members are numbered anew from 0. All ranks: the group itself; one rank: a LocalGroup. Blocks.
+        """
+        if list(ranks) == list(range(self.world_size)):
+            return self
+        if len(ranks) == 1:
+            return LocalGroup()
+        meeting = replace(self._meeting, name=f"{self._meeting.name}/{name}")
+        return connect(
+            rank=list(ranks).index(self.rank), world_size=len(ranks), meeting=meeting, timeout_s=self.deadline_s
+        )
 
     def close(self) -> None:
         """Give the sockets back; peers that still wait see this rank as gone."""
@@ -87,6 +124,12 @@ class LocalGroup:
     def all_gather_rows(self, row: Rows) -> Rows:
         return row[np.newaxis].copy()
 
+    def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
+        pass
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> AnyGroup:
+        return self
+
     def close(self) -> None:
         pass
 
@@ -105,56 +148,89 @@ def sum_floats(group: AnyGroup, values: list[float]) -> list[float]:
     return [float(sum(column)) for column in rows.T.tolist()]
 
 
-class StoreServer:
-    """The store over which a group finds itself, bound to one interface; hosted by a launcher, never by a rank."""
+class Store(Protocol):
+    """Small values under names, by which ranks find each other. Set once, never changed; kept by a launcher."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        self._listener = socket.create_server((host, 0))
-        self.host, self.port = host, self._listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            host,
-            self.port,
-            None,
-            is_master=True,
-            wait_for_workers=False,
-            # torch would listen on every interface; it takes over this socket, which does not
-            master_listen_fd=self._listener.detach(),
-        )
+    def set(self, key: str, value: bytes) -> None: ...
 
-    def close(self) -> None:
-        del self._store
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """The value, as soon as some rank has set it. Raises RendezvousError when that takes too long."""
+        ...
 
 
-def host_store(host: str = "127.0.0.1") -> StoreServer:
-    """Start a store on a free port of `host`."""
-    return StoreServer(host)
+@dataclass(frozen=True)
+class Meeting:
+    """How the ranks of a run build a group: where they find each other and what proves them to each other."""
+
+    store: Store
+    name: str  # of the group, before its keys in the store; a name is used once
+    key: bytes  # known to the ranks of the run alone
+    host: str = "127.0.0.1"  # the address of this rank's interface
 
 
-def connect(
-    *, rank: int, world_size: int, store_port: int, prefix: str, timeout_s: float, host: str = "127.0.0.1"
-) -> Group:
-    """Build the group; returns once all `world_size` ranks are connected.
+def connect(*, rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> Group:
+    """Build the group; returns once this rank and each of the `world_size` others have proven to hold the key.
 
-    Raises RendezvousError naming the store where peers do not come within `timeout_s`.
+    Raises RendezvousError where peers do not come within `timeout_s`, or somebody in a peer's place lacks the key.
     """
     timeout = timedelta(seconds=timeout_s)
     try:
-        client = dist.TCPStore(host, store_port, None, is_master=False, timeout=timeout)
         gloo: Any = dist.ProcessGroupGloo  # torch's type stubs leave its options out
         options = gloo._Options()
         options._timeout = timeout
-        options._devices = [gloo.create_device(hostname=host)]
-        store = dist.PrefixStore(prefix, client)
+        options._devices = [gloo.create_device(hostname=meeting.host)]
+        store = _StoreForGloo(meeting, timeout_s)
         process_group = gloo(store, rank, world_size, options)
-        # gloo lets a rank go while others still connect to it: if it failed then, they would seem to be the cause
-        if store.add("connected", 1) == world_size:
-            store.set("complete", "yes")
-        store.wait(["complete"], timeout)
+        _prove(process_group, rank, world_size, meeting, timeout)
     except RuntimeError as error:
         raise RendezvousError(
-            f"rank {rank} waited {timeout_s:.0f} s for {world_size} ranks at {host}:{store_port}: {error}"
+            f"rank {rank} at {meeting.host} waited up to {timeout_s:g} s for {world_size} ranks: {error}"
         ) from None
-    return Group(process_group, rank=rank, world_size=world_size, deadline_s=timeout_s)
+    return Group(process_group, rank=rank, world_size=world_size, deadline_s=timeout_s, meeting=meeting, store=store)
+
+
+def _prove(process_group: dist.ProcessGroup, rank: int, world_size: int, meeting: Meeting, timeout: timedelta) -> None:
+    """Each pair of ranks shows each other the key, over the connection that their gradients will take.
+
+    gloo lets anybody in who knows how to count, and lets a rank go on while others still connect to it. After this
+    everybody is there, and is who he says he is.
+    """
+
+    def proofs(pairs: list[tuple[int, int]]) -> torch.Tensor:
+        text = b"".join(
+            hmac.digest(meeting.key, f"{meeting.name} {source} {target}".encode(), "sha256") for source, target in pairs
+        )
+        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    others = range(world_size)
+    heard, expected = torch.zeros(32 * world_size, dtype=torch.uint8), proofs([(other, rank) for other in others])
+    options = AllToAllOptions()
+    options.timeout = timeout
+    process_group.alltoall_base(heard, proofs([(rank, other) for other in others]), [], [], options).wait()
+    wrong = [other for other in others if not torch.equal(heard.view(-1, 32)[other], expected.view(-1, 32)[other])]
+    if wrong:
+        raise RendezvousError(
+            f"rank {rank} at {meeting.host}: who connected as rank {wrong[0]} does not hold the key of this run, so"
+            " somebody else has taken its place; nothing was sent to him. Start again, and use a network that you trust"
+        )
+
+
+class _StoreForGloo(dist.Store):
+    """A store as gloo asks it; torch keeps no reference to it, the group does."""
+
+    def __init__(self, meeting: Meeting, timeout_s: float) -> None:
+        super().__init__()
+        self._meeting, self._timeout_s = meeting, timeout_s
+
+    def set(self, key: str, value: Any) -> None:  # bytes, whatever torch's stubs say
+        self._meeting.store.set(f"{self._meeting.name}/{key}", value)
+
+    def get(self, key: str) -> bytes:
+        return self._meeting.store.get(f"{self._meeting.name}/{key}", self._timeout_s)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
 
 
 class _Work:

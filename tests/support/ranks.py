@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -25,6 +26,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -91,7 +93,7 @@ def run_ranks(
     Raises RankRaised, RankDied or RankHung. `fn`, `args` and the results travel by pickle.
     """
     job = pickle.dumps((fn, args))  # by plain pickle: torch's own would pass tensors as handles of this process
-    port = _store().port if world_size > 1 else 0
+    port = _store_port() if world_size > 1 else 0
     prefix = uuid.uuid4().hex  # of the store that all calls share
     warm_up()
     ranks: list[_Rank] = []
@@ -117,9 +119,7 @@ def warm_up() -> None:
 
 def cool_down() -> None:
     """Close the store; the server ends with this process."""
-    if _store.cache_info().currsize:
-        _store().close()
-        _store.cache_clear()
+    _store.cache_clear()
 
 
 _context = multiprocessing.get_context("forkserver")
@@ -127,9 +127,37 @@ _context = multiprocessing.get_context("forkserver")
 
 @functools.lru_cache(maxsize=1)
 def _store() -> Any:
-    from hetseq import comm  # torch is imported with the first ranks, not with the tests that need none
+    from torch import distributed  # imported with the first ranks, not with the tests that need none
 
-    return comm.host_store()
+    # torch would listen on every interface; it takes over this socket, which does not
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, descriptor = listener.getsockname()[1], listener.detach()
+    store = distributed.TCPStore(
+        "127.0.0.1", port, None, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+    )
+    return store, port
+
+
+def _store_port() -> int:
+    return int(_store()[1])
+
+
+class TestStore:
+    """The store of a test's ranks: torch's own, in the process of the test."""
+
+    __test__ = False
+
+    def __init__(self, port: int) -> None:
+        from torch import distributed
+
+        self._client = distributed.TCPStore("127.0.0.1", port, None, is_master=False)
+
+    def set(self, key: str, value: bytes) -> None:
+        self._client.set(key, value)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        self._client.wait([key], timedelta(seconds=timeout_s))
+        return bytes(self._client.get(key))
 
 
 @dataclass(frozen=True)
@@ -304,13 +332,8 @@ def _play(life: _Life) -> Any:
     fn, args = pickle.loads(life.job)
     if life.world_size == 1:
         return fn(comm.LocalGroup(), *args)
-    group = comm.connect(
-        rank=life.rank,
-        world_size=life.world_size,
-        store_port=life.store_port,
-        prefix=life.prefix,
-        timeout_s=life.group_timeout_s,
-    )
+    meeting = comm.Meeting(TestStore(life.store_port), life.prefix, life.prefix.encode())
+    group = comm.connect(rank=life.rank, world_size=life.world_size, meeting=meeting, timeout_s=life.group_timeout_s)
     try:
         return fn(group, *args)
     finally:

@@ -1,0 +1,101 @@
+"""Groups: bytes from one rank to all, groups within a group, and a rank that is not who it says it is."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from hetseq import comm
+from hetseq.comm import AnyGroup, Group
+from hetseq.errors import RendezvousError
+from tests.support.ranks import RankRaised, run_ranks
+
+ODD = [
+    torch.tensor([-0.0, float("nan"), 1.5], dtype=torch.float32),
+    torch.tensor([[1, 2], [3, -(2**62)]]),
+    torch.tensor([True, False]),
+    torch.tensor(7.25, dtype=torch.bfloat16),
+    torch.arange(6, dtype=torch.float64).view(2, 3).t(),
+    torch.empty(0, 3),
+]
+
+
+def receive(group: AnyGroup, source: int) -> list[bytes]:
+    received = []
+    for tensor in ODD:
+        mine = tensor.clone() if group.rank == source else torch.zeros_like(tensor)
+        group.broadcast(mine, source=source)
+        received.append(mine.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return received
+
+
+@pytest.mark.parametrize(("world", "source"), [(1, 0), (2, 1), (3, 0), (3, 2)])
+def test_everybody_gets_the_bytes_of_the_source(world: int, source: int) -> None:
+    expected = [tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for tensor in ODD]
+    assert run_ranks(receive, world, source) == [expected] * world
+
+
+def gather_in_parts(group: AnyGroup, parts: list[list[int]]) -> tuple[int, list[list[int]]]:
+    mine = next(part for part in parts if group.rank in part)
+    inner = group.subgroup(mine, "parts")
+    rows = inner.all_gather_rows(np.array([group.rank], np.int64))
+    group.all_gather_rows(np.zeros(1, np.int64))  # the outer one works on
+    inner.close()
+    return inner.rank, rows.tolist()
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([[0, 1], [2]], [(0, [[0], [1]]), (1, [[0], [1]]), (0, [[2]])]),
+        ([[0, 2], [1]], [(0, [[0], [2]]), (0, [[1]]), (1, [[0], [2]])]),
+        ([[0, 1, 2]], [(rank, [[0], [1], [2]]) for rank in range(3)]),
+        ([[0], [1], [2]], [(0, [[rank]]) for rank in range(3)]),
+    ],
+)
+def test_a_part_of_a_group_is_a_group_of_its_own(parts: list[list[int]], expected: list[object]) -> None:
+    assert run_ranks(gather_in_parts, 3, parts) == expected
+
+
+def connect_again(group: Group, keys: list[bytes]) -> int:
+    """A second group over the same store, in which each rank says that the key is its own."""
+    inner = group.subgroup([*range(group.world_size)][::-1], "again") if not keys else None
+    if inner is not None:
+        return inner.rank
+    meeting = comm.Meeting(group._meeting.store, group._meeting.name + "/other", keys[group.rank])
+    other = comm.connect(rank=group.rank, world_size=group.world_size, meeting=meeting, timeout_s=5)
+    return int(other.all_gather_rows(np.array([1], np.int64)).sum())
+
+
+def test_ranks_with_one_key_prove_themselves_to_each_other() -> None:
+    assert run_ranks(connect_again, 3, []) == [2, 1, 0]
+    assert run_ranks(connect_again, 3, [b"same"] * 3) == [3, 3, 3]
+
+
+def test_a_rank_without_the_key_is_found_by_every_other_before_anything_is_sent_to_it() -> None:
+    with pytest.raises(RankRaised) as failure:
+        run_ranks(connect_again, 3, [b"same", b"same", b"another"])
+    report = str(failure.value)
+    assert report.count("who connected as rank 2 does not hold the key of this run") == 2
+    assert "who connected as rank 0 does not hold the key of this run" in report
+
+
+def wait_for_nobody(group: Group) -> float:
+    """A group that a peer never enters."""
+    if group.rank == 1:
+        group.all_gather_rows(np.zeros(1, np.int64))
+        return 0.0
+    meeting = comm.Meeting(group._meeting.store, group._meeting.name + "/empty", b"key")
+    began = time.monotonic()
+    with pytest.raises(RendezvousError, match="rank 0 at 127.0.0.1 waited up to 0.5 s for 2 ranks"):
+        comm.connect(rank=0, world_size=2, meeting=meeting, timeout_s=0.5)
+    seconds = time.monotonic() - began
+    group.all_gather_rows(np.zeros(1, np.int64))
+    return seconds
+
+
+def test_a_peer_that_never_comes_is_an_error_after_the_given_time() -> None:
+    assert 0.4 < run_ranks(wait_for_nobody, 2)[0] < 5
