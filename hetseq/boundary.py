@@ -5,19 +5,56 @@ Every rank walks the same road here: whether to validate or save follows from nu
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import socket
 import time
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from hetseq.commit import Verdict, Wish
 from hetseq.config import ValidationConfig
 from hetseq.controller import Controller, StepResult, TrainingState
 from hetseq.errors import ConfigError
 from hetseq.metrics import Metrics
-from hetseq.run_directory import StatusFile
+from hetseq.run_directory import RunDirectory, StatusFile
 from hetseq.saving import Saver, draw_nonce
+from hetseq.sharing import Sharing
 from hetseq.validation import Validator
+
+_ABOUT_BYTES = 512
+
+
+class StatusFiles:
+    """What ranks do now: each rank writes its own file, a writer besides those of the ranks of other directories.
+
+    So every run directory tells of all ranks. Made by all ranks together.
+    """
+
+    def __init__(self, directory: RunDirectory, sharing: Sharing, *, device: str) -> None:
+        rank = sharing.whole.rank
+        abouts = _gather_abouts(sharing, {"pid": os.getpid(), "node": socket.gethostname()[:200], "device": device})
+        foreign = set(range(len(abouts))) - set(sharing.ranks) if sharing.is_writer else set()
+        self._files = {
+            number: (StatusFile(directory.status / f"rank-{number}.json"), abouts[number])
+            for number in [rank, *sorted(foreign)]
+        }
+
+    def write(self, now_s: float, *, force: bool = False, shares: Sequence[int] | None = None, **fields: Any) -> None:
+        """As `StatusFile.write`; `shares` are samples of this step by rank."""
+        for rank, (file, about) in self._files.items():
+            share = {} if shares is None else {"share": shares[rank]}
+            file.write(now_s, force=force, **fields, **share, **about)
+
+
+def _gather_abouts(sharing: Sharing, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank says of itself, in rank order. Collective."""
+    text = json.dumps(about, ensure_ascii=False).encode("utf-8", "replace")
+    row = np.frombuffer(text.ljust(_ABOUT_BYTES), np.int64)
+    return [json.loads(gathered.tobytes()) for gathered in sharing.whole.all_gather_rows(row)]
 
 
 class RunBoundary:
@@ -30,11 +67,10 @@ class RunBoundary:
         validators: Sequence[Validator],
         saver: Saver,
         metrics: Metrics,
-        status: StatusFile,
-        about: dict[str, Any],
+        status: StatusFiles,
     ) -> None:
         self._config, self._validators = config, validators
-        self._saver, self._metrics, self._status, self._about = saver, metrics, status, about
+        self._saver, self._metrics, self._status = saver, metrics, status
 
     def is_due(self, state: TrainingState) -> bool:
         """Rank zero: --persistent-time-interval has passed, so a checkpoint is wanted after this step."""
@@ -84,10 +120,7 @@ class RunBoundary:
         if not is_applied:
             row["skipped"] = True
         self._metrics.step(row)
-        self._status.write(
-            time.monotonic(), step=plan.step, epoch=plan.epoch, state="train",
-            share=plan.shares[controller.group.rank], **self._about,
-        )  # fmt: skip
+        self._status.write(time.monotonic(), step=plan.step, epoch=plan.epoch, state="train", shares=plan.shares)
 
     def _validate(self, controller: Controller, epoch: int) -> bool:
         """Evaluate every validation split; True if the first one is better than ever before."""
@@ -125,7 +158,7 @@ class RunBoundary:
         if result.ok:
             self._metrics.event("save", path=str(result.path), **fields)
         else:
-            self._metrics.event("save_failed", error=result.error, **fields)  # rank zero has said it by now
+            self._metrics.event("save_failed", error=result.error, **fields)  # its writer has said it by now
 
 
 def _by_term(terms: Sequence[str], sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:

@@ -58,7 +58,8 @@ def train(argv: Sequence[str]) -> int:
 
         ending = run_here(config)
     else:
-        from hetseq.launch import ending_server, launch
+        from hetseq.launch import launch
+        from hetseq.workers import ending_server
 
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         with ending_server():

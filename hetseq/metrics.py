@@ -1,7 +1,7 @@
 """The numbers of a run: `metrics.jsonl`, `events.jsonl`, TensorBoard, and the display of the steps.
 
 Responsible for every number that leaves the run while it goes on. It computes none of them and talks to no other rank:
-the controller hands it finished rows, and of all ranks only the writer (rank zero) writes. How rows are shown is
+the controller hands it finished rows, and only one rank of each run directory writes. How rows are shown is
 `progress`' affair.
 
 The one idea: a step never waits for a file system. `step` turns the row into a line of text and puts it into a queue;
@@ -53,10 +53,12 @@ _TAIL_BYTES = 65536
 
 
 class Metrics:
-    """Takes the rows of a run; every rank makes one and calls it alike, the writer's goes to files and the display.
+    """Takes the rows of a run; every rank makes one and calls it alike, a writer's goes to files and the display.
 
-    `directory` None writes no files. `total_steps` (None: unknown) is for the display, which uses `stream` (default:
-    standard output) and the clock `now` in seconds. Close it on both roads out, or use it as a context manager.
+    `directory` None writes no files. `has_display` (default: every writer) is for a run in several directories: each
+    has a writer, and only one of these shows what happens. `total_steps` (None: unknown) is for the display, which uses
+    `stream` (default: standard output) and the clock `now` in seconds. Close it on both roads out, or use it as a
+    context manager.
     """
 
     def __init__(
@@ -66,16 +68,17 @@ class Metrics:
         *,
         is_writer: bool,
         total_steps: int | None,
+        has_display: bool | None = None,
         stream: TextIO | None = None,
         now: Callable[[], float] = time.monotonic,
         has_tensorboard: bool = True,
     ) -> None:
         self._recorder: _Recorder | None = None
         self._progress: PlainProgress | LiveProgress | None = None
-        if is_writer:
+        if is_writer if has_display is None else has_display:
             self._progress = progress_for(config, stream or sys.stdout, total_steps=total_steps, now=now)
-            if directory is not None:
-                self._recorder = _Recorder(directory, has_tensorboard=has_tensorboard)
+        if is_writer and directory is not None:
+            self._recorder = _Recorder(directory, has_tensorboard=has_tensorboard)
         self._sinks: list[_Sink] = [sink for sink in (self._recorder, self._progress) if sink is not None]
         #: for the worker's root logger: records appear above the live line, or on standard error
         self.log_handler: logging.Handler = ProgressHandler(self._progress)
@@ -129,10 +132,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if not isinstance(row.get("step"), int):
             logger.warning("%s: a row without a step is left out", path)
             continue
-        is_validation = any(key.startswith("valid_") for key in row)
-        # "" sorts before every subset, so that a step comes before its validations
-        rows[row["step"], str(row.get("subset", "valid")) if is_validation else ""] = row
+        rows[row_key(row)] = row
     return [rows[key] for key in sorted(rows)]
+
+
+def row_key(row: Row) -> tuple[int, str]:
+    """What there is one row of: a step, and for a validation its subset; sorts as rows are read."""
+    is_validation = any(key.startswith("valid_") for key in row)
+    # "" sorts before every subset, so that a step comes before its validations
+    return row["step"], str(row.get("subset", "valid")) if is_validation else ""
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

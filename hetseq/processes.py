@@ -12,7 +12,10 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import wait
+from types import FrameType
 
 #: what asks a run to stop after its step
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -67,3 +70,31 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+@contextmanager
+def ringing_on_signals() -> Iterator[int]:
+    """A pipe that is readable once a stop signal has come, with the signals' numbers as bytes.
+
+    Python itself writes into it the moment a signal comes: a handler runs only between two instructions, so one that
+    wrote would be heard of minutes later if the signal came just before a wait, or to another thread than the waiting
+    one. Once one has come, later ones are ignored afterwards: the process is about to end with a code that tells why.
+    """
+    bell, hammer = os.pipe()
+    os.set_blocking(hammer, False)
+    has_rung = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal has_rung
+        has_rung = True
+
+    writer_before = signal.set_wakeup_fd(hammer, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, note) for number in STOP_SIGNALS}
+    try:
+        yield bell
+    finally:
+        signal.set_wakeup_fd(writer_before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_IGN if has_rung else handler)
+        os.close(bell)
+        os.close(hammer)

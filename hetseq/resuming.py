@@ -3,6 +3,9 @@
 The same command goes on from the newest commit. Options that begin something anew (`--reset-*`) do so once: a job that
 is killed and put into the queue again with the same command must not begin anew every time, so a checkpoint remembers
 the steps at which that happened.
+
+Where the ranks use several run directories, each directory group offers what it finds in its own one, the newest offer
+wins, and who lacks it gets it over the wire. A group's failure is an offer too: nobody raises before all have heard.
 """
 
 from __future__ import annotations
@@ -10,20 +13,25 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
 
-from hetseq.checkpoint import CheckpointManager, Loaded, Retention
+from hetseq.checkpoint import CheckpointManager, Loaded, Retention, TooNewError
 from hetseq.comm import AnyGroup
 from hetseq.config import CheckpointConfig
 from hetseq.controller import TrainingState
-from hetseq.errors import CheckpointMismatch, CheckpointRefused
+from hetseq.errors import CheckpointError, CheckpointMismatch, CheckpointRefused, PeerLostError
+from hetseq.handover import complete_rows, send_checkpoint
+from hetseq.metrics import Metrics
 from hetseq.plan import GlobalBatch, Position
 from hetseq.replica import Replica
 from hetseq.run_directory import RunDirectory
-from hetseq.saving import STATE_VERSION, Provenance, read_state, saved_batch
+from hetseq.saving import STATE_VERSION, Provenance, Saver, read_state, saved_batch
+from hetseq.sharing import Sharing
 
 logger = logging.getLogger(__name__)
 
@@ -38,51 +46,195 @@ def open_checkpoints(config: CheckpointConfig, directory: RunDirectory, group: A
     return manager
 
 
-def choose_checkpoint(manager: CheckpointManager, config: CheckpointConfig, group: AnyGroup) -> Loaded | None:
+@dataclass(frozen=True)
+class Beginning:
+    """The checkpoint that a run goes on from; equal on all ranks but for the path and `is_received`."""
+
+    loaded: Loaded
+    is_own: bool  # this run's own one, not that of another run which this one begins with
+    is_received: bool  # over the wire, because the directory of this rank lacks it
+
+
+def choose_checkpoint(
+    manager: CheckpointManager, config: CheckpointConfig, directory: RunDirectory, sharing: Sharing
+) -> Beginning | None:
     """What --restore-file means here; None: begin. Collective.
 
-    Going back within one run directory is refused: which checkpoint is the latest would be ambiguous. Raises
-    CheckpointMismatch.
+    Going back within one run is refused: which checkpoint is the latest would be ambiguous. Raises CheckpointMismatch,
+    or CheckpointRefused where a checkpoint cannot be used, on all ranks alike.
     """
-    which, newest_step = config.restore_file, _newest_step(manager, group)
+    sight = _look_around(manager, config.restore_file, directory, sharing)
+    which, newest_step = config.restore_file, sight.newest_step
     if which == "none":
         if newest_step:
+            place = sharing.text_of(sight.newest_at, str(directory.path))
             raise CheckpointMismatch(
-                f"--restore-file none, but {config.save_dir} holds checkpoints up to step {newest_step}:"
+                f"--restore-file none, but {place} holds checkpoints up to step {newest_step}:"
                 " begin anew in another --save-dir"
             )
         return None
-    if which == CheckpointConfig.restore_file:
-        return manager.load("latest")
+    is_default = which == CheckpointConfig.restore_file
     is_word = which in ("latest", "best") or which.isdigit()
-    if newest_step and not is_word and os.path.isdir(which) and not _is_below(which, config.save_dir):
+    if newest_step and not is_default and not is_word and sight.is_elsewhere:
         logger.info("--restore-file %s was the beginning of this run, which has gone on since", which)
-        return manager.load("latest")
-    try:
-        loaded = manager.load(which)
-    except CheckpointRefused as error:
-        raise CheckpointMismatch(f"--restore-file {which}: {error}") from None
-    if loaded is not None and loaded.identity.step < newest_step:
+        is_default = True
+    beginning = _load_newest(manager, "latest" if is_default else which, directory, sharing)
+    if beginning is not None and not is_default and beginning.loaded.identity.step < newest_step:
+        place = sharing.text_of(sight.newest_at, str(directory.path))
         raise CheckpointMismatch(
-            f"--restore-file {which} is step {loaded.identity.step}, but {config.save_dir} has gone on to step"
-            f" {newest_step}: go back in another directory, --save-dir NEW --restore-file {loaded.path}"
+            f"--restore-file {which} is step {beginning.loaded.identity.step}, but {place} has gone on to step"
+            f" {newest_step}: go back in another directory, --save-dir NEW --restore-file {beginning.loaded.path}"
         )
-    return loaded
+    return beginning
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """What the run directories hold, and where --restore-file lies as their writers see it."""
+
+    newest_step: int  # of the newest checkpoint of all, 0 if there is none
+    newest_at: int  # the rank that writes the directory with it
+    is_elsewhere: bool  # a path that lies outside of every run directory
+
+
+def _look_around(manager: CheckpointManager, which: str, directory: RunDirectory, sharing: Sharing) -> _Sight:
+    """Only writers look: other ranks of a directory may see an older list of its files. Collective."""
+    row, trouble = [0, 0, 0, 0], ""
+    if sharing.is_writer:
+        try:
+            newest = manager.latest()
+            is_inside = _is_below(which, str(directory.path))
+            row = [0, newest.identity.step if newest else 0, os.path.isdir(which), is_inside]
+        except (OSError, ValueError, CheckpointError) as error:
+            row, trouble = [1, 0, 0, 0], f"{directory.path} cannot be read: {error}"
+    seen = sharing.gather(row)  # (directory groups, 4)
+    if seen[:, 0].any():
+        raise CheckpointRefused(sharing.text_of(sharing.writers[int(seen[:, 0].argmax())], trouble))
+    is_folder, is_inside = seen[:, 2] == 1, seen[:, 3] == 1
+    place = int(seen[:, 1].argmax())
+    is_elsewhere = bool((is_folder & ~is_inside).any()) and not bool((is_folder & is_inside).any())
+    return _Sight(int(seen[place, 1]), sharing.writers[place], is_elsewhere)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one directory group could go on from; equal `name` is equal state."""
+
+    has_failed: bool = False
+    is_fatal: bool = False  # no other group's offer makes good for it
+    is_there: bool = False
+    is_own: bool = False
+    order: tuple[int, int] = (0, 0)  # step and generation
+    name: tuple[int, ...] = ()  # lineage, nonce, run id
+
+    def pack(self) -> list[int]:
+        flags = [self.has_failed, self.is_fatal, self.is_there, self.is_own]
+        return [*map(int, flags), *self.order, *(self.name or (0, 0, 0))]
+
+    @staticmethod
+    def unpack(words: Sequence[int]) -> Offer:
+        has_failed, is_fatal, is_there, is_own = map(bool, words[:4])
+        return Offer(has_failed, is_fatal, is_there, is_own, (words[4], words[5]), tuple(words[6:]))
+
+
+def best_offer(offers: Sequence[Offer]) -> int | None:
+    """The place of the newest offer, the first one of equals; None where there is none."""
+    there = [place for place, offer in enumerate(offers) if offer.is_there]
+    return max(there, key=lambda place: (offers[place].order, -place), default=None)
+
+
+def _load_newest(manager: CheckpointManager, which: str, directory: RunDirectory, sharing: Sharing) -> Beginning | None:
+    """The newest of what the directory groups mean by `which`, on every rank. Collective."""
+    loaded, error = _load(manager, which)
+    mine = _offer(loaded, error, directory)
+    rows = [Offer.unpack(row) for row in sharing.whole.all_gather_rows(np.array(mine.pack(), np.int64)).tolist()]
+    offers = [rows[writer] for writer in sharing.writers]
+    refusal = str(error or "")
+    fatal = next((rank for rank, offer in enumerate(rows) if offer.is_fatal), None)
+    winner = best_offer(offers)
+    if fatal is None and winner is None:
+        fatal = next((rank for rank, offer in zip(sharing.writers, offers) if offer.has_failed), None)
+    if fatal is not None:
+        told = sharing.text_of(fatal, refusal)
+        if mine.is_fatal and error is not None:
+            raise error
+        raise CheckpointRefused(told) if which == "latest" else CheckpointMismatch(f"--restore-file {which}: {told}")
+    if winner is None:
+        return None
+    has_it = [offer.is_there and offer.name == offers[winner].name for offer in offers]
+    if not all(has_it):
+        source = sharing.writers[winner]
+        if not has_it[sharing.number]:
+            _say_what_is_lacking(directory, loaded, error, sharing, source)
+            loaded = None  # its memory is needed for the other one
+        loaded = send_checkpoint(sharing, loaded, source=source, has_it=has_it[sharing.number])
+    assert loaded is not None, "a group without an offer has just been given one"
+    return Beginning(loaded, offers[winner].is_own, not has_it[sharing.number])
+
+
+def _say_what_is_lacking(
+    directory: RunDirectory, loaded: Loaded | None, error: Exception | None, sharing: Sharing, source: int
+) -> None:
+    has = "no checkpoint" if loaded is None else f"only the checkpoint of step {loaded.identity.step}"
+    is_worth_a_warning = error is not None and sharing.is_writer
+    logger.log(
+        logging.WARNING if is_worth_a_warning else logging.INFO,
+        "%s has %s: the one to go on from comes from the directory of rank %d",
+        directory.path, f"none that can be used ({error})" if error else has, source,
+    )  # fmt: skip
+
+
+def _load(manager: CheckpointManager, which: str) -> tuple[Loaded | None, Exception | None]:
+    try:
+        return manager.load(which), None
+    except PeerLostError:
+        raise  # nobody is left to be told
+    except Exception as error:
+        return None, error
+
+
+def _offer(loaded: Loaded | None, error: Exception | None, directory: RunDirectory) -> Offer:
+    if loaded is None:
+        is_fatal = isinstance(error, TooNewError) or not isinstance(error, CheckpointError)
+        return Offer(has_failed=error is not None, is_fatal=error is not None and is_fatal)
+    identity = loaded.identity
+    name = [int(identity.lineage, 16), loaded.nonce, int(sha256(loaded.run_id.encode()).hexdigest()[:16], 16)]
+    return Offer(
+        is_there=True,
+        is_own=_is_below(str(loaded.path), str(directory.path)),
+        order=(identity.step, identity.generation),
+        name=tuple(number - 2**64 if number >= 2**63 else number for number in name),
+    )
+
+
+def begin_from(
+    beginning: Beginning, directory: RunDirectory, saver: Saver, sharing: Sharing, *, metrics: Metrics
+) -> None:
+    """Write into the run directory that it goes on, once nothing is left that a rank could refuse. Collective.
+
+    A directory that lacked the checkpoint, or rows of the steps before it, gets them: it is then complete again.
+    """
+    loaded = beginning.loaded
+    saver.last_step = loaded.identity.step
+    complete_rows(directory, sharing, step=loaded.identity.step)
+    fields = {"path": str(loaded.path), "refused": loaded.skipped, "received": beginning.is_received}
+    metrics.event("resume", step=loaded.identity.step, **fields)
+    saver.keep(loaded if beginning.is_received and beginning.is_own else None)
 
 
 def resume(
-    loaded: Loaded, config: CheckpointConfig, replica: Replica, here: Provenance, *, is_explicit_batch: bool
+    beginning: Beginning, config: CheckpointConfig, replica: Replica, here: Provenance, *, is_explicit_batch: bool
 ) -> tuple[TrainingState, Provenance]:
     """Put a checkpoint into the replica; gives the state to go on from and the provenance that holds from now on.
 
     On resume the command line wins for everything but what the result depends on. Raises CheckpointMismatch.
     """
+    loaded, is_own = beginning.loaded, beginning.is_own
     saved = loaded.state
     if saved.get("state_version") != STATE_VERSION:
         raise CheckpointMismatch(
             f"{loaded.path}: state version {saved.get('state_version')}, this HetSeq reads {STATE_VERSION}"
         )
-    is_own = _is_below(str(loaded.path), config.save_dir)
     resets = _resets_to_do(config, dict(saved["resets"]) if is_own else {}, step=loaded.identity.step)
     batch = choose_batch(saved, here.batch, is_explicit=is_explicit_batch, resets_data="dataloader" in resets)
     here = dataclasses.replace(here, batch=batch)
@@ -170,13 +322,6 @@ def check_provenance(saved: Mapping[str, Any], here: Provenance, resets: list[st
                 f"the checkpoint was trained with {name} {saved[name]}, this command says {value}: {remedy}; or choose"
                 " another --save-dir"
             )
-
-
-def _newest_step(manager: CheckpointManager, group: AnyGroup) -> int:
-    """Step of the newest checkpoint, 0 if there is none, as rank zero sees it: others may see an older list."""
-    newest = manager.latest() if group.rank == 0 else None
-    row = np.array([newest.identity.step if newest is not None else 0], np.int64)
-    return int(group.all_gather_rows(row)[0, 0])
 
 
 def _is_below(path: str, folder: str) -> bool:

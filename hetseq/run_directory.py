@@ -26,7 +26,7 @@ import secrets
 import socket
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -66,6 +66,8 @@ class RunDirectory:
     _prepared: bytes | None = field(default=None, repr=False, compare=False)
     #: what `adopt_config` makes of it
     _adopted: bytes | None = field(default=None, repr=False, compare=False)
+    #: the deepest folder of the path that was there before `prepare` made the others
+    _standing: Path | None = field(default=None, repr=False, compare=False)
 
     @property
     def config_file(self) -> Path:
@@ -125,6 +127,11 @@ class RunDirectory:
             )
         return found.group(1)
 
+    @property
+    def standing(self) -> Path:
+        """The deepest folder of this path that is older than this start, as far as it is known."""
+        return self._standing or Path(self.path.anchor)
+
     @staticmethod
     def prepare(path: str | os.PathLike[str], *, config_yaml: str) -> RunDirectory:
         """Check or create the run directory; called once, by the launcher, before `lock`.
@@ -135,6 +142,7 @@ class RunDirectory:
         where the path cannot be used, holds what is not ours, or is in use by another run.
         """
         root = Path(os.path.abspath(path))
+        standing = next((folder for folder in (root, *root.parents) if os.path.isdir(folder)), None)
         _make_root(root)
         owner_uid = _probe(root)
         if root.stat().st_uid != owner_uid:
@@ -152,22 +160,41 @@ class RunDirectory:
         with RunDirectory(root).lock():
             try:
                 if known is None:
-                    _replace_file(root / "config.yaml", text, is_durable=True)
+                    replace_file(root / "config.yaml", text, is_durable=True)
                 for name in _SUBDIRECTORIES:
                     (root / name).mkdir(mode=0o700, exist_ok=True)
-                return RunDirectory(root, (root / "config.yaml").read_bytes(), text)
+                return RunDirectory(root, (root / "config.yaml").read_bytes(), text, standing)
             except OSError as error:
                 raise _trouble(root, error) from error
+
+    def adopt_run_id(self, run_id: str) -> RunDirectory:
+        """The same directory as one of the run `run_id`, which its `config.yaml` says from now on.
+
+        Called by the launcher that prepared it, while it holds the lock and before any rank reads the id; only for a
+        directory without a commit, since a checkpoint carries the id of its run. Raises RunDirectoryError where
+        `config.yaml` cannot be written.
+        """
+        if run_id == self.run_id:
+            return self
+        before = self.config_file.read_bytes() if self._prepared is None else self._prepared
+        prepared = _with_header(before.decode(), run_id).encode()
+        adopted = None if self._adopted is None else _with_header(self._adopted.decode(), run_id).encode()
+        try:
+            replace_file(self.config_file, prepared, is_durable=True)
+        except OSError as error:
+            raise _trouble(self.path, error) from error
+        return replace(self, _prepared=prepared, _adopted=adopted)
 
     def adopt_config(self) -> None:
         """Replace the `config.yaml` of an earlier start by that of this one, once every rank has accepted to go on.
 
-        Called by the launcher while it holds the lock. Raises RunDirectoryError where it cannot be written.
+        Called by the launcher while it holds the lock; one that only shares the directory of another launcher, and made
+        it as `RunDirectory(path)`, changes nothing by it. Raises RunDirectoryError where it cannot be written.
         """
         if self._adopted is None or self._adopted == self._prepared:
             return
         try:
-            _replace_file(self.config_file, self._adopted, is_durable=True)
+            replace_file(self.config_file, self._adopted, is_durable=True)
         except OSError as error:
             raise _trouble(self.path, error) from error
 
@@ -241,7 +268,7 @@ class StatusFile:
         self._next_s = now_s + _STATUS_INTERVAL_S
         try:
             # Not durable: after a crash of the machine nobody asks what this rank was doing, and an fsync costs.
-            _replace_file(self.path, json_line(fields), is_durable=False)
+            replace_file(self.path, json_line(fields), is_durable=False)
         except OSError as error:
             if not self._has_warned:
                 logger.warning("cannot write %s (%s): the run goes on without it", self.path, error.strerror)
@@ -263,6 +290,31 @@ def write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
+
+
+def replace_file(path: Path, data: bytes, *, is_durable: bool) -> None:
+    """Make `data` the content of `path`, complete or not at all, with mode 0600."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = open_private(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        try:
+            write_all(descriptor, data)
+            if is_durable:
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(beside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
+        raise
+    if is_durable:
+        with contextlib.suppress(OSError):  # some file systems refuse to fsync a folder; the content is safe already
+            folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
@@ -381,31 +433,6 @@ def _with_header(config_yaml: str, run_id: str) -> str:
     if config_yaml.startswith(MARKER):
         _, _, config_yaml = config_yaml.partition("\n")
     return header + config_yaml
-
-
-def _replace_file(path: Path, data: bytes, *, is_durable: bool) -> None:
-    """Make `data` the content of `path`, complete or not at all, with mode 0600."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    descriptor = open_private(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    try:
-        try:
-            write_all(descriptor, data)
-            if is_durable:
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(beside, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        raise
-    if is_durable:
-        with contextlib.suppress(OSError):  # some file systems refuse to fsync a folder; the content is safe already
-            folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
 
 
 def _holder(descriptor: int) -> str:

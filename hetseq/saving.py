@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hetseq.checkpoint import CheckpointManager, Identity, SaveResult
+from hetseq.checkpoint import CheckpointManager, Identity, Loaded, SaveResult
 from hetseq.commit import parse_lineage
 from hetseq.config import CheckpointConfig
 from hetseq.controller import TrainingState
 from hetseq.plan import GlobalBatch, Position
 from hetseq.replica import Replica
+from hetseq.sharing import Sharing
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +51,15 @@ class Saver:
         provenance: Provenance,
         replica: Replica,
         *,
+        sharing: Sharing,
         generation: int = 0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._manager, self._config, self._provenance, self._replica = manager, config, provenance, replica
-        self._generation, self._now = generation, now
+        self._sharing, self._generation, self._now = sharing, generation, now
         self._last_s = now()
-        self.last_step = 0  # the newest step committed by this process or resumed from
-        self.last_error: str | None = None
+        self.last_step = 0  # the newest step that some directory group has committed, or that was resumed from
+        self.last_error: str | None = None  # of the last save into the directory of this rank
 
     def is_overdue(self) -> bool:
         """Rank zero's clock: --persistent-time-interval has passed since the last save."""
@@ -86,7 +88,7 @@ class Saver:
         return [kind for kind, holds in reasons.items() if holds]
 
     def save(self, state: TrainingState, *, nonce: int, kinds: list[str]) -> SaveResult:
-        """Write the state; collective. A failure of the file system is in the result, not raised."""
+        """Write the state into every run directory; collective. A failure of this rank's one is in the result."""
         tensors = self._replica.model_tensors()
         numbers: dict[str, Any] | None = None
         if not self._config.no_save_optimizer_state:
@@ -95,12 +97,37 @@ class Saver:
         step = state.position.step - 1
         identity = Identity(step=step, generation=self._generation, lineage=str(state.lineage))
         described = describe(state, self._provenance, numbers)
+        self._lend_patience()
         result = self._manager.save(tensors, described, identity=identity, nonce=nonce, kinds=kinds)
+        # Awaited here, where all are patient: the next collective is one of a step, whose deadline is short.
+        has_committed = self._sharing.gather([result.ok])[:, 0]
         self._last_s = self._now()
         self.last_error = result.error
-        if result.ok:
+        if has_committed.any():
             self.last_step = step
         return result
+
+    def keep(self, received: Loaded | None) -> None:
+        """Write a checkpoint that came from another directory into this one; None: nothing came. Collective.
+
+        The copy has the name of the original, unless something damaged stands there. A failure is only a warning: the
+        next save makes up for it.
+        """
+        if received is not None and not self._config.no_save:
+            self._lend_patience()
+            step = received.identity.step
+            for nonce in (received.nonce, received.nonce ^ 1):
+                result = self._manager.save(
+                    received.tensors, received.state, identity=received.identity, nonce=nonce, kinds=received.kinds
+                )
+                if result.ok:
+                    logger.info("step %d, which this directory lacked, is in %s now", step, result.path)
+                    break
+        self._sharing.gather([0])  # the others wait here, patiently
+
+    def _lend_patience(self) -> None:
+        """A directory group of its own waits as long as the group of all ranks does now."""
+        self._sharing.group.deadline_s = self._sharing.whole.deadline_s
 
 
 def draw_nonce() -> int:

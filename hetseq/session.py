@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetseq import probe, registry
-from hetseq.boundary import RunBoundary
+from hetseq.boundary import RunBoundary, StatusFiles
 from hetseq.buffers import BufferKeeper
 from hetseq.capacity import assign_shares
 from hetseq.comm import AnyGroup
@@ -34,9 +32,10 @@ from hetseq.optim import parameter_groups
 from hetseq.plan import GlobalBatch, Lengths, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.reduction import GradientReducer
 from hetseq.replica import Replica, check_model, trained_parameters
-from hetseq.resuming import choose_checkpoint, open_checkpoints, resume
-from hetseq.run_directory import RunDirectory, StatusFile
+from hetseq.resuming import begin_from, choose_checkpoint, open_checkpoints, resume
+from hetseq.run_directory import RunDirectory
 from hetseq.saving import Provenance, Saver
+from hetseq.sharing import Sharing, everything_shared
 from hetseq.task import Task, build_model, collater_of, counts_of, lengths_of, load_split, make_task
 from hetseq.throttle import Throttle
 from hetseq.validation import Validator
@@ -54,8 +53,7 @@ class Session:
 
     controller: Controller
     saver: Saver
-    status: StatusFile
-    about: dict[str, Any]
+    status: StatusFiles
 
     @property
     def last_step(self) -> int:
@@ -64,7 +62,7 @@ class Session:
     def train(self) -> bool:
         """To the end (True), or until a rank was asked to stop (False). Collective."""
         has_ended = self.controller.fit()
-        self.status.write(0.0, force=True, step=self.last_step, state="done" if has_ended else "stopped", **self.about)
+        self.status.write(0.0, force=True, step=self.last_step, state="done" if has_ended else "stopped")
         return has_ended
 
     def close(self) -> None:
@@ -80,23 +78,29 @@ def build_session(
     *,
     metrics: Metrics,
     wish: Callable[[], Wish] = lambda: Wish.NONE,
+    sharing: Sharing | None = None,
 ) -> Session:
-    """Build what one rank needs; collective. Raises HetSeqError for whatever cannot be meant or read."""
-    device = material.device
-    with _patience(group):
+    """Build what one rank needs; collective. Raises HetSeqError for whatever cannot be meant or read.
+
+    `sharing` says which ranks use `directory` together with this one (default: all of them).
+    """
+    device, sharing = material.device, sharing or everything_shared(group)
+    with _patience(group), _patience(sharing.group):
         replica = _build_replica(config, material, group)
         assign = _assigner(config, group.world_size)
         validators = make_validators(config, material)
         _check_best_metric(config.validation, validators, material)
 
-        manager = open_checkpoints(config.checkpoint, directory, group)
+        manager = open_checkpoints(config.checkpoint, directory, sharing.group)
         provenance = _provenance(config, material, replica, global_batch(config.data, group))
-        loaded, state = choose_checkpoint(manager, config.checkpoint, group), TrainingState()
-        if loaded is not None:
+        beginning, state = choose_checkpoint(manager, config.checkpoint, directory, sharing), TrainingState()
+        if beginning is not None:
             is_explicit = config.data.global_batch_size is not None
-            state, provenance = resume(loaded, config.checkpoint, replica, provenance, is_explicit_batch=is_explicit)
+            state, provenance = resume(beginning, config.checkpoint, replica, provenance, is_explicit_batch=is_explicit)
         _override(replica.optimizer, config.checkpoint)
-        saver = Saver(manager, config.checkpoint, provenance, replica, generation=group.generation)
+        saver = Saver(
+            manager, config.checkpoint, provenance, replica, sharing=sharing, generation=group.generation
+        )  # fmt: skip
 
         planner = _planner(config, material.train, provenance.batch, assign)
         cap = MicroBatchCap(config.data.max_sentences, config.data.max_tokens, config.data.required_batch_size_multiple)
@@ -104,10 +108,9 @@ def build_session(
             material.source(material.train), planner, state.position, rank=group.rank, cap=cap,
             num_workers=_num_workers(config.data.num_workers, device),
         )  # fmt: skip
-        status = StatusFile(directory.status / f"rank-{group.rank}.json")
-        about = {"pid": os.getpid(), "node": socket.gethostname(), "device": str(device)}
+        status = StatusFiles(directory, sharing, device=str(device))
         boundary = RunBoundary(
-            config=config.validation, validators=validators, saver=saver, metrics=metrics, status=status, about=about
+            config=config.validation, validators=validators, saver=saver, metrics=metrics, status=status
         )  # fmt: skip
         controller = Controller(
             task=material.task, replica=replica, group=group, planner=planner, loader=loader,
@@ -115,15 +118,14 @@ def build_session(
             seed=config.task.seed, state=state, wish=wish, step_deadline_s=config.distributed.step_deadline,
             throttle=Throttle(config.distributed.throttle_factors().get(group.rank, 1.0)),
         )  # fmt: skip
-    # Only now, when nothing is left to refuse, does the run directory learn of this start.
-    if loaded is not None:
-        saver.last_step = loaded.identity.step
-        metrics.event("resume", step=loaded.identity.step, path=str(loaded.path), refused=loaded.skipped)
+        # Only now, when nothing is left to refuse, does the run directory learn of this start.
+        if beginning is not None:
+            begin_from(beginning, directory, saver, sharing, metrics=metrics)
     metrics.set_total(_total_steps(config, len(material.train), provenance.batch))
-    status.write(0.0, force=True, step=state.position.step - 1, state="start", **about)
+    status.write(0.0, force=True, step=state.position.step - 1, state="start")
     _say_what_runs(controller, material)
     _warn_of_batch_norm(controller)
-    return Session(controller, saver, status, about)
+    return Session(controller, saver, status)
 
 
 @dataclass(frozen=True)

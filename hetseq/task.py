@@ -72,7 +72,11 @@ class Task:
         return cls(args)
 
     def load_dataset(self, split: str) -> Dataset[Any] | None:
-        """The samples of `split`, a map-style data set; None or MissingSplitError if there is no such split."""
+        """The samples of `split`, a map-style data set; None or MissingSplitError if there is no such split.
+
+        On several nodes HetSeq compares a few samples before the first step. A data set may have an attribute `files`,
+        a list of the paths that it reads: then names, sizes and blocks of these files are compared as well.
+        """
         raise TaskFileError(f"{type(self).__name__} has no load_dataset(split)")
 
     def build_model(self) -> torch.nn.Module:

@@ -1,12 +1,14 @@
-"""The life of one rank's process: connect, build, train, and say how it ended.
+"""The life of one rank's process: load, agree with its peers, connect, build, train, and say how it ended.
 
-A worker is started by the launcher and ends with it. Over a pipe it sends JSON: `ready` before its first step and one
-`end` with its exit code and, if something went wrong, the reason. It always leaves by `os._exit`: after a lost peer the
-transport's destructors may abort the process, which would look like a second failure.
+A worker is started by the launcher and ends with it. They speak JSON over a pipe (`Line`): the worker presents what its
+ranks must agree on and waits for `go`, asks for what its peers have put into the run's store, says `ready` before its
+first step, and sends one `end` with its exit code and, if something went wrong, the reason. It always leaves by
+`os._exit`: after a lost peer the transport's destructors may abort the process, which would look like a second failure.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import os
@@ -15,9 +17,9 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,7 +28,7 @@ from typing import Any
 
 import torch
 
-from hetseq.comm import AnyGroup, LocalGroup, connect
+from hetseq.comm import AnyGroup, LocalGroup, Meeting, connect
 from hetseq.commit import Wish
 from hetseq.config import Config
 from hetseq.errors import (
@@ -36,29 +38,89 @@ from hetseq.errors import (
     EXIT_USAGE,
     HetSeqError,
     PeerLostError,
+    RendezvousError,
     TaskError,
 )
+from hetseq.fingerprint import rank_fields
 from hetseq.metrics import Metrics
 from hetseq.options import with_own_options
 from hetseq.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_with_pipe, keep_freed_memory
 from hetseq.run_directory import RunDirectory, open_appending
 from hetseq.session import Session, build_session, load_material
+from hetseq.sharing import everything_shared, share
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_TIMEOUT_S = 300.0  # ranks of one node import and connect within seconds; their launcher sees one that dies
+_CONNECT_TIMEOUT_S = 300.0  # all have loaded by then and connect within seconds; launchers see one that dies
+_GO_TIMEOUT_S = 3600.0  # the head waits half as long for the slowest rank to load
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank a worker is, where it computes, and where it finds its peers."""
+    """Which rank a worker is, where it computes, and how it meets its peers."""
 
     rank: int
     world_size: int
     device: str
     threads: int
-    store_port: int = 0
-    prefix: str = ""
+    host: str = "127.0.0.1"  # the address of this node's interface
+    name: str = ""  # of the run's first group
+    key: bytes = field(default=b"", repr=False)  # that only ranks of this run hold
+    nodes: tuple[str, ...] = ()  # host name of each rank
+    parts: tuple[tuple[int, ...], ...] = ()  # the ranks that share a run directory; empty: all share one
+
+    @property
+    def writer(self) -> int:
+        """The rank that writes into the run directory that this one uses."""
+        return next((part[0] for part in self.parts if self.rank in part), 0)
+
+
+class Line:
+    """A worker's end of the pipe to its launcher; also the store over which ranks find each other."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def send(self, kind: str, **facts: Any) -> None:
+        self._connection.send_bytes(json.dumps({"kind": kind, **facts}).encode())
+
+    def present(self, fields: Mapping[str, str]) -> None:
+        """Show what this rank would train; returns when all ranks have shown the same. Raises RendezvousError."""
+        self.send("present", fields=dict(fields))
+        self._await("go", _GO_TIMEOUT_S, "the other ranks to have loaded their data")
+
+    def ready(self) -> None:
+        self.send("ready")
+
+    def set(self, key: str, value: bytes) -> None:
+        self.send("set", key=key, value=base64.b64encode(value).decode())
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        self.send("get", key=key)
+        return base64.b64decode(self._await("value", timeout_s, f"a peer ({key})")["value"])
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _await(self, kind: str, timeout_s: float, what: str) -> dict[str, Any]:
+        if not self._connection.poll(timeout_s):
+            raise RendezvousError(f"waited {timeout_s:.0f} s for {what}")
+        try:
+            record: dict[str, Any] = json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            raise RendezvousError("the launcher of this rank is gone") from None
+        assert record["kind"] == kind, record
+        return record
+
+
+class Alone:
+    """In place of a Line where the only rank runs without a launcher; `on_ready` is what a launcher would do then."""
+
+    def __init__(self, on_ready: Callable[[], None]) -> None:
+        self.ready = on_ready
+
+    def present(self, fields: Mapping[str, str]) -> None:
+        pass
 
 
 class StopRequest:
@@ -97,13 +159,10 @@ def worker_main(
     if launcher is not None:
         die_with_pipe(launcher.sentinel)
 
-    def send(kind: str, **facts: Any) -> None:
-        channel.send_bytes(json.dumps({"kind": kind, **facts}).encode())
-
-    directory = RunDirectory(Path(run_path))
-    report = run_worker(config, directory, placement, stop, own=own, on_ready=lambda: send("ready"))
-    send("end", **report)
-    channel.close()
+    line, directory = Line(channel), RunDirectory(Path(run_path))
+    report = run_worker(config, directory, placement, stop, own=own, line=line)
+    line.send("end", **report)
+    line.close()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # whoever read it has gone
             stream.flush()
@@ -117,17 +176,17 @@ def run_worker(
     stop: StopRequest,
     *,
     own: dict[str, dict[str, Any]] | None = None,
-    on_ready: Callable[[], None] = lambda: None,
+    line: Line | Alone,
 ) -> dict[str, Any]:
     """One rank from beginning to end in this process; gives its report and never raises.
 
-    `on_ready` is called before the first step, when nothing is left that this rank could refuse.
+    It says `line.ready` before the first step, when nothing is left that this rank could refuse.
     """
     is_ready = False
     with ExitStack() as closing:
         try:
-            session = _start(with_own_options(config, own or {}), directory, placement, stop, closing)
-            on_ready()
+            session = _start(with_own_options(config, own or {}), directory, placement, stop, line, closing)
+            line.ready()
             is_ready = True
             return _train(session)
         except SystemExit as error:
@@ -137,7 +196,12 @@ def run_worker(
 
 
 def _start(
-    config: Config, directory: RunDirectory, placement: Placement, stop: StopRequest, closing: ExitStack
+    config: Config,
+    directory: RunDirectory,
+    placement: Placement,
+    stop: StopRequest,
+    line: Line | Alone,
+    closing: ExitStack,
 ) -> Session:
     torch.set_num_threads(placement.threads)
     device = torch.device(placement.device)
@@ -145,16 +209,21 @@ def _start(
         torch.cuda.set_device(device)
     else:
         keep_freed_memory()
-    is_writer = placement.rank == 0
-    if not is_writer:
+    is_writer = placement.rank == placement.writer
+    if placement.rank > 0:
         _send_output_to(directory.logs / f"rank-{placement.rank}.out")
-    metrics = Metrics(directory if is_writer else None, config.log, is_writer=is_writer, total_steps=None)
+    files = directory if is_writer else None
+    has_display = placement.rank == 0
+    metrics = Metrics(files, config.log, is_writer=is_writer, has_display=has_display, total_steps=None)
     closing.callback(metrics.close)
     _set_up_logging(directory, placement, metrics, closing)
-    group = _connect(placement)
-    closing.callback(group.close)
     material = load_material(config, device)
-    session = build_session(config, directory, group, material, metrics=metrics, wish=stop.wish)
+    line.present(rank_fields(config, material))
+    group = _connect(placement, line)
+    closing.callback(group.close)
+    sharing = share(group, placement.parts) if placement.parts else everything_shared(group)
+    closing.callback(sharing.close)
+    session = build_session(config, directory, group, material, metrics=metrics, wish=stop.wish, sharing=sharing)
     closing.callback(session.close)
     return session
 
@@ -195,16 +264,12 @@ def _exit_code(error: Exception, *, is_ready: bool) -> int:
     return error.exit_code
 
 
-def _connect(placement: Placement) -> AnyGroup:
-    if placement.world_size == 1:
+def _connect(placement: Placement, line: Line | Alone) -> AnyGroup:
+    if placement.world_size == 1 or isinstance(line, Alone):
         return LocalGroup()
-    return connect(
-        rank=placement.rank,
-        world_size=placement.world_size,
-        store_port=placement.store_port,
-        prefix=placement.prefix,
-        timeout_s=_CONNECT_TIMEOUT_S,
-    )
+    meeting = Meeting(line, placement.name, placement.key, placement.host)
+    rank, world_size = placement.rank, placement.world_size
+    return connect(rank=rank, world_size=world_size, meeting=meeting, timeout_s=_CONNECT_TIMEOUT_S)
 
 
 def _set_up_logging(directory: RunDirectory, placement: Placement, metrics: Metrics, closing: ExitStack) -> None:

@@ -127,11 +127,14 @@ class DigitsNet(MNISTNet):
 class ImageDataset(Dataset[tuple[Tensor, int]]):
     """Images in memory as bytes, normalised when they are fetched.
 
-    images: (n, h, w) uint8, from 0 to `peak`; labels: (n,) int64; `mean` and `std` are those of images scaled to 0..1.
+    images: (n, h, w) uint8, from 0 to `peak`; labels: (n,) int64; `mean` and `std` are those of images scaled to 0..1;
+    `files`: where they were read from, for the nodes of a run to compare.
     """
 
-    def __init__(self, images: Tensor, labels: Tensor, *, peak: float, mean: float, std: float) -> None:
-        self.images, self.labels = images, labels
+    def __init__(
+        self, images: Tensor, labels: Tensor, *, peak: float, mean: float, std: float, files: Sequence[Path] = ()
+    ) -> None:
+        self.images, self.labels, self.files = images, labels, tuple(files)
         self.peak, self.mean, self.std = peak, mean, std
 
     def __len__(self) -> int:
@@ -193,20 +196,21 @@ def load_mnist(path: Path, half: str) -> ImageDataset:
 
     Raises MissingSplitError where no file of that half is found, and DataError for anything that is found but wrong.
     """
-    images, labels = _find_and_read(path, half)
-    return ImageDataset(images, labels, peak=255, mean=0.1307, std=0.3081)
+    (images, labels), files = _find_and_read(path, half)
+    return ImageDataset(images, labels, peak=255, mean=0.1307, std=0.3081, files=files)
 
 
-def _find_and_read(path: Path, half: str) -> Batch:
+def _find_and_read(path: Path, half: str) -> tuple[Batch, list[Path]]:
     folder, seen = _folder_of(path), []
     for place in _PLACES:
         names = _names_in(folder / place)
         seen += [name if place == "." else f"{place}/{name}" for name in names]
         idx = _idx_files(folder / place, names, half)
         if idx:
-            return _read_idx_pair(folder / place, idx, half)
+            return _read_idx_pair(folder / place, idx, half), list(idx.values())
         if _PT_NAMES[half] in names:
-            return _read_pt(folder / place / _PT_NAMES[half])
+            pair = folder / place / _PT_NAMES[half]
+            return _read_pt(pair), [pair]
     shown = f"{', '.join(seen[:6])}{', ...' if len(seen) > 6 else ''}" if seen else "nothing"
     raise MissingSplitError(
         f"--data {path} has no {half} files of MNIST: looked in it and in {', '.join(_PLACES[1:])} for"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from hetseq.checkpoint.engine import CheckpointManager
 from hetseq.checkpoint.history import read_history
 from hetseq.checkpoint.loading import Loaded
-from hetseq.checkpoint.records import Commit, Identity
+from hetseq.checkpoint.records import Commit, Identity, TooNewError
 from hetseq.checkpoint.retention import Retention
 from hetseq.checkpoint.saving import SaveResult
 
@@ -22,5 +22,6 @@ __all__ = [
     "Loaded",
     "Retention",
     "SaveResult",
+    "TooNewError",
     "read_history",
 ]

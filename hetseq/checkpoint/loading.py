@@ -41,6 +41,8 @@ class Loaded:
     kinds: tuple[str, ...]
     path: Path
     skipped: list[str]
+    run_id: str
+    nonce: int  # of the attempt, which with run and identity names this checkpoint among all
 
 
 class Load:
@@ -143,7 +145,10 @@ class Load:
         patience_s = 0.0 if self._setting.is_rank_zero else self._setting.patience_s
         inspected = patiently(look, patience_s=patience_s)
         commit = inspected.commit
-        return Loaded(read(inspected), inspected.state, commit.identity, commit.kinds, path, self._skipped)
+        run_id, nonce = commit.attempt.run_id, commit.attempt.nonce
+        return Loaded(
+            read(inspected), inspected.state, commit.identity, commit.kinds, path, self._skipped, run_id, nonce
+        )
 
     def _skip(self, sentence: str) -> None:
         self._skipped.append(sentence)

@@ -41,6 +41,10 @@ class DamagedError(CheckpointError):
     """A checkpoint whose files are not what its COMMIT.json promises; the message names the file and the reason."""
 
 
+class TooNewError(CheckpointRefused):
+    """A checkpoint in the format of a later HetSeq: going on from an older one would lose work unsaid."""
+
+
 @dataclass(frozen=True)
 class Identity:
     """Which state a checkpoint holds: its step, the generation that wrote it, its lineage (16 hex digits)."""
@@ -235,7 +239,7 @@ def check_version(record: Mapping[str, Any], *, source: Path) -> None:
     if record.get("format") != FORMAT or not _is_count(version) or version < 1:
         raise DamagedError(f"{source.name}: it is no record of a {FORMAT}")
     if version > VERSION:
-        raise CheckpointRefused(
+        raise TooNewError(
             f"{source.parent} is a checkpoint of format version {version}; this HetSeq reads up to version {VERSION}:"
             " load it with the HetSeq that wrote it, or a newer one, or name an older checkpoint"
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.commands import WarmLauncher
+from tests.support.nodes import Nodes, Stock
 from tests.support.refusals import TWO, train
 
 
@@ -19,3 +21,23 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmLauncher]:
         yield launcher
     finally:
         launcher.close()
+
+
+@pytest.fixture(scope="session")
+def stock() -> Iterator[Stock]:
+    """Warm processes for the launchers of several nodes."""
+    stock = Stock()
+    try:
+        yield stock
+    finally:
+        stock.close()
+
+
+@pytest.fixture
+def nodes(stock: Stock, tmp_path: Path) -> Iterator[Nodes]:
+    """The launchers of this test, each as if it were a node of its own."""
+    nodes = Nodes(stock, tmp_path)
+    try:
+        yield nodes
+    finally:
+        nodes.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetseq.launch import Ending, WorkerEnd, judge
+from hetseq.ending import Ending, WorkerEnd, judge
 
 
 def test_a_refusal_that_all_ranks_share_is_told_without_a_rank() -> None:

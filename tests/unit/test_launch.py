@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
-from hetseq.launch import WorkerEnd, judge
+from hetseq.ending import WorkerEnd, judge
 
 STOPPED = "stopped after step 7; the same command goes on from step 7"
 

@@ -10,8 +10,7 @@ from multiprocessing.connection import wait
 
 import pytest
 
-from hetseq.launch import _ringing_on_signals
-from hetseq.processes import STOP_SIGNALS
+from hetseq.processes import STOP_SIGNALS, ringing_on_signals
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +28,7 @@ def test_a_signal_is_heard_while_the_launcher_waits_also_when_another_thread_got
     other.start()
     assert other.ident is not None
     try:
-        with _ringing_on_signals() as bell:
+        with ringing_on_signals() as bell:
             knock = threading.Timer(0.2, signal.pthread_kill, (other.ident, signal.SIGUSR1))
             knock.start()
             assert wait([bell], timeout=5) == [bell]
@@ -42,11 +41,11 @@ def test_a_signal_is_heard_while_the_launcher_waits_also_when_another_thread_got
 
 def test_after_a_stop_signal_later_ones_are_ignored_and_without_one_the_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with _ringing_on_signals():
+    with ringing_on_signals():
         pass
     assert signal.getsignal(signal.SIGTERM) is before
     assert signal.set_wakeup_fd(-1) == -1
-    with _ringing_on_signals() as bell:
+    with ringing_on_signals() as bell:
         signal.raise_signal(signal.SIGTERM)
         assert os.read(bell, 64) == bytes([signal.SIGTERM])
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN

@@ -1,0 +1,446 @@
+"""What all parts of a run must have in common: collected as short texts by name, compared, a difference put into words.
+
+Responsible for the fields that a node can tell before it has a model (versions, HetSeq's source, options, the content
+of files whose paths may differ), and for `difference`, which compares these and the fields that each rank adds
+(`hetseq.fingerprint`). It imports no torch and refuses to know who talks to whom.
+
+The one idea: a contract is a flat table of texts, as in `--lr` to `0.1`, so that it travels as JSON and is shown as it
+is. Equal means equal text, except where the *name* of a field says what is in it (`_KINDS`): several lines are a list,
+of which the first entry that differs is told; a file is `NAME: DIGEST` and only its digest counts, since paths are each
+node's own; a sample may end in numbers, which agree to within a tolerance, because another CPU rounds otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hetseq
+from hetseq.config import (
+    SECTIONS,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    DistributedConfig,
+    OptimizationConfig,
+    flag,
+)
+
+#: what has to be equal, by name
+Fields = dict[str, str]
+
+#: of this table's names and forms; nodes of different ones cannot compare
+PROTOCOL = "1"
+#: how the value of a field begins that this party could not tell; it equals whatever the others say
+NOT_COMPARED = "not compared"
+DIGEST_DIGITS = 12
+
+_NOT_GIVEN, _ABSENT = "(not given)", "(nothing)"
+_MOST_FIELDS, _MOST_NAMES, _LONGEST_SHOWN = 8, 3, 160
+_MOST_FILES = 1000
+_SMALLEST = 1e-30  # of two numbers, what lies below this is zero
+
+
+def node_fields(config: Config) -> Fields:
+    """What a launcher presents for its node; needs no task, no data and no torch.
+
+    A file that cannot be read is no error here but a value: it differs from the others', or the task will say so.
+    """
+    fields = {
+        "protocol": PROTOCOL,
+        "hetseq": hetseq.__version__,
+        "torch": _torch_version().partition("+")[0],
+        "source of hetseq": _source_of_hetseq(),
+        **option_fields(section for section in config.sections() if isinstance(section, SECTIONS)),
+        "file of --vocab-file": _file_or_folder(config.task.vocab_file),
+        "file of --config-file": _file_or_folder(config.task.config_file),
+        "modules of --user-dir": _modules_in(config.task.user_dir),
+    }
+    place = config.task.task if config.task.task.endswith(".py") else config.task.task.rpartition(":")[0]
+    if place.endswith(".py"):
+        fields["file of --task"] = _file_or_folder(place)
+    return fields
+
+
+def option_fields(sections: Iterable[Any]) -> Fields:
+    """The options of these dataclasses, by flag, as they are meant: an option at its default equals one that says so.
+
+    Left out are those that are each node's own affair, those without effect, and `--lr` at its default, which depends
+    on the optimizer: a rank knows it.
+    """
+    fields = {}
+    for section in sections:
+        for field in dataclasses.fields(section):
+            if field.init and not (field.metadata.get("per_node") or field.metadata.get("retired")):
+                meant = _MEANINGS.get((type(section), field.name), _plain)(section, getattr(section, field.name))
+                if meant is not None:
+                    fields[flag(field.name)] = meant
+    return fields
+
+
+def build_tag() -> str:
+    """Torch's local version on this node, such as `+cpu` or `+cu126`, or ""; nodes may differ in it."""
+    _, plus, tag = _torch_version().partition("+")
+    return plus + tag
+
+
+def difference(parties: Sequence[tuple[str, Mapping[str, str]]]) -> str | None:
+    """What the parties, each a name and its fields, do not have in common, with a remedy; None if they agree.
+
+    The parties stand in the order of their ranks; the first one that tells a field is the one others are held against.
+    """
+    names = dict.fromkeys(name for _, fields in parties for name in fields)
+    found = [(_kind_of(name), line) for name in names if (line := _compare(name, parties)) is not None]
+    if not found:
+        return None
+    found.sort(key=lambda entry: _KINDS.index(entry[0]))  # stable: within a kind as the parties list them
+    lines = [f"  {line}" for _, line in found[:_MOST_FIELDS]]
+    if len(found) > _MOST_FIELDS:
+        lines.append(f"  and {len(found) - _MOST_FIELDS} more")
+    remedies = list(dict.fromkeys(kind.remedy for kind, _ in found))[:2]
+    return "\n".join(["the nodes do not agree, so nothing was trained:", *lines, f"To go on: {'; '.join(remedies)}"])
+
+
+def digest(content: bytes) -> str:
+    """12 hexadecimal digits of SHA-256."""
+    return hashlib.sha256(content).hexdigest()[:DIGEST_DIGITS]
+
+
+def listed(entries: Iterable[str]) -> str:
+    """The value of a field that is a list: an entry a line."""
+    return "\n".join(map(printable, entries))
+
+
+def file_state(path: Path) -> str:
+    """The digest of a regular file's content, or why there is none."""
+    try:
+        if not path.is_file():
+            return "cannot be read (no such file)"
+        whole = hashlib.sha256()
+        with path.open("rb") as file:
+            while piece := file.read(1 << 20):
+                whole.update(piece)
+    except OSError as error:
+        return f"cannot be read ({error.strerror or type(error).__name__})"
+    return whole.hexdigest()[:DIGEST_DIGITS]
+
+
+def listed_files(states: Iterable[tuple[str, str]]) -> str:
+    """The value of a field that is (name, state) of files; files of one name are numbered."""
+    entries: list[str] = []
+    seen: dict[str, int] = {}
+    for name, state in sorted(states):
+        seen[name] = seen.get(name, 0) + 1
+        entries.append(f"{name}{f' ({seen[name]})' if seen[name] > 1 else ''}: {state}")
+    return listed(entries)
+
+
+def printable(text: str) -> str:
+    """The text without what would move a terminal's cursor or begin another entry."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+# What a node can tell
+
+
+def _torch_version() -> str:
+    """Without importing it. The file knows the build tag, which the metadata of wheels from PyPI lack."""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
+        try:
+            found = re.search(
+                r"^__version__\s*(?::.*)?=\s*['\"](.+?)['\"]", Path(folder, "version.py").read_text(), re.M
+            )
+        except OSError:
+            continue
+        if found:
+            return found[1]
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _source_of_hetseq() -> str:
+    folder = Path(__file__).resolve().parent.parent
+    files = [path for path in folder.rglob("*.py") if not path.name.startswith(".")]
+    return listed_files((path.relative_to(folder).as_posix(), file_state(path)) for path in files)
+
+
+def _modules_in(user_dir: str | None) -> str:
+    """The files that `registry.import_user_dir` imports."""
+    if user_dir is None:
+        return _NOT_GIVEN
+    files = [path for path in Path(user_dir).expanduser().glob("*.py") if not path.name.startswith(".")]
+    return listed_files((path.name, file_state(path)) for path in files) or "no Python files"
+
+
+def _file_or_folder(name: str | None) -> str:
+    if name is None:
+        return _NOT_GIVEN
+    path = Path(name).expanduser()
+    if not path.is_dir():
+        return listed_files([(path.name, file_state(path))])
+    files = sorted(file for file in path.rglob("*") if file.is_file())[:_MOST_FILES]
+    return listed_files((file.relative_to(path).as_posix(), file_state(file)) for file in files) or "an empty folder"
+
+
+# What an option means
+
+
+def _plain(section: Any, value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, (int, float)):
+        return repr(value + 0.0).removesuffix(".0") if isinstance(value, float) else str(value)
+    if isinstance(value, (tuple, list)):
+        return ",".join(_plain(section, entry) for entry in value) or "(none)"
+    return "(default)" if value is None else str(value)
+
+
+def _given(section: Any, value: Any) -> str | None:
+    return None if value is None else _plain(section, value)
+
+
+def _adadelta_decay(section: Any, value: Any) -> str:
+    return _plain(section, section.weight_decay if value is None else value)
+
+
+def _schedule(section: Any, value: str) -> str:
+    return "polynomial" if value == "PolynomialDecayScheduler" else value
+
+
+def _backend(section: Any, value: str | None) -> str:
+    return value or "gloo"
+
+
+def _balance(section: Any, value: str) -> str:
+    weights = section.balance_weights()
+    return value if weights is None else _plain(section, weights)
+
+
+def _overrides(section: Any, value: str) -> str:
+    return (
+        ", ".join(f"{name}={value!r}" for name, value in sorted(section.optimizer_override_values().items()))
+        or "(none)"
+    )
+
+
+def _splits(section: Any, value: str) -> str:
+    return ",".join(section.valid_subsets)
+
+
+def _which_checkpoint(section: Any, value: str) -> str:
+    """The word; of a path only that it is one: checkpoints are compared by their content, elsewhere."""
+    if value in (CheckpointConfig.restore_file, "latest"):
+        return "latest"
+    if value.isascii() and value.isdigit():
+        return f"step {int(value)}"
+    return value if value in ("best", "none") else "a path"
+
+
+#: options whose text is not simply their value; None: a rank will tell
+_MEANINGS: dict[tuple[type, str], Callable[[Any, Any], str | None]] = {
+    (DataConfig, "valid_subset"): _splits,
+    (OptimizationConfig, "lr"): _given,
+    (OptimizationConfig, "adadelta_weight_decay"): _adadelta_decay,
+    (OptimizationConfig, "lr_scheduler"): _schedule,
+    (DistributedConfig, "distributed_backend"): _backend,
+    (DistributedConfig, "balance"): _balance,
+    (CheckpointConfig, "optimizer_overrides"): _overrides,
+    (CheckpointConfig, "restore_file"): _which_checkpoint,
+}
+
+
+# How two values compare: None, or what to show of each
+
+Shown = tuple[str, str] | None
+
+
+def _texts(one: str, other: str) -> Shown:
+    return None if one == other else (one, other)
+
+
+def _lists(one: str, other: str) -> Shown:
+    """The first position where they differ."""
+    if one == other:
+        return None
+    mine, theirs = one.split("\n"), other.split("\n")
+    if len(mine) == len(theirs) == 1:
+        return one, other
+    both = min(len(mine), len(theirs))
+    at = next((at for at in range(both) if mine[at] != theirs[at]), both)
+    return _entry(mine, at), _entry(theirs, at)
+
+
+def _entry(entries: list[str], at: int) -> str:
+    return f"number {at + 1} of {len(entries)}: {entries[at]}" if at < len(entries) else f"only {len(entries)} of them"
+
+
+def _files(one: str, other: str) -> Shown:
+    """By name; differences of names alone do not count."""
+    mine, theirs = _states(one), _states(other)
+    return None if sorted(mine.values()) == sorted(theirs.values()) else _named_files(one, other)
+
+
+def _named_files(one: str, other: str) -> Shown:
+    mine, theirs = _states(one), _states(other)
+    names = [name for name in dict.fromkeys([*mine, *theirs]) if mine.get(name) != theirs.get(name)]
+    if not names:
+        return None
+    # a file that both have and that differs says more than one that only one of them has
+    name = next((name for name in names if name in mine and name in theirs), names[0])
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    if name not in mine or name not in theirs:
+        extra = f"{name} {(mine | theirs)[name]}".strip() + more
+        lack = f"no {name}" if name else _NOT_GIVEN
+        shown = (extra, lack) if name in mine else (lack, extra)
+        return _alone(mine, shown[0]), _alone(theirs, shown[1])
+    return f"{name} {mine[name]}{more}".strip(), f"{name} {theirs[name]}{more}".strip()
+
+
+def _alone(states: dict[str, str], shown: str) -> str:
+    """A value that is one entry is shown as it is."""
+    return " ".join(next(iter(states.items()))).strip() if len(states) == 1 else shown
+
+
+def _common_files(one: str, other: str) -> Shown:
+    """By name, where both have one: what is imported may depend on a node's devices."""
+    mine, theirs = _states(one), _states(other)
+    names = [name for name in mine if name in theirs]
+    pick = [listed_files((name, states[name]) for name in names) for states in (mine, theirs)]
+    return _named_files(*pick) if names else None
+
+
+def _states(value: str) -> dict[str, str]:
+    parts = [entry.rpartition(": ") for entry in value.split("\n")]
+    return {name: state for name, _, state in parts}
+
+
+def _samples(one: str, other: str) -> Shown:
+    """Entries `NAME: DIGEST | TOLERANCE NUMBER NUMBER NORM | ...`, by name, where both have one."""
+    mine, theirs = _states(one), _states(other)
+    for name in mine:
+        if name in theirs and (shown := _measured(mine[name], theirs[name])) is not None:
+            return f"{name}: {shown[0]}", f"{name}: {shown[1]}"
+    return None
+
+
+def _measured(one: str, other: str) -> Shown:
+    mine, theirs = one.split(" | "), other.split(" | ")
+    if mine[0] != theirs[0] or len(mine) != len(theirs):
+        return f"content {mine[0]}", f"content {theirs[0]}"
+    for left, right in zip(mine[1:], theirs[1:]):
+        if left != right and not _is_close(left, right):
+            return f"checksums {left.partition(' ')[2]}", f"checksums {right.partition(' ')[2]}"
+    return None
+
+
+def _is_close(one: str, other: str) -> bool:
+    try:
+        mine, theirs = [float(word) for word in one.split()], [float(word) for word in other.split()]
+    except ValueError:
+        return False
+    if len(mine) != 4 or len(theirs) != 4:
+        return False
+    # the norm is the scale of all of them: a sum of numbers that cancel has none of its own
+    limit = max(mine[0], theirs[0]) * max(mine[3], theirs[3]) + _SMALLEST
+    return all(not abs(left - right) > limit for left, right in zip(mine[1:], theirs[1:]))
+
+
+def is_same_sample(one: str, other: str) -> bool:
+    """Whether two entries of `samples of ...` agree, numbers within their tolerance."""
+    return _samples(one, other) is None
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Fields of these names, or that begin so where one ends in a space or is `--`.
+
+    `is_optional`: who does not tell it agrees with everybody.
+    """
+
+    names: tuple[str, ...]
+    compare: Callable[[str, str], Shown]
+    remedy: str
+    is_optional: bool = False
+
+
+_COPY_TASK = "have the same files of the task on all nodes"
+_COPY_DATA = "have the same data on all nodes (copy the files from one of them)"
+_INSTALL = "install the same versions on all nodes (only torch's build tag, as in +cpu, may differ)"
+
+#: the most telling first: what stands below may only follow from what stands above
+_KINDS = (
+    _Kind(("protocol", "hetseq", "torch"), _texts, _INSTALL),
+    _Kind(("source of hetseq",), _files, "have the same HetSeq on all nodes (the same commit, without changes of one)"),
+    _Kind(("--lr",), _texts, "give all nodes the same options", is_optional=True),
+    _Kind(("--",), _texts, "give all nodes the same options"),
+    _Kind(("file of --task",), _files, _COPY_TASK, is_optional=True),
+    _Kind(("file of ", "modules of --user-dir"), _files, "have files of the same content on all nodes"),
+    _Kind(("task",), _texts, "name the same --task on all nodes"),
+    _Kind(("source of the task",), _files, _COPY_TASK),
+    _Kind(("modules of the task",), _common_files, _COPY_TASK),
+    _Kind(("packages of the task",), _common_files, _INSTALL),
+    _Kind(("parameters", "buffers"), _lists, "build the same model in the same order on all nodes"),
+    _Kind(("length of ",), _texts, _COPY_DATA),
+    _Kind(("files of ",), _named_files, _COPY_DATA),
+    _Kind(("samples of ",), _samples, _COPY_DATA),
+    _Kind(("own order of ",), _texts, "have the data set list its samples in the same order on all nodes"),
+    _Kind(("order of ", "lengths of "), _lists, "have the data set list its samples in the same order on all nodes"),
+    _Kind(
+        ("initial values",),
+        _samples,
+        "begin with the same model on all nodes: the same file of weights, and no randomness but that of --seed",
+    ),
+    _Kind((), _texts, "make these equal on all nodes"),
+)
+
+
+def _kind_of(name: str) -> _Kind:
+    for kind in _KINDS[:-1]:
+        if name in kind.names or name.startswith(tuple(part for part in kind.names if part.endswith((" ", "--")))):
+            return kind
+    return _KINDS[-1]
+
+
+def _compare(name: str, parties: Sequence[tuple[str, Mapping[str, str]]]) -> str | None:
+    """One line on this field, or None where all agree."""
+    kind = _kind_of(name)
+    missing = NOT_COMPARED if kind.is_optional else _ABSENT
+    told = [(who, fields.get(name, missing)) for who, fields in parties]
+    telling = [(who, value) for who, value in told if not value.startswith(NOT_COMPARED)]
+    if not telling:
+        return None
+    reference, holders = telling[0][1], [telling[0][0]]
+    groups: dict[str, list[str]] = {}
+    first: str | None = None
+    for who, value in telling[1:]:
+        shown = kind.compare(reference, value)
+        if shown is None:
+            holders.append(who)
+        else:
+            first = shown[0] if first is None else first
+            groups.setdefault(shown[1], []).append(who)
+    if first is None:
+        return None
+    values = [(first, holders), *groups.items()]
+    texts = [f"{_short(value)} on {_few(who)}" for value, who in values[: 1 + _MOST_NAMES]]
+    return f"{name}: {'; '.join(texts)}" + (" and others" if len(values) > 1 + _MOST_NAMES else "")
+
+
+def _short(value: str) -> str:
+    text = printable(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def _few(names: list[str]) -> str:
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

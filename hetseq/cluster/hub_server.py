@@ -1,0 +1,186 @@
+"""The hub at work: a thread of the head's launcher that owns the listener and the channels to all members.
+
+Responsible for taking records in, in the order in which they come, and handing the hub's answers out; for telling the
+hub when a channel ends and when time has passed. It decides nothing. The head's own launcher is member 0, over a pair
+of pipes within the process (`local_pair`).
+
+A peer that has proven the key and then sends half a record holds the thread for `_PATIENCE_S` at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol
+
+from hetseq.cluster.channel import ChannelClosed, ChannelError, ChannelTimeout, Listener
+from hetseq.cluster.hub import Hub
+from hetseq.errors import EXIT_FAILED
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 10.0
+_LAST_WORDS_S = 1.0  # for a peer to read them
+_BEAT_S = 0.5
+
+
+class RecordChannel(Protocol):
+    """What a launcher and its hub need of a channel: `cluster.channel.Channel`, or one end of `local_pair`."""
+
+    def send(self, record: Mapping[str, Any], *, timeout_s: float = ...) -> None: ...
+
+    def receive(self, timeout_s: float) -> dict[str, Any]: ...
+
+    def fileno(self) -> int: ...
+
+    def close(self, *, linger_s: float = ...) -> None: ...
+
+
+class LocalChannel:
+    """One end of a channel within this process; raises what `Channel` raises."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+
+    def send(self, record: Mapping[str, Any], *, timeout_s: float = _PATIENCE_S) -> None:
+        with self._sending:
+            try:
+                self._connection.send_bytes(json.dumps(record, separators=(",", ":")).encode())
+            except OSError as error:
+                raise ChannelClosed(f"the head's launcher has closed its end ({error})") from None
+
+    def receive(self, timeout_s: float) -> dict[str, Any]:
+        try:
+            if not self._connection.poll(timeout_s):
+                raise ChannelTimeout(f"nothing for {timeout_s:.1f} s")
+            record: dict[str, Any] = json.loads(self._connection.recv_bytes())
+            return record
+        except (EOFError, OSError):
+            raise ChannelClosed("the head's launcher has closed its end") from None
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def close(self, *, linger_s: float = 0.0) -> None:
+        self._connection.close()
+
+
+def local_pair() -> tuple[LocalChannel, LocalChannel]:
+    """Two ends of one channel."""
+    one, other = Pipe()
+    return LocalChannel(one), LocalChannel(other)
+
+
+class HubServer:
+    """Runs `hub` in a thread of its own, from `start` to `close`; `own` is the hub's end of the pair with member 0.
+
+    `beat` is called about twice a second, so that other machines see this head live.
+    """
+
+    def __init__(
+        self, hub: Hub, own: RecordChannel, *, listener: Listener | None = None, beat: Callable[[], None] | None = None
+    ) -> None:
+        self._hub, self._listener, self._beat = hub, listener, beat
+        self._channels: dict[int, RecordChannel] = {0: own}
+        self._count = 0  # of the members that ever came from elsewhere
+        self._admitted: list[RecordChannel] = []
+        self._is_open = True
+        self._bell, self._hammer = os.pipe()
+        self._threads = [threading.Thread(target=self._serve, name="hub", daemon=True)]
+        if listener is not None:
+            self._threads.append(threading.Thread(target=self._admit, name="hub's door", daemon=True))
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """End both threads and every channel. The listener is closed; members have read what was sent before."""
+        self._is_open = False
+        os.write(self._hammer, b"!")
+        if self._listener is not None:
+            self._listener.close()
+        for thread in self._threads:
+            thread.join()
+        os.close(self._bell)
+        os.close(self._hammer)
+
+    def _admit(self) -> None:
+        assert self._listener is not None
+        while self._is_open:
+            try:
+                self._admitted.append(self._listener.accept(1.0))
+                os.write(self._hammer, b"!")
+            except ChannelTimeout:
+                continue
+            except ChannelClosed:
+                return
+
+    def _serve(self) -> None:
+        try:
+            while self._is_open:
+                self._turn()
+        except Exception:
+            logger.error("the head's own part failed:\n%s", traceback.format_exc())
+            for channel in self._channels.values():
+                with contextlib.suppress(ChannelError):
+                    text = "the head's own part failed; its launcher has told more"
+                    channel.send({"kind": "ending", "code": EXIT_FAILED, "message": text}, timeout_s=1.0)
+        closing = [threading.Thread(target=_say_goodbye, args=(channel,)) for channel in self._channels.values()]
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join()
+
+    def _turn(self) -> None:
+        left_s = self._hub.tick(time.monotonic())
+        self._deliver()
+        by_descriptor = {channel.fileno(): number for number, channel in self._channels.items()}
+        ready = wait([self._bell, *by_descriptor], timeout=min(left_s, _BEAT_S if self._beat is not None else left_s))
+        if self._beat is not None:
+            self._beat()
+        if self._bell in ready:
+            os.read(self._bell, 64)
+            while self._admitted:
+                self._count += 1
+                self._channels[self._count] = self._admitted.pop(0)
+        for descriptor in ready:
+            if descriptor in by_descriptor:
+                self._listen(by_descriptor[descriptor])
+        self._deliver()
+
+    def _listen(self, member: int) -> None:
+        try:
+            record = self._channels[member].receive(_PATIENCE_S)
+        except ChannelError as error:
+            self._drop(member, str(error))
+            return
+        self._hub.handle(member, record, time.monotonic())
+
+    def _deliver(self) -> None:
+        while self._hub.outbox:
+            member, record = self._hub.outbox.pop(0)
+            if member not in self._channels:
+                continue
+            try:
+                self._channels[member].send(record, timeout_s=_PATIENCE_S)
+            except ChannelError as error:
+                self._drop(member, str(error))
+
+    def _drop(self, member: int, why: str) -> None:
+        self._channels.pop(member).close()
+        self._hub.gone(member, why, time.monotonic())
+
+
+def _say_goodbye(channel: RecordChannel) -> None:
+    with contextlib.suppress(ChannelError):
+        channel.close(linger_s=_LAST_WORDS_S)

@@ -1,0 +1,140 @@
+"""The network interfaces of this machine, and which of its addresses other nodes are told.
+
+Responsible for asking the kernel, and for saying in words what is wrong with an interface that the user named. It sends
+no packet and asks no name server: the kernel's routing table knows which of our addresses the head will see, a host's
+own name often does not (Debian writes 127.0.1.1 beside it).
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import ipaddress
+import logging
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetseq.cluster.sockets import AddressError, UnreachableError
+
+logger = logging.getLogger(__name__)
+
+#: the environment variable that gloo reads, and NCCL's users know in another form
+VARIABLE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFCONF, _IFREQ_BYTES, _NAME_BYTES = 0x8912, 40, 16
+#: addresses of documentation (RFC 5737, RFC 3849): a route to them is the default route
+_OUTSIDE = ("192.0.2.1", "2001:db8::1")
+
+
+@dataclass(frozen=True)
+class Interface:
+    """One address of one interface; an interface with two addresses is listed twice."""
+
+    name: str
+    address: str
+
+
+def interfaces() -> list[Interface]:
+    """The addresses of this machine, IPv4 first, without link-local ones; empty where the kernel does not tell."""
+    return [*_with_ipv4(), *_with_ipv6()]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches that numeric address; False for a name."""
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+def route_address(host: str, port: int = 9) -> str:
+    """Our address on the way to `host`, a numeric one or a name; nothing is sent. Raises UnreachableError."""
+    here = socket.gethostname()
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise UnreachableError(
+            f"{host} is not known on {here} ({error.strerror or error}): use its IP address", reason="name"
+        ) from error
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as asking:
+            asking.connect(address)  # of a datagram socket: looks up the route, sends nothing
+            return str(asking.getsockname()[0])
+    except OSError as error:
+        raise UnreachableError(f"{here} has no route to {host}: {error.strerror or error}", reason="route") from error
+
+
+def outward_address() -> str:
+    """The address that machines elsewhere most likely reach: that of the default route, else any; 127.0.0.1 if none."""
+    for outside in _OUTSIDE:
+        with contextlib.suppress(UnreachableError):
+            return route_address(outside)
+    return next((one.address for one in interfaces() if not is_loopback(one.address)), "127.0.0.1")
+
+
+def chosen_address(default: str, wish: str | None = None, *, tell: Callable[[str], None] = logger.warning) -> str:
+    """The address of the interface that `wish` names (the value of GLOO_SOCKET_IFNAME), else `default`.
+
+    `default` is the address on the way to the head. A list in NCCL's manner (`^lo,docker0`) is no wish that gloo knows:
+    `tell` hears what is used instead. Of several names the first counts. Raises AddressError for an unknown name.
+    """
+    names = [name.strip() for name in (wish or "").split(",") if name.strip()]
+    if wish is None or not names:
+        return default
+    found = interfaces()
+    if names[0].startswith("^"):
+        way = next((f"{one.name} ({default})" for one in found if one.address == default), default)
+        tell(f"{VARIABLE} {wish}: it takes one name, and lists with ^ are for NCCL alone; {way} is used instead")
+        return default
+    for name in names:
+        if name not in (one.name for one in found):
+            raise AddressError(_unknown(name, found, default))
+    address = _address_of(names[0], found, default)
+    if len(names) > 1:
+        tell(f"{VARIABLE} {wish}: HetSeq uses one interface, {names[0]} ({address})")
+    return address
+
+
+def _address_of(name: str, found: list[Interface], default: str) -> str:
+    """Of several addresses the default, else one of its kind, else the first."""
+    addresses = [one.address for one in found if one.name == name]
+    return min(addresses, key=lambda address: (address != default, (":" in address) != (":" in default)))
+
+
+def _unknown(name: str, found: list[Interface], default: str) -> str:
+    listed = ", ".join(
+        f"{one.name} {one.address}" + (" (the way to the head)" if one.address == default else "") for one in found
+    )
+    way = next((one.name for one in found if one.address == default), "")
+    remedy = f"set it to {way}, or leave it out" if way else "set it to one of these, or leave it out"
+    return f"{VARIABLE} {name}: {socket.gethostname()} has no such interface with an address. It has {listed}: {remedy}"
+
+
+def _with_ipv4() -> list[Interface]:
+    buffer = array.array("B", bytes(_IFREQ_BYTES * 256))
+    request = struct.pack("iP", len(buffer), buffer.buffer_info()[0])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            size, _ = struct.unpack("iP", fcntl.ioctl(asking.fileno(), _SIOCGIFCONF, request))
+    except OSError:
+        return []
+    rows = [buffer[at : at + _IFREQ_BYTES].tobytes() for at in range(0, size, _IFREQ_BYTES)]
+    # struct ifreq: the name, then a sockaddr_in: family, port, address; an alias is eth0:1, and gloo knows eth0
+    return [
+        Interface(row[:_NAME_BYTES].split(b"\0")[0].decode().partition(":")[0], socket.inet_ntoa(row[20:24]))
+        for row in rows
+    ]
+
+
+def _with_ipv6() -> list[Interface]:
+    found = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, _, _, name = line.split()
+            address = ipaddress.IPv6Address(bytes.fromhex(digits))
+            if not address.is_link_local:  # needs a zone, which another machine does not know
+                found.append(Interface(name, str(address)))
+    return found

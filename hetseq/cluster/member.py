@@ -1,0 +1,117 @@
+"""A launcher's place in its run: the channel to the hub, the hub itself if this launcher is the head, and its address.
+
+Responsible for opening all of it and closing it in the right order. A run on one node opens no socket.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hetseq.cluster.hub import Hub
+from hetseq.cluster.hub_server import HubServer, RecordChannel, local_pair
+from hetseq.cluster.reach import Doorstep, Peer, probe
+from hetseq.cluster.rendezvous import Meeting, meet
+from hetseq.cluster.roster import Claim
+from hetseq.config import DistributedConfig
+
+
+@dataclass
+class Member:
+    """One launcher of a run; `channel` leads to the hub."""
+
+    channel: RecordChannel
+    address: str  # of this node's interface, for the ranks
+    is_head: bool
+    _key: bytes = field(repr=False)
+    _door: Doorstep | None
+    _secret_file: Path
+    _closing: ExitStack = field(repr=False)
+
+    @property
+    def door(self) -> int:
+        """The port where other nodes try to reach this one; 0 where there are none."""
+        return 0 if self._door is None else self._door.port
+
+    def send(self, kind: str, **facts: Any) -> None:
+        self.channel.send({"kind": kind, **facts})
+
+    def key_of(self, name: str) -> bytes:
+        """The key that only the ranks of the run of that name hold."""
+        return hmac.digest(self._key, b"ranks\0" + name.encode(), "sha256")
+
+    def try_peers(self, peers: list[dict[str, Any]]) -> list[str]:
+        """Connect to each of the peers as gloo will; one sentence for each that cannot be reached."""
+        return probe([Peer(**peer) for peer in peers], self._key, secret_file=self._secret_file) if peers else []
+
+    def close_door(self) -> None:
+        """Once all have tried, nobody is to knock any more."""
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+
+    def close(self) -> None:
+        """Leave; may be called twice. The head's leaving ends the run for all."""
+        self.close_door()
+        self._closing.close()
+
+
+def claim_of(config: DistributedConfig, workers: int) -> Claim:
+    """What this node brings, as the options say it."""
+    host, pid = socket.gethostname(), os.getpid()
+    if config.join is not None:
+        return Claim(host, pid, workers, None, None, config.min_ranks)
+    return Claim(host, pid, workers, config.distributed_rank, config.distributed_world_size or workers, None)
+
+
+def join(
+    config: DistributedConfig,
+    *,
+    command: str,
+    interface: str | None,
+    pause: Callable[[float], None],
+    tell: Callable[[str], None],
+) -> Member:
+    """Find the run and take a place in it, as its head or as a follower; the arguments are those of `meet`.
+
+    Raises RendezvousError and its kind where the others cannot be found.
+    """
+    secret_file = Path(config.secret_file).expanduser()
+    with ExitStack() as closing:
+        if config.meeting_url is None:
+            channel = _serve(config, command, None, closing)
+            return Member(channel, "127.0.0.1", True, secrets.token_bytes(32), None, secret_file, closing.pop_all())
+        meeting = meet(config, pause=pause, tell=tell, command=command, interface=interface)
+        closing.callback(meeting.close)
+        door = Doorstep(meeting.address, meeting.key, secret_file)
+        closing.callback(door.close)
+        if meeting.listener is not None:
+            channel = _serve(config, command, meeting, closing)
+        else:
+            assert meeting.channel is not None
+            channel = meeting.channel
+            closing.callback(channel.close, linger_s=0.5)
+        is_head = meeting.listener is not None
+        return Member(channel, meeting.address, is_head, meeting.key, door, secret_file, closing.pop_all())
+    raise AssertionError("not reached")
+
+
+def _serve(config: DistributedConfig, command: str, meeting: Meeting | None, closing: ExitStack) -> RecordChannel:
+    """Start the hub of the run in this process; gives this launcher's own end."""
+    hub = Hub(join_timeout_s=config.join_timeout, paste=command, now_s=time.monotonic())
+    hubs_end, own_end = local_pair()
+    listener = None if meeting is None else meeting.listener
+    heart = None if meeting is None or meeting.attempt is None else meeting.attempt.heart
+    server = HubServer(hub, hubs_end, listener=listener, beat=None if heart is None else heart.beat)
+    server.start()
+    closing.callback(own_end.close)
+    closing.callback(server.close)
+    return own_end

@@ -1,0 +1,267 @@
+"""The roster of a start: which launcher brings which ranks, and whether together they make a world.
+
+Responsible for admitting claims one by one, for refusing at once what no later node can mend (a rank claimed twice, two
+world sizes, ranks given here and given out there), and for saying who is awaited. No clock, no network, no files: the
+head asks it and acts.
+
+The one idea: a hole between claimed ranks is no fault yet, because a node that is still to come may fill it; two claims
+of one rank are one for ever.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hetseq.config import DistributedConfig
+from hetseq.errors import ConfigError
+
+_LONGEST_HOST = 255
+_MOST = 2**20  # ranks; a claim beyond is nonsense, and nobody is to count that far for it
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a launcher says of its node: with given ranks `rank` and `world_size`, with --join `min_ranks` alone."""
+
+    host: str
+    pid: int
+    workers: int
+    rank: int | None = None
+    world_size: int | None = None
+    min_ranks: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.host) is not str or not self.host.isprintable() or not 0 < len(self.host) <= _LONGEST_HOST:
+            raise ValueError(f"no claim: {self.host!r} is no host name")
+        _require_number("pid", self.pid, 1, 2**31)
+        _require_number("workers", self.workers, 1, _MOST)
+        if self.min_ranks is not None:
+            _require_number("min_ranks", self.min_ranks, 1, _MOST)
+            if self.rank is not None or self.world_size is not None:
+                raise ValueError("no claim: both given ranks and min_ranks")
+        else:
+            _require_number("rank", self.rank, 0, _MOST)
+            _require_number("world_size", self.world_size, 1, _MOST)
+
+    def to_record(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def from_record(cls, record: object) -> Claim:
+        """The claim in a record of a peer; ValueError for anything else."""
+        names = {"host", "pid", "workers", "rank", "world_size", "min_ranks"}
+        if not isinstance(record, Mapping) or set(record) != names:
+            raise ValueError(f"no claim: {str(record)[:200]}")
+        return cls(**record)
+
+    @property
+    def name(self) -> str:
+        """`labA pid 4242`, for messages."""
+        return f"{self.host} pid {self.pid}"
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that were given to this node; none with --join."""
+        return range(0) if self.rank is None else range(self.rank, self.rank + self.workers)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a member sits once the roster is complete."""
+
+    member: int
+    host: str
+    pid: int
+    first_rank: int
+    workers: int
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node."""
+        return range(self.first_rank, self.first_rank + self.workers)
+
+
+class Roster:
+    """The members that were admitted so far; member 0 is the head's own launcher."""
+
+    def __init__(self) -> None:
+        self._claims: dict[int, Claim] = {}  # member -> claim, in order of admission
+
+    def admit(self, member: int, claim: Claim) -> str | None:
+        """None if the member is one of the run now; else why there can be no run with it, with both hosts and a remedy.
+
+        A refused claim leaves the roster as it was. One that comes when the roster is complete is refused too, and then
+        the others go on without it.
+        """
+        if member in self._claims:
+            return f"{claim.name} claimed its ranks a second time"
+        reason = self._why_not(claim)
+        if reason is None:
+            self._claims[member] = claim
+        return reason
+
+    def remove(self, member: int) -> None:
+        """Forget a member that left before the start; nothing for one that was never admitted."""
+        self._claims.pop(member, None)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks are claimed; with --join, whether `min_ranks` or more are here, the head's among them."""
+        first = self._first
+        if first is None:
+            return False
+        if first.min_ranks is not None:
+            return 0 in self._claims and self._here >= first.min_ranks
+        return not self._missing(first)
+
+    @property
+    def world_size(self) -> int | None:
+        """Ranks of the run; with --join None until the roster is complete."""
+        first = self._first
+        if first is None or first.min_ranks is None:
+            return None if first is None else first.world_size
+        return self._here if self.is_complete else None
+
+    def seats(self) -> list[Seat]:
+        """Of a complete roster, by first rank. With --join the head sits first, the others in order of admission."""
+        if not self.is_complete:
+            raise RuntimeError("a roster that is not complete has no seats")
+        members = sorted(self._claims, key=lambda member: member != 0)  # stable: admission decides among the others
+        begins = itertools.accumulate((self._claims[member].workers for member in members), initial=0)
+        seats = []
+        for member, begin in zip(members, begins, strict=False):  # one begin more, behind the last
+            claim = self._claims[member]
+            first_rank = begin if claim.rank is None else claim.rank
+            seats.append(Seat(member, claim.host, claim.pid, first_rank, claim.workers))
+        return sorted(seats, key=lambda seat: seat.first_rank)
+
+    def waiting(self, *, left_s: float, paste: str) -> str:
+        """One line: who is here, what is missing, how long it is waited for, and what to type on the nodes to come."""
+        first = self._first
+        deadline = f"; deadline in {_clock(left_s)}" + (f"; paste there: {paste}" if paste else "")
+        if first is None:
+            return "waiting for the first node" + deadline
+        here = ", ".join(f"{claim.host} ({claim.workers})" for claim in self._claims.values())
+        if first.min_ranks is not None:
+            wanted = first.min_ranks
+            missing = max(0, wanted - self._here)
+            lack = f"{missing} missing" if missing else "the head's own are missing"
+        else:
+            wanted = first.world_size or 0
+            lack = f"{_by_nobody(self._missing(first))} so far"
+        return f"waiting: {self._here} of {wanted} ranks are here: {here}; {lack}" + deadline
+
+    @property
+    def _first(self) -> Claim | None:
+        return next(iter(self._claims.values()), None)
+
+    @property
+    def _here(self) -> int:
+        return sum(claim.workers for claim in self._claims.values())
+
+    def _missing(self, first: Claim, *others: Claim) -> list[int]:
+        taken = set(itertools.chain(*(claim.ranks for claim in (*self._claims.values(), *others))))
+        return [rank for rank in range(first.world_size or 0) if rank not in taken]
+
+    def _why_not(self, claim: Claim) -> str | None:
+        first = self._first
+        if first is not None:
+            reason = _difference(first, claim)
+            if reason is not None:
+                return reason
+        if claim.min_ranks is not None:
+            return self._too_late(claim) if self.is_complete else None
+        world_size = claim.world_size or 0
+        if claim.ranks[-1] >= world_size:
+            return f"{claim.name} claims {_ranks(claim.ranks)}, and {_beyond(world_size)}"
+        for other in self._claims.values():
+            twice = sorted(set(other.ranks) & set(claim.ranks))
+            if twice:
+                missing = self._missing(claim, claim)
+                lack = f"; {_by_nobody(missing)} so far" if missing else ""
+                verb = "is" if len(twice) == 1 else "are"
+                return (
+                    f"{_ranks(twice)} {verb} claimed twice ({other.name}, {claim.name}){lack}; use --join, which gives"
+                    " ranks out, or set --distributed-rank to another number on one of them"
+                )
+        return None
+
+    def _too_late(self, claim: Claim) -> str:
+        here = ", ".join(other.host for other in self._claims.values())
+        return (
+            f"{claim.name} came too late: the run has its {self._here} ranks ({here}). Start it before the others next"
+            " time, or raise --min-ranks on all nodes"
+        )
+
+
+def check_own_ranks(config: DistributedConfig, workers: int) -> None:
+    """Raise ConfigError where the ranks of this node's `workers` do not fit the world that it was told."""
+    world_size, first = config.distributed_world_size, config.distributed_rank
+    if config.join is not None or world_size is None or first + workers <= world_size:
+        return
+    claimed = _ranks(range(first, first + workers))
+    raise ConfigError(
+        f"--distributed-rank {first} and {workers} worker{'s' * (workers != 1)} on this node mean {claimed}, and"
+        f" {_beyond(world_size)}"
+    )
+
+
+def _difference(first: Claim, claim: Claim) -> str | None:
+    """What two nodes were told differently."""
+    if (first.min_ranks is None) != (claim.min_ranks is None):
+        joins, given = (claim, first) if first.min_ranks is None else (first, claim)
+        return (
+            f"{joins.name} came with --join and {given.name} with ranks of its own (--distributed-rank"
+            f" {given.rank} --distributed-world-size {given.world_size}): use one way on all nodes"
+        )
+    if first.min_ranks != claim.min_ranks:
+        return (
+            f"{first.name} was told --min-ranks {first.min_ranks}, {claim.name} {claim.min_ranks}: give all nodes the"
+            " same number"
+        )
+    if first.world_size != claim.world_size:
+        return (
+            f"{first.name} was told world size {first.world_size}, {claim.name} {claim.world_size}: give all nodes the"
+            " same --distributed-world-size"
+        )
+    return None
+
+
+def _beyond(world_size: int) -> str:
+    return (
+        f"{world_size} ranks are 0 to {world_size - 1}: --distributed-rank is the first rank of a node and"
+        " --distributed-world-size counts the workers of all nodes; correct one of them"
+    )
+
+
+def _by_nobody(ranks: Iterable[int]) -> str:
+    ranks = list(ranks)
+    return f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} claimed by nobody"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """`rank 1`, `ranks 0, 6-7`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    words = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank {words}" if len(runs) == 1 and len(runs[0]) == 1 else f"ranks {words}"
+
+
+def _clock(left_s: float) -> str:
+    """`09:50`, `1:00:00`."""
+    minutes, seconds = divmod(max(0, round(left_s)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes:02}:{seconds:02}"
+
+
+def _require_number(name: str, value: object, least: int, most: int) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"no claim: {name} {value!r}, expected a number from {least} to {most}")

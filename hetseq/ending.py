@@ -1,0 +1,113 @@
+"""What the ends of all workers mean: one exit code and at most one reason, the same on every node.
+
+Pure: the head of a run collects how the workers ended, in that order, and `judge` finds the root cause among them. A
+launcher that has lost its head judges what it has seen itself.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
+
+#: signals that a program earns by itself; a queue that restarts it would see them again
+_OWN_FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+
+
+@dataclass(frozen=True)
+class WorkerEnd:
+    """How one worker ended: what it reported, if it still could, and what the kernel says."""
+
+    rank: int
+    exit_code: int  # negative: killed by that signal
+    code: int | None = None  # as reported
+    message: str = ""
+    is_secondary: bool = False  # it ended because another rank did
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the run ended, on every node."""
+
+    code: int
+    message: str = ""
+
+
+def judge(
+    ends: Sequence[WorkerEnd],
+    *,
+    has_commit: bool,
+    cut_short: str = "",
+    silent: Sequence[int] = (),
+    hosts: Mapping[int, str] | None = None,
+) -> Ending:
+    """One exit code and one reason for the ends of all workers, in the order in which they ended.
+
+    The root cause is the first failure that is not the mere loss of a peer. A lost machine ends with 75 if there is a
+    commit to go on from; what would fail again in the same way never does. `cut_short`: why a launcher ended the
+    workers itself, if it did. `silent`: ranks that still ran when the others had long noticed that one was missing.
+    `hosts`: of each rank, where a run has several.
+    """
+    called = _Names(hosts or {})
+    if cut_short:
+        return lost(cut_short, has_commit)
+    killed = [end for end in ends if end.code is None]
+    failed = [end for end in ends if end.code not in (None, EXIT_DONE, EXIT_STOPPED) and not end.is_secondary]
+    # A rank that the launcher had to end because another one failed is no cause.
+    first = next((end for end in ends if end in killed or end in failed), None)
+    if first is None:
+        bereaved = next((end for end in ends if end.is_secondary), None)
+        if bereaved is not None:
+            return lost(called.who_fell_silent(silent, bereaved), has_commit)
+        code = max((end.code or 0 for end in ends), default=EXIT_DONE)
+        return Ending(code, next((end.message for end in ends if end.message), ""))
+    if first.code is not None:
+        return Ending(first.code, called.reason(first, ends))
+    number, who = -first.exit_code, called.rank(first.rank)
+    if first.exit_code >= 0:
+        return Ending(EXIT_FAILED, f"{who} left with exit code {first.exit_code} without a reason")
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    if number in _OWN_FAULTS:
+        return Ending(EXIT_FAILED, f"{who} crashed ({name}); its last words are in log/rank-{first.rank}.txt")
+    hint = ", as the kernel does when memory runs out" if number == signal.SIGKILL else ""
+    return lost(f"{who} was killed ({name}{hint})", has_commit)
+
+
+def lost(reason: str, has_commit: bool) -> Ending:
+    """The end of a run that was interrupted, not one that failed."""
+    if has_commit:
+        return Ending(EXIT_STOPPED, f"{reason}; the same command goes on from the newest checkpoint")
+    return Ending(EXIT_FAILED, f"{reason}; nothing had been saved yet")
+
+
+class _Names:
+    """What ranks are called in messages: with their host where a run has several nodes."""
+
+    def __init__(self, hosts: Mapping[int, str]) -> None:
+        self._hosts = hosts
+
+    def rank(self, rank: int) -> str:
+        return f"rank {rank} on {self._hosts[rank]}" if rank in self._hosts else f"rank {rank}"
+
+    def reason(self, end: WorkerEnd, ends: Sequence[WorkerEnd]) -> str:
+        """The reason of a failure, with the rank where it is one rank's own."""
+        # What rank zero found reaches the others in a row of fixed size, so their copies may be cut short.
+        same = [other for other in ends if other is end or _is_cut_from(end.message, other.message)]
+        message = max((other.message for other in same), key=len)
+        if self._hosts:
+            is_shared = {self._hosts.get(other.rank) for other in same} == set(self._hosts.values())
+        else:
+            is_shared = len(same) > 1 or len(ends) == 1
+        return message if is_shared else f"{self.rank(end.rank)}: {message}"
+
+    def who_fell_silent(self, silent: Sequence[int], bereaved: WorkerEnd) -> str:
+        if not silent:
+            return bereaved.message if not self._hosts else f"{self.rank(bereaved.rank)} {bereaved.message}"
+        who = self.rank(silent[0]) if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+        return f"{who} fell silent; {self.rank(bereaved.rank)} {bereaved.message}"
+
+
+def _is_cut_from(one: str, other: str) -> bool:
+    return bool(one and other) and (one.startswith(other) or other.startswith(one))

@@ -1,0 +1,122 @@
+"""What a run directory is given by another one at a start: the checkpoint to go on from, and the rows it lacks.
+
+Responsible for sending a loaded checkpoint bit for bit, tensor by tensor, and for completing `metrics.jsonl` and
+`events.jsonl` of a directory that was lost or is new, so that every directory tells the whole run. It refuses to choose
+what is sent: that is `resuming`'s affair.
+
+The one idea: every rank takes part in everything that travels, whether it needs it or not, so the ranks cannot get out
+of step; who needs nothing drops it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetseq.checkpoint import Identity, Loaded
+from hetseq.metrics import row_key
+from hetseq.run_directory import RunDirectory, replace_file
+from hetseq.sharing import Sharing, send_bytes, send_tensor
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+#: what there is one of in a file: of two lines with the same key the later counts
+_Key = Callable[[int, Mapping[str, Any]], Any]
+
+
+def send_checkpoint(sharing: Sharing, loaded: Loaded | None, *, source: int, has_it: bool) -> Loaded:
+    """The checkpoint that rank `source` has loaded, on every rank; collective.
+
+    Who has the same one (`has_it`) keeps it as it is; for anybody else `loaded` is nothing, and memory for it is taken
+    tensor by tensor.
+    """
+    is_source = sharing.whole.rank == source
+    head = _describe(loaded) if is_source and loaded is not None else {}
+    head = json.loads(send_bytes(sharing.whole, json.dumps(head).encode(), source=source))
+    tensors = {}
+    for name, dtype, shape in head["tensors"]:
+        tensor = loaded.tensors[name] if is_source and loaded else torch.empty(shape, dtype=_DTYPES[dtype])
+        send_tensor(sharing.whole, tensor, source=source)
+        if not has_it:
+            tensors[name] = tensor
+    if has_it and loaded is not None:
+        return loaded
+    identity, kinds, path = Identity(**head["identity"]), tuple(head["kinds"]), Path(head["path"])
+    return Loaded(tensors, head["state"], identity, kinds, path, [], head["run_id"], head["nonce"])
+
+
+def _describe(loaded: Loaded) -> dict[str, Any]:
+    identity = loaded.identity
+    return {
+        "identity": {"step": identity.step, "generation": identity.generation, "lineage": identity.lineage},
+        "kinds": list(loaded.kinds),
+        "path": str(loaded.path),
+        "run_id": loaded.run_id,
+        "nonce": loaded.nonce,
+        "state": loaded.state,
+        "tensors": [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in loaded.tensors.items()],
+    }
+
+
+def complete_rows(directory: RunDirectory, sharing: Sharing, *, step: int) -> None:
+    """Give each directory the rows and events up to `step` that it lacks and another one has; collective.
+
+    To be called before anything is appended to these files. Trouble with a file is warned about.
+    """
+    _complete(directory.metrics, lambda _, row: row_key(row), sharing, step=step, is_counted=True)
+    _complete(directory.events, lambda place, _: place, sharing, step=step, is_counted=False)
+
+
+def _complete(path: Path, key: _Key, sharing: Sharing, *, step: int, is_counted: bool) -> None:
+    """One file. The events of two directories differ (each tells of its own saves), so that only none are too few."""
+    lines = _lines(path, key) if sharing.is_writer else {}
+    earlier = {name: line for name, (line, at) in lines.items() if at <= step}
+    counts = sharing.gather([len(earlier)])[:, 0].tolist()
+    most = max(counts)
+    lacking = [count < (most if is_counted else min(most, 1)) for count in counts]
+    if not any(lacking):
+        return
+    giver = sharing.writers[counts.index(most)]
+    is_wanted = sharing.is_writer and lacking[sharing.number]
+    text = send_bytes(sharing.whole, b"".join(earlier.values()), source=giver, is_wanted=is_wanted)
+    if not is_wanted:
+        return
+    given = {name: line for name, (line, _) in _parse(text, key).items()}
+    later = [line for line, at in lines.values() if at > step]
+    merged = {**given, **earlier}
+    try:
+        replace_file(path, b"".join([*(merged[name] for name in sorted(merged)), *later]), is_durable=True)
+        logger.info("%s got %d rows from the directory of rank %d", path, len(merged) - len(earlier), giver)
+    except OSError as error:
+        logger.warning("cannot write %s (%s): it lacks rows up to step %d", path, error.strerror, step)
+
+
+def _lines(path: Path, key: _Key) -> dict[Any, tuple[bytes, int]]:
+    try:
+        return _parse(path.read_bytes(), key)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        logger.warning("cannot read %s (%s): rows of other directories stand in for it", path, error.strerror)
+        return {}
+
+
+def _parse(text: bytes, key: _Key) -> dict[Any, tuple[bytes, int]]:
+    """Lines by key, each with its step (0 where it has none); what is no row is left out, as is a torn last line."""
+    found: dict[Any, tuple[bytes, int]] = {}
+    *lines, _torn = text.split(b"\n")
+    for place, line in enumerate(lines):
+        try:
+            row = json.loads(line)
+            at = row.get("step", 0)
+        except (ValueError, AttributeError):
+            continue
+        if isinstance(at, int):
+            found[key(place, {"step": at, **row})] = (line + b"\n", at)
+    return found

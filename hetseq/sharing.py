@@ -1,0 +1,113 @@
+"""Which ranks share a run directory, and how those who share none give each other what theirs lack.
+
+Responsible for the partition of the ranks into directory groups, for the small group of ranks around each directory,
+and for carrying bytes and tensors from one rank to all. It knows no file: what is carried is for others to say.
+
+The one idea: ranks of one directory group work on its files together, over a group of their own, and the lowest of them
+is its writer. Whatever concerns several directories goes over the group of all ranks, and every rank takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hetseq.comm import AnyGroup, LocalGroup, Rows
+
+_CHUNK_BYTES = 16 << 20  # what travels at once, so that a deadline is for a piece and not for a whole model
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """The directory groups of a run, as one rank sees them; `number` is its own one's place in `parts`."""
+
+    number: int
+    parts: tuple[tuple[int, ...], ...]  # the ranks of each directory group, in the order of their lowest ranks
+    group: AnyGroup  # of the ranks of this directory group, numbered anew from 0
+    whole: AnyGroup  # of all ranks
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that work in the same run directory as this one."""
+        return self.parts[self.number]
+
+    @property
+    def count(self) -> int:
+        """The number of run directories."""
+        return len(self.parts)
+
+    @property
+    def writers(self) -> tuple[int, ...]:
+        """The rank that writes the files of each directory: the lowest of its group."""
+        return tuple(part[0] for part in self.parts)
+
+    @property
+    def is_writer(self) -> bool:
+        """Whether this rank writes the files of its directory."""
+        return self.group.rank == 0
+
+    def gather(self, row: Sequence[int]) -> Rows:
+        """What the writers say: n integers on each rank give (count, n), in the order of the directory groups."""
+        return self.whole.all_gather_rows(np.array(row, np.int64))[list(self.writers)]
+
+    def text_of(self, rank: int, text: str) -> str:
+        """The text that `rank` has, on every rank; every rank calls it."""
+        return send_bytes(self.whole, text.encode("utf-8", "replace"), source=rank).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Give back the sockets between the ranks of this directory group; those of all ranks stay."""
+        if self.group is not self.whole:
+            self.group.close()
+
+
+def everything_shared(group: AnyGroup) -> Sharing:
+    """All ranks use one run directory."""
+    return Sharing(0, (tuple(range(group.world_size)),), group, group)
+
+
+def share(group: AnyGroup, parts: Sequence[Sequence[int]]) -> Sharing:
+    """The directory groups that the launchers have found: each rank in one of them; none: all share. Collective.
+
+    ValueError for parts that leave out a rank, name one twice, or are not in order. Raises RendezvousError where the
+    ranks of a part do not find each other.
+    """
+    ordered = tuple(tuple(part) for part in parts) or (tuple(range(group.world_size)),)
+    ranks = [rank for part in ordered for rank in part]
+    is_sorted = all(part and list(part) == sorted(part) for part in ordered) and list(ordered) == sorted(ordered)
+    if not is_sorted or sorted(ranks) != list(range(group.world_size)):
+        raise ValueError(
+            f"directory groups {ordered} of {group.world_size} ranks: expected every rank once, in rising order, and"
+            " the groups in the order of their lowest ranks"
+        )
+    number = next(number for number, part in enumerate(ordered) if group.rank in part)
+    part = ordered[number]
+    if len(part) == group.world_size:
+        return everything_shared(group)
+    own = LocalGroup() if len(part) == 1 else group.subgroup(part, f"directory-{number}")
+    return Sharing(number, ordered, own, group)
+
+
+def send_bytes(group: AnyGroup, data: bytes, *, source: int, is_wanted: bool = True) -> bytes:
+    """The `data` of rank `source`, on every rank that wants it, else nothing; every rank calls it."""
+    size = int(group.all_gather_rows(np.array([len(data)], np.int64))[source, 0])
+    received = bytearray()
+    for begin in range(0, size, _CHUNK_BYTES):
+        end = min(begin + _CHUNK_BYTES, size)
+        if group.rank == source:
+            chunk = torch.frombuffer(bytearray(data[begin:end]), dtype=torch.uint8)
+        else:
+            chunk = torch.empty(end - begin, dtype=torch.uint8)
+        group.broadcast(chunk, source=source)
+        if is_wanted:
+            received += chunk.numpy().tobytes()
+    return bytes(received)
+
+
+def send_tensor(group: AnyGroup, tensor: torch.Tensor, *, source: int) -> None:
+    """Give `tensor`, contiguous and on the CPU, the bits that it has on rank `source`; every rank calls it."""
+    flat = tensor.view(-1).view(torch.uint8)  # (bytes,), the tensor's own memory
+    for begin in range(0, flat.numel(), _CHUNK_BYTES):
+        group.broadcast(flat[begin : begin + _CHUNK_BYTES], source=source)

@@ -1,0 +1,399 @@
+"""Several run directories of one run: whoever is lost, the others know everything."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetseq import options
+from hetseq.checkpoint import Identity, Loaded
+from hetseq.comm import AnyGroup
+from hetseq.config import LogConfig
+from hetseq.errors import HetSeqError
+from hetseq.handover import send_checkpoint
+from hetseq.metrics import Metrics, read_events, read_rows
+from hetseq.run_directory import RunDirectory
+from hetseq.session import build_session, load_material
+from hetseq.sharing import everything_shared, send_bytes, send_tensor, share
+from hetseq.task import make_task
+from tests.support.lives import Line, flat, words
+from tests.support.ranks import run_ranks
+
+APART = ((0,), (1,))
+
+
+@dataclass
+class Life:
+    """What one rank saw."""
+
+    losses: list[float | None] = field(default_factory=list)
+    parameters: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    first_step: int = 0
+    best: float | None = None
+    last_step: int = 0
+    last_error: str | None = None
+    error: str = ""
+    lines: list[str] = field(default_factory=list)
+
+
+class Keeping(logging.Handler):
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self.lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname} {record.getMessage()}")
+
+
+def live(
+    group: AnyGroup,
+    places: Sequence[str],
+    parts: Sequence[Sequence[int]],
+    arguments: list[str],
+    *,
+    breaks: str | None = None,
+) -> Life:
+    """Train with one run directory for each part, to the end or to the first refusal; `breaks` at the first step."""
+    life, log = Life(), logging.getLogger("hetseq")
+    keeping = Keeping(life.lines)
+    log.addHandler(keeping)
+    log.setLevel(logging.INFO)
+    sharing = share(group, parts)
+    directory = RunDirectory(Path(places[sharing.number]))
+    config = options.complete(options.parse([*arguments, "--save-dir", "a-folder-that-nobody-uses"]))
+    metrics = Metrics(
+        directory, LogConfig(), is_writer=sharing.is_writer, total_steps=None, has_display=False, has_tensorboard=False
+    )
+    session = None
+    try:
+        material = load_material(config, torch.device("cpu"), make_task(Line, config))
+        session = build_session(config, directory, group, material, metrics=metrics, sharing=sharing)
+        if breaks == places[sharing.number] and sharing.is_writer:
+            break_saving(breaks)
+        controller = session.controller
+        life.first_step, take = controller.state.position.step, controller.train_step
+
+        def watched() -> Any:
+            result = take()
+            life.losses.append(result.loss)
+            return result
+
+        controller.train_step = watched  # type: ignore[method-assign]
+        session.train()
+        life.parameters, life.best = flat(controller.replica.model), controller.state.best
+        life.last_step, life.last_error = session.saver.last_step, session.saver.last_error
+    except HetSeqError as error:
+        life.error = f"{type(error).__name__}: {error}"
+    finally:
+        metrics.close()
+        if session is not None:
+            session.close()
+        sharing.close()
+        log.removeHandler(keeping)
+    return life
+
+
+def live_with_a_bad_disk(group: AnyGroup, places: Sequence[str], arguments: list[str]) -> Life:
+    return live(group, places, APART, arguments, breaks=places[1])
+
+
+def prepared(path: Path, names: str) -> list[str]:
+    """Run directories of one run, as launchers leave them."""
+    first, *others = [RunDirectory.prepare(path / name, config_yaml="") for name in names.split()]
+    return [str(place.path) for place in (first, *(other.adopt_run_id(first.run_id) for other in others))]
+
+
+def lose(place: str, *, run_of: str) -> None:
+    """The directory is gone, and a launcher makes it anew."""
+    shutil.rmtree(place)
+    RunDirectory.prepare(place, config_yaml="").adopt_run_id(RunDirectory(Path(run_of)).run_id)
+
+
+def attempts(place: str) -> list[str]:
+    return sorted(folder.parent.name for folder in Path(place).glob("checkpoints/*/COMMIT.json"))
+
+
+def steps(place: str) -> list[int]:
+    return [row["step"] for row in read_rows(RunDirectory(Path(place)).metrics) if "loss" in row]
+
+
+def events(place: str) -> list[tuple[str, int]]:
+    return [(row["event"], row["step"]) for row in read_events(RunDirectory(Path(place)).events)]
+
+
+THREE, EIGHT = words("--max-update 3 --balance equal"), words("--max-update 8 --balance equal")
+
+
+# What is kept, and what comes back.
+
+
+def test_each_directory_holds_the_whole_run(tmp_path: Path) -> None:
+    places = prepared(tmp_path, "a b")
+    calm = run_ranks(live, 2, places, APART, THREE)
+    assert [life.error for life in calm] == ["", ""]
+    assert attempts(places[0]) == attempts(places[1])
+    assert len(attempts(places[0])) == 1
+    for place in places:
+        assert steps(place) == [1, 2, 3]
+        assert events(place) == [("save", 3)]
+        statuses = [json.loads((Path(place) / "status" / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+        assert [(status["state"], status["step"]) for status in statuses] == [("done", 3)] * 2
+        assert len({status["pid"] for status in statuses}) == 2
+        assert all(status["node"] and status["device"] == "cpu" for status in statuses)
+        assert (Path(place) / "checkpointHistories.csv").is_file()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_whichever_directory_is_lost_the_run_goes_on_and_is_whole_again(lost: int, tmp_path: Path) -> None:
+    places, calm_places = prepared(tmp_path, "a b"), prepared(tmp_path / "calm", "a b")
+    calm = run_ranks(live, 2, calm_places, APART, EIGHT)
+    hurt = run_ranks(live, 2, places, APART, THREE)
+    kept, before = attempts(places[1 - lost]), events(places[1 - lost])
+    lose(places[lost], run_of=places[1 - lost])
+    again = run_ranks(live, 2, places, APART, EIGHT)
+    for before_it, after_it, life in zip(hurt, again, calm):
+        assert after_it.error == ""
+        assert after_it.first_step == 4
+        assert before_it.losses + after_it.losses == life.losses  # to the bit
+        assert torch.equal(after_it.parameters, life.parameters)
+    assert steps(places[lost]) == list(range(1, 9))
+    assert events(places[lost])[: len(before)] == before
+    assert kept[0] in attempts(places[lost])  # not only the newest, but what was gone on from
+    assert attempts(places[0])[-1] == attempts(places[1])[-1]
+
+
+def test_with_both_directories_lost_it_begins_anew(tmp_path: Path) -> None:
+    """The twin: it was the other directory that knew."""
+    places = prepared(tmp_path, "a b")
+    run_ranks(live, 2, places, APART, THREE)
+    for place in places:
+        shutil.rmtree(place)
+    again = run_ranks(live, 2, prepared(tmp_path, "a b"), APART, EIGHT)
+    assert [life.first_step for life in again] == [1, 1]
+
+
+def test_a_copy_is_kept_so_the_other_node_may_be_lost_before_the_next_save(tmp_path: Path) -> None:
+    places = prepared(tmp_path, "a b")
+    run_ranks(live, 2, places, APART, THREE)
+    lose(places[0], run_of=places[1])
+    nothing = run_ranks(live, 2, places, APART, [*THREE])  # nothing left to do
+    assert [life.losses for life in nothing] == [[], []]
+    lose(places[1], run_of=places[0])
+    again = run_ranks(live, 2, places, APART, EIGHT)
+    assert [(life.error, life.first_step) for life in again] == [("", 4)] * 2
+    assert [steps(place) for place in places] == [list(range(1, 9))] * 2
+
+
+def test_two_ranks_share_a_directory_and_a_third_one_has_its_own(tmp_path: Path) -> None:
+    places, parts = prepared(tmp_path, "a b"), ((0, 2), (1,))
+    three, eight = (words(f"--max-update {n} --balance 2,1,1") for n in (3, 8))
+    calm = run_ranks(live, 3, prepared(tmp_path / "calm", "a b"), parts, eight)
+    hurt = run_ranks(live, 3, places, parts, three)
+    assert [len(list(Path(place).glob("checkpoints/*/part-*.safetensors"))) for place in places] == [2, 1]
+    for lost in (0, 1):
+        trial = [str(tmp_path / f"trial-{lost}-{name}") for name in "ab"]
+        for place, copy in zip(places, trial):
+            shutil.copytree(place, copy)
+        lose(trial[lost], run_of=trial[1 - lost])
+        again = run_ranks(live, 3, trial, parts, eight)
+        assert [life.error for life in again] == [""] * 3
+        assert [one.losses + other.losses for one, other in zip(hurt, again)] == [life.losses for life in calm]
+        assert steps(trial[lost]) == list(range(1, 9))
+        assert sorted(file.name for file in Path(trial[lost], "status").iterdir()) == [
+            f"rank-{rank}.json" for rank in range(3)
+        ]
+
+
+# A disk that fails.
+
+
+def break_saving(place: str) -> None:
+    folder = Path(place) / "checkpoints"
+    shutil.rmtree(folder)
+    folder.write_text("a file where a folder should be")
+
+
+def test_the_disk_of_one_node_spoils_neither_training_nor_the_saves_of_the_other(tmp_path: Path) -> None:
+    places = prepared(tmp_path, "a b")
+    arguments = words("--max-update 6 --balance equal --save-interval-updates 2", validate=True)
+    lives = run_ranks(live_with_a_bad_disk, 2, places, arguments)
+    calm = run_ranks(live, 2, prepared(tmp_path / "calm", "a b"), APART, arguments)
+    assert [life.losses for life in lives] == [life.losses for life in calm]
+    assert [life.error for life in lives] == ["", ""]
+    assert lives[0].last_error is None
+    assert lives[1].last_error
+    assert [life.last_step for life in lives] == [6, 6]  # the same command goes on from there
+    assert lives[0].best == lives[1].best is not None
+    assert [step for event, step in events(places[1]) if event == "save_failed"] == [2, 4, 6]
+    assert [step for event, step in events(places[0]) if event == "save"] == [2, 4, 6]
+    (Path(places[1]) / "checkpoints").unlink()
+    again = run_ranks(live, 2, places, APART, words("--max-update 8 --balance equal", validate=True))
+    assert [(life.error, life.first_step) for life in again] == [("", 7)] * 2
+
+
+def test_a_directory_that_cannot_be_read_ends_all_ranks_with_one_sentence(tmp_path: Path) -> None:
+    places = prepared(tmp_path, "a b")
+    break_saving(places[1])
+    lives = run_ranks(live, 2, places, APART, EIGHT)
+    assert f"CheckpointRefused: {places[1]} cannot be read" in lives[0].error
+    assert lives[0].error == lives[1].error
+
+
+# Damage.
+
+
+def damage(place: str) -> None:
+    for part in Path(place).glob("checkpoints/*/part-*.safetensors"):
+        content = bytearray(part.read_bytes())
+        content[-1] ^= 1
+        part.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_made_good_for_by_the_other_directory(tmp_path: Path) -> None:
+    places = prepared(tmp_path, "a b")
+    run_ranks(live, 2, places, APART, THREE)
+    damage(places[0])
+    again = run_ranks(live, 2, places, APART, EIGHT)
+    assert [(life.error, life.first_step) for life in again] == [("", 4)] * 2
+    assert any("WARNING" in line and "cannot be used" in line for line in again[0].lines)
+    assert len(attempts(places[0])) == 3  # the damaged one is not overwritten: its copy has another name
+
+
+def test_damage_everywhere_is_refused_alike(tmp_path: Path) -> None:
+    places = prepared(tmp_path, "a b")
+    run_ranks(live, 2, places, APART, THREE)
+    for place in places:
+        damage(place)
+    again = run_ranks(live, 2, places, APART, EIGHT)
+    assert again[0].error == again[1].error
+    assert again[0].error.startswith(f"CheckpointRefused: no checkpoint in {places[0]}")
+
+
+# --restore-file.
+
+
+def saved_twice(tmp_path: Path) -> list[str]:
+    """Commits at steps 2 and 4, the second one marked as the best."""
+    places = prepared(tmp_path, "a b")
+    arguments = words("--max-update 4 --balance equal --save-interval-updates 2", validate=True)
+    assert [life.error for life in run_ranks(live, 2, places, APART, arguments)] == ["", ""]
+    return places
+
+
+@pytest.mark.parametrize("which", ["best", "4", "latest", "path"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_what_only_one_directory_has_is_found_by_any_name(which: str, lost: int, tmp_path: Path) -> None:
+    places = saved_twice(tmp_path)
+    lose(places[lost], run_of=places[1 - lost])
+    name = f"{places[1 - lost]}/checkpoints/{attempts(places[1 - lost])[-1]}" if which == "path" else which
+    again = run_ranks(live, 2, places, APART, [*EIGHT, "--restore-file", name])
+    assert [(life.error, life.first_step) for life in again] == [("", 5)] * 2
+
+
+@pytest.mark.parametrize(
+    ("which", "told"),
+    [("3", "holds no usable checkpoint of step 3"), ("/nowhere/at/all", "/nowhere/at/all does not exist")],
+)
+def test_what_no_directory_has_is_refused_alike_with_the_words_of_the_first(
+    which: str, told: str, tmp_path: Path
+) -> None:
+    places = saved_twice(tmp_path)
+    lives = run_ranks(live, 2, places, APART, [*EIGHT, "--restore-file", which])
+    assert lives[0].error == lives[1].error
+    assert lives[0].error.startswith(f"CheckpointMismatch: --restore-file {which}: ")
+    assert told in lives[0].error
+
+
+@pytest.mark.parametrize("which", ["none", "2"])
+def test_to_go_back_is_refused_for_what_any_directory_holds(which: str, tmp_path: Path) -> None:
+    places = saved_twice(tmp_path)
+    lose(places[0], run_of=places[1])
+    lives = run_ranks(live, 2, places, APART, [*EIGHT, "--restore-file", which])
+    assert lives[0].error == lives[1].error
+    assert f"CheckpointMismatch: --restore-file {which}" in lives[0].error
+    assert f"{places[1]} " in lives[0].error
+    assert "step 4" in lives[0].error
+
+
+def test_another_run_that_only_one_node_can_read_is_begun_with_and_not_copied(tmp_path: Path) -> None:
+    old = saved_twice(tmp_path / "old")
+    places = prepared(tmp_path, "a b")
+    shutil.rmtree(old[0])
+    beginning = [*EIGHT, "--restore-file", old[1]]
+    lives = run_ranks(live, 2, places, APART, beginning)
+    assert [(life.error, life.first_step) for life in lives] == [("", 5)] * 2
+    assert [len(attempts(place)) for place in places] == [2, 2]  # the end of an epoch, and of the run
+    once_more = run_ranks(live, 2, places, APART, [*beginning, "--max-update", "9"])
+    assert [(life.error, life.first_step) for life in once_more] == [("", 9)] * 2
+
+
+# Rows.
+
+
+def test_rows_that_only_one_directory_lacks_come_from_the_other_and_its_own_are_kept(tmp_path: Path) -> None:
+    places = saved_twice(tmp_path)
+    lacking = RunDirectory(Path(places[0]))
+    lines = lacking.metrics.read_text().splitlines(keepends=True)
+    whole = [row for row in read_rows(lacking.metrics)]
+    assert [row["step"] for row in whole] == [1, 2, 3, 4, 4]
+    lacking.metrics.write_text("".join(lines[2:]) + json.dumps({"step": 9, "loss": 0.5}) + '\n{"torn')
+    run_ranks(live, 2, places, APART, words("--max-update 5 --balance equal"))
+    assert steps(places[0]) == [1, 2, 3, 4, 5, 9]
+    assert [(row["step"], row.get("loss")) for row in read_rows(lacking.metrics)][:5] == [
+        (row["step"], row.get("loss")) for row in whole
+    ]
+
+
+# The wire.
+
+
+def carry(group: AnyGroup) -> list[Any]:
+    """Bytes, tensors of many kinds and a loaded checkpoint from rank 1."""
+    data = bytes(range(256)) * 70_000 if group.rank == 1 else b""  # 18 MB, more than one piece
+    received = send_bytes(group, data, source=1)
+    unwanted = send_bytes(group, data, source=1, is_wanted=False)
+    kinds = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+    tensors = {str(kind): (torch.arange(6).view(2, 3) % 2).to(kind) for kind in kinds}
+    tensors |= {"empty": torch.empty(0, 4), "number": torch.tensor(math.pi), "odd": torch.tensor([math.nan, -0.0])}
+    large = torch.arange(5_000_000) * (1 if group.rank == 1 else 0)
+    send_tensor(group, large, source=1)
+    state = {"a": [1, 0.1, None], "b": {"c": math.inf}}
+    loaded = Loaded(tensors, state, Identity(3, 0, "0" * 15 + "f"), ("best",), Path("/x"), [], "run", 2**64 - 1)
+    sharing = everything_shared(group)
+    got = send_checkpoint(sharing, loaded if group.rank == 1 else None, source=1, has_it=group.rank == 1)
+    bits = {
+        name: (str(t.dtype), tuple(t.shape), t.view(-1).view(torch.uint8).tolist()) for name, t in got.tensors.items()
+    }
+    facts = (got.state, got.identity, got.kinds, got.path, got.run_id, got.nonce)
+    return [received == bytes(range(256)) * 70_000, unwanted, int(large.sum()), bits, facts]
+
+
+def test_everything_arrives_bit_for_bit() -> None:
+    there, source = run_ranks(carry, 2)
+    assert there == source
+    assert there[:2] == [True, b""]
+    assert there[2] == sum(range(5_000_000))
+
+
+def refuse_parts(group: AnyGroup, parts: Any) -> str:
+    try:
+        share(group, parts).close()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("parts", [((0,),), ((0, 1), (1,)), ((1,), (0,)), ((1, 0),), ((0, 1), ())])
+def test_parts_that_are_no_partition(parts: Any) -> None:
+    assert all("expected every rank once" in told for told in run_ranks(refuse_parts, 2, parts))
+    assert run_ranks(refuse_parts, 2, APART) == ["", ""]
+    assert run_ranks(refuse_parts, 2, ()) == ["", ""]
