@@ -100,7 +100,7 @@ def check_place(config: DistributedConfig, workers: int) -> None:
         raise ConfigError(
             f"--distributed-world-size {world_size} with {workers} workers here (from rank {config.distributed_rank})"
             " asks for several nodes, but not where they meet: add --distributed-init-method tcp://HOST:PORT (the first"
-            " node's) or file:///PATH (a shared directory), or let the world size be the workers of this node"
+            " node's) or file:///PATH (a shared directory); for a run on this node alone leave these two out"
         )
     config.check_world(workers)
 

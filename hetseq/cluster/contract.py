@@ -57,7 +57,7 @@ def node_fields(config: Config) -> Fields:
         "protocol": PROTOCOL,
         "hetseq": hetseq.__version__,
         "torch": _torch_version().partition("+")[0],
-        "source of hetseq": _source_of_hetseq(),
+        "source of hetseq": source_below(Path(__file__).resolve().parent.parent),
         **option_fields(section for section in config.sections() if isinstance(section, SECTIONS)),
         "file of --vocab-file": _file_or_folder(config.task.vocab_file),
         "file of --config-file": _file_or_folder(config.task.config_file),
@@ -168,8 +168,8 @@ def _torch_version() -> str:
         return "not installed"
 
 
-def _source_of_hetseq() -> str:
-    folder = Path(__file__).resolve().parent.parent
+def source_below(folder: Path) -> str:
+    """All Python files of a package, with their digests."""
     files = [path for path in folder.rglob("*.py") if not path.name.startswith(".")]
     return listed_files((path.relative_to(folder).as_posix(), file_state(path)) for path in files)
 
@@ -296,19 +296,16 @@ def _named_files(one: str, other: str) -> Shown:
     if not names:
         return None
     # a file that both have and that differs says more than one that only one of them has
-    name = next((name for name in names if name in mine and name in theirs), names[0])
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    if name not in mine or name not in theirs:
-        extra = f"{name} {(mine | theirs)[name]}".strip() + more
-        lack = f"no {name}" if name else _NOT_GIVEN
-        shown = (extra, lack) if name in mine else (lack, extra)
-        return _alone(mine, shown[0]), _alone(theirs, shown[1])
-    return f"{name} {mine[name]}{more}".strip(), f"{name} {theirs[name]}{more}".strip()
+    name = next((name for name in names if name in mine and name in theirs), next(filter(None, names), ""))
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 and len(mine) + len(theirs) > 2 else ""
+    return _state(mine, name, names) + more, _state(theirs, name, names) + more
 
 
-def _alone(states: dict[str, str], shown: str) -> str:
-    """A value that is one entry is shown as it is."""
-    return " ".join(next(iter(states.items()))).strip() if len(states) == 1 else shown
+def _state(states: dict[str, str], name: str, differing: list[str]) -> str:
+    only = next(iter(states)) if len(states) == 1 else name
+    if name not in states and only in differing:  # a file of another name, or, without one, why there is none
+        name = only
+    return f"{name} {states[name]}".strip() if name in states else f"no {name}"
 
 
 def _common_files(one: str, other: str) -> Shown:

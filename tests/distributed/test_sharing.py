@@ -6,7 +6,8 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ import torch
 
 from hetseq import options
 from hetseq.checkpoint import Identity, Loaded
+from hetseq.checkpoint.records import seal, unseal
 from hetseq.comm import AnyGroup
 from hetseq.config import LogConfig
 from hetseq.errors import HetSeqError
 from hetseq.handover import send_checkpoint
 from hetseq.metrics import Metrics, read_events, read_rows
+from hetseq.resuming import Offer, best_offer
 from hetseq.run_directory import RunDirectory
 from hetseq.session import build_session, load_material
 from hetseq.sharing import everything_shared, send_bytes, send_tensor, share
@@ -133,13 +136,40 @@ def events(place: str) -> list[tuple[str, int]]:
 THREE, EIGHT = words("--max-update 3 --balance equal"), words("--max-update 8 --balance equal")
 
 
+@pytest.fixture(scope="module")
+def calm() -> list[Life]:
+    """Eight steps in one go."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(live, 2, prepared(Path(folder), "a b"), APART, EIGHT)
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[tuple[list[Life], Path]]:
+    """Three steps, and the folder of the two run directories."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield run_ranks(live, 2, prepared(Path(folder), "a b"), APART, THREE), Path(folder)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Path]:
+    """The folder of two run directories with commits of steps 2 and 4, the second one the best."""
+    arguments = words("--max-update 4 --balance equal --save-interval-updates 2", validate=True)
+    with tempfile.TemporaryDirectory() as folder:
+        assert [life.error for life in run_ranks(live, 2, prepared(Path(folder), "a b"), APART, arguments)] == ["", ""]
+        yield Path(folder)
+
+
+def copied(folder: Path, path: Path) -> list[str]:
+    return [str(shutil.copytree(folder / name, path / name)) for name in "ab"]
+
+
 # What is kept, and what comes back.
 
 
-def test_each_directory_holds_the_whole_run(tmp_path: Path) -> None:
-    places = prepared(tmp_path, "a b")
-    calm = run_ranks(live, 2, places, APART, THREE)
-    assert [life.error for life in calm] == ["", ""]
+def test_each_directory_holds_the_whole_run(three: tuple[list[Life], Path]) -> None:
+    lives, folder = three
+    places = [str(folder / name) for name in "ab"]
+    assert [life.error for life in lives] == ["", ""]
     assert attempts(places[0]) == attempts(places[1])
     assert len(attempts(places[0])) == 1
     for place in places:
@@ -153,10 +183,11 @@ def test_each_directory_holds_the_whole_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_whichever_directory_is_lost_the_run_goes_on_and_is_whole_again(lost: int, tmp_path: Path) -> None:
-    places, calm_places = prepared(tmp_path, "a b"), prepared(tmp_path / "calm", "a b")
-    calm = run_ranks(live, 2, calm_places, APART, EIGHT)
-    hurt = run_ranks(live, 2, places, APART, THREE)
+def test_whichever_directory_is_lost_the_run_goes_on_and_is_whole_again(
+    lost: int, three: tuple[list[Life], Path], calm: list[Life], tmp_path: Path
+) -> None:
+    hurt, folder = three
+    places = copied(folder, tmp_path)
     kept, before = attempts(places[1 - lost]), events(places[1 - lost])
     lose(places[lost], run_of=places[1 - lost])
     again = run_ranks(live, 2, places, APART, EIGHT)
@@ -171,19 +202,21 @@ def test_whichever_directory_is_lost_the_run_goes_on_and_is_whole_again(lost: in
     assert attempts(places[0])[-1] == attempts(places[1])[-1]
 
 
-def test_with_both_directories_lost_it_begins_anew(tmp_path: Path) -> None:
-    """The twin: it was the other directory that knew."""
-    places = prepared(tmp_path, "a b")
-    run_ranks(live, 2, places, APART, THREE)
-    for place in places:
-        shutil.rmtree(place)
-    again = run_ranks(live, 2, prepared(tmp_path, "a b"), APART, EIGHT)
-    assert [life.first_step for life in again] == [1, 1]
+def test_what_was_lost_is_told_by_nobody_but_the_other_directory(
+    three: tuple[list[Life], Path], calm: list[Life], tmp_path: Path
+) -> None:
+    """The twin: both ranks with the new directory alone."""
+    places = copied(three[1], tmp_path)
+    lose(places[0], run_of=places[1])
+    again = run_ranks(live, 2, places[:1], (), EIGHT)
+    assert [(life.error, life.first_step) for life in again] == [("", 1)] * 2
+    assert again[0].losses == calm[0].losses
 
 
-def test_a_copy_is_kept_so_the_other_node_may_be_lost_before_the_next_save(tmp_path: Path) -> None:
-    places = prepared(tmp_path, "a b")
-    run_ranks(live, 2, places, APART, THREE)
+def test_a_copy_is_kept_so_the_other_node_may_be_lost_before_the_next_save(
+    three: tuple[list[Life], Path], tmp_path: Path
+) -> None:
+    places = copied(three[1], tmp_path)
     lose(places[0], run_of=places[1])
     nothing = run_ranks(live, 2, places, APART, [*THREE])  # nothing left to do
     assert [life.losses for life in nothing] == [[], []]
@@ -193,6 +226,7 @@ def test_a_copy_is_kept_so_the_other_node_may_be_lost_before_the_next_save(tmp_p
     assert [steps(place) for place in places] == [list(range(1, 9))] * 2
 
 
+@pytest.mark.slow
 def test_two_ranks_share_a_directory_and_a_third_one_has_its_own(tmp_path: Path) -> None:
     places, parts = prepared(tmp_path, "a b"), ((0, 2), (1,))
     three, eight = (words(f"--max-update {n} --balance 2,1,1") for n in (3, 8))
@@ -258,9 +292,10 @@ def damage(place: str) -> None:
         part.write_bytes(content)
 
 
-def test_a_damaged_checkpoint_is_made_good_for_by_the_other_directory(tmp_path: Path) -> None:
-    places = prepared(tmp_path, "a b")
-    run_ranks(live, 2, places, APART, THREE)
+def test_a_damaged_checkpoint_is_made_good_for_by_the_other_directory(
+    three: tuple[list[Life], Path], tmp_path: Path
+) -> None:
+    places = copied(three[1], tmp_path)
     damage(places[0])
     again = run_ranks(live, 2, places, APART, EIGHT)
     assert [(life.error, life.first_step) for life in again] == [("", 4)] * 2
@@ -268,9 +303,8 @@ def test_a_damaged_checkpoint_is_made_good_for_by_the_other_directory(tmp_path: 
     assert len(attempts(places[0])) == 3  # the damaged one is not overwritten: its copy has another name
 
 
-def test_damage_everywhere_is_refused_alike(tmp_path: Path) -> None:
-    places = prepared(tmp_path, "a b")
-    run_ranks(live, 2, places, APART, THREE)
+def test_damage_everywhere_is_refused_alike(three: tuple[list[Life], Path], tmp_path: Path) -> None:
+    places = copied(three[1], tmp_path)
     for place in places:
         damage(place)
     again = run_ranks(live, 2, places, APART, EIGHT)
@@ -278,21 +312,46 @@ def test_damage_everywhere_is_refused_alike(tmp_path: Path) -> None:
     assert again[0].error.startswith(f"CheckpointRefused: no checkpoint in {places[0]}")
 
 
+def test_a_checkpoint_of_a_later_format_is_passed_over_by_nobody(
+    three: tuple[list[Life], Path], tmp_path: Path
+) -> None:
+    places = copied(three[1], tmp_path)
+    (path,) = Path(places[1]).glob("checkpoints/*/COMMIT.json")
+    record = unseal(path.read_bytes(), source=path)
+    path.write_bytes(seal({**record, "version": record["version"] + 1}))
+    lives = run_ranks(live, 2, places, APART, EIGHT)
+    assert all(f"is a checkpoint of format version {record['version'] + 1}" in life.error for life in lives)
+    path.write_bytes(seal(record))
+    assert [life.error for life in run_ranks(live, 2, places, APART, EIGHT)] == ["", ""]  # the twin
+
+
+def offer(step: int = 0, nonce: int = 0, *, generation: int = 0, has_failed: bool = False) -> Offer:
+    return Offer(has_failed=has_failed, is_there=bool(step), order=(step, generation), name=(1, nonce, 2))
+
+
+@pytest.mark.parametrize(
+    ("offers", "expected"),
+    [
+        ([offer()], None),
+        ([offer(has_failed=True), offer()], None),
+        ([offer(), offer(1)], 1),
+        ([offer(has_failed=True), offer(1)], 1),
+        ([offer(3, 9), offer(4, 1)], 1),
+        ([offer(4, 1), offer(4, 9)], 0),  # of equals the first
+        ([offer(4, 1), offer(4, 1, generation=1)], 1),
+    ],
+)
+def test_the_newest_offer_wins(offers: list[Offer], expected: int | None) -> None:
+    assert best_offer([Offer.unpack(one.pack()) for one in offers]) == expected
+
+
 # --restore-file.
-
-
-def saved_twice(tmp_path: Path) -> list[str]:
-    """Commits at steps 2 and 4, the second one marked as the best."""
-    places = prepared(tmp_path, "a b")
-    arguments = words("--max-update 4 --balance equal --save-interval-updates 2", validate=True)
-    assert [life.error for life in run_ranks(live, 2, places, APART, arguments)] == ["", ""]
-    return places
 
 
 @pytest.mark.parametrize("which", ["best", "4", "latest", "path"])
 @pytest.mark.parametrize("lost", [0, 1])
-def test_what_only_one_directory_has_is_found_by_any_name(which: str, lost: int, tmp_path: Path) -> None:
-    places = saved_twice(tmp_path)
+def test_what_only_one_directory_has_is_found_by_any_name(which: str, lost: int, four: Path, tmp_path: Path) -> None:
+    places = copied(four, tmp_path)
     lose(places[lost], run_of=places[1 - lost])
     name = f"{places[1 - lost]}/checkpoints/{attempts(places[1 - lost])[-1]}" if which == "path" else which
     again = run_ranks(live, 2, places, APART, [*EIGHT, "--restore-file", name])
@@ -304,9 +363,9 @@ def test_what_only_one_directory_has_is_found_by_any_name(which: str, lost: int,
     [("3", "holds no usable checkpoint of step 3"), ("/nowhere/at/all", "/nowhere/at/all does not exist")],
 )
 def test_what_no_directory_has_is_refused_alike_with_the_words_of_the_first(
-    which: str, told: str, tmp_path: Path
+    which: str, told: str, four: Path, tmp_path: Path
 ) -> None:
-    places = saved_twice(tmp_path)
+    places = copied(four, tmp_path)
     lives = run_ranks(live, 2, places, APART, [*EIGHT, "--restore-file", which])
     assert lives[0].error == lives[1].error
     assert lives[0].error.startswith(f"CheckpointMismatch: --restore-file {which}: ")
@@ -314,8 +373,8 @@ def test_what_no_directory_has_is_refused_alike_with_the_words_of_the_first(
 
 
 @pytest.mark.parametrize("which", ["none", "2"])
-def test_to_go_back_is_refused_for_what_any_directory_holds(which: str, tmp_path: Path) -> None:
-    places = saved_twice(tmp_path)
+def test_to_go_back_is_refused_for_what_any_directory_holds(which: str, four: Path, tmp_path: Path) -> None:
+    places = copied(four, tmp_path)
     lose(places[0], run_of=places[1])
     lives = run_ranks(live, 2, places, APART, [*EIGHT, "--restore-file", which])
     assert lives[0].error == lives[1].error
@@ -324,14 +383,14 @@ def test_to_go_back_is_refused_for_what_any_directory_holds(which: str, tmp_path
     assert "step 4" in lives[0].error
 
 
-def test_another_run_that_only_one_node_can_read_is_begun_with_and_not_copied(tmp_path: Path) -> None:
-    old = saved_twice(tmp_path / "old")
+def test_another_run_that_only_one_node_can_read_is_begun_with_and_not_copied(four: Path, tmp_path: Path) -> None:
+    old = copied(four, tmp_path / "old")
     places = prepared(tmp_path, "a b")
     shutil.rmtree(old[0])
     beginning = [*EIGHT, "--restore-file", old[1]]
     lives = run_ranks(live, 2, places, APART, beginning)
     assert [(life.error, life.first_step) for life in lives] == [("", 5)] * 2
-    assert [len(attempts(place)) for place in places] == [2, 2]  # the end of an epoch, and of the run
+    assert [[name.partition(".")[0] for name in attempts(place)] for place in places] == [["step-000000008"]] * 2
     once_more = run_ranks(live, 2, places, APART, [*beginning, "--max-update", "9"])
     assert [(life.error, life.first_step) for life in once_more] == [("", 9)] * 2
 
@@ -339,11 +398,13 @@ def test_another_run_that_only_one_node_can_read_is_begun_with_and_not_copied(tm
 # Rows.
 
 
-def test_rows_that_only_one_directory_lacks_come_from_the_other_and_its_own_are_kept(tmp_path: Path) -> None:
-    places = saved_twice(tmp_path)
+def test_rows_that_only_one_directory_lacks_come_from_the_other_and_its_own_are_kept(
+    four: Path, tmp_path: Path
+) -> None:
+    places = copied(four, tmp_path)
     lacking = RunDirectory(Path(places[0]))
     lines = lacking.metrics.read_text().splitlines(keepends=True)
-    whole = [row for row in read_rows(lacking.metrics)]
+    whole = read_rows(lacking.metrics)
     assert [row["step"] for row in whole] == [1, 2, 3, 4, 4]
     lacking.metrics.write_text("".join(lines[2:]) + json.dumps({"step": 9, "loss": 0.5}) + '\n{"torn')
     run_ranks(live, 2, places, APART, words("--max-update 5 --balance equal"))

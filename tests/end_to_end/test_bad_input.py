@@ -453,7 +453,7 @@ def test_a_resume_that_is_accepted_replaces_the_configuration_and_keeps_the_chec
 
 OTHER_NETS = {
     "layers": "torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))",
-    "sizes": "torch.nn.utils.skip_init(torch.nn.Linear, 3, 4)",
+    "sizes": "torch.nn.Linear(3, 4)",
     "bias": "torch.nn.Linear(3, 1, bias=False)",
 }
 

@@ -1,7 +1,8 @@
 """Twenty ways in which two nodes can disagree: each is named on both, with both values, before the first step.
 
 Two launchers on this machine, so both are the same host; the message tells them apart by process id or rank. What can
-be seen at once must be said within seconds; a rank that nobody brings may still come, so that is said meanwhile.
+be seen at once must be said within seconds; a rank that nobody brings may still come, so that is said meanwhile. The
+twentieth kind, checkpoints of two runs, needs two file systems: `test_hosts` has it.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import shlex
 import shutil
 import socket
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_USAGE
 from tests.support.commands import ROOT
 from tests.support.differing import write_what
 from tests.support.nodes import PLACES, Ended, Nodes, Place, Stock, tcp
-from tests.support.trials import kept
 
 pytestmark = pytest.mark.slow
 
@@ -268,30 +267,3 @@ def test_secret(nodes: Nodes, where: str) -> None:
     check_message(nodes, other, "secret", str(nodes.folder / "another-secret"))
     assert head.code in (EXIT_FAILED, EXIT_DISAGREE), nodes.story()
     assert place.leftovers() == []
-
-
-@pytest.mark.netns
-def test_checkpoints_of_two_runs(nodes: Nodes, stock: Stock) -> None:
-    """Each node has a folder of that name to itself, with the checkpoint of another run."""
-    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
-        pytest.skip("no mount namespaces here")
-    local = nodes.folder / "local"
-    local.mkdir()
-    mount = ["unshare", "-rm", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(local)]
-    process = stock.start(prefix=mount)
-    try:
-        save = ["--save-dir", local / "run", "--max-update"]
-        nodes.finish(nodes.start(*DIGITS, *save, 2), nodes.start(*DIGITS, *save, 3, process=process))
-        assert set(kept(local / "run")) == {2}, "the other run is in a folder that nobody else sees"
-        place, codes = tcp(), []
-        for rank, where in enumerate((None, process)):
-            meeting = ["--distributed-init-method", place.url, "--distributed-world-size", 2]
-            nodes.start(*DIGITS, *save, 9, *meeting, "--distributed-gpus", 1, "--distributed-rank", rank, process=where)
-        for ended in nodes.finish(*nodes.started[2:]):
-            codes.append(ended.code)
-            check_message(nodes, ended, "step 2", "step 3", str(local / "run"))
-            assert ended.since_last_start <= PROMISE_S
-        assert codes == [EXIT_DISAGREE] * 2, nodes.story()
-    finally:
-        nodes.close()
-        process.close()

@@ -1,8 +1,8 @@
 """What goes wrong before nodes have met, as a user meets it: the cause and what to type, within ten seconds.
 
 A fault that waiting may mend (nobody listens yet, a node is missing) is told while the launcher waits; any other ends
-it at once. All nodes are launchers on this machine; what belongs to the file system or the names of one node alone is
-shown in namespaces of its own. That versions, code, configuration or data differ is told in `test_disagreement`.
+it at once. All nodes are launchers on this machine. Names and directories that mean something else on another host are
+in `test_hosts`; that versions, code, options or data differ is told in `test_disagreement`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,14 @@ from __future__ import annotations
 import shlex
 import signal
 import socket
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import pytest
 
-from hetseq.cluster.interfaces import outward_address
 from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_USAGE
-from tests.support.nodes import PLACES, Ended, Node, Nodes, Place, Process, Stock, directory, fresh_name, tcp
+from tests.support.nodes import PLACES, Ended, Node, Nodes, Place, directory, fresh_name, tcp
 
 pytestmark = pytest.mark.slow
 
@@ -268,7 +265,7 @@ def test_a_place_that_is_no_place(nodes: Nodes) -> None:
         check_end(nodes, ended, EXIT_USAGE, str(nodes.folder / "file"), "name another path")
 
 
-# ------------------------------------------------------------------------------- 10, 11, 12: the address of a node
+# ------------------------------------------------------------------------------- 10, 11: the address of a node
 
 
 def test_an_interface_that_does_not_exist(nodes: Nodes) -> None:
@@ -287,55 +284,3 @@ def test_a_list_in_the_manner_of_nccl_is_explained_and_the_run_goes_on(nodes: No
         assert "GLOO_SOCKET_IFNAME ^docker0,eth7" in node.err, nodes.story()
         assert "NCCL" in node.err
         assert "lo (127.0.0.1)" in node.err, "what is used instead: the way to the head"
-
-
-Own = Callable[[str, Path], Process]
-
-
-@pytest.fixture
-def own_mounts(nodes: Nodes, stock: Stock) -> Iterator[Own]:
-    """`own_mounts(command, path)`: a warm process that sees `path` as the mount command ($0 is the path) makes it."""
-    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
-        pytest.skip("no mount namespaces here")
-    started: list[Process] = []
-
-    def start(command: str, path: Path) -> Process:
-        started.append(stock.start(prefix=["unshare", "-rm", "sh", "-c", f'{command} && exec "$@"', str(path)]))
-        return started[-1]
-
-    yield start
-    nodes.close()
-    for process in started:
-        process.close()
-
-
-@pytest.mark.netns
-def test_a_head_whose_own_name_means_127_0_1_1(nodes: Nodes, own_mounts: Own) -> None:
-    """As Debian writes it: what the head listens at must not be what its name means there."""
-    if outward_address().startswith("127."):
-        pytest.skip("this machine has no address but loopback")
-    hosts = nodes.folder / "hosts"
-    hosts.write_text("127.0.0.1 localhost\n127.0.1.1 debian\n")
-    process = own_mounts('mount --bind "$0" /etc/hosts', hosts)
-    place = f"tcp://debian:{tcp().url.rpartition(':')[2]}"
-    node = nodes.start(*words(place, rank=0), process=process, environment={"GLOO_SOCKET_IFNAME": None})
-    nodes.wait_until_said(node, "127.0.1.1", outward_address(), within_s=PROMISE_S)
-    assert (node.out + node.err).count("which no other machine reaches") == 1, "said once"
-    stop(nodes, node)
-
-
-# ------------------------------------------------------------------------------- 21: a directory that is not shared
-
-
-@pytest.mark.netns
-def test_a_directory_that_each_node_has_to_itself(nodes: Nodes, own_mounts: Own) -> None:
-    """Nobody can know that another node waits elsewhere; but who waits says whom for, and asks whether it is shared."""
-    place = directory(nodes.folder)
-    assert place.path is not None
-    process = own_mounts('mount -t tmpfs none "$0"', place.path)
-    one, other = nodes.start(*words(place, rank=0)), nodes.start(*words(place, rank=1), process=process)
-    nodes.wait_until_said(one, "1 of 2 ranks", "rank 1 is claimed by nobody", str(place.path))
-    nodes.wait_until_said(other, "1 of 2 ranks", "rank 0 is claimed by nobody", str(place.path))
-    for node in (one, other):
-        assert "shared" in node.out + node.err, nodes.story()
-        stop(nodes, node)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from itertools import accumulate
@@ -179,7 +180,7 @@ def test_a_worker_killed_on_one_node_is_named_on_both(nodes: Nodes) -> None:
     other.signal(signal.SIGKILL, worker)
     for ended in nodes.finish(timeout_s=20):
         assert ended.code == 1, nodes.story()
-        assert ended.err.count("rank 2 was killed (SIGKILL") == 1, nodes.story()
+        assert ended.err.count(f"rank 2 on {socket.gethostname()} was killed (SIGKILL") == 1, nodes.story()
         assert "Traceback" not in ended.err
     assert place.leftovers() == []
 

@@ -179,7 +179,7 @@ def _serve(requests: int, replies: int) -> None:
     from hetseq.cli import main
     from hetseq.workers import warm_forkserver
 
-    _warm_forkserver()  # a command ends the server that it started, and leaves this one alone
+    warm_forkserver()  # a command ends the server that it started, and leaves this one alone
     with os.fdopen(requests) as lines:
         for line in lines:
             request = json.loads(line)

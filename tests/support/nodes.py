@@ -28,10 +28,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from tests.support.commands import ROOT, TRAIN, Command, _output, _size, _text
 from tests.support.trials import until
 
+T = TypeVar("T")
 Environment = Mapping[str, str | None]  # None: not set
 LOOPBACK: dict[str, str] = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 IMPORTS_S = 90.0  # 4 s alone; on two cores with six jobs beside it much more
@@ -143,12 +145,16 @@ class Process:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def close(self) -> None:
-        """Kill it; its workers and their server end with it."""
+    def kill(self) -> None:
+        """Its workers and their server end with it."""
         self._process.kill()
         self._process.wait()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)  # its own session: nobody else is in this group
+
+    def close(self) -> None:
+        """Kill it and give its output back."""
+        self.kill()
         for descriptor in (self._requests, self._replies):
             os.close(descriptor)
         self.out.close()
@@ -167,6 +173,7 @@ def _serve(requests: int, replies: int) -> None:
             request = json.loads(line)
             with _environment_of_a_command(request["environment"]):
                 os.chdir(request["cwd"])
+                sys.argv = [str(ROOT / "train.py"), *request["args"][1:]]
                 try:
                     code = main(request["args"])
                 except Exception:  # as the interpreter would end a command of its own
@@ -335,6 +342,7 @@ class Nodes:
     def __init__(self, stock: Stock, folder: Path) -> None:
         self._stock, self.folder, self.secret = stock, folder, folder / "secret"
         self.started: list[Node] = []
+        self._extra: list[Process] = []
 
     def start(
         self,
@@ -358,6 +366,7 @@ class Nodes:
             warm, is_lent = process or self._stock.take(), process is None
             if warm is None:  # all in use; or dead, after a test that has failed
                 warm, is_lent = self._stock.start(), False
+                self._extra.append(warm)
             seen, before = (_size(warm.out), _size(warm.err)), living_under(warm.pid)
             warm.request(["train", *args], cwd=cwd, environment=own)
             node = Node(name, cwd, args, warm, time.monotonic(), is_lent, seen, before)
@@ -373,8 +382,9 @@ class Nodes:
                 raise AssertionError(f"not all have ended within {timeout_s:g} s\n{self.story()}")
             time.sleep(0.005)  # between two looks
         for node in awaited:
-            left = _patient(node.workers) if not isinstance(node.process, Command) else frozenset()
-            assert not left, f"processes {sorted(left)} are left\n{self.story()}"
+            left = isinstance(node.process, Process) and _patient(node.workers)
+            assert not left, f"processes {left} are left\n{self.story()}"
+            self._release(node)
         last = max(node.begin for node in self.started)
         return [
             Ended(node.poll() or 0, node.out, node.err, node.end - node.begin, node.end - last) for node in awaited
@@ -407,17 +417,27 @@ class Nodes:
         return "\n".join(node.story() for node in self.started)
 
     def close(self) -> None:
-        """Kill what still runs; give the warm processes back."""
+        """End what still runs, by a signal if that will do; give the warm processes back."""
+        for node in self.started:
+            if node.poll() is None:
+                node.signal(signal.SIGTERM)
         for node in self.started:
             process = node.process
             if isinstance(process, Command):
                 process.close()
-            elif node.poll() is None and process.is_alive():
-                process._process.kill()  # the stock closes it, or the test whose own it is
-                process._process.wait()
-            elif node.is_lent:
-                self._stock.give_back(process)
-        self.started = []
+            elif _patient(lambda node=node: node.poll() is None):  # type: ignore[misc]
+                process.kill()  # the stock closes it, or the test whose own it is
+            else:
+                self._release(node)
+        for process in self._extra:
+            process.close()
+        self.started, self._extra = [], []
+
+    def _release(self, node: Node) -> None:
+        """The process of an ended node may serve another one."""
+        if node.is_lent and isinstance(node.process, Process):
+            self._stock.give_back(node.process)
+            node.is_lent = False
 
     def _new_folder(self, name: str) -> Path:
         path = self.folder / name
@@ -462,7 +482,8 @@ def listening(pids: frozenset[int]) -> list[tuple[str, int]]:
     return found
 
 
-def _patient(look: Callable[[], frozenset[int]]) -> frozenset[int]:
+def _patient(look: Callable[[], T]) -> T:
+    """The first false thing that `look` gives, or what it still gives after a while."""
     deadline = time.monotonic() + _LEFT_S
     while (found := look()) and time.monotonic() < deadline:
         time.sleep(0.01)  # between two looks

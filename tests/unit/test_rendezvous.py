@@ -465,6 +465,19 @@ def test_a_head_in_a_directory_that_cannot_be_reached_is_named_and_looked_for_ag
     assert len(launcher.told) == 2
 
 
+def test_a_head_elsewhere_that_gives_no_sign_of_life_is_not_awaited_longer_than_the_user_said(
+    tmp_path: Path, secret: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/meeting"
+    with contextlib.closing(Launcher(secret).meet(url)) as head:
+        assert head.listener is not None
+        head.listener.close()
+        monkeypatch.setattr("hetseq.cluster.attempts.is_alive", lambda process: None)  # as for another machine
+        with pytest.raises(RendezvousError, match="neither went on nor ended in time"):
+            launcher.meet(url, timeout_s=5)
+        assert 4.9 < launcher.passed_s < 6
+
+
 def test_a_head_that_ends_while_one_comes_leaves_the_lead_to_who_comes(tmp_path: Path, secret: Path) -> None:
     url = f"file://{tmp_path}/meeting"
     head, follower = Launcher(secret).meet(url), Launcher(secret)
