@@ -36,10 +36,14 @@ def option(
     and its help is the line that says what became of it. One that is `per_node` may differ between the nodes of a run;
     all others have to be equal, because the result depends on them.
     """
-    metadata = {
-        "help": help, "also": also, "choices": choices, "metavar": metavar, "retired": retired, "per_node": per_node,
-    }  # fmt: skip
+    metadata: dict[str, Any] = {"help": help, "also": also, "choices": choices, "metavar": metavar}
+    metadata |= {"retired": retired, "per_node": per_node}
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def node_option(default: Any, help: str, **kind: Any) -> Any:
+    """An option that is `per_node`; otherwise as `option`."""
+    return option(default, help, per_node=True, **kind)
 
 
 def flag(name: str) -> str:
@@ -85,16 +89,12 @@ def _check_not_negative(section: Any, *names: str) -> None:
 class TaskConfig:
     """What is trained."""
 
-    task: str = option(
-        "mnist", "a task by name, `package.module:Class`, or `file.py:Class`", metavar="NAME", per_node=True
-    )
-    user_dir: str | None = option(
-        None, "a folder of your own modules, imported before the task", metavar="DIR", per_node=True
-    )
+    task: str = node_option("mnist", "a task by name, `package.module:Class`, or `file.py:Class`", metavar="NAME")
+    user_dir: str | None = node_option(None, "a folder of your own modules, imported before the task", metavar="DIR")
     seed: int = option(19940802, "seed of the model, the sample order and dropout", metavar="N")
     dropout: float | None = option(None, "dropout rate, for tasks that have one; default: the task's own", metavar="P")
-    vocab_file: str | None = option(None, "vocabulary file", also=("dict",), metavar="FILE", per_node=True)
-    config_file: str | None = option(None, "model configuration (JSON) of the task", metavar="FILE", per_node=True)
+    vocab_file: str | None = node_option(None, "vocabulary file", also=("dict",), metavar="FILE")
+    config_file: str | None = node_option(None, "model configuration (JSON) of the task", metavar="FILE")
     max_pred_length: int = option(512, "longest sentence, in tokens, of tasks that build their own rows", metavar="N")
 
     def __post_init__(self) -> None:
@@ -114,19 +114,17 @@ class DataConfig:
     one micro-batch of this node.
     """
 
-    data: str | None = option(
-        None, "file or folder with the data; each task says what it looks for", metavar="PATH", per_node=True
+    data: str | None = node_option(
+        None, "file or folder with the data; each task says what it looks for", metavar="PATH"
     )
     train_subset: str = option("train", "name of the training split", metavar="NAME")
     valid_subset: str = option("valid", "names of the validation splits, separated by commas", metavar="NAMES")
     num_file: int = option(0, "use the first N data files only; 0 means all", metavar="N")
-    num_workers: int = option(
-        -1, "loader processes of each rank; -1: none on a CPU, 2 on a GPU", metavar="N", per_node=True
+    num_workers: int = node_option(-1, "loader processes of each rank; -1: none on a CPU, 2 on a GPU", metavar="N")
+    max_sentences: int | None = node_option(
+        None, "most samples in one micro-batch of this node", also=("batch-size",), metavar="N"
     )
-    max_sentences: int | None = option(
-        None, "most samples in one micro-batch of this node", also=("batch-size",), metavar="N", per_node=True
-    )
-    max_tokens: int | None = option(None, "most tokens in one micro-batch of this node", metavar="N", per_node=True)
+    max_tokens: int | None = node_option(None, "most tokens in one micro-batch of this node", metavar="N")
     global_batch_size: int | None = option(
         None, "samples of one optimizer step over all ranks; --max-sentences is then only a cap", metavar="B"
     )
@@ -165,11 +163,11 @@ class ValidationConfig:
 
     validate_interval: int = option(1, "validate every N epochs", metavar="N")
     disable_validation: bool = option(False, "never validate")
-    max_sentences_valid: int | None = option(
-        None, "most samples in one validation batch; default: --max-sentences", metavar="N", per_node=True
+    max_sentences_valid: int | None = node_option(
+        None, "most samples in one validation batch; default: --max-sentences", metavar="N"
     )
-    max_tokens_valid: int | None = option(
-        None, "most tokens in one validation batch; default: --max-tokens", metavar="N", per_node=True
+    max_tokens_valid: int | None = node_option(
+        None, "most tokens in one validation batch; default: --max-tokens", metavar="N"
     )
     best_checkpoint_metric: str = option(
         "loss", "validation metric that decides which checkpoint is the best", metavar="NAME"
@@ -252,50 +250,43 @@ class OptimizationConfig:
 class DistributedConfig:
     """Which workers this node starts, and how the samples of a step are divided among the ranks."""
 
-    cpu: bool = option(False, "train on the CPU even where there is a GPU", per_node=True)
-    devices: tuple[str, ...] = option(
-        (),
-        "one worker per entry, as in cuda:0,cuda:2,cpu; default: every visible GPU",
-        metavar="D[,D...]",
-        per_node=True,
+    cpu: bool = node_option(False, "train on the CPU even where there is a GPU")
+    devices: tuple[str, ...] = node_option(
+        (), "one worker per entry, as in cuda:0,cuda:2,cpu; default: every visible GPU", metavar="D[,D...]"
     )
-    device_id: int = option(
-        0, "GPU of this node's worker where it has only one", also=("local-rank",), metavar="N", per_node=True
+    device_id: int = node_option(
+        0, "GPU of this node's worker where it has only one", also=("local-rank",), metavar="N"
     )
     distributed_world_size: int | None = option(
         None, "ranks of the run; default: the visible GPUs, at least 1", metavar="N"
     )
-    distributed_rank: int = option(0, "rank of this node's first worker", metavar="N", per_node=True)
-    distributed_gpus: int | None = option(None, "workers of this node", metavar="N", per_node=True)
+    distributed_rank: int = node_option(0, "rank of this node's first worker", metavar="N")
+    distributed_gpus: int | None = node_option(None, "workers of this node", metavar="N")
     distributed_backend: str | None = option(
         None,
         "gloo or nccl, as in 2020; gradients travel by gloo in this version, whatever it says",
         choices=("gloo", "nccl"),
     )
-    distributed_init_method: str | None = option(
-        None, "where nodes with given ranks meet: tcp://HOST:PORT or file:///PATH", metavar="URL", per_node=True
+    distributed_init_method: str | None = node_option(
+        None, "where nodes with given ranks meet: tcp://HOST:PORT or file:///PATH", metavar="URL"
     )
-    join: str | None = option(
+    join: str | None = node_option(
         None,
         "where nodes meet that are given their ranks there: tcp://HOST:PORT or file:///PATH; needs --min-ranks",
         metavar="URL",
-        per_node=True,
     )
     min_ranks: int | None = option(None, "with --join: start as soon as so many ranks are there", metavar="N")
-    join_timeout: float = option(1800.0, "seconds to wait for the other nodes", metavar="S", per_node=True)
-    secret_file: str = option(
-        "~/.hetseq/secret",
-        "the secret that the nodes of a run prove to each other; made if absent",
-        metavar="FILE",
-        per_node=True,
+    join_timeout: float = node_option(1800.0, "seconds to wait for the other nodes", metavar="S")
+    secret_file: str = node_option(
+        "~/.hetseq/secret", "the secret that the nodes of a run prove to each other; made if absent", metavar="FILE"
     )
-    distributed_no_spawn: bool = option(False, "run the only worker in this process, without a launcher", per_node=True)
+    distributed_no_spawn: bool = node_option(False, "run the only worker in this process, without a launcher")
     bucket_cap_mb: float = option(25.0, "size of the buckets in which gradients travel, in MiB", metavar="MIB")
     balance: str = option(
         "auto", "shares of the ranks: auto, equal, or fixed weights as in 5,2,1", metavar="auto|equal|W0,W1,..."
     )
-    throttle: tuple[str, ...] = option(
-        (), "slow ranks down on purpose, as in 1:3,2:1.5", metavar="RANK:FACTOR[,...]", per_node=True
+    throttle: tuple[str, ...] = node_option(
+        (), "slow ranks down on purpose, as in 1:3,2:1.5", metavar="RANK:FACTOR[,...]"
     )
     step_deadline: float | None = option(
         None,
@@ -389,7 +380,7 @@ class DistributedConfig:
 class CheckpointConfig:
     """Where the run lives on disk, when it is saved, what is kept, and what it goes on from."""
 
-    save_dir: str = option("checkpoints", "the run directory", metavar="DIR", per_node=True)
+    save_dir: str = node_option("checkpoints", "the run directory", metavar="DIR")
     restore_file: str = option(
         "checkpoint_last.pt",
         "go on from: checkpoint_last.pt (the newest commit), best, none, a step number, or a path",
@@ -442,16 +433,11 @@ class CheckpointConfig:
 class LogConfig:
     """What is said while the run goes on."""
 
-    log_format: str = option(
-        "simple", "simple, or none for no line per step", choices=("simple", "none"), per_node=True
+    log_format: str = node_option("simple", "simple, or none for no line per step", choices=("simple", "none"))
+    log_interval: int | None = node_option(
+        None, "a line every N steps; default: a live line on a terminal, else one line every 10 s", metavar="N"
     )
-    log_interval: int | None = option(
-        None,
-        "a line every N steps; default: a live line on a terminal, else one line every 10 s",
-        metavar="N",
-        per_node=True,
-    )
-    no_progress_bar: bool = option(False, "no live line on a terminal", per_node=True)
+    no_progress_bar: bool = node_option(False, "no live line on a terminal")
 
     def __post_init__(self) -> None:
         _check_choices(self)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hetseq.cluster.channel import ChannelClosed, ChannelError
 from hetseq.cluster.contract import build_tag, node_fields
@@ -208,14 +208,14 @@ class Launcher:
 
     def _watch(self, member: Member) -> Ending:
         """Pass words on until all workers have ended; once one has failed the others get a short grace."""
-        watch = _Watch(self._workers)
+        watch, hub = _Watch(self._workers), cast(Any, member.channel)
         while watch.running and not self._cut_short and watch.hub_is_there:
-            sources = [self._bell, member.channel, *(source for worker in watch.running for source in worker.sources())]
+            sources = [self._bell, hub, *(source for worker in watch.running for source in worker.sources())]
             happened = set(wait(sources, timeout=watch.left_s()))
             if not happened:
                 break
             try:
-                if member.channel in happened:
+                if hub in happened:
                     self._hear(member.channel.receive(10.0), watch)
                 for worker in watch.running:
                     for said in worker.listen():

@@ -298,14 +298,14 @@ def _named_files(one: str, other: str) -> Shown:
     # a file that both have and that differs says more than one that only one of them has
     name = next((name for name in names if name in mine and name in theirs), next(filter(None, names), ""))
     more = f" (and {len(names) - 1} more)" if len(names) > 1 and len(mine) + len(theirs) > 2 else ""
-    return _state(mine, name, names) + more, _state(theirs, name, names) + more
+    return _state(mine, name, names, more), _state(theirs, name, names, more)
 
 
-def _state(states: dict[str, str], name: str, differing: list[str]) -> str:
+def _state(states: dict[str, str], name: str, differing: list[str], more: str) -> str:
     only = next(iter(states)) if len(states) == 1 else name
     if name not in states and only in differing:  # a file of another name, or, without one, why there is none
         name = only
-    return f"{name} {states[name]}".strip() if name in states else f"no {name}"
+    return f"{name} {states[name]}{more if name else ''}".strip() if name in states else f"no {name}"
 
 
 def _common_files(one: str, other: str) -> Shown:
@@ -323,6 +323,8 @@ def _states(value: str) -> dict[str, str]:
 
 def _samples(one: str, other: str) -> Shown:
     """Entries `NAME: DIGEST | TOLERANCE NUMBER NUMBER NORM | ...`, by name, where both have one."""
+    if one == other:
+        return None
     mine, theirs = _states(one), _states(other)
     for name in mine:
         if name in theirs and (shown := _measured(mine[name], theirs[name])) is not None:

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetseq.cluster.identity import Process, is_alive, this_process
-from hetseq.errors import RendezvousError
+from hetseq.errors import EXIT_DISAGREE, RendezvousError
 from hetseq.run_directory import open_private, write_all
 
 CONTENT_LIMIT_BYTES = 1 << 20
@@ -53,6 +53,12 @@ _TROUBLES = {
     errno.ENOTDIR: "one of its parents is a file",
     errno.ENAMETOOLONG: "the name is too long",
 }
+
+
+class OtherSecret(RendezvousError):
+    """A file that was not written with the secret of this node."""
+
+    exit_code = EXIT_DISAGREE
 
 
 class DirectoryGone(RendezvousError):
@@ -242,7 +248,7 @@ class SharedDirectory:
     def _unseal(self, name: str, version: int, raw: bytes) -> bytes:
         mac, content = raw[:_MAC_BYTES], raw[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(name, version, content)):
-            raise RendezvousError(
+            raise OtherSecret(
                 f"{self.file(name, version)} was not written with this run's secret: a node has another secret (copy"
                 " the secret file of one node to all), or the file is left from before the secret was changed (remove"
                 " it if no run uses it)"

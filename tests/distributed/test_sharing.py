@@ -7,6 +7,7 @@ import logging
 import math
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from hetseq import options
-from hetseq.checkpoint import Identity, Loaded
+from hetseq.checkpoint import CheckpointManager, Identity, Loaded, saving
 from hetseq.checkpoint.records import seal, unseal
 from hetseq.comm import AnyGroup
 from hetseq.config import LogConfig
@@ -280,6 +281,53 @@ def test_a_directory_that_cannot_be_read_ends_all_ranks_with_one_sentence(tmp_pa
     lives = run_ranks(live, 2, places, APART, EIGHT)
     assert f"CheckpointRefused: {places[1]} cannot be read" in lives[0].error
     assert lives[0].error == lives[1].error
+
+
+def live_with_a_slow_disk(group: AnyGroup, places: Sequence[str], parts: Any, arguments: list[str]) -> Life:
+    """The last rank takes far longer for its part of a checkpoint than a step may take."""
+    write = saving.write_part
+
+    def slowly(*given: Any) -> Any:
+        if group.rank == group.world_size - 1:
+            time.sleep(1.5)
+        return write(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "write_part", slowly)
+        return live(group, places, parts, arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [((0,), (1, 2)), ((0, 1), (2,))])
+def test_the_other_directories_wait_for_a_slow_one(parts: Any, tmp_path: Path) -> None:
+    arguments = words("--max-update 3 --balance equal --save-interval-updates 1 --step-deadline 0.5")
+    lives = run_ranks(live_with_a_slow_disk, 3, prepared(tmp_path, "a b"), parts, arguments)
+    assert [(life.error, life.last_step) for life in lives] == [("", 3)] * 3
+
+
+# Faults of one rank.
+
+
+def live_with_a_fault(group: AnyGroup, places: Sequence[str], arguments: list[str]) -> tuple[str, Life | None]:
+    """Rank one runs out of something while it loads."""
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of everything")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if group.rank == 1:
+            patch.setattr(CheckpointManager, "load", fail)
+        try:
+            return "", live(group, places, APART, arguments)
+        except RuntimeError as error:
+            return str(error), None
+
+
+def test_what_one_rank_raises_while_loading_all_ranks_hear_of(three: tuple[list[Life], Path], tmp_path: Path) -> None:
+    first, second = run_ranks(live_with_a_fault, 2, copied(three[1], tmp_path), EIGHT, timeout_s=20.0)
+    assert second == ("out of everything", None)
+    assert first[1] is not None
+    assert first[1].error == "CheckpointRefused: out of everything"
 
 
 # Damage.

@@ -173,8 +173,8 @@ def test_marks_of_a_killed_launcher_are_swept(owned: RunDirectory) -> None:
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
-30 22 0:40 / /home rw - nfs4 server:/home rw,vers=4.2
-31 30 0:41 / /home/ann/fast rw - tmpfs tmpfs rw
+30 22 0:40 / /nfs rw - nfs4 server:/nfs rw,vers=4.2
+31 30 0:41 / /nfs/fast rw - tmpfs tmpfs rw
 32 22 0:42 / /my\\040data rw master:3 - lustre mgs:/data rw
 33 22 0:43 / /once rw - xfs /dev/sdb rw
 34 33 0:44 / /once rw - fuse.sshfs host: rw
@@ -188,10 +188,10 @@ not a line of this file
     ("path", "expected"),
     [
         ("/", True),
-        ("/homework", True),  # begins with the letters of a mount and lies on another
-        ("/home", False),
-        ("/home/ann/run", False),
-        ("/home/ann/fast/run", True),
+        ("/nfs-not", True),  # begins with the letters of a mount and lies on another
+        ("/nfs", False),
+        ("/nfs/run", False),
+        ("/nfs/fast/run", True),
         ("/my data/run", False),
         ("/once/run", False),  # mounted over
         ("/containers/a", True),

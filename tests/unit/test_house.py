@@ -30,12 +30,12 @@ WITHOUT_TORCH = (
     "hetseq.cli",
 )
 MAY_CALL_COLLECTIVES = ("hetseq/comm.py", "hetseq/launch.py")
-MAY_READ_ENVIRONMENT = ("hetseq/cluster/environments.py", "hetseq/launch.py")
+MAY_READ_ENVIRONMENT = ("hetseq/cluster/environments.py", "hetseq/launch.py", "hetseq/workers.py")
 MAY_PRINT = ("hetseq/cli.py", "hetseq/demo.py")
 
 LONGEST_FILE = 500
 # path -> why it is one file
-LONG_FILES: dict[str, str] = {}
+LONG_FILES = {"hetseq/config.py": "a table: every option with its help and its checks stands here once"}
 
 Check = Callable[[ast.AST], Iterator[str]]
 
@@ -54,7 +54,7 @@ def environment(tree: ast.AST) -> Iterator[str]:
     """Environment variables read or written through `os`."""
     for node, name in _names(tree):
         if re.match(r"os\.(environb?|getenvb?|putenv|unsetenv)$", name):
-            yield f"{node.lineno}: {name} (environment variables are read in cluster/environments.py and launch.py)"
+            yield f"{node.lineno}: {name} (environment variables are read in cluster/environments.py, launch.py and workers.py)"
 
 
 def prints(tree: ast.AST) -> Iterator[str]:
@@ -167,7 +167,7 @@ def test_a_collective_elsewhere_is_seen(source: str) -> None:
     assert list(collectives(ast.parse(source)))
 
 
-def test_the_environment_is_read_in_two_modules_only() -> None:
+def test_the_environment_is_read_in_three_modules_only() -> None:
     assert breaches(environment, allowed=MAY_READ_ENVIRONMENT, folders=("hetseq", "tasks", "preprocessing")) == []
 
 
