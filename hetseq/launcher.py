@@ -15,11 +15,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from hetseq.cluster.channel import ChannelClosed, ChannelError
 from hetseq.cluster.contract import build_tag, node_fields
@@ -34,6 +35,7 @@ from hetseq.run_directory import RunDirectory
 from hetseq.workers import Worker, start_worker, threads_per_worker, warm_forkserver
 
 Record = dict[str, Any]
+_T = TypeVar("_T")
 
 _GRACE_S = 5.0  # after one worker has failed, for the others to notice by themselves
 _START_GRACE_S = 2.0  # ... before they train, when all find the same faults at the same time
@@ -127,7 +129,7 @@ class Launcher:
     def _answer(self, member: Member, record: Record) -> Record | None:
         kind = record["kind"]
         if kind == "reach":
-            return {"kind": "reached", "failures": member.try_peers(record["peers"])}
+            return {"kind": "reached", "failures": self._beside(lambda: member.try_peers(record["peers"]))}
         if kind == "own":
             self._own()
             assert self._directory is not None
@@ -167,6 +169,14 @@ class Launcher:
             if record["kind"] != "tell":
                 return record
             _tell(record["text"])
+
+    def _beside(self, job: Callable[[], _T]) -> _T:
+        """What a job that may block for seconds gives, done in a thread, so that stop signals are heeded all along."""
+        with ThreadPoolExecutor(1) as pool:
+            future = pool.submit(job)
+            while not future.done():
+                self._pause(0.02)
+            return future.result()
 
     def _pause(self, seconds: float) -> None:
         self._wait([], seconds)

@@ -18,7 +18,6 @@ import concurrent.futures
 import contextlib
 import errno
 import ipaddress
-import re
 import socket
 import threading
 import time
@@ -39,6 +38,7 @@ from hetseq.cluster.channel import (
 )
 from hetseq.cluster.election import Record
 from hetseq.cluster.interfaces import chosen_address, interfaces, is_loopback, outward_address
+from hetseq.cluster.roster import command_of_rank
 from hetseq.cluster.secret import derive_key, load_secret, secret_file
 from hetseq.cluster.sockets import AddressError, UnreachableError, bind, host_text
 from hetseq.config import DistributedConfig
@@ -114,11 +114,6 @@ def meet(
         raise ValueError("no meeting place: a run on one node meets nobody")
     search = _Search(config, config.meeting_url, _Calls(pause, tell, now), command, interface, name)
     return search.at_address() if config.meeting_url.startswith("tcp://") else search.in_directory()
-
-
-def command_of_rank(command: str, rank: int) -> str:
-    """The command line with another `--distributed-rank`; with --join, where all type the same, as it is."""
-    return re.sub(r"(--distributed[-_]rank[= ]\s*)\d+", rf"\g<1>{rank}", command)
 
 
 def host_and_port(url: str) -> tuple[str, int]:

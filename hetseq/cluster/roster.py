@@ -11,6 +11,7 @@ of one rank are one for ever.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -142,7 +143,11 @@ class Roster:
     def waiting(self, *, left_s: float, paste: str) -> str:
         """One line: who is here, what is missing, how long it is waited for, and what to type on the nodes to come."""
         first = self._first
-        deadline = f"; deadline in {_clock(left_s)}" + (f"; paste there: {paste}" if paste else "")
+
+        def ending(command: str) -> str:
+            return f"; deadline in {_clock(left_s)}" + (f"; paste there: {command}" if command else "")
+
+        deadline = ending(paste)
         if first is None:
             return "waiting for the first node" + deadline
         here = ", ".join(f"{claim.host} ({claim.workers})" for claim in self._claims.values())
@@ -151,8 +156,9 @@ class Roster:
             missing = max(0, wanted - self._here)
             lack = f"{missing} missing" if missing else "the head's own are missing"
         else:
-            wanted = first.world_size or 0
-            lack = f"{_by_nobody(self._missing(first))} so far"
+            wanted, absent = first.world_size or 0, self._missing(first)
+            lack = f"{_by_nobody(absent)} so far"
+            deadline = ending(command_of_rank(paste, absent[0]) if absent else paste)
         return f"waiting: {self._here} of {wanted} ranks are here: {here}; {lack}" + deadline
 
     @property
@@ -186,7 +192,8 @@ class Roster:
                 verb = "is" if len(twice) == 1 else "are"
                 return (
                     f"{_ranks(twice)} {verb} claimed twice ({other.name}, {claim.name}){lack}; use --join, which gives"
-                    " ranks out, or set --distributed-rank to another number on one of them"
+                    " ranks out, or set --distributed-rank to another number on one of them, or, if these are two runs,"
+                    " let each meet at a place of its own"
                 )
         return None
 
@@ -196,6 +203,11 @@ class Roster:
             f"{claim.name} came too late: the run has its {self._here} ranks ({here}). Start it before the others next"
             " time, or raise --min-ranks on all nodes"
         )
+
+
+def command_of_rank(command: str, rank: int) -> str:
+    """The command line with another `--distributed-rank`; with --join, where all type the same, as it is."""
+    return re.sub(r"(--distributed[-_]rank[= ]\s*)\d+", rf"\g<1>{rank}", command)
 
 
 def check_own_ranks(config: DistributedConfig, workers: int) -> None:

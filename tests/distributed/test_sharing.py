@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import shutil
 import tempfile
 import time
@@ -345,10 +346,12 @@ def test_a_damaged_checkpoint_is_made_good_for_by_the_other_directory(
 ) -> None:
     places = copied(three[1], tmp_path)
     damage(places[0])
+    lives = run_ranks(live, 2, places, APART, THREE)  # nothing left to do
+    assert any("WARNING" in line and "cannot be used" in line for line in lives[0].lines)
+    damaged, copy = attempts(places[0])  # not overwritten: its copy has another name
+    assert damaged.partition(".")[0] == copy.partition(".")[0]
     again = run_ranks(live, 2, places, APART, EIGHT)
     assert [(life.error, life.first_step) for life in again] == [("", 4)] * 2
-    assert any("WARNING" in line and "cannot be used" in line for line in again[0].lines)
-    assert len(attempts(places[0])) == 3  # the damaged one is not overwritten: its copy has another name
 
 
 def test_damage_everywhere_is_refused_alike(three: tuple[list[Life], Path], tmp_path: Path) -> None:
@@ -431,15 +434,28 @@ def test_to_go_back_is_refused_for_what_any_directory_holds(which: str, four: Pa
     assert "step 4" in lives[0].error
 
 
-def test_another_run_that_only_one_node_can_read_is_begun_with_and_not_copied(four: Path, tmp_path: Path) -> None:
-    old = copied(four, tmp_path / "old")
-    places = prepared(tmp_path, "a b")
-    shutil.rmtree(old[0])
-    beginning = [*EIGHT, "--restore-file", old[1]]
-    lives = run_ranks(live, 2, places, APART, beginning)
+def live_at_home(group: AnyGroup, homes: Sequence[str], places: Sequence[str], arguments: list[str]) -> Life:
+    """Each rank has a working directory of its own, where a relative path means something else."""
+    os.chdir(homes[group.rank])
+    return live(group, places, APART, arguments)
+
+
+@pytest.mark.parametrize("reader", [0, 1])
+def test_another_run_that_only_one_node_can_read_is_begun_with_and_not_copied(
+    reader: int, four: Path, tmp_path: Path
+) -> None:
+    places, homes = prepared(tmp_path, "a b"), [tmp_path / "home-0", tmp_path / "home-1"]
+    for home in homes:
+        home.mkdir()
+    shutil.copytree(four / "a", homes[reader] / "old")
+    beginning = [*EIGHT, "--restore-file", "old"]
+    idle = run_ranks(live_at_home, 2, homes, places, [*beginning, "--max-update", "4"])
+    assert [(life.error, life.first_step) for life in idle] == [("", 5)] * 2
+    assert [attempts(place) for place in places] == [[], []]
+    lives = run_ranks(live_at_home, 2, homes, places, beginning)
     assert [(life.error, life.first_step) for life in lives] == [("", 5)] * 2
     assert [[name.partition(".")[0] for name in attempts(place)] for place in places] == [["step-000000008"]] * 2
-    once_more = run_ranks(live, 2, places, APART, [*beginning, "--max-update", "9"])
+    once_more = run_ranks(live_at_home, 2, homes, places, [*beginning, "--max-update", "9"])
     assert [(life.error, life.first_step) for life in once_more] == [("", 9)] * 2
 
 

@@ -1,7 +1,8 @@
 """A task whose material differs where `--data DIR/what.json` says so, while its source and all options are equal.
 
-For tests in which two nodes disagree on what no option tells: `dtype` of the parameters, the order of two equally
-shaped ones (`names`), the number of samples (`rows`), their order (`is_reversed`), one byte of a sample (`changed`).
+For tests in which two nodes disagree on what no option tells: the `dtype` of the samples or of a `buffer` (that of the
+parameters follows from --precision), the order of two equally shaped parameters (`names`), the number of samples
+(`rows`), their order (`is_reversed`), one byte of the first one (`changed`, counted from its beginning).
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import nn
 from hetseq import Task
 
 NORMAL: dict[str, Any] = {
-    "dtype": "float32", "names": ["left", "right"], "rows": 64, "is_reversed": False, "changed": None,
+    "dtype": "float64", "buffer": "int64", "names": ["left", "right"], "rows": 64, "is_reversed": False,
+    "changed": None,
 }  # fmt: skip
 
 
@@ -31,8 +33,9 @@ def write_what(folder: Path, **differences: Any) -> Path:
 class Two(nn.Module):
     """Two parameters of equal shape."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], buffer: torch.dtype) -> None:
         super().__init__()
+        self.register_buffer("calls", torch.zeros(1, dtype=buffer))
         for name in names:
             self.register_parameter(name, nn.Parameter(torch.ones(3)))
 
@@ -52,12 +55,12 @@ class Differing(Task):
             return None
         rows = np.random.default_rng(1).normal(size=(64, 3))[: self.what["rows"]]
         if self.what["changed"] is not None:
-            rows.view(np.uint8)[self.what["changed"], 0] ^= 1
+            rows.view(np.uint8)[0, self.what["changed"]] ^= 1
         rows = rows[::-1] if self.what["is_reversed"] else rows
-        return list(torch.from_numpy(rows.copy()))
+        return list(torch.from_numpy(rows.copy()).to(getattr(torch, self.what["dtype"])))
 
     def build_model(self) -> nn.Module:
-        return Two(self.what["names"]).to(getattr(torch, self.what["dtype"]))
+        return Two(self.what["names"], getattr(torch, self.what["buffer"]))
 
     def loss(self, model: nn.Module, sample: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": (model(sample.to(next(model.parameters()).dtype)) ** 2).sum()}
+        return {"loss": (model(sample) ** 2).sum()}

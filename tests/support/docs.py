@@ -2,7 +2,8 @@
 
 A shell block (```console or ```bash) is run by a test unless it has a title, which says to the reader where or when it
 is meant: on another machine, in another terminal. In a `console` block lines with `$ ` are commands and the rest is
-what they print; in a `bash` block every line is a command.
+what they print; in a `bash` block every line is a command. A command that ends in `&` goes on beside the next ones, as
+the nodes of a run do, until `wait`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SHELLS = ("console", "bash", "sh", "shell")
 #: what a test knows how to run
-PROGRAMS = ("hetseq", "python")
+PROGRAMS = ("hetseq", "python", "wait")
 #: stands in commands for the folder of real data
 DATA = "DIR"
+#: stands in commands for the folder in which a reader types them
+HERE = "$PWD"
+#: where the nodes of this machine meet in commands; a test takes a port that is free
+MEETING = "127.0.0.1:29400"
 
 _FENCE = re.compile(r"^(?P<fence>`{3,}) *(?P<language>\w*)(?P<info>.*?)$")
 # Blocks of Python have the form with three lines: `--8<-- "file"` is an expression of Python, which ruff would format.
@@ -88,12 +93,21 @@ def neither_run_nor_excused(text: str) -> list[str]:
             commands = block.commands()
             found += [f"line {block.line}: {command}" for command in commands if program_of(command) not in PROGRAMS]
             found += [] if commands else [f"line {block.line}: a block without a command"]
+            if any(map(goes_on_beside, commands)) and commands[-1] != "wait":
+                found.append(f"line {block.line}: a command goes on beside the others, and nothing waits for it")
     return found
+
+
+def goes_on_beside(command: str) -> bool:
+    """Whether the next command does not wait for this one."""
+    return command.rstrip().endswith("&")
 
 
 def program_of(command: str) -> str:
     """The first word of a command; "" for one that is more than a program and its arguments."""
     words = list(shlex.shlex(command, posix=True, punctuation_chars="|&;<>"))
+    if words[-1] == "&":
+        words.pop()
     return "" if any(set(word) <= set("|&;<>") for word in words) else shlex.split(command)[0]
 
 

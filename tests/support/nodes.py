@@ -278,7 +278,7 @@ class Ended:
         return self.reasons[-1] if self.reasons else ""
 
 
-@dataclass
+@dataclass(eq=False)
 class Node:
     """One launcher."""
 
@@ -342,7 +342,9 @@ class Nodes:
     def __init__(self, stock: Stock, folder: Path) -> None:
         self._stock, self.folder, self.secret = stock, folder, folder / "secret"
         self.started: list[Node] = []
-        self._extra: list[Process] = []
+        self._count = 0
+        self._extra: list[Process] = []  # of this test alone
+        self._idle: list[Process] = []
 
     def start(
         self,
@@ -355,7 +357,8 @@ class Nodes:
         secret: Path | None = None,
     ) -> Node:
         """`hetseq train WORDS` as one more node: `cold` (with `program`), in a test's own process, or in a warm one."""
-        name = f"node{len(self.started)}"
+        name = f"node{self._count}"
+        self._count += 1
         cwd = cwd or self._new_folder(name)
         args = [*map(str, words), "--secret-file", str(secret or self.secret)]
         own = environment or {}
@@ -363,15 +366,18 @@ class Nodes:
             command = Command(args, cwd=cwd, env=_environment({"HOME": str(cwd), **own}), program=program)
             node = Node(name, cwd, args, command, time.monotonic())
         else:
-            warm, is_lent = process or self._stock.take(), process is None
-            if warm is None:  # all in use; or dead, after a test that has failed
-                warm, is_lent = self._stock.start(), False
-                self._extra.append(warm)
+            warm, is_lent = process or self._take(), process is None
             seen, before = (_size(warm.out), _size(warm.err)), living_under(warm.pid)
             warm.request(["train", *args], cwd=cwd, environment=own)
             node = Node(name, cwd, args, warm, time.monotonic(), is_lent, seen, before)
         self.started.append(node)
         return node
+
+    def prepare(self, count: int) -> None:
+        """Have so many warm processes at hand, so that as many nodes can start in the same instant."""
+        taken = [self._take() for _ in range(count)]
+        for process in taken:
+            self._put_back(process)
 
     def finish(self, *nodes: Node, timeout_s: float = 60.0) -> list[Ended]:
         """Wait until those nodes (all) have ended, and check that no process of theirs is left. In order of start."""
@@ -410,6 +416,10 @@ class Nodes:
             assert time.monotonic() < deadline, f"not within {within_s:g} s: {what}\n{self.story()}"
             time.sleep(0.005)  # between two looks
 
+    def forget(self, *ended: Node) -> None:
+        """Tell nothing of those any more."""
+        self.started = [node for node in self.started if node not in ended]
+
     def story(self) -> str:
         """What all nodes said, for a failing test."""
         for node in self.started:
@@ -431,13 +441,28 @@ class Nodes:
                 self._release(node)
         for process in self._extra:
             process.close()
-        self.started, self._extra = [], []
+        self.started, self._extra, self._idle = [], [], []
+
+    def _take(self) -> Process:
+        """A warm process: of the stock, or one more if all are in use (or dead, after a test that has failed)."""
+        if (warm := self._stock.take()) is not None:
+            return warm
+        if not self._idle:
+            self._extra.append(self._stock.start())
+            self._idle.append(self._extra[-1])
+        return self._idle.pop()
 
     def _release(self, node: Node) -> None:
         """The process of an ended node may serve another one."""
         if node.is_lent and isinstance(node.process, Process):
-            self._stock.give_back(node.process)
             node.is_lent = False
+            self._put_back(node.process)
+
+    def _put_back(self, process: Process) -> None:
+        if process in self._extra:
+            self._idle.append(process)
+        else:
+            self._stock.give_back(process)
 
     def _new_folder(self, name: str) -> Path:
         path = self.folder / name

@@ -23,7 +23,8 @@ from hetseq.cluster.channel import (
     StrangerError,
     VersionMismatch,
 )
-from hetseq.cluster.rendezvous import Meeting, command_of_rank, host_and_port, meet
+from hetseq.cluster.rendezvous import Meeting, host_and_port, meet
+from hetseq.cluster.roster import command_of_rank
 from hetseq.cluster.sockets import AddressError, UnreachableError
 from hetseq.config import DistributedConfig
 from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_USAGE, RendezvousError
