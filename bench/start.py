@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TASK = Path(__file__).with_name("random_images.py")
-WARM_UP, PATIENCE_S = 2, 60.0
+WARM_UP, PATIENCE_S = 2, 20.0
 
 
 class Launcher:
@@ -45,8 +45,12 @@ class Launcher:
         assert self._process.stdout is not None
         answer = self._process.stdout.readline().decode().strip()
         if answer != word:
-            self._log.seek(0)
-            raise SystemExit(f"a launcher said {answer!r} in place of {word!r}:\n{self._log.read().decode()}")
+            raise SystemExit(f"a launcher said {answer!r} in place of {word!r}:\n{self.said()}")
+
+    def said(self) -> str:
+        """All it has written so far."""
+        log = self._log.fileno()
+        return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")
 
     def begin(self, words: list[str]) -> None:
         """Run `hetseq train WORDS`."""
@@ -109,7 +113,8 @@ def one_start(launchers: list[Launcher], folder: Path, number: int, arguments: a
     rows = run / "metrics.jsonl"
     while not (rows.exists() and rows.read_bytes().endswith(b"\n")):
         if time.monotonic() > begin + PATIENCE_S:
-            raise SystemExit(f"no first step within {PATIENCE_S:g} s")
+            said = "\n---\n".join(launcher.said() for launcher in launchers)
+            raise SystemExit(f"no first step within {PATIENCE_S:g} s:\n{said}")
         time.sleep(0.001)
     seconds = time.monotonic() - begin
     for launcher in launchers:

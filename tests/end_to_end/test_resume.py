@@ -2,29 +2,23 @@
 
 On one process (and on the same ranks) that is bit for bit, with dropout on; across different numbers of ranks it is
 1e-12 in float64. What is compared is the whole result: every step's row and all tensors of the last checkpoint, the
-optimizer's included.
+optimizer's included. Most commands are forked after their imports; what nothing happened to, and the first and the last
+start of what is compared with it, are cold ones, so that the seed of Python's hashes differs too.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import shlex
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from hetseq import options
 from hetseq.checkpoint import read_history
-from hetseq.comm import host_store
-from hetseq.run_directory import RunDirectory
-from tests.support import ranks
+from tests.support import forked
 from tests.support.trials import (
     checkpoints,
     curve,
@@ -56,11 +50,17 @@ BALLAST = (
 ).split()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_imports() -> None:
+    """Most commands here begin after their imports."""
+    forked.warm_up()
+
+
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that nothing happened to: one process, float32, dropout on."""
     path = tmp_path_factory.mktemp("runs") / "calm"
-    finished = run_trial([*DIGITS, "--save-interval-updates", 3], path)
+    finished = run_trial([*DIGITS, "--save-interval-updates", 3], path, is_cold=True)
     assert finished.code == 0, finished.err
     assert max(curve(path)) == STEPS
     return path
@@ -76,11 +76,11 @@ def test_kill_9_of_everything_at_random_steps_changes_no_bit(tmp_path: Path, cal
     draw, deaths, resumed_from = random.Random(), [], []
     # twice in the first epoch, once on either side of the border to three micro-batches a step, once in the last epoch
     for first, last in ((2, 6), (8, 12), (14, 15), (16, 18), (20, 23)):
-        with start_trial(words, hurt) as trial:
+        with start_trial(words, hurt, is_cold=not deaths) as trial:
             trial.wait_for_step(draw.randint(first, last))
             trial.kill_everything()
             deaths.append(max(curve(hurt)))
-    assert run_trial([*DIGITS, "--save-interval-updates", 3], hurt).code == 0
+    assert run_trial([*DIGITS, "--save-interval-updates", 3], hurt, is_cold=True).code == 0
     resumed_from = [event["step"] for event in events(hurt, "resume")]
     print(f"killed after steps {deaths}, went on from {resumed_from}")
     assert len(resumed_from) >= 4
@@ -110,7 +110,7 @@ def test_killed_runs_on_3_then_2_then_1_ranks_are_one_run(tmp_path: Path) -> Non
         words(32, "--distributed-world-size", 2, "--balance", "7,1", "--throttle", "0:6"),
     ]
     for start, step in zip(starts, (4, 13, 19)):
-        with start_trial(start, hurt) as trial:
+        with start_trial(start, hurt, is_cold=step == 4) as trial:
             trial.wait_for_step(step)
             said = trial.command.said()
             trial.kill_everything()
@@ -270,34 +270,21 @@ def test_the_command_line_wins_for_the_optimizer_and_is_refused_for_the_rest(tmp
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_kill_9_during_a_save_6_times_by_command_line(tmp_path: Path, world: int) -> None:
-    draw, run, torn_off, words = random.Random(), tmp_path / "run", 0, [*BALLAST, "--distributed-world-size", world]
+    draw, run, torn_off = random.Random(), tmp_path / "run", 0
     last = 0
-    for _ in range(6):
-        with start_trial(words, run) as trial:
-            begun = len(events(run, "save"))
-            until(lambda begun=begun: len(events(run, "save")) > begun, "a save")  # type: ignore[misc]
-            instant = time.monotonic() + draw.uniform(0, 0.2)
-            until(lambda instant=instant: time.monotonic() >= instant, "the instant")  # type: ignore[misc]
-            trial.kill_everything()
+    for number in range(6):
+        _kill_during_a_save(run, draw.uniform(0, 0.2), world=world, is_cold=number == 0)
         torn_off += _has_unfinished(run)
         last = _check_after_kill(run, at_least=last)
     print(f"world {world}: 6 kills, {torn_off} in the middle of a save, 0 torn, 0 lost; reached step {last}")
 
 
 def test_kill_9_during_a_save_100_times(tmp_path: Path) -> None:
-    """The whole worker, forked from a warm server in place of being started by a command line."""
+    """Launcher, server and workers of a command line that did not have to import anything, on one rank and on two."""
     draw, run = random.Random(), tmp_path / "run"
-    RunDirectory.prepare(run, config_yaml="")
     in_the_middle = last = 0
     for number in range(100):
-        world = 1 + number % 2
-        with _forked_workers(run, world) as processes:
-            begun = len(events(run, "save"))
-            until(lambda begun=begun: len(events(run, "save")) > begun, "a save")  # type: ignore[misc]
-            instant = time.monotonic() + draw.uniform(0, 0.1)
-            until(lambda instant=instant: time.monotonic() >= instant, "the instant")  # type: ignore[misc]
-            for process in processes:
-                process.kill()
+        _kill_during_a_save(run, draw.uniform(0, 0.1), world=1 + number % 2)
         in_the_middle += _has_unfinished(run)
         last = _check_after_kill(run, at_least=last)
     print(f"100 kills, {in_the_middle} in the middle of a save, 0 torn, 0 lost; reached step {last}")
@@ -311,31 +298,14 @@ def test_kill_9_during_a_save_100_times(tmp_path: Path) -> None:
         _check_after_kill(run, at_least=last)
 
 
-@contextmanager
-def _forked_workers(run: Path, world: int) -> Iterator[list[Any]]:
-    """The ranks of a run as the launcher would start them, but forked from the warm server of the tests."""
-    ranks.warm_up()
-    context = multiprocessing.get_context("forkserver")
-    store = host_store()
-    jobs = [(str(run), rank, world, store.port) for rank in range(world)]
-    processes = [context.Process(target=_live, args=job, daemon=True) for job in jobs]
-    for process in processes:
-        process.start()
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-            process.close()
-        store.close()
-
-
-def _live(run: str, rank: int, world: int, store_port: int) -> None:
-    from hetseq.worker import Placement, StopRequest, run_worker
-
-    config = options.parse([*BALLAST, "--distributed-world-size", str(world), "--save-dir", run])
-    run_worker(config, RunDirectory(Path(run)), Placement(rank, world, "cpu", 1, store_port, "a-run"), StopRequest())
+def _kill_during_a_save(run: Path, after_s: float, *, world: int, is_cold: bool = False) -> None:
+    """kill -9 of everything at an instant after the first save that a start acknowledges."""
+    with start_trial([*BALLAST, "--distributed-world-size", world], run, is_cold=is_cold) as trial:
+        begun = len(events(run, "save"))
+        until(lambda: len(events(run, "save")) > begun, "a save")
+        instant = time.monotonic() + after_s
+        until(lambda: time.monotonic() >= instant, "the instant")
+        trial.kill_everything()
 
 
 def _has_unfinished(run: Path) -> bool:

@@ -1,7 +1,8 @@
 """How a run ends before its end: asked to, forced to, or because a process died. Real command lines and signals.
 
 After each of them: the exit code tells whether the same command goes on, the reason is said once, and no process and no
-shared memory is left.
+shared memory is left. Commands are forked after their imports, save where the beginning matters and in one case of each
+kind.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import forked
 from tests.support.commands import TRAIN, Finished
 from tests.support.trials import (
     Trial,
@@ -46,6 +48,12 @@ WORKERS_LEFT_S = 5.0
 NOBODY_LEFT_S = 15.0  # alone, the fork server takes 1.5 s of computing to tear down what it has imported
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_imports() -> None:
+    """Most commands here begin after their imports."""
+    forked.warm_up()
+
+
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_stop_signal_to_launcher_group_or_worker_saves_and_the_same_command_goes_on_bit_equal(
     tmp_path: Path, world: int
@@ -57,7 +65,7 @@ def test_a_stop_signal_to_launcher_group_or_worker_saves_and_the_same_command_go
     cases = cases if world > 1 else cases[::2]  # each signal and each target, and one process fewer to differ
     last_step = 0
     for place, (target, number) in enumerate(cases):
-        with start_trial(words, hurt) as trial:
+        with start_trial(words, hurt, is_cold=place == 0) as trial:
             trial.wait_for_step(last_step + 3)
             _send(trial, target, number, rank=place % world)
             finished = trial.finish()
@@ -110,7 +118,7 @@ def test_a_signal_while_data_are_loaded_ends_the_run_at_once(tmp_path: Path) -> 
 
 def test_a_signal_while_the_workers_start_is_not_lost(tmp_path: Path) -> None:
     words = [*DIGITS, "--distributed-world-size", 2]
-    with start_trial(words, tmp_path / "run") as trial:
+    with start_trial(words, tmp_path / "run", is_cold=True) as trial:
         until(lambda: any("forkserver" in _command_line(pid) for pid in trial.processes()), "a fork server")
         trial.signal(signal.SIGTERM, trial.launcher)
         finished = trial.finish(30)
@@ -122,7 +130,7 @@ def test_a_signal_while_the_workers_start_is_not_lost(tmp_path: Path) -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_launcher_killed_takes_every_process_with_it(tmp_path: Path, world: int) -> None:
     words = [*DIGITS, "--distributed-world-size", world, "--num-workers", 2]
-    with start_trial(words, tmp_path / "run") as trial:
+    with start_trial(words, tmp_path / "run", is_cold=world == 1) as trial:
         trial.wait_for_step(3)
         processes = trial.processes()
         assert len(processes) == 3 + world * 3, "launcher, fork server, resource tracker; workers with two loaders each"
@@ -150,7 +158,7 @@ def test_a_worker_killed_ends_the_run_quickly_and_is_named_once(tmp_path: Path, 
     words = [*DIGITS, "--distributed-world-size", world, "--num-workers", 2]
     words += ["--save-interval-updates", 2] if saves else []
     rank = world - 1
-    with start_trial(words, tmp_path / "run") as trial:
+    with start_trial(words, tmp_path / "run", is_cold=world == 1) as trial:
         trial.wait_for_step(3)
         processes = trial.processes()
         begin = time.monotonic()
@@ -235,7 +243,7 @@ def test_a_reader_that_goes_away_hangs_nothing(tmp_path: Path, streams: str) -> 
 
 def test_without_a_launcher_process_a_signal_saves_and_a_second_one_stops_at_once(tmp_path: Path) -> None:
     words = _planned(tmp_path, {"40": "wait"}, "--distributed-no-spawn", "--save-interval-updates", 1)
-    with start_trial(words, tmp_path / "run") as trial:
+    with start_trial(words, tmp_path / "run", is_cold=True) as trial:
         _wait_until_reached(tmp_path, "40")
         trial.signal(signal.SIGTERM, trial.launcher)
         (tmp_path / "open").touch()
@@ -252,7 +260,7 @@ def test_without_a_launcher_process_a_signal_saves_and_a_second_one_stops_at_onc
 
 def test_a_fork_server_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     words = [*DIGITS, "--distributed-world-size", 2, "--save-interval-updates", 2]
-    with start_trial(words, tmp_path / "run") as trial:
+    with start_trial(words, tmp_path / "run", is_cold=True) as trial:
         trial.wait_for_step(3)
         trial.signal(signal.SIGKILL, trial.helper("forkserver"))
         finished = trial.finish(10)

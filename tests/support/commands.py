@@ -4,8 +4,9 @@
 it `hetseq ...`. `start_command(...)` gives the running command, to be watched, signalled and waited for; when its
 block is left it is killed by its process id, with what it started (workers end with their launcher).
 
-A command takes seconds to import what it needs. `WarmLauncher` is one launcher process, with the same workers, that
-runs one command line after another in a fraction of that: for tests that want many of them.
+A command takes seconds to import what it needs. `is_cold=False` begins it after its imports, as a fork of a process that
+has done them (tests/support/forked.py); all that it does and starts is as real as ever. `WarmLauncher` is one launcher
+process that runs one command line after another, each with fresh workers.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = (sys.executable, str(ROOT / "train.py"))
@@ -100,6 +103,17 @@ class Command(subprocess.Popen[bytes]):
         self._err.close()
 
 
+class ForkedCommand(Command):
+    """A running command that did not have to import anything."""
+
+    def _execute_child(self, args: Any, *more: Any) -> None:
+        cwd, env, streams = more[4], more[5], more[9:15]  # as Popen has resolved them
+        place, (stdin, _, _, stdout, _, stderr) = os.fspath(cwd or os.getcwd()), streams
+        self.pid = forked.start(args, cwd=place, env=env, streams=(stdin, stdout, stderr))
+        self._child_created = True
+        os.close(stdin)  # the null device; the other two are files of the test's own
+
+
 def run_command(
     args: Sequence[str],
     *,
@@ -107,9 +121,10 @@ def run_command(
     timeout_s: float = 60.0,
     env: Mapping[str, str] | None = None,
     program: Sequence[str] = TRAIN,
+    is_cold: bool = True,
 ) -> Finished:
     """`python train.py ARGS` (or another program) from start to end, with at most `timeout_s` seconds."""
-    with start_command(args, cwd=cwd, env=env, program=program) as command:
+    with start_command(args, cwd=cwd, env=env, program=program, is_cold=is_cold) as command:
         return command.finish(timeout_s=timeout_s)
 
 
@@ -120,9 +135,11 @@ def start_command(
     cwd: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
     program: Sequence[str] = TRAIN,
+    is_cold: bool = True,
 ) -> Iterator[Command]:
     """The running command; killed, if it still runs, when the block is left."""
-    command = Command(args, cwd=cwd, env=env, program=program)
+    kind = Command if is_cold or not forked.IS_POSSIBLE else ForkedCommand
+    command = kind(args, cwd=cwd, env=env, program=program)
     try:
         yield command
     finally:

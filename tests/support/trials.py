@@ -111,12 +111,17 @@ class Trial:
 
 
 @contextmanager
-def start_trial(words: Sequence[object], save_dir: Path, *, program: Sequence[str] = TRAIN) -> Iterator[Trial]:
-    """A run that has been started; whatever is left of it is killed when the block is left."""
+def start_trial(
+    words: Sequence[object], save_dir: Path, *, program: Sequence[str] = TRAIN, is_cold: bool = False
+) -> Iterator[Trial]:
+    """A run that has been started; whatever is left of it is killed when the block is left.
+
+    `is_cold`: from the interpreter's start, imports and all; else see tests/support/forked.py.
+    """
     rows, mark = save_dir / "metrics.jsonl", uuid.uuid4().hex
     begin = rows.stat().st_size if rows.exists() else 0
     arguments = [*map(str, words), "--save-dir", str(save_dir)]
-    with start_command(arguments, env={MARK: mark}, program=program) as command:
+    with start_command(arguments, env={MARK: mark}, program=program, is_cold=is_cold) as command:
         trial = Trial(command, save_dir, mark, begin)
         try:
             yield trial
@@ -124,9 +129,11 @@ def start_trial(words: Sequence[object], save_dir: Path, *, program: Sequence[st
             trial.kill_everything()
 
 
-def run_trial(words: Sequence[object], save_dir: Path, *, timeout_s: float = 60.0) -> Finished:
+def run_trial(
+    words: Sequence[object], save_dir: Path, *, timeout_s: float = 60.0, is_cold: bool = False
+) -> Finished:  # fmt: skip
     """A run from start to end."""
-    with start_trial(words, save_dir) as trial:
+    with start_trial(words, save_dir, is_cold=is_cold) as trial:
         return trial.finish(timeout_s)
 
 
