@@ -113,7 +113,7 @@ def one_start(launchers: list[Launcher], folder: Path, number: int, arguments: a
     rows = run / "metrics.jsonl"
     while not (rows.exists() and rows.read_bytes().endswith(b"\n")):
         if time.monotonic() > begin + PATIENCE_S:
-            said = "\n---\n".join(launcher.said() for launcher in launchers)
+            said = "\n---\n".join(launcher.said()[-2000:] for launcher in launchers)
             raise SystemExit(f"no first step within {PATIENCE_S:g} s:\n{said}")
         time.sleep(0.001)
     seconds = time.monotonic() - begin

@@ -17,6 +17,7 @@ from hetseq.ending import Ending
 from hetseq.errors import ConfigError
 from hetseq.launcher import Launcher
 from hetseq.options import dump_yaml
+from hetseq.placement import Placement
 from hetseq.run_directory import RunDirectory
 from hetseq.workers import threads_per_worker
 
@@ -114,7 +115,7 @@ def run_here(config: Config) -> Ending:
             f"--distributed-no-spawn runs one rank alone, but {where} was asked for: leave one of them out"
         )
     check_place(config.distributed, len(devices))
-    from hetseq.worker import Alone, Placement, StopRequest, run_worker
+    from hetseq.worker import Alone, StopRequest, run_worker
 
     directory = RunDirectory.prepare(config.checkpoint.save_dir, config_yaml=dump_yaml(config))
     stop = StopRequest(has_launcher=False)

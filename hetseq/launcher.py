@@ -30,6 +30,7 @@ from hetseq.config import Config
 from hetseq.ending import Ending, WorkerEnd, judge, lost
 from hetseq.errors import EXIT_DONE, EXIT_USAGE, HetSeqError
 from hetseq.options import dump_yaml
+from hetseq.placement import Placement
 from hetseq.processes import ECHO_S, STOP_SIGNALS, ringing_on_signals
 from hetseq.run_directory import RunDirectory
 from hetseq.workers import Worker, start_worker, threads_per_worker, warm_forkserver
@@ -60,6 +61,7 @@ class Launcher:
 
     def __init__(self, config: Config, devices: Sequence[str], *, command: str, interface: str | None = None) -> None:
         self._config, self._devices, self._command, self._interface = config, devices, command, interface
+        self._member: Member | None = None
         self._directory: RunDirectory | None = None
         self._is_owner = False  # of the run directory: made and locked here
         self._mark: Mark | None = None
@@ -79,7 +81,11 @@ class Launcher:
             except _Over as over:
                 return over.ending
             except _Stopped as stop:
-                return lost(f"stopped by {stop} before the first step", self._has_commit())
+                ending = lost(f"stopped by {stop} before the first step", self._has_commit())
+                if self._member is not None:
+                    with suppress(ChannelError):
+                        self._member.send("refused", code=ending.code, message=ending.message)
+                return ending
             finally:
                 for worker in self._workers:
                     worker.kill()
@@ -97,6 +103,7 @@ class Launcher:
                 pause=self._pause,
                 tell=_tell,
             )
+            self._member = member
             self._closing.callback(member.close)
             member.send(
                 "claim", claim=claim_of(self._config.distributed, len(self._devices)).to_record(),
@@ -200,8 +207,6 @@ class Launcher:
         return self._watch(member)
 
     def _start_workers(self, member: Member, begin: Record) -> None:
-        from hetseq.worker import Placement  # imports torch, while the fork server does
-
         assert self._directory is not None
         nodes, name, first = tuple(begin["nodes"]), begin["name"], begin["first_rank"]
         if first > 0:
@@ -280,15 +285,15 @@ class Launcher:
 
     def _last_words(self, member: Member, watch: _Watch) -> Ending:
         """Report how this node ended, and hear how the run did."""
-        silent = [worker.rank for worker in watch.running]
+        silent, hub = [worker.rank for worker in watch.running], cast(Any, member.channel)
         for worker in watch.running:
             worker.kill()
         if watch.hub_is_there:
             with suppress(ChannelError):
                 member.send("over", silent=silent, cut_short=self._cut_short, has_commit=self._has_commit())
                 deadline = time.monotonic() + _VERDICT_S
-                while time.monotonic() < deadline:
-                    self._hear(member.channel.receive(deadline - time.monotonic()), watch)
+                while hub in wait([self._bell, hub], timeout=max(0.0, deadline - time.monotonic())):
+                    self._hear(member.channel.receive(10.0), watch)
         ending = judge(watch.ends, has_commit=self._has_commit(), cut_short=self._cut_short, silent=silent)
         is_bereaved = all(end.is_secondary or end.code == EXIT_DONE for end in watch.ends)
         if is_bereaved and not self._cut_short:

@@ -19,7 +19,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -44,6 +43,7 @@ from hetseq.errors import (
 from hetseq.fingerprint import rank_fields
 from hetseq.metrics import Metrics
 from hetseq.options import with_own_options
+from hetseq.placement import Placement
 from hetseq.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_with_pipe, keep_freed_memory
 from hetseq.run_directory import RunDirectory, open_appending
 from hetseq.session import Session, build_session, load_material
@@ -53,26 +53,6 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 300.0  # all have loaded by then and connect within seconds; launchers see one that dies
 _GO_TIMEOUT_S = 3600.0  # the head waits half as long for the slowest rank to load
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Which rank a worker is, where it computes, and how it meets its peers."""
-
-    rank: int
-    world_size: int
-    device: str
-    threads: int
-    host: str = "127.0.0.1"  # the address of this node's interface
-    name: str = ""  # of the run's first group
-    key: bytes = field(default=b"", repr=False)  # that only ranks of this run hold
-    nodes: tuple[str, ...] = ()  # host name of each rank
-    parts: tuple[tuple[int, ...], ...] = ()  # the ranks that share a run directory; empty: all share one
-
-    @property
-    def writer(self) -> int:
-        """The rank that writes into the run directory that this one uses."""
-        return next((part[0] for part in self.parts if self.rank in part), 0)
 
 
 class Line:

@@ -20,6 +20,7 @@ from typing import Any
 
 from hetseq.config import Config
 from hetseq.ending import WorkerEnd
+from hetseq.placement import Placement
 from hetseq.processes import STOP_SIGNALS
 
 
@@ -79,20 +80,25 @@ class Worker:
         )
 
 
-def start_worker(config: Config, run_path: Path, placement: Any) -> Worker:
-    """Start one rank; `placement` is a `worker.Placement`."""
-    from hetseq.worker import worker_main  # imports torch, while the fork server does
-
+def start_worker(config: Config, run_path: Path, placement: Placement) -> Worker:
+    """Start one rank, which uses the run directory `run_path`."""
     context = warm_forkserver()
     end, end_of_worker = context.Pipe(duplex=True)
     # the user's own Options classes are unknown to a fresh process, so their values travel alone
     own = {kind: dataclasses.asdict(values) for kind, values in config.extras.items()}
     arguments = (dataclasses.replace(config, extras={}), own, str(run_path), placement, end_of_worker)
-    process = context.Process(target=worker_main, args=arguments, name=f"rank-{placement.rank}")
+    process = context.Process(target=_enter, args=arguments, name=f"rank-{placement.rank}")
     with _no_main_module():
         process.start()
     end_of_worker.close()
     return Worker(placement.rank, process, end)
+
+
+def _enter(*arguments: Any) -> None:
+    """Where a worker begins: in a process that has torch, which the launcher has not."""
+    from hetseq.worker import worker_main
+
+    worker_main(*arguments)
 
 
 def threads_per_worker(workers: int) -> int:

@@ -36,6 +36,7 @@ TELL_EVERY_S = 10.0
 _REACH_S = 30.0  # a probe gives up after 8 s
 _DIRECTORY_S = 60.0  # one answer; a look at a network file system takes 15 s
 _LOAD_S = 1800.0  # data may take minutes to read; a worker that dies meanwhile is reported
+_LINGER_S = 3.0
 _END_S = 90.0  # after the first end, for the others to finish their step and their save
 
 
@@ -125,9 +126,17 @@ class Hub:
         self._members[member].is_gone = True
         if self._members[member].is_heard and self.phase is Phase.ENDING:
             return
+        if self.phase in (Phase.REACHING, Phase.DIRECTORIES):
+            self._end(Ending(EXIT_FAILED, f"{self._name(member)} left before the start ({why})"))
+            return
         self._lost.append(f"the connection to {self._name(member)} was lost ({why})")
         self._begin_ending(is_polite=False)
         self._end_if_all_are_heard()
+
+    @property
+    def linger_s(self) -> float:
+        """How long the hub is still wanted after the end: for nodes on their way, when the run was refused early."""
+        return _LINGER_S if self.ending is not None and not self._seats and self.ending.code == EXIT_DISAGREE else 0.0
 
     def tick(self, now_s: float) -> float:
         """Do what time has made due; gives the seconds until there may be something again."""
@@ -144,6 +153,9 @@ class Hub:
 
     def _claim(self, member: int, record: Record) -> None:
         claim = Claim.from_record(record["claim"])
+        if self.ending is not None:  # what the others were told holds for who comes a moment later
+            self._send(member, "ending", code=self.ending.code, message=self.ending.message)
+            return
         if self.phase is not Phase.GATHERING:
             here = ", ".join(f"{seat.host} ({seat.workers})" for seat in self._seats)
             self._send(member, "ending", code=EXIT_FAILED, message=(

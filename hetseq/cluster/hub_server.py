@@ -104,7 +104,12 @@ class HubServer:
             thread.start()
 
     def close(self) -> None:
-        """End both threads and every channel. The listener is closed; members have read what was sent before."""
+        """End both threads and every channel. The listener is closed; members have read what was sent before.
+
+        Takes a few seconds where nodes that are on their way are to hear why the run was refused.
+        """
+        if self._listener is not None and self._threads[0].is_alive():
+            self._threads[0].join(self._hub.linger_s)
         self._is_open = False
         os.write(self._hammer, b"!")
         if self._listener is not None:

@@ -1,8 +1,8 @@
 """The commands of README and manual, as a reader would type them: each page from top to bottom in a folder of its own.
 
 Which commands are left out, and that this is said on the page, is the affair of tests/unit/test_docs.py. Commands
-with real data are cut short; what they reach is measured elsewhere. Those of the README begin as a reader's do; those of
-the manual are forked after their imports.
+with real data are cut short; what they reach is measured elsewhere. Those of the README begin as a reader's do,
+those of the manual are forked after their imports.
 """
 
 from __future__ import annotations
@@ -11,18 +11,22 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.support import forked
-from tests.support.commands import HETSEQ, run_command
-from tests.support.docs import DATA, PROGRAMS, ROOT, pages, program_of, shell_blocks
+from tests.support.commands import HETSEQ, Command, Finished, run_command, start_command
+from tests.support.docs import DATA, HERE, MEETING, PROGRAMS, ROOT, goes_on_beside, pages, program_of, shell_blocks
+from tests.support.nodes import free_port
 
 pytestmark = pytest.mark.slow
 
 #: for commands with real data, which otherwise take minutes
 CUT_SHORT = ["--max-update", "8"]
+PATIENCE_S = 110
 #: a run directory of real data, by its name in the manual
 DATA_RUN = "runs/mnist"
 
@@ -48,23 +52,53 @@ def pages_that_need_no_data() -> list[Path]:
     return [page for page in pages() if any(not needs_data(command) for command in commands_of(page))]
 
 
+class Reader:
+    """Somebody who types the commands of a page in a folder of his own, which is also his home."""
+
+    def __init__(self, checkout: Path, closing: ExitStack) -> None:
+        self.checkout = checkout
+        self._closing = closing
+        self._beside: list[tuple[str, Command]] = []
+        self._meeting = f"127.0.0.1:{free_port()}"
+
+    def types(self, command: str, data: Path | None = None, *, is_cold: bool = False) -> None:
+        """Run one command, which must succeed; of one that goes on beside the next ones, `wait` will tell."""
+        if command == "wait":
+            for earlier, beside in self._beside:
+                check(earlier, beside.finish(timeout_s=PATIENCE_S))
+            self._beside.clear()
+            return
+        words = [self._meant(word, data) for word in shlex.split(command.rstrip().removesuffix("&"))]
+        is_run_on_data = data is not None and words[:2] == ["hetseq", "train"]
+        started = start_command(
+            [*words[1:], *(CUT_SHORT if is_run_on_data else [])],
+            cwd=self.checkout,
+            program=HETSEQ if words[0] == "hetseq" else (sys.executable,),
+            env={"HOME": str(self.checkout), "GLOO_SOCKET_IFNAME": "lo"},
+            is_cold=is_cold,
+        )
+        if goes_on_beside(command):
+            self._beside.append((command, self._closing.enter_context(started)))
+            return
+        with started as alone:
+            check(command, alone.finish(timeout_s=PATIENCE_S))
+
+    def _meant(self, word: str, data: Path | None) -> str:
+        word = str(data) if word == DATA and data else word
+        return word.replace(HERE, str(self.checkout)).replace(MEETING, self._meeting)
+
+
+def check(command: str, ended: Finished) -> None:
+    assert ended.code == 0, f"{command}\nended with {ended.code}: {ended.err}"
+
+
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A folder in which a reader's commands find what they name, and leave their runs."""
+def reader(tmp_path: Path) -> Iterator[Reader]:
+    """One in a folder where commands find what they name, and leave their runs."""
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     (tmp_path / "train.py").symlink_to(ROOT / "train.py")
-    return tmp_path
-
-
-def run(command: str, checkout: Path, data: Path | None = None, *, is_cold: bool = False) -> str:
-    """Run one command, which must succeed; what it said on standard output."""
-    words = [str(data) if word == DATA and data else word for word in shlex.split(command)]
-    is_run_on_data = data is not None and words[:2] == ["hetseq", "train"]
-    program = HETSEQ if words[0] == "hetseq" else (sys.executable,)
-    words += CUT_SHORT if is_run_on_data else []
-    ended = run_command(words[1:], cwd=checkout, program=program, timeout_s=110, is_cold=is_cold)
-    assert ended.code == 0, f"{command}\nended with {ended.code}: {ended.err}"
-    return ended.out
+    with ExitStack() as closing:
+        yield Reader(tmp_path, closing)
 
 
 def name_of(page: Path) -> str:
@@ -73,12 +107,12 @@ def name_of(page: Path) -> str:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("page", pages_that_need_no_data(), ids=name_of)
-def test_the_commands_of_a_page_succeed(page: Path, checkout: Path) -> None:
+def test_the_commands_of_a_page_succeed(page: Path, reader: Reader) -> None:
     for command in commands_of(page):
         if not needs_data(command):
-            run(command, checkout, is_cold=page.name == "README.md")
+            reader.types(command, is_cold=page.name == "README.md")
     if page.name == "custom-task.md":
-        assert accuracy(checkout / "runs" / "spirals") > 0.95
+        assert accuracy(reader.checkout / "runs" / "spirals") > 0.95
 
 
 def accuracy(run: Path) -> float:
@@ -88,10 +122,10 @@ def accuracy(run: Path) -> float:
 
 
 @pytest.mark.timeout(400)
-def test_the_commands_with_real_data_succeed(checkout: Path, mnist_data: Path) -> None:
+def test_the_commands_with_real_data_succeed(reader: Reader, mnist_data: Path) -> None:
     # several pages show the same ones: each of them once
     for command in dict.fromkeys(command for page in pages() for command in commands_of(page) if needs_data(command)):
-        run(command, checkout, mnist_data)
+        reader.types(command, mnist_data)
 
 
 def test_the_manual_builds_strictly_and_fetches_nothing_from_elsewhere(tmp_path: Path) -> None:

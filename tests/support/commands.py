@@ -4,9 +4,9 @@
 it `hetseq ...`. `start_command(...)` gives the running command, to be watched, signalled and waited for; when its
 block is left it is killed by its process id, with what it started (workers end with their launcher).
 
-A command takes seconds to import what it needs. `is_cold=False` begins it after its imports, as a fork of a process that
-has done them (tests/support/forked.py); all that it does and starts is as real as ever. `WarmLauncher` is one launcher
-process that runs one command line after another, each with fresh workers.
+A command takes seconds to import what it needs. `is_cold=False` begins it after its imports, as a fork of a process
+that has done them (tests/support/forked.py); all that it does and starts is as real as ever. `WarmLauncher` is one
+launcher process that runs one command line after another, each with fresh workers.
 """
 
 from __future__ import annotations

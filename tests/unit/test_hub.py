@@ -224,6 +224,33 @@ def test_who_comes_when_the_run_has_begun_goes_alone() -> None:
     assert talk.hub.phase is Phase.RUNNING
 
 
+def test_who_comes_a_moment_after_a_refusal_hears_the_same() -> None:
+    talk = Talk()
+    talk.claim(0, 1, 0, 3)
+    said = endings(talk.claim(1, 1, 1, 3, fields={"--lr": "0.2"}))
+    assert talk.hub.linger_s > 0
+    assert endings(talk.claim(2, 1, 2, 3)) == {2: said[0]}
+    talk = Talk()
+    talk.run(ONE)
+    talk.end(0, 0)
+    talk.end(0, 1)
+    talk.over(0)
+    assert talk.hub.linger_s == 0
+
+
+def test_who_leaves_between_coming_and_starting_ends_the_start_for_all() -> None:
+    talk = Talk()
+    for member, (workers, rank, world) in enumerate(TWO):
+        talk.claim(member, workers, rank, world)
+    said = endings(talk.say(1, "refused", code=1, message="stopped by SIGTERM before the first step"))
+    assert said[0] == Ending(1, "labB: stopped by SIGTERM before the first step")
+    talk = Talk()
+    for member, (workers, rank, world) in enumerate(TWO):
+        talk.claim(member, workers, rank, world)
+    talk.hub.gone(1, "reset", 0.0)
+    assert endings(talk.heard()) == {0: Ending(1, "labB left before the start (reset)")}
+
+
 # Waiting.
 
 

@@ -78,7 +78,7 @@ def test_a_member_whose_connection_ends_is_gone_and_the_others_hear_of_it(head: 
     for channel in (follower, head.own):
         assert kind(channel) == "reach"
     follower.close()
-    assert kind(head.own) == "ebb"
+    assert kind(head.own) == "ending"
 
 
 def test_a_stranger_is_no_member(head: Head) -> None:

@@ -1,0 +1,279 @@
+"""Who does not hold the secret: at every port of a run, in every phase of it, and in its files.
+
+A run of two nodes on loopback, 2 + 1 workers. Strangers come while it waits for the second node, while it starts and
+while it trains; afterwards its curve has to be that of a run that nobody has disturbed, to the bit.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from hetseq.cluster.secret import derive_key, load_secret
+from hetseq.metrics import read_rows
+from tests.support.nodes import PLACES, Node, Nodes, Place, Stock, living_under
+from tests.support.strangers import Attempt, Socket, admitted, attempts, knock, overhear, sockets, unix_listeners
+
+pytestmark = pytest.mark.slow
+
+HAZARDS = Path(__file__).parents[1] / "support" / "hazards.py"
+STEPS = 60
+WORDS = (
+    f"--cpu --task {HAZARDS}:Hazard --curriculum 9 --global-batch-size 12 --max-update {STEPS} --optimizer sgd --lr 0.1"
+    " --dropout 0 --precision fp64 --disable-validation --balance equal"
+).split()
+GATE = "30"  # the sample at which a rank waits, in the third step
+LOOPBACK = "127.0.0.1"
+ATTEMPTS = 1000
+
+
+class Run:
+    """Two nodes that train until the gate, and go on when it is opened."""
+
+    def __init__(self, nodes: Nodes, place: Place, *words: object) -> None:
+        self.nodes, self.place = nodes, place
+        self.plan = nodes.folder / "plan"
+        self.plan.mkdir()
+        (self.plan / "plan.json").write_text(f'{{"{GATE}": "wait"}}')
+        self.save_dir = nodes.folder / "run"
+        self._words = [*WORDS, "--data", self.plan, "--save-dir", self.save_dir, *words]
+        self.marker = nodes.folder / "unpickled"
+
+    def start(self, workers: int, **how: object) -> Node:
+        words = ["--join", self.place.url, "--min-ranks", 3, "--distributed-gpus", workers]
+        return self.nodes.start(*self._words, *words, **how)  # type: ignore[arg-type]
+
+    def wait_at_the_gate(self) -> None:
+        self.nodes.wait_until(lambda: bool(list(self.plan.glob(f"reached-{GATE}-*"))), "the third step")
+
+    def open_the_gate(self) -> None:
+        (self.plan / "open").touch()
+
+    def pids(self) -> frozenset[int]:
+        """The launchers, their servers and their workers."""
+        launchers = [node.pid for node in self.nodes.started]
+        return frozenset(launchers).union(*map(living_under, launchers))
+
+    def strangers(self, seed: int = 0) -> list[Attempt]:
+        """A thousand attempts, by people who have also listened to an honest node."""
+        secret = load_secret(self.nodes.secret, create=False)
+        return attempts(ATTEMPTS, overhear(derive_key(secret, "control"), self.nodes.secret), self.marker, seed=seed)
+
+    def losses(self) -> list[tuple[int, float]]:
+        return [(row["step"], row["loss"]) for row in read_rows(self.save_dir / "metrics.jsonl")]
+
+
+def ports(found: list[Socket]) -> list[int]:
+    """Their ports, once it is sure that each listens on the chosen interface alone."""
+    assert {one.address for one in found} == {LOOPBACK}, found
+    return [one.port for one in found]
+
+
+def check_undisturbed(run: Run, calm: list[tuple[int, float]]) -> None:
+    for ended in run.nodes.finish():
+        assert ended.code == 0, run.nodes.story()
+        assert "Traceback" not in ended.err
+    assert run.losses() == calm
+    assert not run.marker.exists()
+    assert run.place.leftovers() == []
+
+
+@pytest.fixture(scope="module")
+def calm(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, float]]:
+    """The curve of a run that nobody disturbs."""
+    nodes = Nodes(stock, tmp_path_factory.mktemp("calm"))
+    try:
+        run = Run(nodes, PLACES["tcp"](nodes.folder), "--no-save")
+        run.open_the_gate()
+        run.start(2)
+        run.start(1)
+        assert [ended.code for ended in nodes.finish()] == [0, 0], nodes.story()
+        assert len(run.losses()) == STEPS
+        return run.losses()
+    finally:
+        nodes.close()
+
+
+def test_another_seed_has_another_curve(nodes: Nodes, calm: list[tuple[int, float]]) -> None:
+    """The twin of the equality below."""
+    run = Run(nodes, PLACES["tcp"](nodes.folder), "--no-save", "--seed", 2)
+    run.open_the_gate()
+    run.start(2)
+    run.start(1)
+    with pytest.raises(AssertionError, match="At index 0 diff"):
+        check_undisturbed(run, calm)
+
+
+@contextmanager
+def crowding(port_numbers: list[int], strangers: Callable[[], list[Attempt]]) -> Iterator[list[Attempt]]:
+    """Strangers at these ports, again and again while the block runs; gives those that have been there."""
+    is_over, seen = threading.Event(), strangers()
+
+    def come() -> None:
+        while not is_over.is_set():
+            for port in port_numbers:
+                crowd = strangers()[:200]
+                seen.extend(crowd)
+                knock(LOOPBACK, port, crowd)
+
+    thread = threading.Thread(target=come, name="strangers")
+    thread.start()
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("where", ["tcp", "directory"])
+def test_a_thousand_strangers_at_every_port_change_nothing(
+    nodes: Nodes, calm: list[tuple[int, float]], where: str
+) -> None:
+    run = Run(nodes, PLACES[where](nodes.folder), "--no-save")
+    head = run.start(2)
+    nodes.wait_until_said(head, "waiting")
+
+    # the control port, and the door at which the nodes try each other
+    waiting = ports(sockets(run.pids()))
+    assert len(waiting) == 2
+    for port in waiting:
+        crowd = run.strangers(port)
+        knock(LOOPBACK, port, crowd)
+        assert sum(one.is_in for one in crowd) == ATTEMPTS
+        assert admitted(crowd) == []
+    assert sockets(run.pids(), "established") == []  # nobody is still in
+    assert "hold different secrets" in head.err
+
+    # an honest node finds its way through a crowd
+    mixture = run.strangers()
+    with crowding(waiting, lambda: [Attempt(one.kind, one.first, one.answer, one.leaves) for one in mixture]) as crowd:
+        follower = run.start(1)
+        run.wait_at_the_gate()
+    assert admitted(crowd) == []
+
+    # the control port, and gloo's in each rank
+    training = ports(sockets(run.pids()))
+    assert len(training) == 1 + 3
+    inner = [one for one in sockets(run.pids(), "established") if one.port in training]
+    for port in training:
+        crowd = run.strangers(port)
+        knock(LOOPBACK, port, crowd)
+        assert admitted(crowd) == []
+        if port not in waiting:  # gloo's: nobody gets as far as to say something
+            assert not any(one.is_in for one in crowd)
+    assert [one for one in sockets(run.pids(), "established") if one.port in training] == inner
+    check_no_store(training)
+    run.open_the_gate()
+    check_undisturbed(run, calm)
+    assert all("Traceback" not in node.out for node in (head, follower))
+
+
+def check_no_store(port_numbers: list[int]) -> None:
+    """No port is a store of torch: its own client can neither write nor read a key."""
+    from datetime import timedelta
+
+    for port in port_numbers:
+        with pytest.raises(dist.DistError):
+            store = dist.TCPStore(LOOPBACK, port, None, False, timedelta(seconds=0.3), wait_for_workers=False)
+            store.set("key", "value")
+            store.get("key")
+
+
+def test_no_socket_of_a_run_is_open_to_other_users(nodes: Nodes) -> None:
+    """An abstract socket has no mode: whoever is on the machine could send a pickle to a server of workers."""
+    run = Run(nodes, PLACES["tcp"](nodes.folder), "--no-save")
+    run.start(2)
+    run.start(1)
+    run.wait_at_the_gate()
+    names = unix_listeners(run.pids())
+    assert names
+    for name in names:
+        assert name.startswith("/"), names
+        assert stat.S_IMODE(os.stat(name).st_mode) == 0o600
+        assert stat.S_IMODE(os.stat(Path(name).parent).st_mode) == 0o700
+    run.open_the_gate()
+    assert [ended.code for ended in nodes.finish()] == [0, 0], nodes.story()
+
+
+def loose(folder: Path) -> list[str]:
+    """What lies in a folder, itself included, that others than its owner may use."""
+    wrong = []
+    for path in [folder, *folder.rglob("*")]:
+        mode = path.lstat().st_mode
+        expected = 0o700 if stat.S_ISDIR(mode) else 0o600
+        if stat.S_ISLNK(mode) or stat.S_IMODE(mode) != expected:
+            wrong.append(f"{path.relative_to(folder.parent)} {stat.filemode(mode)}")
+    return wrong
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o077])
+def test_files_are_for_their_owner_alone_whatever_the_umask(stock: Stock, tmp_path: Path, mask: int) -> None:
+    previous = os.umask(mask)
+    try:
+        processes = [stock.start() for _ in range(2)]  # they and their servers have it from their start
+    finally:
+        os.umask(previous)
+    (tmp_path / "nodes").mkdir()
+    nodes = Nodes(stock, tmp_path / "nodes")
+    try:
+        run = Run(nodes, PLACES["fresh name"](nodes.folder))
+        meeting = run.place.path
+        assert meeting is not None
+        head = run.start(2, process=processes[0])
+        nodes.wait_until_said(head, "waiting")
+        assert len(list(meeting.rglob("*"))) > 2
+        assert loose(meeting) == []
+        run.start(1, process=processes[1])
+        run.wait_at_the_gate()
+        assert loose(meeting) == []
+        run.open_the_gate()
+        assert [ended.code for ended in nodes.finish()] == [0, 0], nodes.story()
+        assert list(run.save_dir.glob("checkpoints/*/COMMIT.json"))
+        assert loose(run.save_dir) == []
+        assert loose(nodes.secret) == []
+    finally:
+        nodes.close()
+        for process in processes:
+            process.close()
+
+
+def test_a_file_that_others_may_read_would_be_seen(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+    (tmp_path / "run" / "log").mkdir(mode=0o755)
+    (tmp_path / "run" / "status").touch(mode=0o600)
+    (tmp_path / "run" / "metrics").touch(mode=0o644)
+    assert sorted(loose(tmp_path / "run")) == ["run/log drwxr-xr-x", "run/metrics -rw-r--r--"]
+
+
+def writings(key: bytes) -> list[bytes]:
+    """A key in the ways in which one would print it."""
+    return [key, key.hex().encode(), key.hex().upper().encode(), base64.b64encode(key).rstrip(b"="), repr(key).encode()]
+
+
+def test_no_key_stands_in_arguments_environments_or_logs(nodes: Nodes) -> None:
+    run = Run(nodes, PLACES["directory"](nodes.folder))
+    run.start(2)
+    run.start(1)
+    run.wait_at_the_gate()
+    secret = load_secret(nodes.secret, create=False)
+    keys = [secret, *(derive_key(secret, label) for label in ("control", "directory", "ranks"))]
+    public = [Path(f"/proc/{pid}/{name}") for pid in run.pids() for name in ("cmdline", "environ")]
+    assert len(public) >= 2 * (2 + 3)
+    texts = {str(path): path.read_bytes() for path in public}
+    run.open_the_gate()
+    texts |= {f"{end.code} {number}": (end.out + end.err).encode() for number, end in enumerate(nodes.finish())}
+    assert run.place.path is not None
+    for folder in (run.save_dir, run.place.path):
+        texts |= {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert any("rank-2.txt" in name for name in texts)
+    forms = [form for key in keys for form in writings(key)]
+    assert [name for name, text in texts.items() if any(form in text for form in forms)] == []
+    assert any(form in nodes.secret.read_bytes() for form in forms)  # the twin
