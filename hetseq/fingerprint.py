@@ -146,7 +146,9 @@ def _modules_beside(names: Iterable[str]) -> set[tuple[str, str]]:
             roots.add((top or path).parent)
     found = set()
     # the main module is the program that was started, which need not be the same one everywhere
-    for name in [name for name in sys.modules if not _is_known(name) and name not in ("__main__", "__mp_main__")]:
+    for name in [
+        name for name in tuple(sys.modules) if not _is_known(name) and name not in ("__main__", "__mp_main__")
+    ]:
         path = _file_of(name)
         if path is not None and path.suffix == ".py" and not _is_installed(path):
             found |= {(path.relative_to(root).as_posix(), path) for root in roots & set(path.parents)}

@@ -35,7 +35,7 @@ from hetseq.replica import Replica, check_model, trained_parameters
 from hetseq.resuming import begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory
 from hetseq.saving import Provenance, Saver
-from hetseq.sharing import Sharing, everything_shared
+from hetseq.sharing import Sharing, everything_shared, send_tensor
 from hetseq.task import Task, build_model, collater_of, counts_of, lengths_of, load_split, make_task
 from hetseq.throttle import Throttle
 from hetseq.validation import Validator
@@ -94,9 +94,12 @@ def build_session(
         manager = open_checkpoints(config.checkpoint, directory, sharing.group)
         provenance = _provenance(config, material, replica, global_batch(config.data, group))
         beginning, state = choose_checkpoint(manager, config.checkpoint, directory, sharing), TrainingState()
+        is_explicit = config.data.global_batch_size is not None
         if beginning is not None:
-            is_explicit = config.data.global_batch_size is not None
             state, provenance = resume(beginning, config.checkpoint, replica, provenance, is_explicit_batch=is_explicit)
+        else:
+            _check_batch_of_join(config, is_explicit=is_explicit)
+            _begin_alike(material.model, group)
         _override(replica.optimizer, config.checkpoint)
         saver = Saver(
             manager, config.checkpoint, provenance, replica, sharing=sharing, generation=group.generation
@@ -230,6 +233,26 @@ def _provenance(config: Config, material: Material, replica: Replica, batch: Glo
         precision=config.optimization.precision,
         batch=batch,
     )
+
+
+def _begin_alike(model: torch.nn.Module, group: AnyGroup) -> None:
+    """Give every rank the parameters and buffers of rank zero: another CPU draws and rounds them a little otherwise."""
+    if group.world_size == 1:
+        return
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            carrier = tensor.detach().cpu().contiguous()
+            send_tensor(group, carrier, source=0)
+            tensor.copy_(carrier)
+
+
+def _check_batch_of_join(config: Config, *, is_explicit: bool) -> None:
+    """Raise ConfigError where the size of a step would depend on who came first, and so the result."""
+    if config.distributed.join is not None and not is_explicit:
+        raise ConfigError(
+            "--join needs --global-batch-size N (samples of a step over all ranks) when a run begins: with"
+            " --max-sentences alone a step would be larger the more ranks came in time, and the result another"
+        )
 
 
 def _override(optimizer: torch.optim.Optimizer, config: CheckpointConfig) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from hetseq import options
 from hetseq.comm import AnyGroup
+from hetseq.errors import ConfigError
 from hetseq.run_directory import RunDirectory
 from hetseq.session import build_session, load_material
 from hetseq.task import make_task
@@ -78,3 +79,58 @@ def test_steps_are_filled_by_the_lengths_of_the_samples_in_them(
 ) -> None:
     ranks = run_ranks(take_steps, world_size, prepared(tmp_path / "run"), task_class, len(steps))
     assert [[*itertools.chain(*parts)] for parts in zip(*ranks)] == steps
+
+
+class OwnBeginning(toys.Integers):
+    """A task whose model begins otherwise on each rank, as a normal distribution does on another kind of CPU."""
+
+    rank = 0
+
+    def build_model(self) -> torch.nn.Module:
+        model = super().build_model()
+        model.register_buffer("seen", torch.full((3,), float(self.rank)))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(self.rank * 2.0**-40)
+        return model
+
+
+def begin(group: AnyGroup, save_dir: str) -> tuple[list[float], list[float]]:
+    """The model's numbers before and after the session is built."""
+    config = options.complete(options.parse([*toy_words("Integers", global_batch_size=4), "--save-dir", save_dir]))
+    task = make_task(OwnBeginning, config)
+    task.rank = group.rank
+    material = load_material(config, torch.device("cpu"), task)
+
+    def numbers() -> list[float]:
+        tensors = (*material.model.parameters(), *material.model.buffers())
+        return torch.cat([tensor.detach().flatten().double() for tensor in tensors]).tolist()
+
+    before = numbers()
+    build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder()).close()
+    return before, numbers()
+
+
+def test_all_ranks_begin_with_the_model_of_rank_zero(tmp_path: Path) -> None:
+    (first, zero), (_, one), (other, two) = run_ranks(begin, 3, prepared(tmp_path / "run"))
+    assert other != first
+    assert zero == one == two == first
+
+
+def join(group: AnyGroup, save_dir: str, words: list[str]) -> bool:
+    """A rank of a run whose nodes meet by --join."""
+    words = [*toy_words("Integers"), *words, "--join", "file:///anywhere", "--min-ranks", "1", "--save-dir", save_dir]
+    config = options.complete(options.parse(words))
+    material = load_material(config, torch.device("cpu"))
+    try:
+        build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder()).close()
+    except ConfigError as error:
+        assert "--join needs --global-batch-size" in str(error)
+        return False
+    return True
+
+
+def test_the_step_of_a_run_that_is_joined_does_not_depend_on_who_came_first(tmp_path: Path) -> None:
+    run = prepared(tmp_path / "run")
+    assert run_ranks(join, 1, run, ["--global-batch-size", "4"]) == [True]
+    assert run_ranks(join, 1, run, ["--max-sentences", "4"]) == [False]

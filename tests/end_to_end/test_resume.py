@@ -73,7 +73,7 @@ def assert_same_run(hurt: Path, calm: Path) -> None:
 
 def test_kill_9_of_everything_at_random_steps_changes_no_bit(tmp_path: Path, calm: Path) -> None:
     words, hurt = [*DIGITS, *SLOWLY, "--save-interval-updates", 3], tmp_path / "hurt"
-    draw, deaths, resumed_from = random.Random(), [], []
+    draw, deaths = random.Random(), list[int]()
     # twice in the first epoch, once on either side of the border to three micro-batches a step, once in the last epoch
     for first, last in ((2, 6), (8, 12), (14, 15), (16, 18), (20, 23)):
         with start_trial(words, hurt, is_cold=not deaths) as trial:

@@ -93,7 +93,8 @@ def neither_run_nor_excused(text: str) -> list[str]:
             commands = block.commands()
             found += [f"line {block.line}: {command}" for command in commands if program_of(command) not in PROGRAMS]
             found += [] if commands else [f"line {block.line}: a block without a command"]
-            if any(map(goes_on_beside, commands)) and commands[-1] != "wait":
+            kinds = ["wait" if command == "wait" else goes_on_beside(command) for command in commands]
+            if True in kinds and "wait" not in kinds[kinds.index(True) :]:
                 found.append(f"line {block.line}: a command goes on beside the others, and nothing waits for it")
     return found
 

@@ -216,7 +216,7 @@ def _wait_to_be_server(line: socket.socket) -> None:
             os.close(descriptor)
         _write_where_proc_looks("arguments", request["args"])
         # "from multiprocessing.forkserver import main; main(3, 5, ['module'], **{...})"
-        call = ast.parse(request["args"][-1]).body[-1].value  # type: ignore[attr-defined]
+        call = ast.parse(request["args"][-1]).body[-1].value
         positional = [ast.literal_eval(node) for node in call.args]
         named: dict[str, Any] = {}
         for keyword in call.keywords:

@@ -25,6 +25,7 @@ from hetseq.cluster.channel import HEAD, MAC_BYTES, MAGIC, NONCE_BYTES, VERDICT,
 
 AT_ONCE = 200
 PATIENCE_S = 0.25
+QUIET_S = 0.02
 _STATES = {"0A": "listening", "01": "established"}
 
 
@@ -107,8 +108,8 @@ def _crowd(place: tuple[str, int], attempts: Sequence[Attempt], source: str) -> 
                 continue
             selector.register(stranger, selectors.EVENT_WRITE, attempt)
         deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline and any(not key.data.is_out for key in selector.get_map().values()):
-            for key, _ in selector.select(0.02):
+        while selector.get_map() and time.monotonic() < deadline:
+            for key, _ in selector.select(QUIET_S):
                 assert isinstance(key.fileobj, socket.socket)
                 _act(selector, key.fileobj, key.data)
         for number, key in enumerate(list(selector.get_map().values())):
@@ -228,6 +229,7 @@ def overhear(key: bytes, secret_file: Path) -> tuple[bytes, bytes]:
     """What an honest node with the control key says to a head: its hello, and its proof."""
     said: list[bytes] = []
     with Listener("127.0.0.1", key=key, secret_file=secret_file) as head, socket.create_server(("127.0.0.1", 0)) as tap:
+
         def pass_on() -> None:
             inner, outer = tap.accept()[0], socket.create_connection((head.host, head.port))
             with inner, outer:

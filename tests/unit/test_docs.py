@@ -6,6 +6,7 @@ The commands themselves are run by tests/end_to_end/test_docs_commands.py.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import re
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import hetseq
+from hetseq.config import SECTIONS, flag
 from tests.support.docs import (
     ROOT,
     Block,
@@ -48,12 +50,17 @@ def test_a_command_that_is_neither_is_seen() -> None:
     assert neither_run_nor_excused(unknown.replace("bash", 'bash title="needs the network"')) == []
     assert neither_run_nor_excused("```bash\nhetseq train | tee log\n```") == ["line 1: hetseq train | tee log"]
     assert neither_run_nor_excused("```console\nhetseq train\n```") == ["line 1: a block without a command"]
+    beside = "```bash\nhetseq train &\nhetseq train\nwait\n```"
+    assert neither_run_nor_excused(beside) == []
+    assert len(neither_run_nor_excused(beside.replace("wait\n", ""))) == 1
 
 
 def test_commands_are_told_from_output_and_comments() -> None:
     lines = ("$ hetseq train \\", "    --cpu", "two workers", "$ python a.py")
     assert Block("console", "", lines, 1).commands() == ["hetseq train     --cpu", "python a.py"]
     assert Block("bash", "", ("# first", "hetseq train \\", "  --cpu", ""), 1).commands() == ["hetseq train   --cpu"]
+    assert program_of("hetseq train &") == "hetseq"
+    assert program_of("hetseq train & hetseq train") == ""
     assert program_of("hetseq train --optimizer-overrides \"{'eps': 1e-6}\"") == "hetseq"
 
 
@@ -94,6 +101,17 @@ def test_every_module_has_its_floor_in_the_house() -> None:
     packages = [path for path in (ROOT / "hetseq").iterdir() if (path / "__init__.py").is_file()]
     names = [path.stem for path in modules] + [f"{path.name}/" for path in packages]
     assert missing(names, (ROOT / "docs" / "design" / "house.md").read_text(encoding="utf-8")) == []
+
+
+def test_the_options_that_may_differ_between_nodes_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
+    begin = page.index("## What may differ between nodes")
+    table = [line for line in page[begin : page.index("\n## ", begin + 1)].splitlines() if line.startswith("|")]
+    fields = [field for section in SECTIONS for field in dataclasses.fields(section)]
+    own = {flag(field.name) for field in fields if field.metadata.get("per_node")}
+    others = {flag(other) for field in fields for other in field.metadata.get("also", ())}
+    assert set(re.findall(r"`(--[\w-]+)`", "\n".join(table))) - others == own
+    assert "--lr" not in own
 
 
 def test_every_dependency_has_its_reason() -> None:

@@ -408,5 +408,3 @@ def test_a_record_that_comes_too_late_changes_nothing() -> None:
     assert talk.say(1, "reached", failures=["x"]) == []
     assert talk.say(7, "ready") == []  # nobody who was let in
     assert talk.hub.phase is Phase.RUNNING
-
-

@@ -50,10 +50,12 @@ class Disk:
         self.is_full = False
         self.goes_on = threading.Event()
         self.goes_on.set()
-        self.writes = threading.Semaphore(0)  # released after every attempt
+        self.began = threading.Semaphore(0)  # released before every attempt
+        self.writes = threading.Semaphore(0)  # ... and after it
 
     def write_all(self, descriptor: int, data: bytes) -> None:
         try:
+            self.began.release()
             assert self.goes_on.wait(10)
             if self.is_full:
                 write_all(descriptor, data[:7])  # a full disk takes what still fits
@@ -182,14 +184,14 @@ def test_a_queue_that_overflows_is_warned_about_once(
     monkeypatch.setattr(metrics_module, "_MOST_WAITING", 10)
     disk.goes_on.clear()
     metrics = make()
-    for step in range(1, 101):
+    metrics.step(row(1))
+    assert disk.began.acquire(timeout=10)  # the writer has taken it and hangs
+    for step in range(2, 102):
         metrics.step(row(step))
     assert caplog.text.count("later rows are lost") == 1
     disk.goes_on.set()
     metrics.close()
-    found = steps(read_rows(directory.metrics))
-    assert found == list(range(1, len(found) + 1))
-    assert 10 <= len(found) <= 20
+    assert steps(read_rows(directory.metrics)) == list(range(1, 12))
 
 
 def test_a_disk_that_is_full_and_recovers_loses_no_row(
