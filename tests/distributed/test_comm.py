@@ -90,7 +90,7 @@ def wait_for_nobody(group: Group) -> float:
         return 0.0
     meeting = comm.Meeting(group._meeting.store, group._meeting.name + "/empty", b"key")
     began = time.monotonic()
-    with pytest.raises(RendezvousError, match="rank 0 at 127.0.0.1 waited up to 0.5 s for 2 ranks"):
+    with pytest.raises(RendezvousError, match=r"rank 0 at 127\.0\.0\.1 waited up to 0\.5 s for 2 ranks"):
         comm.connect(rank=0, world_size=2, meeting=meeting, timeout_s=0.5)
     seconds = time.monotonic() - began
     group.all_gather_rows(np.zeros(1, np.int64))

@@ -89,7 +89,9 @@ def test_a_stranger_is_no_member(head: Head) -> None:
     assert kind(head.own) == "own"
 
 
-def test_last_words_are_read_after_the_server_has_closed(head: Head) -> None:
+def test_last_words_are_read_after_the_server_has_closed(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetseq.cluster.hub._LINGER_S", 0.1)
+    monkeypatch.setattr("hetseq.cluster.hub_server._LAST_WORDS_S", 0.1)
     with head.follower() as follower:
         claim(head.own, 0, 2)
         claim(follower, 0, 2)  # claimed twice

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 from hetseq.ending import WorkerEnd, judge
+from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 
 STOPPED = "stopped after step 7; the same command goes on from step 7"
 
