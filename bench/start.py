@@ -21,10 +21,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 TASK = Path(__file__).with_name("random_images.py")
-WARM_UP, PATIENCE_S = 2, 20.0
+WARM_UP, PATIENCE_S = 2, 60.0
 
 
 class Launcher:
@@ -33,7 +34,7 @@ class Launcher:
     def __init__(self, home: Path) -> None:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HOME": str(home)}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        self._log = _output()
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
             env=environment, cwd=home,
@@ -74,7 +75,9 @@ def serve() -> None:
     warm_forkserver()
     print("warm", file=answers)
     for line in sys.stdin:
-        print(main(["train", *json.loads(line)]), file=answers)
+        words = json.loads(line)
+        sys.argv = ["train.py", *words]
+        print(main(["train", *words]), file=answers)
 
 
 def main() -> None:
@@ -127,6 +130,10 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _output() -> IO[bytes]:
+    return tempfile.TemporaryFile()
 
 
 def report(times: list[float], arguments: argparse.Namespace) -> None:

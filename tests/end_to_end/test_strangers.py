@@ -13,17 +13,31 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from hetseq.cluster.channel import ChannelClosed, Listener
 from hetseq.cluster.secret import derive_key, load_secret
 from hetseq.metrics import read_rows
 from tests.support.nodes import PLACES, Node, Nodes, Place, Stock, living_under
-from tests.support.strangers import Attempt, Socket, admitted, attempts, knock, overhear, sockets, unix_listeners
+from tests.support.strangers import (
+    Attempt,
+    Socket,
+    admitted,
+    attempts,
+    denied,
+    forged,
+    hello,
+    knock,
+    overhear,
+    sockets,
+    unix_listeners,
+)
+from tests.support.trials import until
 
 pytestmark = pytest.mark.slow
 
@@ -141,6 +155,33 @@ def crowding(port_numbers: list[int], strangers: Callable[[], list[Attempt]]) ->
         thread.join()
 
 
+def test_each_of_a_thousand_is_counted_as_refused_and_an_honest_one_as_admitted(tmp_path: Path) -> None:
+    key, inside = bytes(range(32)), []
+    with Listener(LOOPBACK, key=key, secret_file=tmp_path) as listener:
+
+        def accept() -> None:
+            with suppress(ChannelClosed):
+                while True:
+                    inside.append(listener.accept(60))
+
+        thread = threading.Thread(target=accept, name="door")
+        thread.start()
+        crowd = attempts(ATTEMPTS, overhear(key, tmp_path), tmp_path / "unpickled")
+        knock(LOOPBACK, listener.port, crowd)
+        until(lambda: sum(listener.refused.values()) == ATTEMPTS, f"{ATTEMPTS} refusals: {listener.refused}")
+        assert set(listener.refused) >= {"secret", "foreign", "version", "closed"}
+        assert admitted(crowd) == []
+        assert inside == []
+        first = hello()
+        honest = [Attempt("honest", first, forged(first, b"client", key))]
+        knock(LOOPBACK, listener.port, honest)
+        assert [line.partition(":")[0] for line in admitted(honest)] == ["honest"]
+        until(lambda: len(inside) == 1, "the honest one")
+    thread.join()
+    inside.pop().close()
+    assert not (tmp_path / "unpickled").exists()
+
+
 @pytest.mark.parametrize("where", ["tcp", "directory"])
 def test_a_thousand_strangers_at_every_port_change_nothing(
     nodes: Nodes, calm: list[tuple[int, float]], where: str
@@ -158,6 +199,7 @@ def test_a_thousand_strangers_at_every_port_change_nothing(
     for port in waiting:
         assert sum(one.is_in for one in crowds[port]) == ATTEMPTS
         assert admitted(crowds[port]) == []
+        assert denied(crowds[port]) >= {"wrong secret", "empty secret", "reflection", "replay", "lies"}
     assert sockets(run.pids(), "established") == []  # nobody is still in
     assert "hold different secrets" in head.err
 

@@ -154,8 +154,8 @@ def hello() -> bytes:
     return bytes(HEAD.pack(MAGIC, VERSION, secrets.token_bytes(NONCE_BYTES)))
 
 
-def _forged(first: bytes, role: bytes, key: bytes) -> Callable[[bytes], bytes]:
-    """A verdict that says yes, with a proof by another key and with a record right behind it."""
+def forged(first: bytes, role: bytes, key: bytes) -> Callable[[bytes], bytes]:
+    """A verdict that says yes, with a proof by that key and with a record right behind it."""
 
     def answer(heard: bytes) -> bytes:
         proof = _proof(key, role, first + heard[: HEAD.size])
@@ -204,8 +204,8 @@ def attempts(count: int, overheard: tuple[bytes, bytes], marker: Path, *, seed: 
                 Attempt("noise", chance.randbytes(chance.randrange(1, 3000))),
                 Attempt("HTTP", b"GET / HTTP/1.1\r\nHost: head\r\n\r\n"),
                 Attempt("TLS", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + chance.randbytes(500)),
-                Attempt("wrong secret", first, _forged(first, b"client", wrong)),
-                Attempt("empty secret", first, _forged(first, b"client", b"")),
+                Attempt("wrong secret", first, forged(first, b"client", wrong)),
+                Attempt("empty secret", first, forged(first, b"client", b"")),
                 Attempt("reflection", first, _reflected),
                 Attempt("replay", overheard[0], lambda heard: overheard[1]),
                 Attempt("replay in one go", overheard[0] + overheard[1]),
@@ -248,11 +248,19 @@ def overhear(key: bytes, secret_file: Path) -> tuple[bytes, bytes]:
     return said[0], said[1]
 
 
+NO = bytes(VERDICT.pack(0, bytes(MAC_BYTES)))
+
+
+def denied(attempts: Iterable[Attempt]) -> set[str]:
+    """Kinds of those who were told no in so many words: the proof they gave was looked at."""
+    return {attempt.kind for attempt in attempts if attempt.heard.endswith(NO)}
+
+
 def admitted(attempts: Iterable[Attempt]) -> list[str]:
     """Those who heard more than a stranger may: HetSeq's hello with its proof, then a no or nothing."""
     found = []
     for attempt in attempts:
         answer, rest = bytes(attempt.heard[: HEAD.size + MAC_BYTES]), bytes(attempt.heard[HEAD.size + MAC_BYTES :])
-        if rest not in (b"", VERDICT.pack(0, bytes(MAC_BYTES))) or not answer.startswith(MAGIC[: len(answer)]):
+        if rest not in (b"", NO) or not answer.startswith(MAGIC[: len(answer)]):
             found.append(f"{attempt.kind}: {bytes(attempt.heard)!r}")
     return found

@@ -54,7 +54,7 @@ def environment(tree: ast.AST) -> Iterator[str]:
     """Environment variables read or written through `os`."""
     for node, name in _names(tree):
         if re.match(r"os\.(environb?|getenvb?|putenv|unsetenv)$", name):
-            yield f"{node.lineno}: {name} (the environment is read in cluster/environments.py, launch.py and workers.py)"
+            yield f"{node.lineno}: {name} (for cluster/environments.py, launch.py and workers.py alone)"
 
 
 def prints(tree: ast.AST) -> Iterator[str]:
