@@ -28,7 +28,7 @@ from hetseq.cluster.directories import Mark, leave_mark, newest_step, remove_mar
 from hetseq.cluster.member import Member, claim_of, join
 from hetseq.config import Config
 from hetseq.ending import Ending, WorkerEnd, judge, lost
-from hetseq.errors import EXIT_DONE, EXIT_USAGE, HetSeqError
+from hetseq.errors import EXIT_DONE, EXIT_USAGE, ConfigError, HetSeqError
 from hetseq.options import dump_yaml
 from hetseq.placement import Placement
 from hetseq.processes import ECHO_S, STOP_SIGNALS, ringing_on_signals
@@ -149,9 +149,21 @@ class Launcher:
             mark = Mark(**record["mark"])
             is_shared = sees(mark, pause=self._pause)
             if is_shared:
+                self._check_own_place(mark.path)
                 self._directory = RunDirectory(Path(mark.path))
             return {"kind": "seen", "is_shared": is_shared}
         return None
+
+    def _check_own_place(self, path: str) -> None:
+        """Raise ConfigError where this node was told of another directory, and checkpoints there would be forgotten."""
+        config = self._config.checkpoint
+        own = RunDirectory(Path(os.path.abspath(config.save_dir)))
+        newest = None if config.save_dir == type(config).save_dir or str(own.path) == path else newest_step(own)
+        if newest is not None:
+            raise ConfigError(
+                f"--save-dir {config.save_dir} holds checkpoints up to step {newest}, but the run directory is {path},"
+                " the --save-dir of the node with rank 0, which this node shares: give all nodes the same --save-dir"
+            )
 
     def _own(self) -> None:
         """Make this node's run directory, keep others out of it, and leave a mark for those who may share it."""

@@ -11,7 +11,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -48,7 +48,7 @@ WORDS = (
     " --dropout 0 --precision fp64 --disable-validation --balance equal"
 ).split()
 GATE = "30"  # the sample at which a rank waits, in the third step
-LOOPBACK = "127.0.0.1"
+LOOPBACK, ELSEWHERE = "127.0.0.1", "127.0.0.2"
 ATTEMPTS = 1000
 
 
@@ -135,16 +135,21 @@ def test_another_seed_has_another_curve(nodes: Nodes, calm: list[tuple[int, floa
 
 
 @contextmanager
-def crowding(port_numbers: list[int], strangers: Callable[[], list[Attempt]]) -> Iterator[list[Attempt]]:
-    """Strangers at these ports, again and again while the block runs; gives those that have been there."""
-    is_over, seen = threading.Event(), strangers()
+def crowding(run: Run) -> Iterator[list[Attempt]]:
+    """Strangers at all ports there are, again and again while the block runs; gives those that have been there.
+
+    They come from another address than the nodes. Who is on a machine of the run may take a rank's place in the moment
+    in which the ranks connect to each other; nothing is sent to him, but the start fails.
+    """
+    is_over, mixture = threading.Event(), run.strangers()
+    seen: list[Attempt] = []
 
     def come() -> None:
         while not is_over.is_set():
-            for port in port_numbers:
-                crowd = strangers()[:200]
+            for one in sockets(run.pids()):
+                crowd = [Attempt(other.kind, other.first, other.answer, other.leaves) for other in mixture[:200]]
                 seen.extend(crowd)
-                knock(LOOPBACK, port, crowd)
+                knock(LOOPBACK, one.port, crowd, source=ELSEWHERE)
 
     thread = threading.Thread(target=come, name="strangers")
     thread.start()
@@ -203,9 +208,8 @@ def test_a_thousand_strangers_at_every_port_change_nothing(
     assert sockets(run.pids(), "established") == []  # nobody is still in
     assert "hold different secrets" in head.err
 
-    # an honest node finds its way through a crowd
-    mixture = run.strangers()
-    with crowding(waiting, lambda: [Attempt(one.kind, one.first, one.answer, one.leaves) for one in mixture]) as crowd:
+    # an honest node finds its way through a crowd, and the ranks connect in the middle of it
+    with crowding(run) as crowd:
         follower = run.start(1)
         run.wait_at_the_gate()
     assert admitted(crowd) == []
