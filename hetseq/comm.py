@@ -8,7 +8,8 @@ every failure of a collective becomes one PeerLostError; who is to blame is for 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -20,7 +21,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
+from hetseq import wall
 from hetseq.errors import PeerLostError, RendezvousError
+
+logger = logging.getLogger(__name__)
 
 Rows = npt.NDArray[np.int64]
 
@@ -166,6 +170,7 @@ class Meeting:
     name: str  # of the group, before its keys in the store; a name is used once
     key: bytes  # known to the ranks of the run alone
     host: str = "127.0.0.1"  # the address of this rank's interface
+    sources: tuple[str, ...] = ()  # addresses from which the ranks of other nodes connect; empty: not known
 
 
 def connect(*, rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> Group:
@@ -178,15 +183,29 @@ def connect(*, rank: int, world_size: int, meeting: Meeting, timeout_s: float) -
         gloo: Any = dist.ProcessGroupGloo  # torch's type stubs leave its options out
         options = gloo._Options()
         options._timeout = timeout
+        others = wall.listening()
         options._devices = [gloo.create_device(hostname=meeting.host)]
+        doors = {descriptor: at for descriptor, at in wall.listening().items() if descriptor not in others}
+        if meeting.sources:
+            _admit(doors, {meeting.host, *meeting.sources})
         store = _StoreForGloo(meeting, timeout_s)
         process_group = gloo(store, rank, world_size, options)
         _prove(process_group, rank, world_size, meeting, timeout)
+        _admit(doors, ())
     except RuntimeError as error:
         raise RendezvousError(
             f"rank {rank} at {meeting.host} waited up to {timeout_s:g} s for {world_size} ranks: {error}"
         ) from None
     return Group(process_group, rank=rank, world_size=world_size, deadline_s=timeout_s, meeting=meeting, store=store)
+
+
+def _admit(doors: Mapping[int, tuple[str, int]], addresses: Collection[str]) -> None:
+    """Let only these connect to gloo's port, which it never closes; nobody, once everybody is there."""
+    for descriptor, (_, port) in doors.items():
+        if not wall.admit(descriptor, addresses):
+            logger.info("port %d stays open to everybody: no socket filters here", port)
+        if not addresses:
+            wall.free_connections(port)
 
 
 def _prove(process_group: dist.ProcessGroup, rank: int, world_size: int, meeting: Meeting, timeout: timedelta) -> None:

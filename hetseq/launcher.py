@@ -228,7 +228,8 @@ class Launcher:
         threads = threads_per_worker(len(self._devices))
         for local, device in enumerate(self._devices):
             placement = Placement(
-                first + local, len(nodes), device, threads, host=member.address, name=name, key=member.key_of(name),
+                first + local, len(nodes), device, threads, host=member.address, sources=member.sources, name=name,
+                key=member.key_of(name),
                 nodes=nodes, parts=tuple(tuple(part) for part in begin["parts"]),
             )  # fmt: skip
             self._workers.append(start_worker(self._config, self._directory.path, placement))

@@ -14,6 +14,7 @@ class Placement:
     device: str
     threads: int
     host: str = "127.0.0.1"  # the address of this node's interface
+    sources: tuple[str, ...] = ()  # addresses from which the other nodes connect
     name: str = ""  # of the run's first group
     key: bytes = field(default=b"", repr=False)  # that only ranks of this run hold
     nodes: tuple[str, ...] = ()  # host name of each rank

@@ -51,7 +51,7 @@ from hetseq.sharing import everything_shared, share
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_TIMEOUT_S = 300.0  # all have loaded by then and connect within seconds; launchers see one that dies
+_CONNECT_TIMEOUT_S = 120.0  # all have loaded by then and connect within seconds; launchers see one that dies
 _GO_TIMEOUT_S = 3600.0  # the head waits half as long for the slowest rank to load
 
 
@@ -247,7 +247,7 @@ def _exit_code(error: Exception, *, is_ready: bool) -> int:
 def _connect(placement: Placement, line: Line | Alone) -> AnyGroup:
     if placement.world_size == 1 or isinstance(line, Alone):
         return LocalGroup()
-    meeting = Meeting(line, placement.name, placement.key, placement.host)
+    meeting = Meeting(line, placement.name, placement.key, placement.host, placement.sources)
     rank, world_size = placement.rank, placement.world_size
     return connect(rank=rank, world_size=world_size, meeting=meeting, timeout_s=_CONNECT_TIMEOUT_S)
 

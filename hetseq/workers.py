@@ -120,8 +120,10 @@ def warm_forkserver() -> Any:
     context = multiprocessing.get_context("forkserver")
     # torch imports its compiler when the first optimizer is made: 1.6 s, once here in place of once a worker
     context.set_forkserver_preload(["hetseq.worker", "torch._dynamo"])
-    from multiprocessing import forkserver, resource_tracker
+    from multiprocessing import forkserver, resource_tracker, util
 
+    # Python before 3.10.9 and 3.11.1: such a socket has no mode, and any user could send the server a pickle
+    util.abstract_sockets_supported = False  # type: ignore[misc]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     path = os.environ.get("PYTHONPATH")
     # the server does not get sys.path, and a checkout that is not installed is found by nothing else

@@ -340,6 +340,8 @@ class Listener:
         self._socket = bind(host, port)
         self.host, self.port = self._socket.getsockname()[:2]
         self.refused: Counter[str] = Counter()
+        #: addresses from which peers came; in here before the peer knows that it is admitted
+        self.admitted_from: set[str] = set()
         self._strangers: dict[socket.socket, _Stranger] = {}  # oldest first
         self._admitted: deque[Channel] = deque()
         self._told: dict[str, float] = {}
@@ -451,6 +453,7 @@ class Listener:
                 text = f"the two hold different secrets (here: {self._secret_file})"
                 self._refuse(stranger, "secret", f"{text}. If it is a node of this run, type there: {command}")
                 return
+            self.admitted_from.add(stranger.host)
             say(connection, VERDICT.pack(1, _proof(self._key, b"welcome", stranger.transcript)))
             session = _proof(self._key, b"session", stranger.transcript)
             channel = Channel(connection, session=session, is_client=False)

@@ -194,9 +194,10 @@ class Hub:
             self._begin_directories()
             return
         self._enter(Phase.REACHING, _REACH_S)
-        for place, member in enumerate(self._order):
-            before = [self._members[other] for other in self._order[:place]]
-            peers = [{"host": peer.host, "address": peer.address, "port": peer.door} for peer in before]
+        for member in self._order:
+            # in both directions: which rank of a pair connects is gloo's choice
+            others = [self._members[other] for other in self._order if other != member]
+            peers = [{"host": peer.host, "address": peer.address, "port": peer.door} for peer in others]
             self._send(member, "reach", peers=peers)
 
     def _reached(self, member: int, record: Record) -> None:

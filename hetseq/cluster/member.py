@@ -35,6 +35,7 @@ class Member:
     _door: Doorstep | None
     _secret_file: Path
     _closing: ExitStack = field(repr=False)
+    sources: tuple[str, ...] = ()  # addresses from which the other nodes came to the door, once that is closed
 
     @property
     def door(self) -> int:
@@ -55,6 +56,7 @@ class Member:
     def close_door(self) -> None:
         """Once all have tried, nobody is to knock any more."""
         if self._door is not None:
+            self.sources = tuple(sorted(self._door.visitors))
             self._door.close()
             self._door = None
 

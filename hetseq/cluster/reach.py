@@ -49,6 +49,11 @@ class Doorstep:
         self._thread = threading.Thread(target=self._answer, name="doorstep", daemon=True)
         self._thread.start()
 
+    @property
+    def visitors(self) -> set[str]:
+        """Addresses from which peers have knocked; complete once their `probe` has returned."""
+        return self._listener.admitted_from
+
     def close(self) -> None:
         """Stop listening; may be called twice."""
         if self._thread.is_alive():

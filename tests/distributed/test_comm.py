@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import sys
 import time
 
 import numpy as np
 import pytest
 import torch
 
-from hetseq import comm
+from hetseq import comm, wall
 from hetseq.comm import AnyGroup, Group
 from hetseq.errors import RendezvousError
 from tests.support.ranks import RankRaised, run_ranks
 
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no socket filters")
 ODD = [
     torch.tensor([-0.0, float("nan"), 1.5], dtype=torch.float32),
     torch.tensor([[1, 2], [3, -(2**62)]]),
@@ -81,6 +85,74 @@ def test_a_rank_without_the_key_is_found_by_every_other_before_anything_is_sent_
     report = str(failure.value)
     assert report.count("who connected as rank 2 does not hold the key of this run") == 2
     assert "who connected as rank 0 does not hold the key of this run" in report
+
+
+class Crowded:
+    """A store that lets strangers come to gloo's port, and say that they are ranks, before a peer knows of it."""
+
+    def __init__(self, store: comm.Store, source: str) -> None:
+        self._store, self._source = store, source
+        self._others = wall.listening()
+        self.strangers: list[socket.socket] = []
+
+    def set(self, key: str, value: bytes) -> None:
+        for descriptor, place in wall.listening().items():
+            if descriptor not in self._others:
+                self.strangers += [self._come(place, pair) for pair in range(2)]
+        self._store.set(key, value)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        return self._store.get(key, timeout_s)
+
+    def _come(self, place: tuple[str, int], pair: int) -> socket.socket:
+        stranger = socket.socket()
+        stranger.settimeout(0.05)
+        stranger.bind((self._source, 0))
+        with contextlib.suppress(TimeoutError):
+            stranger.connect(place)
+            stranger.sendall(pair.to_bytes(8, "little"))  # as gloo says which pair of ranks a connection is for
+        return stranger
+
+
+def connect_in_a_crowd(group: Group, sources: tuple[str, ...], source: str) -> tuple[str, int]:
+    store = Crowded(group._meeting.store, source)
+    meeting = comm.Meeting(store, group._meeting.name + "/crowded", b"key", sources=sources)
+    try:
+        inner = comm.connect(rank=group.rank, world_size=2, meeting=meeting, timeout_s=0.5)
+        said, total = "", int(inner.all_gather_rows(np.array([1], np.int64)).sum())
+    except RendezvousError as error:
+        said, total = str(error), 0
+    finally:
+        for stranger in store.strangers:
+            stranger.close()
+    group.all_gather_rows(np.zeros(1, np.int64))
+    return said, total
+
+
+@LINUX
+def test_strangers_from_elsewhere_take_no_place_while_the_ranks_connect() -> None:
+    assert run_ranks(connect_in_a_crowd, 2, ("127.0.0.1",), "127.0.0.2") == [("", 2)] * 2
+
+
+@LINUX
+def test_strangers_from_a_node_of_the_run_end_the_start_in_time_and_with_a_reason() -> None:
+    for said, total in run_ranks(connect_in_a_crowd, 2, ("127.0.0.1", "127.0.0.2"), "127.0.0.2"):
+        assert "waited up to 0.5 s for 2 ranks" in said
+        assert total == 0
+
+
+def knock_at_each_other(group: Group) -> bool:
+    ports = group.all_gather_rows(np.array([min(port for _, port in wall.listening().values())], np.int64))
+    with socket.socket() as knocking:
+        knocking.settimeout(0.1)
+        is_in = knocking.connect_ex(("127.0.0.1", int(ports[1 - group.rank, 0]))) == 0
+    group.all_gather_rows(np.zeros(1, np.int64))
+    return is_in
+
+
+@LINUX
+def test_once_all_ranks_are_there_nobody_connects_to_one_any_more() -> None:
+    assert run_ranks(knock_at_each_other, 2) == [False, False]
 
 
 def wait_for_nobody(group: Group) -> float:

@@ -96,14 +96,14 @@ def test_a_run_on_one_node_asks_for_its_directory_and_begins() -> None:
     assert (record["path"], record["run_id"]) == ("/run", "a" * 16)
 
 
-def test_nodes_try_each_other_once_all_are_there_each_those_of_lower_ranks() -> None:
+def test_nodes_try_each_other_in_both_directions_once_all_are_there() -> None:
     talk = Talk()
     talk.claim(0, 1, 0, 3)
     talk.claim(1, 1, 2, 3)
     said = talk.claim(2, 1, 1, 3)
     assert kinds(said) == [(0, "reach"), (2, "reach"), (1, "reach")]
     peers = {member: [peer["host"] for peer in record["peers"]] for member, record in said}
-    assert peers == {0: [], 2: ["labA"], 1: ["labA", "labC"]}
+    assert peers == {0: ["labC", "labB"], 2: ["labA", "labB"], 1: ["labA", "labC"]}
 
 
 def test_nodes_that_cannot_reach_each_other_do_not_start() -> None:

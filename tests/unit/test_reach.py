@@ -92,6 +92,13 @@ def test_a_knock_with_another_key_is_no_peer_and_the_door_stays_open(door: Doors
     assert probe([peer_of(door)], KEY, secret_file=FILE) == []
 
 
+def test_a_door_knows_from_where_peers_came_as_soon_as_they_know_it_themselves(door: Doorstep) -> None:
+    probe([peer_of(door)], bytes(32), secret_file=FILE)
+    assert door.visitors == set()  # whoever has no key leaves no address
+    assert probe([peer_of(door)], KEY, secret_file=FILE) == []
+    assert door.visitors == {"127.0.0.1"}
+
+
 def test_a_silent_program_on_the_port_is_given_up_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
