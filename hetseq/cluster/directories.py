@@ -96,12 +96,17 @@ def may_show_late(mark: Mark) -> bool:
     """Whether a directory that is not seen here may be seen in some seconds."""
     if not os.path.isdir(mark.standing):
         return False
-    existing = next(folder for folder in (Path(mark.path), *Path(mark.path).parents) if os.path.isdir(folder))
+    return not lies_on_local_disk(Path(mark.path))
+
+
+def lies_on_local_disk(path: Path) -> bool:
+    """Whether an absolute path lies on a file system of this node alone; False where that cannot be told."""
+    existing = next(folder for folder in (path, *path.parents) if os.path.isdir(folder))
     try:
         mounts = _MOUNTS.read_text(errors="surrogateescape")
     except OSError:
-        return True
-    return not is_local(os.path.realpath(existing), mounts)
+        return False
+    return is_local(os.path.realpath(existing), mounts)
 
 
 def is_local(path: str, mountinfo: str) -> bool:

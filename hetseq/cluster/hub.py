@@ -81,10 +81,11 @@ class _Place:
 class Hub:
     """All decisions of a start and of an end. `outbox` holds (member, record) for the caller to send, in order."""
 
-    def __init__(self, *, join_timeout_s: float, paste: str, now_s: float) -> None:
+    def __init__(self, *, join_timeout_s: float, paste: str, now_s: float, hint: str = "") -> None:
         self.outbox: list[tuple[int, Record]] = []
         self.phase = Phase.GATHERING
         self.ending: Ending | None = None
+        self._hint = hint  # where to look if a node waits elsewhere
         self._paste, self._deadline_s, self._next_word_s = paste, now_s + join_timeout_s, now_s
         self._now_s = now_s
         self._roster = Roster()
@@ -143,7 +144,8 @@ class Hub:
         self._now_s = now_s
         if self.phase is Phase.GATHERING and self._members and now_s >= self._next_word_s:
             self._next_word_s = now_s + TELL_EVERY_S
-            self._send_all("tell", text=self._roster.waiting(left_s=self._deadline_s - now_s, paste=self._paste))
+            text = self._roster.waiting(left_s=self._deadline_s - now_s, paste=self._paste)
+            self._send_all("tell", text=text + self._hint)
         if now_s >= self._deadline_s:
             self._give_up()
         next_s = self._next_word_s if self.phase is Phase.GATHERING else now_s + 60

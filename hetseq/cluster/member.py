@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hetseq.cluster.directories import lies_on_local_disk
 from hetseq.cluster.hub import Hub
 from hetseq.cluster.hub_server import HubServer, RecordChannel, local_pair
 from hetseq.cluster.reach import Doorstep, Peer, probe
@@ -106,9 +107,20 @@ def join(
     raise AssertionError("not reached")
 
 
+def _hint_of(url: str) -> str:
+    """What to ask oneself when nobody comes to a directory."""
+    if not url.startswith("file://"):
+        return ""
+    path = url.removeprefix("file://")
+    if lies_on_local_disk(Path(path)):
+        return f"; {path} lies on a disk of {socket.gethostname()}: is it shared with the other nodes?"
+    return f"; {path} has to be shared by all nodes: one that waits there and is not named here sees another directory"
+
+
 def _serve(config: DistributedConfig, command: str, meeting: Meeting | None, closing: ExitStack) -> RecordChannel:
     """Start the hub of the run in this process; gives this launcher's own end."""
-    hub = Hub(join_timeout_s=config.join_timeout, paste=command, now_s=time.monotonic())
+    hint = _hint_of(config.meeting_url or "")
+    hub = Hub(join_timeout_s=config.join_timeout, paste=command, now_s=time.monotonic(), hint=hint)
     hubs_end, own_end = local_pair()
     listener = None if meeting is None else meeting.listener
     heart = None if meeting is None or meeting.attempt is None else meeting.attempt.heart
