@@ -34,10 +34,12 @@ from hetseq.cluster.heart import Heart, read_pulse
 from hetseq.cluster.identity import is_alive, this_process
 from hetseq.cluster.shared_directory import POLL_S, DirectoryGone, SharedDirectory, Version, trouble
 from hetseq.errors import RendezvousError
+from hetseq.run_directory import open_private
 
 logger = logging.getLogger(__name__)
 
 ASK_EVERY_S = 5.0
+_MADE = "made-by-hetseq"  # in a directory that a launcher has made, and that goes with the last run in it
 
 #: opens the control port, and returns the address and port that other nodes reach it by
 Listen = Callable[[], tuple[str, int]]
@@ -73,7 +75,6 @@ class Attempt:
     directory: SharedDirectory
     heart: Heart | None
     _chain: _Chain
-    _was_made: bool
     _sleep: Sleep
     _is_closed: bool = False
 
@@ -89,8 +90,7 @@ class Attempt:
         try:
             if self.is_head:
                 self._chain.retire(self.number, self.head, self._sleep)
-            if self._was_made:
-                os.rmdir(self._chain.store.path)
+                remove_place(self._chain.store.path)
         except DirectoryGone:
             pass
         except (OSError, RendezvousError) as error:
@@ -117,7 +117,6 @@ def find_attempt(
     found out within `timeout_s`.
     """
     deadline_s = now() + timeout_s
-    was_made = False
     endpoint: list[tuple[str, int]] = []
 
     def listen_once() -> tuple[str, int]:
@@ -127,18 +126,17 @@ def find_attempt(
 
     while True:
         try:
-            place, is_new = find_place(path)
-            was_made = was_made or is_new
+            place = find_place(path)
             chain = _Chain(SharedDirectory.open(place, key), key, f"attempt-{name}", now)
-            return _Search(chain, listen_once, answers, was_made).run(deadline_s, sleep)
+            return _Search(chain, listen_once, answers).run(deadline_s, sleep)
         except DirectoryGone:  # a run that ends removes a directory that it made, if it is empty
             if now() >= deadline_s:
                 raise
             sleep(POLL_S)
 
 
-def find_place(path: Path) -> tuple[Path, bool]:
-    """The directory that `file://PATH` means, made if it is missing, and whether it was made here.
+def find_place(path: Path) -> Path:
+    """The directory that `file://PATH` means; made if it is missing, with a file in it that says so.
 
     A directory is used. Where a file stands, as one left by the HetSeq of 2020, it is left alone and `PATH.hetseq` is
     used. Raises RendezvousError where the parent is missing or nothing can be made in it.
@@ -152,7 +150,7 @@ def find_place(path: Path) -> tuple[Path, bool]:
         if found == "file":
             raise RendezvousError(f"{path} and {place} are files, a directory was expected: name another path")
     if found == "directory":
-        return place, False
+        return place
     if not place.parent.is_dir():
         missing = next(parent for parent in reversed(place.parents) if not parent.is_dir())
         raise RendezvousError(
@@ -161,11 +159,24 @@ def find_place(path: Path) -> tuple[Path, bool]:
         )
     try:
         os.mkdir(place, 0o700)
-        return place, True
+        os.close(open_private(place / _MADE, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     except FileExistsError:
-        return place, False  # another node was first
+        pass  # another node was first
     except OSError as error:
         raise trouble(place, error) from error
+    return place
+
+
+def remove_place(place: Path) -> None:
+    """Remove a directory that `find_place` made, on whatever node, if nothing else is left in it."""
+    with contextlib.suppress(OSError):
+        if os.listdir(place) != [_MADE]:
+            return
+        os.unlink(place / _MADE)
+        try:
+            os.rmdir(place)
+        except OSError:  # somebody has come in between, and removes it in the end
+            os.close(open_private(place / _MADE, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
 
 
 class _Chain:
@@ -259,11 +270,10 @@ class _Chain:
 class _Search:
     """The executor: looks, has `decide` decide, and acts, until this launcher leads or follows."""
 
-    def __init__(self, chain: _Chain, listen: Listen, answers: Answers | None, was_made: bool) -> None:
+    def __init__(self, chain: _Chain, listen: Listen, answers: Answers | None) -> None:
         self._chain = chain
         self._listen = listen
         self._answers = answers
-        self._was_made = was_made
         self._hearts: dict[str, Heart] = {}  # nonce -> heart of a number that this launcher has won
         self._next_ask_s = -1.0
         self._asked = ""
@@ -327,7 +337,7 @@ class _Search:
     def _attempt(self, number: int, record: Record, sleep: Sleep) -> Attempt:
         heart = self._hearts.get(record.nonce)
         directory = self._chain.directory_of(record.nonce)
-        return Attempt(number, record, heart is not None, directory, heart, self._chain, self._was_made, sleep)
+        return Attempt(number, record, heart is not None, directory, heart, self._chain, sleep)
 
     def _withdraw_all(self, sleep: Sleep) -> None:
         """Leave nothing when the search ends with an error; what cannot be removed is that of a dead head."""
@@ -335,8 +345,7 @@ class _Search:
             top = self._chain.top()
             if top.record is not None and top.record.nonce in self._hearts:
                 self._chain.retire(top.number, top.record, sleep)
-            if self._was_made:
-                os.rmdir(self._chain.store.path)
+            remove_place(self._chain.store.path)
 
 
 def _late(place: Path, number: int, record: Record | None) -> str:

@@ -16,7 +16,8 @@ from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 from hetseq.metrics import read_rows
 from tests.support.commands import ROOT
 from tests.support.differing import write_what
-from tests.support.nodes import Node, Nodes, Place, directory, fresh_name, listening
+from tests.support.nodes import Node, Nodes, listening
+from tests.support.places import Place, directory, fresh_name
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

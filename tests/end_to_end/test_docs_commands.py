@@ -20,7 +20,7 @@ import pytest
 from tests.support import forked
 from tests.support.commands import HETSEQ, Command, Finished, run_command, start_command
 from tests.support.docs import DATA, HERE, MEETING, PROGRAMS, ROOT, goes_on_beside, pages, program_of, shell_blocks
-from tests.support.nodes import free_port
+from tests.support.places import free_port
 
 pytestmark = pytest.mark.slow
 

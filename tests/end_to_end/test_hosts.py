@@ -18,7 +18,8 @@ import pytest
 from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_USAGE
 from hetseq.metrics import read_rows
 from tests.support.hosts import Host, two_hosts
-from tests.support.nodes import Ended, Node, Nodes, Process, Stock, free_port
+from tests.support.nodes import Ended, Node, Nodes, Process, Stock
+from tests.support.places import free_port
 from tests.support.trials import curve
 from tests.unit.test_mnist_data import write_idx
 

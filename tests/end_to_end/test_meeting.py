@@ -19,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_USAGE
-from tests.support.nodes import PLACES, Ended, Node, Nodes, Place, directory, fresh_name, tcp
+from tests.support.nodes import Ended, Node, Nodes
+from tests.support.places import PLACES, Place, directory, fresh_name, tcp
 
 pytestmark = pytest.mark.slow
 

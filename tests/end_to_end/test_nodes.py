@@ -18,7 +18,8 @@ import pytest
 
 from hetseq.metrics import read_rows
 from tests.support.commands import ROOT
-from tests.support.nodes import PLACES, Nodes, Place, Stock, directory, listening, tcp
+from tests.support.nodes import Nodes, Stock, listening
+from tests.support.places import PLACES, Place, directory, tcp
 from tests.unit.test_golden_commands import arguments, published
 from tests.unit.test_mnist_data import write_idx
 

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from hetseq.cluster.channel import ChannelClosed, Listener
 from hetseq.cluster.secret import derive_key, load_secret
 from hetseq.metrics import read_rows
-from tests.support.nodes import PLACES, Node, Nodes, Place, Stock, living_under
+from tests.support.nodes import Node, Nodes, Stock, living_under
+from tests.support.places import PLACES, Place
 from tests.support.strangers import (
     Attempt,
     Socket,

@@ -449,9 +449,29 @@ def test_a_search_that_comes_to_nothing_ends_in_words(place: Path) -> None:
 
 
 def test_a_fresh_name_becomes_a_private_directory(tmp_path: Path) -> None:
-    assert find_place(tmp_path / "sync") == (tmp_path / "sync", True)
-    assert find_place(tmp_path / "sync") == (tmp_path / "sync", False)
+    assert find_place(tmp_path / "sync") == find_place(tmp_path / "sync") == tmp_path / "sync"
     assert (tmp_path / "sync").stat().st_mode & 0o777 == 0o700
+    assert [(file.name, file.stat().st_mode & 0o777) for file in (tmp_path / "sync").iterdir()] == [
+        ("made-by-hetseq", 0o600)
+    ]
+
+
+def test_a_directory_that_a_follower_made_goes_with_its_head(tmp_path: Path) -> None:
+    find_place(tmp_path / "sync")  # by a launcher that will follow
+    head = find(tmp_path / "sync")
+    follower = find(tmp_path / "sync")
+    follower.close()
+    assert head.is_head
+    head.close()
+    assert entries(tmp_path) == []
+
+
+def test_a_directory_that_somebody_else_uses_still_stays_and_goes_with_him(tmp_path: Path) -> None:
+    one, other = find(tmp_path / "sync", name="one"), find(tmp_path / "sync", name="other")
+    one.close()
+    assert (tmp_path / "sync").is_dir()
+    other.close()
+    assert entries(tmp_path) == []
 
 
 def test_a_file_of_2020_is_left_alone(tmp_path: Path) -> None:
@@ -516,11 +536,11 @@ def test_a_directory_that_vanishes_under_a_newcomer_is_made_again(
     """As when the run that made it ends in that moment."""
     real, chances = attempts.find_place, [True]
 
-    def vanishing(path: Path) -> tuple[Path, bool]:
+    def vanishing(path: Path) -> Path:
         place = real(path)
         if chances:
             chances.pop()
-            os.rmdir(place[0])
+            attempts.remove_place(place)
         return place
 
     monkeypatch.setattr(attempts, "find_place", vanishing)
