@@ -262,7 +262,7 @@ class DistributedConfig:
     )
     distributed_rank: int = node_option(0, "rank of this node's first worker", metavar="N")
     distributed_gpus: int | None = node_option(None, "workers of this node", metavar="N")
-    distributed_backend: str | None = option(
+    distributed_backend: str | None = node_option(
         None,
         "gloo or nccl, as in 2020; gradients travel by gloo in this version, whatever it says",
         choices=("gloo", "nccl"),

@@ -64,13 +64,37 @@ def _describe(loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def complete_rows(directory: RunDirectory, sharing: Sharing, *, step: int) -> None:
+def complete_rows(directory: RunDirectory, sharing: Sharing, *, step: int, source: int, is_received: bool) -> None:
     """Give each directory the rows and events up to `step` that it lacks and another one has; collective.
 
-    To be called before anything is appended to these files. Trouble with a file is warned about.
+    A directory that has just received the checkpoint of rank `source` (`is_received`) gets its rows as well: its own
+    may tell of steps that were given up. To be called before anything is appended to these files. Trouble with a file
+    is warned about.
     """
+    _adopt_rows(directory.metrics, sharing, step=step, source=source, is_received=is_received)
     _complete(directory.metrics, lambda _, row: row_key(row), sharing, step=step, is_counted=True)
     _complete(directory.events, lambda place, _: place, sharing, step=step, is_counted=False)
+
+
+def _adopt_rows(path: Path, sharing: Sharing, *, step: int, source: int, is_received: bool) -> None:
+    """The rows of rank `source` up to `step`, in place of their own, for those who got its checkpoint."""
+    lines = _lines(path, lambda _, row: row_key(row)) if sharing.is_writer else {}
+    earlier = [lines[name][0] for name in sorted(lines) if lines[name][1] <= step]
+    facts = sharing.gather([len(earlier), is_received])
+    if not facts[:, 1].any() or not facts[sharing.writers.index(source), 0]:
+        return
+    is_wanted = sharing.is_writer and is_received
+    text = send_bytes(sharing.whole, b"".join(earlier), source=source, is_wanted=is_wanted)
+    if is_wanted and text != b"".join(earlier):
+        _write(path, text, f"the {len(text.splitlines())} rows", source, step)
+
+
+def _write(path: Path, text: bytes, what: str, giver: int, step: int) -> None:
+    try:
+        replace_file(path, text, is_durable=True)
+        logger.info("%s got %s from the directory of rank %d", path, what, giver)
+    except OSError as error:
+        logger.warning("cannot write %s (%s): it lacks rows up to step %d", path, error.strerror, step)
 
 
 def _complete(path: Path, key: _Key, sharing: Sharing, *, step: int, is_counted: bool) -> None:
@@ -90,11 +114,8 @@ def _complete(path: Path, key: _Key, sharing: Sharing, *, step: int, is_counted:
     given = {name: line for name, (line, _) in _parse(text, key).items()}
     later = [line for line, at in lines.values() if at > step]
     merged = {**given, **earlier}
-    try:
-        replace_file(path, b"".join([*(merged[name] for name in sorted(merged)), *later]), is_durable=True)
-        logger.info("%s got %d rows from the directory of rank %d", path, len(merged) - len(earlier), giver)
-    except OSError as error:
-        logger.warning("cannot write %s (%s): it lacks rows up to step %d", path, error.strerror, step)
+    lacked = b"".join([*(merged[name] for name in sorted(merged)), *later])
+    _write(path, lacked, f"{len(merged) - len(earlier)} rows", giver, step)
 
 
 def _lines(path: Path, key: _Key) -> dict[Any, tuple[bytes, int]]:

@@ -28,7 +28,7 @@ from hetseq.cluster.directories import Mark, leave_mark, newest_step, remove_mar
 from hetseq.cluster.member import Member, claim_of, join
 from hetseq.config import Config
 from hetseq.ending import Ending, WorkerEnd, judge, lost
-from hetseq.errors import EXIT_DONE, EXIT_USAGE, ConfigError, HetSeqError
+from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, ConfigError, HetSeqError, RendezvousError
 from hetseq.options import dump_yaml
 from hetseq.placement import Placement
 from hetseq.processes import ECHO_S, STOP_SIGNALS, ringing_on_signals
@@ -41,6 +41,7 @@ _T = TypeVar("_T")
 _GRACE_S = 5.0  # after one worker has failed, for the others to notice by themselves
 _START_GRACE_S = 2.0  # ... before they train, when all find the same faults at the same time
 _SAVING_S = 60.0  # after one worker has stopped as it was asked to, for the others to end their step and their save
+_SILENCE_S = 150.0  # of a hub, which speaks every 10 s while it waits, and gives an ending run 90 s
 _VERDICT_S = 120.0  # after the last worker of this node, for those of the other nodes
 
 
@@ -105,18 +106,21 @@ class Launcher:
             )
             self._member = member
             self._closing.callback(member.close)
-            member.send(
-                "claim", claim=claim_of(self._config.distributed, len(self._devices)).to_record(),
-                address=member.address, door=member.door, fields=node_fields(self._config), build=build_tag(),
-                save_dir=os.path.abspath(self._config.checkpoint.save_dir),
-            )  # fmt: skip
             try:
+                self._claim(member)
                 return member, self._prepare(member)
             except ChannelClosed:
                 if self._directory is not None:
                     raise
                 member.close()
                 _tell("the node that the others call has left before the start: looking for another")
+
+    def _claim(self, member: Member) -> None:
+        member.send(
+            "claim", claim=claim_of(self._config.distributed, len(self._devices)).to_record(),
+            address=member.address, door=member.door, fields=node_fields(self._config), build=build_tag(),
+            save_dir=os.path.abspath(self._config.checkpoint.save_dir),
+        )  # fmt: skip
 
     def _prepare(self, member: Member) -> Record:
         """Do what the hub asks for until it says `begin`."""
@@ -181,7 +185,10 @@ class Launcher:
     def _next(self, member: Member) -> Record:
         """The hub's next record that is not for the user."""
         while True:
-            self._wait([member.channel], None)
+            if not self._wait([member.channel], _SILENCE_S):
+                raise RendezvousError(
+                    f"the node that the others call has said nothing for {_SILENCE_S:.0f} s: is it stopped?"
+                )
             record = member.channel.receive(10.0)
             if record["kind"] == "ending":
                 raise _Over(Ending(record["code"], record["message"]))
@@ -200,12 +207,14 @@ class Launcher:
     def _pause(self, seconds: float) -> None:
         self._wait([], seconds)
 
-    def _wait(self, sources: list[Any], timeout_s: float | None) -> None:
-        """Wait for the first of the sources; raises _Stopped when a stop signal comes."""
-        if self._bell in wait([self._bell, *sources], timeout=timeout_s):
+    def _wait(self, sources: list[Any], timeout_s: float) -> bool:
+        """Wait for the first of the sources, True if there was one; raises _Stopped when a stop signal comes."""
+        happened = wait([self._bell, *sources], timeout=timeout_s)
+        if self._bell in happened:
             number = _stop_signal(os.read(self._bell, 64))
             if number is not None:
                 raise _Stopped(signal.Signals(number).name)
+        return bool(happened)
 
     # With the workers
 
@@ -213,9 +222,15 @@ class Launcher:
         member.close_door()
         self._remove_mark()
         assert self._directory is not None
-        if self._is_owner:
-            self._directory = self._directory.adopt_run_id(begin["run_id"])
-        self._start_workers(member, begin)
+        try:
+            if self._is_owner:
+                self._directory = self._directory.adopt_run_id(begin["run_id"])
+            self._start_workers(member, begin)
+        except (HetSeqError, OSError) as error:
+            code = error.exit_code if isinstance(error, HetSeqError) else EXIT_FAILED
+            member.send("refused", code=code, message=str(error))
+            while True:
+                self._next(member)  # until the hub has ended it for all
         return self._watch(member)
 
     def _start_workers(self, member: Member, begin: Record) -> None:
@@ -272,11 +287,17 @@ class Launcher:
             asker = next(worker for worker in self._workers if worker.rank == record["rank"])
             asker.tell("value", value=record["value"])
         elif kind == "begun":
-            if self._is_owner and self._directory is not None:
-                self._directory.adopt_config()
+            self._adopt_config()
         elif kind == "ebb":
             is_training = all(worker.is_ready for worker in self._workers)
             watch.set_deadline(_SAVING_S if record["is_polite"] else _GRACE_S if is_training else _START_GRACE_S)
+
+    def _adopt_config(self) -> None:
+        if self._is_owner and self._directory is not None:
+            try:
+                self._directory.adopt_config()
+            except HetSeqError as error:
+                _tell(f"warning: {error}; it says what an earlier start said, and the run goes on")
 
     def _heed(self, signals: bytes, now_s: float) -> None:
         """Answer stop signals: the first ends the run after its step, or at once if there is none; so does a second."""
@@ -296,6 +317,16 @@ class Launcher:
         for worker in self._workers:
             worker.ask_to_stop()
 
+    def _is_impatient(self, signals: bytes, now_s: float) -> bool:
+        """Whether the user does not want to wait for the other nodes: no echo of what was heeded before."""
+        if _stop_signal(signals) is None:
+            return False
+        if self._asked_s is None:
+            self._asked_s = now_s
+            _tell("waiting for the other nodes to end; a second signal leaves at once")
+            return False
+        return now_s - self._asked_s > ECHO_S
+
     def _last_words(self, member: Member, watch: _Watch) -> Ending:
         """Report how this node ended, and hear how the run did."""
         silent, hub = [worker.rank for worker in watch.running], cast(Any, member.channel)
@@ -305,8 +336,11 @@ class Launcher:
             with suppress(ChannelError):
                 member.send("over", silent=silent, cut_short=self._cut_short, has_commit=self._has_commit())
                 deadline = time.monotonic() + _VERDICT_S
-                while hub in wait([self._bell, hub], timeout=max(0.0, deadline - time.monotonic())):
-                    self._hear(member.channel.receive(10.0), watch)
+                while happened := wait([self._bell, hub], timeout=max(0.0, deadline - time.monotonic())):
+                    if self._bell in happened and self._is_impatient(os.read(self._bell, 64), time.monotonic()):
+                        break
+                    if hub in happened:
+                        self._hear(member.channel.receive(10.0), watch)
         ending = judge(watch.ends, has_commit=self._has_commit(), cut_short=self._cut_short, silent=silent)
         is_bereaved = all(end.is_secondary or end.code == EXIT_DONE for end in watch.ends)
         if is_bereaved and not self._cut_short:

@@ -53,6 +53,7 @@ class Beginning:
     loaded: Loaded
     is_own: bool  # this run's own one, not that of another run which this one begins with
     is_received: bool  # over the wire, because the directory of this rank lacks it
+    source: int = 0  # the rank whose directory had it
 
 
 def choose_checkpoint(
@@ -169,7 +170,7 @@ def _load_newest(manager: CheckpointManager, which: str, directory: RunDirectory
             loaded = None  # its memory is needed for the other one
         loaded = send_checkpoint(sharing, loaded, source=source, has_it=has_it[sharing.number])
     assert loaded is not None, "a group without an offer has just been given one"
-    return Beginning(loaded, offers[winner].is_own, not has_it[sharing.number])
+    return Beginning(loaded, offers[winner].is_own, not has_it[sharing.number], sharing.writers[winner])
 
 
 def _say_what_is_lacking(
@@ -216,7 +217,9 @@ def begin_from(
     """
     loaded = beginning.loaded
     saver.last_step = loaded.identity.step
-    complete_rows(directory, sharing, step=loaded.identity.step)
+    complete_rows(
+        directory, sharing, step=loaded.identity.step, source=beginning.source, is_received=beginning.is_received
+    )
     fields = {"path": str(loaded.path), "refused": loaded.skipped, "received": beginning.is_received}
     metrics.event("resume", step=loaded.identity.step, **fields)
     saver.keep(loaded if beginning.is_received and beginning.is_own else None)

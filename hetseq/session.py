@@ -92,13 +92,15 @@ def build_session(
         _check_best_metric(config.validation, validators, material)
 
         manager = open_checkpoints(config.checkpoint, directory, sharing.group)
-        provenance = _provenance(config, material, replica, global_batch(config.data, group))
+        asked = global_batch(config.data, group)
+        provenance = _provenance(config, material, replica, asked)
         beginning, state = choose_checkpoint(manager, config.checkpoint, directory, sharing), TrainingState()
         is_explicit = config.data.global_batch_size is not None
         if beginning is not None:
             state, provenance = resume(beginning, config.checkpoint, replica, provenance, is_explicit_batch=is_explicit)
-        else:
+        if beginning is None or (config.checkpoint.reset_dataloader and provenance.batch == asked):
             _check_batch_of_join(config, is_explicit=is_explicit)
+        if beginning is None:
             _begin_alike(material.model, group)
         _override(replica.optimizer, config.checkpoint)
         saver = Saver(

@@ -21,6 +21,7 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 import secrets
 import socket
 import stat
@@ -32,13 +33,14 @@ from pathlib import Path
 from hetseq.cluster.election import BEAT_S, LEASE_S, NOTHING, UNKNOWN, Action, Kind, Record, Sight, Watch, decide
 from hetseq.cluster.heart import Heart, read_pulse
 from hetseq.cluster.identity import is_alive, this_process
-from hetseq.cluster.shared_directory import POLL_S, DirectoryGone, SharedDirectory, Version, trouble
+from hetseq.cluster.shared_directory import POLL_S, DirectoryGone, PlaceError, SharedDirectory, Version, trouble
 from hetseq.errors import RendezvousError
 from hetseq.run_directory import open_private
 
 logger = logging.getLogger(__name__)
 
 ASK_EVERY_S = 5.0
+_NOTE = ".other-secret-"
 _MADE = "made-by-hetseq"  # in a directory that a launcher has made, and that goes with the last run in it
 
 #: opens the control port, and returns the address and port that other nodes reach it by
@@ -81,6 +83,10 @@ class Attempt:
     def is_superseded(self) -> bool:
         """Whether another launcher has taken this attempt for dead and replaced it; asked by a head now and then."""
         return self._chain.is_superseded(self.number, self.head)
+
+    def strangers(self) -> list[str]:
+        """Hosts of nodes that have looked into the directory since and hold another secret; asked by the head."""
+        return take_notes(self._chain.store.path)
 
     def close(self) -> None:
         """Remove what the attempt has left in the directory, if this is its head; may be called twice. Never raises."""
@@ -148,12 +154,12 @@ def find_place(path: Path) -> Path:
         logger.info("%s is a file and stays as it is: the nodes meet in %s", path, place)
         found = _what_is(place)
         if found == "file":
-            raise RendezvousError(f"{path} and {place} are files, a directory was expected: name another path")
+            raise PlaceError(f"{path} and {place} are files, a directory was expected: name another path")
     if found == "directory":
         return place
     if not place.parent.is_dir():
         missing = next(parent for parent in reversed(place.parents) if not parent.is_dir())
-        raise RendezvousError(
+        raise PlaceError(
             f"the directory {missing} does not exist on {socket.gethostname()}, so the nodes cannot meet in {place}."
             " Does it exist on another node? Then it is not shared: mount it here, or use tcp://HOST:PORT"
         )
@@ -167,8 +173,26 @@ def find_place(path: Path) -> Path:
     return place
 
 
+def leave_note(place: Path) -> None:
+    """Let the head know that this node was here and holds another secret; nobody believes more of it than its name."""
+    with contextlib.suppress(OSError):
+        host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())[:64]
+        os.close(open_private(place / f"{_NOTE}{host}", os.O_WRONLY | os.O_CREAT))
+
+
+def take_notes(place: Path) -> list[str]:
+    """The hosts of nodes with another secret that were here since; called by the head."""
+    with contextlib.suppress(OSError):
+        names = [name for name in os.listdir(place) if re.fullmatch(re.escape(_NOTE) + r"[A-Za-z0-9._-]{1,64}", name)]
+        for name in names:
+            os.unlink(place / name)
+        return [name.removeprefix(_NOTE) for name in names]
+    return []
+
+
 def remove_place(place: Path) -> None:
     """Remove a directory that `find_place` made, on whatever node, if nothing else is left in it."""
+    take_notes(place)
     with contextlib.suppress(OSError):
         if os.listdir(place) != [_MADE]:
             return
@@ -365,21 +389,21 @@ def _what_is(place: Path) -> str:
             target = os.stat(place)
             # as the kernel judges links in folders that all may write to: anybody can put one there
             if found.st_uid not in (0, target.st_uid):
-                raise RendezvousError(
+                raise PlaceError(
                     f"{place} is a link that user id {found.st_uid} made to something of user id {target.st_uid}: name"
                     " the directory itself"
                 )
             found = target
     except FileNotFoundError:
         if os.path.islink(place):
-            raise RendezvousError(f"{place} is a link to nothing: remove it, or name another path") from None
+            raise PlaceError(f"{place} is a link to nothing: remove it, or name another path") from None
         return "missing"
     except NotADirectoryError:
-        raise RendezvousError(f"one of the parents of {place} is a file: name another path") from None
+        raise PlaceError(f"one of the parents of {place} is a file: name another path") from None
     except OSError as error:
         raise trouble(place, error) from error
     if stat.S_ISDIR(found.st_mode):
         return "directory"
     if stat.S_ISREG(found.st_mode):
         return "file"
-    raise RendezvousError(f"{place} is neither a directory nor a file: name another path")
+    raise PlaceError(f"{place} is neither a directory nor a file: name another path")

@@ -217,10 +217,6 @@ def _schedule(section: Any, value: str) -> str:
     return "polynomial" if value == "PolynomialDecayScheduler" else value
 
 
-def _backend(section: Any, value: str | None) -> str:
-    return value or "gloo"
-
-
 def _balance(section: Any, value: str) -> str:
     weights = section.balance_weights()
     return value if weights is None else _plain(section, weights)
@@ -252,7 +248,6 @@ _MEANINGS: dict[tuple[type, str], Callable[[Any, Any], str | None]] = {
     (OptimizationConfig, "lr"): _given,
     (OptimizationConfig, "adadelta_weight_decay"): _adadelta_decay,
     (OptimizationConfig, "lr_scheduler"): _schedule,
-    (DistributedConfig, "distributed_backend"): _backend,
     (DistributedConfig, "balance"): _balance,
     (CheckpointConfig, "optimizer_overrides"): _overrides,
     (CheckpointConfig, "restore_file"): _which_checkpoint,

@@ -37,6 +37,7 @@ _REACH_S = 30.0  # a probe gives up after 8 s
 _DIRECTORY_S = 60.0  # one answer; a look at a network file system takes 15 s
 _LOAD_S = 1800.0  # data may take minutes to read; a worker that dies meanwhile is reported
 _LINGER_S = 3.0
+_CUT_S = 20.0  # after an end that was none in peace: launchers wait 5 s for their workers
 _END_S = 90.0  # after the first end, for the others to finish their step and their save
 
 
@@ -111,7 +112,11 @@ class Hub:
             handler, phases = _HANDLERS[kind]
             if self.phase in phases:
                 handler(self, member, record)
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
+        except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+            if not known:  # whoever says so is none of this run, but for example another version
+                text = f"the head cannot read what this node claims ({error!r}): install the same HetSeq on both"
+                self._send(member, "ending", code=EXIT_DISAGREE, message=text)
+                return
             self._end(Ending(EXIT_FAILED, f"{self._name(member)} sent a {kind!r} that cannot be: {error!r}"))
 
     def gone(self, member: int, why: str, now_s: float) -> None:
@@ -155,8 +160,11 @@ class Hub:
 
     def _claim(self, member: int, record: Record) -> None:
         claim = Claim.from_record(record["claim"])
-        if self.ending is not None:  # what the others were told holds for who comes a moment later
+        if self.ending is not None and self.linger_s:  # a refusal holds for who comes a moment later
             self._send(member, "ending", code=self.ending.code, message=self.ending.message)
+            return
+        if self.phase in (Phase.ENDING, Phase.OVER):
+            self._send(member, "tell", text="a run is ending there; waiting for its place")
             return
         if self.phase is not Phase.GATHERING:
             here = ", ".join(f"{seat.host} ({seat.workers})" for seat in self._seats)
@@ -215,6 +223,8 @@ class Hub:
 
     def _begin_directories(self) -> None:
         self._enter(Phase.DIRECTORIES, _DIRECTORY_S)
+        for member in self._members.values():
+            member.is_heard = True  # nobody owes an answer before he is asked
         self._settle_next_directory()
 
     def _settle_next_directory(self) -> None:
@@ -262,7 +272,8 @@ class Hub:
         if refusal is not None:
             self._end(Ending(EXIT_DISAGREE, refusal))
             return
-        self._enter(Phase.STARTING, _LOAD_S)
+        # alone a node needs no limit: its launcher sees a worker that dies
+        self._enter(Phase.STARTING, _LOAD_S if len(self._seats) > 1 else float("inf"))
         parts = [[rank for member in place.members for rank in self._ranks(member)] for place in self._places]
         nodes = [self._members[seat.member].host for seat in self._seats for _ in seat.ranks]
         name = secrets.token_hex(8)
@@ -284,7 +295,7 @@ class Hub:
         if refusal is not None:
             self._end(Ending(EXIT_DISAGREE, refusal))
             return
-        self._deadline_s = self._now_s + _LOAD_S
+        self._deadline_s = max(self._deadline_s, self._now_s + _LOAD_S)
         self._send_all("go")
 
     def _set(self, member: int, record: Record) -> None:
@@ -337,7 +348,7 @@ class Hub:
         """Tell all that somebody has ended: `is_polite` if the others may finish what they do in peace."""
         if self.phase in (Phase.ENDING, Phase.OVER):
             return
-        self._enter(Phase.ENDING, _END_S)
+        self._enter(Phase.ENDING, _END_S if is_polite else _CUT_S)
         self._send_all("ebb", is_polite=is_polite)
 
     def _end_if_all_are_heard(self) -> None:
@@ -356,6 +367,9 @@ class Hub:
 
     def _give_up(self) -> None:
         silent = [self._name(member) for member in self._order if not self._is_excused(member)]
+        if self.phase is Phase.STARTING:
+            absent = [member for member in self._order if not set(self._ranks(member)) <= set(self._presented)]
+            silent = [self._name(member) for member in absent] or silent
         if self.phase is Phase.GATHERING:
             text = self._roster.waiting(left_s=0.0, paste=self._paste)
             self._end(Ending(EXIT_FAILED, f"the other nodes did not come in time: {text}"))

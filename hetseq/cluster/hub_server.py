@@ -93,8 +93,10 @@ class HubServer:
         self._channels: dict[int, RecordChannel] = {0: own}
         self._count = 0  # of the members that ever came from elsewhere
         self._admitted: list[RecordChannel] = []
-        self._is_open = True
+        self._is_open, self._is_over = True, threading.Event()
         self._bell, self._hammer = os.pipe()
+        # apart from the others and waited for by nobody: a file system that hangs cannot be waited for
+        self._beating = threading.Thread(target=self._keep_beating, name="hub's heart", daemon=True)
         self._threads = [threading.Thread(target=self._serve, name="hub", daemon=True)]
         if listener is not None:
             self._threads.append(threading.Thread(target=self._admit, name="hub's door", daemon=True))
@@ -102,6 +104,8 @@ class HubServer:
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
+        if self._beat is not None:
+            self._beating.start()
 
     def close(self) -> None:
         """End both threads and every channel. The listener is closed; members have read what was sent before.
@@ -111,6 +115,7 @@ class HubServer:
         if self._listener is not None and self._threads[0].is_alive():
             self._threads[0].join(self._hub.linger_s)
         self._is_open = False
+        self._is_over.set()
         os.write(self._hammer, b"!")
         if self._listener is not None:
             self._listener.close()
@@ -118,6 +123,11 @@ class HubServer:
             thread.join()
         os.close(self._bell)
         os.close(self._hammer)
+
+    def _keep_beating(self) -> None:
+        assert self._beat is not None
+        while not self._is_over.wait(_BEAT_S):
+            self._beat()
 
     def _admit(self) -> None:
         assert self._listener is not None
@@ -150,9 +160,7 @@ class HubServer:
         left_s = self._hub.tick(time.monotonic())
         self._deliver()
         by_descriptor = {channel.fileno(): number for number, channel in self._channels.items()}
-        ready = wait([self._bell, *by_descriptor], timeout=min(left_s, _BEAT_S if self._beat is not None else left_s))
-        if self._beat is not None:
-            self._beat()
+        ready = wait([self._bell, *by_descriptor], timeout=left_s)
         if self._bell in ready:
             os.read(self._bell, 64)
             while self._admitted:
@@ -178,7 +186,7 @@ class HubServer:
                 continue
             try:
                 self._channels[member].send(record, timeout_s=_PATIENCE_S)
-            except ChannelError as error:
+            except (ChannelError, ValueError) as error:  # gone, or a record too long for it
                 self._drop(member, str(error))
 
     def _drop(self, member: int, why: str) -> None:

@@ -5,10 +5,12 @@ Responsible for opening all of it and closing it in the right order. A run on on
 
 from __future__ import annotations
 
+import functools
 import hmac
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,13 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hetseq.cluster.attempts import Attempt
 from hetseq.cluster.directories import lies_on_local_disk
 from hetseq.cluster.hub import Hub
 from hetseq.cluster.hub_server import HubServer, RecordChannel, local_pair
 from hetseq.cluster.reach import Doorstep, Peer, probe
 from hetseq.cluster.rendezvous import Meeting, meet
 from hetseq.cluster.roster import Claim
+from hetseq.cluster.secret import copy_command, secret_file
 from hetseq.config import DistributedConfig
+
+_CLOSE_S = 10.0
 
 
 @dataclass
@@ -87,24 +93,42 @@ def join(
 
     Raises RendezvousError and its kind where the others cannot be found.
     """
-    secret_file = Path(config.secret_file).expanduser()
     with ExitStack() as closing:
         if config.meeting_url is None:
-            channel = _serve(config, command, None, closing)
-            return Member(channel, "127.0.0.1", True, secrets.token_bytes(32), None, secret_file, closing.pop_all())
+            channel = _serve(config, command, None, closing, tell)
+            return Member(channel, "127.0.0.1", True, secrets.token_bytes(32), None, Path(), closing.pop_all())
+        secret = secret_file(config.secret_file)
         meeting = meet(config, pause=pause, tell=tell, command=command, interface=interface)
-        closing.callback(meeting.close)
-        door = Doorstep(meeting.address, meeting.key, secret_file)
+        closing.callback(_in_time, meeting.close)
+        door = Doorstep(meeting.address, meeting.key, secret)
         closing.callback(door.close)
         if meeting.listener is not None:
-            channel = _serve(config, command, meeting, closing)
+            channel = _serve(config, command, meeting, closing, tell)
         else:
             assert meeting.channel is not None
             channel = meeting.channel
             closing.callback(channel.close, linger_s=0.5)
         is_head = meeting.listener is not None
-        return Member(channel, meeting.address, is_head, meeting.key, door, secret_file, closing.pop_all())
+        return Member(channel, meeting.address, is_head, meeting.key, door, secret, closing.pop_all())
     raise AssertionError("not reached")
+
+
+def _show_life(attempt: Attempt, secret: Path, tell: Callable[[str], None]) -> None:
+    """What the head of a shared directory does twice a second."""
+    if attempt.heart is not None:
+        attempt.heart.beat()
+    for host in attempt.strangers():
+        tell(
+            f"a node {host} was sent away: it holds another secret (here: {secret}). If it is one of this run, type"
+            f" there: {copy_command(socket.gethostname(), secret)}"
+        )
+
+
+def _in_time(close: Callable[[], None]) -> None:
+    """Close in a thread that is waited for some seconds: a file system that hangs is not to keep the launcher."""
+    closing = threading.Thread(target=close, name="closing", daemon=True)
+    closing.start()
+    closing.join(_CLOSE_S)
 
 
 def _hint_of(url: str) -> str:
@@ -117,14 +141,17 @@ def _hint_of(url: str) -> str:
     return f"; {path} has to be shared by all nodes: one that waits there and is not named here sees another directory"
 
 
-def _serve(config: DistributedConfig, command: str, meeting: Meeting | None, closing: ExitStack) -> RecordChannel:
+def _serve(
+    config: DistributedConfig, command: str, meeting: Meeting | None, closing: ExitStack, tell: Callable[[str], None]
+) -> RecordChannel:
     """Start the hub of the run in this process; gives this launcher's own end."""
     hint = _hint_of(config.meeting_url or "")
     hub = Hub(join_timeout_s=config.join_timeout, paste=command, now_s=time.monotonic(), hint=hint)
     hubs_end, own_end = local_pair()
     listener = None if meeting is None else meeting.listener
-    heart = None if meeting is None or meeting.attempt is None else meeting.attempt.heart
-    server = HubServer(hub, hubs_end, listener=listener, beat=None if heart is None else heart.beat)
+    attempt = None if meeting is None else meeting.attempt
+    beat = None if attempt is None else functools.partial(_show_life, attempt, secret_file(config.secret_file), tell)
+    server = HubServer(hub, hubs_end, listener=listener, beat=beat)
     server.start()
     closing.callback(own_end.close)
     closing.callback(server.close)

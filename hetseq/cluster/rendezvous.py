@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from hetseq.cluster.attempts import Attempt, find_attempt
+from hetseq.cluster.attempts import Attempt, find_attempt, find_place, leave_note
 from hetseq.cluster.channel import (
     Channel,
     ChannelTimeout,
@@ -40,6 +40,7 @@ from hetseq.cluster.election import Record
 from hetseq.cluster.interfaces import chosen_address, interfaces, is_loopback, outward_address
 from hetseq.cluster.roster import command_of_rank
 from hetseq.cluster.secret import derive_key, load_secret, secret_file
+from hetseq.cluster.shared_directory import OtherSecret
 from hetseq.cluster.sockets import AddressError, UnreachableError, bind, host_text
 from hetseq.config import DistributedConfig
 from hetseq.errors import RendezvousError
@@ -347,6 +348,9 @@ class _Search:
                 if channel is not None:
                     return self._as_follower(channel, attempt)
                 attempt.close()
+            except OtherSecret:
+                leave_note(find_place(path))
+                raise
             except BaseException:
                 if attempt is not None:
                     attempt.close()

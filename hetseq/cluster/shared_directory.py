@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetseq.cluster.identity import Process, is_alive, this_process
-from hetseq.errors import EXIT_DISAGREE, RendezvousError
+from hetseq.errors import EXIT_DISAGREE, EXIT_USAGE, RendezvousError
 from hetseq.run_directory import open_private, write_all
 
 CONTENT_LIMIT_BYTES = 1 << 20
@@ -53,6 +53,12 @@ _TROUBLES = {
     errno.ENOTDIR: "one of its parents is a file",
     errno.ENAMETOOLONG: "the name is too long",
 }
+
+
+class PlaceError(RendezvousError):
+    """A meeting directory that this node cannot use; found by it alone, before anything was begun."""
+
+    exit_code = EXIT_USAGE
 
 
 class OtherSecret(RendezvousError):
@@ -94,12 +100,12 @@ class SharedDirectory:
             # Compared with a file just made, not with the user id: mounts that squash or map ids stay usable.
             found, own_uid = os.stat(path), os.lstat(draft).st_uid
         if found.st_uid != own_uid:
-            raise RendezvousError(
+            raise PlaceError(
                 f"the shared directory {path} belongs to user id {found.st_uid}, not to you ({own_uid}): name a"
                 f" directory of your own, such as {path / 'my-run'}"
             )
         if found.st_mode & 0o022:
-            raise RendezvousError(
+            raise PlaceError(
                 f"others may write to the shared directory {path} (mode {stat.S_IMODE(found.st_mode):04o}), so they"
                 f" could take part in the run: chmod go-w {path}, or name a new directory, such as {path / 'my-run'}"
             )
@@ -319,7 +325,7 @@ def trouble(path: Path, error: OSError) -> RendezvousError:
     words = _TROUBLES.get(error.errno or 0, error.strerror or str(error))
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return DirectoryGone(f"the shared directory of {path} was removed on {socket.gethostname()} while in use")
-    return RendezvousError(
+    return PlaceError(
         f"{path} cannot be used on {socket.gethostname()}: {words}. Make it usable, or name another shared directory"
     )
 

@@ -23,7 +23,7 @@ from hetseq.checkpoint.records import seal, unseal
 from hetseq.comm import AnyGroup
 from hetseq.config import LogConfig
 from hetseq.errors import HetSeqError
-from hetseq.handover import send_checkpoint
+from hetseq.handover import complete_rows, send_checkpoint
 from hetseq.metrics import Metrics, read_events, read_rows
 from hetseq.resuming import Offer, best_offer
 from hetseq.run_directory import RunDirectory
@@ -479,6 +479,26 @@ def test_rows_that_only_one_directory_lacks_come_from_the_other_and_its_own_are_
 
 
 # The wire.
+
+
+def complete(group: AnyGroup, places: Sequence[str], source: int, received: Sequence[bool]) -> None:
+    sharing = share(group, APART)
+    directory = RunDirectory(Path(places[sharing.number]))
+    complete_rows(directory, sharing, step=4, source=source, is_received=received[group.rank])
+
+
+@pytest.mark.parametrize(("received", "expected"), [((True, False), [1, 2, 30, 40]), ((False, False), [1, 2, 3, 4, 5])])
+def test_rows_of_steps_that_were_given_up_go_with_them(
+    received: tuple[bool, ...], expected: list[int], tmp_path: Path
+) -> None:
+    """The first directory went on alone to step 5, the second to step 4; the checkpoint of the second is the one."""
+    places = prepared(tmp_path, "a b")
+    for place, losses in zip(places, ([1, 2, 3, 4, 5], [1, 2, 30, 40])):
+        rows = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, 1)]
+        RunDirectory(Path(place)).metrics.write_text("".join(rows))
+    run_ranks(complete, 2, places, 1, received)
+    assert [row["loss"] for row in read_rows(RunDirectory(Path(places[0])).metrics)] == expected
+    assert [row["loss"] for row in read_rows(RunDirectory(Path(places[1])).metrics)] == [1, 2, 30, 40]
 
 
 def carry(group: AnyGroup) -> list[Any]:

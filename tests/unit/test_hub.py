@@ -378,7 +378,61 @@ def test_a_launcher_that_never_reports_its_end_does_not_keep_the_others() -> Non
     assert "labB did not say how it ended" in ending.message
 
 
+def test_who_restarts_while_the_others_end_waits_for_the_place_and_is_not_told_their_ending() -> None:
+    talk = Talk()
+    talk.run(TWO)
+    talk.end(1, 3, None)
+    assert kinds(talk.claim(2, 1, 3, 4)) == [(2, "tell")]
+    talk = Talk()
+    talk.run(ONE)
+    talk.over(0)
+    assert talk.hub.phase is Phase.OVER
+    assert kinds(talk.claim(1, 1, 0, 1)) == [(1, "tell")]
+
+
+def test_after_a_loss_nobody_is_waited_for_as_long_as_after_a_stop_in_peace() -> None:
+    def patience(**end: Any) -> float:
+        talk = Talk()
+        talk.run(TWO)
+        talk.end(0, 0, **end)
+        seconds = 0.0
+        while not endings(talk.wait(5)):
+            seconds += 5
+        return seconds
+
+    assert patience(code=None) < 30 < patience(code=75) < 120
+
+
+def test_alone_a_node_may_load_as_long_as_it_likes() -> None:
+    talk = Talk()
+    talk.begin(ONE)
+    assert talk.wait(100_000) == []
+    talk = Talk()
+    talk.begin(TWO)
+    for rank in range(3):
+        talk.say(0, "present", rank=rank, fields={})
+    ending = endings(talk.wait(3600))[0]
+    assert ending.message.startswith("labB did not answer in time while loading the data")
+
+
 # Nonsense.
+
+
+@pytest.mark.parametrize("claim", [{}, {"claim": {"host": "labC"}}, {"door": float("inf")}])
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_claim_of_another_form_is_refused_alone(claim: Record, has_begun: bool) -> None:
+    """Another version, or anybody else who holds the secret."""
+    talk = Talk()
+    if has_begun:
+        talk.run(TWO)
+    else:
+        talk.claim(0, 3, 0, 4)
+    full = {"claim": Claim("labC", 1, 1, 3, 4, None).to_record(), "address": "a", "door": 1, "fields": {}, "build": ""}
+    said = talk.say(2, "claim", **({**full, **claim} if claim else {}))
+    assert kinds(said) == [(2, "ending")]
+    if not has_begun or "door" not in claim:
+        assert said[0][1]["code"] in (1, 78)
+    assert talk.hub.phase is (Phase.RUNNING if has_begun else Phase.GATHERING)
 
 
 @pytest.mark.parametrize(

@@ -150,10 +150,12 @@ def test_a_node_that_left_makes_room_for_the_one_that_is_started_again() -> None
 
 def test_a_hole_between_claimed_ranks_is_named_while_waiting_and_may_still_be_filled() -> None:
     roster = roster_of(given("labA", 0), given("labB", 2, 2, pid=2))
-    assert roster.waiting(left_s=590, paste="hetseq train --distributed-rank N") == (
+    assert roster.waiting(left_s=590, paste="hetseq train --distributed-rank 0") == (
         "waiting: 3 of 4 ranks are here: labA (1), labB (2); rank 1 is claimed by nobody so far; deadline in 09:50;"
-        " paste there: hetseq train --distributed-rank N"
+        " paste there: hetseq train --distributed-rank 1"
     )
+    line = roster.waiting(left_s=590, paste="hetseq train --config run.yaml")  # rank zero is the default
+    assert line.endswith("paste there: hetseq train --config run.yaml --distributed-rank 1")
     assert roster.admit(2, given("labC", 1)) is None
     assert roster.is_complete
 
