@@ -25,7 +25,7 @@ test: $(VENV)/.installed-dev  ## the fast tests
 	$(PY) -m pytest -m "not slow and not gpu and not netns"
 
 test-all: $(VENV)/.installed-dev  ## the slow ones too
-	$(PY) -m pytest -m "not gpu and not netns"
+	$(PY) -m pytest -m "not gpu"
 
 check: $(VENV)/.installed-dev  ## format, lint, types, floors
 	$(PY) -m ruff format --check .

@@ -149,8 +149,11 @@ class Hub:
         self._now_s = now_s
         if self.phase is Phase.GATHERING and self._members and now_s >= self._next_word_s:
             self._next_word_s = now_s + TELL_EVERY_S
+            if self._hint:
+                self._send_all("tell", text=self._hint)
+            self._hint = ""  # once will do
             text = self._roster.waiting(left_s=self._deadline_s - now_s, paste=self._paste)
-            self._send_all("tell", text=text + self._hint)
+            self._send_all("tell", text=text)
         if now_s >= self._deadline_s:
             self._give_up()
         next_s = self._next_word_s if self.phase is Phase.GATHERING else now_s + 60

@@ -137,8 +137,8 @@ def _hint_of(url: str) -> str:
         return ""
     path = url.removeprefix("file://")
     if lies_on_local_disk(Path(path)):
-        return f"; {path} lies on a disk of {socket.gethostname()}: is it shared with the other nodes?"
-    return f"; {path} has to be shared by all nodes: one that waits there and is not named here sees another directory"
+        return f"{path} lies on a disk of {socket.gethostname()}: is it shared with the other nodes?"
+    return f"{path} has to be shared by all nodes: one that waits there and is not named below sees another directory"
 
 
 def _serve(

@@ -207,7 +207,7 @@ class Roster:
 
 def command_of_rank(command: str, rank: int) -> str:
     """The command line with another `--distributed-rank`; with --join, where all type the same, as it is."""
-    if re.search(r"--join\b", command):
+    if re.search(r"--join[= ]", command):
         return command
     changed, count = re.subn(r"(--distributed[-_]rank[= ]\s*)\d+", rf"\g<1>{rank}", command)
     return changed if count or not command else f"{command} --distributed-rank {rank}"

@@ -224,7 +224,7 @@ def test_two_world_sizes(nodes: Nodes) -> None:
     nodes.start(*words(place, rank=0, world=2))
     nodes.start(*words(place, rank=1, world=3))
     for ended in nodes.finish():
-        check_end(nodes, ended, EXIT_DISAGREE, "was told world size 2", "3", HERE)
+        check_end(nodes, ended, EXIT_DISAGREE, "was told world size", " 2", " 3", HERE)
 
 
 def test_a_rank_beyond_the_world_needs_no_peer_to_be_refused(nodes: Nodes) -> None:

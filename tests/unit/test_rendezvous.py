@@ -547,6 +547,7 @@ def test_the_heads_command_line_has_its_rank() -> None:
     assert command_of_rank("train.py --distributed-rank 12 --lr 1", 0) == "train.py --distributed-rank 0 --lr 1"
     assert command_of_rank("train.py --distributed-rank=1", 3) == "train.py --distributed-rank=3"
     assert command_of_rank("train.py --join tcp://a:1", 0) == "train.py --join tcp://a:1"
+    assert command_of_rank("train.py --join-timeout 9", 3) == "train.py --join-timeout 9 --distributed-rank 3"
 
 
 def test_an_address_is_host_and_port() -> None:
