@@ -268,8 +268,8 @@ class Launcher:
                     member.send("ready")
                 for end in watch.ended(happened):
                     member.send("end", end=dataclasses.asdict(end))
-            except ChannelError as error:
-                watch.lose_hub(str(error))
+            except ChannelError:
+                watch.hub_is_there = False
             if self._bell in happened:
                 self._heed(os.read(self._bell, 64), time.monotonic())
         return self._last_words(member, watch)
@@ -377,9 +377,6 @@ class _Watch:
         self.running = [worker for worker in self.running if worker not in ended]
         self.ends.extend(ends)
         return ends
-
-    def lose_hub(self, why: str) -> None:
-        self.hub_is_there = False
 
 
 def _stop_signal(signals: bytes) -> int | None:

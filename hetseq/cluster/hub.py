@@ -53,6 +53,9 @@ class Phase(enum.Enum):
     OVER = "over"
 
 
+_BEFORE_WORKERS = (Phase.GATHERING, Phase.REACHING, Phase.DIRECTORIES)
+
+
 @dataclass
 class _Member:
     """One launcher, as far as it has told."""
@@ -147,17 +150,22 @@ class Hub:
     def tick(self, now_s: float) -> float:
         """Do what time has made due; gives the seconds until there may be something again."""
         self._now_s = now_s
-        if self.phase is Phase.GATHERING and self._members and now_s >= self._next_word_s:
+        if self.phase in _BEFORE_WORKERS and self._members and now_s >= self._next_word_s:
             self._next_word_s = now_s + TELL_EVERY_S
+            self._tell_what_is_awaited()
+        if now_s >= self._deadline_s:
+            self._give_up()
+        next_s = self._next_word_s if self.phase in _BEFORE_WORKERS else now_s + 60
+        return max(0.0, min(self._deadline_s, next_s) - now_s)
+
+    def _tell_what_is_awaited(self) -> None:
+        text = self.phase.value
+        if self.phase is Phase.GATHERING:
             if self._hint:
                 self._send_all("tell", text=self._hint)
             self._hint = ""  # once will do
-            text = self._roster.waiting(left_s=self._deadline_s - now_s, paste=self._paste)
-            self._send_all("tell", text=text)
-        if now_s >= self._deadline_s:
-            self._give_up()
-        next_s = self._next_word_s if self.phase is Phase.GATHERING else now_s + 60
-        return max(0.0, min(self._deadline_s, next_s) - now_s)
+            text = self._roster.waiting(left_s=self._deadline_s - self._now_s, paste=self._paste)
+        self._send_all("tell", text=text)
 
     # Gathering
 
@@ -426,6 +434,7 @@ class Hub:
 
     def _enter(self, phase: Phase, patience_s: float) -> None:
         self.phase, self._deadline_s = phase, self._now_s + patience_s
+        self._next_word_s = self._now_s + TELL_EVERY_S
         for member in self._members.values():
             member.is_heard = False
 

@@ -93,12 +93,13 @@ def join(
 
     Raises RendezvousError and its kind where the others cannot be found.
     """
-    with ExitStack() as closing:
-        if config.meeting_url is None:
-            channel = _serve(config, command, None, closing, tell)
-            return Member(channel, "127.0.0.1", True, secrets.token_bytes(32), None, Path(), closing.pop_all())
-        secret = secret_file(config.secret_file)
-        meeting = meet(config, pause=pause, tell=tell, command=command, interface=interface)
+    if config.meeting_url is None:
+        closing = ExitStack()
+        channel = _serve(config, command, None, closing, tell)
+        return Member(channel, "127.0.0.1", True, secrets.token_bytes(32), None, Path(), closing)
+    secret = secret_file(config.secret_file)
+    meeting = meet(config, pause=pause, tell=tell, command=command, interface=interface)
+    with ExitStack() as closing:  # what is open, should the next thing not open
         closing.callback(_in_time, meeting.close)
         door = Doorstep(meeting.address, meeting.key, secret)
         closing.callback(door.close)
@@ -108,9 +109,8 @@ def join(
             assert meeting.channel is not None
             channel = meeting.channel
             closing.callback(channel.close, linger_s=0.5)
-        is_head = meeting.listener is not None
-        return Member(channel, meeting.address, is_head, meeting.key, door, secret, closing.pop_all())
-    raise AssertionError("not reached")
+        kept = closing.pop_all()
+    return Member(channel, meeting.address, meeting.is_head, meeting.key, door, secret, kept)
 
 
 def _show_life(attempt: Attempt, secret: Path, tell: Callable[[str], None]) -> None:
