@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -210,6 +210,26 @@ def test_the_published_mnist_commands_of_two_nodes_run(nodes: Nodes, pair: tuple
     assert [row["step"] for row in rows] == list(range(1, 21)), "40 images are one step an epoch"
     assert {row["world_size"] for row in rows} == {8}
     assert not (nodes.folder / "checkpoints").exists()
+
+
+def two_nodes_of_bert() -> list[tuple[str, str]]:
+    """The published pairs of BERT: first node, second node."""
+    found = [line for line in published() if "--task bert" in line and "--distributed-gpus 4" in line]
+    return [pair for pair in pairwise(found) if "--distributed-rank 0" in pair[0] and " 4" in pair[1][-2:]]
+
+
+@pytest.mark.parametrize("pair", two_nodes_of_bert()[:2], ids=["both with save-dir", "second without"])
+def test_the_published_bert_commands_of_two_nodes_reach_the_contract(nodes: Nodes, pair: tuple[str, str]) -> None:
+    """As written, but for the address, the checkout and --cpu; the twin has another learning rate on the second."""
+    for rate, code, says in (("0.0001", 2, "--task bert"), ("0.0002", 78, "--lr: 0.0001 on")):
+        place = tcp()
+        for command in pair:
+            words = arguments(command.replace("tcp://10.0.0.1:11111", place.url).replace("${DIST}", str(nodes.folder)))
+            if "--distributed-rank 4" in command:
+                words[words.index("--lr") + 1] = rate
+            nodes.start(*words, "--cpu", cwd=nodes.folder)
+        for ended in nodes.finish(*nodes.started[-2:]):
+            assert (ended.code, says in ended.message) == (code, True), nodes.story()
 
 
 def test_the_program_of_the_documentation_runs_on_two_nodes(nodes: Nodes, calm: list[float]) -> None:

@@ -7,6 +7,7 @@ made by mistake left its record behind, and all others followed a head that had 
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import threading
@@ -19,6 +20,7 @@ import pytest
 
 from hetseq.cluster import attempts, shared_directory
 from hetseq.cluster.attempts import find_attempt
+from hetseq.cluster.election import LEASE_S
 from hetseq.cluster.identity import Process
 from tests.support.crashes import Killed
 
@@ -43,6 +45,7 @@ class History:
     living: set[int] = field(default_factory=lambda: set(LAUNCHERS))
     ended: set[int] = field(default_factory=set)
     wakes_s: dict[int, float] = field(default_factory=dict)
+    stalled_s: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)
@@ -120,7 +123,9 @@ class History:
                 raise Killed  # the dead do nothing more, not even tidy up
             self.now_s += 0.001
             chance = self.dice.random()
-            if chance < 0.01:  # a slow machine, but not slower than a lease allows
+            # a slow machine, but not slower than a lease allows: who stalls for longer leaves its files to the next run
+            if chance < 0.01 and self.now_s - self.stalled_s.get(me, -math.inf) > 2 * LEASE_S:
+                self.stalled_s[me] = self.now_s
                 self.wakes_s[me] = self.now_s + 4 * self.dice.random()
             if chance < 0.6:
                 self._pass_on()
