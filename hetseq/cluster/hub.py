@@ -89,6 +89,7 @@ class Hub:
         self.outbox: list[tuple[int, Record]] = []
         self.phase = Phase.GATHERING
         self.ending: Ending | None = None
+        self.sent_away = 0  # times that somebody with another secret was; the caller counts
         self._hint = hint  # where to look if a node waits elsewhere
         self._paste, self._deadline_s, self._next_word_s = paste, now_s + join_timeout_s, now_s
         self._now_s = now_s
@@ -382,8 +383,12 @@ class Hub:
             absent = [member for member in self._order if not set(self._ranks(member)) <= set(self._presented)]
             silent = [self._name(member) for member in absent] or silent
         if self.phase is Phase.GATHERING:
-            text = self._roster.waiting(left_s=0.0, paste=self._paste)
-            self._end(Ending(EXIT_FAILED, f"the other nodes did not come in time: {text}"))
+            text = "the other nodes did not come in time: " + self._roster.waiting(left_s=0.0, paste=self._paste)
+            if self.sent_away:
+                text += f"; {self.sent_away} times a node with another secret was sent away"
+            # numbers that fit nobody, or a node that could not prove itself: it is not that nobody came
+            is_disagreement = self._roster.has_hole or self.sent_away
+            self._end(Ending(EXIT_DISAGREE if is_disagreement else EXIT_FAILED, text))
         elif self.phase is Phase.ENDING:
             self._lost.extend(f"{name} did not say how it ended" for name in silent)
             self._judge()

@@ -83,14 +83,14 @@ def local_pair() -> tuple[LocalChannel, LocalChannel]:
 class HubServer:
     """Runs `hub` in a thread of its own, from `start` to `close`; `own` is the hub's end of the pair with member 0.
 
-    `beat` is called about twice a second, so that other machines see this head live.
+    `beat`, if it is set before the start, is called about twice a second: other machines are to see this head live.
     """
 
-    def __init__(
-        self, hub: Hub, own: RecordChannel, *, listener: Listener | None = None, beat: Callable[[], None] | None = None
-    ) -> None:
-        self._hub, self._listener, self._beat = hub, listener, beat
+    def __init__(self, hub: Hub, own: RecordChannel, *, listener: Listener | None = None) -> None:
+        self._hub, self._listener = hub, listener
+        self.beat: Callable[[], None] | None = None
         self._channels: dict[int, RecordChannel] = {0: own}
+        self.notes = 0  # that nodes with another secret have left in the shared directory
         self._count = 0  # of the members that ever came from elsewhere
         self._admitted: list[RecordChannel] = []
         self._is_open, self._is_over = True, threading.Event()
@@ -104,7 +104,7 @@ class HubServer:
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
-        if self._beat is not None:
+        if self.beat is not None:
             self._beating.start()
 
     def close(self) -> None:
@@ -125,9 +125,9 @@ class HubServer:
         os.close(self._hammer)
 
     def _keep_beating(self) -> None:
-        assert self._beat is not None
+        assert self.beat is not None
         while not self._is_over.wait(_BEAT_S):
-            self._beat()
+            self.beat()
 
     def _admit(self) -> None:
         assert self._listener is not None
@@ -157,6 +157,8 @@ class HubServer:
             thread.join()
 
     def _turn(self) -> None:
+        if self._listener is not None:
+            self._hub.sent_away = self._listener.refused["secret"] + self.notes
         left_s = self._hub.tick(time.monotonic())
         self._deliver()
         by_descriptor = {channel.fileno(): number for number, channel in self._channels.items()}

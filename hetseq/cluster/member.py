@@ -113,11 +113,12 @@ def join(
     return Member(channel, meeting.address, meeting.is_head, meeting.key, door, secret, kept)
 
 
-def _show_life(attempt: Attempt, secret: Path, tell: Callable[[str], None]) -> None:
+def _show_life(attempt: Attempt, server: HubServer, secret: Path, tell: Callable[[str], None]) -> None:
     """What the head of a shared directory does twice a second."""
     if attempt.heart is not None:
         attempt.heart.beat()
     for host in attempt.strangers():
+        server.notes += 1
         tell(
             f"a node {host} was sent away: it holds another secret (here: {secret}). If it is one of this run, type"
             f" there: {copy_command(socket.gethostname(), secret)}"
@@ -150,8 +151,10 @@ def _serve(
     hubs_end, own_end = local_pair()
     listener = None if meeting is None else meeting.listener
     attempt = None if meeting is None else meeting.attempt
-    beat = None if attempt is None else functools.partial(_show_life, attempt, secret_file(config.secret_file), tell)
-    server = HubServer(hub, hubs_end, listener=listener, beat=beat)
+    server = HubServer(hub, hubs_end, listener=listener)
+    if attempt is not None:
+        secret = secret_file(config.secret_file)
+        server.beat = functools.partial(_show_life, attempt, server, secret, tell)
     server.start()
     closing.callback(own_end.close)
     closing.callback(server.close)

@@ -162,6 +162,15 @@ class Roster:
         return f"waiting: {self._here} of {wanted} ranks are here: {here}; {lack}" + deadline
 
     @property
+    def has_hole(self) -> bool:
+        """Whether a rank is claimed by nobody that lies below one that is."""
+        first = self._first
+        if first is None or first.min_ranks is not None:
+            return False
+        missing = self._missing(first)
+        return bool(missing) and missing[0] < max(claim.ranks[-1] for claim in self._claims.values())
+
+    @property
     def _first(self) -> Claim | None:
         return next(iter(self._claims.values()), None)
 

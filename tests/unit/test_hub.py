@@ -283,6 +283,21 @@ def test_after_the_join_timeout_the_run_ends_and_says_who_never_came() -> None:
     assert "rank 3" in ending.message
 
 
+def test_that_nobody_came_is_a_failure_but_numbers_that_fit_nobody_are_a_disagreement() -> None:
+    def end(*claims: tuple[int, int], sent_away: int = 0) -> Ending:
+        talk = Talk()
+        for member, (workers, rank) in enumerate(claims):
+            talk.claim(member, workers, rank, 4)
+        talk.hub.sent_away = sent_away
+        return endings(talk.wait(61))[0]
+
+    assert end((1, 0), (1, 1)).code == 1
+    assert end((1, 0), (2, 2)).code == 78
+    assert "rank 1 is claimed by nobody" in end((1, 0), (2, 2)).message
+    assert end((1, 0), sent_away=2).code == 78
+    assert "2 times a node with another secret was sent away" in end((1, 0), sent_away=2).message
+
+
 @pytest.mark.parametrize("phase", ["reaching", "directories", "loading"])
 def test_a_node_that_says_nothing_is_named_when_the_time_is_over(phase: str) -> None:
     talk = Talk()

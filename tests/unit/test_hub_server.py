@@ -26,7 +26,8 @@ class Head:
         self.listener = Listener("127.0.0.1", 0, key=KEY, secret_file=SECRET) if listens else None
         self.beats = 0
         hubs_end, self.own = local_pair()
-        self.server = HubServer(self.hub, hubs_end, listener=self.listener, beat=self.beat)
+        self.server = HubServer(self.hub, hubs_end, listener=self.listener)
+        self.server.beat = self.beat
         self.server.start()
 
     def beat(self) -> None:
