@@ -32,19 +32,26 @@ class Worker:
         self.sentinel: int = process.sentinel
         self.is_ready = False  # it has accepted what it was told, and what was saved before, and begins to train
         self._report: dict[str, Any] = {}
+        self._is_closed = False
 
     def sources(self) -> list[Any]:
         """What to wait for: its end, and its next word until it has said the last one."""
         return [self.sentinel] if self._channel.closed else [self.sentinel, self._channel]
 
     def ask_to_stop(self) -> None:
-        if self._process.is_alive():
+        if not self._is_closed and self._process.is_alive():
             os.kill(self._process.pid, signal.SIGTERM)
 
     def kill(self) -> None:
+        """End it if it lives, and give back what was open for it; may be called twice, and is the last thing called."""
+        if self._is_closed:
+            return
         if self._process.is_alive():
             self._process.kill()
         self._process.join()
+        self._channel.close()
+        self._process.close()  # now, and not when the interpreter finds the time
+        self._is_closed = True
 
     def tell(self, kind: str, **facts: Any) -> None:
         """Say something to it; one that has ended hears nothing."""

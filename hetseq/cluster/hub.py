@@ -62,6 +62,7 @@ class _Member:
 
     host: str
     pid: int
+    workers: int
     address: str  # of its interface, and the port where it lets its peers knock
     door: int
     fields: Mapping[str, str]
@@ -89,6 +90,7 @@ class Hub:
         self.outbox: list[tuple[int, Record]] = []
         self.phase = Phase.GATHERING
         self.ending: Ending | None = None
+        self._wanted = 0  # ranks, as the first node has it
         self.sent_away = 0  # times that somebody with another secret was; the caller counts
         self._hint = hint  # where to look if a node waits elsewhere
         self._paste, self._deadline_s, self._next_word_s = paste, now_s + join_timeout_s, now_s
@@ -146,7 +148,9 @@ class Hub:
     @property
     def linger_s(self) -> float:
         """How long the hub is still wanted after the end: for nodes on their way, when the run was refused early."""
-        return _LINGER_S if self.ending is not None and not self._seats and self.ending.code == EXIT_DISAGREE else 0.0
+        here = sum(member.workers for member in self._members.values())
+        is_early = self.ending is not None and self.ending.code == EXIT_DISAGREE and not self._seats
+        return _LINGER_S if is_early and here < self._wanted else 0.0
 
     def tick(self, now_s: float) -> float:
         """Do what time has made due; gives the seconds until there may be something again."""
@@ -186,10 +190,12 @@ class Hub:
             ))  # fmt: skip
             return
         new = _Member(
-            claim.host, claim.pid, str(record["address"]), int(record["door"]), dict(record["fields"]),
+            claim.host, claim.pid, claim.workers, str(record["address"]), int(record["door"]), dict(record["fields"]),
             str(record["build"]), str(record["save_dir"]),
         )  # fmt: skip
         first = next(iter(self._members), None)
+        if first is None:
+            self._wanted = claim.world_size or claim.min_ranks or 0
         refusal = self._roster.admit(member, claim)
         self._members[member] = new
         if refusal is None and first is not None:

@@ -228,7 +228,11 @@ def test_who_comes_a_moment_after_a_refusal_hears_the_same() -> None:
     talk = Talk()
     talk.claim(0, 1, 0, 3)
     said = endings(talk.claim(1, 1, 1, 3, fields={"--lr": "0.2"}))
-    assert talk.hub.linger_s > 0
+    assert talk.hub.linger_s > 0, "the third one is on its way"
+    complete = Talk()
+    complete.claim(0, 1, 0, 2)
+    complete.claim(1, 1, 1, 2, fields={"--lr": "0.2"})
+    assert complete.hub.linger_s == 0, "all have heard it"
     assert endings(talk.claim(2, 1, 2, 3)) == {2: said[0]}
     talk = Talk()
     talk.run(ONE)
