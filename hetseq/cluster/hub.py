@@ -176,7 +176,8 @@ class Hub:
 
     def _claim(self, member: int, record: Record) -> None:
         claim = Claim.from_record(record["claim"])
-        if self.ending is not None and self.linger_s:  # a refusal holds for who comes a moment later
+        # a refusal holds for who comes a moment later, be it the head's own launcher
+        if self.ending is not None and not self._seats:
             self._send(member, "ending", code=self.ending.code, message=self.ending.message)
             return
         if self.phase in (Phase.ENDING, Phase.OVER):

@@ -233,6 +233,10 @@ def test_who_comes_a_moment_after_a_refusal_hears_the_same() -> None:
     complete.claim(0, 1, 0, 2)
     complete.claim(1, 1, 1, 2, fields={"--lr": "0.2"})
     assert complete.hub.linger_s == 0, "all have heard it"
+    strangers = Talk()  # to the head's own launcher, which is slower than two that claim the same rank
+    strangers.claim(1, 1, 1, 2)
+    refused = endings(strangers.claim(2, 1, 1, 2))
+    assert endings(strangers.claim(0, 1, 0, 2)) == {0: refused[1]}
     assert endings(talk.claim(2, 1, 2, 3)) == {2: said[0]}
     talk = Talk()
     talk.run(ONE)
