@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from hetseq.errors import RendezvousError
 from tests.support.commands import Finished, WarmLauncher
 
 PROMISE_S = 10.0
@@ -75,3 +79,11 @@ def write_task(folder: Path, *, name: str = "task", **bodies: str) -> Path:
     path = folder / f"{name}.py"
     path.write_text(_TOP + "\n".join(parts))
     return path
+
+
+def refusal(action: Callable[[], object], *expected: str) -> None:
+    """`action` raises RendezvousError in words that contain what is expected."""
+    with pytest.raises(RendezvousError) as caught:
+        action()
+    for words in expected:
+        assert words in str(caught.value)

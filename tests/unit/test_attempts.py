@@ -22,8 +22,8 @@ from hetseq.cluster.election import SILENCE_S, Kind, Record
 from hetseq.cluster.heart import Heart, read_pulse
 from hetseq.cluster.identity import Process, this_machine, this_process
 from hetseq.cluster.shared_directory import SharedDirectory
-from hetseq.errors import RendezvousError
 from tests.support.crashes import Crash, refuse_links
+from tests.support.refusals import refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = b"k" * 32
@@ -68,13 +68,6 @@ def find(path: Path, clock: Clock | None = None, *, port: int = 1, **options: An
 
 def entries(path: Path) -> list[str]:
     return sorted(os.listdir(path))
-
-
-def refusal(action: Callable[[], object], *expected: str) -> None:
-    with pytest.raises(RendezvousError) as caught:
-        action()
-    for words in expected:
-        assert words in str(caught.value)
 
 
 @pytest.fixture(params=["link", "mkdir"])

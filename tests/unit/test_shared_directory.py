@@ -16,8 +16,8 @@ import pytest
 from hetseq.cluster import shared_directory
 from hetseq.cluster.identity import Process, this_machine
 from hetseq.cluster.shared_directory import CONTENT_LIMIT_BYTES, DirectoryGone, SharedDirectory, Version
-from hetseq.errors import RendezvousError
 from tests.support.crashes import Crash, refuse_links
+from tests.support.refusals import refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = b"k" * 32
@@ -54,14 +54,6 @@ def make(path: Path) -> Path:
 
 def entries(path: Path) -> list[str]:
     return sorted(os.listdir(path))
-
-
-def refusal(action: Callable[[], object], *expected: str) -> None:
-    """`action` is refused in words that contain what is expected."""
-    with pytest.raises(RendezvousError) as caught:
-        action()
-    for words in expected:
-        assert words in str(caught.value)
 
 
 # Values.
