@@ -9,18 +9,21 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
-from hetseq.cluster.roster import check_own_ranks
+from hetseq.cluster.roster import why_ranks_do_not_fit
 from hetseq.config import Config, DistributedConfig
 from hetseq.ending import Ending
-from hetseq.errors import ConfigError
+from hetseq.errors import ConfigError, HetSeqError
 from hetseq.launcher import Launcher
 from hetseq.options import dump_yaml
 from hetseq.placement import Placement
 from hetseq.run_directory import RunDirectory
 from hetseq.workers import threads_per_worker
 
+_TELLING_S = 3.0  # for the other nodes to hear of ranks that fit nowhere
 _MOST_OF_2020 = 4  # workers of a node that says only where the nodes meet, as the HetSeq of 2020 started them
 
 
@@ -33,7 +36,16 @@ def launch(config: Config) -> Ending:
     check_place(config.distributed, len(devices))
     # both as the other tools of the field read it: one name, for gloo and for what HetSeq opens itself
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or None
-    return Launcher(config, devices, command=command_line(sys.argv), interface=interface).run()
+    command = command_line(sys.argv)
+    fault = why_ranks_do_not_fit(config.distributed, len(devices))
+    if fault is None:
+        return Launcher(config, devices, command=command, interface=interface).run()
+    # they wait for a node that will never come, so this one goes there all the same, and is refused before their eyes
+    print(f"{fault}; the other nodes are told", file=sys.stderr)
+    brief = replace(config.distributed, join_timeout=min(_TELLING_S, config.distributed.join_timeout))
+    with suppress(HetSeqError):
+        Launcher(replace(config, distributed=brief), devices, command=command, interface=interface).run()
+    raise ConfigError(fault)
 
 
 def command_line(words: list[str]) -> str:
@@ -90,9 +102,8 @@ def _check_devices(devices: list[str]) -> list[str]:
 
 
 def check_place(config: DistributedConfig, workers: int) -> None:
-    """Raise ConfigError where the ranks of this node, or weights and throttles, cannot belong to any run."""
+    """Raise ConfigError where this node alone cannot be a run, or weights and throttles cannot belong to any."""
     if config.meeting_url is not None:
-        check_own_ranks(config, workers)
         if config.distributed_world_size is not None:
             config.check_world(config.distributed_world_size)
         return

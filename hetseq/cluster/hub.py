@@ -62,7 +62,7 @@ class _Member:
 
     host: str
     pid: int
-    workers: int
+    wanted: int  # of its workers, those that the run waits for
     address: str  # of its interface, and the port where it lets its peers knock
     door: int
     fields: Mapping[str, str]
@@ -148,7 +148,7 @@ class Hub:
     @property
     def linger_s(self) -> float:
         """How long the hub is still wanted after the end: for nodes on their way, when the run was refused early."""
-        here = sum(member.workers for member in self._members.values())
+        here = sum(member.wanted for member in self._members.values())
         is_early = self.ending is not None and self.ending.code == EXIT_DISAGREE and not self._seats
         return _LINGER_S if is_early and here < self._wanted else 0.0
 
@@ -191,7 +191,7 @@ class Hub:
             ))  # fmt: skip
             return
         new = _Member(
-            claim.host, claim.pid, claim.workers, str(record["address"]), int(record["door"]), dict(record["fields"]),
+            claim.host, claim.pid, claim.wanted, str(record["address"]), int(record["door"]), dict(record["fields"]),
             str(record["build"]), str(record["save_dir"]),
         )  # fmt: skip
         first = next(iter(self._members), None)

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hetseq.config import DistributedConfig
-from hetseq.errors import ConfigError
 
 _LONGEST_HOST = 255
 _MOST = 2**20  # ranks; a claim beyond is nonsense, and nobody is to count that far for it
@@ -68,6 +67,11 @@ class Claim:
     def ranks(self) -> range:
         """The ranks that were given to this node; none with --join."""
         return range(0) if self.rank is None else range(self.rank, self.rank + self.workers)
+
+    @property
+    def wanted(self) -> int:
+        """How many of its workers a run can wait for: none of a node whose ranks reach beyond the world."""
+        return self.workers if self.world_size is None or self.ranks.stop <= self.world_size else 0
 
 
 @dataclass(frozen=True)
@@ -222,15 +226,14 @@ def command_of_rank(command: str, rank: int) -> str:
     return changed if count or not command else f"{command} --distributed-rank {rank}"
 
 
-def check_own_ranks(config: DistributedConfig, workers: int) -> None:
-    """Raise ConfigError where the ranks of this node's `workers` do not fit the world that it was told."""
+def why_ranks_do_not_fit(config: DistributedConfig, workers: int) -> str | None:
+    """What is wrong with the ranks of this node's `workers` in the world that it was told; None where nothing is."""
     world_size, first = config.distributed_world_size, config.distributed_rank
-    if config.join is not None or world_size is None or first + workers <= world_size:
-        return
-    claimed = _ranks(range(first, first + workers))
-    raise ConfigError(
-        f"--distributed-rank {first} and {workers} worker{'s' * (workers != 1)} on this node mean {claimed}, and"
-        f" {_beyond(world_size)}"
+    if config.meeting_url is None or config.join is not None or world_size is None or first + workers <= world_size:
+        return None
+    return (
+        f"--distributed-rank {first} and {workers} worker{'s' * (workers != 1)} on this node mean"
+        f" {_ranks(range(first, first + workers))}, and {_beyond(world_size)}"
     )
 
 

@@ -257,15 +257,20 @@ def test_a_rank_that_nobody_brings_is_named_at_once_and_awaited(nodes: Nodes) ->
         check_message(nodes, ended, "rank 1")
 
 
-@pytest.mark.parametrize(("rank", "workers"), [(2, 1), (1, 2)])
-def test_a_rank_beyond_the_world_is_refused_where_it_was_asked_for(nodes: Nodes, rank: int, workers: int) -> None:
-    """The other node cannot know of it, and awaits the right one."""
-    ranks(nodes, tcp(), (2, 0, 1), (2, rank, workers), timeout_s=4)
-    head, other = nodes.finish()
-    assert (head.code, other.code) == (EXIT_FAILED, EXIT_USAGE), nodes.story()
-    assert other.seconds < PROMISE_S
-    check_message(nodes, other, "rank 2" if workers == 1 else "ranks 1-2", "2 ranks are 0 to 1")
-    check_message(nodes, head, "rank 1")
+@pytest.mark.parametrize("where", ["tcp", "directory"])
+@pytest.mark.parametrize("misplaced", [(2, 1), (1, 2), (0, 3)])
+def test_a_rank_beyond_the_world(nodes: Nodes, where: str, misplaced: tuple[int, int]) -> None:
+    """The node that was told so ends as after any wrong option, and the others hear why it will not come."""
+    rank, workers = misplaced
+    place = PLACES[where](nodes.folder)
+    ranks(nodes, place, (2, 1 if rank == 0 else 0, 1), (2, rank, workers))
+    right, wrong = nodes.finish()
+    assert (right.code, wrong.code) == (EXIT_DISAGREE, EXIT_USAGE), nodes.story()
+    for ended in (right, wrong):
+        check_message(nodes, ended, "rank 2" if workers == 1 else f"ranks {rank}-2", "2 ranks are 0 to 1")
+        assert ended.since_last_start <= PROMISE_S, nodes.story()
+    check_message(nodes, right, names(nodes)[-1])
+    assert place.leftovers() == []
 
 
 # ------------------------------------------------------------------------------------------- the secret, the runs

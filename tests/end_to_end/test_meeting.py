@@ -228,9 +228,10 @@ def test_two_world_sizes(nodes: Nodes) -> None:
 
 
 def test_a_rank_beyond_the_world_needs_no_peer_to_be_refused(nodes: Nodes) -> None:
-    nodes.start(*words(tcp(), rank=2))
+    node = nodes.start(*words(tcp(), rank=2))
+    assert nodes.wait_until_said(node, "2 ranks are 0 to 1", within_s=2)
     (ended,) = nodes.finish()
-    check_end(nodes, ended, EXIT_USAGE, "--distributed-rank 2", "2 ranks are 0 to 1", within_s=2)
+    check_end(nodes, ended, EXIT_USAGE, "--distributed-rank 2", "2 ranks are 0 to 1", within_s=5)
 
 
 # ------------------------------------------------------------------------------ 8, 9: the directory where they meet

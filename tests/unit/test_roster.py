@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from hetseq.cluster.roster import Claim, Roster, check_own_ranks
+from hetseq.cluster.roster import Claim, Roster, why_ranks_do_not_fit
 from hetseq.config import DistributedConfig
-from hetseq.errors import EXIT_USAGE, ConfigError
 
 
 def given(host: str, rank: int, workers: int = 1, *, world: int = 4, pid: int = 1) -> Claim:
@@ -213,12 +212,13 @@ def test_a_record_without_a_field_or_no_record_at_all_is_no_claim() -> None:
             Claim.from_record(record)
 
 
-def test_own_ranks_beyond_the_world_are_an_error_of_the_command_line() -> None:
-    config = DistributedConfig(distributed_world_size=4, distributed_rank=3)
-    check_own_ranks(config, 1)
-    with pytest.raises(
-        ConfigError, match=r"--distributed-rank 3 and 2 workers .* ranks 3-4, and 4 ranks are 0 to 3"
-    ) as e:
-        check_own_ranks(config, 2)
-    assert e.value.exit_code == EXIT_USAGE
-    check_own_ranks(DistributedConfig(join="tcp://labA:29400", min_ranks=2), 5)  # ranks are given out there
+def test_own_ranks_beyond_the_world_are_seen_on_the_command_line() -> None:
+    config = DistributedConfig(
+        distributed_world_size=4, distributed_rank=3, distributed_init_method="tcp://labA:29400"
+    )  # fmt: skip
+    assert why_ranks_do_not_fit(config, 1) is None
+    fault = why_ranks_do_not_fit(config, 2)
+    assert fault is not None
+    assert "--distributed-rank 3 and 2 workers on this node mean ranks 3-4, and 4 ranks are 0 to 3" in fault
+    joins = DistributedConfig(join="tcp://labA:29400", min_ranks=2)
+    assert why_ranks_do_not_fit(joins, 5) is None  # ranks are given out there
