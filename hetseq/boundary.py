@@ -1,4 +1,4 @@
-"""What happens between two steps: the epoch's validation, the checkpoint if one is due, and the telling of it all.
+"""What happens between two steps: validation and a checkpoint if they are due, and the telling of it all.
 
 Every rank walks the same road here: whether to validate or save follows from numbers that the commit gave to all.
 """
@@ -20,6 +20,7 @@ from hetseq.config import ValidationConfig
 from hetseq.controller import Controller, StepResult, TrainingState
 from hetseq.errors import ConfigError
 from hetseq.metrics import Metrics
+from hetseq.plan import StepPlan
 from hetseq.run_directory import RunDirectory, StatusFile
 from hetseq.saving import Saver, draw_nonce
 from hetseq.sharing import Sharing
@@ -81,11 +82,11 @@ class RunBoundary:
         return draw_nonce()
 
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
-        """Report the step, validate at the end of an epoch, save if due. Every rank calls it."""
+        """Report the step, validate and save if due. Every rank calls it."""
         state, outcome = controller.state, result.outcome
         self._report(controller, result)
         is_best = False
-        if result.plan.ends_epoch and result.plan.epoch % self._config.validate_interval == 0:
+        if self._validators and (ends_run or self._is_validation_due(result.plan)):
             controller.replica.buffers.synchronise_(result.plan.shares)
             is_best = self._validate(controller, result.plan.epoch)
         kinds = self._saver.kinds_due(
@@ -121,6 +122,11 @@ class RunBoundary:
             row["skipped"] = True
         self._metrics.step(row)
         self._status.write(time.monotonic(), step=plan.step, epoch=plan.epoch, state="train", shares=plan.shares)
+
+    def _is_validation_due(self, plan: StepPlan) -> bool:
+        steps = self._config.validate_interval_updates
+        is_due = plan.ends_epoch and plan.epoch % self._config.validate_interval == 0
+        return is_due or (steps > 0 and plan.step % steps == 0)
 
     def _validate(self, controller: Controller, epoch: int) -> bool:
         """Evaluate every validation split; True if the first one is better than ever before."""

@@ -80,12 +80,12 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def demo(argv: Sequence[str]) -> int:
-    """`hetseq demo`: equal and unequal shares side by side."""
-    if argv:
-        raise ConfigError(f"hetseq demo takes no arguments, found {' '.join(argv)}")
+    """`hetseq demo [mnist|bert]`: one result for equal and unequal workers; words from text, or digits."""
+    if len(argv) > 1:
+        raise ConfigError(f"hetseq demo takes one name, mnist or bert, found {' '.join(argv)}")
     from hetseq.demo import run_demo
 
-    return run_demo()
+    return run_demo(*argv or ["mnist"])
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "evaluate": evaluate, "demo": demo}

@@ -161,7 +161,8 @@ class DataConfig:
 class ValidationConfig:
     """When the validation splits are evaluated, and what makes a checkpoint the best one."""
 
-    validate_interval: int = option(1, "validate every N epochs", metavar="N")
+    validate_interval: int = option(1, "validate every N epochs, and at the end of the run", metavar="N")
+    validate_interval_updates: int = option(0, "validate every N steps too; 0 means never", metavar="N")
     disable_validation: bool = option(False, "never validate")
     max_sentences_valid: int | None = node_option(
         None, "most samples in one validation batch; default: --max-sentences", metavar="N"
@@ -176,6 +177,7 @@ class ValidationConfig:
 
     def __post_init__(self) -> None:
         _check_positive(self, "validate_interval", "max_sentences_valid", "max_tokens_valid")
+        _check_not_negative(self, "validate_interval_updates")
 
 
 @dataclass(frozen=True)

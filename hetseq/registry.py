@@ -31,7 +31,7 @@ Thing = TypeVar("Thing")
 
 #: what is included, by kind and name; its options are fields of `hetseq.config`, so it has none of its own
 _INCLUDED: dict[str, dict[str, str]] = {
-    "task": {"mnist": "tasks.mnist:MNISTTask"},
+    "task": {"bert": "tasks.bert:BertTask", "mnist": "tasks.mnist:MNISTTask"},
     "optimizer": {name: f"hetseq.optim:{name}" for name in ("adam", "adamw", "sgd", "adadelta", "lamb")},
     "lr_scheduler": {
         "polynomial": "hetseq.lr_scheduler:polynomial",

@@ -1,4 +1,4 @@
-"""What a session makes of a data set before the first step."""
+"""What a session makes of a data set before the first step, and when it validates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hetseq.session import build_session, load_material
 from hetseq.task import make_task
 from tests.support import toys
 from tests.support.ranks import RankRaised, run_ranks
-from tests.support.training import Recorder, prepared, toy_words
+from tests.support.training import Recorder, prepared, toy_words, train
 
 
 class Longer(toys.Rows):
@@ -129,3 +129,16 @@ def test_the_step_of_a_run_that_is_joined_does_not_depend_on_who_came_first(tmp_
     run_ranks(join, 1, run, ["--global-batch-size", "4"])
     with pytest.raises(RankRaised, match="ConfigError: --join needs --global-batch-size"):
         run_ranks(join, 1, run, ["--max-sentences", "4"])
+
+
+def train_words(group: AnyGroup, save_dir: str, runs: list[list[str]]) -> list[list[int]]:
+    return [[row["step"] for row in train(group, save_dir, words).validations] for words in runs]
+
+
+def test_validation_comes_after_epochs_after_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
+    # 32 samples, 8 a step: an epoch has 4 steps
+    words = [word for word in toy_words("Integers") if word != "--disable-validation"]
+    ends = [*words, "--global-batch-size", "8", "--max-update", "10"]
+    runs = [ends, [*ends, "--validate-interval", "2"], [*ends, "--validate-interval-updates", "3"]]
+    found = run_ranks(train_words, 2, prepared(tmp_path), runs)
+    assert found == [[[4, 8, 10], [8, 10], [3, 4, 6, 8, 9, 10]]] * 2

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_USAGE
+from hetseq.errors import EXIT_DISAGREE, EXIT_USAGE
 from tests.support.commands import ROOT
 from tests.support.differing import write_what
 from tests.support.nodes import Ended, Nodes, Stock

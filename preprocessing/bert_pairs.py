@@ -1,0 +1,232 @@
+"""Documents of token ids to rows of BERT's pre-training. Pure: no file, no text, no clock.
+
+A row is `[CLS] A [SEP] B [SEP]`, where B follows A in its document or, in half of the rows, comes from elsewhere; some
+of its tokens are masked. It is made in two steps. `find_pairs` says which stretches of the corpus are A and B, so that
+rows can be shuffled before they exist; `fill` then makes the arrays of any selection of them. Chance is drawn from
+generators seeded by (seed, purpose, document, duplicate, ...), so nothing depends on who works first.
+
+The recipe is that of Devlin et al. (2018) and of their `create_pretraining_data.py`, with four deliberate differences,
+which matter where a corpus is a book and not Wikipedia:
+
+* whether a row is short is drawn for each row; there, once for a document, that is, for a whole book;
+* A pair begins with two sentences at least, so that both labels are always possible; there a long sentence, or the last
+  one of a document, always gets a random next, which skews the labels;
+* a random next is sought among sentences, not among documents, so that a tiny document is not met over and over; it is
+  about as long as what it replaces, or its length would tell the label;
+* [UNK] is never to be predicted, and no special token is put in the place of a masked one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.integer]
+
+#: sentences before A and after the true next, of the same document, that are no random next; fewer in short documents
+_NEAR = 64
+# purposes of generators
+_PAIRS, _MASKS, _ORDER = range(3)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The tokens of a split, and where its sentences and documents begin."""
+
+    ids: Integers  # (tokens,)
+    sentences: Integers  # (sentences + 1,) positions in ids
+    documents: Integers  # (documents + 1,) positions in sentences
+
+    def __len__(self) -> int:
+        return len(self.documents) - 1
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a row is like."""
+
+    max_seq_length: int = 128  # [CLS] and both [SEP] included
+    max_predictions: int = 20
+    masked_share: float = 0.15  # of the tokens of a row, those three included as in the original
+    short_sequence_share: float = 0.1
+
+
+@dataclass(frozen=True)
+class Ids:
+    """The special tokens of a vocabulary, and how many tokens it has."""
+
+    pad: int
+    unk: int
+    cls: int
+    sep: int
+    mask: int
+    vocab_size: int
+
+    def ordinary(self) -> Integers:
+        """All other tokens, in order."""
+        special = [self.pad, self.unk, self.cls, self.sep, self.mask]
+        return np.setdiff1d(np.arange(self.vocab_size), special)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Rows that are still to be filled."""
+
+    seed: tuple[int, ...]
+    stretches: Integers  # (rows, 4) begin and end of A, begin and end of B, in ids
+    labels: Integers  # (rows,) 0 = B follows A, 1 = B is from elsewhere
+    origins: Integers  # (rows, 3) document, duplicate, number: the seed of the row's masks
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def shuffled(self) -> Pairs:
+        """The same rows in an order that only the seed decides."""
+        return self[np.random.default_rng((*self.seed, _ORDER)).permutation(len(self))]
+
+    def __getitem__(self, rows: slice | Integers) -> Pairs:
+        return Pairs(self.seed, self.stretches[rows], self.labels[rows], self.origins[rows])
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Filled rows, as they lie in a file; P = max_predictions, L = max_seq_length."""
+
+    input_ids: Integers  # (rows, L)
+    input_mask: Integers  # (rows, L) 1 = a token, 0 = padding
+    segment_ids: Integers  # (rows, L) 1 = B and the last [SEP]
+    masked_lm_positions: Integers  # (rows, P) ascending, 0 = no more of them
+    masked_lm_ids: Integers  # (rows, P) what stood there
+    next_sentence_labels: Integers  # (rows,)
+
+
+def find_pairs(corpus: Documents, recipe: Recipe, *, seed: tuple[int, ...], duplicate: int) -> Pairs:
+    """All rows of a split: `duplicate` times through each document, each time with other choices.
+
+    `seed` names split and corpus: non-negative integers. A document of one sentence gives no row.
+    """
+    pairs = [
+        _pairs_of(corpus, document, recipe, seed=seed, turn=turn)
+        for document in range(len(corpus))
+        for turn in range(duplicate)
+    ]
+    table = np.concatenate([np.zeros((0, 8), np.int64), *pairs])
+    return Pairs(seed, stretches=table[:, :4], labels=table[:, 4], origins=table[:, 5:])
+
+
+def fill(corpus: Documents, pairs: Pairs, recipe: Recipe, ids: Ids) -> Rows:
+    """The arrays of the rows `pairs`."""
+    length, predictions = recipe.max_seq_length, recipe.max_predictions
+    input_ids = np.full((len(pairs), length), ids.pad, np.int64)
+    input_mask = np.zeros((len(pairs), length), np.int8)
+    segment_ids = np.zeros((len(pairs), length), np.int8)
+    positions = np.zeros((len(pairs), predictions), np.int16 if length <= 2**15 else np.int32)
+    masked_ids = np.zeros((len(pairs), predictions), np.int64)
+    ordinary = ids.ordinary()
+    rows = zip(input_ids, pairs.stretches.tolist(), pairs.origins.tolist(), strict=True)
+    for row, (tokens, (a_begin, a_end, b_begin, b_end), origin) in enumerate(rows):
+        first = a_end - a_begin + 2  # where B begins
+        last = first + b_end - b_begin  # where the last [SEP] is
+        tokens[0] = ids.cls
+        tokens[1 : first - 1] = corpus.ids[a_begin:a_end]
+        tokens[first - 1] = ids.sep
+        tokens[first:last] = corpus.ids[b_begin:b_end]
+        tokens[last] = ids.sep
+        input_mask[row, : last + 1] = 1
+        segment_ids[row, first : last + 1] = 1
+
+        generator = np.random.default_rng((*pairs.seed, _MASKS, *origin))
+        chosen = _choose(tokens[: last + 1], recipe, ids, generator)
+        positions[row, : len(chosen)] = chosen
+        masked_ids[row, : len(chosen)] = tokens[chosen]
+        tokens[chosen] = _replace(tokens[chosen], ordinary, ids.mask, generator)
+    return Rows(input_ids, input_mask, segment_ids, positions, masked_ids, pairs.labels.astype(np.int8))
+
+
+def _pairs_of(
+    corpus: Documents, document: int, recipe: Recipe, *, seed: tuple[int, ...], turn: int
+) -> npt.NDArray[np.int64]:
+    """Once through one document: rows of Pairs as (stretches, label, origin), (rows, 8)."""
+    generator = np.random.default_rng((*seed, _PAIRS, document, turn))
+    first, last = int(corpus.documents[document]), int(corpus.documents[document + 1])
+    starts = corpus.sentences[first : last + 1].tolist()  # of this document's sentences and of what comes after
+    room = recipe.max_seq_length - 3
+    reach = max(1, min(_NEAR, (last - first) // 8))
+    rows: list[tuple[int, ...]] = []
+    begin = 0
+    while begin < len(starts) - 2:  # the last sentence has no next, so it opens no pair
+        is_short = generator.random() < recipe.short_sequence_share
+        target = int(generator.integers(2, room + 1)) if is_short else room
+        end = begin + 2
+        while end < len(starts) - 1 and starts[end] - starts[begin] < target:
+            end += 1
+        middle = int(generator.integers(begin + 1, end))
+        a = (starts[begin], starts[middle])
+        b = (starts[middle], starts[end])
+        elsewhere = None
+        if generator.random() < 0.5:
+            wanted = min(target, starts[end] - starts[begin]) - (a[1] - a[0])
+            near = (max(first, first + begin - reach), min(last, first + end + reach))
+            elsewhere = _elsewhere(corpus, document, near, wanted, generator)
+        if elsewhere is None:
+            begin = end
+        else:
+            b, begin = elsewhere, middle
+        rows.append((*_truncated(a, b, room, generator), int(elsewhere is not None), document, turn, len(rows)))
+    return np.array(rows, np.int64).reshape(-1, 8)
+
+
+def _elsewhere(
+    corpus: Documents, document: int, near: tuple[int, int], wanted: int, generator: np.random.Generator
+) -> tuple[int, int] | None:
+    """A stretch of whole sentences with about `wanted` tokens that does not follow; None if the corpus has none.
+
+    From another document if those hold as much text as this one, else from anywhere but the sentences `near`: the
+    first if there are many documents, the second for a single book, or for a book beside a leaflet.
+    """
+    own = int(corpus.documents[document]), int(corpus.documents[document + 1])
+    total = len(corpus.sentences) - 1
+    hole = own if total - (own[1] - own[0]) >= own[1] - own[0] else near
+    if total == hole[1] - hole[0]:
+        return None
+    start = int(generator.integers(total - (hole[1] - hole[0])))
+    start = start if start < hole[0] else start + hole[1] - hole[0]
+    home = int(np.searchsorted(corpus.documents, start, side="right"))
+    limit = int(corpus.documents[home])  # the end of the document in which it begins
+    if start < hole[0]:
+        limit = min(limit, hole[0])
+    begin = int(corpus.sentences[start])
+    end = start + 1 + int(np.searchsorted(corpus.sentences[start + 1 : limit], begin + wanted))
+    return begin, int(corpus.sentences[end])
+
+
+def _truncated(
+    a: tuple[int, int], b: tuple[int, int], room: int, generator: np.random.Generator
+) -> tuple[int, int, int, int]:
+    """Both shortened to `room` tokens together: a token at a time from the longer one, from its front or its back."""
+    lengths = a[1] - a[0], b[1] - b[0]
+    excess = max(0, sum(lengths) - room)
+    # as long as one is longer it pays alone, after that they take turns, B first
+    difference = lengths[0] - lengths[1]
+    alone = min(excess, abs(difference))
+    turns = excess - alone
+    from_a = (alone if difference > 0 else 0) + turns // 2
+    from_b = excess - from_a
+    front_a, front_b = (int(generator.binomial(number, 0.5)) for number in (from_a, from_b))
+    return a[0] + front_a, a[1] - (from_a - front_a), b[0] + front_b, b[1] - (from_b - front_b)
+
+
+def _choose(tokens: Integers, recipe: Recipe, ids: Ids, generator: np.random.Generator) -> Integers:
+    """The positions of a row that are to be predicted, in ascending order."""
+    candidates = np.flatnonzero((tokens != ids.cls) & (tokens != ids.sep) & (tokens != ids.unk))
+    count = min(recipe.max_predictions, max(1, round(len(tokens) * recipe.masked_share)), len(candidates))
+    return np.sort(generator.permutation(candidates)[:count])
+
+
+def _replace(originals: Integers, ordinary: Integers, mask: int, generator: np.random.Generator) -> Integers:
+    """What stands in the text instead: 80 % [MASK], 10 % any token, 10 % the original."""
+    chance = generator.random(len(originals))
+    others = ordinary[generator.integers(len(ordinary), size=len(originals))]
+    return np.where(chance < 0.8, mask, np.where(chance < 0.9, others, originals))

@@ -1,0 +1,119 @@
+"""The folder of a corpus: complete, or as it was before.
+
+Files are written into a hidden folder in it and renamed when all of them are there, `corpus.json` last. One process at
+a time works in a folder; what a killed one left in the hidden folder, the next one removes. What the files hold is the
+affair of `bert_corpus`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from hetseq import DataError
+
+#: the files that every corpus has, besides its data
+FACTS, VOCABULARY, MODEL = "corpus.json", "vocab.txt", "bert_config.json"
+
+_STAGE = ".unfinished-corpus"
+
+
+@contextlib.contextmanager
+def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A folder to write into; what is in it when the block ends well becomes the corpus of `folder`.
+
+    Raises DataError if `folder` cannot be written, is in use, or holds what may not be replaced.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with _locked(folder):
+                stage = folder / _STAGE
+                shutil.rmtree(stage, ignore_errors=True)  # of a run that was killed: ours is the only one
+                previous = _previous(folder, overwrite=overwrite)
+                stage.mkdir()
+                try:
+                    yield stage
+                    _move(stage, folder, previous)
+                finally:
+                    shutil.rmtree(stage, ignore_errors=True)
+        except OSError as error:
+            raise DataError(
+                f"{folder} cannot be written: {os.strerror(error.errno) if error.errno else error};"
+                " expected a folder with room"
+            ) from error
+    except BaseException:
+        for path in missing:
+            with contextlib.suppress(OSError):  # it holds somebody's file by now
+                path.rmdir()
+        raise
+
+
+def _previous(folder: Path, *, overwrite: bool) -> list[Path]:
+    """The files of the corpus that is in `folder`; DataError if it may not be replaced."""
+    data = sorted(path for path in folder.iterdir() if path.suffix in (".hdf5", ".h5"))
+    others = [folder / name for name in (VOCABULARY, MODEL, FACTS) if (folder / name).exists()]
+    if not overwrite and (data or others):
+        names = ", ".join(path.name for path in (*others, *data)[:3])
+        raise DataError(f"{folder} holds a corpus already ({names}); give another folder, or replace it by --overwrite")
+    listed: set[str] = set()
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # whatever it is, it lists no files then
+        listed = set(json.loads((folder / FACTS).read_text())["files"])
+    if foreign := [path.name for path in data if path.name not in listed]:
+        raise DataError(
+            f"{folder} has HDF5 files that are not of the corpus in its {FACTS} ({', '.join(foreign[:3])}), which"
+            " would be trained on with the new ones; remove them or give another folder"
+        )
+    return [*data, *others]
+
+
+def _move(stage: Path, folder: Path, previous: Sequence[Path]) -> None:
+    """Put the new files in the place of the previous ones, `corpus.json` last; if that fails, put those back."""
+    new = sorted(stage.iterdir(), key=lambda path: (path.name == FACTS, path.name))
+    for path in new:
+        _flush(path)
+    kept = stage / "previous"
+    kept.mkdir()
+    try:
+        for path in reversed(previous):
+            os.replace(path, kept / path.name)
+        for path in new:
+            os.replace(path, folder / path.name)
+    except BaseException:
+        for path in new:
+            if not path.exists():  # it has been moved
+                (folder / path.name).unlink(missing_ok=True)
+        for path in kept.iterdir():
+            os.replace(path, folder / path.name)
+        raise
+    _flush(folder)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """No other process makes a corpus in `folder` meanwhile."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataError(f"{folder}: another corpus is being made in it; wait for its end") from None
+        except OSError:
+            pass  # some network file systems lock no folders
+        yield
+    finally:
+        os.close(handle)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,236 @@
+"""Text files to documents of sentences, some of them held out. Pure but for reading the files; knows no tokens.
+
+A document is a list of sentences in reading order. Three conventions of how documents lie in a file are understood
+(`FORMATS`). The splitter goes by rules: a stop, closing quotes, a space, a capital, and not an abbreviation before the
+stop. It is approximate, in English and more so elsewhere: a sentence cut in two, or two taken for one, costs a
+training row some sense and nothing else.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from hetseq import DataError
+
+#: with so many documents whole ones are held out, with fewer the end of each
+WHOLE_DOCUMENTS = 100
+#: convention -> how its files look, for --help and messages
+FORMATS = {
+    "paragraphs": "a blank line between paragraphs, hard-wrapped or not, as in books; one document a file",
+    "lines": "one sentence a line, a blank line between documents",
+    "wikitext": "one paragraph a line, words and signs apart; ` = Title = ` begins a document",
+}
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and where it comes from."""
+
+    name: str
+    sentences: list[str]
+
+
+@dataclass(frozen=True)
+class Source:
+    """What was read, so that a corpus can say what it was made of."""
+
+    name: str
+    size: int  # bytes
+    sha256: str
+
+
+def text_files(inputs: Sequence[Path], *, besides: Sequence[Path] = ()) -> list[Path]:
+    """The files that `inputs` stand for: each file itself, of each folder its *.txt, by name.
+
+    Files in `besides`, and hidden ones, are no text of a folder. Raises DataError for what is missing, for a folder
+    without text, and for a file named twice: it could be trained and tested on.
+    """
+    found: list[Path] = []
+    excluded = {path.resolve() for path in besides}
+    for path in inputs:
+        if path.is_dir():
+            files = [file for file in sorted(path.glob("*.txt")) if file.is_file() and not file.name.startswith(".")]
+            files = [file for file in files if file.resolve() not in excluded]
+            if not files:
+                raise DataError(f"{path} has no text: expected files *.txt in that folder (subfolders are not read)")
+            found += files
+        elif path.is_file():
+            found.append(path)
+        elif path.exists():
+            raise DataError(f"{path} is neither a file nor a folder; expected text files or folders of *.txt")
+        else:
+            raise DataError(f"{path} does not exist; expected a text file or a folder of *.txt")
+    seen: dict[Path, Path] = {}
+    for file in found:
+        if (twin := seen.setdefault(file.resolve(), file)) is not file:
+            raise DataError(f"{file} is named twice (as {twin}): name it once, or test data would be trained on")
+    return found
+
+
+def read_text(path: Path) -> tuple[str, Source]:
+    """A UTF-8 file, with or without byte order mark, its ends of line made "\\n"; DataError for anything else."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be read: {error.strerror or error}; expected a text file you may read"
+        ) from error
+    start = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
+    remedy = f"convert it: iconv -f LATIN1 -t UTF-8 '{path}' > NEW.txt (with its own encoding for LATIN1)"
+    try:
+        text = content[start:].decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8: byte 0x{content[start + error.start]:02x} at offset {start + error.start:,};"
+            f" {remedy}"
+        ) from None
+    # UTF-16 without a mark is valid UTF-8 as long as it is English
+    if (nul := content.find(b"\0")) >= 0:
+        raise DataError(f"{path} is not text in UTF-8: byte 0x00 at offset {nul:,}; if it is UTF-16, {remedy}")
+    if not text.strip():
+        raise DataError(f"{path} has no text: {len(content):,} bytes, none of them a letter; leave the file out")
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return text, Source(path.name, len(content), hashlib.sha256(content).hexdigest())
+
+
+def documents_of(text: str, name: str, form: str) -> list[Document]:
+    """The documents of one file in the convention `form`, a key of FORMATS; those without a sentence are left out."""
+    found = {"paragraphs": _paragraphs, "lines": _lines, "wikitext": _wikitext}[form](text)
+    documents = [sentences for sentences in found if sentences]
+    if len(documents) == 1:
+        return [Document(name, documents[0])]
+    return [Document(f"{name}:{number}", sentences) for number, sentences in enumerate(documents)]
+
+
+def split_sentences(paragraph: str) -> list[str]:
+    """The sentences of a paragraph, approximately; spaces of any kind become one, what has no letter is left out."""
+    paragraph = " ".join(paragraph.split())
+    sentences, begin = [], 0
+    for match in _STOP.finditer(paragraph):
+        # a little before and after is enough to tell; more would be copied for each stop of a long paragraph
+        before = paragraph[max(begin, match.start() - 20) : match.start()]
+        if match["stop"] == "." and _is_abbreviation(before, paragraph[match.end() : match.end() + 5]):
+            continue
+        sentences.append(paragraph[begin : match.end()].rstrip())
+        begin = match.end()
+    sentences.append(paragraph[begin:])
+    return [sentence for sentence in sentences if _has_letters(sentence)]
+
+
+def hold_out(
+    documents: Sequence[Document], share: float, generator: np.random.Generator
+) -> tuple[list[Document], list[Document]]:
+    """Train and test, with about `share` of the sentences: whole documents if there are 100, else the end of each."""
+    sizes = [len(document.sentences) for document in documents]
+    if len(documents) < WHOLE_DOCUMENTS:
+        cuts = [size - round(size * share) for size in sizes]
+        train = [Document(document.name, document.sentences[:cut]) for document, cut in zip(documents, cuts)]
+        test = [Document(document.name, document.sentences[cut:]) for document, cut in zip(documents, cuts)]
+        return train, [document for document in test if document.sentences]
+    held: set[int] = set()
+    room = max(sum(sizes) * share, min(sizes) if share else 0)
+    for number in generator.permutation(len(documents)).tolist():
+        if sizes[number] <= room:
+            held.add(number)
+            room -= sizes[number]
+    return (
+        [document for number, document in enumerate(documents) if number not in held],
+        [document for number, document in enumerate(documents) if number in held],
+    )
+
+
+# a stop, closing quotes and brackets, spaces; then, after opening ones, a capital or a digit; or `code`
+_STOP = re.compile(r"(?P<stop>\.\.\.|[.!?…])[\"”’')\]»*_]*\s+(?=(?:[\"“‘'(\[«*_]*(?:[^\W\d_a-zß-öø-ÿ]|\d)|`+\w))")
+# fmt: off
+# before these stops no sentence ends
+_TITLES = frozenset((
+    "mr", "mrs", "ms", "messrs", "mme", "mlle", "dr", "prof", "rev", "hon", "st", "sr", "jr", "esq", "gen",
+    "col", "maj", "capt", "lieut", "lt", "sgt", "gov", "sen", "rep", "pres", "supt", "mt", "ft", "viz", "vs",
+    "cf", "eg", "ie", "e.g", "i.e", "al", "approx", "ed", "eds", "trans", "bros", "dept", "univ",
+))
+# before these it ends unless a number follows: "He said no. Then", "No. 7"
+_COUNTED = frozenset((
+    "no", "nos", "vol", "vols", "p", "pp", "fig", "figs", "ch", "chap", "art", "par", "sec", "sect", "pt", "bk",
+    "jan", "feb", "mar", "apr", "jun", "jul", "aug", "sept", "sep", "oct", "nov", "dec",
+))
+# fmt: on
+_LAST_WORD = re.compile(r"[^\s\"“‘'(\[«*_`—–-]*$")
+
+
+def _is_abbreviation(before: str, after: str) -> bool:
+    """Whether the word at the end of `before` has its stop for itself and not for a sentence."""
+    match = _LAST_WORD.search(before)
+    word = match.group() if match else ""
+    lower = word.lower()
+    if lower in _COUNTED:
+        return after.lstrip("\"“‘'([«*_`")[:1].isdigit()
+    # J. S. Bach, U.S. Army; but "It was I. Then"
+    is_initial = len(word) == 1 and word.isupper() and word != "I"
+    return lower in _TITLES or is_initial or re.fullmatch(r"(?:[A-Za-z]\.)+[A-Za-z]", word) is not None
+
+
+def _paragraphs(text: str) -> Iterator[list[str]]:
+    yield [sentence for paragraph in _blocks(text) for sentence in split_sentences(" ".join(paragraph))]
+
+
+def _lines(text: str) -> Iterator[list[str]]:
+    for block in _blocks(text):
+        yield [" ".join(line.split()) for line in block if _has_letters(line)]
+
+
+def _wikitext(text: str) -> Iterator[list[str]]:
+    sentences: list[str] = []
+    for line in text.split("\n"):
+        words = line.split()
+        if len(words) > 2 and words[0] == words[-1] == "=":
+            # " = Title = " begins an article, " = = Section = = " is no sentence
+            if words[1] != "=":
+                yield sentences
+                sentences = []
+        else:
+            sentences += _split_apart(_JOINED.sub(r"\1", " ".join(words)).replace("<unk>", "[UNK]"))
+    yield sentences
+
+
+# "0 @.@ 7", "500 @,@ 000", "14 @-@ year"
+_JOINED = re.compile(r" @([-.,])@(?: |$)")
+
+
+def _split_apart(paragraph: str) -> Iterator[str]:
+    """Sentences where words and signs stand apart, so that a stop is never part of a word."""
+    sentence: list[str] = []
+    is_over, quotes = False, 0
+    for word in paragraph.split():
+        # the quote after a stop belongs to it if one is open
+        if is_over and not (word == '"' and quotes % 2):
+            yield " ".join(sentence)
+            sentence, is_over, quotes = [], False, 0
+        sentence.append(word)
+        is_over = is_over or word in (".", "!", "?")
+        quotes += word == '"'
+    if _has_letters(" ".join(sentence)):
+        yield " ".join(sentence)
+
+
+def _blocks(text: str) -> Iterator[list[str]]:
+    """Runs of lines between blank ones."""
+    block: list[str] = []
+    for line in text.split("\n"):
+        if line.strip():
+            block.append(line)
+        elif block:
+            yield block
+            block = []
+    if block:
+        yield block
+
+
+def _has_letters(text: str) -> bool:
+    return any(character.isalnum() for character in text)

@@ -1,0 +1,131 @@
+"""BERT pre-training: masked words and next sentences, two loss terms with a count each.
+
+Responsible for which files a run needs, for the two sums and for the two accuracies. What is in the files is the affair
+of `tasks/bert_data.py`, the network that of `tasks/bert_model.py`; how text becomes such files, that of
+`preprocessing/bert_corpus.py`.
+
+The one idea: masked words are many and unequally spread, sentences are few. So the mean loss of masked words is their
+sum over *all* masked words of a step, wherever they were computed, and a worker's own mean never appears.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hetseq import DataError, Task, register_task
+from tasks.bert_data import Batch, BertDataset, load_bert
+from tasks.bert_model import BertConfig, BertForPreTraining
+from tasks.bert_vocab import check_vocab, read_vocab
+
+logger = logging.getLogger(__name__)
+
+_CONFIG_NAME, _VOCAB_NAME = "bert_config.json", "vocab.txt"
+_MAKE_DATA = (
+    "`python -m preprocessing.bert_corpus --output DIR` makes such a folder, from your text with --input, else from the"
+    " text that comes with Python"
+)
+
+
+@register_task("bert")
+class BertTask(Task):
+    """`--task bert`: HDF5 files in `--data`, the network in `--config-file`.
+
+    Where `--config-file` or `--dict` is left out, `bert_config.json` and `vocab.txt` in the folder of the data are
+    taken. `--dropout P` stands for both rates of the configuration.
+    """
+
+    #: in validation, what `loss` computed last and of which sample: `metrics` is asked of the same one next
+    _of_loss: tuple[Batch | None, tuple[Tensor, Tensor] | None] = (None, None)
+
+    def load_dataset(self, split: str) -> BertDataset:
+        """The rows of the files whose names contain `split`. Raises DataError and MissingSplitError."""
+        config = self._bert_config()
+        dataset = load_bert(
+            self._data(), split, vocab_size=config.vocab_size, max_positions=config.max_position_embeddings,
+            type_vocab_size=config.type_vocab_size, num_file=self.config.data.num_file,
+        )  # fmt: skip
+        if self.config.task.config_file is None:
+            dataset.files = [*dataset.files, self._config_file()]  # for the nodes of a run to compare
+        logger.info("%s: %d rows from %s", split, len(dataset), self.config.data.data)
+        return dataset
+
+    def build_model(self) -> nn.Module:
+        """The network of the configuration."""
+        config, rate = self._bert_config(), self.config.task.dropout
+        return BertForPreTraining(config if rate is None else config.with_dropout(rate))
+
+    def count(self, sample: Batch) -> dict[str, float]:
+        """Masked words and sentence pairs."""
+        return {"mlm": len(sample["masked_ids"]), "nsp": len(sample["next_sentence_labels"])}
+
+    def loss(self, model: nn.Module, sample: Batch) -> dict[str, Tensor]:
+        """Both cross entropies in nats: summed over the masked words, and over the pairs."""
+        words, pairs = logits = _logits(model, sample)
+        if not model.training:
+            self._of_loss = sample, logits
+        return {
+            "mlm": F.cross_entropy(words, sample["masked_ids"], reduction="sum"),
+            "nsp": F.cross_entropy(pairs, sample["next_sentence_labels"], reduction="sum"),
+        }
+
+    def metrics(self, model: nn.Module, sample: Batch) -> dict[str, tuple[float, float]]:
+        """`mlm_accuracy` of the masked words, and `nsp_accuracy` of the pairs."""
+        seen, logits = self._of_loss
+        self._of_loss = None, None
+        words, pairs = logits if logits is not None and seen is sample else _logits(model, sample)
+        return {
+            "mlm_accuracy": _hits(words, sample["masked_ids"]),
+            "nsp_accuracy": _hits(pairs, sample["next_sentence_labels"]),
+        }
+
+    def _bert_config(self) -> BertConfig:
+        path = self._config_file()
+        config = BertConfig.from_json_file(path)
+        vocab = self._vocab_file()
+        if vocab is not None:
+            check_vocab(read_vocab(vocab), config.vocab_size, vocab, path)
+        return config
+
+    def _data(self) -> Path:
+        if self.config.data.data is None:
+            raise DataError(f"the task bert needs --data, a folder of HDF5 files: {_MAKE_DATA}")
+        return Path(self.config.data.data).expanduser()
+
+    def _folder(self) -> Path:
+        data = self._data()
+        if not data.exists():
+            raise DataError(f"--data {data} does not exist: expected a folder of HDF5 files; {_MAKE_DATA}")
+        return data if data.is_dir() else data.parent
+
+    def _config_file(self) -> Path:
+        given = self.config.task.config_file
+        path = self._folder() / _CONFIG_NAME if given is None else Path(given).expanduser()
+        if given is None and not path.is_file():
+            raise DataError(
+                f"the task bert needs the sizes of its network: give --config-file a bert_config.json (there is none in"
+                f" {path.parent} either); {_MAKE_DATA}"
+            )
+        return path
+
+    def _vocab_file(self) -> Path | None:
+        """The vocabulary, to compare with the configuration; training itself does without."""
+        given = self.config.task.vocab_file
+        path = self._folder() / _VOCAB_NAME if given is None else Path(given).expanduser()
+        return path if given is not None or path.is_file() else None
+
+
+def _logits(model: nn.Module, sample: Batch) -> tuple[Tensor, Tensor]:
+    words, pairs = model(
+        sample["input_ids"], sample["token_type_ids"], sample["attention_mask"], sample["masked_positions"]
+    )
+    return words, pairs
+
+
+def _hits(logits: Tensor, labels: Tensor) -> tuple[float, float]:
+    correct = torch.sum(logits.argmax(dim=1) == labels).item()  # sync, in validation only
+    return float(correct), float(len(labels))

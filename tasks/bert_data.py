@@ -1,0 +1,372 @@
+"""BERT pre-training data: folders of HDF5 files, as NVIDIA's scripts and the 2020 HetSeq wrote them, to batches.
+
+Responsible for finding the files of a split, for refusing numbers that cannot be meant, and for batches; knows no
+model, loss or ranks, and never writes into `--data`. How rows are read is the affair of `bert_hdf5`. In a row the first
+masked position 0 ends the list of masked tokens.
+
+The one idea: rows stay in their small stored types until a batch is made of them, and both checking and batching are a
+few operations on whole arrays.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import operator
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hetseq import DataError, MissingSplitError
+from tasks.bert_hdf5 import (
+    CACHE_BYTES,
+    LABEL,
+    MAKE,
+    NAMES,
+    PREDICTIONS,
+    TOKENS,
+    Column,
+    Indices,
+    Numbers,
+    Reader,
+    Table,
+    open_table,
+    shown,
+)
+
+logger = logging.getLogger(__name__)
+
+#: one sample, or many with a dimension in front, by the names of the data sets and in their stored types
+Row = dict[str, Numbers]
+Batch = dict[str, Tensor]
+
+_CHECKED_ROWS = 1024  # at both ends of each file, before the first step
+_SUFFIXES = (".hdf5", ".h5")
+_OTHER_VOCABULARY = (
+    "the file was made with another vocabulary: give the --dict and the --config_file that belong to it, or make the"
+    " file again with this vocabulary"
+)
+_DAMAGED = "the file is damaged or of another layout: make it again"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the numbers of a row must stay below; None: whatever they are."""
+
+    vocab_size: int | None
+    type_vocab_size: int | None
+
+
+class BertDataset(Dataset[Row]):
+    """Samples of all files one after another, read when they are asked for; `load_bert` makes it.
+
+    `files` are the paths, also of files without rows, for the nodes of a run to compare; `length` is L. Rows are
+    checked as they are read, and DataError names the file and the row of what is wrong. It can be pickled and forked:
+    each process opens the files for itself.
+
+    There is `num_tokens` and no `lengths`: every run looks at the lengths of a few samples, and a table of all of them
+    would have it read every file first.
+    """
+
+    def __init__(
+        self, tables: Sequence[Table], files: Sequence[Path], limits: Limits, *, cache_bytes: int = CACHE_BYTES
+    ) -> None:
+        self.files = list(files)
+        self.length = tables[0].columns["input_ids"].width
+        self._tables, self._limits, self._cache_bytes = list(tables), limits, cache_bytes
+        self._ends = list(itertools.accumulate(table.rows for table in tables))
+        self._shapes = {name: _common([table.columns[name] for table in tables]) for name in NAMES}
+        self._forget()
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Row:
+        """One sample by the names of the data sets, in stored types: (L,), (P,) and ()."""
+        rows = self._rows([operator.index(index)])
+        return {name: numbers[0] for name, numbers in rows.items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """Many at once, as the finished batch, in the order of `indices`; an index may come twice."""
+        return _batch(self._rows(indices))
+
+    def collater(self, samples: Batch | list[Row]) -> Batch:
+        """A batch from what either of the two above returns.
+
+        "input_ids", "token_type_ids" (n, L) int64; "attention_mask" (n, L) bool, True for a real token;
+        "masked_positions" (m,) int64, row * L + column, ascending; "masked_ids" (m,) int64, the words that stood there;
+        "next_sentence_labels" (n,) int64, 0 for a true continuation.
+        """
+        if isinstance(samples, dict):
+            return samples
+        if not samples:
+            return self.__getitems__([])
+        rows = {name: np.stack([sample[name] for sample in samples]) for name in (*TOKENS, LABEL)}
+        for name in PREDICTIONS:
+            rows[name] = np.zeros((len(samples), max(len(sample[name]) for sample in samples)), np.int64)
+            for row, sample in zip(rows[name], samples):
+                row[: len(sample[name])] = sample[name]
+        return _batch(rows)
+
+    def num_tokens(self, index: int) -> int:
+        """Real tokens of a sample, without padding; reads masks by the block, each once a process."""
+        at, row = self._place(index)
+        if at not in self._counts:
+            self._counts[at] = np.zeros(self._tables[at].rows, np.int32)  # 0: not read yet, since no row has 0 tokens
+        counts = self._counts[at]
+        if not counts[row]:
+            size = self._tables[at].columns["input_mask"].block_rows
+            start = row - row % size
+            block = np.arange(start, min(start + size, len(counts)))
+            mask = self._reader.take(at, "input_mask", block)
+            self._check_mask(mask, block + self._start(at))
+            counts[block] = mask.sum(axis=1, dtype=np.int64)
+        return int(counts[row])
+
+    def check_ends(self) -> None:
+        """Read and check the first and the last rows of every file. Raises DataError."""
+        for at, table in enumerate(self._tables):
+            first = np.arange(min(_CHECKED_ROWS, table.rows))
+            last = np.arange(max(len(first), table.rows - _CHECKED_ROWS), table.rows)
+            self._rows(np.concatenate([first, last]) + self._start(at))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_open", "_counts")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._open: Reader | None = None
+        self._counts: dict[int, npt.NDArray[np.int32]] = {}  # by file
+
+    @property
+    def _reader(self) -> Reader:
+        # after a fork the parent's is dropped: two processes must not share what h5py has open
+        if self._open is None or self._open.pid != os.getpid():
+            self._open = None
+            self._open = Reader(self._tables, self._cache_bytes)
+        return self._open
+
+    def _start(self, at: int) -> int:
+        return self._ends[at] - self._tables[at].rows
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The file that holds a sample, and its row there."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        index %= len(self)
+        at = bisect.bisect_right(self._ends, index)
+        return at, index - self._start(at)
+
+    def _rows(self, indices: Sequence[int] | Indices) -> Row:
+        """Samples (n, ...) by data set, checked."""
+        wanted = np.asarray(indices, np.int64)  # (n,)
+        if wanted.size and not -len(self) <= wanted.min() <= wanted.max() < len(self):
+            raise IndexError(f"samples {wanted.min()} to {wanted.max()} of {len(self)}")
+        wanted = wanted % len(self)
+        rows = self._gather(wanted)
+        self._check(rows, wanted)
+        return rows
+
+    def _gather(self, wanted: Indices) -> Row:
+        reader = self._reader
+        order = np.argsort(wanted, kind="stable")
+        ascending = wanted[order]
+        files = np.searchsorted(self._ends, ascending, side="right")  # (n,)
+        cuts = [0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), len(files)]
+        # a shorter list of masked tokens than in other files ends with a 0
+        found = {name: np.zeros((len(wanted), width), dtype) for name, (width, dtype) in self._shapes.items()}
+        for start, stop in itertools.pairwise(cuts) if len(files) else []:
+            at = int(files[start])
+            rows = ascending[start:stop] - self._start(at)
+            for name, numbers in found.items():
+                piece = reader.take(at, name, rows)
+                numbers[start:stop, : piece.shape[1]] = piece
+        back = np.empty_like(order)
+        back[order] = np.arange(len(order))
+        found = {name: numbers[back] for name, numbers in found.items()}
+        found[LABEL] = found[LABEL][:, 0]
+        return found
+
+    def _check(self, rows: Row, indices: Indices) -> None:
+        """Raise DataError for the first number that cannot be meant; `indices` say where the rows came from."""
+        self._check_mask(rows["input_mask"], indices)
+        words, types, length = self._limits.vocab_size, self._limits.type_vocab_size, self.length
+        is_listed = _is_listed(rows["masked_lm_positions"])  # (n, P)
+        for name, limit, why, remedy in (
+            ("input_ids", words, f"the model's vocabulary has {words} tokens", _OTHER_VOCABULARY),
+            ("segment_ids", types, f"type_vocab_size is {types}", "give a --config_file with a larger one"),
+            ("masked_lm_positions", length, f"a row has {length} tokens", _DAMAGED),
+            ("masked_lm_ids", words, f"the model's vocabulary has {words} tokens", _OTHER_VOCABULARY),
+            (LABEL, 2, "0 is next, 1 is not", _DAMAGED),
+        ):
+            numbers = rows[name]
+            wrong = _outside(numbers, limit, is_listed if name in PREDICTIONS else None)
+            if wrong is not None:
+                expected = "0 or more" if limit is None else f"0 to {limit - 1} ({why})"
+                self._refuse(indices, wrong[0], f"{name} holds {numbers[wrong]}", f"{expected}; {remedy}")
+        positions = rows["masked_lm_positions"]
+        at, _ = np.nonzero(is_listed)
+        is_real = rows["input_mask"][at, positions[is_listed]] != 0  # (m,)
+        if not is_real.all():
+            row, position = at[~is_real][0], positions[is_listed][~is_real][0]
+            found = f"masked_lm_positions names position {position}, which input_mask says is padding"
+            self._refuse(indices, row, found, f"positions of real tokens; {_DAMAGED}")
+
+    def _check_mask(self, mask: Numbers, indices: Indices) -> None:
+        wrong = _outside(mask, 2)
+        if wrong is not None:
+            self._refuse(indices, wrong[0], f"input_mask holds {mask[wrong]}", f"0 for padding or 1; {_DAMAGED}")
+        is_empty = ~mask.any(axis=1)
+        if is_empty.any():
+            found = "input_mask has no 1, so the row has no token"
+            self._refuse(indices, np.argmax(is_empty), found, "at least one; leave such rows out of the file")
+
+    def _refuse(self, indices: Indices, row: Any, found: str, expected: str) -> NoReturn:
+        at, own_row = self._place(int(indices[row]))
+        raise DataError(f"{self._tables[at].path}, row {own_row}: {found}, expected {expected}")
+
+
+def load_bert(
+    data: Path,
+    split: str,
+    *,
+    vocab_size: int | None,
+    max_positions: int | None,
+    type_vocab_size: int | None,
+    num_file: int = 0,
+) -> BertDataset:
+    """The samples of a split: of the files *.hdf5 and *.h5 in the folder `data` whose names contain `split`.
+
+    `data` may be one such file; `num_file` takes the first files only, 0 all. The numbers of the model, where given,
+    are limits of what the files may hold; both ends of every file are checked here. Raises MissingSplitError where no
+    file is found, DataError for what is wrong with those that are.
+    """
+    files = _find(data, split)
+    files = files[:num_file] if num_file > 0 else files
+    tables = [table for table in map(open_table, files) if table.rows]
+    if not tables:
+        where = shown([str(path) for path in files])
+        raise DataError(f"no rows in {where}: expected at least one in the files of the split {split!r}; {MAKE}")
+    first, length = tables[0], tables[0].columns["input_ids"].width
+    for table in tables:
+        if table.columns["input_ids"].width != length:
+            raise DataError(
+                f"{table.path} has rows of {table.columns['input_ids'].width} tokens and {first.path.name} of {length}:"
+                " expected one length in all files of a split; move the others to a folder of their own"
+            )
+    if max_positions is not None and length > max_positions:
+        raise DataError(
+            f"{first.path} has rows of {length} tokens, more than the {max_positions} positions of the model: give a"
+            f" --config_file with max_position_embeddings of {length} or more, or files of shorter rows"
+        )
+    _say_what_is_packed(tables)
+    dataset = BertDataset(tables, files, Limits(vocab_size, type_vocab_size))
+    dataset.check_ends()
+    return dataset
+
+
+def _find(data: Path, split: str) -> list[Path]:
+    """The files of a split by the order of their names. The names of folders never matter."""
+    try:
+        if data.is_dir():
+            found = sorted(data.iterdir(), key=lambda path: path.name)
+            files = [path for path in found if _is_hdf5_name(path.name) and path.is_file()]
+        elif data.is_file():
+            if not _is_hdf5_name(data.name):
+                raise DataError(
+                    f"--data {data} is no HDF5 file by its name: expected *.hdf5, *.h5 or a folder with them; {MAKE}"
+                )
+            found = files = [data]
+        elif data.exists():
+            raise DataError(f"--data {data} is neither a folder nor a file: expected a folder with HDF5 files; {MAKE}")
+        else:
+            raise DataError(f"--data {data} does not exist: expected a folder with HDF5 files; {MAKE}")
+    except OSError as error:
+        raise DataError(
+            f"--data {data} cannot be read: {error.strerror}; expected a folder you may read and enter"
+        ) from error
+    chosen = [path for path in files if split in path.name]
+    if not chosen:
+        raise MissingSplitError(
+            f"--data {data} has no files of the split {split!r}: expected names that contain {split!r} and end in .hdf5"
+            f" or .h5 (the names of folders do not count), found {shown([path.name for path in found])}; give"
+            f" --train-subset and --valid-subset words that are in the names of your files; {MAKE}"
+        )
+    return chosen
+
+
+def _is_hdf5_name(name: str) -> bool:
+    # other systems leave ._name beside a copied file
+    return name.lower().endswith(_SUFFIXES) and not name.startswith(".")
+
+
+def _say_what_is_packed(tables: Sequence[Table]) -> None:
+    """Tell of files that are packed and larger than the cache, because reading them takes a thousand times longer."""
+    packed = [[column for column in table.columns.values() if column.offset is None] for table in tables]
+    bytes_in_all = sum(table.rows * column.row_bytes for table, columns in zip(tables, packed) for column in columns)
+    if bytes_in_all > CACHE_BYTES:
+        at_once, path = max(
+            (sum(column.block_rows * column.row_bytes for column in columns), table.path)
+            for table, columns in zip(tables, packed)
+        )
+        logger.info(
+            "%s: to read one sample may take the unpacking of %.1f MB, because the file is packed in chunks and only %d"
+            " of %d MB are kept. Unpacked once, it is read about a thousand times faster:"
+            " h5repack -f NONE -l CONTI FILE NEW_FILE",
+            path, at_once / 1e6, CACHE_BYTES // 10**6, bytes_in_all // 10**6,
+        )  # fmt: skip
+
+
+# Batches
+
+
+def _common(columns: Sequence[Column]) -> tuple[int, np.dtype[Any]]:
+    """Width and type of an array that takes the rows of all these."""
+    return max(column.width for column in columns), np.result_type(*{column.dtype for column in columns})
+
+
+def _is_listed(positions: Numbers) -> npt.NDArray[np.bool_]:
+    """Which entries of lists (n, P) of positions come before the first 0 of their row."""
+    listed: npt.NDArray[np.bool_] = np.logical_and.accumulate(positions != 0, axis=1)
+    return listed
+
+
+def _outside(numbers: Numbers, limit: int | None, where: npt.NDArray[np.bool_] | None = None) -> tuple[int, ...] | None:
+    """The place of the first number that is not 0 to limit - 1; None if all are, or those where `where` holds."""
+    if not numbers.size or (numbers.min() >= 0 and (limit is None or int(numbers.max()) < limit)):
+        return None
+    wide = numbers.astype(np.int64)
+    wrong = (wide < 0) if limit is None else (wide < 0) | (wide >= limit)
+    places = np.argwhere(wrong if where is None else wrong & where)
+    return tuple(places[0].tolist()) if len(places) else None
+
+
+def _batch(rows: Row) -> Batch:
+    """The tensors of `BertDataset.collater` from rows (n, ...) that nobody else uses."""
+    count, length = rows["input_ids"].shape
+    is_listed = _is_listed(rows["masked_lm_positions"])
+    flat = rows["masked_lm_positions"].astype(np.int64) + np.arange(0, count * length, length)[:, None]  # (n, P)
+    # a position that is listed twice is one masked token, and its last word counts: as in 2020
+    words = np.full(count * length, -1, np.int64)
+    words[flat[is_listed]] = rows["masked_lm_ids"][is_listed]
+    masked = np.flatnonzero(words >= 0)
+    return {
+        "input_ids": torch.from_numpy(rows["input_ids"].astype(np.int64, copy=False)),
+        "token_type_ids": torch.from_numpy(rows["segment_ids"].astype(np.int64, copy=False)),
+        "attention_mask": torch.from_numpy(rows["input_mask"] != 0),
+        "masked_positions": torch.from_numpy(masked),
+        "masked_ids": torch.from_numpy(words[masked]),
+        "next_sentence_labels": torch.from_numpy(rows[LABEL].astype(np.int64, copy=False)),
+    }

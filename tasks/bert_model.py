@@ -1,0 +1,434 @@
+"""BERT with its two pre-training heads, and its configuration file.
+
+Responsible for what `bert_config.json` may say, for the arithmetic and for the names of the parameters; knows no files
+of data, losses or ranks. The one idea: only masked tokens are predicted, so only their rows reach the vocabulary head,
+which is 70 % of the arithmetic at 4 layers of 256 if every token goes through it. Nothing in forward looks at a value,
+so nothing in it waits for a device.
+
+The arithmetic and the names are those of Hugging Face's `BertForPreTraining`, save two names that stand there a second
+time for what is tied, `TIED_NAMES`: leave them out on the way in, and repeat the tensors on the way out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hetseq import DataError
+
+#: names in Hugging Face's state_dict that ours has not -> the name of the same tensor in both
+TIED_NAMES = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+#: what hidden_act may be
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": _tanh_gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+}
+
+_LARGEST_SIZE = 2**31 - 1
+#: bytes; one with names for a hundred thousand labels has a few million
+_LARGEST_FILE = 1 << 24
+_EXAMPLE = 'a JSON object such as {"vocab_size": 30522, "hidden_size": 256, ...}'
+
+#: keys that ask for another model unless they have one of these values -> what they would ask for
+_OTHER_MODELS: dict[str, tuple[tuple[object, ...], str]] = {
+    "model_type": (("bert",), "a model that is not BERT"),
+    "position_embedding_type": (("absolute", None), "positions relative to each other"),
+    "is_decoder": ((False, None), "a decoder, where a token sees only those before it"),
+    "is_encoder_decoder": ((False, None), "an encoder beside a decoder"),
+    "add_cross_attention": ((False, None), "attention to a second sequence"),
+    "tie_word_embeddings": ((True, None), "a vocabulary head with weights of its own"),
+    "pruned_heads": (({}, [], None), "layers with fewer heads than the others"),
+}
+
+#: patterns of keys in files of Google, NVIDIA and Hugging Face that have no effect on this model
+_WITHOUT_EFFECT = (
+    "_*",
+    "architectures",
+    "auto_map",
+    "chunk_size_feed_forward",
+    "classifier_dropout",
+    "directionality",
+    "dtype",
+    "finetuning_task",
+    "gradient_checkpointing",
+    "id2label",
+    "label2id",
+    "name_or_path",
+    "num_labels",
+    "output_*",
+    "pooler_*",
+    "problem_type",
+    "return_dict",
+    "tokenizer_class",
+    "torch_dtype",
+    "torchscript",
+    "transformers_version",
+    "use_cache",
+    "xla_device",
+    "*_token_id",
+)
+
+
+@dataclass(frozen=True)
+class BertConfig:
+    """The shape of a BERT, named as in Google's bert_config.json and Hugging Face's config.json; default: BERT-base.
+
+    Raises DataError for a value that no model can have.
+    """
+
+    vocab_size: int
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int = 0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.type == "float":
+                self._check_fraction(field.name, is_rate=field.name.endswith("_prob"))
+            elif field.type == "int":
+                self._check_whole(field.name)
+        if self.hidden_act not in list(ACTIVATIONS):  # a list, since what is in the file need not be hashable
+            raise DataError(_wrong("hidden_act", self.hidden_act, f"one of {', '.join(ACTIVATIONS)}"))
+        if self.hidden_size % self.num_attention_heads:
+            raise DataError(
+                f"hidden_size {self.hidden_size} cannot be divided among num_attention_heads"
+                f" {self.num_attention_heads}: expected a multiple; change one of them (64 a head is usual)"
+            )
+
+    def _check_whole(self, name: str) -> None:
+        value = getattr(self, name)
+        # vocab_size is the first field, so it is a number by the time that pad_token_id is looked at
+        low, high = (0, self.vocab_size - 1) if name == "pad_token_id" else (1, _LARGEST_SIZE)
+        if type(value) is not int or not low <= value <= high:
+            raise DataError(_wrong(name, value, f"a whole number from {low} to {high}, without quotes"))
+
+    def _check_fraction(self, name: str, *, is_rate: bool) -> None:
+        value = getattr(self, name)
+        is_number = type(value) in (int, float)
+        # not a number (NaN) is in no interval; a range or an epsilon of 1 is a minus sign that was forgotten
+        if not is_number or not (0 <= value < 1 if is_rate else 0 < value < 1):
+            low = "from 0" if is_rate else "above 0"
+            raise DataError(_wrong(name, value, f"a number {low} and below 1, without quotes"))
+        object.__setattr__(self, name, float(value))  # 0 and 0.0 are the same configuration on all nodes
+
+    @classmethod
+    def from_json_file(cls, path: str | Path) -> BertConfig:
+        """Read a file of Google, NVIDIA or Hugging Face, or one of your own with a few of the keys above.
+
+        Raises DataError naming file, key, what was found and what was expected; also for a key that is unknown, or that
+        asks for a model which this one is not.
+        """
+        try:
+            return cls(**_own_keys(_read_object(Path(path))))
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from error
+
+    def with_dropout(self, p: float) -> BertConfig:
+        """The same model with both its dropout rates `p`. Raises DataError outside 0 <= p < 1."""
+        return dataclasses.replace(self, hidden_dropout_prob=p, attention_probs_dropout_prob=p)
+
+
+def _wrong(key: str, value: object, expected: str) -> str:
+    shown = json.dumps(value, default=repr)
+    return f"{key} is {shown if len(shown) <= 60 else shown[:60] + '...'}: expected {expected}"
+
+
+def _own_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """The keys that `BertConfig` has, once all others are known to change nothing."""
+    fields = [field.name for field in dataclasses.fields(BertConfig)]
+    for key, (harmless, meaning) in _OTHER_MODELS.items():
+        if key in values and values[key] not in harmless:
+            expected = f"{json.dumps(harmless[0])}, or no such key"
+            raise DataError(_wrong(key, values[key], f"{expected}, because it asks for {meaning}"))
+    for key in values:
+        if key in fields or key in _OTHER_MODELS or any(fnmatchcase(key, pattern) for pattern in _WITHOUT_EFFECT):
+            continue
+        nearest = difflib.get_close_matches(key.casefold(), fields, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else "take it out if the model is the same without it."
+        raise DataError(f"the key {key!r} is unknown: {hint} Expected keys: {', '.join(fields)}")
+    if "vocab_size" not in values:
+        raise DataError(
+            'the key vocab_size is missing: expected the lines of the vocabulary, as in "vocab_size": 30522'
+        )
+    return {key: value for key, value in values.items() if key in fields}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+    except FileNotFoundError as error:
+        raise DataError(f"does not exist: expected {_EXAMPLE}; check the path, or write the file") from error
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}; expected a file you may read") from error
+    if len(content) > _LARGEST_FILE:
+        raise DataError(f"is longer than {_LARGEST_FILE >> 20} MiB: expected {_EXAMPLE}; are these weights or data?")
+    try:
+        text = content.decode("utf-8-sig")  # editors on Windows put a mark in front
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"is not UTF-8 (byte {error.start} is 0x{content[error.start]:02x}): expected {_EXAMPLE}; save it as UTF-8,"
+            " for example with iconv -t UTF-8"
+        ) from error
+    try:
+        found = json.loads(text, object_pairs_hook=_without_repetition)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"is no JSON ({error}): expected {_EXAMPLE}; correct it there") from error
+    if not isinstance(found, dict):
+        raise DataError(f"holds {_wrong('the JSON value', found, _EXAMPLE)}")
+    return found
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise DataError(f"the key {twice!r} stands there more than once: expected it once; take the wrong one out")
+    return values
+
+
+class BertForPreTraining(nn.Module):
+    """BERT with a head for masked tokens and one for the next sentence.
+
+    The vocabulary head is tied: its matrix *is* the word embeddings, so it is no parameter of its own and stands once
+    in `state_dict()`. To load a Hugging Face file leave out `TIED_NAMES`; to write one add them:
+
+        model.load_state_dict({name: tensor for name, tensor in theirs.items() if name not in TIED_NAMES})
+        theirs = ours | {name: ours[same] for name, same in TIED_NAMES.items()}
+
+    Freshly made, it is initialised: weights normal with `initializer_range`, biases and the row of [PAD] zero,
+    LayerNorms the identity. The first cross entropies are then ln vocab_size and ln 2.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.bert = BertModel(config)
+        self.cls = _Heads(config)
+        _initialise_(self, config.initializer_range)
+
+    def forward(
+        self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor, masked_positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Vocabulary logits (m, vocab_size) of the masked positions only, and next-sentence logits (n, 2).
+
+        input_ids, token_type_ids: (n, L) int64; attention_mask: (n, L) bool, True where there is a token and no
+        padding; masked_positions: (m,) int64, row * L + column. m may be 0: the sum of no cross entropies is 0, with
+        zero gradients. Raises ValueError for shapes that do not fit each other or the model, never for values.
+        """
+        if masked_positions.ndim != 1:
+            raise ValueError(
+                f"masked_positions has shape {tuple(masked_positions.shape)}, expected (m,): row * L + column of each"
+            )
+        hidden, pooled = self.bert(input_ids, token_type_ids, attention_mask)
+        masked = hidden.flatten(0, 1).index_select(0, masked_positions)  # (m, hidden_size)
+        word_embeddings = self.bert.embeddings.word_embeddings.weight
+        return self.cls.predictions(masked, word_embeddings), self.cls.seq_relationship(pooled)
+
+
+class BertModel(nn.Module):
+    """The encoder: ids and mask as in `BertForPreTraining` to hidden states (n, L, hidden_size) and (n, hidden_size).
+
+    The second are those of the first token after another dense layer and tanh.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.embeddings = _Embeddings(config)
+        self.encoder = _Encoder(config)
+        self.pooler = _Pooler(config)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Raises ValueError as `BertForPreTraining` does."""
+        _check_shapes(input_ids, token_type_ids, attention_mask, self.embeddings.position_embeddings.num_embeddings)
+        hidden = self.encoder(self.embeddings(input_ids, token_type_ids), attention_mask[:, None, None, :])
+        return hidden, self.pooler(hidden)
+
+
+def _check_shapes(input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor, max_length: int) -> None:
+    # a mask of another shape would broadcast, one of floats would be added to the scores: wrong without an error
+    shape = tuple(input_ids.shape)
+    if len(shape) != 2 or shape[1] < 1:
+        raise ValueError(f"input_ids has shape {shape}, expected (n, L) with L of at least 1")
+    if shape[1] > max_length:
+        raise ValueError(
+            f"input_ids has shape {shape}, rows of {shape[1]} tokens: expected at most {max_length}, which is"
+            " max_position_embeddings of the model's configuration; make shorter rows, or a model with more positions"
+        )
+    for name, tensor in (("token_type_ids", token_type_ids), ("attention_mask", attention_mask)):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape} as input_ids has")
+    if attention_mask.dtype is not torch.bool:
+        raise ValueError(f"attention_mask is {attention_mask.dtype}, expected torch.bool: True where there is a token")
+
+
+class _Embeddings(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        # padding_idx: looking [PAD] up gives its row no gradient; as a word of the tied head it gets one
+        self.word_embeddings = nn.Embedding(config.vocab_size, size, padding_idx=config.pad_token_id)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, size)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, size)
+        self.LayerNorm = nn.LayerNorm(size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
+        words = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)  # (n, L, hidden_size)
+        positions = self.position_embeddings.weight[: input_ids.shape[1]]  # (L, hidden_size)
+        return cast(Tensor, self.dropout(self.LayerNorm(words + positions)))
+
+
+class _Encoder(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList([_Layer(config) for _ in range(config.num_hidden_layers)])
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layer:
+            hidden = layer(hidden, mask)
+        return hidden
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.attention = _Attention(config)
+        self.intermediate = _DenseWithActivation(config, config.intermediate_size)
+        self.output = _AddAndNorm(config, config.intermediate_size)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        attended = self.attention(hidden, mask)
+        return cast(Tensor, self.output(self.intermediate(attended), attended))
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.self = _SelfAttention(config)
+        self.output = _AddAndNorm(config, config.hidden_size)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        return cast(Tensor, self.output(self.self(hidden, mask), hidden))
+
+
+class _SelfAttention(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.heads, self.dropout_rate = config.num_attention_heads, config.attention_probs_dropout_prob
+        self.query = nn.Linear(size, size)
+        self.key = nn.Linear(size, size)
+        self.value = nn.Linear(size, size)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        # mask: (n, 1, 1, L), the same for all heads and all queries
+        query, key, value = (
+            projection(hidden).unflatten(2, (self.heads, -1)).transpose(1, 2)  # (n, heads, L, hidden_size / heads)
+            for projection in (self.query, self.key, self.value)
+        )
+        rate = self.dropout_rate if self.training else 0.0
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=rate)
+        return attended.transpose(1, 2).flatten(2)
+
+
+class _AddAndNorm(nn.Module):
+    """A dense layer back to the hidden size, dropout, and the normalised sum with what went around."""
+
+    def __init__(self, config: BertConfig, in_features: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(in_features, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(self, x: Tensor, around: Tensor) -> Tensor:
+        return cast(Tensor, self.LayerNorm(self.dropout(self.dense(x)) + around))
+
+
+class _DenseWithActivation(nn.Module):
+    def __init__(self, config: BertConfig, out_features: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, out_features)
+        self.activation = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.dense(x))
+
+
+class _Pooler(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.tanh(self.dense(hidden[:, 0]))
+
+
+class _Heads(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.predictions = _VocabularyHead(config)
+        self.seq_relationship = nn.Linear(config.hidden_size, 2)
+
+
+class _VocabularyHead(nn.Module):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.transform = _Transform(config)
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(self, hidden: Tensor, word_embeddings: Tensor) -> Tensor:
+        return F.linear(self.transform(hidden), word_embeddings, self.bias)
+
+
+class _Transform(_DenseWithActivation):
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.LayerNorm(super().forward(x)))
+
+
+@torch.no_grad()
+def _initialise_(model: nn.Module, standard_deviation: float) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=standard_deviation)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            module.weight[module.padding_idx].zero_()

@@ -1,0 +1,72 @@
+"""The vocabulary file of BERT: one token a line, whose number from 0 is its id; and whether it fits the network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hetseq import DataError
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+_LARGEST_FILE = 64 << 20  # bytes
+_PADDING = 128  # a vocabulary is padded to a multiple of at most this
+
+
+def read_vocab(path: Path) -> list[str]:
+    """The tokens of a vocabulary file, one a line, in UTF-8; the number of a line, from 0, is the id of its token.
+
+    Raises DataError where the file is missing, of another encoding, empty, or no vocabulary of BERT.
+    """
+    expected = "expected a vocabulary of one token a line in UTF-8, as vocab.txt of BERT"
+    try:
+        if not path.exists():
+            raise DataError(f"{path} does not exist: {expected}; give --dict FILE")
+        if not path.is_file() or path.stat().st_size > _LARGEST_FILE:
+            raise DataError(f"{path} is no file of at most {_LARGEST_FILE >> 20} MB: {expected}; give --dict FILE")
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; {expected}") from error
+    if not content.strip():
+        raise DataError(f"{path} is empty ({len(content)} bytes): {expected}")
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{path}, line {line}: byte {content[error.start]:#04x} is not UTF-8; {expected}; convert it with"
+            " `iconv -f ENCODING -t UTF-8`"
+        ) from error
+    if text.startswith("\ufeff"):
+        raise DataError(f"{path} begins with a byte order mark, which would belong to its first token: save it without")
+    # not splitlines: a token may be one of the characters that it takes for ends of lines
+    tokens = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+    _check_tokens(tokens, path, expected)
+    return tokens
+
+
+def _check_tokens(tokens: list[str], path: Path, expected: str) -> None:
+    lines: dict[str, int] = {}
+    for line, token in enumerate(tokens, 1):
+        if not token.strip(" \t"):
+            raise DataError(f"{path}, line {line} is empty, and the tokens after it would have wrong ids: {expected}")
+        if lines.setdefault(token, line) != line:
+            raise DataError(
+                f"{path}, line {line}: token {token!r} is also in line {lines[token]}; {expected}, each once"
+            )
+    missing = [token for token in SPECIAL_TOKENS if token not in lines]
+    if missing:
+        raise DataError(
+            f"{path} has {len(tokens):,} lines, the first {tokens[0][:40]!r}, and no {', '.join(missing)}: {expected},"
+            f" with the special tokens {', '.join(SPECIAL_TOKENS)}"
+        )
+
+
+def check_vocab(vocab: list[str], vocab_size: int, vocab_path: Path, config_path: Path) -> None:
+    """Raise DataError unless `vocab_size` of a configuration is that of the vocabulary, or padded as usual."""
+    most = -(-len(vocab) // _PADDING) * _PADDING
+    if not len(vocab) <= vocab_size <= most:
+        padded = f" (or up to {most}, padded to a multiple of {_PADDING})" if most > len(vocab) else ""
+        raise DataError(
+            f"{config_path} has vocab_size {vocab_size} and {vocab_path} has {len(vocab)} tokens: expected vocab_size"
+            f" {len(vocab)}{padded}; give the --dict and the --config_file that belong together"
+        )
