@@ -40,8 +40,8 @@ def nothing_left_behind() -> Iterator[None]:
     scene = Scene.now()
     yield
     leaks = scene.leaks()
-    scene.restore()
     if leaks:
+        scene.restore()
         pytest.fail("this test left something behind:\n" + "\n".join(f"  {leak}" for leak in leaks), pytrace=False)
 
 

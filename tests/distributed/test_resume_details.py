@@ -123,7 +123,7 @@ def test_validating_the_data_set_that_is_trained_changes_no_training(tmp_path: P
     quiet, loud = prepared(tmp_path / "quiet"), prepared(tmp_path / "loud")
     runs = [(quiet, words("--max-update 10 --no-save")), (loud, words("--max-update 10 --no-save", validate=True))]
     ((without, with_validation),) = run_ranks(live_in_turn, 1, runs, OneDataSet)
-    assert len(with_validation.valid) == 2
+    assert len(with_validation.valid) == 3  # two epochs, and the end of the run
     assert with_validation.losses == without.losses
     assert len(set(without.losses)) == 10
 
