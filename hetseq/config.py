@@ -129,6 +129,12 @@ class DataConfig:
         None, "samples of one optimizer step over all ranks; --max-sentences is then only a cap", metavar="B"
     )
     update_freq: tuple[int, ...] = option((1,), "micro-batches of every rank in a step, per epoch", metavar="N[,N...]")
+    unit_size: int | None = option(
+        None,
+        "cut every step into micro-batches of N samples, each with its own random numbers: with dropout, too, the"
+        " result is then the same on any ranks",
+        metavar="N",
+    )
     required_batch_size_multiple: int = option(
         1, "round micro-batches down to a multiple of N where they hold more", metavar="N"
     )
@@ -137,6 +143,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         _check_not_negative(self, "num_file", "curriculum")
         _check_positive(self, "max_sentences", "max_tokens", "global_batch_size", "required_batch_size_multiple")
+        _check_positive(self, "unit_size")
         _require(self.num_workers >= -1, "num_workers", self.num_workers, "-1, 0 or more")
         _require(bool(self.update_freq), "update_freq", "''", "at least one number, as in 4 or 1,2,4")
         for freq in self.update_freq:
@@ -146,6 +153,17 @@ class DataConfig:
                 "--update-freq and --global-batch-size contradict each other: --global-batch-size already counts all"
                 " samples of a step; leave --update-freq out"
             )
+        if self.unit_size is not None:
+            if self.max_tokens is not None:
+                raise ConfigError(
+                    "--unit-size and --max-tokens contradict each other: a unit has the same number of samples on every"
+                    " rank; leave one of them out"
+                )
+            if self.max_sentences is not None and self.max_sentences < self.unit_size:
+                raise ConfigError(
+                    f"--max-sentences {self.max_sentences} holds no unit of --unit-size {self.unit_size}: a micro-batch"
+                    " is one unit; make the unit smaller, or the cap larger"
+                )
         if self.global_batch_size is not None and self.max_tokens is not None:
             raise ConfigError(
                 "--max-tokens and --global-batch-size contradict each other: one ends a step by tokens, the other by"

@@ -170,7 +170,8 @@ class StepPlan:
 class Planner:
     """Plans steps of one run: `plan(position)` is a pure function of the position while the shares stay as they are.
 
-    `assign` turns the samples of a step into integer shares, one per rank, that add up to it.
+    `assign` turns the samples of a step into integer shares, one per rank, that add up to it. With a `unit` above 1 it
+    is given units: a share is whole units of so many neighbours, and only the last unit of a step may be smaller.
     """
 
     n: int
@@ -179,11 +180,12 @@ class Planner:
     assign: Callable[[int], tuple[int, ...]]
     curriculum: int = 0  # the first N epochs keep the data's own order
     lengths: Lengths | None = None
+    unit: int = 1
     _orders: dict[int, EpochOrder] = field(default_factory=dict)
 
     def copy(self) -> Planner:
         """The same plans from an object of its own: planners remember orders and are not for two threads."""
-        return Planner(self.n, self.seed, self.batch, self.assign, self.curriculum, self.lengths)
+        return Planner(self.n, self.seed, self.batch, self.assign, self.curriculum, self.lengths, self.unit)
 
     def order(self, epoch: int) -> EpochOrder:
         if epoch not in self._orders:
@@ -196,7 +198,7 @@ class Planner:
     def plan(self, position: Position) -> StepPlan:
         start = position.consumed
         stop = self._end_of_step(position.epoch, start)
-        shares = self.assign(stop - start)
+        shares = self._shares(stop - start)
         assert sum(shares) == stop - start, "shares must add up to the global batch"
         return StepPlan(position.step, position.epoch, start, stop, shares, ends_epoch=stop == self.n)
 
@@ -215,6 +217,13 @@ class Planner:
         """This rank's micro-batches of a step as position ranges, in order; none for a share of 0."""
         start, stop = plan.range_of(rank)
         return cut(self.order(plan.epoch), start, stop, cap, lengths=self.lengths)
+
+    def _shares(self, total: int) -> tuple[int, ...]:
+        units = -(-total // self.unit)
+        shares = [count * self.unit for count in self.assign(units)]
+        last = max(rank for rank, share in enumerate(shares) if share)
+        shares[last] -= units * self.unit - total
+        return tuple(shares)
 
     def _end_of_step(self, epoch: int, start: int) -> int:
         samples, tokens = self.batch.sample_limit(epoch), self.batch.token_limit(epoch)

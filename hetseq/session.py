@@ -108,7 +108,7 @@ def build_session(
         )  # fmt: skip
 
         planner = _planner(config, material.train, provenance.batch, assign)
-        cap = MicroBatchCap(config.data.max_sentences, config.data.max_tokens, config.data.required_batch_size_multiple)
+        cap = _micro_batch_cap(config.data)
         loader = StepLoader(
             material.source(material.train), planner, state.position, rank=group.rank, cap=cap,
             num_workers=_num_workers(config.data.num_workers, device),
@@ -129,7 +129,8 @@ def build_session(
     metrics.set_total(_total_steps(config, len(material.train), provenance.batch))
     status.write(0.0, force=True, step=state.position.step - 1, state="start")
     _say_what_runs(controller, material)
-    _warn_of_batch_norm(controller)
+    if config.data.unit_size is None:
+        _warn_of_batch_norm(controller)
     return Session(controller, saver, status)
 
 
@@ -224,6 +225,12 @@ def global_batch(config: DataConfig, group: AnyGroup) -> GlobalBatch:
     return GlobalBatch(samples or None, tokens or None, config.update_freq)
 
 
+def _micro_batch_cap(config: DataConfig) -> MicroBatchCap:
+    if config.unit_size is not None:
+        return MicroBatchCap(config.unit_size)  # which this node's own cap holds
+    return MicroBatchCap(config.max_sentences, config.max_tokens, config.required_batch_size_multiple)
+
+
 def _provenance(config: Config, material: Material, replica: Replica, batch: GlobalBatch) -> Provenance:
     return Provenance(
         task=type(material.task).__name__,
@@ -273,7 +280,9 @@ def _override(optimizer: torch.optim.Optimizer, config: CheckpointConfig) -> Non
 def _planner(config: Config, dataset: Any, batch: GlobalBatch, assign: Callable[[int], tuple[int, ...]]) -> Planner:
     counts_tokens = config.data.max_tokens or batch.tokens
     lengths = _needed_lengths(dataset, "use --max-sentences") if counts_tokens else None
-    return Planner(len(dataset), config.task.seed, batch, assign, config.data.curriculum, lengths)
+    return Planner(
+        len(dataset), config.task.seed, batch, assign, config.data.curriculum, lengths, config.data.unit_size or 1
+    )
 
 
 def _needed_lengths(dataset: Any, remedy: str) -> Lengths:
@@ -362,7 +371,7 @@ def _warn_of_batch_norm(controller: Controller) -> None:
     if kinds and controller.group.rank == 0:
         logger.warning(
             "%s normalises over each micro-batch, so the curve depends on ranks, shares and --max-sentences: LayerNorm"
-            " or GroupNorm keep the promise of one curve on any machines",
+            " or GroupNorm keep the promise of one curve on any machines, and --unit-size N does for any layer",
             ", ".join(sorted(kinds)),
         )
 

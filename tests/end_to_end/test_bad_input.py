@@ -116,6 +116,8 @@ def test_a_yaml_file_that_cannot_be_meant(refuse: Refuse, tmp_path: Path, text: 
     [
         (("--global-batch-size", "8", "--update-freq", "2"), ("--update-freq", "--global-batch-size", "leave")),
         (("--global-batch-size", "8", "--max-tokens", "9"), ("--max-tokens", "--global-batch-size", "--max-sentences")),
+        (("--unit-size", "8", "--max-sentences", "7"), ("--unit-size 8", "--max-sentences 7", "smaller")),
+        (("--unit-size", "8", "--max-tokens", "90"), ("--unit-size", "--max-tokens", "leave")),
         (("--warmup-updates", "9", "--total-num-update", "9"), ("--warmup-updates 9", "--total-num-update", "larger")),
         ((*TWO, "--balance", "5,2,1"), ("--balance 5,2,1", "3 weights for 2 ranks", "one weight per rank")),
         ((*TWO, "--throttle", "2:3"), ("--throttle 2", "the ranks are 0 to 1")),

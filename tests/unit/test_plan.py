@@ -188,6 +188,20 @@ def test_steps_take_every_position_once_for_any_batch_ranks_and_caps() -> None:
             assert taken == list(range(n)), (n, batch, cap)  # in order, so ranks take neighbouring slices
 
 
+def test_units_are_the_same_whatever_the_shares() -> None:
+    generator = random.Random(4)
+    for _ in range(150):
+        n, unit = generator.randint(1, 200), generator.randint(1, 9)
+        batch, cap = GlobalBatch(generator.randint(1, n)), MicroBatchCap(unit)
+        alone = Planner(n, 7, batch, lambda total: (total,), unit=unit)
+        shared = Planner(n, 7, batch, lambda total: random_shares(generator, total), unit=unit)
+        for mine, plan in zip(epoch_of(alone, 1), epoch_of(shared, 1), strict=True):
+            units = [piece for rank in range(len(plan.shares)) for piece in shared.micro_batches(plan, rank, cap)]
+            assert units == alone.micro_batches(mine, 0, cap), (n, unit, batch, plan.shares)
+            assert all((start - plan.start) % unit == 0 for start, _ in units)
+            assert all(stop - start == unit for start, stop in units[:-1])
+
+
 def test_the_last_step_of_an_epoch_is_what_is_left() -> None:
     plans = list(epoch_of(planner(25, GlobalBatch(10)), 1))
     assert [(plan.start, plan.stop, plan.ends_epoch) for plan in plans] == [
