@@ -87,6 +87,7 @@ def _run_bert(folder: Path) -> None:
     print(f"\nmasked words of unseen text         {held_out['masked_tokens']:,}")
     print(f"guessed right                       {found['valid_mlm_accuracy']:.1%}")
     print(f"by always guessing {guess['token']!r:<17}{guess['share']:.1%}")
+    print(f"of those the input does not show    {found['valid_hidden_accuracy']:.1%}")
     print(f"loss per masked word                {found['valid_mlm']:.2f} nats")
     print(f"entropy of the words' frequencies   {held_out['unigram_entropy']:.2f} nats")
     _print_difference(shared[: len(alone)], alone)

@@ -74,13 +74,23 @@ class BertTask(Task):
         }
 
     def metrics(self, model: nn.Module, sample: Batch) -> dict[str, tuple[float, float]]:
-        """`mlm_accuracy` of the masked words, and `nsp_accuracy` of the pairs."""
+        """`mlm_accuracy` of the masked words, `nsp_accuracy` of the pairs, and what copying cannot give.
+
+        A tenth of the masked words stand in the input as they are, and a network soon learns to copy those. So the loss
+        in nats and the accuracy of the others are told apart: `hidden_mlm` and `hidden_accuracy`.
+        """
         seen, logits = self._of_loss
         self._of_loss = None, None
         words, pairs = logits if logits is not None and seen is sample else _logits(model, sample)
+        labels = sample["masked_ids"]
+        is_hidden = sample["input_ids"].flatten()[sample["masked_positions"]] != labels  # (m,)
+        hidden, hidden_labels = words[is_hidden], labels[is_hidden]
+        loss = F.cross_entropy(hidden, hidden_labels, reduction="sum").item()  # sync, in validation only
         return {
-            "mlm_accuracy": _hits(words, sample["masked_ids"]),
+            "mlm_accuracy": _hits(words, labels),
             "nsp_accuracy": _hits(pairs, sample["next_sentence_labels"]),
+            "hidden_mlm": (loss, float(len(hidden))),
+            "hidden_accuracy": _hits(hidden, hidden_labels),
         }
 
     def _bert_config(self) -> BertConfig:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hetseq.demo import run_demo
+from hetseq.errors import ConfigError
 from hetseq.metrics import read_rows
 from tests.support.commands import HETSEQ, run_command
 
@@ -23,3 +25,30 @@ def test_the_demo_shows_one_curve_for_equal_and_for_fitting_shares(tmp_path: Pat
     equal, fitting = re.search(r"run directories +(\S+), (\S+)", done.out).groups()
     for folder, shares in ((equal, [64, 64]), (fitting, [96, 32])):
         assert read_rows(tmp_path / folder / "metrics.jsonl")[0]["shares"] == shares
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_demo_of_bert_makes_a_corpus_and_learns_from_it(tmp_path: Path) -> None:
+    done = run_command(["demo", "bert"], program=HETSEQ, cwd=tmp_path, timeout_s=380)
+    assert done.code == 0, done.err
+    right, guess, hidden = (
+        float(re.search(rf"{line}.* ([0-9.]+)%", done.out)[1])
+        for line in ("guessed right", "by always guessing", "of those the input does not show")
+    )
+    assert right >= 2 * guess
+    assert hidden > guess, "a network that only copies what it sees is no better than the guess"
+    loss, entropy = (
+        float(re.search(rf"{line} +([0-9.]+) nats", done.out)[1])
+        for line in ("loss per masked word", "entropy of the words' frequencies")
+    )
+    assert loss < entropy
+    assert float(re.search(r"largest difference of the curves +(\S+) nats", done.out)[1]) <= 1e-5
+    shared, alone = re.search(r"run directories +(\S+), (\S+)", done.out).groups()
+    for folder, shares in ((shared, [12, 4]), (alone, [16])):
+        assert read_rows(tmp_path / folder / "metrics.jsonl")[0]["shares"] == shares
+
+
+def test_another_demo_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="hetseq demo gpt: there is no such demo; expected mnist or bert"):
+        run_demo("gpt")

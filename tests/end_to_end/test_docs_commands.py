@@ -1,7 +1,7 @@
 """The commands of README and manual, as a reader would type them: each page from top to bottom in a folder of its own.
 
-Which commands are left out, and that this is said on the page, is the affair of tests/unit/test_docs.py. Commands
-with real data are cut short; what they reach is measured elsewhere. Those of the README begin as a reader's do,
+Which commands are left out, and that this is said on the page, is the affair of tests/unit/test_docs.py. Trainings
+with `--data` are cut short; what they reach is measured elsewhere. Those of the README begin as a reader's do,
 those of the manual are forked after their imports.
 """
 
@@ -24,11 +24,13 @@ from tests.support.places import free_port
 
 pytestmark = pytest.mark.slow
 
-#: for commands with real data, which otherwise take minutes
-CUT_SHORT = ["--max-update", "8"]
+#: for trainings with --data, which otherwise take minutes
+CUT_SHORT = ["--max-update", "4"]
 PATIENCE_S = 110
 #: a run directory of real data, by its name in the manual
 DATA_RUN = "runs/mnist"
+#: a folder of text that a reader brings: some pages of the manual
+TEXT, TEXT_PAGES = "text", ("messages", "migrating", "network", "nodes", "running")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,9 +71,9 @@ class Reader:
             self._beside.clear()
             return
         words = [self._meant(word, data) for word in shlex.split(command.rstrip().removesuffix("&"))]
-        is_run_on_data = data is not None and words[:2] == ["hetseq", "train"]
+        is_long = words[:2] == ["hetseq", "train"] and "--data" in words
         started = start_command(
-            [*words[1:], *(CUT_SHORT if is_run_on_data else [])],
+            [*words[1:], *(CUT_SHORT if is_long else [])],
             cwd=self.checkout,
             program=HETSEQ if words[0] == "hetseq" else (sys.executable,),
             env={"HOME": str(self.checkout), "GLOO_SOCKET_IFNAME": "lo"},
@@ -97,6 +99,9 @@ def reader(tmp_path: Path) -> Iterator[Reader]:
     """One in a folder where commands find what they name, and leave their runs."""
     (tmp_path / "docs").symlink_to(ROOT / "docs")
     (tmp_path / "train.py").symlink_to(ROOT / "train.py")
+    (tmp_path / TEXT).mkdir()
+    for name in TEXT_PAGES:
+        (tmp_path / TEXT / f"{name}.txt").symlink_to(ROOT / "docs" / f"{name}.md")
     with ExitStack() as closing:
         yield Reader(tmp_path, closing)
 

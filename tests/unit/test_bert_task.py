@@ -1,0 +1,86 @@
+"""What the BERT task measures, and how often it asks the network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hetseq import options
+from hetseq.task import make_task
+from tasks.bert import BertTask
+from tests.support import bert
+
+#: two rows of 4; masked are a word left as it is, two under a [MASK] of 4, and one under another word
+SAMPLE = {
+    "input_ids": torch.tensor([[2, 7, 4, 3], [2, 4, 9, 3]]),
+    "token_type_ids": torch.zeros(2, 4, dtype=torch.int64),
+    "attention_mask": torch.ones(2, 4, dtype=torch.bool),
+    "masked_positions": torch.tensor([1, 2, 5, 6]),
+    "masked_ids": torch.tensor([7, 8, 6, 5]),
+    "next_sentence_labels": torch.tensor([0, 1]),
+}
+
+
+class Answering(nn.Module):
+    """Says that the words were `words`, of 10, and that every pair belongs together."""
+
+    def __init__(self, words: list[int]) -> None:
+        super().__init__()
+        self.words, self.calls = words, 0
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        return nn.functional.one_hot(torch.tensor(self.words), 10).float(), torch.tensor([[1.0, 0.0]] * 2)
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Any:
+    data = bert.write_folder(tmp_path / "data", 60)
+    return make_task(BertTask, options.parse(["--task", "bert", "--data", str(data)]))
+
+
+def test_words_and_pairs_are_counted_apart(task: BertTask) -> None:
+    assert task.count(SAMPLE) == {"mlm": 4, "nsp": 2}
+    bare = {**SAMPLE, "masked_positions": torch.tensor([], dtype=torch.int64), "masked_ids": torch.tensor([]).long()}
+    assert task.count(bare) == {"mlm": 0, "nsp": 2}
+
+
+def test_a_word_that_the_input_shows_is_not_hidden(task: BertTask) -> None:
+    copier = Answering([7, 4, 4, 9]).eval()  # whatever stands there
+    found = task.metrics(copier, SAMPLE)
+    assert found["mlm_accuracy"] == (1.0, 4.0)
+    assert found["hidden_accuracy"] == (0.0, 3.0)
+    assert found["nsp_accuracy"] == (1.0, 2.0)
+    reader = Answering([0, 8, 6, 0]).eval()
+    assert task.metrics(reader, SAMPLE)["hidden_accuracy"] == (2.0, 3.0)
+    loss, count = task.metrics(reader, SAMPLE)["hidden_mlm"]
+    words, _ = reader()
+    assert loss == pytest.approx(nn.functional.cross_entropy(words[1:], SAMPLE["masked_ids"][1:], reduction="sum"))
+    assert count == 3.0
+
+
+def test_nothing_masked_is_nothing_measured(task: BertTask) -> None:
+    nothing = torch.tensor([], dtype=torch.int64)
+    model = Answering([]).eval()
+    model.forward = lambda *inputs: (torch.zeros(0, 10), torch.zeros(2, 2))  # type: ignore[method-assign]
+    found = task.metrics(model, {**SAMPLE, "masked_positions": nothing, "masked_ids": nothing})
+    assert found["mlm_accuracy"] == found["hidden_accuracy"] == found["hidden_mlm"] == (0.0, 0.0)
+
+
+def test_validation_asks_the_network_once_and_training_does_not_keep_what_it_said(task: BertTask) -> None:
+    model = Answering([7, 8, 6, 5]).eval()
+    task.loss(model, SAMPLE)
+    right = task.metrics(model, SAMPLE)["mlm_accuracy"]
+    assert (model.calls, right) == (1, (4.0, 4.0))
+    model.words = [0, 0, 0, 0]  # it has learned, or unlearned, since
+    assert task.metrics(model, SAMPLE)["mlm_accuracy"] == (0.0, 4.0)
+    task.loss(model.train(), SAMPLE)
+    model.words = [7, 0, 0, 0]
+    assert task.metrics(model.eval(), SAMPLE)["mlm_accuracy"] == (1.0, 4.0)
+    task.loss(model, SAMPLE)
+    other = {**SAMPLE, "masked_ids": torch.tensor([1, 1, 1, 1])}
+    assert task.metrics(model, other)["mlm_accuracy"] == (0.0, 4.0)
