@@ -86,9 +86,11 @@ class RunBoundary:
         state, outcome = controller.state, result.outcome
         self._report(controller, result)
         is_best = False
-        if self._validators and (ends_run or self._is_validation_due(result.plan)):
+        is_due = self._is_validation_due(result.plan)
+        if self._validators and (is_due or ends_run):
             controller.replica.buffers.synchronise_(result.plan.shares)
-            is_best = self._validate(controller, result.plan.epoch)
+            # a run that is made longer later has the best checkpoint of one that never ended here
+            is_best = self._validate(controller, result.plan.epoch, counts=is_due)
         kinds = self._saver.kinds_due(
             state,
             epoch_ended=result.plan.epoch if result.plan.ends_epoch else None,
@@ -128,8 +130,8 @@ class RunBoundary:
         is_due = plan.ends_epoch and plan.epoch % self._config.validate_interval == 0
         return is_due or (steps > 0 and plan.step % steps == 0)
 
-    def _validate(self, controller: Controller, epoch: int) -> bool:
-        """Evaluate every validation split; True if the first one is better than ever before."""
+    def _validate(self, controller: Controller, epoch: int, *, counts: bool) -> bool:
+        """Evaluate every validation split; True if the first one is better than ever before, and that `counts`."""
         state, is_best = controller.state, False
         for place, validator in enumerate(self._validators):
             # a rank of a small share waits for the others, far longer than for a step
@@ -137,7 +139,7 @@ class RunBoundary:
                 values = validator.evaluate(
                     controller.task, controller.replica.model, controller.group, controller.planner.assign
                 )
-            if place == 0:
+            if place == 0 and counts:
                 is_best = self._is_best(state, values)
             named = {f"valid_{name}": value for name, value in values.items()}
             self._metrics.validation(
@@ -168,4 +170,4 @@ class RunBoundary:
 
 
 def _by_term(terms: Sequence[str], sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:
-    return {term: total / count if count else 0.0 for term, total, count in zip(terms, sums, counts)}
+    return {term: total / count for term, total, count in zip(terms, sums, counts) if count}

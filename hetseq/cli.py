@@ -19,7 +19,15 @@ _USAGE = """usage: hetseq COMMAND [options]
 
   train      train a task; `hetseq train --help` lists every option
   evaluate   evaluate a checkpoint of a run on a split
-  demo       see unequal workers give the result of one machine, in a minute
+  demo       see unequal workers give the result of one machine, in a minute or two: demo mnist, demo bert
+"""
+
+_DEMO_USAGE = """usage: hetseq demo [mnist | bert]
+
+  mnist      digits, two unequal workers, with equal and with fitting shares; a minute (the default)
+  bert       a corpus of the text that comes with Python, and a small BERT on two unequal workers; two minutes
+
+Everything goes to a new folder in ./runs.
 """
 
 
@@ -81,6 +89,8 @@ def evaluate(argv: Sequence[str]) -> int:
 
 def demo(argv: Sequence[str]) -> int:
     """`hetseq demo [mnist|bert]`: one result for equal and unequal workers; words from text, or digits."""
+    if argv and argv[0] in ("-h", "--help"):
+        raise options.HelpRequested(_DEMO_USAGE)
     if len(argv) > 1:
         raise ConfigError(f"hetseq demo takes one name, mnist or bert, found {' '.join(argv)}")
     from hetseq.demo import run_demo

@@ -56,7 +56,7 @@ def _run_mnist(folder: Path) -> None:
     runs = {}
     for name, balance in (("equal", "equal"), ("3-to-1", f"{_SLOW_DOWN},1")):
         print(f"-- shares {balance} --", flush=True)
-        runs[name] = _train(folder / name, f"{_DIGITS} --balance {balance}")
+        runs[name] = _train(folder / name, _DIGITS, "--balance", balance)
         print(flush=True)
     equal, unequal = (_speed(rows) for rows in runs.values())
     accuracy = [row["valid_accuracy"] for row in runs["3-to-1"] if "valid_accuracy" in row][-1]
@@ -74,13 +74,14 @@ def _run_bert(folder: Path) -> None:
     _make_corpus(data)
     print("\n-- two workers with shares of 3:1 --", flush=True)
     shared = _train(
-        folder / "shared",
-        f"{_BERT} --data {data} --max-update {_BERT_STEPS} --distributed-world-size 2 --balance 3,1",
-    )
+        folder / "shared", _BERT, "--data", str(data), "--max-update", str(_BERT_STEPS),
+        "--distributed-world-size", "2", "--balance", "3,1",
+    )  # fmt: skip
     print(f"\n-- the first {_BERT_REPEATED} steps again, in one process --", flush=True)
     alone = _train(
-        folder / "alone", f"{_BERT} --data {data} --max-update {_BERT_REPEATED} --disable-validation --no-save"
-    )
+        folder / "alone", _BERT, "--data", str(data), "--max-update", str(_BERT_REPEATED), "--disable-validation",
+        "--no-save",
+    )  # fmt: skip
     found = [row for row in shared if "valid_mlm_accuracy" in row][-1]
     held_out = json.loads((data / "corpus.json").read_text(encoding="utf-8"))["splits"]["test"]
     guess = held_out["most_frequent"]
@@ -98,7 +99,9 @@ def _make_corpus(folder: Path) -> None:
     """As a user would, with a program of its own: this package knows no tasks and no corpora."""
     words = ["-m", "preprocessing.bert_corpus", "--output", str(folder), *_CORPUS.split()]
     print(f"-- {shlex.join(['python', *words])} --", flush=True)
-    done = subprocess.run([sys.executable, *words], check=False)
+    words[words.index(str(folder))] = str(folder.resolve())
+    # from beside this package: a folder `preprocessing` of the user's own would be taken first
+    done = subprocess.run([sys.executable, *words], check=False, cwd=Path(__file__).resolve().parents[1])
     if done.returncode:
         raise HetSeqError(f"the corpus in {folder} could not be made: see above")
 
@@ -118,8 +121,8 @@ def _new_folder() -> Path:
         return Path(tempfile.mkdtemp(prefix="hetseq-demo-"))
 
 
-def _train(save_dir: Path, words: str) -> list[dict[str, Any]]:
-    ending = launch(options.parse([*shlex.split(words), "--save-dir", str(save_dir)]))
+def _train(save_dir: Path, words: str, *more: str) -> list[dict[str, Any]]:
+    ending = launch(options.parse([*words.split(), *more, "--save-dir", str(save_dir)]))
     if ending.code:
         raise HetSeqError(f"the demo's run in {save_dir} failed: {ending.message}")
     return read_rows(save_dir / "metrics.jsonl")

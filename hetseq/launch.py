@@ -41,7 +41,7 @@ def launch(config: Config) -> Ending:
     if fault is None:
         return Launcher(config, devices, command=command, interface=interface).run()
     # they wait for a node that will never come, so this one goes there all the same, and is refused before their eyes
-    sys.stderr.write(f"{fault}; the other nodes are told\n")
+    sys.stderr.write(f"{fault}; telling the other nodes\n")
     brief = replace(config.distributed, join_timeout=min(_TELLING_S, config.distributed.join_timeout))
     with suppress(HetSeqError):
         Launcher(replace(config, distributed=brief), devices, command=command, interface=interface).run()

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from hetseq.errors import TaskFileError
+from hetseq.errors import HetSeqError, TaskFileError
 from hetseq.plan import Indices, MicroBatchCap, Planner, Position, StepPlan, derive_seed
 from hetseq.processes import die_with_parent, ignore_stop_signals
 
@@ -84,7 +84,7 @@ class StepLoader:
         self._source, self._rank, self._cap = source, rank, cap
         self._planner = planner.copy()
         requests = _Requests(planner, first, rank, cap, base_order(source.dataset))
-        self._batches: Iterator[Any] = iter(_data_loader(source, requests, num_workers))
+        self._batches = _fetched(source, requests, num_workers)
         self._ahead: StepData | None = None
         self._thread = _Drain(self._load, self._planner.plans(first)) if num_workers else None
 
@@ -111,6 +111,8 @@ class StepLoader:
         batches = []
         for start, stop in self._planner.micro_batches(plan, self._rank, self._cap) or [_NOTHING]:
             sample = next(self._batches)
+            if isinstance(sample, _Refused):
+                raise sample.error
             if stop == start:
                 continue
             counts = self._source.count(sample, stop - start)
@@ -127,7 +129,7 @@ def load_range(source: Source, pieces: list[tuple[int, int]]) -> Iterator[MicroB
     base = base_order(source.dataset)
     for start, stop in pieces:
         indices = np.arange(start, stop) if base is None else base[start:stop]
-        sample = source.collate(fetcher.__getitems__(Request(0, indices)))
+        sample = source.collate(fetcher.samples(Request(0, indices)))
         yield MicroBatch(source.place(sample), start, stop - start, source.count(sample, stop - start))
 
 
@@ -147,6 +149,13 @@ class _Requests:
                 yield Request(plan.epoch, indices if self._base is None else self._base[indices])
 
 
+@dataclass(frozen=True)
+class _Refused:
+    """What a data set refuses in words, carried out of a loader process: torch would wrap it into a traceback."""
+
+    error: HetSeqError
+
+
 class _Fetcher(torch.utils.data.Dataset[Any]):
     """Answers requests from a data set: all at once if it has `__getitems__`, else one seeded sample at a time."""
 
@@ -154,6 +163,12 @@ class _Fetcher(torch.utils.data.Dataset[Any]):
         self._dataset, self._seed, self._epoch = dataset, seed, epoch
 
     def __getitems__(self, request: Request) -> Any:
+        try:
+            return self.samples(request)
+        except HetSeqError as error:
+            return _Refused(error)
+
+    def samples(self, request: Request) -> Any:
         if not len(request.indices):
             return []
         if request.epoch != self._epoch:
@@ -242,11 +257,12 @@ class _Drain:
         return item
 
 
-def _data_loader(source: Source, requests: _Requests, num_workers: int) -> DataLoader[Any]:
+def _fetched(source: Source, requests: _Requests, num_workers: int) -> Iterator[Any]:
+    """The collated sample of each request, or `_Refused`, in order."""
     with warnings.catch_warnings():
-        # ranks share the cores on purpose; torch counts the loaders of one of them
+        # ranks share the cores on purpose; torch counts the loaders of one of them, first here and then as they start
         warnings.filterwarnings("ignore", message="This DataLoader will create")
-        return DataLoader(
+        loader: DataLoader[Any] = DataLoader(
             _Fetcher(source.dataset, source.seed),
             batch_sampler=requests,  # type: ignore[arg-type]
             collate_fn=_Collate(source.collate),
@@ -258,6 +274,7 @@ def _data_loader(source: Source, requests: _Requests, num_workers: int) -> DataL
             pin_memory=source.pin_memory,
             generator=torch.Generator(),  # the default one would lose a number to it
         )
+        return iter(loader)
 
 
 class _Collate:
@@ -267,7 +284,12 @@ class _Collate:
         self._collate = collate
 
     def __call__(self, samples: Any) -> Any:
-        return self._collate(samples) if len(samples) else None
+        if isinstance(samples, _Refused):
+            return samples
+        try:
+            return self._collate(samples) if len(samples) else None
+        except HetSeqError as error:
+            return _Refused(error)
 
 
 class _WorkerInit:

@@ -11,6 +11,7 @@ sum over *all* masked words of a step, wherever they were computed, and a worker
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from tasks.bert_vocab import check_vocab, read_vocab
 
 logger = logging.getLogger(__name__)
 
+_PADDING = "[PAD]"
 _CONFIG_NAME, _VOCAB_NAME = "bert_config.json", "vocab.txt"
 _MAKE_DATA = (
     "`python -m preprocessing.bert_corpus --output DIR` makes such a folder, from your text with --input, else from the"
@@ -39,9 +41,6 @@ class BertTask(Task):
     taken. `--dropout P` stands for both rates of the configuration.
     """
 
-    #: in validation, what `loss` computed last and of which sample: `metrics` is asked of the same one next
-    _of_loss: tuple[Batch | None, tuple[Tensor, Tensor] | None] = (None, None)
-
     def load_dataset(self, split: str) -> BertDataset:
         """The rows of the files whose names contain `split`. Raises DataError and MissingSplitError."""
         config = self._bert_config()
@@ -49,8 +48,11 @@ class BertTask(Task):
             self._data(), split, vocab_size=config.vocab_size, max_positions=config.max_position_embeddings,
             type_vocab_size=config.type_vocab_size, num_file=self.config.data.num_file,
         )  # fmt: skip
-        if self.config.task.config_file is None:
-            dataset.files = [*dataset.files, self._config_file()]  # for the nodes of a run to compare
+        self._check_other_splits(dataset.files, split)
+        # for the nodes of a run to compare; what options name is compared by itself
+        own = [self._config_file() if self.config.task.config_file is None else None]
+        own += [self._vocab_file() if self.config.task.vocab_file is None else None]
+        dataset.files = [*dataset.files, *(path for path in own if path is not None)]
         logger.info("%s: %d rows from %s", split, len(dataset), self.config.data.data)
         return dataset
 
@@ -65,9 +67,7 @@ class BertTask(Task):
 
     def loss(self, model: nn.Module, sample: Batch) -> dict[str, Tensor]:
         """Both cross entropies in nats: summed over the masked words, and over the pairs."""
-        words, pairs = logits = _logits(model, sample)
-        if not model.training:
-            self._of_loss = sample, logits
+        words, pairs = _logits(model, sample)
         return {
             "mlm": F.cross_entropy(words, sample["masked_ids"], reduction="sum"),
             "nsp": F.cross_entropy(pairs, sample["next_sentence_labels"], reduction="sum"),
@@ -79,9 +79,7 @@ class BertTask(Task):
         A tenth of the masked words stand in the input as they are, and a network soon learns to copy those. So the loss
         in nats and the accuracy of the others are told apart: `hidden_mlm` and `hidden_accuracy`.
         """
-        seen, logits = self._of_loss
-        self._of_loss = None, None
-        words, pairs = logits if logits is not None and seen is sample else _logits(model, sample)
+        words, pairs = _logits(model, sample)
         labels = sample["masked_ids"]
         is_hidden = sample["input_ids"].flatten()[sample["masked_positions"]] != labels  # (m,)
         hidden, hidden_labels = words[is_hidden], labels[is_hidden]
@@ -96,10 +94,29 @@ class BertTask(Task):
     def _bert_config(self) -> BertConfig:
         path = self._config_file()
         config = BertConfig.from_json_file(path)
-        vocab = self._vocab_file()
-        if vocab is not None:
-            check_vocab(read_vocab(vocab), config.vocab_size, vocab, path)
+        file = self._vocab_file()
+        if file is not None:
+            vocab = read_vocab(file)
+            check_vocab(vocab, config.vocab_size, file, path)
+            padding = vocab.index(_PADDING)
+            if padding != config.pad_token_id:
+                raise DataError(
+                    f"{path} has pad_token_id {config.pad_token_id}{' (the default)' * (not config.pad_token_id)}, and"
+                    f" {_PADDING} is token {padding} in {file}: the word at the former would never be learned; write"
+                    f' "pad_token_id": {padding} into the configuration'
+                )
         return config
+
+    def _check_other_splits(self, files: list[Path], split: str) -> None:
+        """Raise DataError for a file that would be both trained on and validated with."""
+        splits = {self.config.data.train_subset, *self.config.data.valid_subsets}
+        for other in sorted(splits - {split}):
+            both = [path for path in files if other in path.name]
+            if both:
+                raise DataError(
+                    f"{both[0]} belongs to two splits, because its name contains both {split!r} and {other!r}: rename"
+                    " it, or give --train-subset and --valid-subset longer words"
+                )
 
     def _data(self) -> Path:
         if self.config.data.data is None:
@@ -108,9 +125,14 @@ class BertTask(Task):
 
     def _folder(self) -> Path:
         data = self._data()
-        if not data.exists():
-            raise DataError(f"--data {data} does not exist: expected a folder of HDF5 files; {_MAKE_DATA}")
-        return data if data.is_dir() else data.parent
+        try:
+            if not os.path.lexists(data):
+                raise DataError(f"--data {data} does not exist: expected a folder of HDF5 files; {_MAKE_DATA}")
+            return data if data.is_dir() else data.parent
+        except OSError as error:
+            raise DataError(
+                f"--data {data} cannot be read: {error.strerror}; expected a folder you may read and enter"
+            ) from error
 
     def _config_file(self) -> Path:
         given = self.config.task.config_file

@@ -18,7 +18,7 @@ from tests.support import bert, oracle
 from tests.support.ranks import run_ranks
 from tests.support.training import Facts, prepared, train
 
-BATCH, ROWS = 48, 110  # an epoch ends with 14 rows, and the second step has two masked stretches apart
+BATCH, ROWS = 48, 110  # an epoch ends with 14 rows
 SHARES = {
     1: ["equal"],
     2: ["24,24", "30,18", "47,1", "48,0"],
@@ -30,37 +30,39 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 Case = tuple[str, int, str]  # shares, cap of a micro-batch, precision
 
 
-def words(data: Path, case: Case, steps: int) -> list[str]:
+def words(data: Path, case: Case, steps: int, batch: int = BATCH) -> list[str]:
     balance, cap, precision = case
     return [
         "--task", f"{bert.__file__}:RecordingBert", "--data", str(data), "--dropout", "0", "--curriculum", "1000000",
         "--seed", str(oracle.SEED), "--clip-norm", "0", "--lr", "0.1", "--lr-scheduler", "constant", "--no-save",
-        "--disable-validation", "--global-batch-size", str(BATCH), "--max-sentences", str(cap), "--balance", balance,
+        "--disable-validation", "--global-batch-size", str(batch), "--max-sentences", str(cap), "--balance", balance,
         "--max-update", str(steps), "--precision", precision,
     ]  # fmt: skip
 
 
-def train_cases(group: AnyGroup, save_dir: str, data: Path, cases: list[Case], steps: int) -> list[Facts]:
-    return [train(group, save_dir, words(data, case, steps)) for case in cases]
+def train_cases(
+    group: AnyGroup, save_dir: str, data: Path, cases: list[Case], steps: int, batch: int
+) -> list[Facts]:  # fmt: skip
+    return [train(group, save_dir, words(data, case, steps, batch)) for case in cases]
 
 
-def reference(data: Path, steps: int, precision: str) -> oracle.Curve:
+def reference(data: Path, steps: int, precision: str, batch: int = BATCH) -> oracle.Curve:
     task = make_task(bert.RecordingBert, options.parse(["--data", str(data), "--dropout", "0"]))
     torch.manual_seed(oracle.SEED)
     model = task.build_model().to(DTYPES[precision])
     optimizer = task.build_optimizer([{"params": sorted(model.parameters(), key=lambda p: p.dim() < 2)}])
     assert optimizer is not None
     return oracle.train(
-        model, optimizer, bert.columns_of(ROWS), bert.loss_of, batch_of_epoch=lambda _: BATCH, steps=steps,
+        model, optimizer, bert.columns_of(ROWS), bert.loss_of, batch_of_epoch=lambda _: batch, steps=steps,
         dtype=DTYPES[precision],
     )  # fmt: skip
 
 
-def check(world_size: int, path: Path, cases: list[Case], steps: int) -> None:
+def check(world_size: int, path: Path, cases: list[Case], steps: int, batch: int = BATCH) -> None:
     data = bert.write_folder(path / "data", ROWS)
-    ranks = run_ranks(train_cases, world_size, prepared(path / "run"), data, cases, steps, timeout_s=300)
+    ranks = run_ranks(train_cases, world_size, prepared(path / "run"), data, cases, steps, batch, timeout_s=300)
     for number, case in enumerate(cases):
-        curve = reference(data, steps, case[2])
+        curve = reference(data, steps, case[2], batch)
         for facts in (rank[number] for rank in ranks):
             assert len(facts.gradients) == steps
             for mine, right in zip(facts.gradients, curve.gradients, strict=True):
@@ -72,6 +74,13 @@ def check(world_size: int, path: Path, cases: list[Case], steps: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_words_and_pairs_have_the_gradient_of_the_global_batch(world_size: int, tmp_path: Path) -> None:
     check(world_size, tmp_path, [(SHARES[world_size][-1], 7, "fp64")], 4)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_whole_steps_without_a_masked_word_have_the_gradient_of_their_pairs(world_size: int, tmp_path: Path) -> None:
+    columns = bert.columns_of(ROWS)["labels"]
+    assert [bool((columns[start : start + 14] >= 0).any()) for start in (0, 14, 28, 42)] == [True, False, False, True]
+    check(world_size, tmp_path, [(SHARES[world_size][1 % len(SHARES[world_size])], 5, "fp64")], 5, batch=14)
 
 
 @pytest.mark.slow

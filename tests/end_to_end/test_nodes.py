@@ -32,6 +32,7 @@ DIGITS = shlex.split(
     " --dropout 0 --precision fp64 --disable-validation"
 )
 TOLERANCE = 1e-12
+SHORT = ["--max-update", 4, "--warmup-updates", 0, "--lr", 0.01]
 SPREADS = [(3, 1), (1, 2, 1), (4, 4)]
 
 
@@ -222,16 +223,18 @@ def two_nodes_of_bert() -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def bert_alone(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The curve of the published command for one GPU, with the numbers of a step that two nodes have."""
+    """The curve of the published command for one GPU; as on two nodes, a step takes all rows there are."""
     nodes = Nodes(stock, tmp_path_factory.mktemp("bert"))
     try:
         command = next(line for line in published() if "--task bert" in line)
-        nodes.start(*of_bert(nodes, command), "--update-freq", 32, "--max-update", 3, cwd=nodes.folder)
+        nodes.start(*of_bert(nodes, command), *SHORT, cwd=nodes.folder)
         (ended,) = nodes.finish(timeout_s=100)
         assert ended.code == 0, ended.err
         rows = read_rows(nodes.folder / "bert_single_gpu" / "metrics.jsonl")
-        assert [row["epoch"] for row in rows if "valid_mlm_accuracy" in row] == [1, 2, 3]
-        return [row["loss"] for row in rows if "loss" in row]
+        assert [row["epoch"] for row in rows if "valid_mlm_accuracy" in row] == [1, 2, 3, 4]
+        losses = [row["loss"] for row in rows if "loss" in row]
+        assert losses[0] - losses[-1] > 0.05, "a wrong gradient would be seen"
+        return losses
     finally:
         nodes.close()
 
@@ -259,10 +262,10 @@ def of_bert(nodes: Nodes, command: str, place: Place | None = None) -> list[str]
 def test_the_published_bert_commands_of_two_nodes_run(
     nodes: Nodes, bert_alone: list[float], pair: tuple[str, str], where: str
 ) -> None:
-    """As written, but for the address, the checkout, --cpu, and for ending after three steps."""
+    """As written, but for the address, the checkout, --cpu, and for ending after four steps that move something."""
     place = PLACES[where](nodes.folder)
     for command in pair:
-        nodes.start(*of_bert(nodes, command, place), "--max-update", 3, cwd=nodes.folder)
+        nodes.start(*of_bert(nodes, command, place), *SHORT, cwd=nodes.folder)
     for ended in nodes.finish(timeout_s=100):
         assert ended.code == 0, nodes.story()
     rows = [row for row in read_rows(nodes.folder / "bert_node2gpu4" / "metrics.jsonl") if "loss" in row]

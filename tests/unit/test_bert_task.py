@@ -1,7 +1,8 @@
-"""What the BERT task measures, and how often it asks the network."""
+"""What the BERT task measures, and what it asks of its files."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetseq import options
+from hetseq import DataError, options
 from hetseq.task import make_task
 from tasks.bert import BertTask
 from tests.support import bert
@@ -30,10 +31,9 @@ class Answering(nn.Module):
 
     def __init__(self, words: list[int]) -> None:
         super().__init__()
-        self.words, self.calls = words, 0
+        self.words = words
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.calls += 1
         return nn.functional.one_hot(torch.tensor(self.words), 10).float(), torch.tensor([[1.0, 0.0]] * 2)
 
 
@@ -71,16 +71,34 @@ def test_nothing_masked_is_nothing_measured(task: BertTask) -> None:
     assert found["mlm_accuracy"] == found["hidden_accuracy"] == found["hidden_mlm"] == (0.0, 0.0)
 
 
-def test_validation_asks_the_network_once_and_training_does_not_keep_what_it_said(task: BertTask) -> None:
-    model = Answering([7, 8, 6, 5]).eval()
-    task.loss(model, SAMPLE)
-    right = task.metrics(model, SAMPLE)["mlm_accuracy"]
-    assert (model.calls, right) == (1, (4.0, 4.0))
-    model.words = [0, 0, 0, 0]  # it has learned, or unlearned, since
-    assert task.metrics(model, SAMPLE)["mlm_accuracy"] == (0.0, 4.0)
-    task.loss(model.train(), SAMPLE)
-    model.words = [7, 0, 0, 0]
-    assert task.metrics(model.eval(), SAMPLE)["mlm_accuracy"] == (1.0, 4.0)
-    task.loss(model, SAMPLE)
-    other = {**SAMPLE, "masked_ids": torch.tensor([1, 1, 1, 1])}
-    assert task.metrics(model, other)["mlm_accuracy"] == (0.0, 4.0)
+def test_a_file_of_two_splits_is_refused(tmp_path: Path) -> None:
+    data = bert.write_folder(tmp_path / "data", 60, train="pretrain", valid="pretrain_valid")
+    task: Any = make_task(BertTask, options.parse(["--task", "bert", "--data", str(data)]))
+    for split in ("train", "valid"):
+        with pytest.raises(
+            DataError, match=r"pretrain_valid_0.hdf5 belongs to two splits.*'train'.*'valid'|'valid'.*'train'"
+        ):
+            task.load_dataset(split)
+
+
+def test_padding_elsewhere_than_the_configuration_says_is_refused(tmp_path: Path) -> None:
+    data = bert.write_folder(tmp_path / "data", 60)
+    tokens = [*bert.TOKENS[1:4], "[PAD]", *bert.TOKENS[4:]]
+    (data / "vocab.txt").write_text("\n".join(tokens) + "\n")
+    task: Any = make_task(BertTask, options.parse(["--task", "bert", "--data", str(data)]))
+    with pytest.raises(DataError, match=r'pad_token_id 0 \(the default\), and \[PAD\] is token 3 .*"pad_token_id": 3'):
+        task.build_model()
+    (data / "bert_config.json").write_text(json.dumps({**bert.CONFIG, "pad_token_id": 3}))
+    assert task.build_model().config.pad_token_id == 3
+
+
+def test_the_files_that_no_option_names_are_compared_too(tmp_path: Path) -> None:
+    data = bert.write_folder(tmp_path / "data", 60)
+    (data / "vocab.txt").write_text("\n".join(bert.TOKENS) + "\n")
+    words = ["--task", "bert", "--data", str(data)]
+    task: Any = make_task(BertTask, options.parse(words))
+    names = ["x_train_0.hdf5", "x_train_1.hdf5", "bert_config.json", "vocab.txt"]
+    assert [path.name for path in task.load_dataset("train").files] == names
+    named = ["--dict", str(data / "vocab.txt"), "--config-file", str(data / "bert_config.json")]
+    task = make_task(BertTask, options.parse([*words, *named]))
+    assert [path.name for path in task.load_dataset("train").files] == names[:2]

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import default_collate
 
 from hetseq.capacity import assign_shares
-from hetseq.errors import HetSeqError
+from hetseq.errors import DataError, HetSeqError
 from hetseq.loader import Source, StepLoader, base_order, load_range, place_on, seed_everything
 from hetseq.plan import GlobalBatch, MicroBatchCap, Planner, Position, StepPlan
 
@@ -76,6 +76,15 @@ class Broken(Numbers):
         return index
 
 
+class Refusing(Numbers):
+    """Has something to say about a sample."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 7:
+            raise DataError("file x, row 7: expected less")
+        return index
+
+
 class Held(Numbers):
     """Does not answer until the gate is open."""
 
@@ -108,8 +117,9 @@ def loading(
     num_workers: int = 0,
     first: Position = Position(),  # noqa: B008
     cap: MicroBatchCap = MicroBatchCap(2),  # noqa: B008
+    collate: Callable[[Any], Any] = as_list,
 ) -> Iterator[StepLoader]:
-    loader = StepLoader(make_source(dataset), planner, first, rank=rank, cap=cap, num_workers=num_workers)
+    loader = StepLoader(make_source(dataset, collate), planner, first, rank=rank, cap=cap, num_workers=num_workers)
     try:
         yield loader
     finally:
@@ -262,6 +272,19 @@ def test_an_exception_in_a_data_set_reaches_the_training_thread(num_workers: int
     with pytest.raises(KeyError, match="sample seven"):
         run(Broken(), 4, num_workers=num_workers)
     assert len(run(Broken(), 1, planner=make_planner(3, curriculum=1), num_workers=num_workers)) == 1  # up to there
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("where", ["data set", "collater"])
+def test_what_a_data_set_says_in_words_arrives_without_a_traceback(where: str, num_workers: int) -> None:
+    def collate(samples: list[Any]) -> Any:
+        raise DataError("file x, row 7: expected less")
+
+    how = {} if where == "data set" else {"collate": collate}
+    dataset = Refusing() if where == "data set" else Numbers()
+    with pytest.raises(DataError) as caught:
+        run(dataset, 4, num_workers=num_workers, **how)
+    assert str(caught.value) == "file x, row 7: expected less"
 
 
 def test_after_an_exception_that_is_kept_no_worker_is_left() -> None:
