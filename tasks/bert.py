@@ -126,18 +126,19 @@ class BertTask(Task):
     def _folder(self) -> Path:
         data = self._data()
         try:
-            if not os.path.lexists(data):
-                raise DataError(f"--data {data} does not exist: expected a folder of HDF5 files; {_MAKE_DATA}")
-            return data if data.is_dir() else data.parent
+            data.stat()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise DataError(f"--data {data} does not exist: expected a folder of HDF5 files; {_MAKE_DATA}") from error
         except OSError as error:
             raise DataError(
                 f"--data {data} cannot be read: {error.strerror}; expected a folder you may read and enter"
             ) from error
+        return data if os.path.isdir(data) else data.parent
 
     def _config_file(self) -> Path:
         given = self.config.task.config_file
         path = self._folder() / _CONFIG_NAME if given is None else Path(given).expanduser()
-        if given is None and not path.is_file():
+        if given is None and not os.path.isfile(path):
             raise DataError(
                 f"the task bert needs the sizes of its network: give --config-file a bert_config.json (there is none in"
                 f" {path.parent} either); {_MAKE_DATA}"
@@ -148,7 +149,7 @@ class BertTask(Task):
         """The vocabulary, to compare with the configuration; training itself does without."""
         given = self.config.task.vocab_file
         path = self._folder() / _VOCAB_NAME if given is None else Path(given).expanduser()
-        return path if given is not None or path.is_file() else None
+        return path if given is not None or os.path.isfile(path) else None
 
 
 def _logits(model: nn.Module, sample: Batch) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import itertools
 import logging
 import operator
 import os
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ Batch = dict[str, Tensor]
 _CHECKED_ROWS = 1024  # at both ends of each file, before the first step
 _SUFFIXES = (".hdf5", ".h5")
 _OTHER_VOCABULARY = (
-    "the file was made with another vocabulary: give the --dict and the --config_file that belong to it, or make the"
+    "the file was made with another vocabulary: give the --dict and the --config-file that belong to it, or make the"
     " file again with this vocabulary"
 )
 _DAMAGED = "the file is damaged or of another layout: make it again"
@@ -72,9 +73,6 @@ class BertDataset(Dataset[Row]):
     `files` are the paths, also of files without rows, for the nodes of a run to compare; `length` is L. Rows are
     checked as they are read, and DataError names the file and the row of what is wrong. It can be pickled and forked:
     each process opens the files for itself.
-
-    There is `num_tokens` and no `lengths`: every run looks at the lengths of a few samples, and a table of all of them
-    would have it read every file first.
     """
 
     def __init__(
@@ -118,19 +116,12 @@ class BertDataset(Dataset[Row]):
         return _batch(rows)
 
     def num_tokens(self, index: int) -> int:
-        """Real tokens of a sample, without padding; reads masks by the block, each once a process."""
-        at, row = self._place(index)
-        if at not in self._counts:
-            self._counts[at] = np.zeros(self._tables[at].rows, np.int32)  # 0: not read yet, since no row has 0 tokens
-        counts = self._counts[at]
-        if not counts[row]:
-            size = self._tables[at].columns["input_mask"].block_rows
-            start = row - row % size
-            block = np.arange(start, min(start + size, len(counts)))
-            mask = self._reader.take(at, "input_mask", block)
-            self._check_mask(mask, block + self._start(at))
-            counts[block] = mask.sum(axis=1, dtype=np.int64)
-        return int(counts[row])
+        """What a sample costs in tokens: L for every one, however few of them are real.
+
+        A batch is (n, L) and the network computes its padding too, so only this caps memory and time; 2020 counted 512
+        a sample for the same reason.
+        """
+        return self.length
 
     def check_ends(self) -> None:
         """Read and check the first and the last rows of every file. Raises DataError."""
@@ -140,7 +131,7 @@ class BertDataset(Dataset[Row]):
             self._rows(np.concatenate([first, last]) + self._start(at))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_open", "_counts")}
+        return {name: value for name, value in vars(self).items() if name != "_open"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -148,7 +139,6 @@ class BertDataset(Dataset[Row]):
 
     def _forget(self) -> None:
         self._open: Reader | None = None
-        self._counts: dict[int, npt.NDArray[np.int32]] = {}  # by file
 
     @property
     def _reader(self) -> Reader:
@@ -160,14 +150,6 @@ class BertDataset(Dataset[Row]):
 
     def _start(self, at: int) -> int:
         return self._ends[at] - self._tables[at].rows
-
-    def _place(self, index: int) -> tuple[int, int]:
-        """The file that holds a sample, and its row there."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        index %= len(self)
-        at = bisect.bisect_right(self._ends, index)
-        return at, index - self._start(at)
 
     def _rows(self, indices: Sequence[int] | Indices) -> Row:
         """Samples (n, ...) by data set, checked."""
@@ -206,7 +188,7 @@ class BertDataset(Dataset[Row]):
         is_listed = _is_listed(rows["masked_lm_positions"])  # (n, P)
         for name, limit, why, remedy in (
             ("input_ids", words, f"the model's vocabulary has {words} tokens", _OTHER_VOCABULARY),
-            ("segment_ids", types, f"type_vocab_size is {types}", "give a --config_file with a larger one"),
+            ("segment_ids", types, f"type_vocab_size is {types}", "give a --config-file with a larger one"),
             ("masked_lm_positions", length, f"a row has {length} tokens", _DAMAGED),
             ("masked_lm_ids", words, f"the model's vocabulary has {words} tokens", _OTHER_VOCABULARY),
             (LABEL, 2, "0 is next, 1 is not", _DAMAGED),
@@ -234,8 +216,9 @@ class BertDataset(Dataset[Row]):
             self._refuse(indices, np.argmax(is_empty), found, "at least one; leave such rows out of the file")
 
     def _refuse(self, indices: Indices, row: Any, found: str, expected: str) -> NoReturn:
-        at, own_row = self._place(int(indices[row]))
-        raise DataError(f"{self._tables[at].path}, row {own_row}: {found}, expected {expected}")
+        index = int(indices[row])
+        at = bisect.bisect_right(self._ends, index)
+        raise DataError(f"{self._tables[at].path}, row {index - self._start(at)}: {found}, expected {expected}")
 
 
 def load_bert(
@@ -269,7 +252,7 @@ def load_bert(
     if max_positions is not None and length > max_positions:
         raise DataError(
             f"{first.path} has rows of {length} tokens, more than the {max_positions} positions of the model: give a"
-            f" --config_file with max_position_embeddings of {length} or more, or files of shorter rows"
+            f" --config-file with max_position_embeddings of {length} or more, or files of shorter rows"
         )
     _say_what_is_packed(tables)
     dataset = BertDataset(tables, files, Limits(vocab_size, type_vocab_size))
@@ -280,19 +263,20 @@ def load_bert(
 def _find(data: Path, split: str) -> list[Path]:
     """The files of a split by the order of their names. The names of folders never matter."""
     try:
-        if data.is_dir():
+        mode = data.stat().st_mode  # is_dir() hides what stands in the way, in some versions of Python
+        if stat.S_ISDIR(mode):
             found = sorted(data.iterdir(), key=lambda path: path.name)
             files = [path for path in found if _is_hdf5_name(path.name) and path.is_file()]
-        elif data.is_file():
+        elif stat.S_ISREG(mode):
             if not _is_hdf5_name(data.name):
                 raise DataError(
                     f"--data {data} is no HDF5 file by its name: expected *.hdf5, *.h5 or a folder with them; {MAKE}"
                 )
             found = files = [data]
-        elif data.exists():
-            raise DataError(f"--data {data} is neither a folder nor a file: expected a folder with HDF5 files; {MAKE}")
         else:
-            raise DataError(f"--data {data} does not exist: expected a folder with HDF5 files; {MAKE}")
+            raise DataError(f"--data {data} is neither a folder nor a file: expected a folder with HDF5 files; {MAKE}")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(f"--data {data} does not exist: expected a folder with HDF5 files; {MAKE}") from error
     except OSError as error:
         raise DataError(
             f"--data {data} cannot be read: {error.strerror}; expected a folder you may read and enter"

@@ -6,7 +6,8 @@ number; whether they can be meant is the affair of `bert_data`.
 
 The one idea: where a data set lies in its file as one plain block of bytes, it is mapped into memory and a batch is one
 gather. What is packed into chunks is unpacked by h5py a block of rows at a time, and the last blocks are kept, within
-`CACHE_BYTES` a process. Neither is opened before it is needed, nor carried into another process.
+`CACHE_BYTES` a process. Neither is opened before it is needed, nor carried into another process, and what was used
+longest ago is closed before too many are open: a folder may hold more files than a process may open.
 
 Measured, CPU time of a sample in batches of 64 at random, L = 128, one core, page cache warm:
 
@@ -23,10 +24,12 @@ files; `h5repack -f NONE -l CONTI` makes such a file plain (2 s for the last one
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import mmap
 import os
+import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -43,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 Numbers = npt.NDArray[Any]  # of a stored integer type
 Indices = npt.NDArray[np.int64]
+Views = dict[str, npt.NDArray[np.uint8]]  # by data set: its bytes as they lie in its file, (rows, bytes a row)
 
 TOKENS = ("input_ids", "input_mask", "segment_ids")  # (N, L)
 PREDICTIONS = ("masked_lm_positions", "masked_lm_ids")  # (N, P)
@@ -55,7 +59,10 @@ CACHE_BYTES = 128 << 20
 MAKE = "`python -m preprocessing.bert_corpus --help` says how to make such files from text"
 _BLOCK_BYTES = 16 << 20  # of rows unpacked together: a chunk may hold a column of all rows
 _BLOCK_ROWS = 128  # read together where the file does not say how many belong together
-_OPEN_FILES = 32  # of h5py, a process; a folder may hold more files than a process may open
+# most open at once in a process: a map keeps a descriptor of its file. A process may have two splits open
+_OPEN_MAPS = 1024  # a sample of 1,472 shards at the usual limit, so 128 maps: 74 us
+_OPEN_FILES = 32  # of h5py
+_SHARE = 8  # of the files that a process may open, at most one in so many is a map, and one a file of h5py
 
 
 @dataclass(frozen=True)
@@ -103,8 +110,14 @@ def open_table(path: Path) -> Table:
             if len({columns[name].width for name in names}) > 1:
                 found = ", ".join(f"{name} {columns[name].width}" for name in names)
                 raise DataError(f"{path}: numbers of columns differ ({found}), expected one; make the file again")
-        if not columns["input_ids"].width:
+        length, listed = columns["input_ids"].width, columns["masked_lm_positions"].width
+        if not length:
             raise DataError(f"{path}: input_ids has rows of 0 tokens, expected at least one; make the file again")
+        if listed > length:  # a file of a few kilobytes may ask for gigabytes that were never written
+            raise DataError(
+                f"{path}: masked_lm_positions has room for {listed:,} tokens a row and input_ids has {length:,}:"
+                " expected at most as many; make the file again"
+            )
         return Table(path, size, rows[LABEL], columns)
 
 
@@ -205,7 +218,15 @@ def _reading(path: Path, what: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is not None and error.strerror:
+        if error.errno == errno.EMFILE:
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            told = (
+                f"cannot be opened: {os.strerror(error.errno)}; expected one to be left of the {limit} that this"
+                " process may have open at once: raise that with `ulimit -n`"
+            )
+        elif error.errno == errno.ENFILE:
+            told = f"cannot be opened: {os.strerror(error.errno)}; expected a machine with fewer processes on it"
+        elif error.errno is not None and error.strerror:
             told = f"cannot be read: {error.strerror}; expected a file you may read and that nobody is writing"
         else:  # of HDF5
             told = f"is incomplete or damaged ({error}): copy or make it again"
@@ -221,18 +242,19 @@ class Reader:
     def __init__(self, tables: Sequence[Table], cache_bytes: int) -> None:
         self.pid = os.getpid()
         self._tables, self._cache_bytes = tables, cache_bytes
-        self._maps: dict[int, mmap.mmap | None] = {}
-        self._views: dict[tuple[int, str], npt.NDArray[np.uint8] | None] = {}
+        self._maps: OrderedDict[int, Views] = OrderedDict()  # a map is closed when its last view is gone
+        self._without_map: set[int] = set()  # files that this process could not map
         self._files: OrderedDict[int, Any] = OrderedDict()
+        self._most_maps, self._most_files = _most_open(_OPEN_MAPS), _most_open(_OPEN_FILES)
         self._blocks: OrderedDict[tuple[int, str, int], Numbers] = OrderedDict()
         self._block_bytes = 0
-        self._lock = threading.Lock()  # a step loader's thread may ask for lengths
+        self._lock = threading.Lock()  # a step loader's thread and others may ask for rows
 
     def take(self, at: int, name: str, rows: Indices) -> Numbers:
         """Rows (n,), ascending, of a data set of file `at`: (n, width), an array of the caller's own."""
         column = self._tables[at].columns[name]
-        key = at, name
-        view = self._views[key] if key in self._views else self._view(at, name)
+        with self._lock:
+            view = None if column.offset is None else self._views(at).get(name)
         if view is not None:
             # as bytes: NumPy would first copy the whole data set where numbers are not aligned
             return view.take(rows, axis=0).view(column.dtype)
@@ -245,18 +267,26 @@ class Reader:
                 numbers[start:stop] = self._block(at, name, block)[rows[start:stop] - block * column.block_rows]
         return numbers
 
-    def _view(self, at: int, name: str) -> npt.NDArray[np.uint8] | None:
-        """The bytes of a data set as they lie in its file (rows, bytes a row), None where they are packed."""
-        table, column = self._tables[at], self._tables[at].columns[name]
-        view = None
-        if column.offset is not None:
-            if at not in self._maps:
-                self._maps[at] = _map(table)
-            mapped = self._maps[at]
-            if mapped is not None:
-                view = np.ndarray((table.rows, column.row_bytes), np.uint8, mapped, column.offset)
-        self._views[at, name] = view
-        return view
+    def _views(self, at: int) -> Views:
+        """The plain data sets of a file as bytes; none where it cannot be mapped."""
+        if at in self._maps:
+            self._maps.move_to_end(at)
+            return self._maps[at]
+        if at in self._without_map:
+            return {}
+        while len(self._maps) >= self._most_maps:
+            self._maps.popitem(last=False)
+        table = self._tables[at]
+        mapped = _map(table)
+        if mapped is None:
+            self._without_map.add(at)
+            return {}
+        self._maps[at] = {
+            name: np.ndarray((table.rows, column.row_bytes), np.uint8, mapped, column.offset)
+            for name, column in table.columns.items()
+            if column.offset is not None
+        }
+        return self._maps[at]
 
     def _block(self, at: int, name: str, block: int) -> Numbers:
         """A block of unpacked rows (at most block_rows, width)."""
@@ -281,13 +311,21 @@ class Reader:
 
     def _file(self, at: int) -> Any:
         """The file as h5py has it open."""
-        if at not in self._files:
-            if len(self._files) >= _OPEN_FILES:
+        if at in self._files:
+            self._files.move_to_end(at)
+        else:
+            while len(self._files) >= self._most_files:
                 _, oldest = self._files.popitem(last=False)
                 oldest.close()
             _check_size(self._tables[at])
             self._files[at] = _open_hdf5(self._tables[at].path)
         return self._files[at]
+
+
+def _most_open(most: int) -> int:
+    """How many of a kind this process has open at once: `most`, or its share of what it may open."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return most if limit == resource.RLIM_INFINITY else max(1, min(most, limit // _SHARE))
 
 
 def _map(table: Table) -> mmap.mmap | None:
@@ -298,6 +336,8 @@ def _map(table: Table) -> mmap.mmap | None:
             # private, because some file systems in user space refuse to share
             return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
             logger.info("%s cannot be mapped (%s) and is read by h5py, which is slower", table.path, error.strerror)
             return None
 

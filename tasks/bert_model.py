@@ -48,6 +48,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 _LARGEST_SIZE = 2**31 - 1
+_MOST_LAYERS = 10_000  # ten times the deepest ever trained
+_MOST_PARAMETERS = 2**36  # in fp32 with gradients and Adam's averages: 1 TiB
 #: bytes; one with names for a hundred thousand labels has a few million
 _LARGEST_FILE = 1 << 24
 _EXAMPLE = 'a JSON object such as {"vocab_size": 30522, "hidden_size": 256, ...}'
@@ -126,11 +128,28 @@ class BertConfig:
                 f"hidden_size {self.hidden_size} cannot be divided among num_attention_heads"
                 f" {self.num_attention_heads}: expected a multiple; change one of them (64 a head is usual)"
             )
+        if self.parameters > _MOST_PARAMETERS:
+            sizes = self._sizes()
+            # the one without which the model would be smallest: a product has no largest term
+            key = min(_USUAL_SIZES, key=lambda key: _count_parameters(**sizes | {key: _USUAL_SIZES[key]}))
+            raise DataError(
+                f"{key} is {sizes[key]}: the model would have {self.parameters:,} parameters; expected at most"
+                f" {_MOST_PARAMETERS:,} parameters, and {_USUAL_SIZES[key]} is usual for {key}"
+            )
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers `BertForPreTraining` learns with this configuration, counted without making it."""
+        return _count_parameters(**self._sizes())
+
+    def _sizes(self) -> dict[str, int]:
+        return {key: getattr(self, key) for key in _USUAL_SIZES}
 
     def _check_whole(self, name: str) -> None:
         value = getattr(self, name)
         # vocab_size is the first field, so it is a number by the time that pad_token_id is looked at
         low, high = (0, self.vocab_size - 1) if name == "pad_token_id" else (1, _LARGEST_SIZE)
+        high = min(high, _MOST_LAYERS) if name == "num_hidden_layers" else high
         if type(value) is not int or not low <= value <= high:
             raise DataError(_wrong(name, value, f"a whole number from {low} to {high}, without quotes"))
 
@@ -158,6 +177,34 @@ class BertConfig:
     def with_dropout(self, p: float) -> BertConfig:
         """The same model with both its dropout rates `p`. Raises DataError outside 0 <= p < 1."""
         return dataclasses.replace(self, hidden_dropout_prob=p, attention_probs_dropout_prob=p)
+
+
+#: the keys that the number of parameters depends on, as in BERT-base
+_USUAL_SIZES = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+}
+
+
+def _count_parameters(
+    vocab_size: int,
+    hidden_size: int,
+    num_hidden_layers: int,
+    intermediate_size: int,
+    max_position_embeddings: int,
+    type_vocab_size: int,
+) -> int:
+    norm = 2 * hidden_size
+    square = hidden_size * hidden_size + hidden_size  # a dense layer from the hidden size to the hidden size
+    between = 2 * hidden_size * intermediate_size + intermediate_size + hidden_size  # there and back
+    embeddings = (vocab_size + max_position_embeddings + type_vocab_size) * hidden_size + norm
+    layer = 4 * square + norm + between + norm
+    heads = square + norm + vocab_size + 2 * hidden_size + 2
+    return embeddings + num_hidden_layers * layer + square + heads
 
 
 def _wrong(key: str, value: object, expected: str) -> str:

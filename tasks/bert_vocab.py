@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 from hetseq import DataError
@@ -19,11 +20,12 @@ def read_vocab(path: Path) -> list[str]:
     """
     expected = "expected a vocabulary of one token a line in UTF-8, as vocab.txt of BERT"
     try:
-        if not path.exists():
-            raise DataError(f"{path} does not exist: {expected}; give --dict FILE")
-        if not path.is_file() or path.stat().st_size > _LARGEST_FILE:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_FILE:
             raise DataError(f"{path} is no file of at most {_LARGEST_FILE >> 20} MB: {expected}; give --dict FILE")
         content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(f"{path} does not exist: {expected}; give --dict FILE") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}; {expected}") from error
     if not content.strip():
@@ -68,5 +70,5 @@ def check_vocab(vocab: list[str], vocab_size: int, vocab_path: Path, config_path
         padded = f" (or up to {most}, padded to a multiple of {_PADDING})" if most > len(vocab) else ""
         raise DataError(
             f"{config_path} has vocab_size {vocab_size} and {vocab_path} has {len(vocab)} tokens: expected vocab_size"
-            f" {len(vocab)}{padded}; give the --dict and the --config_file that belong together"
+            f" {len(vocab)}{padded}; give the --dict and the --config-file that belong together"
         )

@@ -452,7 +452,18 @@ def test_nothing_in_forward_looks_at_a_value() -> None:
 def test_the_published_sizes_have_the_published_number_of_parameters(config: BertConfig, published: int) -> None:
     with torch.device("meta"):
         model = BertForPreTraining(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == published
+    assert sum(parameter.numel() for parameter in model.parameters()) == config.parameters == published
+
+
+@pytest.mark.parametrize(
+    "config", [TINY, BertConfig(101, 6, 5, 2, 7, max_position_embeddings=13, type_vocab_size=3)], ids=["tiny", "odd"]
+)
+def test_parameters_are_counted_without_making_them(config: BertConfig) -> None:
+    with torch.device("meta"):
+        model = BertForPreTraining(config)
+    assert config.parameters == sum(parameter.numel() for parameter in model.parameters())
+    for name in ("vocab_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings", "type_vocab_size"):
+        assert dataclasses.replace(config, **{name: getattr(config, name) + 1}).parameters > config.parameters
 
 
 def test_a_new_model_is_initialised_as_in_the_paper() -> None:
@@ -703,9 +714,55 @@ def test_a_file_that_is_not_there_or_not_readable_is_refused(tmp_path: Path) -> 
     assert "cannot be read: Is a directory" in refusal(tmp_path)
     path = write(tmp_path, GOOGLE)
     assert "cannot be read: Not a directory" in refusal(path / "config.json")
+    assert "cannot be read: File name too long" in refusal(tmp_path / ("x" * 300))
     path.chmod(0)
     if not os.access(path, os.R_OK):  # root may read everything
         assert "cannot be read: Permission denied" in refusal(path)
+
+
+def test_a_parent_folder_without_permission_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    path = write(tmp_path, GOOGLE)
+    for name in ("open", "stat", "exists", "is_file", "read_bytes"):
+        monkeypatch.setattr(Path, name, refuse)
+    assert "cannot be read: Permission denied; expected a file you may read" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "count"),
+    [
+        ({"vocab_size": 2**31 - 1}, "vocab_size", 110_106_428 + (2**31 - 1 - 30522) * 769),
+        ({"hidden_size": 2**28 * 7, "num_attention_heads": 7}, "hidden_size", None),
+        ({"intermediate_size": 2**31 - 1}, "intermediate_size", None),
+        ({"max_position_embeddings": 10**9}, "max_position_embeddings", None),
+        ({"type_vocab_size": 10**9}, "type_vocab_size", None),
+        ({"num_hidden_layers": 10_000}, "num_hidden_layers", None),
+        ({"hidden_size": 120_000, "vocab_size": 10**6}, "hidden_size", None),
+    ],
+    ids=["vocab", "hidden", "intermediate", "positions", "types", "layers", "two"],
+)
+def test_a_model_that_no_memory_holds_is_refused_with_the_key_that_makes_it_so(
+    tmp_path: Path, changes: dict[str, int], key: str, count: int | None
+) -> None:
+    message = refusal(write(tmp_path, GOOGLE | changes))
+    assert f"{key} is {changes[key]}: the model would have " in message
+    assert "expected at most 68,719,476,736 parameters" in message
+    if count:
+        assert f"would have {count:,} parameters" in message
+
+
+def test_a_model_at_the_bound_is_a_model_and_one_word_more_is_none() -> None:
+    words = (2**36 - BertConfig(1).parameters) // 769 + 1
+    assert BertConfig(words).parameters <= 2**36
+    with pytest.raises(DataError, match="vocab_size is"):
+        BertConfig(words + 1)
+
+
+def test_more_layers_than_anybody_trains_are_refused_however_small() -> None:
+    with pytest.raises(DataError, match="num_hidden_layers is 10001: expected a whole number from 1 to 10000"):
+        BertConfig(9, 1, 10_001, 1, 1)
 
 
 def test_a_configuration_made_in_code_is_checked_too() -> None:

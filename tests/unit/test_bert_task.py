@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -102,3 +104,15 @@ def test_the_files_that_no_option_names_are_compared_too(tmp_path: Path) -> None
     named = ["--dict", str(data / "vocab.txt"), "--config-file", str(data / "bert_config.json")]
     task = make_task(BertTask, options.parse([*words, *named]))
     assert [path.name for path in task.load_dataset("train").files] == names[:2]
+
+
+def test_a_folder_that_may_not_be_entered_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, **how: Any) -> Any:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    task: Any = make_task(BertTask, options.parse(["--task", "bert", "--data", str(tmp_path / "locked" / "data")]))
+    with pytest.raises(DataError, match="locked/data does not exist"):
+        task.load_dataset("train")
+    monkeypatch.setattr(Path, "stat", refuse)  # a test may run as root
+    with pytest.raises(DataError, match=r"locked/data cannot be read: Permission denied; expected a folder you may"):
+        task.load_dataset("train")
