@@ -14,6 +14,7 @@ import argparse
 import hashlib
 import json
 import math
+import os
 import platform
 import shlex
 import sys
@@ -31,7 +32,7 @@ from hetseq import ConfigError, DataError, HetSeqError, __version__
 
 from . import bert_hdf5, bert_pairs, plain_text, wordpiece
 from .bert_pairs import Documents, Integers, Pairs, Recipe
-from .corpus_folder import FACTS, MODEL, VOCABULARY, staged
+from .corpus_folder import FACTS, FORMAT, MODEL, VOCABULARY, staged
 from .plain_text import Document, Source
 from .python_text import python_documents
 from .wordpiece import Encoder, Vocabulary
@@ -99,26 +100,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     console = Console(highlight=False, soft_wrap=True)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
-    folder = Path(arguments.output).expanduser()
+    folder = _path(arguments.output)
     try:
         if arguments.format is not None and not arguments.input:
             raise ConfigError(f"--format {arguments.format} is about the files of --input, and there are none")
+        if arguments.vocab_size is not None and arguments.vocab_file is not None:
+            raise ConfigError(
+                f"--vocab-size {arguments.vocab_size} is about a vocabulary that is trained, and --vocab-file"
+                f" {arguments.vocab_file} is there already; give one of the two"
+            )
         options = _options(arguments)
         with _progress(console) as progress:
             facts = make_corpus(
                 options,
                 folder,
                 overwrite=arguments.overwrite,
-                say=lambda line: console.print(line, markup=False),
+                say=lambda line: console.print(plain_text.printable(line), markup=False),
                 track=lambda work, total: _bar(progress, work, total),
             )
     except HetSeqError as error:
-        errors.print(f"error: {error}", markup=False)
+        errors.print(plain_text.printable(f"error: {error}"), markup=False)
         return error.exit_code
     except KeyboardInterrupt:
-        errors.print(f"interrupted: {folder} is as it was before", markup=False)
+        errors.print(plain_text.printable(f"interrupted: {folder} is as it was before"), markup=False)
         return 130
-    console.print("the corpus is complete; train on it:", training_command(folder, facts), sep="\n", markup=False)
+    command = plain_text.printable(training_command(folder, facts))
+    console.print("the corpus is complete; train on it:", command, sep="\n", markup=False)
     return 0
 
 
@@ -131,17 +138,20 @@ def make_corpus(
     and leaves nothing behind if it cannot be made.
     """
     bert_hdf5.require_h5py()
-    if any(path.is_dir() and path.resolve() == folder.resolve() for path in options.inputs):
+    if os.path.realpath(folder) in map(os.path.realpath, options.inputs):
         raise ConfigError(
             f"--input and --output are both {folder}: its vocab.txt would be text the next time; give two"
         )
     with staged(folder, overwrite=overwrite) as stage:
+        given = options.vocab_file and wordpiece.read_vocabulary(
+            options.vocab_file, is_lower_case=options.is_lower_case
+        )
         documents, sources = _read(options, say, track)
         chance = np.random.default_rng((options.seed, len(_SPLITS)))  # the rows of the splits have (seed, 0 or 1, ...)
         halves = dict(zip(_SPLITS, plain_text.hold_out(documents, options.test_share, chance)))
         sentences = sum(len(document.sentences) for document in documents)
         say(f"text: {_many(len(documents), 'document')}, {_many(sentences, 'sentence')}")
-        vocabulary = _vocabulary(options, halves["train"], say)
+        vocabulary = given or _trained(options, halves["train"], say)
         del documents
 
         splits: dict[str, Any] = {}
@@ -172,18 +182,20 @@ def make_corpus(
             say(f"{split}: {_in_words(splits[split])}")
 
         _write_text(stage / VOCABULARY, vocabulary.text())
-        _write_text(stage / MODEL, _json(_model(len(vocabulary.tokens), options.max_seq_length)))
+        model = _json(_model(vocabulary, options.max_seq_length))
+        _write_text(stage / MODEL, model)
         facts = {
-            "format": {"name": "hetseq BERT corpus", "version": 1},
+            "format": {"name": FORMAT, "version": 1},
             "versions": _versions(),
             "options": _stated(options),
             "sources": [asdict(source) for source in sources],
             "vocabulary": {
-                "from": "training part" if options.vocab_file is None else options.vocab_file.name,
+                "from": plain_text.printable(options.vocab_file.name) if options.vocab_file else "training part",
                 "tokens": len(vocabulary.tokens),
                 "lower_case": vocabulary.is_lower_case,
                 "sha256": hashlib.sha256(vocabulary.text().encode()).hexdigest(),
             },
+            "configuration": {"sha256": hashlib.sha256(model.encode()).hexdigest()},
             "splits": splits,
             "files": files,
         }
@@ -225,9 +237,7 @@ def _read(options: Options, say: Callable[[str], None], track: Track) -> tuple[l
     return found, sources
 
 
-def _vocabulary(options: Options, documents: Sequence[Document], say: Callable[[str], None]) -> Vocabulary:
-    if options.vocab_file is not None:
-        return wordpiece.read_vocabulary(options.vocab_file, is_lower_case=options.is_lower_case)
+def _trained(options: Options, documents: Sequence[Document], say: Callable[[str], None]) -> Vocabulary:
     sentences = [sentence for document in documents for sentence in document.sentences]
     trained = wordpiece.train_vocabulary(sentences, options.vocab_size, is_lower_case=options.is_lower_case)
     say(f"vocabulary: {len(trained.tokens):,} tokens, trained on the {len(sentences):,} sentences of the training part")
@@ -333,10 +343,10 @@ def _in_words(split: dict[str, Any]) -> str:
     )
 
 
-def _model(vocab_size: int, max_seq_length: int) -> dict[str, Any]:
+def _model(vocabulary: Vocabulary, max_seq_length: int) -> dict[str, Any]:
     """A small BERT that fits the vocabulary: 2 layers of 128."""
     return {
-        "vocab_size": vocab_size,
+        "vocab_size": len(vocabulary.tokens),
         "hidden_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
@@ -347,6 +357,7 @@ def _model(vocab_size: int, max_seq_length: int) -> dict[str, Any]:
         "max_position_embeddings": max(128, max_seq_length),
         "type_vocab_size": 2,
         "initializer_range": 0.02,
+        "pad_token_id": vocabulary.id_of(wordpiece.PAD),  # BERT's own is 0, another one need not be
     }
 
 
@@ -403,12 +414,16 @@ def _bar(progress: Progress, work: str, total: int) -> Advance:
     return lambda count: progress.advance(bar, count)
 
 
+def _path(text: str) -> Path:
+    return Path(os.path.expanduser(text))  # that of pathlib raises for ~somebody who is unknown
+
+
 def _options(arguments: argparse.Namespace) -> Options:
     return Options(
-        inputs=tuple(Path(path).expanduser() for path in arguments.input),
+        inputs=tuple(map(_path, arguments.input)),
         form=arguments.format or "paragraphs",
-        vocab_file=None if arguments.vocab_file is None else Path(arguments.vocab_file).expanduser(),
-        vocab_size=arguments.vocab_size,
+        vocab_file=None if arguments.vocab_file is None else _path(arguments.vocab_file),
+        vocab_size=Options.vocab_size if arguments.vocab_size is None else arguments.vocab_size,
         is_lower_case=arguments.lower_case,
         max_seq_length=arguments.max_seq_length,
         max_predictions=arguments.max_predictions,
@@ -436,8 +451,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--format", choices=list(plain_text.FORMATS),
         help="; ".join(f"{name}: {meaning}" for name, meaning in plain_text.FORMATS.items()) + " (default: paragraphs)")
     add("--vocab-file", metavar="FILE", help="WordPiece vocabulary, one token a line; default: one is trained")
-    add("--vocab-size", type=int, default=default.vocab_size, metavar="N",
-        help="tokens of the vocabulary that is trained (default: %(default)s)")
+    add("--vocab-size", type=int, metavar="N",
+        help=f"tokens of the vocabulary that is trained (default: {default.vocab_size})")
     case = parser.add_mutually_exclusive_group()
     case.add_argument("--lower-case", action="store_true", default=True,
                       help="lower case, without accents (the default)")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -20,6 +21,9 @@ from hetseq import DataError
 #: the files that every corpus has, besides its data
 FACTS, VOCABULARY, MODEL = "corpus.json", "vocab.txt", "bert_config.json"
 
+#: what a corpus is called in its facts
+FORMAT = "hetseq BERT corpus"
+
 _STAGE = ".unfinished-corpus"
 
 
@@ -29,9 +33,10 @@ def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
 
     Raises DataError if `folder` cannot be written, is in use, or holds what may not be replaced.
     """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing: list[Path] = []
     try:
         try:
+            missing += [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             with _locked(folder):
                 stage = folder / _STAGE
@@ -46,7 +51,7 @@ def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
         except OSError as error:
             raise DataError(
                 f"{folder} cannot be written: {os.strerror(error.errno) if error.errno else error};"
-                " expected a folder with room"
+                " expected a folder with room that you may write to"
             ) from error
     except BaseException:
         for path in missing:
@@ -58,19 +63,41 @@ def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
 def _previous(folder: Path, *, overwrite: bool) -> list[Path]:
     """The files of the corpus that is in `folder`; DataError if it may not be replaced."""
     data = sorted(path for path in folder.iterdir() if path.suffix in (".hdf5", ".h5"))
-    others = [folder / name for name in (VOCABULARY, MODEL, FACTS) if (folder / name).exists()]
-    if not overwrite and (data or others):
-        names = ", ".join(path.name for path in (*others, *data)[:3])
-        raise DataError(f"{folder} holds a corpus already ({names}); give another folder, or replace it by --overwrite")
-    listed: set[str] = set()
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # whatever it is, it lists no files then
-        listed = set(json.loads((folder / FACTS).read_text())["files"])
+    others = [folder / name for name in (VOCABULARY, MODEL, FACTS) if os.path.lexists(folder / name)]
+    listed, hashes = _listed(folder / FACTS)
     if foreign := [path.name for path in data if path.name not in listed]:
         raise DataError(
             f"{folder} has HDF5 files that are not of the corpus in its {FACTS} ({', '.join(foreign[:3])}), which"
             " would be trained on with the new ones; remove them or give another folder"
         )
+    # somebody may have put them there, or worked on them since
+    for path in others:
+        if not path.is_file() or _sha256(path.read_bytes()) != hashes[path.name]:
+            found = "is not as the corpus in that folder came with it" if hashes[path.name] else "is of no corpus"
+            raise DataError(f"{path} {found} and would be lost; move it away or give another folder")
+    if not overwrite and (data or others):
+        names = ", ".join(path.name for path in (*others, *data)[:3])
+        raise DataError(f"{folder} holds a corpus already ({names}); give another folder, or replace it by --overwrite")
     return [*data, *others]
+
+
+def _listed(facts: Path) -> tuple[set[str], dict[str, str]]:
+    """The names of the data of a corpus, and the SHA-256 of its other files, "" for what is not of it."""
+    files: set[str] = set()
+    hashes = {VOCABULARY: "", MODEL: "", FACTS: ""}
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # whatever it is, it lists no more then
+        content = facts.read_bytes()
+        stated = json.loads(content)
+        if stated["format"]["name"] == FORMAT:
+            hashes[FACTS] = _sha256(content)
+            files = set(stated["files"])
+            hashes[VOCABULARY] = stated["vocabulary"]["sha256"]
+            hashes[MODEL] = stated["configuration"]["sha256"]
+    return files, hashes
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _move(stage: Path, folder: Path, previous: Sequence[Path]) -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import os
 import re
-from collections.abc import Iterator, Sequence
+import stat
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,25 +55,41 @@ def text_files(inputs: Sequence[Path], *, besides: Sequence[Path] = ()) -> list[
     without text, and for a file named twice: it could be trained and tested on.
     """
     found: list[Path] = []
-    excluded = {path.resolve() for path in besides}
+    excluded = {os.path.realpath(path) for path in besides}
     for path in inputs:
-        if path.is_dir():
-            files = [file for file in sorted(path.glob("*.txt")) if file.is_file() and not file.name.startswith(".")]
-            files = [file for file in files if file.resolve() not in excluded]
-            if not files:
-                raise DataError(f"{path} has no text: expected files *.txt in that folder (subfolders are not read)")
-            found += files
-        elif path.is_file():
-            found.append(path)
-        elif path.exists():
-            raise DataError(f"{path} is neither a file nor a folder; expected text files or folders of *.txt")
-        else:
-            raise DataError(f"{path} does not exist; expected a text file or a folder of *.txt")
-    seen: dict[Path, Path] = {}
+        try:
+            found += _texts_of(path, excluded)
+        except (FileNotFoundError, NotADirectoryError):
+            raise DataError(f"{path} does not exist; expected a text file or a folder of *.txt") from None
+        except OSError as error:
+            raise DataError(
+                f"{path} cannot be read: {error.strerror or error}; expected a text file or a folder of *.txt that you"
+                " may read"
+            ) from error
+    seen: dict[str, Path] = {}
     for file in found:
-        if (twin := seen.setdefault(file.resolve(), file)) is not file:
+        if (twin := seen.setdefault(os.path.realpath(file), file)) is not file:
             raise DataError(f"{file} is named twice (as {twin}): name it once, or test data would be trained on")
     return found
+
+
+def _texts_of(path: Path, excluded: Collection[str]) -> list[Path]:
+    """The files of one input; OSError if the system will not tell."""
+    mode = path.stat().st_mode
+    if stat.S_ISREG(mode):
+        return [path]
+    if not stat.S_ISDIR(mode):
+        raise DataError(f"{path} is neither a file nor a folder; expected text files or folders of *.txt")
+    names = (file for file in sorted(path.iterdir()) if file.suffix == ".txt" and not file.name.startswith("."))
+    files = [file for file in names if file.is_file() and os.path.realpath(file) not in excluded]
+    if not files:
+        raise DataError(f"{path} has no text: expected files *.txt in that folder (subfolders are not read)")
+    return files
+
+
+def printable(name: str) -> str:
+    """A name, or a line with names, in which the bytes that are no UTF-8 are written out, such as "\\xe9"."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def read_text(path: Path) -> tuple[str, Source]:
@@ -97,7 +115,7 @@ def read_text(path: Path) -> tuple[str, Source]:
     if not text.strip():
         raise DataError(f"{path} has no text: {len(content):,} bytes, none of them a letter; leave the file out")
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return text, Source(path.name, len(content), hashlib.sha256(content).hexdigest())
+    return text, Source(printable(path.name), len(content), hashlib.sha256(content).hexdigest())
 
 
 def documents_of(text: str, name: str, form: str) -> list[Document]:

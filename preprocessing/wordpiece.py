@@ -8,6 +8,7 @@ nothing else that could depend on an order.
 
 from __future__ import annotations
 
+import stat
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.trainers import WordPieceTrainer
 
 from hetseq import ConfigError, DataError
+from tasks.bert_vocab import read_vocab
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -48,23 +50,14 @@ class Vocabulary:
 
 
 def read_vocabulary(path: Path, *, is_lower_case: bool) -> Vocabulary:
-    """The vocabulary in a file with one piece a line; DataError if it cannot be BERT's."""
-    expected = "expected the vocabulary of a BERT model, one token a line (vocab.txt)"
-    try:
-        tokens = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 at byte {error.start:,}; {expected}") from None
+    """The vocabulary in a file with one piece a line; DataError for what training on the corpus would refuse."""
+    expected = "expected the vocabulary of a BERT model, one token a line (vocab.txt); give --vocab-file FILE"
+    try:  # said here, for training calls the flag --dict
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise DataError(f"{path} is no file; {expected}")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}; {expected}") from error
-    if tokens[-1] == "":
-        tokens.pop()  # the end of the last line
-    if missing := [token for token in SPECIAL_TOKENS if token not in tokens]:
-        raise DataError(f"{path} has no {', '.join(missing)} among its {len(tokens):,} tokens; {expected}")
-    seen: dict[str, int] = {}
-    for line, token in enumerate(tokens, 1):
-        if (before := seen.setdefault(token, line)) != line:
-            raise DataError(f"{path} has {token!r} twice, in lines {before:,} and {line:,}; {expected}, each once")
-    return Vocabulary(tuple(tokens), is_lower_case)
+    return Vocabulary(tuple(read_vocab(path)), is_lower_case)
 
 
 def train_vocabulary(sentences: Sequence[str], size: int, *, is_lower_case: bool) -> Vocabulary:

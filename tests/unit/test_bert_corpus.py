@@ -10,6 +10,8 @@ import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,12 @@ import numpy as np
 import pytest
 
 from hetseq import ConfigError, DataError
-from preprocessing import bert_corpus, bert_pairs, corpus_folder
+from preprocessing import bert_corpus, bert_hdf5, bert_pairs, corpus_folder
 from preprocessing.plain_text import Document, Source
 
 h5py = pytest.importorskip("h5py")
 
+ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = {
     "input_ids": np.uint16,
     "input_mask": np.int8,
@@ -130,6 +133,7 @@ def test_a_folder_has_all_that_training_needs(book: Path, tmp_path: Path, capsys
     assert "text: 1 document, 400 sentences" in out
     model = json.loads((folder / "bert_config.json").read_text())
     assert model["vocab_size"] == len((folder / "vocab.txt").read_text().splitlines()) <= 300
+    assert model["pad_token_id"] == 0
     assert model["hidden_size"] % model["num_attention_heads"] == 0
     assert model["max_position_embeddings"] == 128
 
@@ -238,6 +242,18 @@ def test_without_a_share_nothing_is_held_out(
     assert capsys.readouterr().out.splitlines()[-1].count("--disable-validation") == 1
 
 
+def test_the_outline_of_a_file_reads_as_it_was_written_with_zeros_between() -> None:
+    outline = bert_hdf5._Outline()
+    for place, part in ((2, b"abcd"), (9, b"xy"), (4, b"CD")):
+        assert outline.seek(place) == place
+        assert outline.write(memoryview(part)) == len(part)
+    assert outline.seek(0, os.SEEK_END) == outline.tell() == outline.size == 11
+    outline.seek(3)
+    assert outline.read(7) == b"bCD\0\0\0x"
+    assert outline.read(7) == b"y"
+    assert outline.read(7) == b""
+
+
 def test_rows_are_spread_over_files_without_changing(book: Path, vocab: Path, tmp_path: Path) -> None:
     for name, files in (("one", 1), ("twelve", 12)):
         run(tmp_path / name, "--input", book, "--vocab-file", vocab, "--files", files)
@@ -284,6 +300,16 @@ def test_lengths_fit_the_model_and_the_masks(
     assert rows_of(tmp_path / "out", "train")["masked_lm_ids"].shape[1] == predictions
 
 
+def test_the_model_is_told_where_the_padding_is(book: Path, vocab: Path, tmp_path: Path) -> None:
+    tokens = vocab.read_text().splitlines()
+    vocab.write_text("\n".join([*tokens[1:], tokens[0]]))  # [PAD] comes last
+    run(tmp_path / "out", "--input", book, "--vocab-file", vocab)
+    model = json.loads((tmp_path / "out" / "bert_config.json").read_text())
+    assert model["pad_token_id"] == len(tokens) - 1
+    rows = rows_of(tmp_path / "out", "train")
+    assert set(rows["input_ids"][rows["input_mask"] == 0]) == {model["pad_token_id"]}
+
+
 def test_a_sentence_without_a_token_is_no_sentence(vocab: Path) -> None:
     texts = [Document("a", ["", "ba be", "\u200b", "bi"]), Document("b", [""]), Document("c", ["bo."])]
     vocabulary = bert_corpus.wordpiece.read_vocabulary(vocab, is_lower_case=True)
@@ -307,6 +333,7 @@ def test_the_facts_are_those_of_the_files(book: Path, vocab: Path, tmp_path: Pat
     assert facts["vocabulary"]["from"] == "my-vocab.txt"
     assert facts["vocabulary"]["sha256"] == hashlib.sha256(vocab.read_bytes()).hexdigest()
     assert (tmp_path / "out" / "vocab.txt").read_bytes() == vocab.read_bytes()
+    assert facts["configuration"]["sha256"] == contents(tmp_path / "out")["bert_config.json"]
     assert {"hetseq", "python", "numpy", "tokenizers", "h5py"} <= set(facts["versions"])
     assert sum(facts["splits"][split]["sentences"] for split in ("train", "test")) == 400
     tokens = vocab.read_text().split("\n")
@@ -399,6 +426,37 @@ def test_data_of_somebody_else_is_never_overwritten(
     assert run(folder, *arguments) == 2
     assert "HDF5 files that are not of the corpus" in capsys.readouterr().err
     assert contents(folder) == before
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "bert_config.json", "corpus.json"])
+@pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
+def test_a_file_that_was_there_before_any_corpus_is_never_lost(
+    book: Path, vocab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, overwrite: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / name).write_text("{}")
+    assert run(folder, "--input", book, "--vocab-file", vocab, *overwrite) == 2
+    assert f"{folder / name} is of no corpus and would be lost; move it away or give another" in capsys.readouterr().err
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, "{}")]
+
+
+@pytest.mark.parametrize("name", ["vocab.txt", "bert_config.json"])
+def test_a_file_of_the_corpus_that_was_worked_on_is_not_lost(
+    book: Path, vocab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    folder = tmp_path / "out"
+    arguments = ("--input", book, "--vocab-file", vocab, "--overwrite")
+    run(folder, *arguments)
+    genuine = (folder / name).read_text()
+    (folder / name).write_text(genuine.replace("2", "3") + "\n")
+    before = contents(folder)
+    assert run(folder, *arguments) == 2
+    assert f"{folder / name} is not as the corpus in that folder came with it" in capsys.readouterr().err
+    assert contents(folder) == before
+    (folder / name).rename(tmp_path / "mine")
+    assert run(folder, *arguments) == 0
+    assert (folder / name).read_text() == genuine
 
 
 def test_its_own_vocabulary_may_be_given_when_a_corpus_is_replaced(book: Path, tmp_path: Path) -> None:
@@ -510,6 +568,37 @@ def test_after_a_fault_a_new_folder_and_those_above_it_are_gone(
     assert not (tmp_path / "new").exists()
 
 
+# a limit of the system on the size of a file comes as late as a full disk does
+LIMITED = """
+import resource, signal, sys
+from preprocessing import bert_corpus
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+for limit in map(int, sys.argv[1].split(",")):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    for folder in sys.argv[2:4]:
+        sys.stdout.write(f"{bert_corpus.main(['--output', folder, *sys.argv[4:]])}\\n")
+"""
+
+
+def test_a_disk_that_is_full_is_told_and_leaves_nothing(book: Path, vocab: Path, tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    arguments = ["--input", str(book), "--vocab-file", str(vocab), "--duplicate", "1"]
+    run(old, *arguments)
+    before = contents(old)
+    largest = max(path.stat().st_size for path in old.iterdir())
+    limits = (0, 600, 40_000, largest - 1)
+    assert sorted(limits) == list(limits)
+    command = [sys.executable, "-c", LIMITED, ",".join(map(str, limits)), old, new, *arguments, "--overwrite"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["2"] * 2 * len(limits)
+    said = "error: {} cannot be written: File too large; expected a folder with room that you may write to"
+    assert done.stderr.splitlines() == [said.format(folder) for _ in limits for folder in (old, new)]
+    assert contents(old) == before
+    assert not (old / corpus_folder._STAGE).exists()
+    assert not new.exists()
+
+
 def test_ctrl_c_is_the_signal_of_the_terminal(
     book: Path, vocab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -566,8 +655,24 @@ def bad(tmp_path: Path) -> Iterator[tuple[str, list[object], str]]:
         ["--input", tmp_path / "russian.txt", "--vocab-file", tmp_path / "foreign.txt"],
         (r"no word of the train part is in .*foreign\.txt; give another"),
     )
-    yield "no special tokens", ["--input", book, "--vocab-file", tmp_path / "no-specials.txt"], r"has no \[PAD\]"
+    yield (
+        "no special tokens",
+        ["--input", book, "--vocab-file", tmp_path / "no-specials.txt"],
+        r"has 2 lines.* no \[PAD\]",
+    )
     yield "missing vocabulary", ["--input", book, "--vocab-file", tmp_path / "none"], "none cannot be read"
+    yield (
+        "two vocabularies",
+        ["--input", book, "--vocab-file", vocab, "--vocab-size", 4096],
+        r"--vocab-size 4096 .*my-vocab\.txt.*one of the two",
+    )
+    yield "long name", ["--input", tmp_path / ("x" * 300)], "x cannot be read: File name too long; expected a text"
+    yield (
+        "long vocabulary",
+        ["--input", book, "--vocab-file", "x" * 300],
+        "x cannot be read: File name too long; .*BERT",
+    )
+    yield "nobody", ["--input", "~nobody-of-that-name/x"], "~nobody-of-that-name/x does not exist"
     yield "small vocabulary", ["--input", book, "--vocab-size", 10], "--vocab-size 10 has no room"
     yield "too many files", ["--input", book, "--vocab-file", vocab, "--files", 9999], "too few for --files 9999"
     yield "format without input", ["--format", "lines"], "--format lines is about the files of --input"
@@ -606,6 +711,59 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         assert run(place, "--input", book) == 2
         assert f"{place} cannot be written: " in capsys.readouterr().err
+
+
+def hiding(genuine: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of paths that may not look at those called "hidden"."""
+
+    def look(path: Path, **words: Any) -> Any:
+        if path.name == "hidden":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return genuine(path, **words)
+
+    return look
+
+
+def test_a_place_that_the_system_hides_is_refused_by_its_name(
+    book: Path, vocab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--input", book, "--vocab-file", vocab)
+    place = tmp_path / ("x" * 300)
+    assert run(place, *arguments) == 2
+    assert f"{place} cannot be written: File name too long" in capsys.readouterr().err
+
+    # what is_dir and is_file ask too; up to Python 3.13 they pass this error on
+    for name in ("stat", "exists"):
+        monkeypatch.setattr(Path, name, hiding(getattr(Path, name)))
+    hidden = tmp_path / "hidden"
+    assert run(hidden, *arguments) == 2
+    assert f"{hidden} cannot be written: Permission denied" in capsys.readouterr().err
+    assert run(tmp_path / "out", "--input", hidden) == 2
+    assert f"{hidden} cannot be read: Permission denied; expected a text file" in capsys.readouterr().err
+    assert run(tmp_path / "out", *arguments[:2], "--vocab-file", hidden) == 2
+    assert f"{hidden} cannot be read: Permission denied; expected the vocabulary" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_vocabulary_is_looked_at_before_the_text(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bert_corpus, "_read", None)
+    assert run(tmp_path / "out", "--input", book, "--vocab-file", tmp_path / "none") == 2
+
+
+def test_names_that_are_no_utf_8_are_written_out(
+    book: Path, vocab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = [
+        path.rename(os.fsdecode(os.fsencode(path.parent / stem) + b"\xe9.txt"))
+        for path, stem in ((book, "b"), (vocab, "v"))
+    ]
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    assert run(folder, "--input", odd[0], "--vocab-file", odd[1]) == 0
+    facts = facts_of(folder)
+    assert (facts["sources"][0]["name"], facts["vocabulary"]["from"]) == (r"b\xe9.txt", r"v\xe9.txt")
+    assert r"caf\xe9" in capsys.readouterr().out
+    assert run(folder, "--input", odd[0], "--vocab-file", odd[1]) == 2
+    assert r"caf\xe9 holds a corpus already" in capsys.readouterr().err
 
 
 def test_text_is_never_read_from_the_folder_that_is_written(book: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -191,6 +192,12 @@ def test_what_is_missing_or_empty_or_named_twice_is_refused(tmp_path: Path) -> N
         text_files([tmp_path / "none.txt"])
     with pytest.raises(DataError, match=r"empty has no text: expected files \*\.txt"):
         text_files([tmp_path / "empty"])
+    with pytest.raises(DataError, match=r"a\.txt/below does not exist"):
+        text_files([tmp_path / "a.txt" / "below"])
+    with pytest.raises(DataError, match="x cannot be read: File name too long; expected a text file"):
+        text_files([tmp_path / ("x" * 300)])
+    with pytest.raises(DataError, match="null is neither a file nor a folder"):
+        text_files([Path("/dev/null")])
     with pytest.raises(DataError, match=r"a\.txt is named twice"):
         text_files([tmp_path, tmp_path / "empty" / ".." / "a.txt"])
 
@@ -202,6 +209,24 @@ def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(DataError, match=r"a\.txt cannot be read: Permission denied"):
         read_text(tmp_path / "a.txt")
+
+
+def test_a_folder_that_may_not_be_listed_is_not_called_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    for name in ("iterdir", "is_file"):
+        (tmp_path / "a.txt").write_text("x")
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, name, refuse)
+            with pytest.raises(DataError, match=f"{tmp_path.name} cannot be read: Permission denied"):
+                text_files([tmp_path])
+
+
+def test_a_name_that_is_no_utf_8_is_written_out(tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9-\xc3\xa9.txt"))
+    path.write_text("One.")
+    assert read_text(path)[1].name == r"caf\xe9-é.txt"
 
 
 # What is held out

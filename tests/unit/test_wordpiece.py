@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,9 +12,11 @@ import pytest
 
 from hetseq import ConfigError, DataError
 from preprocessing.wordpiece import SPECIAL_TOKENS, Encoder, Vocabulary, read_vocabulary, train_vocabulary
+from tasks.bert_vocab import read_vocab
 
 ROOT = Path(__file__).resolve().parents[2]
 
+SPECIALS = "".join(f"{token}\n" for token in SPECIAL_TOKENS)
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",
     "A dog is not a fox, and foxes are not dogs!",
@@ -111,35 +114,45 @@ def test_a_vocabulary_is_read_in_its_order(tmp_path: Path) -> None:
     expected = ("[PAD]", "[unused0]", *SPECIAL_TOKENS[1:], "a", "##b")
     assert read_vocabulary(path, is_lower_case=True).tokens == expected
     assert read_vocabulary(path, is_lower_case=True).text() == path.read_text()
-    windows = write(tmp_path, text="\ufeff" + "\r\n".join(expected))
+    windows = write(tmp_path, text="\r\n".join(expected))
     assert read_vocabulary(windows, is_lower_case=True).tokens == expected
 
 
 @pytest.mark.parametrize(
-    ("tokens", "complaint"),
+    ("text", "complaint"),
     [
-        (("a", "b"), r"has no \[PAD\], \[UNK\], \[CLS\], \[SEP\], \[MASK\] among its 2 tokens"),
-        (("[PAD]", "[UNK]", "[CLS]", "[SEP]", "a"), r"has no \[MASK\] among its 5 tokens"),
-        ((*SPECIAL_TOKENS, "a", "b", "a"), "has 'a' twice, in lines 6 and 8"),
-        ((*SPECIAL_TOKENS, "[PAD]"), r"has '\[PAD\]' twice, in lines 1 and 6"),
+        ("a\nb\n", r"no \[PAD\], \[UNK\], \[CLS\], \[SEP\], \[MASK\]"),
+        ("[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n", r"no \[MASK\]"),
+        (f"{SPECIALS}a\nb\na\n", "line 8: token 'a' is also in line 6"),
+        (f"{SPECIALS}[PAD]\n", r"line 6: token '\[PAD\]' is also in line 1"),
+        (f"{SPECIALS}\na\n", "line 6 is empty"),
+        (f"{SPECIALS}a\n\n", "line 7 is empty"),
+        (f"{SPECIALS}a\n ", "line 7 is empty"),
+        (f"\ufeff{SPECIALS}a\n", "byte order mark"),
+        ("", "is empty"),
     ],
 )
-def test_a_vocabulary_that_cannot_be_berts_is_refused(tmp_path: Path, tokens: tuple[str, ...], complaint: str) -> None:
-    path = write(tmp_path, *tokens)
+def test_a_vocabulary_that_training_would_refuse_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    path = write(tmp_path, text=text)
     with pytest.raises(DataError, match=complaint) as refused:
         read_vocabulary(path, is_lower_case=True)
     assert str(path) in str(refused.value)
-    assert "expected the vocabulary of a BERT model" in str(refused.value)
+    with pytest.raises(DataError):
+        read_vocab(path)
 
 
 def test_a_vocabulary_that_is_no_text_or_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be read: No such file"):
-        read_vocabulary(tmp_path / "none.txt", is_lower_case=True)
+    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "bin").write_bytes(b"[PAD]\n\xff\xfe")
-    with pytest.raises(DataError, match="not UTF-8 at byte 6"):
-        read_vocabulary(tmp_path / "bin", is_lower_case=True)
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
-        read_vocabulary(tmp_path, is_lower_case=True)
+    for name, complaint in {
+        "none.txt": "none.txt cannot be read: No such file .*; expected the vocabulary of a BERT model.*--vocab-file",
+        "x" * 300: "x cannot be read: File name too long; .*--vocab-file",
+        ".": " is no file; .*--vocab-file",
+        "pipe": "pipe is no file; .*--vocab-file",
+        "bin": "line 2: byte 0xff is not UTF-8",
+    }.items():
+        with pytest.raises(DataError, match=complaint):
+            read_vocabulary(tmp_path / name, is_lower_case=True)
 
 
 # Encoding
