@@ -131,8 +131,8 @@ def test_the_step_of_a_run_that_is_joined_does_not_depend_on_who_came_first(tmp_
         run_ranks(join, 1, run, ["--max-sentences", "4"])
 
 
-def train_words(group: AnyGroup, save_dir: str, runs: list[list[str]]) -> list[list[int]]:
-    return [[row["step"] for row in train(group, save_dir, words).validations] for words in runs]
+def validate(group: AnyGroup, save_dir: str, runs: list[list[str]]) -> list[list[tuple[int, bool]]]:
+    return [[(row["step"], row["best"]) for row in train(group, save_dir, words).validations] for words in runs]
 
 
 def test_validation_comes_after_epochs_after_so_many_steps_and_at_the_end(tmp_path: Path) -> None:
@@ -140,5 +140,14 @@ def test_validation_comes_after_epochs_after_so_many_steps_and_at_the_end(tmp_pa
     words = [word for word in toy_words("Integers") if word != "--disable-validation"]
     ends = [*words, "--global-batch-size", "8", "--max-update", "10"]
     runs = [ends, [*ends, "--validate-interval", "2"], [*ends, "--validate-interval-updates", "3"]]
-    found = run_ranks(train_words, 2, prepared(tmp_path), runs)
-    assert found == [[[4, 8, 10], [8, 10], [3, 4, 6, 8, 9, 10]]] * 2
+    for found in run_ranks(validate, 2, prepared(tmp_path), runs):
+        assert [[step for step, _ in run] for run in found] == [[4, 8, 10], [8, 10], [3, 4, 6, 8, 9, 10]]
+
+
+def test_a_validation_that_only_the_end_brought_is_never_the_best(tmp_path: Path) -> None:
+    """A run that is made longer afterwards has the best checkpoint of one that never ended there."""
+    words = [word for word in toy_words("Integers") if word != "--disable-validation"]
+    short = [*words, "--global-batch-size", "8", "--max-update", "2"]
+    ((early, due),) = run_ranks(validate, 1, prepared(tmp_path), [short, [*short, "--validate-interval-updates", "2"]])
+    assert early == [(2, False)]
+    assert due == [(2, True)], "the twin: the first one that was due"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hetseq import demo
+from hetseq.cli import main
 from hetseq.demo import run_demo
 from hetseq.errors import ConfigError
 from hetseq.metrics import read_rows
@@ -52,3 +54,20 @@ def test_the_demo_of_bert_makes_a_corpus_and_learns_from_it(tmp_path: Path) -> N
 def test_another_demo_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="hetseq demo gpt: there is no such demo; expected mnist or bert"):
         run_demo("gpt")
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_both_demos_are_in_its_help(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", flag]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: hetseq demo [mnist | bert]")
+
+
+def test_a_corpus_is_made_where_the_name_has_a_space_and_the_user_has_a_folder_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "preprocessing").mkdir()
+    (tmp_path / "preprocessing" / "__init__.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    demo._make_corpus(Path("a b") / "corpus")
+    assert (tmp_path / "a b" / "corpus" / "corpus.json").is_file()

@@ -24,6 +24,7 @@ class Facts:
     """What one rank saw."""
 
     losses: list[float | None]
+    terms: list[dict[str, float] | None]
     gradients: list[torch.Tensor]
     absent: list[list[bool]]
     shares: list[tuple[int, ...]]
@@ -73,6 +74,7 @@ def train(group: AnyGroup, save_dir: str, words: list[str]) -> Facts:
         model = session.controller.replica.model
         return Facts(
             losses=[row["loss"] for row in recorder.rows],
+            terms=[row["terms"] for row in recorder.rows],
             gradients=getattr(optimizer, "seen", []),
             absent=getattr(optimizer, "absent", []),
             shares=[tuple(row["shares"]) for row in recorder.rows],
