@@ -15,12 +15,15 @@ from typing import Any
 
 import numpy as np
 
+from hetseq.accounting import account
 from hetseq.commit import Verdict, Wish
 from hetseq.config import ValidationConfig
 from hetseq.controller import Controller, StepResult, TrainingState
 from hetseq.errors import ConfigError
 from hetseq.metrics import Metrics
+from hetseq.pace import Shift
 from hetseq.plan import StepPlan
+from hetseq.replica_check import ReplicaCheck
 from hetseq.run_directory import RunDirectory, StatusFile
 from hetseq.saving import Saver, draw_nonce
 from hetseq.sharing import Sharing
@@ -69,8 +72,9 @@ class RunBoundary:
         saver: Saver,
         metrics: Metrics,
         status: StatusFiles,
+        replicas: ReplicaCheck | None = None,
     ) -> None:
-        self._config, self._validators = config, validators
+        self._config, self._validators, self._replicas = config, validators, replicas
         self._saver, self._metrics, self._status = saver, metrics, status
 
     def is_due(self, state: TrainingState) -> bool:
@@ -82,9 +86,12 @@ class RunBoundary:
         return draw_nonce()
 
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
-        """Report the step, validate and save if due. Every rank calls it."""
-        state, outcome = controller.state, result.outcome
+        """Report the step, compare the replicas, validate and save if due. Every rank calls it."""
+        state, outcome, plan = controller.state, result.outcome, result.plan
         self._report(controller, result)
+        replicas = self._replicas
+        if replicas is not None and replicas.is_due(plan.step):
+            replicas.check(plan.step, plan.shares)
         is_best = False
         is_due = self._is_validation_due(result.plan)
         if self._validators and (is_due or ends_run):
@@ -100,6 +107,8 @@ class RunBoundary:
             ends_run=ends_run,
         )
         if kinds:
+            if replicas is not None and not replicas.is_due(plan.step):  # else compared above
+                replicas.check(plan.step, plan.shares)  # so that a checkpoint can always be gone back to
             controller.replica.buffers.synchronise_(result.plan.shares)
             self._save(state, kinds, outcome.nonce)
 
@@ -122,7 +131,11 @@ class RunBoundary:
         }
         if not is_applied:
             row["skipped"] = True
+        if len(plan.shares) > 1:
+            row |= account(outcome.rows, shares=plan.shares, work=result.work, seconds=result.seconds)
         self._metrics.step(row)
+        if result.shift is not None:
+            self._metrics.event("rebalance", step=plan.step, **_shift_fields(result.shift))
         self._status.write(time.monotonic(), step=plan.step, epoch=plan.epoch, state="train", shares=plan.shares)
 
     def _is_validation_due(self, plan: StepPlan) -> bool:
@@ -137,7 +150,7 @@ class RunBoundary:
             # a rank of a small share waits for the others, far longer than for a step
             with controller.patience_for(samples=len(validator.source.dataset)):
                 values = validator.evaluate(
-                    controller.task, controller.replica.model, controller.group, controller.planner.assign
+                    controller.task, controller.replica.model, controller.group, controller.pace.divide
                 )
             if place == 0 and counts:
                 is_best = self._is_best(state, values)
@@ -167,6 +180,16 @@ class RunBoundary:
             self._metrics.event("save", path=str(result.path), **fields)
         else:
             self._metrics.event("save_failed", error=result.error, **fields)  # its writer has said it by now
+
+
+def _shift_fields(shift: Shift) -> dict[str, Any]:
+    return {
+        "first_step": shift.first_step,
+        "shares_before": list(shift.before),
+        "shares": list(shift.after),
+        "predicted_seconds_before": shift.before_s,
+        "predicted_seconds": shift.after_s,
+    }
 
 
 def _by_term(terms: Sequence[str], sums: Sequence[float], counts: Sequence[float]) -> dict[str, float]:

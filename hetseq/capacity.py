@@ -1,15 +1,43 @@
-"""From what ranks can do to how many samples each one takes: pure, exact, integer.
+"""From what ranks can do to how many units of a step each one takes: pure, exact, integer.
 
-The shares of a step minimise the time of its slowest rank. With a cost proportional to the samples, which is what
-fixed weights say, the exact answer is the highest-averages method of D'Hondt: whole quotas first, each remaining sample
-to the rank that would finish it first. All ranks call this with the same numbers and so get the same shares.
+A unit is a sample, a token or a fixed micro-batch: this module does not care, nor does it know how a cost was measured.
+The shares of a step minimise the time of its slowest rank. Giving each unit in turn to the rank that would finish it
+first does that exactly, because no rank gets faster by doing more; whoever would get most units anyway is given them
+without counting. With a cost proportional to the units, which is what fixed weights say, this is the highest-averages
+method of D'Hondt. All ranks call this with the same numbers and so get the same shares.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+NEGLIGIBLE_GAIN = 0.02  # of a step: less is not worth a word to the user
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one rank needs for n units of a step: fixed_s + per_unit_s * n seconds, for 0 < n <= limit.
+
+    Without units it needs nothing. `limit` is the most units it can take: None for any number, 0 for none. Raises
+    ValueError for seconds that are negative or not finite, for units that cost nothing, and for a negative limit.
+    """
+
+    fixed_s: float
+    per_unit_s: float
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fixed_s < math.inf or not 0 < self.per_unit_s < math.inf:
+            raise ValueError(f"{self}: expected finite seconds, fixed_s of 0 or more and per_unit_s above 0")
+        if self.limit is not None and self.limit < 0:
+            raise ValueError(f"{self}: expected a limit of 0 or more units, or None")
+
+    def seconds(self, units: int) -> float:
+        """The time for so many units, 0 for none. Does not look at the limit."""
+        return self.fixed_s + self.per_unit_s * units if units else 0.0
 
 
 def assign_shares(total: int, weights: Sequence[float]) -> tuple[int, ...]:
@@ -24,10 +52,105 @@ def assign_shares(total: int, weights: Sequence[float]) -> tuple[int, ...]:
     shares = [int(total * weight / whole) for weight in weights]  # highest averages never gives less than the quota
     while sum(shares) > total:  # a quota that rounding lifted over an integer
         shares[max(range(len(shares)), key=lambda rank: (shares[rank] > 0, rank))] -= 1
-    finish = [((share + 1) / weight, rank) for rank, (share, weight) in enumerate(zip(shares, weights)) if weight > 0]
+    room = [total if weight > 0 else 0 for weight in weights]
+    return _deal(total, shares, room, lambda rank, units: units / weights[rank])
+
+
+def balance_shares(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
+    """Integer shares of `total` units, one per rank: the ones with the smallest `step_seconds`, exactly.
+
+    No rank gets more than its limit; one that would only hold the others up gets 0. Ties go to the lowest rank. The
+    same floats give the same shares on every machine. Raises ValueError for a negative total, and when the limits
+    together hold fewer units than that.
+    """
+    room = _room(total, costs)
+    if total < 0 or sum(room) < total:
+        raise ValueError(
+            f"{total} units to share: expected 0 or more, and no more than the {max(0, sum(room))} "
+            f"that {len(costs)} ranks can take within their limits"
+        )
+    start = _units_to_start_with(total, costs, room)
+    return _deal(total, start, room, lambda rank, units: costs[rank].seconds(units))
+
+
+def step_seconds(shares: Sequence[int], costs: Sequence[Cost]) -> float:
+    """The time of the slowest rank; ranks without units do not count. 0 if nobody has any."""
+    return max((cost.seconds(units) for units, cost in zip(shares, costs, strict=True)), default=0.0)
+
+
+def slowed_by(total: int, costs: Sequence[Cost], presence_s: Sequence[float]) -> list[tuple[int, float]]:
+    """The ranks without which a step of `total` units would be more than 2 % faster, and for how long each is awaited.
+
+    `presence_s` is how long each rank is busy in a step even without units: its copy of the optimizer's work, its data.
+    A rank is named if it is busy for longer than the ranks that are not named need for all the work; the seconds are
+    how much longer. Lowest rank first. Raises ValueError as `balance_shares` does.
+    """
+    staying = list(range(len(costs)))
+    before_s = step_s = _step_with(staying, total, costs, presence_s)
+    for rank in sorted(staying, key=lambda rank: (-presence_s[rank], rank)):
+        fewer = [other for other in staying if other != rank]
+        if presence_s[rank] < step_s or not _can_take(total, [costs[other] for other in fewer]):
+            break  # nobody waits for its presence, or the others cannot do without it
+        staying, step_s = fewer, min(step_s, _step_with(fewer, total, costs, presence_s))
+    late_s = [(rank, presence - step_s) for rank, presence in enumerate(presence_s)]
+    return [(rank, late) for rank, late in late_s if late > NEGLIGIBLE_GAIN * before_s]
+
+
+def _step_with(ranks: Sequence[int], total: int, costs: Sequence[Cost], presence_s: Sequence[float]) -> float:
+    """The shortest step of these ranks, which ends for none of them before it has been there."""
+    chosen = [costs[rank] for rank in ranks]
+    return max(step_seconds(balance_shares(total, chosen), chosen), *(presence_s[rank] for rank in ranks))
+
+
+def _can_take(total: int, costs: Sequence[Cost]) -> bool:
+    return len(costs) > 0 and sum(_room(total, costs)) >= total
+
+
+def _room(total: int, costs: Sequence[Cost]) -> list[int]:
+    """The most units each rank can take of so many. Shape (world_size,)."""
+    return [total if cost.limit is None else min(cost.limit, total) for cost in costs]
+
+
+def _units_by(now_s: float, costs: Sequence[Cost], room: Sequence[int]) -> list[int]:
+    """The units that each rank has done by then. Shape (world_size,)."""
+    return [
+        int(min(most, (now_s - cost.fixed_s) / cost.per_unit_s)) if now_s > cost.fixed_s else 0
+        for cost, most in zip(costs, room)
+    ]
+
+
+def _units_to_start_with(total: int, costs: Sequence[Cost], room: Sequence[int]) -> list[int]:
+    """Units that every rank certainly gets, leaving about one per rank to be dealt out. Shape (world_size,)."""
+    early_s, late_s = 0.0, max((cost.seconds(most) for cost, most in zip(costs, room)), default=0.0)
+    done = 0
+    for _ in range(100):  # halvings: some twenty are needed
+        if total - done <= len(costs):
+            break
+        middle_s = (early_s + late_s) / 2
+        done_then = sum(_units_by(middle_s, costs, room))
+        if done_then <= total:
+            early_s, done = middle_s, done_then
+        else:
+            late_s = middle_s
+    # A hair earlier, so that rounding cannot count a unit that another rank would have finished before it.
+    return _units_by(early_s * (1 - 2**-40), costs, room)
+
+
+def _deal(
+    total: int, start: Sequence[int], room: Sequence[int], done_s: Callable[[int, int], float]
+) -> tuple[int, ...]:
+    """Shares that add up: from `start`, each unit still missing goes to the rank with room that finishes it first.
+
+    `done_s(rank, units)` is when a rank is done with so many, and must not fall with their number.
+    """
+    shares = list(start)
+    finish = [(done_s(rank, shares[rank] + 1), rank) for rank in range(len(shares)) if shares[rank] < room[rank]]
     heapq.heapify(finish)
     for _ in range(total - sum(shares)):
         _, rank = finish[0]
         shares[rank] += 1
-        heapq.heapreplace(finish, ((shares[rank] + 1) / weights[rank], rank))
+        if shares[rank] < room[rank]:
+            heapq.heapreplace(finish, (done_s(rank, shares[rank] + 1), rank))
+        else:
+            heapq.heappop(finish)
     return tuple(shares)

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,9 @@ import numpy.typing as npt
 from hetseq.errors import DisagreementError
 
 Words = npt.NDArray[np.int64]
+
+_INTEGERS = 7  # words of a row before the floats
+_FLOATS = 6  # of what was measured
 
 
 class Vote(enum.IntEnum):
@@ -45,6 +49,25 @@ class Verdict(enum.IntEnum):
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What one rank measured in a step, and what it now believes a share costs it."""
+
+    compute_s: float = 0.0  # forward and backward, up to the last gradient; no waiting for anybody
+    data_s: float = 0.0  # waiting for data
+    idle_s: float = 0.0  # waiting for peers, and for what travels
+    overhead_s: float = 0.0  # what else kept it busy, such as the optimizer of the step before
+    fixed_s: float = 0.0  # the cost of its next shares: fixed_s + per_unit_s * work seconds
+    per_unit_s: float = math.inf  # infinity: not known
+    memory_bytes: int = 0  # most in use so far
+    memory_limit_bytes: int = 0  # 0: not known
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this rank knows what a share costs it."""
+        return 0 < self.per_unit_s < math.inf
+
+
+@dataclass(frozen=True)
 class CommitRow:
     """One rank's row. Counts and sums are in the order of the run's terms; `used` has one flag per parameter."""
 
@@ -54,10 +77,7 @@ class CommitRow:
     next_counts: tuple[float, ...]
     sums: tuple[float, ...]  # this rank's share of each term's sum, at the parameters before the update
     used: npt.NDArray[np.bool_]  # (parameters,): a gradient arrived here
-    compute_s: float
-    data_s: float
-    idle_s: float
-    memory_bytes: int
+    measured: Measured
     wish: Wish
     save: bool  # rank zero: a checkpoint is due after this step
     nonce: int  # rank zero: names the attempt of that checkpoint
@@ -72,37 +92,35 @@ class RowFormat:
 
     @property
     def words(self) -> int:
-        return 9 + 2 * self.terms + -(-self.parameters // 64)
+        return _INTEGERS + _FLOATS + 2 * self.terms + -(-self.parameters // 64)
 
     def pack(self, row: CommitRow) -> Words:
-        integers = [row.digest, int(row.vote), row.next_samples, row.memory_bytes, int(row.wish)]
-        integers[4] |= int(row.save) << 8
-        floats = [row.compute_s, row.data_s, row.idle_s, *row.next_counts, *row.sums]
+        *seconds, memory_bytes, memory_limit_bytes = astuple(row.measured)
+        flags = int(row.wish) | int(row.save) << 8
+        integers = [row.digest, int(row.vote), row.next_samples, flags, row.nonce, memory_bytes, memory_limit_bytes]
         bits = np.zeros(-(-self.parameters // 64) * 64, np.uint8)
         bits[: self.parameters] = row.used
         return np.concatenate(
             [
-                np.array([*integers, row.nonce], np.int64),
-                np.array(floats, np.float64).view(np.int64),
+                np.array(integers, np.int64),
+                np.array([*seconds, *row.next_counts, *row.sums], np.float64).view(np.int64),
                 np.packbits(bits, bitorder="little").view(np.int64),
             ]
         )
 
     def unpack(self, words: Words) -> CommitRow:
-        digest, vote, next_samples, memory_bytes, flags, nonce = (int(word) for word in words[:6])
-        floats = words[6 : 9 + 2 * self.terms].copy().view(np.float64).tolist()
-        bits = np.unpackbits(words[9 + 2 * self.terms :].copy().view(np.uint8), bitorder="little")
+        digest, vote, next_samples, flags, nonce, *memory_bytes = (int(word) for word in words[:_INTEGERS])
+        end = _INTEGERS + _FLOATS + 2 * self.terms
+        floats = words[_INTEGERS:end].copy().view(np.float64).tolist()
+        bits = np.unpackbits(words[end:].copy().view(np.uint8), bitorder="little")
         return CommitRow(
             digest=digest,
             vote=Vote(vote),
             next_samples=next_samples,
-            next_counts=tuple(floats[3 : 3 + self.terms]),
-            sums=tuple(floats[3 + self.terms :]),
+            next_counts=tuple(floats[_FLOATS : _FLOATS + self.terms]),
+            sums=tuple(floats[_FLOATS + self.terms :]),
             used=bits[: self.parameters].astype(np.bool_),
-            compute_s=floats[0],
-            data_s=floats[1],
-            idle_s=floats[2],
-            memory_bytes=memory_bytes,
+            measured=Measured(*floats[:_FLOATS], *memory_bytes),
             wish=Wish(flags & 0xFF),
             save=bool(flags >> 8),
             nonce=nonce,

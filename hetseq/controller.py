@@ -8,10 +8,10 @@ it is given objects that do.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch.profiler import record_function as phase
 
 from hetseq.comm import AnyGroup, gather_floats
 from hetseq.commit import (
     CommitRow,
     Lineage,
+    Measured,
     Outcome,
     RowFormat,
     Verdict,
@@ -36,11 +36,11 @@ from hetseq.commit import (
 )
 from hetseq.config import OptimizationConfig
 from hetseq.errors import NonFiniteError
-from hetseq.loader import MicroBatch, StepData, StepLoader, seed_everything
-from hetseq.plan import Planner, Position, StepPlan, derive_seed
-from hetseq.replica import Replica
-from hetseq.task import Task, check_sums
-from hetseq.throttle import Throttle
+from hetseq.loader import StepData, StepLoader
+from hetseq.pace import Pace, Shift
+from hetseq.plan import Planner, Position, StepPlan
+from hetseq.share import Part, ShareComputer
+from hetseq.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one committed step did; equal on every rank but for `data_s` and the like."""
+    """What one committed step did; equal on every rank but for `seconds`."""
 
     plan: StepPlan
     outcome: Outcome
@@ -76,6 +76,8 @@ class StepResult:
     lr: float
     grad_norm: float
     seconds: float
+    work: int  # what its samples weighed together where they were divided among the ranks
+    shift: Shift | None  # other shares that were decided upon after it
 
 
 class Boundary(Protocol):
@@ -96,33 +98,33 @@ class Controller:
     def __init__(
         self,
         *,
-        task: Task,
-        replica: Replica,
+        computer: ShareComputer,
         group: AnyGroup,
         planner: Planner,
         loader: StepLoader,
+        pace: Pace,
         schedule: Callable[[int, int], float],
         config: OptimizationConfig,
         boundary: Boundary,
         terms: tuple[str, ...],
-        seed: int,
+        weights: tuple[float, ...],
         state: TrainingState | None = None,
-        throttle: Throttle | None = None,
+        memory: Callable[[], tuple[int, int]] = lambda: (0, 0),
         wish: Callable[[], Wish] = lambda: Wish.NONE,
         step_deadline_s: float | None = None,
     ) -> None:
-        self.task, self.replica, self.group = task, replica, group
-        self.planner, self.loader = planner, loader
-        self.terms = terms
-        self.weights = tuple(float(task.term_weights.get(term, 1.0)) for term in terms)
+        self.task, self.replica, self.group = computer.task, computer.replica, group
+        self.planner, self.loader, self.pace = planner, loader, pace
+        self.terms, self.weights = terms, weights
         self.state = state or TrainingState()
-        self._schedule, self._config, self._boundary, self._seed = schedule, config, boundary, seed
-        self._throttle, self._wish, self._step_deadline_s = throttle or Throttle(), wish, step_deadline_s
-        self._format = RowFormat(len(terms), len(replica.reducer.used))
+        self._computer, self._schedule, self._config, self._boundary = computer, schedule, config, boundary
+        self._memory, self._wish, self._step_deadline_s = memory, wish, step_deadline_s
+        self._format = RowFormat(len(terms), len(self.replica.reducer.used))
         self._plan = planner.plan(self.state.position)
         self._counts_ahead: tuple[float, ...] | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=21)  # seconds and samples of the last steps
-        self._clock = _Stopwatch()
+        self._clock = Stopwatch()
+        self._update_s = 0.0  # how long the update of the last step took
 
     def fit(self) -> bool:
         """Train until the configured end (True) or until a rank wishes to stop (False). Every rank calls it."""
@@ -137,7 +139,7 @@ class Controller:
 
     def train_step(self) -> StepResult:
         """One step of the global batch: every rank enters, every rank leaves with the same verdict."""
-        plan, clock, reducer = self._plan, self._clock, self.replica.reducer
+        plan, clock = self._plan, self._clock
         clock.start()
         self._set_deadline(plan)
         rate = self._schedule(self.state.updates, plan.epoch)
@@ -145,20 +147,8 @@ class Controller:
             data = self.loader.take(plan)
             clock.lap("data")
             counts = self._counts_ahead or self._gather_counts(data)
-        with phase("forward_backward"):
-            sums = self._forward_backward(data, counts)
-            clock.lap("compute")
-            upcoming = self._look_ahead(plan)  # fetched while the buckets travel
-            clock.lap("data")
-        with phase("reduce"):
-            reducer.finish()
-            self.replica.buffers.send(plan.shares)
-            self.replica.buffers.finish()
-        with phase("commit"):
-            norm = reducer.norm()
-            outcome = self._commit(plan, norm, sums, upcoming)
             clock.lap("idle")
-        assert outcome.verdict is not Verdict.REDO, "no rank votes to do a step again yet"
+        outcome, norm, attempt = self._agree(plan, data, counts)
         if outcome.verdict is Verdict.APPLY:
             with phase("clip"):
                 self._clip(norm)
@@ -166,10 +156,37 @@ class Controller:
                 self._update(outcome, rate)
         else:
             self._skip(plan, data, counts)
-        result = self._conclude(plan, outcome, counts, rate, norm)
+        clock.lap("update")
+        result = self._conclude(plan, outcome, attempt, counts, rate, norm)
         with phase("checkpoint"), self._patience(_FIRST_DEADLINE_S + self.replica.state_bytes() / _SLOWEST_DISK):
             self._boundary.after_step(self, result, ends_run=self.has_ended())
         return result
+
+    def _agree(self, plan: StepPlan, data: StepData, counts: tuple[float, ...]) -> tuple[Outcome, float, int]:
+        """Sum up the gradients until every rank holds the whole sum: the verdict of all, its norm, and which attempt
+        this was, since memory may run out under way."""
+        clock = self._clock
+        for attempt in itertools.count():
+            with phase("forward_backward"):
+                part = self._computer.compute(data, counts, self.loader.fetch_again)
+                clock.lap("compute")
+                upcoming = self._look_ahead(plan)  # fetched while the buckets travel
+                clock.lap("data")
+            with phase("reduce"):
+                self.replica.reducer.finish()
+                self.replica.buffers.send(plan.shares)
+                self.replica.buffers.finish()
+                clock.lap("idle")
+            with phase("commit"):
+                norm = self.replica.reducer.norm()
+                clock.lap("other")
+                outcome = self._commit(plan, attempt, norm, part, upcoming)
+                clock.lap("idle")
+            if outcome.verdict is not Verdict.REDO:
+                break
+            self.replica.buffers.restore_()
+            logger.info("step %d is done again: memory ran out on rank %s", plan.step, _redoing(outcome))
+        return outcome, norm, attempt
 
     def has_ended(self) -> bool:
         """The configured number of updates or epochs is done, or the learning rate has fallen to its minimum."""
@@ -208,53 +225,20 @@ class Controller:
             return None
         return self.loader.peek(self.planner.plan(plan.next_position()))
 
-    # forward and backward
-
-    def _forward_backward(self, data: StepData, counts: tuple[float, ...]) -> list[float]:
-        """Add this rank's part of the gradient into the buckets; gives its sum of each term."""
-        reducer = self.replica.reducer
-        totals: dict[int, torch.Tensor] = {}  # by term, float64, on the device
-        reducer.begin()
-        for number, batch in enumerate(data.micro_batches):
-            if number == len(data.micro_batches) - 1:
-                reducer.expect_last()
-            seed_everything(derive_seed(self._seed, data.plan.step, batch.start))
-            with self._throttle.slowed():
-                for index, total in self._micro_batch(batch, counts).items():
-                    totals[index] = totals[index] + total if index in totals else total
-        return [float(totals.get(index, 0.0)) for index in range(len(self.terms))]  # sync
-
-    def _micro_batch(self, batch: MicroBatch, counts: tuple[float, ...]) -> dict[int, torch.Tensor]:
-        """Forward and backward of one micro-batch; gives its sum of each term that has a count."""
-        own = dict(zip(self.terms, batch.counts))
-        sums = check_sums(self.task, self.task.micro_step(self.replica.model, batch.sample, own), self.terms)
-        # A term without any count, here or anywhere, contributes nothing: its sum may well be 0/0.
-        live = [index for index in range(len(self.terms)) if batch.counts[index] and counts[index]]
-        # The one division: by the count over all ranks and micro-batches. Gradients are then summed. A sum that does
-        # not depend on the parameters, such as a constant, has a gradient of zero.
-        scaled = [sums[self.terms[index]] * (self.weights[index] / counts[index]) for index in live]
-        with_gradient = [term for term in scaled if term.requires_grad]
-        if with_gradient:
-            torch.stack(with_gradient).sum().backward()
-        return {index: sums[self.terms[index]].detach().double() for index in live}
-
     # commit
 
-    def _commit(self, plan: StepPlan, norm: float, sums: list[float], upcoming: StepData | None) -> Outcome:
+    def _commit(self, plan: StepPlan, attempt: int, norm: float, part: Part, upcoming: StepData | None) -> Outcome:
         reducer, state = self.replica.reducer, self.state
         is_finite = math.isfinite(norm) or reducer.is_finite()
-        digest = state.lineage.digest(generation=self.group.generation, attempt=0, plan=self.planner.digest(plan))
+        digest = state.lineage.digest(generation=self.group.generation, attempt=attempt, plan=self.planner.digest(plan))
         row = CommitRow(
             digest=digest,
-            vote=Vote.OK if is_finite else Vote.NON_FINITE,
+            vote=Vote.REDO if not part.is_whole else Vote.OK if is_finite else Vote.NON_FINITE,
             next_samples=upcoming.samples if upcoming else 0,
             next_counts=upcoming.counts if upcoming else (0.0,) * len(self.terms),
-            sums=tuple(sums),
+            sums=part.sums,
             used=reducer.used,
-            compute_s=self._clock.seconds["compute"],
-            data_s=self._clock.seconds["data"],
-            idle_s=self._clock.seconds["idle"],
-            memory_bytes=_memory_bytes(),
+            measured=self._measure(part),
             wish=self._wish(),
             save=self._boundary.is_due(state),
             nonce=self._boundary.draw_nonce(),
@@ -262,6 +246,15 @@ class Controller:
         rows = self.group.all_gather_rows(self._format.pack(row))
         next_size = self.planner.plan(plan.next_position()).size
         return resolve([self._format.unpack(words) for words in rows], next_samples=next_size)
+
+    def _measure(self, part: Part) -> Measured:
+        seconds = self._clock.seconds
+        compute_s, data_s = sum(part.seconds), seconds["data"]
+        # what this rank did besides, in this step so far and in the update of the step before
+        overhead_s = seconds["compute"] - compute_s + seconds["other"] + self._update_s
+        cost = self.pace.learn(part, overhead_s=data_s + overhead_s) if part.is_whole else None
+        known = (cost.fixed_s, cost.per_unit_s) if cost else (0.0, math.inf)
+        return Measured(compute_s, data_s, seconds["idle"], overhead_s, *known, *self._memory())
 
     def _clip(self, norm: float) -> None:
         if self._config.clip_norm and norm > self._config.clip_norm:
@@ -295,7 +288,7 @@ class Controller:
         """Every rank computes its share once more, unsent, and the ranks compare: paid only when it happened."""
         silent = self.replica.reducer.without_sending()
         with silent:
-            sums = self._forward_backward(data, counts)
+            sums = self._computer.compute(data, counts, self.loader.fetch_again).sums
             is_bad = not self.replica.reducer.is_finite()
         flags = [float(is_bad), *(float(not math.isfinite(value)) for value in sums)]
         rows = gather_floats(self.group, flags)  # (world_size, 1 + terms)
@@ -312,20 +305,20 @@ class Controller:
     # after the verdict
 
     def _conclude(
-        self, plan: StepPlan, outcome: Outcome, counts: tuple[float, ...], rate: float, norm: float
+        self, plan: StepPlan, outcome: Outcome, attempt: int, counts: tuple[float, ...], rate: float, norm: float
     ) -> StepResult:
-        state = self.state
-        state.lineage = state.lineage.extend(
-            plan.step, generation=self.group.generation, attempt=0, verdict=outcome.verdict
-        )
+        state, generation = self.state, self.group.generation
+        state.lineage = state.lineage.extend(plan.step, generation=generation, attempt=attempt, verdict=outcome.verdict)
         state.position = plan.next_position()
+        shift = self.pace.follow(plan, outcome.rows)
         self._plan = self.planner.plan(state.position)
         self._counts_ahead = outcome.next_counts
-        seconds = self._clock.total()
+        seconds, self._update_s = self._clock.total(), self._clock.seconds["update"]
         state.train_seconds += seconds
         self._recent.append((seconds, plan.size))
         loss = weighted_loss(self.weights, outcome.sums, counts) if outcome.verdict is Verdict.APPLY else None
-        return StepResult(plan, outcome, counts, loss, rate, norm, seconds)
+        work = self.planner.work(plan.epoch, plan.start, plan.stop)
+        return StepResult(plan, outcome, counts, loss, rate, norm, seconds, work, shift)
 
     def _set_deadline(self, plan: StepPlan) -> None:
         """How long a peer may be silent in this step. What slows a first step of an epoch is not known beforehand."""
@@ -349,25 +342,5 @@ def weighted_loss(weights: tuple[float, ...], sums: tuple[float, ...], counts: t
     return float(sum(w * s / c for w, s, c in zip(weights, sums, counts) if c))
 
 
-class _Stopwatch:
-    """Seconds of a step by kind: waiting for data, computing, waiting for peers."""
-
-    def __init__(self) -> None:
-        self.seconds = {"data": 0.0, "compute": 0.0, "idle": 0.0}
-        self._begin = self._last = time.perf_counter()
-
-    def start(self) -> None:
-        self.seconds = dict.fromkeys(self.seconds, 0.0)
-        self._begin = self._last = time.perf_counter()
-
-    def lap(self, kind: str) -> None:
-        now = time.perf_counter()
-        self.seconds[kind] += now - self._last
-        self._last = now
-
-    def total(self) -> float:
-        return time.perf_counter() - self._begin
-
-
-def _memory_bytes() -> int:
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+def _redoing(outcome: Outcome) -> str:
+    return ", ".join(str(rank) for rank, row in enumerate(outcome.rows) if row.vote is Vote.REDO)

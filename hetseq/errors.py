@@ -88,3 +88,7 @@ class PeerLostError(HetSeqError):
 
 class NonFiniteError(HetSeqError):
     """Too many steps in a row whose gradient was not finite."""
+
+
+class DeviceMemoryError(HetSeqError):
+    """A device whose memory does not hold the smallest piece of work there is."""

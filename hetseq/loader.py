@@ -1,11 +1,13 @@
 """This rank's micro-batches of a step: fetched, collated, counted and moved to the device, one step ahead.
 
 The plans of all coming steps are known while the shares stay as they are, so a stock DataLoader can run ahead of
-training: its batch sampler is the sequence of this rank's micro-batches from some position on, without end. Without
-worker processes the next step is fetched by the training thread while its buckets travel; with them a thread drains
-the DataLoader, and a step that is not ready in time is simply counted later. Randomness in a data set is seeded by
-sample, never by rank or worker, so the samples are the same on any cluster; where a data set answers whole batches
-(`__getitems__`), by the first sample of the batch, so that a resume repeats it.
+training: its batch sampler walks an itinerary, this rank's micro-batches from some position on, without end. Where the
+shares of coming steps change, the walkers are sent back, and what was fetched by an older plan is dropped: every
+fetched batch carries the positions it was fetched for. Without worker processes the next step is fetched by the
+training thread while its buckets travel; with them a thread drains the DataLoader, and a step that is not ready in time
+is simply counted later. Randomness in a data set is seeded by sample, never by rank or worker, so the samples are the
+same on any cluster; where a data set answers whole batches (`__getitems__`), by the first sample of the batch, so that
+a resume repeats it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import random
 import threading
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,20 +28,23 @@ import torch
 from torch.utils.data import DataLoader
 
 from hetseq.errors import HetSeqError, TaskFileError
-from hetseq.plan import Indices, MicroBatchCap, Planner, Position, StepPlan, derive_seed
+from hetseq.itinerary import Itinerary, Key, Walker
+from hetseq.plan import Assign, Indices, MicroBatchCap, Planner, Position, StepPlan, derive_seed
 from hetseq.processes import die_with_parent, ignore_stop_signals
-
-_NOTHING = (0, 0)  # the positions of no samples
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward's worth: `size` samples from position `start` on, their counts in the order of the run's terms."""
+    """One forward's worth: `size` samples from position `start` on, their counts in the order of the run's terms.
+
+    `work` is what they weigh when a step is divided: samples, tokens or units.
+    """
 
     sample: Any
     start: int
     size: int
     counts: tuple[float, ...]
+    work: int
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class StepData:
     plan: StepPlan
     micro_batches: list[MicroBatch]
     counts: tuple[float, ...]
+    version: int = 0  # of the itinerary it was fetched by
 
     @property
     def samples(self) -> int:
@@ -76,30 +83,62 @@ class Request:
 
 
 class StepLoader:
-    """Hands out the steps of one run in order, from `first` on, for `rank`."""
+    """Hands out the steps of one run in order, from `first` on, for `rank`.
+
+    The first step is cut by `first_cap`, if given.
+    """
 
     def __init__(
-        self, source: Source, planner: Planner, first: Position, *, rank: int, cap: MicroBatchCap, num_workers: int = 0
+        self,
+        source: Source,
+        planner: Planner,
+        first: Position,
+        *,
+        rank: int,
+        cap: MicroBatchCap,
+        first_cap: MicroBatchCap | None = None,
+        num_workers: int = 0,
     ) -> None:
-        self._source, self._rank, self._cap = source, rank, cap
-        self._planner = planner.copy()
-        requests = _Requests(planner, first, rank, cap, base_order(source.dataset))
-        self._batches = _fetched(source, requests, num_workers)
+        self._source = source
+        self._itinerary = Itinerary(planner, first, rank, cap=cap, first_cap=first_cap)
+        self._requests = _Requests(self._itinerary, base_order(source.dataset))
+        self._fetcher, self._collate = _Fetcher(source.dataset, source.seed), _Collate(source.collate)
+        self._batches = _fetched(self._fetcher, self._collate, self._requests, num_workers, source.pin_memory)
+        self._held: tuple[Key, Any] | None = None  # a batch that turned out to belong to a newer plan
         self._ahead: StepData | None = None
-        self._thread = _Drain(self._load, self._planner.plans(first)) if num_workers else None
+        self._thread = _Drain(self._load, self._itinerary.walk()) if num_workers else None
 
     def take(self, plan: StepPlan) -> StepData:
         """The data of this step; waits for it."""
-        data = self._ahead or (self._thread.get() if self._thread else self._load(plan))
-        self._ahead = None
+        data, self._ahead = self._ahead, None
+        while data is None or not self._is_current(data):
+            data = self._thread.get() if self._thread else self._load(plan.step)
         assert data.plan == plan, "steps are taken in order"
+        self._itinerary.forget_before(plan.step)
         return data
 
     def peek(self, plan: StepPlan) -> StepData | None:
         """The data of the step after the last one taken, or None if its worker processes are late."""
-        if self._ahead is None:
-            self._ahead = self._thread.poll() if self._thread else self._load(plan)
+        while self._ahead is None or not self._is_current(self._ahead):
+            self._ahead = self._thread.poll() if self._thread else self._load(plan.step)
+            if self._ahead is None:
+                return None
         return self._ahead
+
+    def change(self, step: int, *, assign: Assign | None = None, cap: MicroBatchCap | None = None) -> None:
+        """From step `step` on shares follow `assign`, or micro-batches `cap`; what was fetched otherwise is dropped.
+
+        `step` has not been taken yet, and is no earlier than that of the last change.
+        """
+        self._itinerary.change(step, assign=assign, cap=cap)
+
+    def fetch_again(self, data: StepData, cap: MicroBatchCap) -> StepData:
+        """The same samples in other micro-batches, fetched by this thread; later steps are not affected."""
+        batches = []
+        for key in self._itinerary.cut_again(data.plan, cap):
+            request = self._requests.request(data.plan.epoch, key)
+            batches.append(self._micro_batch(data.plan, key, self._collate(self._fetcher.__getitems__(request))))
+        return StepData(data.plan, batches, data.counts, data.version)
 
     def close(self) -> None:
         """End the worker processes and the thread."""
@@ -107,18 +146,43 @@ class StepLoader:
             self._thread.close()
         self._batches = iter(())
 
-    def _load(self, plan: StepPlan) -> StepData:
+    def _is_current(self, data: StepData) -> bool:
+        return self._itinerary.version(data.plan.step) == data.version
+
+    def _load(self, step: int) -> StepData:
+        while True:
+            plan, version, keys = self._itinerary.look_up(step)
+            batches = self._collect(plan, version, keys)
+            if batches is not None:
+                totals = tuple(sum(batch.counts[term] for batch in batches) for term in range(self._source.terms))
+                return StepData(plan, batches, tuple(map(float, totals)), version)
+
+    def _collect(self, plan: StepPlan, version: int, keys: list[Key]) -> list[MicroBatch] | None:
+        """The micro-batches of a step as they come; None if the plan of the step was changed meanwhile."""
         batches = []
-        for start, stop in self._planner.micro_batches(plan, self._rank, self._cap) or [_NOTHING]:
-            sample = next(self._batches)
-            if isinstance(sample, _Refused):
-                raise sample.error
-            if stop == start:
-                continue
-            counts = self._source.count(sample, stop - start)
-            batches.append(MicroBatch(self._source.place(sample), start, stop - start, counts))
-        totals = tuple(sum(batch.counts[term] for batch in batches) for term in range(self._source.terms))
-        return StepData(plan, batches, tuple(map(float, totals)))
+        for key in keys:
+            while True:
+                held, self._held = self._held, None
+                found, sample = held or self._next()
+                if found == key:
+                    break
+                if self._itinerary.version(plan.step) != version:
+                    self._held = found, sample
+                    return None
+            if key.stop > key.start:
+                batches.append(self._micro_batch(plan, key, sample))
+        return batches
+
+    def _next(self) -> tuple[Key, Any]:
+        sample = next(self._batches)
+        return self._requests.asked.popleft(), sample
+
+    def _micro_batch(self, plan: StepPlan, key: Key, sample: Any) -> MicroBatch:
+        if isinstance(sample, _Refused):
+            raise sample.error
+        size = key.stop - key.start
+        counts = self._source.count(sample, size)
+        return MicroBatch(self._source.place(sample), key.start, size, counts, self._itinerary.work(plan.epoch, key))
 
 
 def load_range(source: Source, pieces: list[tuple[int, int]]) -> Iterator[MicroBatch]:
@@ -130,23 +194,31 @@ def load_range(source: Source, pieces: list[tuple[int, int]]) -> Iterator[MicroB
     for start, stop in pieces:
         indices = np.arange(start, stop) if base is None else base[start:stop]
         sample = source.collate(fetcher.samples(Request(0, indices)))
-        yield MicroBatch(source.place(sample), start, stop - start, source.count(sample, stop - start))
+        counts = source.count(sample, stop - start)
+        yield MicroBatch(source.place(sample), start, stop - start, counts, stop - start)
 
 
 class _Requests:
-    """The batch sampler: this rank's micro-batches of all steps from `first` on."""
+    """The batch sampler: this rank's micro-batches of all steps; `asked` says which, in the order of asking."""
 
-    def __init__(self, planner: Planner, first: Position, rank: int, cap: MicroBatchCap, base: Indices | None) -> None:
-        self._planner = planner.copy()  # the sampler may run ahead, in another thread
-        self._first, self._rank, self._cap, self._base = first, rank, cap, base
+    def __init__(self, itinerary: Itinerary, base: Indices | None) -> None:
+        self._itinerary, self._base = itinerary, base
+        self._walker = itinerary.walk()
+        self.asked: deque[Key] = deque()
 
     def __iter__(self) -> Iterator[Request]:
-        for plan in self._planner.plans(self._first):
-            order = self._planner.order(plan.epoch)
-            # a step without samples is asked for too: the search for the next sample could last for ever
-            for start, stop in self._planner.micro_batches(plan, self._rank, self._cap) or [_NOTHING]:
-                indices = order.take(start, stop)
-                yield Request(plan.epoch, indices if self._base is None else self._base[indices])
+        while True:
+            step = self._walker.step()
+            plan, _, keys = self._itinerary.look_up(step)
+            for key in keys:
+                if self._walker.has_been_sent_back(step):
+                    break
+                self.asked.append(key)
+                yield self.request(plan.epoch, key)
+
+    def request(self, epoch: int, key: Key) -> Request:
+        indices = self._itinerary.indices(epoch, key)
+        return Request(epoch, indices if self._base is None else self._base[indices])
 
 
 @dataclass(frozen=True)
@@ -214,10 +286,10 @@ def base_order(dataset: Any) -> Indices | None:
 class _Drain:
     """A thread that keeps one loaded step ready."""
 
-    def __init__(self, load: Callable[[StepPlan], StepData], plans: Iterator[StepPlan]) -> None:
+    def __init__(self, load: Callable[[int], StepData], walker: Walker) -> None:
         self._queue: queue.Queue[StepData | BaseException] = queue.Queue(maxsize=1)
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(load, plans), name="step-loader", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(load, walker), name="step-loader", daemon=True)
         self._thread.start()
 
     def get(self) -> StepData:
@@ -233,10 +305,10 @@ class _Drain:
         self._is_closing.set()
         self._thread.join(timeout=10)
 
-    def _run(self, load: Callable[[StepPlan], StepData], plans: Iterator[StepPlan]) -> None:
-        for plan in plans:
+    def _run(self, load: Callable[[int], StepData], walker: Walker) -> None:
+        while True:
             try:
-                item: StepData | BaseException = load(plan)
+                item: StepData | BaseException = load(walker.step())
             except Exception as error:  # handed to the training thread, which raises it
                 # its frames would keep the worker processes alive for as long as somebody keeps the error
                 traceback.clear_frames(error.__traceback__)
@@ -257,21 +329,23 @@ class _Drain:
         return item
 
 
-def _fetched(source: Source, requests: _Requests, num_workers: int) -> Iterator[Any]:
+def _fetched(
+    fetcher: _Fetcher, collate: _Collate, requests: _Requests, num_workers: int, pin_memory: bool
+) -> Iterator[Any]:
     """The collated sample of each request, or `_Refused`, in order."""
     with warnings.catch_warnings():
         # ranks share the cores on purpose; torch counts the loaders of one of them, first here and then as they start
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         loader: DataLoader[Any] = DataLoader(
-            _Fetcher(source.dataset, source.seed),
+            fetcher,
             batch_sampler=requests,  # type: ignore[arg-type]
-            collate_fn=_Collate(source.collate),
+            collate_fn=collate,
             num_workers=num_workers,
             # a user's task file has no importable name in a process that starts from nothing
             multiprocessing_context="fork" if num_workers else None,
             worker_init_fn=_WorkerInit(os.getpid()) if num_workers else None,
             persistent_workers=num_workers > 0,
-            pin_memory=source.pin_memory,
+            pin_memory=pin_memory,
             generator=torch.Generator(),  # the default one would lose a number to it
         )
         return iter(loader)

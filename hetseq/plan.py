@@ -18,10 +18,13 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.int64]
 #: lengths of samples by index: indices (k,) -> tokens (k,)
 Lengths = Callable[[Indices], Indices]
+#: the work of a step, in samples, tokens or units, -> how much of it each rank takes; adds up
+Assign = Callable[[int], tuple[int, ...]]
 
 _ROUNDS = 6
 _BLOCK = 8192  # positions permuted at once; amortises the NumPy calls over many small micro-batches
 _SCAN = 1024  # samples looked at per round when a step is filled by tokens
+_REMEMBERED = 16  # changes of the shares; nobody asks for plans of steps that lie further back
 
 
 def derive_seed(*parts: int) -> int:
@@ -120,11 +123,16 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class MicroBatchCap:
-    """What one micro-batch of this node may hold; None means no limit."""
+    """What one micro-batch of this node may hold; None means no limit.
+
+    With `is_ramp` sizes double from one sample on, and the last is no larger than one before it: what a rank does whose
+    speed and memory are not known yet.
+    """
 
     samples: int | None = None
     tokens: int | None = None
     multiple: int = 1  # sizes are rounded down to a multiple of this where they hold more
+    is_ramp: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,24 +176,33 @@ class StepPlan:
 
 @dataclass
 class Planner:
-    """Plans steps of one run: `plan(position)` is a pure function of the position while the shares stay as they are.
+    """Plans steps of one run: `plan(position)` is a pure function of the position and of the changes made so far.
 
-    `assign` turns the samples of a step into integer shares, one per rank, that add up to it. With a `unit` above 1 it
-    is given units: a share is whole units of so many neighbours, and only the last unit of a step may be smaller.
+    `assign` divides the work of a step among the ranks, until `change` names another from some step on. Work is counted
+    in samples; in tokens where there are `lengths`; and with a `unit` above 1 in units: a share is whole units of so
+    many neighbours, and only the last unit of a step may be smaller.
     """
 
     n: int
     seed: int
     batch: GlobalBatch
-    assign: Callable[[int], tuple[int, ...]]
+    assign: Assign
     curriculum: int = 0  # the first N epochs keep the data's own order
     lengths: Lengths | None = None
     unit: int = 1
     _orders: dict[int, EpochOrder] = field(default_factory=dict)
+    _changes: list[tuple[int, Assign]] = field(default_factory=list)  # (first step, assign), steps ascending
 
     def copy(self) -> Planner:
         """The same plans from an object of its own: planners remember orders and are not for two threads."""
-        return Planner(self.n, self.seed, self.batch, self.assign, self.curriculum, self.lengths, self.unit)
+        args = (self.n, self.seed, self.batch, self.assign, self.curriculum, self.lengths, self.unit)
+        return Planner(*args, _changes=list(self._changes))
+
+    def change(self, step: int, assign: Assign) -> None:
+        """From step `step` on the work is divided by `assign`; plans of earlier steps stay as they are."""
+        assert not self._changes or self._changes[-1][0] <= step, "changes come in the order of steps"
+        self._changes.append((step, assign))
+        del self._changes[:-_REMEMBERED]
 
     def order(self, epoch: int) -> EpochOrder:
         if epoch not in self._orders:
@@ -198,7 +215,7 @@ class Planner:
     def plan(self, position: Position) -> StepPlan:
         start = position.consumed
         stop = self._end_of_step(position.epoch, start)
-        shares = self._shares(stop - start)
+        shares = self._shares(position, stop)
         assert sum(shares) == stop - start, "shares must add up to the global batch"
         return StepPlan(position.step, position.epoch, start, stop, shares, ends_epoch=stop == self.n)
 
@@ -218,12 +235,36 @@ class Planner:
         start, stop = plan.range_of(rank)
         return cut(self.order(plan.epoch), start, stop, cap, lengths=self.lengths)
 
-    def _shares(self, total: int) -> tuple[int, ...]:
-        units = -(-total // self.unit)
-        shares = [count * self.unit for count in self.assign(units)]
+    def work(self, epoch: int, start: int, stop: int) -> int:
+        """What positions start..stop-1 weigh when the work of a step is divided: samples, tokens or units."""
+        if self.lengths is not None:
+            return int(self.lengths(self.order(epoch).take(start, stop)).sum())
+        return -(-(stop - start) // self.unit)
+
+    def assigner(self, step: int) -> Assign:
+        """What divides the work of step `step`."""
+        return next((assign for first, assign in reversed(self._changes) if first <= step), self.assign)
+
+    def _shares(self, position: Position, stop: int) -> tuple[int, ...]:
+        assign, start = self.assigner(position.step), position.consumed
+        if self.lengths is not None:
+            return self._shares_by_tokens(assign, self.lengths(self.order(position.epoch).take(start, stop)))
+        units = -(-(stop - start) // self.unit)
+        shares = [count * self.unit for count in assign(units)]
         last = max(rank for rank, share in enumerate(shares) if share)
-        shares[last] -= units * self.unit - total
+        shares[last] -= units * self.unit - (stop - start)
         return tuple(shares)
+
+    @staticmethod
+    def _shares_by_tokens(assign: Assign, lengths: Indices) -> tuple[int, ...]:
+        """Samples by rank, whose tokens come as near to the assigned ones as neighbours allow."""
+        ends = np.cumsum(lengths)  # (samples,): tokens up to and with each sample
+        quotas = np.cumsum(assign(int(ends[-1])))  # (world_size,): tokens up to and with each rank
+        # a sample belongs to the rank in whose part its middle lies; doubled, to stay with integers
+        borders = np.searchsorted(2 * ends - lengths, 2 * quotas, side="left")
+        # samples of no length at the very end have their middle at the last border
+        borders[np.flatnonzero(quotas == quotas[-1])] = len(lengths)
+        return tuple(np.diff(borders, prepend=0).tolist())
 
     def _end_of_step(self, epoch: int, start: int) -> int:
         samples, tokens = self.batch.sample_limit(epoch), self.batch.token_limit(epoch)
@@ -239,16 +280,25 @@ def cut(
 ) -> list[tuple[int, int]]:
     """Cut positions start..stop-1 into runs that respect the cap (at least one sample each)."""
     pieces: list[tuple[int, int]] = []
+    largest = 0
     while start < stop:
         end = stop if cap.samples is None else min(stop, start + cap.samples)
+        if cap.is_ramp:
+            end = min(end, start + _next_of_ramp(largest, stop - start))
         if cap.tokens is not None and lengths is not None:
             end = _fill(order, start, end, cap.tokens, lengths)
         size = end - start
         if end < stop and size > cap.multiple:
             end -= size % cap.multiple
         pieces.append((start, end))
-        start = end
+        largest, start = max(largest, end - start), end
     return pieces
+
+
+def _next_of_ramp(largest: int, left: int) -> int:
+    """Twice the largest size so far, but for a last one that would be the largest."""
+    size = max(1, 2 * largest)
+    return largest if size >= left > largest > 0 else size
 
 
 def _fill(order: EpochOrder, start: int, stop: int, tokens: int, lengths: Lengths) -> int:

@@ -79,6 +79,11 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.missing = len(bucket.members)
 
+    @property
+    def has_sent(self) -> bool:
+        """A bucket has begun to travel in this step: what it holds can no longer be taken back."""
+        return self._sent > 0
+
     def finish(self) -> None:
         """Send what is left (all of it on a rank without samples) and wait until every bucket is complete.
 

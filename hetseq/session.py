@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,21 +21,24 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hetseq import probe, registry
 from hetseq.boundary import RunBoundary, StatusFiles
 from hetseq.buffers import BufferKeeper
-from hetseq.capacity import assign_shares
 from hetseq.comm import AnyGroup
 from hetseq.commit import Wish
 from hetseq.config import CheckpointConfig, Config, DataConfig, ValidationConfig
 from hetseq.controller import Controller, TrainingState
 from hetseq.errors import ConfigError, MissingSplitError
 from hetseq.loader import Source, StepLoader, base_order, place_on, seed_everything
+from hetseq.memory import memory_of
 from hetseq.metrics import Metrics
+from hetseq.micro_batches import MicroBatchSizes
 from hetseq.optim import parameter_groups
-from hetseq.plan import GlobalBatch, Lengths, MicroBatchCap, Planner, steps_in_epoch
+from hetseq.pace import FixedPace, MeasuredPace, Pace, assigner_by
+from hetseq.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.reduction import GradientReducer
 from hetseq.replica import Replica, check_model, trained_parameters
 from hetseq.resuming import begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory
 from hetseq.saving import Provenance, Saver
+from hetseq.share import ShareComputer
 from hetseq.sharing import Sharing, everything_shared, send_tensor
 from hetseq.task import Task, build_model, collater_of, counts_of, lengths_of, load_split, make_task
 from hetseq.throttle import Throttle
@@ -87,7 +91,7 @@ def build_session(
     device, sharing = material.device, sharing or everything_shared(group)
     with _patience(group), _patience(sharing.group):
         replica = _build_replica(config, material, group)
-        assign = _assigner(config, group.world_size)
+        weights_of_ranks = _weights_of_ranks(config, group.world_size)
         validators = make_validators(config, material)
         _check_best_metric(config.validation, validators, material)
 
@@ -107,21 +111,34 @@ def build_session(
             manager, config.checkpoint, provenance, replica, sharing=sharing, generation=group.generation
         )  # fmt: skip
 
-        planner = _planner(config, material.train, provenance.batch, assign)
-        cap = _micro_batch_cap(config.data)
+        planner = _planner(config, material.train, provenance.batch, assigner_by(weights_of_ranks))
+        sizes = _micro_batch_sizes(config.data, device)
+        is_balanced = config.distributed.balance == "auto" and group.world_size > 1
+        is_first_measured = (is_balanced or sizes.is_learning) and not sizes.is_fixed
         loader = StepLoader(
-            material.source(material.train), planner, state.position, rank=group.rank, cap=cap,
+            material.source(material.train), planner, state.position, rank=group.rank, cap=sizes.cap,
+            first_cap=sizes.first() if is_first_measured else None,
             num_workers=_num_workers(config.data.num_workers, device),
         )  # fmt: skip
         status = StatusFiles(directory, sharing, device=str(device))
         boundary = RunBoundary(
             config=config.validation, validators=validators, saver=saver, metrics=metrics, status=status
         )  # fmt: skip
-        controller = Controller(
-            task=material.task, replica=replica, group=group, planner=planner, loader=loader,
-            schedule=_schedule(config), config=config.optimization, boundary=boundary, terms=material.terms,
-            seed=config.task.seed, state=state, wish=wish, step_deadline_s=config.distributed.step_deadline,
+        weights = tuple(float(material.task.term_weights.get(term, 1.0)) for term in material.terms)
+        computer = ShareComputer(
+            material.task, replica, terms=material.terms, weights=weights, seed=config.task.seed, sizes=sizes,
+            device=device, name=f"rank {group.rank} on {socket.gethostname()}",
             throttle=Throttle(config.distributed.throttle_factors().get(group.rank, 1.0)),
+        )  # fmt: skip
+        pace: Pace = FixedPace(weights_of_ranks, micro_batch=_most_work_at_once(planner, sizes.cap))
+        if is_balanced:
+            pace = MeasuredPace(
+                planner, loader, world_size=group.world_size, micro_batch=_most_work_at_once(planner, sizes.cap)
+            )
+        controller = Controller(
+            computer=computer, group=group, planner=planner, loader=loader, pace=pace, schedule=_schedule(config),
+            config=config.optimization, boundary=boundary, terms=material.terms, weights=weights, state=state,
+            memory=functools.partial(memory_of, device), wish=wish, step_deadline_s=config.distributed.step_deadline,
         )  # fmt: skip
         # Only now, when nothing is left to refuse, does the run directory learn of this start.
         if beginning is not None:
@@ -204,11 +221,10 @@ def _build_replica(config: Config, material: Material, group: AnyGroup) -> Repli
     return Replica(material.model, optimizer, reducer, BufferKeeper(material.model, group))
 
 
-def _assigner(config: Config, world_size: int) -> Callable[[int], tuple[int, ...]]:
-    """Samples of a step -> shares by rank; remembered, since most steps have the same size."""
-    weights = config.distributed.balance_weights() or (1.0,) * world_size
+def _weights_of_ranks(config: Config, world_size: int) -> tuple[float, ...]:
+    """What shares are in proportion to: the fixed weights, or equal ones, which `auto` begins with."""
     config.distributed.check_world(world_size)
-    return functools.lru_cache(maxsize=64)(functools.partial(assign_shares, weights=weights))
+    return config.distributed.balance_weights() or (1.0,) * world_size
 
 
 def global_batch(config: DataConfig, group: AnyGroup) -> GlobalBatch:
@@ -225,10 +241,19 @@ def global_batch(config: DataConfig, group: AnyGroup) -> GlobalBatch:
     return GlobalBatch(samples or None, tokens or None, config.update_freq)
 
 
-def _micro_batch_cap(config: DataConfig) -> MicroBatchCap:
+def _micro_batch_sizes(config: DataConfig, device: torch.device) -> MicroBatchSizes:
     if config.unit_size is not None:
-        return MicroBatchCap(config.unit_size)  # which this node's own cap holds
-    return MicroBatchCap(config.max_sentences, config.max_tokens, config.required_batch_size_multiple)
+        return MicroBatchSizes(MicroBatchCap(config.unit_size), is_fixed=True)  # which this node's own cap holds
+    cap = MicroBatchCap(config.max_sentences, config.max_tokens, config.required_batch_size_multiple)
+    is_free = config.max_sentences is None and config.max_tokens is None
+    return MicroBatchSizes(cap, is_learning=is_free and device.type == "cuda")
+
+
+def _most_work_at_once(planner: Planner, cap: MicroBatchCap) -> int | None:
+    """A micro-batch's cap in the unit in which the work of a step is divided; None for a whole share."""
+    if planner.unit > 1:
+        return 1
+    return cap.tokens if planner.lengths is not None else cap.samples
 
 
 def _provenance(config: Config, material: Material, replica: Replica, batch: GlobalBatch) -> Provenance:
@@ -277,7 +302,7 @@ def _override(optimizer: torch.optim.Optimizer, config: CheckpointConfig) -> Non
         group.update(overrides)
 
 
-def _planner(config: Config, dataset: Any, batch: GlobalBatch, assign: Callable[[int], tuple[int, ...]]) -> Planner:
+def _planner(config: Config, dataset: Any, batch: GlobalBatch, assign: Assign) -> Planner:
     counts_tokens = config.data.max_tokens or batch.tokens
     lengths = _needed_lengths(dataset, "use --max-sentences") if counts_tokens else None
     return Planner(

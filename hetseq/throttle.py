@@ -19,11 +19,16 @@ class Throttle:
     def __init__(self, factor: float = 1.0) -> None:
         self.factor = factor
 
+    @property
+    def is_on(self) -> bool:
+        """Whether this rank is slowed down at all."""
+        return self.factor > 1
+
     @contextmanager
     def slowed(self) -> Iterator[None]:
         start = time.process_time()
         yield
         # process time adds up over the threads of an operator, wall time does not
         used_s = (time.process_time() - start) / torch.get_num_threads()
-        if self.factor > 1:
+        if self.is_on:
             time.sleep((self.factor - 1) * used_s)

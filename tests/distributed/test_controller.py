@@ -15,7 +15,7 @@ from hetseq import Task, options
 from hetseq.comm import AnyGroup
 from hetseq.errors import DisagreementError, HetSeqError, NonFiniteError
 from hetseq.loader import StepData
-from hetseq.plan import StepPlan
+from hetseq.plan import MicroBatchCap, StepPlan
 from hetseq.run_directory import RunDirectory
 from hetseq.session import Session, build_session, load_material
 from hetseq.task import make_task
@@ -54,6 +54,10 @@ class Late:
     def peek(self, plan: StepPlan) -> StepData | None:
         data: StepData | None = self._loader.peek(plan)
         return None if self._is_late(plan.step) else data
+
+    def fetch_again(self, data: StepData, cap: MicroBatchCap) -> StepData:
+        again: StepData = self._loader.fetch_again(data, cap)
+        return again
 
     def close(self) -> None:
         self._loader.close()

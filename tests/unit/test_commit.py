@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import replace
+from dataclasses import astuple, fields, replace
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from hetseq.commit import (
     CommitRow,
     Lineage,
+    Measured,
     RowFormat,
     Verdict,
     Vote,
@@ -29,10 +30,7 @@ ROW = CommitRow(
     next_counts=(8.0, 3.5),
     sums=(1.25, -0.0),
     used=np.array([True, False, True]),
-    compute_s=0.125,
-    data_s=0.0,
-    idle_s=1e-300,
-    memory_bytes=2**40,
+    measured=Measured(0.125, 0.0, 1e-300, 0.5, 0.25, 2.0**-20, 2**40, 2**41),
     wish=Wish.NONE,
     save=False,
     nonce=2**62 + 1,
@@ -49,9 +47,10 @@ def through_words(row: CommitRow, row_format: RowFormat = FORMAT) -> CommitRow:
 
 def bits(row: CommitRow) -> tuple[object, ...]:
     """Everything of a row, floats by their bits: NaN equals itself, and -0.0 is not 0.0."""
-    floats = (*row.next_counts, *row.sums, row.compute_s, row.data_s, row.idle_s)
+    *seconds, memory_bytes, limit_bytes = astuple(row.measured)
+    floats = (*row.next_counts, *row.sums, *seconds)
     exact = struct.pack(f"{len(floats)}d", *floats)
-    whole = (row.digest, row.vote, row.next_samples, row.memory_bytes, row.wish, row.save, row.nonce)
+    whole = (row.digest, row.vote, row.next_samples, memory_bytes, limit_bytes, row.wish, row.save, row.nonce)
     return (*whole, len(row.next_counts), exact, row.used.tolist())
 
 
@@ -62,7 +61,7 @@ def bits(row: CommitRow) -> tuple[object, ...]:
     "row",
     [
         ROW,
-        replace(ROW, sums=(math.nan, math.inf), next_counts=(-math.inf, 5e-324), compute_s=-0.0),
+        replace(ROW, sums=(math.nan, math.inf), next_counts=(-math.inf, 5e-324), measured=Measured(-0.0, math.nan)),
         replace(ROW, vote=Vote.NON_FINITE, wish=Wish.STOP, save=True, nonce=0, digest=-(2**63)),
         replace(ROW, vote=Vote.REDO, save=True, digest=2**63 - 1, nonce=2**63 - 1, next_samples=0),
         replace(ROW, used=np.array([False, False, False])),
@@ -96,16 +95,19 @@ def test_a_row_that_differs_anywhere_has_other_words() -> None:
         replace(ROW, next_counts=(8.0, 3.0)),
         replace(ROW, sums=(1.25, 0.0)),  # 0.0 for -0.0
         replace(ROW, used=np.array([True, True, True])),
-        replace(ROW, compute_s=0.25),
-        replace(ROW, data_s=1.0),
-        replace(ROW, idle_s=0.0),
-        replace(ROW, memory_bytes=0),
+        *(replace(ROW, measured=replace(ROW.measured, **{field.name: 7})) for field in fields(Measured)),
         replace(ROW, wish=Wish.STOP),
         replace(ROW, save=True),
         replace(ROW, nonce=0),
     ]
     assert len({FORMAT.pack(row).tobytes() for row in [ROW, *twins]}) == len(twins) + 1
     assert all(bits(through_words(row)) != bits(ROW) for row in twins)
+
+
+def test_a_rank_that_does_not_know_its_cost_says_so() -> None:
+    assert not Measured().is_known
+    assert not through_words(replace(ROW, measured=Measured())).measured.is_known
+    assert ROW.measured.is_known
 
 
 # Verdicts.

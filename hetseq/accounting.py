@@ -1,0 +1,52 @@
+"""Where the time of a step went, rank by rank, from the rows that all ranks brought to its commit: pure.
+
+A step is as long as its slowest rank and what travels after it. Every rank is busy for a while (data, forward and
+backward, its update), then idle. The rank that is idle least was awaited by all others, and its idle time is what
+communication took; whatever another one was idle for longer than that, it waited for its peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hetseq.commit import CommitRow, Measured
+
+
+def busy_s(measured: Measured) -> float:
+    """How long a rank worked in a step, waiting for nobody but its data."""
+    return measured.compute_s + measured.data_s + measured.overhead_s
+
+
+def account(rows: Sequence[CommitRow], *, shares: Sequence[int], work: int, seconds: float) -> dict[str, Any]:
+    """What `metrics.jsonl` tells of the ranks: `communication_s`, `efficiency`, `pace` and `ranks`, lists by rank.
+
+    `work` is what the samples of the step weighed together where they were divided. The efficiency is the speed of the
+    run by the sum of the speeds that its ranks would have on their own, at their shares; None where one is not known.
+    """
+    samples, measured = sum(shares), [row.measured for row in rows]
+    least_idle_s = min(one.idle_s for one in measured)
+    busy = [busy_s(one) for one in measured]
+    speeds = [_solo_speed(share, one, work / samples) for share, one in zip(shares, measured)]
+    return {
+        "communication_s": least_idle_s,
+        "efficiency": None if None in speeds or not sum(filter(None, speeds)) else samples / seconds / sum(speeds),  # type: ignore[arg-type]
+        "pace": busy.index(max(busy)),
+        "ranks": {
+            "compute_s": [one.compute_s for one in measured],
+            "data_s": [one.data_s for one in measured],
+            "overhead_s": [one.overhead_s for one in measured],
+            "wait_s": [one.idle_s - least_idle_s for one in measured],
+            "fixed_s": [one.fixed_s if one.is_known else None for one in measured],
+            "per_sample_s": [one.per_unit_s * work / samples if one.is_known else None for one in measured],
+            "memory_bytes": [one.memory_bytes for one in measured],
+            "memory_limit_bytes": [one.memory_limit_bytes for one in measured],
+        },
+    }
+
+
+def _solo_speed(share: int, measured: Measured, work_per_sample: float) -> float | None:
+    """Samples per second of a rank on its own; None if it had nothing to do and nobody knows what it could."""
+    if share:
+        return share / busy_s(measured) if busy_s(measured) > 0 else None
+    return 1 / (measured.per_unit_s * work_per_sample) if measured.is_known else None

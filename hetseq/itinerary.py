@@ -1,0 +1,138 @@
+"""What one rank fetches, step after step, while the shares of coming steps may change under way: pure, no torch.
+
+Where steps begin never depends on shares, so a change says only from which step on the old division no longer holds.
+Whoever walks ahead (a DataLoader's sampler, a thread that collects a step) is sent back to that step. A step has a
+version, the number of changes that affect it: what was fetched for another version of a step is not used.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+from hetseq.plan import Assign, Indices, MicroBatchCap, Planner, Position, StepPlan
+
+
+class Key(NamedTuple):
+    """A micro-batch: its step, its first and its end position in the order of the epoch."""
+
+    step: int
+    start: int
+    stop: int
+
+
+class Itinerary:
+    """This rank's micro-batches of all steps from `first` on; may be walked and changed from several threads.
+
+    `first_cap`, if given, cuts the first step.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        first: Position,
+        rank: int,
+        *,
+        cap: MicroBatchCap,
+        first_cap: MicroBatchCap | None = None,
+    ) -> None:
+        self._planner, self._first, self._rank = planner.copy(), first.step, rank
+        self._lock = threading.Lock()
+        self._caps = [(first.step, first_cap or cap), (first.step + 1, cap)]  # (first step, cap), steps ascending
+        self._changed: list[int] = []  # from which step on, for each change that is not forgotten
+        self._forgotten = 0  # changes that affect all steps that anybody may still ask for
+        self._positions = {first.step: first}  # by step, as far as somebody has walked
+        self._walkers: list[Walker] = []
+
+    def walk(self) -> Walker:
+        """A new walker, at the first step."""
+        with self._lock:
+            self._walkers.append(Walker(self._first))
+            return self._walkers[-1]
+
+    def change(self, step: int, *, assign: Assign | None = None, cap: MicroBatchCap | None = None) -> None:
+        """From step `step` on shares follow `assign`, or micro-batches `cap`; sends back who has walked further."""
+        with self._lock:
+            if assign is not None:
+                self._planner.change(step, assign)
+            if cap is not None:
+                self._caps = [(first, known) for first, known in self._caps if first < step] + [(step, cap)]
+            self._changed.append(step)
+            for walker in self._walkers:
+                walker.send_back(step)
+
+    def forget_before(self, step: int) -> None:
+        """Nobody will ask for a step before this one any more."""
+        with self._lock:
+            self._positions = {number: at for number, at in self._positions.items() if number >= step}
+            self._forgotten += sum(first <= step for first in self._changed)
+            self._changed = [first for first in self._changed if first > step]
+            self._caps = self._caps[sum(first <= step for first, _ in self._caps) - 1 :]
+
+    def version(self, step: int) -> int:
+        """How many changes affect step `step`."""
+        with self._lock:
+            return self._version(step)
+
+    def look_up(self, step: int) -> tuple[StepPlan, int, list[Key]]:
+        """Plan and version of a step, and this rank's micro-batches in order.
+
+        A step without samples has one micro-batch without samples: whoever asked for the next one that has some could
+        search for ever.
+        """
+        with self._lock:
+            plan = self._planner.plan(self._position(step))
+            cap = next(cap for first, cap in reversed(self._caps) if first <= step)
+            return plan, self._version(step), self._keys(plan, cap) or [Key(step, 0, 0)]
+
+    def cut_again(self, plan: StepPlan, cap: MicroBatchCap) -> list[Key]:
+        """This rank's micro-batches of a step with another cap."""
+        with self._lock:
+            return self._keys(plan, cap)
+
+    def indices(self, epoch: int, key: Key) -> Indices:
+        """The samples of a micro-batch."""
+        with self._lock:
+            return self._planner.order(epoch).take(key.start, key.stop)
+
+    def work(self, epoch: int, key: Key) -> int:
+        """What a micro-batch weighs when a step is divided: samples, tokens or units."""
+        with self._lock:
+            return self._planner.work(epoch, key.start, key.stop)
+
+    def _version(self, step: int) -> int:
+        return self._forgotten + sum(first <= step for first in self._changed)
+
+    def _position(self, step: int) -> Position:
+        known = max(number for number in self._positions if number <= step)
+        while known < step:
+            self._positions[known + 1] = self._planner.plan(self._positions[known]).next_position()
+            known += 1
+        return self._positions[step]
+
+    def _keys(self, plan: StepPlan, cap: MicroBatchCap) -> list[Key]:
+        return [Key(plan.step, *piece) for piece in self._planner.micro_batches(plan, self._rank, cap)]
+
+
+class Walker:
+    """Counts the steps up, and may be sent back by another thread."""
+
+    def __init__(self, first: int) -> None:
+        self._next = first
+        self._lock = threading.Lock()
+
+    def step(self) -> int:
+        """The step to go to now."""
+        with self._lock:
+            self._next += 1
+            return self._next - 1
+
+    def send_back(self, step: int) -> None:
+        """The steps from `step` on have to be walked again, as far as they have been."""
+        with self._lock:
+            self._next = min(self._next, step)
+
+    def has_been_sent_back(self, step: int) -> bool:
+        """Whether step `step`, which was given out, is to be walked again."""
+        with self._lock:
+            return self._next <= step

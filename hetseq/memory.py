@@ -1,0 +1,80 @@
+"""The memory of the device that this rank computes on: how much is in use, how much there is, and whether it ran out.
+
+A GPU has memory of its own and says so; a CPU rank counts what its process holds, and shares the limit with every other
+process of the machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def in_use_bytes(device: torch.device) -> int:
+    """Memory that this rank holds: the most its tensors needed so far on a GPU, resident pages on a CPU; 0 unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError, ValueError):
+        return 0  # no Linux
+
+
+def limit_bytes(device: torch.device) -> int:
+    """Memory of the device; on a CPU that of the machine, or of the control group that a queue has put us into."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    limits = [os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES]
+    for path in _CGROUP_LIMITS:
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):  # absent, or "max"
+            continue
+    return min(limits)
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Bytes in use and their limit."""
+    return in_use_bytes(device), limit_bytes(device)
+
+
+def free_bytes(device: torch.device) -> int:
+    """GPU memory that this process could still get, what it has cached included."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+@dataclass
+class Peak:
+    """What a piece of work needed at most beside what was in use before it; known after it."""
+
+    bytes: int = 0
+
+
+@contextmanager
+def peak_of(device: torch.device) -> Iterator[Peak]:
+    """Watches the tensors of a GPU while the block runs."""
+    torch.cuda.reset_peak_memory_stats(device)
+    before, peak = torch.cuda.memory_allocated(device), Peak()
+    yield peak
+    peak.bytes = torch.cuda.max_memory_allocated(device) - before
+
+
+def is_exhausted(error: BaseException) -> bool:
+    """Whether this is a device that has no memory left. torch gives its CPU allocator no exception of its own."""
+    is_cpu = type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return is_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+def release(device: torch.device) -> None:
+    """Give cached blocks back, so that others of the right size can be had."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

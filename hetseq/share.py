@@ -1,0 +1,142 @@
+"""Forward and backward over this rank's share of a step: micro-batch by micro-batch, timed, within its memory.
+
+Memory may run out at any moment. If none of this rank's buckets has begun to travel, it begins its share again in
+micro-batches half as large, and nobody else learns of it. If one has, what is repeated would be counted twice: the rank
+lets the rest travel as it is and asks for the whole step to be done again, by all. Sizes that have passed come last in
+a step, so that is rare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from hetseq import memory
+from hetseq.errors import DeviceMemoryError
+from hetseq.loader import MicroBatch, StepData, seed_everything
+from hetseq.micro_batches import MicroBatchSizes
+from hetseq.plan import MicroBatchCap, derive_seed
+from hetseq.replica import Replica
+from hetseq.stopwatch import MicroBatchClock
+from hetseq.task import Task, check_sums
+from hetseq.throttle import Throttle
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank has added to a step: its sum of each term, and what its micro-batches weighed and took."""
+
+    sums: tuple[float, ...]
+    work: tuple[int, ...]  # of each micro-batch, in the units in which a step is divided
+    seconds: tuple[float, ...]  # of each micro-batch
+    is_whole: bool = True  # False: memory ran out under way, and the step must be done again
+
+
+class ShareComputer:
+    """Adds one rank's part of the gradient into the buckets of its replica."""
+
+    def __init__(
+        self,
+        task: Task,
+        replica: Replica,
+        *,
+        terms: tuple[str, ...],
+        weights: tuple[float, ...],
+        seed: int,
+        sizes: MicroBatchSizes,
+        device: torch.device,
+        name: str,
+        throttle: Throttle | None = None,
+    ) -> None:
+        self.task, self.replica, self.sizes = task, replica, sizes
+        self._terms, self._weights, self._seed = terms, weights, seed
+        self._device, self._name, self._throttle = device, name, throttle or Throttle()
+        self._clock = MicroBatchClock(device)
+
+    def compute(
+        self, data: StepData, counts: tuple[float, ...], fetch_again: Callable[[StepData, MicroBatchCap], StepData]
+    ) -> Part:
+        """Forward and backward of the whole share, whatever size of micro-batch that takes.
+
+        Raises DeviceMemoryError where not even one sample fits.
+        """
+        while True:
+            if not all(self.sizes.holds(batch.size) for batch in data.micro_batches):
+                data = fetch_again(data, self.sizes.cap)
+            part, refused = self.attempt(data, counts)
+            if part is not None:
+                return part
+            memory.release(self._device)  # only here, when no exception holds the frames and their tensors any more
+            if not self.sizes.refuse(refused):
+                raise DeviceMemoryError(self._complaint(refused))
+            if self.replica.reducer.has_sent:
+                return Part((0.0,) * len(self._terms), (), (), is_whole=False)
+            self.replica.buffers.restore_()
+
+    def attempt(self, data: StepData, counts: tuple[float, ...]) -> tuple[Part | None, int]:
+        """One try of the share as it is cut; None, and the samples of the micro-batch that memory did not hold."""
+        totals: dict[int, torch.Tensor] = {}  # by term, float64, on the device
+        self.replica.reducer.begin()
+        self._clock.start()
+        for number, batch in enumerate(data.micro_batches):
+            # what is slowed down on purpose has its gradients when it would have had them
+            if number == len(data.micro_batches) - 1 and not self._throttle.is_on:
+                self.replica.reducer.expect_last()
+            seed_everything(derive_seed(self._seed, data.plan.step, batch.start))
+            with self._throttle.slowed(), self._seeing_memory(batch.size):
+                if not self._try(batch, counts, totals):
+                    return None, batch.size
+            self._clock.mark()
+        sums = tuple(float(totals.get(index, 0.0)) for index in range(len(self._terms)))  # sync
+        if self.sizes.is_learning:
+            self.sizes.foresee(memory.free_bytes(self._device))
+        work = tuple(batch.work for batch in data.micro_batches)
+        return Part(sums, work, tuple(self._clock.laps())), 0
+
+    @contextmanager
+    def _seeing_memory(self, samples: int) -> Iterator[None]:
+        """Learn what a micro-batch needs, while sizes still grow."""
+        if not self.sizes.is_learning:
+            yield
+            return
+        with memory.peak_of(self._device) as peak:
+            yield
+        self.sizes.see(samples, peak.bytes)
+
+    def _try(self, batch: MicroBatch, counts: tuple[float, ...], totals: dict[int, torch.Tensor]) -> bool:
+        """Forward and backward of one micro-batch; adds to `totals`. False if memory ran out."""
+        try:
+            for index, total in self._micro_batch(batch, counts).items():
+                totals[index] = totals[index] + total if index in totals else total
+        except (RuntimeError, MemoryError) as error:
+            if not memory.is_exhausted(error):
+                raise
+            return False
+        return True
+
+    def _micro_batch(self, batch: MicroBatch, counts: tuple[float, ...]) -> dict[int, torch.Tensor]:
+        """Its sum of each term that has a count."""
+        own = dict(zip(self._terms, batch.counts))
+        sums = check_sums(self.task, self.task.micro_step(self.replica.model, batch.sample, own), self._terms)
+        # A term without any count, here or anywhere, contributes nothing: its sum may well be 0/0.
+        live = [index for index in range(len(self._terms)) if batch.counts[index] and counts[index]]
+        # The one division: by the count over all ranks and micro-batches. Gradients are then summed. A sum that does
+        # not depend on the parameters, such as a constant, has a gradient of zero.
+        scaled = [sums[self._terms[index]] * (self._weights[index] / counts[index]) for index in live]
+        with_gradient = [term for term in scaled if term.requires_grad]
+        if with_gradient:
+            torch.stack(with_gradient).sum().backward()
+        return {index: sums[self._terms[index]].detach().double() for index in live}
+
+    def _complaint(self, samples: int) -> str:
+        used, limit = memory.in_use_bytes(self._device), memory.limit_bytes(self._device)
+        what, remedy = "even one sample", "make samples or model smaller"
+        if self.sizes.is_fixed:
+            what, remedy = f"a unit of {samples} samples", "give a smaller --unit-size"
+        return (
+            f"{self._name}: the memory of {self._device} does not hold {what} ({used / 2**30:.2f} of"
+            f" {limit / 2**30:.2f} GiB in use by this rank): {remedy}, or leave this device out of --devices"
+        )

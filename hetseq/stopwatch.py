@@ -1,0 +1,62 @@
+"""Seconds of a step by kind, and seconds of each micro-batch, as the device spends them.
+
+A CPU works while the clock runs. A GPU works later than it is told to: events are put between its kernels, and their
+times are read after the step has waited for its loss anyway, so nothing waits for the sake of measuring.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class Stopwatch:
+    """Host seconds of a step by kind: `lap(kind)` adds what has passed since the last lap."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._begin = self._last = time.perf_counter()
+
+    def start(self) -> None:
+        """Begin a step."""
+        self.seconds = {}
+        self._begin = self._last = time.perf_counter()
+
+    def lap(self, kind: str) -> None:
+        """What has passed since the last lap was of this kind."""
+        now = time.perf_counter()
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + now - self._last
+        self._last = now
+
+    def total(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self._begin
+
+
+class MicroBatchClock:
+    """Seconds of each micro-batch on the device: `mark()` before the first one and after each; then `laps()`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._marks: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+
+    def start(self) -> None:
+        """Forget what was measured, and mark."""
+        self._marks, self._events = [], []
+        self.mark()
+
+    def mark(self) -> None:
+        if self._is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def laps(self) -> list[float]:
+        """Seconds between neighbouring marks; on a GPU only after it has done its work."""
+        if self._is_cuda:
+            return [a.elapsed_time(b) / 1e3 for a, b in zip(self._events, self._events[1:])]
+        return [b - a for a, b in zip(self._marks, self._marks[1:])]
