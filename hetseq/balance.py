@@ -29,6 +29,7 @@ VARIED = 1.5  # sizes that differ by this factor tell the fixed part of the time
 WITHIN_STEP_NOISE = 0.03  # of one micro-batch against the others of its step, which share most of their noise
 NOT_WORTH_IT = 0.01
 WORTH_IT = 0.09
+EAGER = 0.01
 LEAST_PER_UNIT = 0.1  # of the time of a micro-batch goes with its size: believing less would give such a rank all work
 
 
@@ -186,7 +187,7 @@ class CostMeter:
         square = (error - self._last_error) ** 2 / 2
         self._last_error = error
         self._noise_steps += 1
-        rate = max(0.05, 1 / (8+self._noise_steps))
+        rate = max(0.05, 1 / (8 + self._noise_steps))
         self._noise = max(LEAST_NOISE, math.sqrt(self._noise**2 + rate * (square - self._noise**2)))
 
     def _learn_shape(self, measured: list[tuple[int, float]]) -> None:
@@ -234,6 +235,7 @@ class Balancer:
         self.costs: tuple[Cost, ...] | None = None
         self._world_size = world_size
         self._missed = 0.0
+        self._observations = 0
 
     def observe(self, total: int, costs: Sequence[Cost | None]) -> tuple[Cost, ...] | None:
         """Take in the costs of all ranks; the new table if one is to be adopted from now on, else None."""
@@ -257,8 +259,9 @@ class Balancer:
             return True
         now_s = step_seconds(shares, newest)
         gain = 1 - step_seconds(balance_shares(total, newest), newest) / now_s if now_s else 0.0
+        self._observations += 1
         self._missed = max(0.0, self._missed + gain - NOT_WORTH_IT)
-        return self._missed >= WORTH_IT
+        return self._missed >= min(WORTH_IT, EAGER * self._observations)
 
 
 def _complete(costs: Sequence[Cost | None]) -> tuple[Cost, ...] | None:

@@ -1,4 +1,4 @@
-"""The command line: `hetseq train`, `hetseq demo`, `hetseq evaluate`, and nothing that imports torch before it must.
+"""The command line: `hetseq train` and the other commands, and nothing that imports torch before it must.
 
 `python train.py OPTIONS`, `hetseq train OPTIONS` and `python -m hetseq train OPTIONS` are the same. Whatever HetSeq
 refuses ends here as one message on standard error and the exit code that its exception stands for.
@@ -19,6 +19,8 @@ _USAGE = """usage: hetseq COMMAND [options]
 
   train      train a task; `hetseq train --help` lists every option
   evaluate   evaluate a checkpoint of a run on a split
+  plan       how fast a run would be with other shares, without a rank, with another one
+  simulate   how fast a cluster would be that is described in a YAML file
   demo       see unequal workers give the result of one machine, in a minute or two: demo mnist, demo bert
 """
 
@@ -28,6 +30,24 @@ _DEMO_USAGE = """usage: hetseq demo [mnist | bert]
   bert       a corpus of the text that comes with Python, and a small BERT on two unequal workers; two minutes
 
 Everything goes to a new folder in ./runs.
+"""
+
+
+_PLAN_USAGE = """usage: hetseq plan RUN [--without RANK]... [--add NAME:SPEED]... [--json]
+
+  RUN                the --save-dir of a run, finished or not; nothing in it is changed
+  --without RANK     predict the step without this rank; give it once per rank
+  --add NAME:SPEED   predict the step with one rank more: gpu3:2.0 is twice as fast as the fastest rank of the run,
+                     gpu3:120/s makes 120 samples per second alone; give it once per rank
+  --json             one line for scripts
+"""
+
+_SIMULATE_USAGE = """usage: hetseq simulate FILE [--json]
+
+  FILE       YAML: groups of ranks, their speeds and links, a global batch
+  --json     one line for scripts
+
+The keys of the file are in docs/planning.md.
 """
 
 
@@ -98,4 +118,32 @@ def demo(argv: Sequence[str]) -> int:
     return run_demo(*argv or ["mnist"])
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "evaluate": evaluate, "demo": demo}
+def plan(argv: Sequence[str]) -> int:
+    """`hetseq plan RUN [--without RANK] [--add NAME:SPEED]`: a run's speed on another cluster."""
+    if not {"-h", "--help"}.isdisjoint(argv):
+        raise options.HelpRequested(_PLAN_USAGE)
+    from hetseq.whatif import make_plan, parse_plan, plan_json, plan_text
+
+    arguments = parse_plan(argv)
+    print((plan_json if arguments.wants_json else plan_text)(make_plan(arguments)))
+    return 0
+
+
+def simulate(argv: Sequence[str]) -> int:
+    """`hetseq simulate FILE`: the speed of a cluster that is described in YAML."""
+    if not {"-h", "--help"}.isdisjoint(argv):
+        raise options.HelpRequested(_SIMULATE_USAGE)
+    from hetseq.whatif import compare, parse_simulate, simulation_json, simulation_text
+
+    arguments = parse_simulate(argv)
+    print((simulation_json if arguments.wants_json else simulation_text)(compare(arguments)))
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "evaluate": evaluate,
+    "plan": plan,
+    "simulate": simulate,
+    "demo": demo,
+}

@@ -308,6 +308,12 @@ class DistributedConfig:
     throttle: tuple[str, ...] = node_option(
         (), "slow ranks down on purpose, as in 1:3,2:1.5", metavar="RANK:FACTOR[,...]"
     )
+    check_replicas_every: int = option(
+        1000,
+        "compare the replicas of all ranks every N steps, at a start and before a save, and make them equal again; 0"
+        " means never",
+        metavar="N",
+    )
     step_deadline: float | None = option(
         None,
         "seconds after which a silent rank counts as lost; default: the larger of 5 s and 10 median steps",
@@ -317,7 +323,7 @@ class DistributedConfig:
     def __post_init__(self) -> None:
         _check_finite(self)
         _check_choices(self)
-        _check_not_negative(self, "device_id", "distributed_rank", "distributed_gpus")
+        _check_not_negative(self, "device_id", "distributed_rank", "distributed_gpus", "check_replicas_every")
         _check_positive(self, "distributed_world_size", "bucket_cap_mb", "step_deadline", "min_ranks", "join_timeout")
         self._check_meeting()
         self.balance_weights()

@@ -123,6 +123,7 @@ class Controller:
         self._plan = planner.plan(self.state.position)
         self._counts_ahead: tuple[float, ...] | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=21)  # seconds and samples of the last steps
+        self._cap = computer.sizes.cap  # by which the loader cuts
         self._clock = Stopwatch()
         self._update_s = 0.0  # how long the update of the last step took
 
@@ -311,6 +312,9 @@ class Controller:
         state.lineage = state.lineage.extend(plan.step, generation=generation, attempt=attempt, verdict=outcome.verdict)
         state.position = plan.next_position()
         shift = self.pace.follow(plan, outcome.rows)
+        if self._computer.sizes.cap != self._cap:  # memory has taught this rank another size
+            self._cap = self._computer.sizes.cap
+            self.loader.change(state.position.step, cap=self._cap)
         self._plan = self.planner.plan(state.position)
         self._counts_ahead = outcome.next_counts
         seconds, self._update_s = self._clock.total(), self._clock.seconds["update"]

@@ -9,7 +9,21 @@ one helper thread writes the lines. A disk that hangs or is full delays rows, an
 
 A row of a step has the keys `step, epoch, loss, terms, counts, samples, lr, grad_norm, seconds, generation, world_size,
 shares`: `loss` in nats at the parameters before the update (null, with `skipped: true`, for a skipped step); `terms`
-each term's sum divided by its global denominator, which stands in `counts`; `samples` of this step over all ranks.
+each term's sum divided by its global denominator, which stands in `counts`, without the terms that no sample had (count
+0); `samples` of this step over all ranks, `shares` of each.
+
+With more than one rank a row also has
+* `efficiency`: global speed / sum of what the ranks do alone; null while that is not known;
+* `pace`: the rank that the others wait for, as it waits least; null if that is unclear;
+* `communication_s`: what every rank spent in communication that computing did not hide, the least wait of all;
+* `ranks`, lists by rank: `names` (node/device); of this step the seconds `compute_s` (without any wait for peers),
+  `data_s` (waiting for the loader), `wait_s` (for slower peers), `overhead_s` (optimizer, reporting and the like); the
+  cost that is reckoned with, `fixed_s` of a step and `per_sample_s` (null while not known); `memory_bytes` in use and
+  `memory_limit_bytes` (0: not known).
+
+A row that has `ranks` needs no other row to be understood, so rows may be lost, repeated and handed over one by one. In
+a world of more than 64 ranks only every tenth step has them.
+
 A row of a validation has `step, epoch`, keys that begin with `valid_` (`valid_loss`, `valid_accuracy`), and if need be
 `subset` (default `valid`) and `best`; it has no `loss`.
 """
@@ -21,6 +35,7 @@ import io
 import itertools
 import json
 import logging
+import math
 import os
 import socket
 import sys
@@ -37,16 +52,18 @@ from hetseq.progress import (
     LiveProgress,
     PlainProgress,
     ProgressHandler,
-    Row,
     progress_for,
     samples_per_second,
     validation_numbers,
 )
+from hetseq.rank_table import Row, rank_speeds
 from hetseq.run_directory import RunDirectory, json_line, open_private, utc_now, write_all
 
 logger = logging.getLogger(__name__)
 
-_MOST_WAITING = 100_000  # rows, about 0.5 kB each: what a hanging file system may cost in memory
+_MOST_WAITING_BYTES = 50_000_000  # what a hanging file system may cost in memory: 100,000 rows of one rank
+_MOST_RANKS_IN_FILE, _MOST_RANKS_ON_BOARD = 64, 8  # with more, only every tenth step tells of each rank
+_THINNING = 10
 _LINES_PER_WRITE = 1000
 _CLOSE_DEADLINE_S = 10.0
 _TAIL_BYTES = 65536
@@ -174,8 +191,9 @@ class _Recorder:
         self._directory = directory
         self._has_tensorboard = has_tensorboard
         self._wakeup = threading.Condition()
-        # the three below are touched only while holding `_wakeup`
+        # the four below are touched only while holding `_wakeup`
         self._waiting: deque[tuple[str, bytes]] = deque()  # (kind, line); kind: "step", "validation" or "event"
+        self._waiting_bytes = 0
         self._is_closing = False
         self._lost = 0
         # A daemon, because a thread inside a hanging write can be neither ended nor waited for.
@@ -183,7 +201,7 @@ class _Recorder:
         self._thread.start()
 
     def step(self, row: Row) -> None:
-        self._put("step", row)
+        self._put("step", _thinned(row))
 
     def validation(self, row: Row) -> None:
         self._put("validation", row)
@@ -208,17 +226,18 @@ class _Recorder:
     def _put(self, kind: str, row: Row) -> None:
         line = json_line(row)  # here and not in the thread, so that the caller may go on changing its row
         with self._wakeup:
-            is_full = len(self._waiting) >= _MOST_WAITING
+            is_full = self._waiting_bytes + len(line) > _MOST_WAITING_BYTES
             if not is_full:
                 self._waiting.append((kind, line))
+                self._waiting_bytes += len(line)
                 self._wakeup.notify()
             self._lost += is_full
-            is_first_loss = is_full and self._lost == 1
+            is_first_loss, waiting = is_full and self._lost == 1, len(self._waiting)
         if is_first_loss:
             logger.warning(
                 "%s has not been writable for %d rows: later rows are lost until it is",
                 self._directory.metrics,
-                _MOST_WAITING,
+                waiting,
             )
 
     def _run(self) -> None:
@@ -232,6 +251,7 @@ class _Recorder:
                 self._wakeup.wait_for(lambda: self._waiting or self._is_closing)
                 batch, is_last = list(self._waiting), self._is_closing
                 self._waiting.clear()
+                self._waiting_bytes = 0
             metrics.append(line for kind, line in batch if kind != "event")
             events.append(line for kind, line in batch if kind == "event")
             if board is not None and not _add_to_board(board, batch):
@@ -239,6 +259,12 @@ class _Recorder:
                 board = None
         for file in (metrics, events, *([board.file] if board is not None else [])):
             file.close()
+
+
+def _thinned(row: Row) -> Row:
+    """`row`, in most steps of a very large world without what each rank did: 1,000 ranks take 140 kB."""
+    is_left_out = "ranks" in row and len(row["shares"]) > _MOST_RANKS_IN_FILE and row["step"] % _THINNING
+    return {key: value for key, value in row.items() if key != "ranks"} if is_left_out else row
 
 
 class _AppendFile:
@@ -251,6 +277,7 @@ class _AppendFile:
         self.path = path
         self._is_lines = is_lines
         self._pending: deque[bytes] = deque()
+        self._pending_bytes = 0
         self._lost = 0
         self._descriptor: int | None = None
         self._good_bytes = 0
@@ -258,7 +285,9 @@ class _AppendFile:
 
     def append(self, records: Iterable[bytes]) -> None:
         """Write `records` after those still pending; trouble is warned about once and tried again next time."""
-        self._pending.extend(records)
+        for record in records:
+            self._pending.append(record)
+            self._pending_bytes += len(record)
         if not self._pending:
             return
         try:
@@ -266,15 +295,16 @@ class _AppendFile:
         except OSError as error:
             if not self._has_warned:
                 logger.warning(
-                    "cannot write %s (%s): the run goes on, and the last %d rows are written once this works again",
+                    "cannot write %s (%s): the run goes on, and the last rows (up to %d MB) are written once this works"
+                    " again",
                     self.path,
                     error.strerror,
-                    _MOST_WAITING,
+                    _MOST_WAITING_BYTES // 1_000_000,
                 )
             self._has_warned = True
             self._close_descriptor()
-            while len(self._pending) > _MOST_WAITING:
-                self._pending.popleft()
+            while self._pending_bytes > _MOST_WAITING_BYTES:
+                self._forget_first()
                 self._lost += 1
 
     def close(self) -> None:
@@ -292,7 +322,10 @@ class _AppendFile:
             records = list(itertools.islice(self._pending, _LINES_PER_WRITE))
             self._write(self._descriptor, b"".join(records))
             for _ in records:
-                self._pending.popleft()
+                self._forget_first()
+
+    def _forget_first(self) -> None:
+        self._pending_bytes -= len(self._pending.popleft())
 
     def _write(self, descriptor: int, data: bytes) -> None:
         """Append all of `data` or nothing of it."""
@@ -407,6 +440,24 @@ def _step_numbers(row: Row) -> Iterator[tuple[str, Any]]:
     for term, number in terms.items():
         if term != "loss" and counts.get(term) != 0:  # a term called loss is the loss
             yield f"train/{term}", number
+    for key in ("efficiency", "communication_s"):
+        yield f"train/{key}", row.get(key)
+    if "ranks" in row and (len(row["shares"]) <= _MOST_RANKS_ON_BOARD or row["step"] % _THINNING == 0):
+        yield from _rank_numbers(row)  # 0.03 ms of this thread for each rank
+
+
+def _rank_numbers(row: Row) -> Iterator[tuple[str, Any]]:
+    """Tags and numbers of each rank; what is not known has no number to show."""
+    ranks = row["ranks"]
+    size = len(row["shares"])
+    unknown = [None] * size
+    speeds = [speed if math.isfinite(speed) else None for speed in rank_speeds(row).tolist()]
+    memory_gib = [used and used / 2**30 for used in ranks.get("memory_bytes") or unknown]
+    by_name = {"share": row["shares"], "samples_per_s": speeds, "memory_gib": memory_gib}
+    by_name |= {name: ranks.get(name) or unknown for name in ("compute_s", "wait_s", "data_s")}
+    for rank in range(size):
+        for name, numbers in by_name.items():
+            yield f"ranks/{rank}/{name}", numbers[rank]
 
 
 def _validation_numbers(row: Row) -> Iterator[tuple[str, Any]]:

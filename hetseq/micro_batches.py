@@ -8,6 +8,7 @@ after that: a device that was full once will be full again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from hetseq.plan import MicroBatchCap
@@ -19,11 +20,20 @@ class MicroBatchSizes:
     """The cap of this rank's micro-batches, and what is known about larger ones.
 
     With `is_fixed` there is one size only, that of a unit. With `is_learning` the memory of the first sizes is wanted.
+    `remember` is told whatever memory has taught.
     """
 
-    def __init__(self, cap: MicroBatchCap, *, is_fixed: bool = False, is_learning: bool = False) -> None:
+    def __init__(
+        self,
+        cap: MicroBatchCap,
+        *,
+        is_fixed: bool = False,
+        is_learning: bool = False,
+        remember: Callable[[int], None] = lambda samples: None,
+    ) -> None:
         self.cap = cap  # of coming steps
         self.is_fixed, self.is_learning = is_fixed, is_learning
+        self._remember = remember
         self._seen: dict[int, int] = {}  # samples -> most bytes they needed beside what stays
 
     def first(self) -> MicroBatchCap:
@@ -41,7 +51,7 @@ class MicroBatchSizes:
             half -= half % self.cap.multiple
         if half == 0:
             return False
-        self.cap = replace(self.cap, samples=half)
+        self._limit(half)
         return True
 
     def see(self, samples: int, needed_bytes: int) -> None:
@@ -62,4 +72,8 @@ class MicroBatchSizes:
         if per_sample > 0:
             most = max(larger, int((_SAFE_PART * free_bytes - fixed) / per_sample))
             if self.holds(most):
-                self.cap = replace(self.cap, samples=most)
+                self._limit(most)
+
+    def _limit(self, samples: int) -> None:
+        self.cap = replace(self.cap, samples=samples)
+        self._remember(samples)

@@ -12,7 +12,7 @@ import functools
 import logging
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,12 +60,12 @@ class Pace(Protocol):
 class FixedPace:
     """`--balance equal` and fixed weights: costs are measured and shown, and change nothing."""
 
-    def __init__(self, weights: Sequence[float], *, micro_batch: int | None = None) -> None:
+    def __init__(self, weights: Sequence[float], *, micro_batch: Callable[[], int | None] = lambda: None) -> None:
         self._weights, self._meter, self._micro_batch = tuple(weights), CostMeter(), micro_batch
 
     def learn(self, part: Part, *, overhead_s: float) -> Cost | None:
         self._meter.observe(part.work, part.seconds, overhead_s=overhead_s)
-        return self._meter.cost(self._micro_batch)
+        return self._meter.cost(self._micro_batch())
 
     def follow(self, plan: StepPlan, rows: Sequence[CommitRow]) -> Shift | None:
         return None
@@ -77,11 +77,16 @@ class FixedPace:
 class MeasuredPace:
     """`--balance auto`: shares that give the shortest step by the costs of all ranks.
 
-    `micro_batch` is the most work that this rank does at once, None for a whole share.
+    `micro_batch` gives the most work that this rank does at once by now, None for a whole share.
     """
 
     def __init__(
-        self, planner: Planner, loader: StepLoader, *, world_size: int, micro_batch: int | None = None
+        self,
+        planner: Planner,
+        loader: StepLoader,
+        *,
+        world_size: int,
+        micro_batch: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._planner, self._loader, self._world_size = planner, loader, world_size
         self._meter, self._balancer, self._micro_batch = CostMeter(), Balancer(world_size), micro_batch
@@ -90,7 +95,7 @@ class MeasuredPace:
 
     def learn(self, part: Part, *, overhead_s: float) -> Cost | None:
         self._meter.observe(part.work, part.seconds, overhead_s=overhead_s)
-        return self._meter.cost(self._micro_batch)
+        return self._meter.cost(self._micro_batch())
 
     def follow(self, plan: StepPlan, rows: Sequence[CommitRow]) -> Shift | None:
         if self._world_size == 1:

@@ -1,11 +1,12 @@
 """What a person at the terminal, or the reader of a batch job's output, sees of the training steps.
 
-Responsible for one live line on a terminal, for a few plain lines everywhere else, and for log records that do not
-garble the live line. It knows nothing of files, and nothing of training beyond the keys of a row (see `metrics`).
+Responsible for one live line on a terminal and the table of the ranks below it, for a few plain lines everywhere else,
+and for log records that do not garble what is live. It knows nothing of files, and nothing of training beyond the keys
+of a row (see `metrics`); what the table says is `rank_table`'s affair.
 
-The one idea: the numbers shown are those of one step, never running means, so that a line here and the row of that step
-in `metrics.jsonl` agree. The clock is passed in; a stream that breaks (a closed terminal, `| head`) ends the display,
-never the run.
+The one idea: the line shows the numbers of one step, never running means, so that it and the row of that step in
+`metrics.jsonl` agree. The clock is passed in; a stream that breaks (a closed terminal, `| head`) ends the display,
+never the run, and a terminal that takes no text for now (Ctrl-S) is not waited for.
 """
 
 from __future__ import annotations
@@ -17,12 +18,22 @@ import errno
 import logging
 import math
 import os
+import select
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, TYPE_CHECKING, Any, Protocol, TextIO
 
 from hetseq.config import LogConfig
+from hetseq.rank_table import (
+    MEDIAN_STEPS,
+    OVERHEAD_LINES,
+    RankSummary,
+    Row,
+    ranks_that_matter,
+    summarise,
+    table_lines,
+)
 
 if TYPE_CHECKING:  # rich is imported where there is a terminal to draw on
     from rich.console import Console, RenderableType
@@ -30,10 +41,12 @@ if TYPE_CHECKING:  # rich is imported where there is a terminal to draw on
 
 logger = logging.getLogger(__name__)
 
-Row = Mapping[str, Any]
-
 _PLAIN_INTERVAL_S = 10.0
 _REFRESH_INTERVAL_S = 0.1
+_TABLE_INTERVAL_S = 0.5  # numbers in columns are read more slowly than a line
+_CHOICE_INTERVAL_S = 5.0  # how long the same ranks stay in a table that has no room for all
+_PART_ABOVE = 6  # one line in so many of the terminal stays free for log records above a long table
+_PLAIN_WIDTH, _PLAIN_RANKS = 100, 16  # of the table at the end of a batch job's output
 _ETA_STEPS = 50  # the time left is predicted from the pace of this many steps
 _BAR_WIDTH = 20
 
@@ -55,7 +68,7 @@ class PlainProgress:
     """Lines for pipes, files and batch jobs: never a carriage return, and few enough to read.
 
     A line every `every_steps` steps (`math.inf`: none); without it one at most every 10 s, and the first and the last
-    step. Validations always have their line.
+    step. Validations always have their line. With several ranks their table comes once, at the end.
     """
 
     def __init__(
@@ -72,6 +85,7 @@ class PlainProgress:
         self._now = now
         self._next_s = -math.inf
         self._unshown: Row | None = None
+        self._recent: deque[Row] = deque(maxlen=MEDIAN_STEPS)
         self._guard = _StreamGuard()
 
     def set_total(self, steps: int | None) -> None:
@@ -80,6 +94,7 @@ class PlainProgress:
 
     def step(self, row: Row) -> None:
         """Write the step's line if its turn has come."""
+        self._recent.append(row)
         if self._every_steps is not None:
             if _is_due(row, self._every_steps):
                 self._write(step_text(row, self._total_steps))
@@ -97,10 +112,15 @@ class PlainProgress:
         self._write(validation_text(row))
 
     def close(self) -> None:
-        """Write the line of the last step, if it has not been written."""
+        """Write the line of the last step, if it has not been written, and the table of the ranks."""
         if self._unshown is not None:
             self._write(step_text(self._unshown, self._total_steps))
         self._unshown = None
+        summary = summarise(self._recent) if self._every_steps != math.inf else None
+        self._recent.clear()
+        if summary is not None:
+            chosen = ranks_that_matter(summary, _PLAIN_RANKS)
+            self._write("\n".join(table_lines(summary, chosen, width=_PLAIN_WIDTH)))
 
     def _write(self, text: str) -> None:
         with self._guard.watch():
@@ -111,8 +131,9 @@ class PlainProgress:
 class LiveProgress:
     """One line at the bottom of a terminal that follows the steps; everything else scrolls above it.
 
-    `every_steps` (`--log-interval`) also leaves a plain line above it every so many steps. The cursor is hidden from
-    the first step to `close`, which also runs at the interpreter's exit.
+    With several ranks their table stands below it: as many as the terminal has lines for. `every_steps`
+    (`--log-interval`) also leaves a plain line above every so many steps. The cursor is hidden from the first step to
+    `close`, which also runs at the interpreter's exit.
     """
 
     def __init__(
@@ -128,8 +149,10 @@ class LiveProgress:
         self._every_steps = every_steps
         self._now = now
         self._next_s = -math.inf
-        self._row: Row | None = None
+        self._recent: deque[Row] = deque(maxlen=MEDIAN_STEPS)
         self._times_s: deque[float] = deque(maxlen=_ETA_STEPS + 1)
+        self._chosen: list[int] = []  # the ranks of the table
+        self._next_choice_s = -math.inf
         self._live: Live | None = None
         self._guard = _StreamGuard()
 
@@ -143,19 +166,20 @@ class LiveProgress:
         self._total_steps = steps
 
     def step(self, row: Row) -> None:
-        """Redraw the line, at most ten times a second."""
+        """Redraw the line, at most ten times a second; a table, at most twice."""
         if self._guard.is_broken:
             return
         now_s = self._now()
-        self._row = row
+        self._recent.append(row)
         self._times_s.append(now_s)
         if self._every_steps is not None and _is_due(row, self._every_steps):
             self.message(step_text(row, self._total_steps))
-        if now_s < self._next_s and row.get("step") != self._total_steps:
+        is_last = row.get("step") == self._total_steps
+        if (now_s < self._next_s and not is_last) or not _takes_text(self._console.file):
             return
-        self._next_s = now_s + _REFRESH_INTERVAL_S
+        self._next_s = now_s + (_TABLE_INTERVAL_S if row.get("ranks") else _REFRESH_INTERVAL_S)
         with self._guard.watch():
-            self._draw(self._live or self._start(), row)
+            self._draw(self._live or self._start())
 
     def validation(self, row: Row) -> None:
         """Leave the validation's line above the live one."""
@@ -173,9 +197,9 @@ class LiveProgress:
             return
         atexit.unregister(self.close)
         try:
-            if self._row is not None and self.is_live:
+            if self.is_live:
                 with self._guard.watch():
-                    self._draw(live, self._row)
+                    self._draw(live)
         finally:
             self._live = None
             with contextlib.suppress(OSError, ValueError):
@@ -195,15 +219,42 @@ class LiveProgress:
         self._live.start()
         return self._live
 
-    def _draw(self, live: Live, row: Row) -> None:
-        live.update(self._line(row), refresh=True)
+    def _draw(self, live: Live) -> None:
+        from rich.console import Group
 
-    def _line(self, row: Row) -> RenderableType:
+        table = self._table()
+        line = self._line(self._recent[-1], with_efficiency=table is None)
+        live.update(line if table is None else Group(line, table), refresh=True)
+
+    def _table(self) -> RenderableType | None:
+        """The table of as many ranks as the terminal has lines for; None for a single rank, or if it has none."""
+        from rich.text import Text
+
+        height = self._console.height
+        room = height - height // _PART_ABOVE - 1 - OVERHEAD_LINES
+        summary = summarise(self._recent) if room > 0 else None
+        if summary is None:
+            return None
+        lines = table_lines(summary, self._choose(summary, room), width=self._console.width)
+        styled = [Text(line, style="bold" if line.startswith(">") else "") for line in lines]
+        return Text("\n", no_wrap=True, overflow="crop").join(styled)
+
+    def _choose(self, summary: RankSummary, room: int) -> Sequence[int]:
+        """The ranks of the table, the same ones for a while: lines that come and go cannot be read."""
+        size = len(summary.share)
+        is_stale = len(self._chosen) != min(room, size) or self._chosen[-1] >= size
+        is_pace_missing = summary.pace is not None and summary.pace not in self._chosen
+        if is_stale or is_pace_missing or self._now() >= self._next_choice_s:
+            self._chosen = ranks_that_matter(summary, room)
+            self._next_choice_s = self._now() + _CHOICE_INTERVAL_S
+        return self._chosen
+
+    def _line(self, row: Row, *, with_efficiency: bool) -> RenderableType:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
-        text = step_text(row, self._total_steps)
+        text = step_text(row, self._total_steps, with_efficiency=with_efficiency)
         left_s = self._left_s(row)
         if left_s is not None:
             text += f" ETA {datetime.timedelta(seconds=round(left_s))}"
@@ -273,8 +324,11 @@ def terminal(stream: TextIO, **settings: Any) -> Console:
     return Terminal(file=stream, **settings)
 
 
-def step_text(row: Row, total_steps: int | None) -> str:
-    """`step 120/938 epoch 1 loss 0.2134 lr 0.01 grad_norm 1.2 samples/s 5321`; the loss is the step's own, in nats."""
+def step_text(row: Row, total_steps: int | None, *, with_efficiency: bool = True) -> str:
+    """`step 120/938 epoch 1 loss 0.2134 lr 0.01 grad_norm 1.2 samples/s 5321`; the loss is the step's own, in nats.
+
+    Several ranks add ` efficiency 0.93` once that is known.
+    """
     words = [f"step {row.get('step')}" + (f"/{total_steps}" if total_steps is not None else "")]
     if "epoch" in row:
         words.append(f"epoch {row['epoch']}")
@@ -289,6 +343,8 @@ def step_text(row: Row, total_steps: int | None) -> str:
     samples_per_s = samples_per_second(row)
     if samples_per_s is not None:
         words.append(f"samples/s {samples_per_s:.0f}" if samples_per_s >= 100 else f"samples/s {samples_per_s:.3g}")
+    if with_efficiency and row.get("efficiency") is not None:
+        words.append(f"efficiency {row['efficiency']:.2f}")
     return " ".join(words)
 
 
@@ -321,6 +377,16 @@ def _is_due(row: Row, every_steps: float) -> bool:
 
 def _number(value: Any, digits: int) -> str:
     return f"{value:.{digits}g}" if isinstance(value, (int, float)) else str(value)
+
+
+def _takes_text(stream: IO[str]) -> bool:
+    """Whether a write returns at once, as far as that is known: not while a terminal is stopped or far behind."""
+    poller = select.poll()
+    try:
+        poller.register(stream, select.POLLOUT)
+        return bool(poller.poll(0))
+    except (OSError, ValueError):  # no descriptor, or a closed one: the write will tell
+        return True
 
 
 class _StreamGuard:

@@ -25,6 +25,7 @@ from hetseq.comm import AnyGroup
 from hetseq.commit import Wish
 from hetseq.config import CheckpointConfig, Config, DataConfig, ValidationConfig
 from hetseq.controller import Controller, TrainingState
+from hetseq.device_memo import DeviceMemo
 from hetseq.errors import ConfigError, MissingSplitError
 from hetseq.loader import Source, StepLoader, base_order, place_on, seed_everything
 from hetseq.memory import memory_of
@@ -112,9 +113,11 @@ def build_session(
         )  # fmt: skip
 
         planner = _planner(config, material.train, provenance.batch, assigner_by(weights_of_ranks))
-        sizes = _micro_batch_sizes(config.data, device)
+        sizes = _micro_batch_sizes(config.data, device, DeviceMemo(directory, device))
         is_balanced = config.distributed.balance == "auto" and group.world_size > 1
         is_first_measured = (is_balanced or sizes.is_learning) and not sizes.is_fixed
+        if _batch_norms(material.model):
+            is_first_measured = False  # which fails on a micro-batch of one sample
         loader = StepLoader(
             material.source(material.train), planner, state.position, rank=group.rank, cap=sizes.cap,
             first_cap=sizes.first() if is_first_measured else None,
@@ -130,11 +133,10 @@ def build_session(
             device=device, name=f"rank {group.rank} on {socket.gethostname()}",
             throttle=Throttle(config.distributed.throttle_factors().get(group.rank, 1.0)),
         )  # fmt: skip
-        pace: Pace = FixedPace(weights_of_ranks, micro_batch=_most_work_at_once(planner, sizes.cap))
+        at_once = functools.partial(_most_work_at_once, planner, sizes)
+        pace: Pace = FixedPace(weights_of_ranks, micro_batch=at_once)
         if is_balanced:
-            pace = MeasuredPace(
-                planner, loader, world_size=group.world_size, micro_batch=_most_work_at_once(planner, sizes.cap)
-            )
+            pace = MeasuredPace(planner, loader, world_size=group.world_size, micro_batch=at_once)
         controller = Controller(
             computer=computer, group=group, planner=planner, loader=loader, pace=pace, schedule=_schedule(config),
             config=config.optimization, boundary=boundary, terms=material.terms, weights=weights, state=state,
@@ -241,19 +243,22 @@ def global_batch(config: DataConfig, group: AnyGroup) -> GlobalBatch:
     return GlobalBatch(samples or None, tokens or None, config.update_freq)
 
 
-def _micro_batch_sizes(config: DataConfig, device: torch.device) -> MicroBatchSizes:
+def _micro_batch_sizes(config: DataConfig, device: torch.device, memo: DeviceMemo) -> MicroBatchSizes:
+    """The sizes that the options and earlier starts of this run leave to this rank."""
     if config.unit_size is not None:
         return MicroBatchSizes(MicroBatchCap(config.unit_size), is_fixed=True)  # which this node's own cap holds
-    cap = MicroBatchCap(config.max_sentences, config.max_tokens, config.required_batch_size_multiple)
-    is_free = config.max_sentences is None and config.max_tokens is None
-    return MicroBatchSizes(cap, is_learning=is_free and device.type == "cuda")
+    known = memo.micro_batch()
+    most = min((samples for samples in (config.max_sentences, known) if samples is not None), default=None)
+    cap = MicroBatchCap(most, config.max_tokens, config.required_batch_size_multiple)
+    is_free = most is None and config.max_tokens is None
+    return MicroBatchSizes(cap, is_learning=is_free and device.type == "cuda", remember=memo.remember)
 
 
-def _most_work_at_once(planner: Planner, cap: MicroBatchCap) -> int | None:
+def _most_work_at_once(planner: Planner, sizes: MicroBatchSizes) -> int | None:
     """A micro-batch's cap in the unit in which the work of a step is divided; None for a whole share."""
     if planner.unit > 1:
         return 1
-    return cap.tokens if planner.lengths is not None else cap.samples
+    return sizes.cap.tokens if planner.lengths is not None else sizes.cap.samples
 
 
 def _provenance(config: Config, material: Material, replica: Replica, batch: GlobalBatch) -> Provenance:
@@ -390,9 +395,13 @@ def _say_what_runs(controller: Controller, material: Material) -> None:
     )  # fmt: skip
 
 
+def _batch_norms(model: torch.nn.Module) -> set[str]:
+    return {type(module).__name__ for module in model.modules() if isinstance(module, _BatchNorm)}
+
+
 def _warn_of_batch_norm(controller: Controller) -> None:
     """The one common layer whose result depends on how a step is cut into micro-batches."""
-    kinds = {type(m).__name__ for m in controller.replica.model.modules() if isinstance(m, _BatchNorm)}
+    kinds = _batch_norms(controller.replica.model)
     if kinds and controller.group.rank == 0:
         logger.warning(
             "%s normalises over each micro-batch, so the curve depends on ranks, shares and --max-sentences: LayerNorm"

@@ -1,0 +1,192 @@
+"""A cluster that need not exist, from YAML: the file of `hetseq simulate`.
+
+Responsible for reading it, and for saying in the user's words what is wrong with it: file, line, key, what was found
+and what was expected. It simulates nothing. The one idea: a value is text with a place until its key says what it
+should be, so `440e6` is a number here, which it is not to YAML 1.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetseq.errors import ConfigError
+from hetseq.registry import nearest
+from hetseq.simulation import Clock, Cluster, Group, Link
+
+_MOST_RANKS = 1_000_000
+_MOST_STEPS = 100_000
+_MOST_SAMPLES = 10**12
+_TOP = ("global_batch", "other_batches", "gradient_bytes", "groups", "steps", "noise", "seed")
+_GROUP = ("name", "count", "samples_per_s", "fixed_s", "link")
+_LINK = ("mbit_per_s", "latency_ms")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a file asks for: a cluster, how long to watch it, and global batches, the one in question first."""
+
+    cluster: Cluster
+    clock: Clock
+    global_batches: tuple[int, ...]
+
+
+def read_experiment(file: Path) -> Experiment:
+    """The experiment that a YAML file describes. Raises ConfigError that names file, line and key."""
+    top = _Table(file, "", _compose(file), _TOP)
+    groups = [_group(_Table(file, key, node, _GROUP)) for key, node in top.entries("groups")]
+    names = [group.name for group in groups]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise ConfigError(
+                f"{file}: groups[{place}].name: found {name!r} again, expected a name of its own per group"
+            )
+    cluster = Cluster(tuple(groups), top.number("gradient_bytes", least=0))
+    if cluster.world_size > _MOST_RANKS:
+        raise ConfigError(f"{file}: groups: found {cluster.world_size} ranks in all, expected at most {_MOST_RANKS}")
+    clock = Clock(
+        steps=top.whole("steps", least=1, most=_MOST_STEPS, default=Clock.steps),
+        noise=top.number("noise", least=0, most=10, default=Clock.noise),
+        seed=top.whole("seed", least=0, most=2**63 - 1, default=Clock.seed),
+    )
+    batches = [top.whole("global_batch", least=1, most=_MOST_SAMPLES)]
+    if top.has("other_batches"):
+        batches += [top.read_whole(key, node, 1, _MOST_SAMPLES) for key, node in top.entries("other_batches")]
+    return Experiment(cluster, clock, tuple(dict.fromkeys(batches)))
+
+
+def _group(table: _Table) -> Group:
+    link = table.table("link", _LINK)
+    return Group(
+        name=table.text("name"),
+        count=table.whole("count", least=1, most=_MOST_RANKS),
+        samples_per_s=table.number("samples_per_s", above=0),
+        fixed_s=table.number("fixed_s", least=0, default=0.0),
+        link=Link(
+            bytes_per_s=link.number("mbit_per_s", above=0) * 1e6 / 8,
+            latency_s=link.number("latency_ms", least=0, default=0.0) / 1e3,
+        ),
+    )
+
+
+def _compose(file: Path) -> Any:
+    """The root node of the file; nodes know their lines."""
+    import yaml
+
+    try:
+        return yaml.compose(file.read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{file}: there is no such file, seen from {Path.cwd()}; expected the YAML of a cluster"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; expected the YAML of a cluster") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 text (byte {error.start}); expected the YAML of a cluster") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{file}{line}: not YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{file}: not YAML: {str(error).splitlines()[0]}") from None
+
+
+class _Table:
+    """A mapping of the file, at `path` (as in `groups[1].link`, "" for the whole file), with keys that are known."""
+
+    def __init__(self, file: Path, path: str, node: Any, known: Sequence[str]) -> None:
+        self._file, self._path, self._node = file, path, node
+        if node is None or node.id != "mapping":
+            self._refuse(path or "the file", node, f"a mapping with the keys {', '.join(known)}")
+        self._values: dict[str, Any] = {}
+        for key, value in node.value:
+            name = key.value if key.id == "scalar" else "a key that is no name"
+            if name in self._values:
+                raise ConfigError(f"{self._place(key)}: {self._full(name)} is there twice: keep one of them")
+            if name not in known:
+                guess = nearest(name, known)
+                hint = f"did you mean {guess}?" if guess else f"expected {', '.join(known)}"
+                raise ConfigError(f"{self._place(key)}: unknown key {self._full(name)}: {hint}")
+            self._values[name] = value
+
+    def has(self, key: str) -> bool:
+        return key in self._values
+
+    def text(self, key: str) -> str:
+        node = self._get(key, "a name")
+        if node.id != "scalar" or not node.value.strip():
+            self._refuse(self._full(key), node, "a name")
+        return str(node.value)
+
+    def number(
+        self,
+        key: str,
+        *,
+        least: float = -math.inf,
+        above: float = -math.inf,
+        most: float = math.inf,
+        default: float | None = None,
+    ) -> float:
+        """The number of a key, `default` where it is not there; None: it must be."""
+        bound = f" above {above:g}" if above > -math.inf else f" of {least:g} or more"
+        bound = f" from {least:g} to {most:g}" if most < math.inf else bound
+        if default is not None and key not in self._values:
+            return default
+        node = self._get(key, f"a number{bound}")
+        value = _number(node)
+        if not (max(least, above) <= value <= most and above < value < math.inf):
+            self._refuse(self._full(key), node, f"a number{bound}")
+        return value
+
+    def whole(self, key: str, *, least: int, most: int, default: int | None = None) -> int:
+        """The whole number of a key, `default` where it is not there; None: it must be."""
+        if default is not None and key not in self._values:
+            return default
+        return self.read_whole(self._full(key), self._get(key, _whole(least, most)), least, most)
+
+    def read_whole(self, key: str, node: Any, least: int, most: int) -> int:
+        value = _number(node)
+        if not (least <= value <= most and value == int(value)):
+            self._refuse(key, node, _whole(least, most))
+        return int(value)
+
+    def table(self, key: str, known: Sequence[str]) -> _Table:
+        return _Table(self._file, self._full(key), self._get(key, f"a mapping with the keys {', '.join(known)}"), known)
+
+    def entries(self, key: str) -> Iterable[tuple[str, Any]]:
+        """The entries of a list with their full names; at least one."""
+        node = self._get(key, "a list")
+        if node.id != "sequence" or not node.value:
+            self._refuse(self._full(key), node, "a list with at least one entry")
+        return [(f"{self._full(key)}[{place}]", entry) for place, entry in enumerate(node.value)]
+
+    def _get(self, key: str, expected: str) -> Any:
+        if key not in self._values:
+            raise ConfigError(f"{self._place(self._node)}: {self._full(key)} is missing: expected {expected}")
+        return self._values[key]
+
+    def _full(self, key: str) -> str:
+        return f"{self._path}.{key}" if self._path else key
+
+    def _place(self, node: Any) -> str:
+        return f"{self._file}, line {node.start_mark.line + 1}" if node is not None else str(self._file)
+
+    def _refuse(self, key: str, node: Any, expected: str) -> None:
+        shapes = {"mapping": "a mapping", "sequence": "a list"}
+        found = "nothing" if node is None else shapes.get(node.id) or (repr(node.value) if node.value else "nothing")
+        raise ConfigError(f"{self._place(node)}: {key}: found {found}, expected {expected}")
+
+
+def _number(node: Any) -> float:
+    """The number that a node stands for, NaN for anything else."""
+    try:
+        return float(node.value) if node.id == "scalar" else math.nan
+    except ValueError:
+        return math.nan
+
+
+def _whole(least: int, most: int) -> str:
+    return f"a whole number from {least} to {most}"

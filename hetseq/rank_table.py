@@ -1,0 +1,273 @@
+"""The table of the ranks: which of them, which columns and which words fit into so many lines of so many characters.
+
+Responsible for the text under the live line of a terminal and at the end of a batch job's output, and for what a rank's
+speed is. Pure: rows of steps go in (see `metrics`), lines go out; it knows no terminal, no clock and no file.
+
+The one idea: a row tells of one step, and single steps flicker, so what is made for eyes is the median of the last few.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Row = Mapping[str, Any]
+Numbers = npt.NDArray[np.float64]  # (world_size,), NaN where a number is not known
+
+MEDIAN_STEPS = 5  # steady to the eye, and still half a second behind a change where steps take 0.2 s
+
+_GIB = 2**30
+_GAP = 2  # characters between columns
+_LEAST_NAME = 8  # characters of a shortened name that are still worth their place
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """What the ranks did in the last steps, as a person reads it: medians, but for shares and memory, the newest."""
+
+    steps: int
+    names: tuple[str, ...]
+    share: Numbers
+    samples_per_s: Numbers
+    compute_s: Numbers
+    wait_s: Numbers
+    data_s: Numbers
+    busy_s: Numbers
+    memory_bytes: Numbers
+    memory_limit_bytes: Numbers
+    efficiency: float | None  # global speed / sum of what each rank does alone
+    communication_s: float | None
+    pace: int | None  # the rank that the others waited for in most of these steps; None if there is no such rank
+
+
+def busy_seconds(row: Row) -> Numbers:
+    """Seconds of a step that each rank waited for nobody: data, computing, and what comes with a step."""
+    size = len(row["shares"])
+    kinds = ("compute_s", "data_s", "overhead_s")
+    busy_s: Numbers = np.sum([_numbers(row["ranks"].get(kind), size) for kind in kinds], axis=0)
+    return busy_s
+
+
+def rank_speeds(row: Row) -> Numbers:
+    """Samples per second of each rank in one step, taken by itself: its share over its own work, without waiting."""
+    busy_s = busy_seconds(row)
+    speeds = np.full(len(busy_s), np.nan)
+    np.divide(row["shares"], busy_s, out=speeds, where=busy_s > 0)
+    return speeds
+
+
+def summarise(rows: Iterable[Row]) -> RankSummary | None:
+    """What `rows` (oldest first) tell of the ranks; None if the newest tells of none, as in a world of 1."""
+    rows = _of_one_world(list(rows))
+    if not rows:
+        return None
+    newest, size = rows[-1], len(rows[-1]["shares"])
+
+    def median(name: str) -> Numbers:
+        return _medians([_numbers(row["ranks"].get(name), size) for row in rows])
+
+    return RankSummary(
+        steps=len(rows),
+        names=_names(newest),
+        share=np.asarray(newest["shares"], float),
+        samples_per_s=_medians([rank_speeds(row) for row in rows]),
+        compute_s=median("compute_s"),
+        wait_s=median("wait_s"),
+        data_s=median("data_s"),
+        busy_s=_medians([busy_seconds(row) for row in rows]),
+        memory_bytes=_numbers(newest["ranks"].get("memory_bytes"), size),
+        memory_limit_bytes=_numbers(newest["ranks"].get("memory_limit_bytes"), size),
+        efficiency=_median_of_one(rows, "efficiency"),
+        communication_s=_median_of_one(rows, "communication_s"),
+        pace=_usual_pace(rows),
+    )
+
+
+def ranks_that_matter(summary: RankSummary, count: int) -> list[int]:
+    """At most `count` ranks, in their order: who sets the pace, then in turn the busiest and those who wait most."""
+    size = len(summary.share)
+    busiest = np.argsort(-np.nan_to_num(summary.busy_s), kind="stable").tolist()
+    waiting = np.argsort(-np.nan_to_num(summary.wait_s), kind="stable").tolist()
+    in_turn = [rank for pair in zip(busiest, waiting) for rank in pair]
+    first = [] if summary.pace is None else [summary.pace]
+    return sorted(list(dict.fromkeys(first + in_turn))[: min(max(count, 0), size)])
+
+
+def table_lines(summary: RankSummary, chosen: Sequence[int], *, width: int) -> list[str]:
+    """The table of the `chosen` ranks: a title, the names of the columns, a line each, and a line about all.
+
+    Ranks that were not chosen are counted in a line of their own, and columns that do not fit into `width` characters
+    are left out, the least important first. `OVERHEAD_LINES` is how many lines come to those of the ranks.
+    """
+    columns = _columns_that_fit(_columns(summary, chosen), width)
+    lines = [_title(summary)]
+    lines += [_line(cells, columns) for cells in zip(*([column.head, *column.cells] for column in columns))]
+    left_out = len(summary.share) - len(chosen)
+    if left_out:
+        lines.append(f"... and {left_out} more")
+    return [line[:width] for line in (*lines, _about_all(summary))]
+
+
+#: lines of a table besides those of the ranks: title, columns, how many more, about all
+OVERHEAD_LINES = 4
+
+
+# from rows to numbers
+
+
+def _numbers(values: Any, size: int) -> Numbers:
+    """One kind of number by rank, as floats; NaN for what is null or missing."""
+    found = np.full(size, np.nan)
+    if values is not None:
+        given = np.asarray(values, float)[:size]  # None becomes NaN
+        found[: len(given)] = given
+    return found
+
+
+def _of_one_world(rows: Sequence[Row]) -> list[Row]:
+    """The newest rows that tell of the same ranks as the newest one."""
+    same: list[Row] = []
+    for row in reversed(rows):
+        if not row.get("ranks") or not row.get("shares") or (same and _names(row) != _names(same[0])):
+            break
+        same.append(row)
+    return same[::-1]
+
+
+def _names(row: Row) -> tuple[str, ...]:
+    names = [str(name) for name in row["ranks"].get("names") or ()]
+    return tuple(names[: len(row["shares"])] + [""] * (len(row["shares"]) - len(names)))
+
+
+def _medians(by_step: Sequence[Numbers]) -> Numbers:
+    """By rank, of what is known; of an even number the lower, so that it is a number that was."""
+    ordered = np.sort(np.stack(by_step), axis=0)  # (steps, world_size), NaN last
+    known = np.sum(~np.isnan(ordered), axis=0)
+    return np.asarray(np.take_along_axis(ordered, np.maximum(known - 1, 0)[None] // 2, axis=0)[0])
+
+
+def _median_of_one(rows: Sequence[Row], key: str) -> float | None:
+    known = [float(row[key]) for row in rows if row.get(key) is not None]
+    return float(_medians([np.array([value]) for value in known])[0]) if known else None
+
+
+def _usual_pace(rows: Sequence[Row]) -> int | None:
+    """The rank that set the pace in more than half of the steps."""
+    pace, times = collections.Counter(row.get("pace") for row in rows).most_common(1)[0]
+    return pace if times * 2 > len(rows) and pace is not None and 0 <= pace < len(rows[-1]["shares"]) else None
+
+
+# from numbers to words
+
+
+@dataclass(frozen=True)
+class _Column:
+    head: str
+    cells: list[str]
+    least_width: int  # what usual cells take: a column that breathes with its numbers flickers
+    importance: int  # 0 stays longest
+    is_name: bool = False
+
+    @property
+    def width(self) -> int:
+        return max(self.least_width, len(self.head), *(len(cell) for cell in self.cells), 0)
+
+
+def _columns(summary: RankSummary, chosen: Sequence[int]) -> list[_Column]:
+    def column(head: str, numbers: Numbers, text: Callable[[float], str], width: int, importance: int) -> _Column:
+        return _Column(head, [_cell(numbers[rank], text) for rank in chosen], width, importance)
+
+    return [
+        _Column(" rank", [f"{'>' if rank == summary.pace else ' '}{rank:>4}" for rank in chosen], 5, 0),
+        _Column("where", [summary.names[rank] for rank in chosen], 0, 4, is_name=True),
+        column("share", summary.share, "{:.0f}".format, 6, 1),
+        column("samples/s", summary.samples_per_s, _speed, 9, 5),
+        column("compute", summary.compute_s, _seconds, 7, 2),
+        column("wait", summary.wait_s, _seconds, 7, 3),
+        column("data", summary.data_s, _seconds, 7, 6),
+        _Column("memory GiB", [_memory(summary, rank) for rank in chosen], 10, 7),
+    ]
+
+
+def _columns_that_fit(columns: Sequence[_Column], width: int) -> list[_Column]:
+    """The columns with room, in their order; the name takes what the others leave, and is shortened to it."""
+    kept: list[_Column] = []
+    left = width + _GAP
+    for column in sorted(columns, key=lambda column: column.importance):
+        needs = _GAP + (min(column.width, _LEAST_NAME) if column.is_name else column.width)
+        if needs > left and kept:
+            break  # a less important column that is narrower would surprise
+        left -= needs
+        kept.append(column)
+    return [_shortened(column, left) if column.is_name else column for column in columns if column in kept]
+
+
+def _shortened(column: _Column, left: int) -> _Column:
+    width = min(column.width, min(column.width, _LEAST_NAME) + left)
+    return _Column(column.head, [_shorten(cell, width) for cell in column.cells], 0, column.importance, is_name=True)
+
+
+def _shorten(name: str, width: int) -> str:
+    """`node/device` in `width` characters: without the node's domain, then from its front, as its number is last."""
+    if len(name) <= width:
+        return name
+    node, slash, device = name.rpartition("/")
+    node, rest = (node, slash + device) if slash else (device, "")
+    short, dot, _ = node.partition(".")
+    if dot and not short.isdigit():  # an address stays as it is
+        node = short
+    if len(node + rest) <= width:
+        return node + rest
+    room = width - len(rest) - len("..")
+    return f"..{node[-room:]}{rest}" if room > 0 else (node + rest)[-width:]
+
+
+def _line(cells: Sequence[str], columns: Sequence[_Column]) -> str:
+    padded = [
+        cell.ljust(column.width) if column.is_name else cell.rjust(column.width) for cell, column in zip(cells, columns)
+    ]
+    return (" " * _GAP).join(padded)
+
+
+def _title(summary: RankSummary) -> str:
+    steps = f"medians of {summary.steps} steps" if summary.steps > 1 else "one step"
+    return f"ranks: {steps}" + ("" if summary.pace is None else "; > sets the pace")
+
+
+def _about_all(summary: RankSummary) -> str:
+    known = "not known yet" if summary.efficiency is None else f"{summary.efficiency:.2f}"
+    travel = summary.communication_s
+    return f"efficiency {known}" + ("" if travel is None else f"  communication {_seconds(travel)}")
+
+
+def _cell(number: float, text: Callable[[float], str]) -> str:
+    return "-" if np.isnan(number) else text(number)
+
+
+def _speed(samples_per_s: float) -> str:
+    return f"{samples_per_s:.0f}" if samples_per_s >= 100 or samples_per_s == 0 else f"{samples_per_s:.3g}"
+
+
+def _seconds(seconds: float) -> str:
+    """A duration in at most seven characters: `0.04 ms`, `12.3 ms`, `310 ms`, `1.31 s`, `128 s`."""
+    if seconds < 0.9995:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    return f"{_three_digits(seconds)} s"
+
+
+def _three_digits(number: float) -> str:
+    """Three digits, but never more than two behind the point: what is smaller is noise."""
+    decimals = 2 if number < 9.995 else 1 if number < 99.95 else 0
+    return f"{number:.{decimals}f}"
+
+
+def _memory(summary: RankSummary, rank: int) -> str:
+    used, limit = summary.memory_bytes[rank], summary.memory_limit_bytes[rank]
+    if np.isnan(used) or (used == 0 and not limit > 0):
+        return "-"
+    return f"{used / _GIB:.1f}" + (f"/{limit / _GIB:.1f}" if limit > 0 else "")

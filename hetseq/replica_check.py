@@ -1,0 +1,338 @@
+"""Whether all ranks still hold the same replica, and what makes them equal again where they do not.
+
+Responsible for a checksum of model and optimizer state, for the decision who is wrong, and for giving the state of one
+rank to those that differ. It refuses to know checkpoints: where no replica can be believed it raises ReplicasDiffer,
+and who caught it goes back.
+
+The one idea: a flipped bit, or a task that changes its model by rank, is a fault of few ranks, so within one kind of
+device the majority is right. Different kinds of device round differently, so between kinds a difference is expected,
+and rank zero's state is as good as any. All ranks see the same checksums, so all decide alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import platform
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hetseq.comm import AnyGroup, gather_floats
+from hetseq.errors import DisagreementError, HetSeqError
+from hetseq.metrics import Metrics
+from hetseq.replica import Replica
+from hetseq.sharing import send_bytes, send_tensor
+
+logger = logging.getLogger(__name__)
+
+_PIECE = 1 << 16  # words of 32 bits that are added up into one number
+# Pieces at a time, of 512 KiB scratch each: few for the cache of a CPU core (measured: 4 GB/s with 4, 0.8 with 256
+# where each call takes fresh memory), many for a GPU, which pays for each launch.
+_PIECES_AT_ONCE = {"cpu": 4, "cuda": 64}
+_KIND_BYTES = 96
+# Relative to the largest element of a tensor. Adam's rounding on two CPUs came to 1e-5 in 1000 steps.
+_MORE_THAN_ROUNDING = 1e-2
+
+
+class ReplicasDiffer(HetSeqError):
+    """The replicas differ, and none of them can be believed: every rank raises it in the same step."""
+
+
+class ReplicaCheck:
+    """Compares the replicas of all ranks, every `every` steps and whenever it is asked to.
+
+    Made by all ranks together, of a world of two or more; `kind` is what `kind_of` says of this rank's device.
+    """
+
+    def __init__(self, replica: Replica, group: AnyGroup, metrics: Metrics, *, every: int, kind: str) -> None:
+        self._replica, self._group, self._metrics, self._every = replica, group, metrics, every
+        text = np.frombuffer(kind.encode("ascii", "replace")[:_KIND_BYTES].ljust(_KIND_BYTES), np.int64)
+        #: the kind of device of each rank
+        self.kinds = tuple(row.tobytes().decode("ascii").strip() for row in group.all_gather_rows(text))
+        self._has_told = False  # of rounding
+        self._written = self._writings()
+
+    def is_due(self, step: int) -> bool:
+        """The replicas are to be compared after step `step`."""
+        return step % self._every == 0
+
+    def check(self, step: int, shares: Sequence[int]) -> None:
+        """Compare all replicas as they are after step `step`, whose samples by rank are `shares`. Collective.
+
+        Where they differ, a line and the event `replicas_differ` say so, and those that are wrong get the state of a
+        rank that is right. Raises ReplicasDiffer where no rank can be believed, DisagreementError where the ranks do
+        not even hold tensors of the same names, both on all ranks.
+        """
+        table = self._compare()
+        if table is not None and table.has_late_buffers:
+            # forward has begun to change them, each rank by its own samples: their keeper has yet to see it
+            self._replica.buffers.synchronise_(tuple(shares))
+            table = self._compare()
+        self._written = self._writings()
+        if table is None:
+            return
+        judgement = judge(table.states, self.kinds)
+        fields = {
+            "step": step,
+            "ranks": list(judgement.wrong),
+            "tensors": table.names[:3],
+            "differing": len(table.names),
+        }
+        if judgement.source is None:
+            self._metrics.event("replicas_differ", cause="fault", source=None, **fields)
+            alike = [[rank for rank, other in enumerate(table.states) if other == state] for state in set(table.states)]
+            sides = " against ".join(_ranks(ranks) for ranks in sorted(alike))
+            raise ReplicasDiffer(
+                f"after step {step} the replicas differ in {_few(table.names)}: {sides}, and no majority is right (bad"
+                " memory does that, or a task that changes its model by rank)"
+            )
+        distance = self._resynchronise(table, judgement.source)
+        cause = "fault" if judgement.is_fault else "rounding"
+        far = distance if math.isfinite(distance) else None
+        self._metrics.event("replicas_differ", cause=cause, source=judgement.source, distance=far, **fields)
+        self._tell(step, judgement, table.names, distance)
+
+    def _tell(self, step: int, judgement: Judgement, names: list[str], distance: float) -> None:
+        """One line by rank zero; the others, who know the same, write it into their files."""
+        level, cause = logging.WARNING, "bad memory does that, or a task that changes its model by rank"
+        if not judgement.is_fault and not distance <= _MORE_THAN_ROUNDING:
+            cause = f"by {distance:.1g} of the largest element, which is more than these kinds of device round"
+        elif not judgement.is_fault:
+            level = logging.DEBUG if self._has_told else logging.INFO
+            cause = f"{' and '.join(sorted(set(self.kinds)))} round differently, which is no fault; not told again"
+            self._has_told = True
+        if self._group.rank:
+            level = min(level, logging.INFO)
+        logger.log(
+            level, "after step %d the replicas differ: %s in %s; all have the state of rank %d now (%s)", step,
+            _ranks(judgement.wrong), _few(names), judgement.source, cause,
+        )  # fmt: skip
+
+    # comparing
+
+    def _compare(self) -> _Table | None:
+        """What differs between the ranks, None if nothing does. Collective: one row, and a second one at need."""
+        tensors, numbers = self._state()
+        shapes = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
+        entries = [*shapes, *numbers]
+        own = np.array([*checksums(tensors.values()), *(_hash(text.encode()) for text in numbers.values())], np.int64)
+        rows = self._group.all_gather_rows(np.array([_hash("\n".join(entries).encode()), _hash(own.tobytes())]))
+        self._check_structure(rows[:, 0].tolist(), entries)
+        states = rows[:, 1].tolist()
+        if len(set(states)) == 1:
+            return None
+        now = self._writings()
+        is_written = np.array([now.get(name) != self._written.get(name) for name in [*tensors, *numbers]], np.int64)
+        table = self._group.all_gather_rows(np.concatenate([own, is_written]))  # (world_size, 2 * entries)
+        sums, written = table[:, : len(own)], table[:, len(own) :].any(axis=0)
+        differs = (sums != sums[0]).any(axis=0)
+        names = [name for name, does in zip([*tensors, *numbers], differs) if does]
+        return _Table(names, states, sums[:, differs], bool((differs & written).any()))
+
+    def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Live tensors by name; and as JSON the numbers that are none, as far as a checkpoint could hold them."""
+        tensors, texts = self._replica.model_tensors(), {}
+        optimizer_tensors, numbers = self._replica.optimizer_tensors()
+        for name, value in numbers.items():
+            try:
+                texts[name] = json.dumps(value)
+            except (TypeError, ValueError):
+                continue
+        return {**tensors, **optimizer_tensors}, texts
+
+    def _writings(self) -> dict[str, tuple[int, int]]:
+        """By name of a buffer: what changes with it or with another buffer of its module, but not if a bit flips.
+
+        Batch normalisation writes its averages past the version counter, but counts its batches beside them.
+        """
+        model, found = self._replica.model, {}
+        for module_name, module in model.named_modules():
+            own = [buffer for buffer in module._buffers.values() if buffer is not None]
+            sign = hash(tuple((id(buffer), buffer._version) for buffer in own)), len(own)
+            for name in module._buffers:
+                found["model." + (f"{module_name}.{name}" if module_name else name)] = sign
+        return found
+
+    def _check_structure(self, structures: list[int], entries: list[str]) -> None:
+        """Raise DisagreementError, on all ranks, where they hold other tensors; collective if so."""
+        if len(set(structures)) == 1:
+            return
+        common = Counter(structures).most_common(1)[0][0]
+        one, other = structures.index(common), next(r for r, found in enumerate(structures) if found != common)
+        text = "\n".join(entries).encode()
+        listed = [send_bytes(self._group, text, source=rank).decode().split("\n") for rank in (one, other)]
+        only = [sorted(set(listed[at]) - set(listed[1 - at])) for at in (0, 1)]
+        raise DisagreementError(
+            f"rank {other} holds {_few(only[1])} where rank {one} holds {_few(only[0])}: a task or an optimizer of your"
+            " own must keep the same state on every rank"
+        )
+
+    # making equal
+
+    def _resynchronise(self, table: _Table, source: int) -> float:
+        """Give all ranks what rank `source` holds of what differs; the largest distance that this bridges. Collective.
+
+        Received beside, checked on all ranks, and only then swapped in.
+        """
+        group, (tensors, texts) = self._group, self._state()
+        is_mine = table.sums[group.rank] != table.sums[source]  # (differing,)
+        received: dict[str, torch.Tensor] = {}
+        for name, differs in zip(table.names, is_mine):
+            if name in tensors:
+                live = tensors[name]
+                carrier = live.cpu().contiguous() if group.rank == source else torch.empty(live.shape, dtype=live.dtype)
+                send_tensor(group, carrier, source=source)
+                if differs:
+                    received[name] = carrier
+        sent = send_bytes(group, json.dumps([texts.get(name) for name in table.names]).encode(), source=source)
+        new_texts = [text for text, differs in zip(json.loads(sent), is_mine) if differs and text is not None]
+        sums = [*checksums(received.values()), *(_hash(text.encode()) for text in new_texts)]
+        distance = max((_distance(new, tensors[name]) for name, new in received.items()), default=0.0)
+        rows = gather_floats(group, [float(sums == table.sums[source][is_mine].tolist()), distance])
+        if not rows[:, 0].all():
+            spoilt = np.flatnonzero(rows[:, 0] == 0).tolist()
+            raise ReplicasDiffer(f"what rank {source} sent arrived as something else on {_ranks(spoilt)}")
+        mine = [name for name, differs in zip(table.names, is_mine) if differs and name not in tensors]
+        self._swap_in(tensors, received, dict(zip(mine, new_texts)))
+        return float(rows[:, 1].max())
+
+    @torch.no_grad()
+    def _swap_in(
+        self, tensors: dict[str, torch.Tensor], received: dict[str, torch.Tensor], texts: dict[str, str]
+    ) -> None:
+        for name, new in received.items():
+            tensors[name].copy_(new)
+        if texts:
+            self._replica.load_optimizer({}, {name: json.loads(text) for name, text in texts.items()})
+        self._replica.buffers.renew()
+        self._written = self._writings()
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What differs between the ranks; equal on all of them."""
+
+    names: list[str]
+    states: list[int]  # by rank: of the whole replica
+    sums: npt.NDArray[np.int64]  # (world_size, len(names))
+    has_late_buffers: bool  # a buffer is among them that was written on purpose since the last check
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Who is wrong, and whose state is right; None: nobody can tell."""
+
+    source: int | None
+    wrong: tuple[int, ...]
+    is_fault: bool
+
+
+def judge(states: Sequence[int], kinds: Sequence[str]) -> Judgement:
+    """From the checksums of replicas that differ, and the kinds of device, by rank, to whom to believe.
+
+    Within a kind the majority is right, and the lowest rank that is right gives its state. Where each kind agrees with
+    itself there is no fault, and this is rank zero.
+    """
+    right: set[int] = set()
+    for kind in set(kinds):
+        ranks = [rank for rank, other in enumerate(kinds) if other == kind]
+        state, votes = Counter(states[rank] for rank in ranks).most_common(1)[0]
+        if 2 * votes > len(ranks):
+            right.update(rank for rank in ranks if states[rank] == state)
+    source = min(right, default=None)
+    is_fault = len(right) < len(states)
+    others = [rank for rank, state in enumerate(states) if source is None or state != states[source]]
+    wrong = others if not is_fault or source is None else sorted(set(range(len(states))) - right)
+    return Judgement(source, tuple(wrong), is_fault)
+
+
+def kind_of(device: torch.device) -> str:
+    """What decides how a device rounds: two of the same kind give the same bits for the same operations."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+
+
+def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """A signed 64-bit number for each tensor, of all its bits and their order; the same on CPU and CUDA.
+
+    A change of one element and a swap of two always show, a sign of zero too. The tensors stay where they are; a device
+    is waited for once.
+    """
+    pieces: list[torch.Tensor] = []  # for each tensor: (number of pieces,) int64, on its device
+    spaces: dict[torch.device, _Space] = {}
+    for tensor in tensors:
+        if tensor.device not in spaces:
+            spaces[tensor.device] = _Space(tensor.device)
+        pieces.append(spaces[tensor.device].sums(tensor))
+    found: dict[int, bytes] = {}
+    for device in spaces:
+        places = [place for place, sums in enumerate(pieces) if sums.device == device]
+        flat = torch.cat([pieces[place] for place in places]).cpu().numpy()  # sync
+        ends = np.cumsum([len(pieces[place]) for place in places])
+        for place, part in zip(places, np.split(flat, ends[:-1])):
+            found[place] = part.tobytes()
+    return [_hash(found[place]) for place in range(len(pieces))]
+
+
+class _Space:
+    """Weights, and memory for one block of products, on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        places = torch.arange(_PIECE, dtype=torch.int64, device=device)
+        # Odd, below 2^31, each another: a word of 32 bits times a weight never overflows, so no single change and no
+        # swap of two words cancels. Flipped signs would, in pairs, in a plain sum of words of 64 bits.
+        self._weights = (places * 0x9E3779B1).bitwise_and_(0x7FFFFFFF).bitwise_or_(1)  # (_PIECE,)
+        rows = _PIECES_AT_ONCE.get(device.type, 4)
+        self._products = torch.empty((rows, _PIECE), dtype=torch.int64, device=device)
+
+    def sums(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One int64 for each piece of the tensor, modulo 2^64."""
+        words = _words(tensor)
+        whole = words.numel() // _PIECE
+        found = []
+        for block in words[: whole * _PIECE].view(whole, _PIECE).split(len(self._products)):
+            products = self._products[: len(block)].copy_(block).mul_(self._weights)
+            found.append(products.sum(1))
+        rest = words[whole * _PIECE :]
+        if rest.numel():
+            found.append((rest * self._weights[: rest.numel()]).sum(0, keepdim=True))
+        return torch.cat(found) if found else words.new_empty(0, dtype=torch.int64)
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor in its logical order as (words,) int32, zeros behind; a view where that is possible."""
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if raw.numel() % 4 or raw.storage_offset() % 4:
+        raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 4))
+    return raw.view(torch.int32)
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference of two tensors in parts of the largest element; infinite where not all is finite."""
+    if not one.is_floating_point() or not one.numel():
+        return 0.0
+    other = other.cpu()
+    distance, size = float((one - other).abs().max()), max(float(one.abs().max()), float(other.abs().max()))
+    return distance / size if math.isfinite(distance) and size else 0.0 if one.equal(other) else math.inf
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _few(names: Sequence[str]) -> str:
+    if not names:
+        return "nothing"
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

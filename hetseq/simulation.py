@@ -1,0 +1,220 @@
+"""What a step costs on a cluster that need not exist: a model of its ranks and links, and a simulated clock. Pure.
+
+Responsible for the arithmetic behind `hetseq plan` and `hetseq simulate`: ranks with costs go in, shares, seconds and
+efficiency come out. It knows no files, no runs and no torch; where the costs come from, and how the result is shown, is
+the affair of `whatif`.
+
+The one idea: in a step every rank computes its share, waits for the slowest, and then all exchange the gradient. So a
+step takes the time of the slowest rank, plus the part of the exchange that no computing hides. A gradient of n bytes
+goes round a ring of W ranks in 2 (W - 1) rounds, in each of which every rank sends n / W bytes over its own link; the
+slowest link sets the pace of a round.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hetseq.balance import Balancer, CostMeter
+from hetseq.capacity import Cost, assign_shares, balance_shares
+
+Seconds = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """One rank: its cost in samples, and the part of the fixed cost that it pays even with no samples."""
+
+    name: str
+    cost: Cost
+    overhead_s: float = 0.0
+
+    def busy_s(self, samples: int) -> float:
+        """How long it is busy in a step in which it takes so many samples."""
+        return max(self.cost.seconds(samples), self.overhead_s)
+
+    def own_per_s(self, samples: int) -> float:
+        """Its speed with this share if it waited for nobody; without a share, what it could do. 0: it can take none."""
+        return samples / self.busy_s(samples) if samples else 0.0 if self.cost.limit == 0 else 1 / self.cost.per_unit_s
+
+    def alone_per_s(self, total: int) -> float:
+        """The samples per second that it would reach alone with a whole step of `total`; 0 if it can take none."""
+        return 0.0 if self.cost.limit == 0 else total / self.busy_s(total)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of one cluster: what each rank takes, and where the time goes. All lists are by rank.
+
+    `computing_s` is the mean over the ranks of the time they are busy, `waiting_s` the mean of what they then wait for
+    the slowest, `communication_s` what the exchange adds; the three together are `step_s`.
+    """
+
+    shares: tuple[int, ...]
+    computing_s: float
+    waiting_s: float
+    communication_s: float
+    own_per_s: float  # the ranks' own speeds with these shares, summed: samples per second if nobody waited
+
+    @property
+    def step_s(self) -> float:
+        """From one step to the next."""
+        return self.computing_s + self.waiting_s + self.communication_s
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of the whole cluster."""
+        return sum(self.shares) / self.step_s
+
+    @property
+    def efficiency(self) -> float:
+        """The cluster's speed over the sum of its ranks' own speeds: 1 if nobody waited for anything."""
+        return self.samples_per_s / self.own_per_s
+
+
+def predict(ranks: Sequence[RankModel], shares: Sequence[int], *, communication_s: float, scale: float = 1.0) -> Step:
+    """The step of these ranks with these shares, without noise; every time is multiplied by `scale`."""
+    busy = [rank.busy_s(samples) for rank, samples in zip(ranks, shares, strict=True)]
+    mean = math.fsum(busy) / len(busy)
+    return Step(
+        shares=tuple(shares),
+        computing_s=scale * mean,
+        waiting_s=scale * (max(busy) - mean),
+        communication_s=scale * communication_s,
+        own_per_s=math.fsum(rank.own_per_s(samples) for rank, samples in zip(ranks, shares)) / scale,
+    )
+
+
+def best_shares(ranks: Sequence[RankModel], total: int) -> tuple[int, ...]:
+    """The shares of `total` samples with which the slowest rank is done first. Raises ValueError as the limits say."""
+    return balance_shares(total, [rank.cost for rank in ranks])
+
+
+def ring_factor(world_size: int) -> float:
+    """How often a ring of so many ranks sends the bytes of the gradient over each link: 2 (W - 1) / W."""
+    return 2 * (world_size - 1) / world_size
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects one rank to the others: the same in both directions, and used by nobody else."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+
+def ring_seconds(links: Iterable[Link], world_size: int, gradient_bytes: float) -> float:
+    """The time of an all-reduce of a gradient around a ring of `world_size` ranks that have these links."""
+    piece = gradient_bytes / world_size
+    slowest_s = max(piece / link.bytes_per_s + link.latency_s for link in links)
+    return 2 * (world_size - 1) * slowest_s
+
+
+@dataclass(frozen=True)
+class Group:
+    """So many equal ranks. With n samples one of them computes for fixed_s + n / samples_per_s seconds."""
+
+    name: str
+    count: int
+    samples_per_s: float
+    link: Link
+    fixed_s: float = 0.0
+
+    def rank(self) -> RankModel:
+        """One rank of the group; all of its fixed cost is paid with samples only."""
+        return RankModel(self.name, Cost(self.fixed_s, 1 / self.samples_per_s))
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Groups in the order of their ranks, and the size of the gradient that they exchange in every step."""
+
+    groups: tuple[Group, ...]
+    gradient_bytes: float
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all groups."""
+        return sum(group.count for group in self.groups)
+
+    @functools.cached_property
+    def ranks(self) -> tuple[RankModel, ...]:
+        """Every rank, in order."""
+        return tuple(rank for group in self.groups for rank in (group.rank(),) * group.count)
+
+    def communication_s(self) -> float:
+        """The exchange of one step, none of it hidden behind computing."""
+        return ring_seconds((group.link for group in self.groups), self.world_size, self.gradient_bytes)
+
+    def without(self, name: str) -> Cluster:
+        """The same cluster without the groups of that name."""
+        return Cluster(tuple(group for group in self.groups if group.name != name), self.gradient_bytes)
+
+    def by_group(self, values: Sequence[int]) -> list[tuple[Group, tuple[int, ...]]]:
+        """Values by rank, such as shares, as values by group."""
+        found, start = [], 0
+        for group in self.groups:
+            found.append((group, tuple(values[start : start + group.count])))
+            start += group.count
+        return found
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How long to simulate, and how uneven one and the same machine is from step to step.
+
+    `noise` is the standard deviation of a rank's time divided by its mean, drawn anew for every rank and step. Equal
+    clocks draw equal noise, so that two ways to share are compared on the same steps.
+    """
+
+    steps: int = 100
+    noise: float = 0.0
+    seed: int = 0
+
+    def draws(self, world_size: int) -> Iterable[Seconds]:
+        """For every step what the times of the ranks are multiplied by: (world_size,), above 0, with a mean of 1."""
+        generator = np.random.default_rng(self.seed)
+        # log-normal: never negative, and its long tail is on the slow side, as machines have it
+        sigma = math.sqrt(math.log1p(self.noise**2))
+        for _ in range(self.steps):
+            yield np.exp(sigma * generator.standard_normal(world_size) - sigma**2 / 2)
+
+
+def equal_shares(cluster: Cluster, total: int) -> tuple[int, ...]:
+    """What a program that knows nothing of its machines gives them."""
+    return assign_shares(total, (1.0,) * cluster.world_size)
+
+
+def run(cluster: Cluster, shares: Sequence[int], clock: Clock) -> Step:
+    """The mean step of a run with these shares, by rank, in simulated time."""
+    calm = np.array(
+        [rank.busy_s(samples) for rank, samples in zip(cluster.ranks, shares, strict=True)]
+    )  # (world_size,)
+    computing_s = waiting_s = 0.0
+    for draw in clock.draws(cluster.world_size):
+        busy = calm * draw
+        computing_s += float(busy.mean()) / clock.steps
+        waiting_s += float(busy.max() - busy.mean()) / clock.steps
+    own_per_s = math.fsum(rank.own_per_s(samples) for rank, samples in zip(cluster.ranks, shares))
+    return Step(tuple(shares), computing_s, waiting_s, cluster.communication_s(), own_per_s)
+
+
+def learn(cluster: Cluster, total: int, clock: Clock) -> tuple[int, ...]:
+    """The shares that `--balance auto` has come to after the clock's steps, beginning with equal ones.
+
+    Every rank computes its share in one micro-batch and is busy with nothing else.
+    """
+    balancer, meters = Balancer(cluster.world_size), [CostMeter() for _ in cluster.ranks]
+    shares = balancer.shares(total)
+    for draw in clock.draws(cluster.world_size):
+        for rank, meter, samples, factor in zip(cluster.ranks, meters, shares, draw.tolist()):
+            sizes = [samples] if samples else []
+            meter.observe(sizes, [rank.busy_s(size) * factor for size in sizes], overhead_s=0.0)
+        if balancer.observe(total, [meter.cost() for meter in meters]) is not None:
+            shares = balancer.shares(total)
+    return shares

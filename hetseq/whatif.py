@@ -1,0 +1,442 @@
+"""`hetseq plan RUN` and `hetseq simulate FILE`: what another cluster would make of a training, before anybody has it.
+
+Responsible for the two command lines, for which clusters are compared, and for the words. What a run has measured is
+read by `measured`, a cluster on paper by `cluster_file`; the arithmetic of a step is `simulation`'s. Nothing is
+started, and nothing in a run directory is changed.
+
+The one idea of `plan`: a run has measured what each of its ranks costs, so a rank can be taken away or added on paper.
+What the model gets wrong about the step that was measured, it is taken to get wrong by the same factor elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hetseq.capacity import NEGLIGIBLE_GAIN, Cost
+from hetseq.cluster_file import Experiment, read_experiment
+from hetseq.errors import ConfigError
+from hetseq.measured import Measured, read_measured
+from hetseq.registry import nearest
+from hetseq.simulation import RankModel, Step, best_shares, equal_shares, learn, predict, run
+
+_PLAN = "as in: hetseq plan runs/mnist --without 1 --add gpu3:2.0"
+_SIMULATE = "as in: hetseq simulate cluster.yaml"
+Cells = tuple[str, ...]
+
+_LEARNED, _LEAST_LEARNED = 60_000, 10
+_SHOWN_SHARES = 12  # ranks whose shares are listed one by one
+
+# the command lines
+
+
+@dataclass(frozen=True)
+class Addition:
+    """A rank that is not there: its speed alone, in samples per second or as a multiple of the fastest rank's."""
+
+    name: str
+    speed: float
+    is_per_s: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.speed:g}{'/s' if self.is_per_s else ''}"
+
+
+@dataclass(frozen=True)
+class PlanArguments:
+    """`hetseq plan RUN --without RANK --add NAME:SPEED --json`."""
+
+    run: Path
+    without: tuple[int, ...] = ()
+    add: tuple[Addition, ...] = ()
+    wants_json: bool = False
+
+
+@dataclass(frozen=True)
+class SimulateArguments:
+    """`hetseq simulate FILE --json`."""
+
+    file: Path
+    wants_json: bool = False
+
+
+def parse_plan(argv: Sequence[str]) -> PlanArguments:
+    """The command line of `hetseq plan`. Raises ConfigError."""
+    target, given = _split("plan", argv, {"--without": True, "--add": True, "--json": False}, "RUN", _PLAN)
+    return PlanArguments(
+        run=Path(target),
+        without=tuple(dict.fromkeys(_rank_number(value) for flag, value in given if flag == "--without")),
+        add=tuple(_addition(value) for flag, value in given if flag == "--add"),
+        wants_json=any(flag == "--json" for flag, _ in given),
+    )
+
+
+def parse_simulate(argv: Sequence[str]) -> SimulateArguments:
+    """The command line of `hetseq simulate`. Raises ConfigError."""
+    target, given = _split("simulate", argv, {"--json": False}, "FILE", _SIMULATE)
+    return SimulateArguments(Path(target), wants_json=bool(given))
+
+
+def _split(
+    command: str, argv: Sequence[str], flags: Mapping[str, bool], metavar: str, example: str
+) -> tuple[str, list[tuple[str, str]]]:
+    """The one word without a flag, and the flags with their values ("" for those that take none), in order."""
+    targets, given, words = [], [], list(argv)
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if not word.startswith("--"):
+            targets.append(word)
+        elif flag not in flags:
+            guess = nearest(flag, flags)
+            hint = f"did you mean {guess}?" if guess else f"expected {', '.join(flags)}"
+            raise ConfigError(f"hetseq {command}: unknown option {flag}: {hint}")
+        elif not flags[flag]:
+            if equals:
+                raise ConfigError(f"hetseq {command}: {word}: {flag} takes no value")
+            given.append((flag, ""))
+        elif equals or words:
+            given.append((flag, value if equals else words.pop(0)))
+        else:
+            raise ConfigError(f"hetseq {command}: {flag} stands without a value, {example}")
+    if len(targets) != 1:
+        found = f"found {' '.join(targets)}" if targets else "found none"
+        raise ConfigError(f"hetseq {command}: expected one {metavar}, {found}; {example}")
+    return targets[0], given
+
+
+def _rank_number(text: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise ConfigError(
+            f"--without {text}: expected the number of a rank, as in --without 1; give the flag once per rank"
+        )
+    return int(text)
+
+
+def _addition(text: str) -> Addition:
+    name, _, speed = text.rpartition(":")
+    number = speed.removesuffix("/s")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not name or not 0 < value < math.inf:
+        raise ConfigError(
+            f"--add {text}: expected NAME:SPEED, with SPEED above 0: gpu3:2.0 is twice as fast as the fastest rank of"
+            " the run, gpu3:120/s makes 120 samples per second"
+        )
+    return Addition(name, value, is_per_s=number != speed)
+
+
+# plan
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One cluster and its step. `ranks` are the run's own numbers of its ranks, None for one that was added."""
+
+    title: str
+    ranks: tuple[int | None, ...]
+    names: tuple[str, ...]
+    step: Step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `hetseq plan` found: the run as it is, with the best shares, with other ranks; and advice."""
+
+    measured: Measured
+    now: Scenario
+    best: Scenario
+    others: tuple[Scenario, ...]
+    advice: tuple[str, ...]
+
+
+def make_plan(arguments: PlanArguments) -> Plan:
+    """The answer to `hetseq plan`. Raises ConfigError for a run without measurements or such a rank."""
+    measured = read_measured(arguments.run)
+    world_size = len(measured.ranks)
+    for rank in arguments.without:
+        if rank >= world_size:
+            raise ConfigError(f"--without {rank}: expected a rank of {measured.run}, which has 0 to {world_size - 1}")
+    added = tuple(_added_rank(measured, addition) for addition in arguments.add)
+    changes: list[tuple[str, tuple[int, ...], tuple[RankModel, ...]]]
+    changes = [(f"without {_named(measured, [rank])}", (rank,), ()) for rank in arguments.without]
+    changes += [(f"with {addition}", (), (rank,)) for addition, rank in zip(arguments.add, added)]
+    if len(changes) > 1:
+        changes = [change for change in changes if len(change[1]) < world_size] + [
+            ("with all these changes", arguments.without, added)
+        ]
+    now = predict(measured.ranks, measured.shares, communication_s=measured.communication_s, scale=measured.scale)
+    best = _scenario(measured, "with the best shares")
+    return Plan(
+        measured=measured,
+        now=Scenario("now, as measured", best.ranks, best.names, now),
+        best=best,
+        others=tuple(_scenario(measured, title, without, added) for title, without, added in changes),
+        advice=tuple(_advice(measured, now, best.step)),
+    )
+
+
+def _added_rank(measured: Measured, addition: Addition) -> RankModel:
+    """A rank that differs from the fastest of the run by a factor, in everything."""
+    fastest = max(measured.ranks, key=lambda rank: rank.alone_per_s(measured.total))
+    factor = addition.speed
+    if addition.is_per_s:
+        factor *= measured.scale / fastest.alone_per_s(measured.total)
+    cost = Cost(fastest.cost.fixed_s / factor, fastest.cost.per_unit_s / factor)
+    return RankModel(addition.name, cost, fastest.overhead_s / factor)
+
+
+def _scenario(measured: Measured, title: str, without: Sequence[int] = (), added: Sequence[RankModel] = ()) -> Scenario:
+    staying = [rank for rank in range(len(measured.ranks)) if rank not in without]
+    ranks = [*(measured.ranks[rank] for rank in staying), *added]
+    if all(rank.cost.limit == 0 for rank in ranks):
+        raise ConfigError(
+            f"{title}: nobody is left whose speed is known; expected at least one rank of {measured.run} that has had"
+            " samples, or one from --add"
+        )
+    step = predict(
+        ranks,
+        best_shares(ranks, measured.total),
+        communication_s=measured.communication_of(len(ranks)),
+        scale=measured.scale,
+    )
+    return Scenario(title, (*staying, *(None for _ in added)), tuple(rank.name for rank in ranks), step)
+
+
+def _advice(measured: Measured, now: Step, best: Step) -> list[str]:
+    """What the prediction means for this run, a sentence each."""
+    busy = [rank.busy_s(share) for rank, share in zip(measured.ranks, measured.shares)]
+    lines = [f"{_named(measured, [busy.index(max(busy))])} sets the pace"] if len(busy) > 1 else []
+    if best.step_s < (1 - NEGLIGIBLE_GAIN) * now.step_s:
+        lines.append(
+            f"other shares make this run faster: a step takes {_s(best.step_s)} instead of {_s(now.step_s)}"
+            " (--balance auto finds them)"
+        )
+    names = [rank.name.rpartition("/")[2].partition(":")[0] for rank in measured.ranks]
+    beside_gpu = [rank for rank, device in enumerate(names) if device == "cpu" and set(names) != {"cpu"}]
+    judged = [[rank] for rank in range(len(names))] + [beside_gpu] * (len(beside_gpu) > 1)
+    for group in judged:
+        others = [rank for rank in range(len(names)) if rank not in group]
+        if all(measured.ranks[rank].cost.limit == 0 for rank in others):
+            continue
+        without = _scenario(measured, "", group).step
+        one = len(group) == 1
+        times = f"without {'it' if one else 'them'} a step takes {_s(without.step_s)} instead of {_s(best.step_s)}"
+        if without.step_s < (1 - NEGLIGIBLE_GAIN) * best.step_s:
+            lines.append(f"{_named(measured, group)} slow{'s' * one} this run: {times}")
+        elif set(group) <= set(beside_gpu) and without.step_s > (1 + NEGLIGIBLE_GAIN) * best.step_s:
+            lines.append(f"{_named(measured, group)} help{'s' * one}: {times}")
+        elif set(group) <= set(beside_gpu):
+            lines.append(f"{_named(measured, group)} make{'s' * one} no difference: {times}")
+    return lines
+
+
+def _named(measured: Measured, ranks: Sequence[int]) -> str:
+    """`rank 2 (labB/cpu)`, or `ranks 1, 2` for several."""
+    if len(ranks) > 1:
+        return f"ranks {', '.join(map(str, ranks))}"
+    return f"rank {ranks[0]} ({measured.ranks[ranks[0]].name})"
+
+
+# simulate
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One way to run a cluster, and its mean step."""
+
+    title: str
+    step: Step
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `hetseq simulate` found: equal shares, fitting ones, fitting ones of other global batches; in words too."""
+
+    experiment: Experiment
+    trials: tuple[Trial, ...]
+    advice: tuple[str, ...]
+
+    @property
+    def balanced(self) -> Step:
+        """The step of the global batch in question with fitting shares."""
+        return self.trials[1].step
+
+
+def compare(arguments: SimulateArguments) -> Comparison:
+    """The answer to `hetseq simulate`. Raises ConfigError for a file that describes no cluster."""
+    experiment = read_experiment(arguments.file)
+    cluster, clock, total = experiment.cluster, experiment.clock, experiment.global_batches[0]
+    trials = [
+        Trial("equal shares", run(cluster, equal_shares(cluster, total), clock)),
+        *(
+            Trial("best shares", run(cluster, best_shares(cluster.ranks, batch), clock))
+            for batch in experiment.global_batches
+        ),
+    ]
+    balanced = trials[1].step
+    # learning is done in plain Python: about two seconds for so many steps of a rank
+    watched = min(clock.steps, _LEARNED // cluster.world_size)
+    if watched >= _LEAST_LEARNED:
+        shares = learn(cluster, total, replace(clock, steps=watched))
+        trials.insert(2, Trial(f"learned in {watched} steps", run(cluster, shares, clock)))
+    advice = [f"the best shares make a step {trials[0].step.step_s / balanced.step_s:.3g} times as fast as equal ones"]
+    for group in cluster.groups[: len(cluster.groups) if len(cluster.groups) > 1 else 0]:
+        others = cluster.without(group.name)
+        without = run(others, best_shares(others.ranks, total), clock)
+        if without.step_s < (1 - NEGLIGIBLE_GAIN) * balanced.step_s:
+            times = f"without it a step takes {_s(without.step_s)} instead of {_s(balanced.step_s)}"
+            advice.append(f"{group.name} slows this cluster: {times}")
+    return Comparison(experiment, tuple(trials), tuple(advice))
+
+
+# words and JSON
+
+
+def plan_text(plan: Plan) -> str:
+    """What a person reads."""
+    measured = plan.measured
+    ranks: list[Cells] = [("rank", "where", "share", "best", "fixed", "per sample", "alone, samples/s")]
+    for rank, model in enumerate(measured.ranks):
+        shares = str(measured.shares[rank]), str(plan.best.step.shares[rank])
+        ranks.append((str(rank), model.name, *shares, *_cost_cells(model, measured)))
+    scenarios: list[Cells] = [("", "step", "of it exchange", "samples/s", "efficiency", "shares")]
+    for scenario in (plan.now, plan.best, *plan.others):
+        times = _s(scenario.step.step_s), _s(scenario.step.communication_s)
+        shown = _shares_text(scenario.step.shares)
+        scenarios.append((scenario.title, *times, *_speed_cells(scenario.step), shown))
+    lines = [
+        f"{measured.run}: {measured.total} samples a step; medians of {measured.steps} steps up to step"
+        f" {measured.last_step}",
+        "",
+        *_table(ranks, left=(1,)),
+        "",
+        *_table(scenarios, left=(0, 5)),
+        "",
+        *plan.advice,
+        *(f"note: {note}" for note in measured.notes),
+    ]
+    return "\n".join(lines)
+
+
+def plan_json(plan: Plan) -> str:
+    """What a script reads: one line."""
+    measured = plan.measured
+    return json.dumps(
+        {
+            "run": str(measured.run),
+            "steps": measured.steps,
+            "last_step": measured.last_step,
+            "global_batch": measured.total,
+            "scale": measured.scale,
+            "scenarios": [
+                {"title": scenario.title, "ranks": scenario.ranks, "names": scenario.names,
+                 "shares": scenario.step.shares, **_step_facts(scenario.step)}
+                for scenario in (plan.now, plan.best, *plan.others)
+            ],
+            "advice": plan.advice,
+            "notes": measured.notes,
+        }
+    )  # fmt: skip
+
+
+def simulation_text(comparison: Comparison) -> str:
+    """What a person reads."""
+    cluster, clock = comparison.experiment.cluster, comparison.experiment.clock
+    trials: list[Cells] = [
+        ("", "samples a step", "step", "computing", "waiting", "exchange", "samples/s", "efficiency")
+    ]
+    for trial in comparison.trials:
+        times = map(_s, _times(trial.step))
+        trials.append((trial.title, str(sum(trial.step.shares)), *times, *_speed_cells(trial.step)))
+    groups: list[Cells] = [("group", "ranks", "samples each", "of the step")]
+    for group, shares in cluster.by_group(comparison.balanced.shares):
+        part = sum(shares) / sum(comparison.balanced.shares)
+        groups.append((group.name, str(group.count), _shares_text(shares, shown=1), f"{part:.1%}"))
+    lines = [
+        f"{cluster.world_size} ranks, gradients of {cluster.gradient_bytes / 1e6:,.4g} MB; means of {clock.steps}"
+        f" steps, noise {clock.noise:g}, seed {clock.seed}",
+        "",
+        *_table(trials, left=(0,)),
+        "",
+        *_table(groups, left=(0,)),
+        "",
+        *comparison.advice,
+    ]
+    return "\n".join(lines)
+
+
+def simulation_json(comparison: Comparison) -> str:
+    """What a script reads: one line."""
+    cluster = comparison.experiment.cluster
+    return json.dumps(
+        {
+            "ranks": cluster.world_size,
+            "steps": comparison.experiment.clock.steps,
+            "trials": [
+                {
+                    "title": trial.title,
+                    "global_batch": sum(trial.step.shares),
+                    **_step_facts(trial.step),
+                    "groups": [
+                        {"name": group.name, "ranks": group.count, "samples": sum(shares), "least": min(shares),
+                         "most": max(shares)}
+                        for group, shares in cluster.by_group(trial.step.shares)
+                    ],
+                }
+                for trial in comparison.trials
+            ],
+            "advice": comparison.advice,
+        }
+    )  # fmt: skip
+
+
+def _times(step: Step) -> tuple[float, float, float, float]:
+    return step.step_s, step.computing_s, step.waiting_s, step.communication_s
+
+
+def _step_facts(step: Step) -> dict[str, float]:
+    names = ("step_s", "computing_s", "waiting_s", "communication_s")
+    return {**dict(zip(names, _times(step))), "samples_per_s": step.samples_per_s, "efficiency": step.efficiency}
+
+
+def _cost_cells(rank: RankModel, measured: Measured) -> tuple[str, str, str]:
+    if rank.cost.limit == 0:
+        return "?", "?", "?"
+    alone_per_s = rank.alone_per_s(measured.total) / measured.scale
+    return _s(rank.cost.fixed_s), _s(rank.cost.per_unit_s), f"{alone_per_s:,.4g}"
+
+
+def _speed_cells(step: Step) -> tuple[str, str]:
+    return f"{step.samples_per_s:,.4g}", f"{step.efficiency:.0%}"
+
+
+def _s(seconds: float) -> str:
+    """Seconds with three digits that matter, as one says them."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:,.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} µs" if seconds else "0 s"
+
+
+def _shares_text(shares: Sequence[int], *, shown: int = _SHOWN_SHARES) -> str:
+    """Shares one by one, or from least to most where there are many."""
+    if len(shares) <= shown:
+        return ",".join(map(str, shares))
+    least, most = min(shares), max(shares)
+    return str(least) if least == most else f"{least} to {most}"
+
+
+def _table(rows: Sequence[Cells], *, left: Sequence[int]) -> Iterator[str]:
+    """Lines with the cells under each other; columns in `left` begin at their left, the others end at their right."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        cells = [cell.ljust(width) if place in left else cell.rjust(width)
+                 for place, (cell, width) in enumerate(zip(row, widths))]  # fmt: skip
+        yield "  ".join(cells).rstrip()
