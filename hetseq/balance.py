@@ -24,12 +24,17 @@ LEAST_NOISE = 0.01
 ODD = 0.22  # a step that is off by more than this, and by more than ODD_DEVIATIONS of the noise, is not noise
 ODD_DEVIATIONS = 4.0
 JUMP_DOUBT = 0.15  # how sure the meter is of a speed that it has just come to believe
-DRIFT = 0.001  # how much a machine's speed wanders in a step: old steps count less and less
+DRIFT = 0.0005  # how much a machine's speed wanders in a step: old steps count less and less
 VARIED = 1.5  # sizes that differ by this factor tell the fixed part of the time from the part per unit
 WITHIN_STEP_NOISE = 0.03  # of one micro-batch against the others of its step, which share most of their noise
-NOT_WORTH_IT = 0.01
-WORTH_IT = 0.09
+NOT_WORTH_IT = 0.0075
+WORTH_IT = 0.06
 EAGER = 0.01
+CALMING = 0.98
+AT_ONCE=0.1
+TRIAL_STEPS = 50
+MOST_PATIENCE = 800
+TRIAL_STEPS_PER_LOST_STEP = 100
 LEAST_PER_UNIT = 0.1  # of the time of a micro-batch goes with its size: believing less would give such a rank all work
 
 
@@ -105,6 +110,7 @@ class CostMeter:
         self._shift = 0.0  # by how much recent steps were slower than predicted, as a fraction
         self._before: _Line | None = None  # the line before the last jump
         self._odd: float | None = None  # how many times slower than predicted the last step was, if it was odd
+        self._units = 0  # of the last step that had any
         self._overheads: deque[float] = deque(maxlen=9)
 
     def observe(self, sizes: Sequence[int], seconds: Sequence[float], *, overhead_s: float) -> None:
@@ -120,6 +126,7 @@ class CostMeter:
         self._observe_overhead(overhead_s, sum(seconds))
         warming_up = max(0, WARM_UP - self._micro_batches)
         self._micro_batches += len(sizes)
+        self._units = sum(sizes) or self._units
         measured = list(zip(sizes, seconds))
         believed = measured[warming_up:]
         if sum(seconds) > 0:
@@ -132,13 +139,17 @@ class CostMeter:
         """
         if self._line is None:
             return None
-        again_s = self._line.fixed_s / micro_batch if micro_batch else 0.0
-        return Cost(self.overhead_s + self._line.fixed_s, self._line.per_unit_s + again_s)
+        fixed_s, per_unit_s = self._line.fixed_s, self._line.per_unit_s
+        if not micro_batch or self._units <= micro_batch:
+            return Cost(self.overhead_s + fixed_s, per_unit_s)
+        # A straight line for stairs, right where the rank is now: so many fixed parts, and one more each micro-batch.
+        stairs = -(-self._units // micro_batch) - self._units / micro_batch
+        return Cost(self.overhead_s + fixed_s * stairs, per_unit_s + fixed_s / micro_batch)
 
     @property
     def overhead_s(self) -> float:
         """How long this rank is busy in a step outside its micro-batches: the median of recent steps."""
-        return sorted(self._overheads)[len(self._overheads) // 2] if self._overheads else 0.0
+        return sorted(self._overheads)[(len(self._overheads) - 1) // 2] if self._overheads else 0.0
 
     def _observe_overhead(self, overhead_s: float, compute_s: float) -> None:
         bound = (1 + ODD) * self.overhead_s + ODD / 5 * compute_s
@@ -228,24 +239,38 @@ def _first_line(measured: list[tuple[int, float]]) -> _Line:
 class Balancer:
     """Which costs the shares of coming steps are computed from; the same on every rank, since all feed it the same.
 
-    `costs` is the adopted table, one per rank; None: nothing is known, and shares are equal.
+    `costs` is the adopted table, one per rank; None: nothing is known, and shares are equal. The first table is adopted
+    at once. After that what other shares would have gained adds up, but for a percent a step that nobody can be sure
+    of, and a new table is adopted when enough was missed: in one step if a tenth could be gained, in some ten if it is
+    two in a hundred. The first tables rest on a step or two and are replaced for less; shares that have just changed
+    need more.
     """
 
     def __init__(self, world_size: int) -> None:
         self.costs: tuple[Cost, ...] | None = None
         self._world_size = world_size
-        self._missed = 0.0
         self._observations = 0
+        self._missed = 0.0  # of a step, since the table changed
+        self._unrest = 0.0  # changes of late
+        self._trials = _Trials(world_size)
 
     def observe(self, total: int, costs: Sequence[Cost | None]) -> tuple[Cost, ...] | None:
-        """Take in the costs of all ranks; the new table if one is to be adopted from now on, else None."""
+        """Take in the costs of all ranks; the new table if one is to be adopted from now on, else None.
+
+        `total` is the size of the step just done. A rank without a cost counts as the mean of the others. Raises
+        ValueError if the limits hold fewer units than that.
+        """
         newest = _complete(costs)
         if newest is None:
             return None
-        if self.costs is not None and not self._is_worth_it(total, self.costs, newest):
-            return None
-        self.costs, self._missed = newest, 0.0
-        return newest
+        if self.costs is None or self._trials.is_on or self._is_worth_it(total, self.costs, newest):
+            self._missed, self._unrest = 0.0, self._unrest + (not self._trials.is_on)
+            self._trials.is_on = False
+            self.costs = newest
+            return newest
+        trial = self._trials.next(total, newest, balance_shares(total, self.costs))
+        self.costs = trial or self.costs
+        return trial
 
     def shares(self, total: int) -> tuple[int, ...]:
         """Shares of a step of so many units by the adopted table; equal ones while there is none."""
@@ -260,8 +285,40 @@ class Balancer:
         now_s = step_seconds(shares, newest)
         gain = 1 - step_seconds(balance_shares(total, newest), newest) / now_s if now_s else 0.0
         self._observations += 1
+        self._unrest *= CALMING
         self._missed = max(0.0, self._missed + gain - NOT_WORTH_IT)
-        return self._missed >= min(WORTH_IT, EAGER * self._observations)
+        enough = min(EAGER * self._observations, WORTH_IT * (1 + self._unrest))
+        return gain >= AT_ONCE or self._missed >= enough
+
+
+class _Trials:
+    """A road back for ranks that get nothing: rarely, and for one step, a small share that shows how fast they are."""
+
+    def __init__(self, world_size: int) -> None:
+        self.is_on = False
+        self._idle_steps = [0] * world_size
+        self._patience = [TRIAL_STEPS] * world_size
+
+    def next(self, total: int, costs: Sequence[Cost], shares: Sequence[int]) -> tuple[Cost, ...] | None:
+        """The costs, but one rank that has been idle for long gets a little of a step; None if it is nobody's turn."""
+        little = max(1, total // (16 * len(costs)))
+        step_s = step_seconds(shares, costs)
+        for rank, share in enumerate(shares):
+            self._idle_steps[rank] = 0 if share else self._idle_steps[rank] + 1
+            if share:
+                self._patience[rank] = TRIAL_STEPS
+        for rank in sorted(range(len(costs)), key=lambda rank: (-self._idle_steps[rank], rank)):
+            units = little if costs[rank].limit is None else min(little, costs[rank].limit or 0)
+            if not units or not step_s:
+                continue
+            price = TRIAL_STEPS_PER_LOST_STEP * (costs[rank].seconds(units) / step_s - 1)
+            if self._idle_steps[rank] >= max(self._patience[rank], price):
+                self._idle_steps[rank] = 0
+                self._patience[rank] = min(2 * self._patience[rank], MOST_PATIENCE)
+                self.is_on = True
+                cheap = Cost(0.0, step_s / (2 * units), units)
+                return tuple(cheap if other == rank else cost for other, cost in enumerate(costs))
+        return None
 
 
 def _complete(costs: Sequence[Cost | None]) -> tuple[Cost, ...] | None:

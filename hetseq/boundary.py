@@ -41,6 +41,8 @@ class StatusFiles:
     def __init__(self, directory: RunDirectory, sharing: Sharing, *, device: str) -> None:
         rank = sharing.whole.rank
         abouts = _gather_abouts(sharing, {"pid": os.getpid(), "node": socket.gethostname()[:200], "device": device})
+        #: node and device of each rank
+        self.names = [f"{about['node']}/{about['device']}" for about in abouts]
         foreign = set(range(len(abouts))) - set(sharing.ranks) if sharing.is_writer else set()
         self._files = {
             number: (StatusFile(directory.status / f"rank-{number}.json"), abouts[number])
@@ -132,7 +134,8 @@ class RunBoundary:
         if not is_applied:
             row["skipped"] = True
         if len(plan.shares) > 1:
-            row |= account(outcome.rows, shares=plan.shares, work=result.work, seconds=result.seconds)
+            told = account(outcome.rows, shares=plan.shares, work=result.work, seconds=result.seconds)
+            row |= {**told, "ranks": {"names": self._status.names, **told["ranks"]}}
         self._metrics.step(row)
         if result.shift is not None:
             self._metrics.event("rebalance", step=plan.step, **_shift_fields(result.shift))

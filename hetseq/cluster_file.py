@@ -17,9 +17,11 @@ from hetseq.errors import ConfigError
 from hetseq.registry import nearest
 from hetseq.simulation import Clock, Cluster, Group, Link
 
-_MOST_RANKS = 1_000_000
+# Whoever means more than this has mistyped, and would wait for minutes or meet numbers that are infinite.
+_MOST_RANKS = 100_000
 _MOST_STEPS = 100_000
 _MOST_SAMPLES = 10**12
+_LEAST, _MOST = 1e-9, 1e18
 _TOP = ("global_batch", "other_batches", "gradient_bytes", "groups", "steps", "noise", "seed")
 _GROUP = ("name", "count", "samples_per_s", "fixed_s", "link")
 _LINK = ("mbit_per_s", "latency_ms")
@@ -63,10 +65,10 @@ def _group(table: _Table) -> Group:
     return Group(
         name=table.text("name"),
         count=table.whole("count", least=1, most=_MOST_RANKS),
-        samples_per_s=table.number("samples_per_s", above=0),
+        samples_per_s=table.number("samples_per_s", least=_LEAST),
         fixed_s=table.number("fixed_s", least=0, default=0.0),
         link=Link(
-            bytes_per_s=link.number("mbit_per_s", above=0) * 1e6 / 8,
+            bytes_per_s=link.number("mbit_per_s", least=_LEAST) * 1e6 / 8,
             latency_s=link.number("latency_ms", least=0, default=0.0) / 1e3,
         ),
     )
@@ -121,24 +123,15 @@ class _Table:
             self._refuse(self._full(key), node, "a name")
         return str(node.value)
 
-    def number(
-        self,
-        key: str,
-        *,
-        least: float = -math.inf,
-        above: float = -math.inf,
-        most: float = math.inf,
-        default: float | None = None,
-    ) -> float:
+    def number(self, key: str, *, least: float, most: float = _MOST, default: float | None = None) -> float:
         """The number of a key, `default` where it is not there; None: it must be."""
-        bound = f" above {above:g}" if above > -math.inf else f" of {least:g} or more"
-        bound = f" from {least:g} to {most:g}" if most < math.inf else bound
         if default is not None and key not in self._values:
             return default
-        node = self._get(key, f"a number{bound}")
+        expected = f"a number from {least:g} to {most:g}"
+        node = self._get(key, expected)
         value = _number(node)
-        if not (max(least, above) <= value <= most and above < value < math.inf):
-            self._refuse(self._full(key), node, f"a number{bound}")
+        if not least <= value <= most:
+            self._refuse(self._full(key), node, expected)
         return value
 
     def whole(self, key: str, *, least: int, most: int, default: int | None = None) -> int:

@@ -330,7 +330,8 @@ class DistributedConfig:
         self.throttle_factors()
         for device in self.devices:
             kind, _, index = device.partition(":")
-            is_known = device == "cpu" or (kind == "cuda" and (index == "" or index.isdigit()))
+            is_number = index.isascii() and index.isdigit()
+            is_known = device in ("cpu", "cuda") or (kind == "cuda" and is_number)
             _require(is_known, "devices", device, "cpu, cuda or cuda:N")
 
     @property

@@ -2,12 +2,14 @@
 
 Where steps begin never depends on shares, so a change says only from which step on the old division no longer holds.
 Whoever walks ahead (a DataLoader's sampler, a thread that collects a step) is sent back to that step. A step has a
-version, the number of changes that affect it: what was fetched for another version of a step is not used.
+version, the number of changes that affect it: what was fetched for another version of a step is not used. Going to a
+step and learning its plan is one act: a change between the two would send a walker back that goes on all the same.
 """
 
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hetseq.plan import Assign, Indices, MicroBatchCap, Planner, Position, StepPlan
@@ -19,6 +21,13 @@ class Key(NamedTuple):
     step: int
     start: int
     stop: int
+
+
+@dataclass
+class Walker:
+    """Somebody who goes from step to step of an itinerary, and may be sent back; only the itinerary moves it."""
+
+    next_step: int
 
 
 class Itinerary:
@@ -51,7 +60,10 @@ class Itinerary:
             return self._walkers[-1]
 
     def change(self, step: int, *, assign: Assign | None = None, cap: MicroBatchCap | None = None) -> None:
-        """From step `step` on shares follow `assign`, or micro-batches `cap`; sends back who has walked further."""
+        """From step `step` on shares follow `assign`, or micro-batches `cap`; sends back who has walked further.
+
+        No earlier than the last step given to `forget_before`; changes of `assign` come in the order of steps.
+        """
         with self._lock:
             if assign is not None:
                 self._planner.change(step, assign)
@@ -59,7 +71,25 @@ class Itinerary:
                 self._caps = [(first, known) for first, known in self._caps if first < step] + [(step, cap)]
             self._changed.append(step)
             for walker in self._walkers:
-                walker.send_back(step)
+                walker.next_step = min(walker.next_step, step)
+
+    def go_on(self, walker: Walker) -> tuple[StepPlan, int, list[Key]]:
+        """The next step of a walker: its plan, its version, and this rank's micro-batches in order.
+
+        A step without samples has one micro-batch without samples: whoever asked for the next one that has some could
+        search for ever.
+        """
+        with self._lock:
+            step = walker.next_step
+            plan = self._planner.plan(self._position(step))
+            cap = next(cap for first, cap in reversed(self._caps) if first <= step)
+            walker.next_step += 1
+            return plan, self._version(step), self._keys(plan, cap) or [Key(step, 0, 0)]
+
+    def is_sent_back(self, walker: Walker, step: int) -> bool:
+        """Whether the walker, which has been at step `step`, is to come there again."""
+        with self._lock:
+            return walker.next_step <= step
 
     def forget_before(self, step: int) -> None:
         """Nobody will ask for a step before this one any more."""
@@ -73,17 +103,6 @@ class Itinerary:
         """How many changes affect step `step`."""
         with self._lock:
             return self._version(step)
-
-    def look_up(self, step: int) -> tuple[StepPlan, int, list[Key]]:
-        """Plan and version of a step, and this rank's micro-batches in order.
-
-        A step without samples has one micro-batch without samples: whoever asked for the next one that has some could
-        search for ever.
-        """
-        with self._lock:
-            plan = self._planner.plan(self._position(step))
-            cap = next(cap for first, cap in reversed(self._caps) if first <= step)
-            return plan, self._version(step), self._keys(plan, cap) or [Key(step, 0, 0)]
 
     def cut_again(self, plan: StepPlan, cap: MicroBatchCap) -> list[Key]:
         """This rank's micro-batches of a step with another cap."""
@@ -112,27 +131,3 @@ class Itinerary:
 
     def _keys(self, plan: StepPlan, cap: MicroBatchCap) -> list[Key]:
         return [Key(plan.step, *piece) for piece in self._planner.micro_batches(plan, self._rank, cap)]
-
-
-class Walker:
-    """Counts the steps up, and may be sent back by another thread."""
-
-    def __init__(self, first: int) -> None:
-        self._next = first
-        self._lock = threading.Lock()
-
-    def step(self) -> int:
-        """The step to go to now."""
-        with self._lock:
-            self._next += 1
-            return self._next - 1
-
-    def send_back(self, step: int) -> None:
-        """The steps from `step` on have to be walked again, as far as they have been."""
-        with self._lock:
-            self._next = min(self._next, step)
-
-    def has_been_sent_back(self, step: int) -> bool:
-        """Whether step `step`, which was given out, is to be walked again."""
-        with self._lock:
-            return self._next <= step

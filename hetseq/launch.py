@@ -56,24 +56,37 @@ def command_line(words: list[str]) -> str:
 
 
 def local_devices(config: DistributedConfig) -> list[str]:
-    """The device of each worker of this node, in rank order."""
+    """The device of each worker of this node, in rank order; one GPU may be named by several workers.
+
+    Raises ConfigError for a device that this node does not have, and for options that contradict each other.
+    """
     if config.devices:
-        devices = list(config.devices)
-        if config.cpu and any(device != "cpu" for device in devices):
-            raise ConfigError(f"--devices {','.join(devices)} contradicts --cpu: leave one of them out")
-        return _check_devices([device if device != "cuda" else "cuda:0" for device in devices])
+        return _named_devices(config)
     visible = 0 if config.cpu else _visible_gpus()
     count = config.distributed_gpus or _default_workers(config, visible)
     if not visible:
         return ["cpu"] * count
     if count == 1:
-        return _check_devices([f"cuda:{config.device_id}"])
+        return _check_devices([f"cuda:{config.device_id}"], f"--device-id {config.device_id}")
     if count > visible:
         raise ConfigError(
             f"{count} workers were asked for, but this node shows {visible} GPUs: ask for fewer, add --cpu, or say"
             " which devices to use, as in --devices cuda:0,cuda:0,cpu"
         )
     return [f"cuda:{index}" for index in range(count)]
+
+
+def _named_devices(config: DistributedConfig) -> list[str]:
+    devices, said = config.devices, f"--devices {','.join(config.devices)}"
+    if config.cpu and any(device != "cpu" for device in devices):
+        raise ConfigError(f"{said} contradicts --cpu: leave one of them out")
+    if config.distributed_gpus not in (None, 0, len(devices)):
+        raise ConfigError(
+            f"{said} names {len(devices)} workers, --distributed-gpus {config.distributed_gpus} another number: leave"
+            " one of them out"
+        )
+    numbered = [device if device == "cpu" else f"cuda:{int(device.partition(':')[2] or 0)}" for device in devices]
+    return _check_devices(numbered, said)
 
 
 def _default_workers(config: DistributedConfig, visible: int) -> int:
@@ -91,14 +104,28 @@ def _visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _check_devices(devices: list[str]) -> list[str]:
-    wanted = [int(device.partition(":")[2]) for device in devices if device != "cpu"]
-    if wanted and max(wanted) >= (visible := _visible_gpus()):
+def _check_devices(devices: list[str], said: str) -> list[str]:
+    wanted = sorted({int(device.removeprefix("cuda:")) for device in devices if device != "cpu"})
+    visible = _visible_gpus() if wanted else 0
+    absent = [f"cuda:{index}" for index in wanted if index >= visible]
+    if absent:
         raise ConfigError(
-            f"cuda:{max(wanted)} was asked for (--devices or --device-id), but this node shows {visible} GPUs: name one"
-            " that it shows, or add --cpu"
+            f"{said} asks for {' and '.join(absent)}, but this node shows"
+            f" {_what_is_there(visible)}, or leave --devices and --device-id out and add --cpu"
         )
     return devices
+
+
+def _what_is_there(visible: int) -> str:
+    """The GPUs of this node, and what to do about it."""
+    import torch
+
+    if visible:
+        only = "cuda:0 alone" if visible == 1 else f"cuda:0 to cuda:{visible - 1} alone"
+        return f"{only} (nvidia-smi and CUDA_VISIBLE_DEVICES tell why): name devices that it shows"
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"no GPU, as its torch {torch.__version__} is built for CPUs: install another torch, name cpu instead"
+    return "no GPU (nvidia-smi and CUDA_VISIBLE_DEVICES tell why): name cpu instead"
 
 
 def check_place(config: DistributedConfig, workers: int) -> None:

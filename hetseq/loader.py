@@ -28,7 +28,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hetseq.errors import HetSeqError, TaskFileError
-from hetseq.itinerary import Itinerary, Key, Walker
+from hetseq.itinerary import Itinerary, Key
 from hetseq.plan import Assign, Indices, MicroBatchCap, Planner, Position, StepPlan, derive_seed
 from hetseq.processes import die_with_parent, ignore_stop_signals
 
@@ -106,13 +106,14 @@ class StepLoader:
         self._batches = _fetched(self._fetcher, self._collate, self._requests, num_workers, source.pin_memory)
         self._held: tuple[Key, Any] | None = None  # a batch that turned out to belong to a newer plan
         self._ahead: StepData | None = None
-        self._thread = _Drain(self._load, self._itinerary.walk()) if num_workers else None
+        self._walker = self._itinerary.walk()
+        self._thread = _Drain(self._load) if num_workers else None
 
     def take(self, plan: StepPlan) -> StepData:
         """The data of this step; waits for it."""
         data, self._ahead = self._ahead, None
         while data is None or not self._is_current(data):
-            data = self._thread.get() if self._thread else self._load(plan.step)
+            data = self._thread.get() if self._thread else self._load()
         assert data.plan == plan, "steps are taken in order"
         self._itinerary.forget_before(plan.step)
         return data
@@ -120,15 +121,16 @@ class StepLoader:
     def peek(self, plan: StepPlan) -> StepData | None:
         """The data of the step after the last one taken, or None if its worker processes are late."""
         while self._ahead is None or not self._is_current(self._ahead):
-            self._ahead = self._thread.poll() if self._thread else self._load(plan.step)
+            self._ahead = self._thread.poll() if self._thread else self._load()
             if self._ahead is None:
                 return None
+        assert self._ahead.plan == plan, "steps are looked at in order"
         return self._ahead
 
     def change(self, step: int, *, assign: Assign | None = None, cap: MicroBatchCap | None = None) -> None:
         """From step `step` on shares follow `assign`, or micro-batches `cap`; what was fetched otherwise is dropped.
 
-        `step` has not been taken yet, and is no earlier than that of the last change.
+        `step` has not been taken yet; changes of `assign` come in the order of steps.
         """
         self._itinerary.change(step, assign=assign, cap=cap)
 
@@ -149,9 +151,9 @@ class StepLoader:
     def _is_current(self, data: StepData) -> bool:
         return self._itinerary.version(data.plan.step) == data.version
 
-    def _load(self, step: int) -> StepData:
+    def _load(self) -> StepData:
         while True:
-            plan, version, keys = self._itinerary.look_up(step)
+            plan, version, keys = self._itinerary.go_on(self._walker)
             batches = self._collect(plan, version, keys)
             if batches is not None:
                 totals = tuple(sum(batch.counts[term] for batch in batches) for term in range(self._source.terms))
@@ -161,11 +163,11 @@ class StepLoader:
         """The micro-batches of a step as they come; None if the plan of the step was changed meanwhile."""
         batches = []
         for key in keys:
-            while True:
+            found = None
+            while found != key:
                 held, self._held = self._held, None
                 found, sample = held or self._next()
-                if found == key:
-                    break
+                # before it is used: it may have been asked for by the new plan, and would not come again
                 if self._itinerary.version(plan.step) != version:
                     self._held = found, sample
                     return None
@@ -208,10 +210,9 @@ class _Requests:
 
     def __iter__(self) -> Iterator[Request]:
         while True:
-            step = self._walker.step()
-            plan, _, keys = self._itinerary.look_up(step)
+            plan, _, keys = self._itinerary.go_on(self._walker)
             for key in keys:
-                if self._walker.has_been_sent_back(step):
+                if self._itinerary.is_sent_back(self._walker, plan.step):
                     break
                 self.asked.append(key)
                 yield self.request(plan.epoch, key)
@@ -286,10 +287,10 @@ def base_order(dataset: Any) -> Indices | None:
 class _Drain:
     """A thread that keeps one loaded step ready."""
 
-    def __init__(self, load: Callable[[int], StepData], walker: Walker) -> None:
+    def __init__(self, load: Callable[[], StepData]) -> None:
         self._queue: queue.Queue[StepData | BaseException] = queue.Queue(maxsize=1)
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(load, walker), name="step-loader", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(load,), name="step-loader", daemon=True)
         self._thread.start()
 
     def get(self) -> StepData:
@@ -305,10 +306,10 @@ class _Drain:
         self._is_closing.set()
         self._thread.join(timeout=10)
 
-    def _run(self, load: Callable[[int], StepData], walker: Walker) -> None:
+    def _run(self, load: Callable[[], StepData]) -> None:
         while True:
             try:
-                item: StepData | BaseException = load(walker.step())
+                item: StepData | BaseException = load()
             except Exception as error:  # handed to the training thread, which raises it
                 # its frames would keep the worker processes alive for as long as somebody keeps the error
                 traceback.clear_frames(error.__traceback__)

@@ -74,7 +74,7 @@ def read_measured(run: Path) -> Measured:
     ranks: tuple[RankModel, ...]
     notes: tuple[str, ...]
     if world_size == 1 and "ranks" not in steady[-1]:
-        ranks = (RankModel("rank 0", Cost(0.0, step_s / shares[0])),)
+        ranks = (RankModel("", Cost(0.0, step_s / shares[0])),)
         notes = ("one rank: its fixed cost per step is not known and is taken as none",)
         communication_s = 0.0
     elif not telling:
@@ -123,19 +123,24 @@ def _rank_models(
         of_rank = {
             key: _median(path, rows, key, rank) for key in ("compute_s", "fixed_s", "per_sample_s", "overhead_s")
         }
-        name = str(rows[-1]["ranks"].get("names", {rank: f"rank {rank}"})[rank])
+        name = str((_names(rows[-1]) or [""] * len(shares))[rank])
         overhead_s = of_rank["overhead_s"] or 0.0
         fixed_s, per_sample_s, compute_s = of_rank["fixed_s"], of_rank["per_sample_s"], of_rank["compute_s"]
         if fixed_s is not None and per_sample_s:
             cost = Cost(max(fixed_s, 0.0), per_sample_s)
         elif share and compute_s:
             cost = Cost(overhead_s, compute_s / share)
-            notes.append(f"rank {rank} ({name}): its fixed and its per-sample cost are not told apart yet")
+            notes.append(f"{named(rank, name)}: its fixed and its per-sample cost are not told apart yet")
         else:
             cost = Cost(overhead_s, 1.0, limit=0)
-            notes.append(f"rank {rank} ({name}) has had no samples yet: its speed is not known, and it is given none")
+            notes.append(f"{named(rank, name)} has had no samples yet: its speed is not known, and it is given none")
         models.append(RankModel(name, cost, overhead_s))
     return tuple(models), tuple(notes)
+
+
+def named(rank: int, name: str) -> str:
+    """A rank in words: `rank 2 (labB/cpu)`, or `rank 2` where no row says where it is."""
+    return f"rank {rank} ({name})" if name else f"rank {rank}"
 
 
 def _median(path: Path, rows: Sequence[Mapping[str, Any]], key: str, rank: int) -> float | None:

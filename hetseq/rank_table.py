@@ -28,7 +28,7 @@ _LEAST_NAME = 8  # characters of a shortened name that are still worth their pla
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What the ranks did in the last steps, as a person reads it: medians, but for shares and memory, the newest."""
+    """What the ranks did in the last steps, as a person reads it: medians, but for memory, the newest."""
 
     steps: int
     names: tuple[str, ...]
@@ -74,7 +74,7 @@ def summarise(rows: Iterable[Row]) -> RankSummary | None:
     return RankSummary(
         steps=len(rows),
         names=_names(newest),
-        share=np.asarray(newest["shares"], float),
+        share=_medians([np.asarray(row["shares"], float) for row in rows]),
         samples_per_s=_medians([rank_speeds(row) for row in rows]),
         compute_s=median("compute_s"),
         wait_s=median("wait_s"),
@@ -182,7 +182,7 @@ def _columns(summary: RankSummary, chosen: Sequence[int]) -> list[_Column]:
     def column(head: str, numbers: Numbers, text: Callable[[float], str], width: int, importance: int) -> _Column:
         return _Column(head, [_cell(numbers[rank], text) for rank in chosen], width, importance)
 
-    return [
+    columns = [
         _Column(" rank", [f"{'>' if rank == summary.pace else ' '}{rank:>4}" for rank in chosen], 5, 0),
         _Column("where", [summary.names[rank] for rank in chosen], 0, 4, is_name=True),
         column("share", summary.share, "{:.0f}".format, 6, 1),
@@ -192,6 +192,7 @@ def _columns(summary: RankSummary, chosen: Sequence[int]) -> list[_Column]:
         column("data", summary.data_s, _seconds, 7, 6),
         _Column("memory GiB", [_memory(summary, rank) for rank in chosen], 10, 7),
     ]
+    return [column for column in columns if not column.is_name or any(summary.names)]
 
 
 def _columns_that_fit(columns: Sequence[_Column], width: int) -> list[_Column]:

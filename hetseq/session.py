@@ -310,9 +310,26 @@ def _override(optimizer: torch.optim.Optimizer, config: CheckpointConfig) -> Non
 def _planner(config: Config, dataset: Any, batch: GlobalBatch, assign: Assign) -> Planner:
     counts_tokens = config.data.max_tokens or batch.tokens
     lengths = _needed_lengths(dataset, "use --max-sentences") if counts_tokens else None
+    _check_longest(dataset, config.data.max_tokens)
     return Planner(
         len(dataset), config.task.seed, batch, assign, config.data.curriculum, lengths, config.data.unit_size or 1
     )
+
+
+def _check_longest(dataset: Any, max_tokens: int | None) -> None:
+    """Raise ConfigError for a sample that is longer than a micro-batch of this node may be.
+
+    Only where the lengths are at hand; asking a data set for each would take as long as reading it.
+    """
+    if max_tokens is None or not hasattr(dataset, "lengths"):
+        return
+    lengths = np.asarray(dataset.lengths)
+    longest = int(lengths.argmax())
+    if lengths[longest] > max_tokens:
+        raise ConfigError(
+            f"--max-tokens {max_tokens} does not hold sample {longest} of the training data, which has"
+            f" {lengths[longest]} tokens: give at least so many, or shorten the samples"
+        )
 
 
 def _needed_lengths(dataset: Any, remedy: str) -> Lengths:
@@ -393,6 +410,13 @@ def _say_what_runs(controller: Controller, material: Material) -> None:
         "" if controller.group.world_size == 1 else "s", material.device.type, plan.size,
         "+".join(map(str, plan.shares)),
     )  # fmt: skip
+    work = controller.planner.work(plan.epoch, plan.start, plan.stop)
+    if work < controller.group.world_size and controller.group.rank == 0:
+        logger.warning(
+            "a step has %d piece%s of work for %d ranks, so some have nothing to do: make the global batch larger%s",
+            work, "" if work == 1 else "s", controller.group.world_size,
+            ", or --unit-size smaller" if controller.planner.unit > 1 else "",
+        )  # fmt: skip
 
 
 def _batch_norms(model: torch.nn.Module) -> set[str]:

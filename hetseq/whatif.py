@@ -20,7 +20,7 @@ from pathlib import Path
 from hetseq.capacity import NEGLIGIBLE_GAIN, Cost
 from hetseq.cluster_file import Experiment, read_experiment
 from hetseq.errors import ConfigError
-from hetseq.measured import Measured, read_measured
+from hetseq.measured import Measured, named, read_measured
 from hetseq.registry import nearest
 from hetseq.simulation import RankModel, Step, best_shares, equal_shares, learn, predict, run
 
@@ -28,6 +28,7 @@ _PLAN = "as in: hetseq plan runs/mnist --without 1 --add gpu3:2.0"
 _SIMULATE = "as in: hetseq simulate cluster.yaml"
 Cells = tuple[str, ...]
 
+_MOST_TIMES = 1e6
 _LEARNED, _LEAST_LEARNED = 60_000, 10
 _SHOWN_SHARES = 12  # ranks whose shares are listed one by one
 
@@ -188,6 +189,11 @@ def _added_rank(measured: Measured, addition: Addition) -> RankModel:
     factor = addition.speed
     if addition.is_per_s:
         factor *= measured.scale / fastest.alone_per_s(measured.total)
+    if not 1 / _MOST_TIMES <= factor <= _MOST_TIMES:
+        raise ConfigError(
+            f"--add {addition}: {factor:.2g} times as fast as the fastest rank of {measured.run}; expected from"
+            f" {1 / _MOST_TIMES:g} to {_MOST_TIMES:g} times"
+        )
     cost = Cost(fastest.cost.fixed_s / factor, fastest.cost.per_unit_s / factor)
     return RankModel(addition.name, cost, fastest.overhead_s / factor)
 
@@ -220,7 +226,9 @@ def _advice(measured: Measured, now: Step, best: Step) -> list[str]:
         )
     names = [rank.name.rpartition("/")[2].partition(":")[0] for rank in measured.ranks]
     beside_gpu = [rank for rank, device in enumerate(names) if device == "cpu" and set(names) != {"cpu"}]
-    judged = [[rank] for rank in range(len(names))] + [beside_gpu] * (len(beside_gpu) > 1)
+    # A rank that has work can only be in the way of the exchange, and of nine ranks one makes less than 2 % of that.
+    single = [rank for rank, share in enumerate(best.shares) if len(names) <= 8 or share == 0 or rank in beside_gpu]
+    judged = [[rank] for rank in single] + [beside_gpu] * (len(beside_gpu) > 1)
     for group in judged:
         others = [rank for rank in range(len(names)) if rank not in group]
         if all(measured.ranks[rank].cost.limit == 0 for rank in others):
@@ -241,7 +249,7 @@ def _named(measured: Measured, ranks: Sequence[int]) -> str:
     """`rank 2 (labB/cpu)`, or `ranks 1, 2` for several."""
     if len(ranks) > 1:
         return f"ranks {', '.join(map(str, ranks))}"
-    return f"rank {ranks[0]} ({measured.ranks[ranks[0]].name})"
+    return named(ranks[0], measured.ranks[ranks[0]].name)
 
 
 # simulate
@@ -410,11 +418,15 @@ def _cost_cells(rank: RankModel, measured: Measured) -> tuple[str, str, str]:
     if rank.cost.limit == 0:
         return "?", "?", "?"
     alone_per_s = rank.alone_per_s(measured.total) / measured.scale
-    return _s(rank.cost.fixed_s), _s(rank.cost.per_unit_s), f"{alone_per_s:,.4g}"
+    return _s(rank.cost.fixed_s), _s(rank.cost.per_unit_s), _speed(alone_per_s)
 
 
 def _speed_cells(step: Step) -> tuple[str, str]:
-    return f"{step.samples_per_s:,.4g}", f"{step.efficiency:.0%}"
+    return _speed(step.samples_per_s), f"{step.efficiency:.0%}"
+
+
+def _speed(per_s: float) -> str:
+    return f"{per_s:,.0f}" if per_s >= 1000 else f"{per_s:.4g}"
 
 
 def _s(seconds: float) -> str:

@@ -18,7 +18,7 @@ import pytest
 from hetseq import metrics as metrics_module
 from hetseq.config import LogConfig
 from hetseq.metrics import Metrics, read_events, read_rows
-from hetseq.run_directory import RunDirectory, write_all
+from hetseq.run_directory import RunDirectory, json_line, write_all
 
 Make = Callable[..., Metrics]
 
@@ -74,6 +74,23 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 def row(step: int, **changes: Any) -> dict[str, Any]:
     return {"step": step, "epoch": 1, "loss": 0.1 + 0.2, "samples": 64, "seconds": 0.5} | changes
+
+
+def row_of_ranks(step: int, size: int, **changes: Any) -> dict[str, Any]:
+    """A step of several ranks, with other numbers for each."""
+    ranks = {
+        "names": [f"lab{rank}/cpu" for rank in range(size)],
+        "compute_s": [0.25 + rank for rank in range(size)],
+        "data_s": [0.125] * size,
+        "wait_s": [0.5 + rank for rank in range(size)],
+        "overhead_s": [0.125] * size,
+        "fixed_s": [0.0] * size,
+        "per_sample_s": [None] * size,
+        "memory_bytes": [2**30 + rank * 2**29 for rank in range(size)],
+        "memory_limit_bytes": [0] * size,
+    }
+    own = {"shares": [32] * size, "efficiency": 0.75, "communication_s": 0.0625, "pace": 0}
+    return row(step, ranks=ranks, **own | changes)
 
 
 def steps(rows: list[dict[str, Any]]) -> list[int]:
@@ -181,14 +198,14 @@ def test_close_gives_up_on_a_file_system_that_hangs(
 def test_a_queue_that_overflows_is_warned_about_once(
     make: Make, disk: Disk, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(metrics_module, "_MOST_WAITING", 10)
+    monkeypatch.setattr(metrics_module, "_MOST_WAITING_BYTES", sum(len(json_line(row(step))) for step in range(2, 12)))
     disk.goes_on.clear()
     metrics = make()
     metrics.step(row(1))
     assert disk.began.acquire(timeout=10)  # the writer has taken it and hangs
     for step in range(2, 102):
         metrics.step(row(step))
-    assert caplog.text.count("later rows are lost") == 1
+    assert caplog.text.count("has not been writable for 10 rows: later rows are lost") == 1
     disk.goes_on.set()
     metrics.close()
     assert steps(read_rows(directory.metrics)) == list(range(1, 12))
@@ -228,7 +245,7 @@ def test_a_disk_that_stays_full_is_said_at_the_end(
 def test_memory_stays_bounded_while_a_disk_is_full(
     make: Make, disk: Disk, monkeypatch: pytest.MonkeyPatch, directory: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(metrics_module, "_MOST_WAITING", 3)
+    monkeypatch.setattr(metrics_module, "_MOST_WAITING_BYTES", 3 * len(json_line(row(1))))
     disk.is_full = True
     metrics = make()
     for step in range(1, 7):
@@ -321,6 +338,65 @@ def test_tensorboard_reads_what_was_logged(make: Make, directory: RunDirectory) 
     }
     [file] = directory.tensorboard.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_tensorboard_shows_each_rank(make: Make, directory: RunDirectory) -> None:
+    metrics = make(has_tensorboard=True)
+    metrics.step(row_of_ranks(1, 2, efficiency=None))
+    metrics.step(row_of_ranks(2, 2, shares=[32, 0]))
+    metrics.close()
+    assert {tag: numbers for tag, numbers in board_numbers(directory).items() if tag.startswith("ranks/1/")} == {
+        "ranks/1/share": [(1, 32.0), (2, 0.0)],
+        "ranks/1/samples_per_s": [(1, pytest.approx(32 / 1.5)), (2, 0.0)],  # 1.25 + 0.125 + 0.125 s
+        "ranks/1/compute_s": [(1, 1.25), (2, 1.25)],
+        "ranks/1/wait_s": [(1, 1.5), (2, 1.5)],
+        "ranks/1/data_s": [(1, 0.125), (2, 0.125)],
+        "ranks/1/memory_gib": [(1, 1.5), (2, 1.5)],
+    }
+    assert board_numbers(directory)["ranks/0/samples_per_s"] == [(1, 64.0), (2, 64.0)]
+    assert board_numbers(directory)["train/efficiency"] == [(2, 0.75)]
+    assert board_numbers(directory)["train/communication_s"] == [(1, 0.0625), (2, 0.0625)]
+
+
+def test_tensorboard_copes_with_numbers_that_are_not_known(
+    make: Make, directory: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    unknown = row_of_ranks(1, 2)
+    unknown["ranks"] = {"compute_s": [None, 0.5], "memory_bytes": [None, None]}
+    metrics = make(has_tensorboard=True)
+    metrics.step(unknown)
+    metrics.close()
+    assert "TensorBoard" not in caplog.text
+    shown = [tag for tag in board_numbers(directory) if tag.startswith("ranks/")]
+    assert shown == ["ranks/0/share", "ranks/1/share", "ranks/1/compute_s"]
+
+
+@pytest.mark.parametrize(("size", "shown"), [(8, list(range(1, 21))), (9, [10, 20])])
+def test_tensorboard_shows_each_of_many_ranks_every_tenth_step(
+    make: Make, directory: RunDirectory, size: int, shown: list[int]
+) -> None:
+    metrics = make(has_tensorboard=True)
+    for step in range(1, 21):
+        metrics.step(row_of_ranks(step, size))
+    metrics.close()
+    numbers = board_numbers(directory)
+    assert [step for step, _ in numbers["ranks/7/wait_s"]] == shown
+    assert [step for step, _ in numbers["train/efficiency"]] == list(range(1, 21))
+
+
+@pytest.mark.parametrize(("size", "complete"), [(64, list(range(1, 21))), (65, [10, 20])])
+def test_the_file_holds_what_each_of_very_many_ranks_did_every_tenth_step(
+    make: Make, directory: RunDirectory, size: int, complete: list[int]
+) -> None:
+    metrics = make()
+    for step in range(1, 21):
+        metrics.step(row_of_ranks(step, size))
+    metrics.close()
+    rows = read_rows(directory.metrics)
+    assert [one["step"] for one in rows if "ranks" in one] == complete
+    assert rows[9] == row_of_ranks(10, size)  # names too: a row needs no other row
+    assert [one["efficiency"] for one in rows] == [0.75] * 20
+    assert all(len(one["shares"]) == size for one in rows)
 
 
 def test_tensorboard_forgets_the_steps_that_a_resumed_run_repeats(make: Make, directory: RunDirectory) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
-from typing import Any
+import termios
+from typing import Any, TextIO
 
 import pytest
 
@@ -59,13 +61,30 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def live(stream: io.StringIO, clock: Clock, *, total_steps: int | None = 938, width: int = 140) -> LiveProgress:
-    console = terminal(stream, force_terminal=True, width=width, color_system=None)
+def row_of_ranks(step: int, compute_s: list[float], **changes: Any) -> dict[str, Any]:
+    """A step of several ranks."""
+    size, longest_s = len(compute_s), max(compute_s)
+    ranks = {"compute_s": compute_s, "data_s": [0.0] * size, "overhead_s": [0.0] * size}
+    ranks["wait_s"] = [longest_s - seconds for seconds in compute_s]
+    return row(step, shares=[32] * size, ranks=ranks, efficiency=0.931, pace=None, **changes)
+
+
+def live(
+    stream: TextIO, clock: Clock, *, total_steps: int | None = 938, width: int = 140, height: int = 24
+) -> LiveProgress:
+    console = terminal(stream, force_terminal=True, width=width, height=height, color_system=None)
     return LiveProgress(console, total_steps=total_steps, every_steps=None, now=clock)
 
 
 def test_the_line_of_a_step() -> None:
     assert step_text(row(120), 938) == "step 120/938 epoch 1 loss 0.2134 lr 0.01 grad_norm 1.2 samples/s 5333"
+
+
+def test_the_line_of_a_step_of_several_ranks() -> None:
+    several = row(120, efficiency=0.9349)
+    assert step_text(several, 938).endswith(" samples/s 5333 efficiency 0.93")
+    assert step_text(several, 938, with_efficiency=False) == step_text(row(120), 938)
+    assert step_text(row(120, efficiency=None), 938) == step_text(row(120), 938)
 
 
 def test_the_line_of_a_step_without_numbers() -> None:
@@ -107,6 +126,32 @@ def test_plain_lines_of_a_run_that_ends_early_hold_its_last_step() -> None:
     assert [line.split()[1] for line in stream.getvalue().splitlines()] == ["1", "7"]
 
 
+@pytest.mark.parametrize("every_steps", [None, 2])
+def test_plain_lines_end_with_one_table_of_the_ranks(every_steps: int | None) -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = PlainProgress(stream, total_steps=20, every_steps=every_steps, now=clock)
+    for step in range(1, 21):
+        progress.step(row_of_ranks(step, [0.3, 0.2] * 10))
+        clock.now_s += 1.0
+    progress.close()
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    place = lines.index("ranks: medians of 5 steps")
+    assert all(line.startswith("step ") and line.endswith(" efficiency 0.93") for line in lines[:place])
+    assert [line.split()[0] for line in lines[place + 2 : place + 18]] == [str(rank) for rank in range(16)]
+    assert lines[place + 18 :] == ["... and 4 more", "efficiency 0.93"]
+
+
+def test_plain_lines_of_a_rank_alone_and_of_a_run_without_steps_end_without_a_table() -> None:
+    stream = io.StringIO()
+    for rows in ([row(1)], []):
+        progress = PlainProgress(stream, total_steps=1, every_steps=None, now=Clock())
+        for one in rows:
+            progress.step(one)
+        progress.close()
+    assert stream.getvalue().count("\n") == 1
+
+
 def test_log_interval_counts_steps_and_nothing_else() -> None:
     stream = io.StringIO()
     progress = progress_for(LogConfig(log_interval=3), stream, total_steps=8, now=Clock())
@@ -120,7 +165,7 @@ def test_log_interval_counts_steps_and_nothing_else() -> None:
 @pytest.mark.parametrize("stream", [io.StringIO(), Terminal()])
 def test_log_format_none_leaves_only_validations(stream: io.StringIO) -> None:
     progress = progress_for(LogConfig(log_format="none"), stream, total_steps=1, now=Clock())
-    progress.step(row(1))
+    progress.step(row_of_ranks(1, [0.3, 0.2]))
     progress.validation({"step": 1, "valid_loss": 2.0})
     progress.close()
     assert stream.getvalue() == "valid step 1 loss 2\n"
@@ -160,6 +205,102 @@ def test_the_live_line_is_drawn_at_most_ten_times_a_second_and_at_the_end() -> N
     progress.close()
     assert 10 <= stream.getvalue().count("step ") <= 13
     assert "step 1000 " in stream.getvalue()
+
+
+def test_the_table_of_the_ranks_stands_below_the_live_line_and_remains_at_the_end() -> None:
+    stream, clock = Terminal(), Clock()
+    progress = live(stream, clock)
+    for step in range(1, 4):
+        progress.step(row_of_ranks(step, [0.3, 0.2]))
+        clock.now_s += 1.0
+    progress.close()
+    last = stream.getvalue().rpartition("step 3/938")[2].splitlines()
+    assert "efficiency" not in last[0]
+    assert last[1].startswith("ranks: medians of 3 steps")
+    assert [line.split()[:3] for line in last[3:5]] == [["0", "32", "107"], ["1", "32", "160"]]
+    assert last[5].startswith("efficiency 0.93")
+
+
+def test_a_rank_alone_has_no_table() -> None:
+    stream = Terminal()
+    progress = live(stream, Clock())
+    progress.step(row(1))
+    progress.close()
+    assert "ranks" not in stream.getvalue()
+    assert stream.getvalue().count("\n") == 1
+
+
+def test_a_table_is_drawn_at_most_twice_a_second() -> None:
+    stream, clock = Terminal(), Clock()
+    progress = live(stream, clock, total_steps=None)
+    for step in range(1, 3001):
+        progress.step(row_of_ranks(step, [0.3, 0.2]))
+        clock.now_s += 0.001
+    progress.close()
+    assert 6 <= stream.getvalue().count("step ") <= 8  # rich draws the last one once more
+    assert "step 3000 " in stream.getvalue()
+
+
+@pytest.mark.parametrize(("height", "shown"), [(40, 29), (24, 15), (15, 8), (7, 1), (6, 0), (1, 0)])
+def test_a_terminal_shows_as_many_ranks_as_it_has_lines_for(height: int, shown: int) -> None:
+    stream = Terminal()
+    progress = live(stream, Clock(), height=height)
+    progress.step(row_of_ranks(1, [0.3] * 100))
+    progress.close()
+    assert (f"... and {100 - shown} more" in stream.getvalue()) == (shown > 0)
+    drawn = stream.getvalue().rpartition("step 1/938")[2]
+    assert drawn.count("\n") <= height
+    assert ("efficiency 0.93" in drawn.splitlines()[0]) == (shown == 0)
+
+
+def test_the_ranks_of_a_long_table_stay_for_five_seconds_but_the_pace_is_always_there() -> None:
+    stream, clock = Terminal(), Clock()
+    progress = live(stream, clock, height=9)  # three ranks
+
+    def ranks_after(seconds: float, slow: int, pace: int | None = None) -> list[str]:
+        clock.now_s += seconds
+        for step in range(1, 6):  # all that medians are of
+            progress.step(row_of_ranks(step, [0.3 + 0.1 * (rank == slow) for rank in range(9)]) | {"pace": pace})
+        stream.truncate(0)
+        clock.now_s += 0.5
+        progress.step(row_of_ranks(6, [0.3 + 0.1 * (rank == slow) for rank in range(9)]) | {"pace": pace})
+        lines = [line.strip(">").split() for line in stream.getvalue().splitlines()]
+        return [words[0] for words in lines if words and words[0].isdigit()]
+
+    assert ranks_after(0.0, slow=5) == ["0", "1", "5"]
+    assert ranks_after(2.0, slow=7) == ["0", "1", "5"]
+    assert ranks_after(2.0, slow=7) == ["0", "1", "7"]
+    assert ranks_after(0.5, slow=7, pace=8) == ["0", "7", "8"]
+    progress.close()
+
+
+@pytest.mark.parametrize(("size", "rows"), [(3, 3), (2, 2), (1, 0)])
+def test_a_world_that_shrinks_loses_its_rows(size: int, rows: int) -> None:
+    stream, clock = Terminal(), Clock()
+    progress = live(stream, clock)
+    progress.step(row_of_ranks(1, [0.3] * 3))
+    clock.now_s += 1.0
+    progress.step(row_of_ranks(2, [0.3] * size) if size > 1 else row(2))
+    progress.close()
+    drawn = stream.getvalue().rpartition("step 2/938")[2]
+    assert drawn.count(" 300 ms") == rows
+    assert ("ranks:" in drawn) == (rows > 0)
+
+
+def test_a_terminal_that_is_stopped_is_not_waited_for() -> None:
+    controller, descriptor = os.openpty()
+    with open(descriptor, "w", encoding="utf-8") as stream, open(controller, "rb", buffering=0) as screen:
+        clock = Clock()
+        progress = live(stream, clock)
+        termios.tcflow(descriptor, termios.TCOOFF)  # as Ctrl-S does
+        os.set_blocking(descriptor, False)  # so that a write, which would wait for ever, fails
+        progress.step(row_of_ranks(1, [0.3, 0.2]))
+        termios.tcflow(descriptor, termios.TCOON)
+        progress.step(row_of_ranks(2, [0.3, 0.2]))
+        progress.close()
+        shown = screen.read(65536)
+    assert b"step 2/938" in shown
+    assert b"step 1/938" not in shown
 
 
 def test_a_narrow_terminal_gets_one_line_without_the_bar() -> None:
