@@ -1,6 +1,6 @@
 """A small BERT on one book: where its loss begins, and how it falls on held-out text.
 
-    python bench/book.py BOOK.txt VOCAB.txt [--ranks 2] [--steps 2000] [--minutes 15]
+    python bench/book.py BOOK.txt VOCAB.txt [--ranks 2] [--steps 1500] [--minutes 15]
 
 Makes the corpus, trains 4 layers of 256 with one thread per rank, and prints the loss of the first step beside
 ln V + ln 2, the loss of held-out masked words as it falls, and when it was first below the entropy of the frequencies
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("book", type=Path)
     parser.add_argument("vocabulary", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--minutes", type=float, default=15.0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hetseq-book-") as name:

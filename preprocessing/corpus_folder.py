@@ -8,7 +8,6 @@ affair of `bert_corpus`.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -17,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hetseq import DataError
+
+from .folders import flush, locked
 
 #: the files that every corpus has, besides its data
 FACTS, VOCABULARY, MODEL = "corpus.json", "vocab.txt", "bert_config.json"
@@ -38,7 +39,7 @@ def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
         try:
             missing += [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
-            with _locked(folder):
+            with locked(folder, "another corpus is being made in it"):
                 stage = folder / _STAGE
                 shutil.rmtree(stage, ignore_errors=True)  # of a run that was killed: ours is the only one
                 previous = _previous(folder, overwrite=overwrite)
@@ -104,7 +105,7 @@ def _move(stage: Path, folder: Path, previous: Sequence[Path]) -> None:
     """Put the new files in the place of the previous ones, `corpus.json` last; if that fails, put those back."""
     new = sorted(stage.iterdir(), key=lambda path: (path.name == FACTS, path.name))
     for path in new:
-        _flush(path)
+        flush(path)
     kept = stage / "previous"
     kept.mkdir()
     try:
@@ -119,28 +120,4 @@ def _move(stage: Path, folder: Path, previous: Sequence[Path]) -> None:
         for path in kept.iterdir():
             os.replace(path, folder / path.name)
         raise
-    _flush(folder)
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """No other process makes a corpus in `folder` meanwhile."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{folder}: another corpus is being made in it; wait for its end") from None
-        except OSError:
-            pass  # some network file systems lock no folders
-        yield
-    finally:
-        os.close(handle)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    flush(folder)

@@ -8,8 +8,6 @@ them is the affair of `tasks/mnist.py`. The one idea: a file has its name only o
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import hashlib
 import http.client
 import os
@@ -17,13 +15,15 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from hetseq import ConfigError, DataError, HetSeqError
+
+from .folders import flush, locked
 
 #: name -> (md5, bytes) as published
 FILES = {
@@ -101,14 +101,15 @@ def fetch(name: str, folder: Path, mirrors: Sequence[str], advance: Advance) -> 
     answers = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        # two writers of one .part could spoil a finished file; where folders cannot be locked the sums alone must do
+        with locked(folder, "another download into it is running"):
             part = folder / f".{name}.part"
             for mirror in mirrors:
                 answer = _download(mirror + name, part, name=name, advance=advance)
                 if answer is None:
-                    _flush(part)
+                    flush(part)
                     os.replace(part, folder / name)
-                    _flush(folder)
+                    flush(folder)
                     return mirror
                 answers.append(f"  {mirror + name}: {answer}")
     except OSError as error:
@@ -206,30 +207,6 @@ def _checked_mirror(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"--mirror {url}: expected the address of a folder, as in {MIRRORS[0]}")
     return url if url.endswith("/") else f"{url}/"
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """No other process downloads into `folder` meanwhile: two writers of one .part could spoil a finished file."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{folder}: another download into it is running; wait for its end") from None
-        except OSError:
-            pass  # some network file systems lock no folders; there the sums alone must do
-        yield
-    finally:
-        os.close(handle)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _size(path: Path) -> int:

@@ -19,13 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetseq import DataError, Task, register_task
-from tasks.bert_data import Batch, BertDataset, load_bert
+from tasks.bert_data import Batch, BertDataset, folder_of, load_bert
 from tasks.bert_model import BertConfig, BertForPreTraining
 from tasks.bert_vocab import check_vocab, read_vocab
 
 logger = logging.getLogger(__name__)
 
-_PADDING = "[PAD]"
 _CONFIG_NAME, _VOCAB_NAME = "bert_config.json", "vocab.txt"
 _MAKE_DATA = (
     "`python -m preprocessing.bert_corpus --output DIR` makes such a folder, from your text with --input, else from the"
@@ -96,15 +95,9 @@ class BertTask(Task):
         config = BertConfig.from_json_file(path)
         file = self._vocab_file()
         if file is not None:
-            vocab = read_vocab(file)
-            check_vocab(vocab, config.vocab_size, file, path)
-            padding = vocab.index(_PADDING)
-            if padding != config.pad_token_id:
-                raise DataError(
-                    f"{path} has pad_token_id {config.pad_token_id}{' (the default)' * (not config.pad_token_id)}, and"
-                    f" {_PADDING} is token {padding} in {file}: the word at the former would never be learned; write"
-                    f' "pad_token_id": {padding} into the configuration'
-                )
+            check_vocab(
+                read_vocab(file), file, config_path=path, vocab_size=config.vocab_size, pad_token_id=config.pad_token_id
+            )
         return config
 
     def _check_other_splits(self, files: list[Path], split: str) -> None:
@@ -123,21 +116,9 @@ class BertTask(Task):
             raise DataError(f"the task bert needs --data, a folder of HDF5 files: {_MAKE_DATA}")
         return Path(self.config.data.data).expanduser()
 
-    def _folder(self) -> Path:
-        data = self._data()
-        try:
-            data.stat()
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise DataError(f"--data {data} does not exist: expected a folder of HDF5 files; {_MAKE_DATA}") from error
-        except OSError as error:
-            raise DataError(
-                f"--data {data} cannot be read: {error.strerror}; expected a folder you may read and enter"
-            ) from error
-        return data if os.path.isdir(data) else data.parent
-
     def _config_file(self) -> Path:
         given = self.config.task.config_file
-        path = self._folder() / _CONFIG_NAME if given is None else Path(given).expanduser()
+        path = folder_of(self._data()) / _CONFIG_NAME if given is None else Path(given).expanduser()
         if given is None and not os.path.isfile(path):
             raise DataError(
                 f"the task bert needs the sizes of its network: give --config-file a bert_config.json (there is none in"
@@ -148,7 +129,7 @@ class BertTask(Task):
     def _vocab_file(self) -> Path | None:
         """The vocabulary, to compare with the configuration; training itself does without."""
         given = self.config.task.vocab_file
-        path = self._folder() / _VOCAB_NAME if given is None else Path(given).expanduser()
+        path = folder_of(self._data()) / _VOCAB_NAME if given is None else Path(given).expanduser()
         return path if given is not None or os.path.isfile(path) else None
 
 

@@ -11,12 +11,13 @@ few operations on whole arrays.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import logging
 import operator
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -260,9 +261,15 @@ def load_bert(
     return dataset
 
 
+def folder_of(data: Path) -> Path:
+    """The folder of `--data`, which may name one file in it. Raises DataError where nothing can be read there."""
+    with _reading(data):
+        return data if stat.S_ISDIR(data.stat().st_mode) else data.parent
+
+
 def _find(data: Path, split: str) -> list[Path]:
     """The files of a split by the order of their names. The names of folders never matter."""
-    try:
+    with _reading(data):
         mode = data.stat().st_mode  # is_dir() hides what stands in the way, in some versions of Python
         if stat.S_ISDIR(mode):
             found = sorted(data.iterdir(), key=lambda path: path.name)
@@ -275,12 +282,6 @@ def _find(data: Path, split: str) -> list[Path]:
             found = files = [data]
         else:
             raise DataError(f"--data {data} is neither a folder nor a file: expected a folder with HDF5 files; {MAKE}")
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataError(f"--data {data} does not exist: expected a folder with HDF5 files; {MAKE}") from error
-    except OSError as error:
-        raise DataError(
-            f"--data {data} cannot be read: {error.strerror}; expected a folder you may read and enter"
-        ) from error
     chosen = [path for path in files if split in path.name]
     if not chosen:
         raise MissingSplitError(
@@ -289,6 +290,19 @@ def _find(data: Path, split: str) -> list[Path]:
             f" --train-subset and --valid-subset words that are in the names of your files; {MAKE}"
         )
     return chosen
+
+
+@contextlib.contextmanager
+def _reading(data: Path) -> Iterator[None]:
+    """Raises DataError for what stands in the way to `--data`."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(f"--data {data} does not exist: expected a folder with HDF5 files; {MAKE}") from error
+    except OSError as error:
+        raise DataError(
+            f"--data {data} cannot be read: {error.strerror}; expected a folder you may read and enter"
+        ) from error
 
 
 def _is_hdf5_name(name: str) -> bool:

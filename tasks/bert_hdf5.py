@@ -9,16 +9,16 @@ gather. What is packed into chunks is unpacked by h5py a block of rows at a time
 `CACHE_BYTES` a process. Neither is opened before it is needed, nor carried into another process, and what was used
 longest ago is closed before too many are open: a folder may hold more files than a process may open.
 
-Measured, CPU time of a sample in batches of 64 at random, L = 128, one core, page cache warm:
+Measured by `bench/rows.py`, CPU time of a sample in batches of 64 at random, L = 128, one core, page cache warm:
 
 | 20,000 rows            | here   | opened for every sample, as in 2020 |
 |------------------------|--------|-------------------------------------|
-| plain                  | 1.9 us | 1.6 ms                              |
-| gzip, fits the cache   | 5.5 us | 6.1 ms                              |
-| gzip of 400,000 rows   | 14 ms  | 30 ms                               |
+| plain                  | 2.8 us | 0.9 ms                              |
+| gzip, fits the cache   | 7.8 us | 4.6 ms                              |
+| gzip of 400,000 rows   | 17 ms  | 25 ms                               |
 
 A random row of what does not fit the cache costs the unpacking of its chunks, and h5py chooses larger ones for larger
-files; `h5repack -f NONE -l CONTI` makes such a file plain (2 s for the last one, 1.9 us a sample after it).
+files; `h5repack -f NONE -l CONTI` makes such a file plain.
 """
 
 from __future__ import annotations

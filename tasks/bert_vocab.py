@@ -7,10 +7,11 @@ from pathlib import Path
 
 from hetseq import DataError
 
-SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_PAD = "[PAD]"
+SPECIAL_TOKENS = (_PAD, "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 _LARGEST_FILE = 64 << 20  # bytes
-_PADDING = 128  # a vocabulary is padded to a multiple of at most this
+_PADDED_TO = 128  # a vocabulary may be padded to a multiple of at most this
 
 
 def read_vocab(path: Path) -> list[str]:
@@ -63,12 +64,19 @@ def _check_tokens(tokens: list[str], path: Path, expected: str) -> None:
         )
 
 
-def check_vocab(vocab: list[str], vocab_size: int, vocab_path: Path, config_path: Path) -> None:
-    """Raise DataError unless `vocab_size` of a configuration is that of the vocabulary, or padded as usual."""
-    most = -(-len(vocab) // _PADDING) * _PADDING
-    if not len(vocab) <= vocab_size <= most:
-        padded = f" (or up to {most}, padded to a multiple of {_PADDING})" if most > len(vocab) else ""
+def check_vocab(vocab: list[str], vocab_path: Path, *, config_path: Path, vocab_size: int, pad_token_id: int) -> None:
+    """Raise DataError unless a configuration has as many tokens, or padded as usual, and the same id for padding."""
+    count, most = len(vocab), -(-len(vocab) // _PADDED_TO) * _PADDED_TO
+    if not count <= vocab_size <= most:
+        padded = f" (or up to {most}, padded to a multiple of {_PADDED_TO})" if most > count else ""
         raise DataError(
-            f"{config_path} has vocab_size {vocab_size} and {vocab_path} has {len(vocab)} tokens: expected vocab_size"
-            f" {len(vocab)}{padded}; give the --dict and the --config-file that belong together"
+            f"{config_path} has vocab_size {vocab_size} and {vocab_path} has {count} tokens: expected vocab_size"
+            f" {count}{padded}; give the --dict and the --config-file that belong together"
+        )
+    padding = vocab.index(_PAD)
+    if pad_token_id != padding:
+        raise DataError(
+            f"{config_path} has pad_token_id {pad_token_id}{' (the default)' * (not pad_token_id)}, and {_PAD} is token"
+            f" {padding} in {vocab_path}: the word at the former would never be learned; write"
+            f' "pad_token_id": {padding} into the configuration'
         )

@@ -51,6 +51,7 @@ def train_without_dropout(group: AnyGroup, save_dir: str, words: list[str]) -> F
     return train(group, save_dir, words)
 
 
+@pytest.mark.slow
 def test_its_mean_loss_is_exact_on_unequal_ranks(data: str, tmp_path: Path) -> None:
     # 21 samples a step, 50 an epoch: the third step is a ragged one
     def curve(world_size: int, *more: str) -> Facts:

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from hetseq import options
+from hetseq import sharing as sharing_module
 from hetseq.checkpoint import CheckpointManager, Identity, Loaded, saving
 from hetseq.checkpoint.records import seal, unseal
 from hetseq.comm import AnyGroup
@@ -399,8 +400,14 @@ def test_the_newest_offer_wins(offers: list[Offer], expected: int | None) -> Non
 # --restore-file.
 
 
-@pytest.mark.parametrize("which", ["best", "4", "latest", "path"])
-@pytest.mark.parametrize("lost", [0, 1])
+# each name and each loss once; all pairs of them when there is time
+FAST = [("best", 0), ("4", 1), ("latest", 0), ("path", 1)]
+ALL = [(which, lost) for which, _ in FAST for lost in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("which", "lost"), [pytest.param(*pair, marks=[] if pair in FAST else pytest.mark.slow) for pair in ALL]
+)
 def test_what_only_one_directory_has_is_found_by_any_name(which: str, lost: int, four: Path, tmp_path: Path) -> None:
     places = copied(four, tmp_path)
     lose(places[lost], run_of=places[1 - lost])
@@ -440,7 +447,7 @@ def live_at_home(group: AnyGroup, homes: Sequence[str], places: Sequence[str], a
     return live(group, places, APART, arguments)
 
 
-@pytest.mark.parametrize("reader", [0, 1])
+@pytest.mark.parametrize("reader", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_another_run_that_only_one_node_can_read_is_begun_with_and_not_copied(
     reader: int, four: Path, tmp_path: Path
 ) -> None:
@@ -502,14 +509,15 @@ def test_rows_of_steps_that_were_given_up_go_with_them(
 
 
 def carry(group: AnyGroup) -> list[Any]:
-    """Bytes, tensors of many kinds and a loaded checkpoint from rank 1."""
-    data = bytes(range(256)) * 70_000 if group.rank == 1 else b""  # 18 MB, more than one piece
+    """Bytes, tensors of many kinds and a loaded checkpoint from rank 1, in many pieces."""
+    sharing_module._CHUNK_BYTES = 1 << 16  # a rank is a process, so it may be changed here
+    data = bytes(range(256)) * 700 if group.rank == 1 else b""  # 179,200 bytes: two pieces and a rest
     received = send_bytes(group, data, source=1)
     unwanted = send_bytes(group, data, source=1, is_wanted=False)
     kinds = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
     tensors = {str(kind): (torch.arange(6).view(2, 3) % 2).to(kind) for kind in kinds}
     tensors |= {"empty": torch.empty(0, 4), "number": torch.tensor(math.pi), "odd": torch.tensor([math.nan, -0.0])}
-    large = torch.arange(5_000_000) * (1 if group.rank == 1 else 0)
+    large = torch.arange(50_000) * (1 if group.rank == 1 else 0)
     send_tensor(group, large, source=1)
     state = {"a": [1, 0.1, None], "b": {"c": math.inf}}
     loaded = Loaded(tensors, state, Identity(3, 0, "0" * 15 + "f"), ("best",), Path("/x"), [], "run", 2**64 - 1)
@@ -519,26 +527,30 @@ def carry(group: AnyGroup) -> list[Any]:
         name: (str(t.dtype), tuple(t.shape), t.view(-1).view(torch.uint8).tolist()) for name, t in got.tensors.items()
     }
     facts = (got.state, got.identity, got.kinds, got.path, got.run_id, got.nonce)
-    return [received == bytes(range(256)) * 70_000, unwanted, int(large.sum()), bits, facts]
+    return [received == bytes(range(256)) * 700, unwanted, int(large.sum()), bits, facts]
 
 
 def test_everything_arrives_bit_for_bit() -> None:
     there, source = run_ranks(carry, 2)
     assert there == source
     assert there[:2] == [True, b""]
-    assert there[2] == sum(range(5_000_000))
+    assert there[2] == sum(range(50_000))
 
 
-def refuse_parts(group: AnyGroup, parts: Any) -> str:
-    try:
-        share(group, parts).close()
-    except ValueError as error:
-        return str(error)
-    return ""
+def refuse_parts(group: AnyGroup, several: Sequence[Any]) -> list[str]:
+    """What is said of each of these parts."""
+    told = []
+    for parts in several:
+        try:
+            share(group, parts).close()
+            told.append("")
+        except ValueError as error:
+            told.append(str(error))
+    return told
 
 
-@pytest.mark.parametrize("parts", [((0,),), ((0, 1), (1,)), ((1,), (0,)), ((1, 0),), ((0, 1), ())])
-def test_parts_that_are_no_partition(parts: Any) -> None:
-    assert all("expected every rank once" in told for told in run_ranks(refuse_parts, 2, parts))
-    assert run_ranks(refuse_parts, 2, APART) == ["", ""]
-    assert run_ranks(refuse_parts, 2, ()) == ["", ""]
+def test_parts_that_are_no_partition() -> None:
+    wrong = [((0,),), ((0, 1), (1,)), ((1,), (0,)), ((1, 0),), ((0, 1), ())]
+    for told in run_ranks(refuse_parts, 2, [*wrong, APART, ()]):
+        assert all(f"{parts} of 2 ranks: expected every rank once" in line for parts, line in zip(wrong, told))
+        assert told[len(wrong) :] == ["", ""]

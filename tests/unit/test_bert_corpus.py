@@ -57,6 +57,14 @@ def marks(name: str, first: int, last: int) -> set[str]:
 
 @pytest.fixture
 def book(tmp_path: Path) -> Path:
+    """Short, for what does not depend on its length."""
+    path = tmp_path / "book.txt"
+    path.write_text(story(100))
+    return path
+
+
+@pytest.fixture
+def long_book(tmp_path: Path) -> Path:
     path = tmp_path / "book.txt"
     path.write_text(story(400))
     return path
@@ -130,7 +138,7 @@ def test_a_folder_has_all_that_training_needs(book: Path, tmp_path: Path, capsys
     command = shlex.split(out[-1])
     assert command[:6] == ["hetseq", "train", "--task", "bert", "--data", str(folder)]
     assert command[6:8] == ["--valid-subset", "test"]
-    assert "text: 1 document, 400 sentences" in out
+    assert "text: 1 document, 100 sentences" in out
     model = json.loads((folder / "bert_config.json").read_text())
     assert model["vocab_size"] == len((folder / "vocab.txt").read_text().splitlines()) <= 300
     assert model["pad_token_id"] == 0
@@ -151,10 +159,10 @@ def test_the_files_are_plain_contiguous_hdf5_of_small_integers(book: Path, vocab
         assert all(file[name].chunks is None and file[name].compression is None for name in file)
 
 
-def test_a_row_can_be_read_as_the_text_it_is_from(book: Path, vocab: Path, tmp_path: Path) -> None:
-    run(tmp_path / "out", "--input", book, "--vocab-file", vocab, "--duplicate", 1)
+def test_a_row_can_be_read_as_the_text_it_is_from(long_book: Path, vocab: Path, tmp_path: Path) -> None:
+    run(tmp_path / "out", "--input", long_book, "--vocab-file", vocab, "--duplicate", 1)
     tokens = vocab.read_text().split("\n")
-    text = " ".join(book.read_text().lower().replace(".", " . ").split())
+    text = " ".join(long_book.read_text().lower().replace(".", " . ").split())
     rows = rows_of(tmp_path / "out", "train")
     complete, places = 0, []
     for ids, mask, segments in zip(restored(rows), rows["input_mask"], rows["segment_ids"]):
@@ -179,8 +187,8 @@ def test_the_same_text_in_both_splits_is_paired_and_masked_in_two_ways(vocab: Pa
     assert not {tuple(row) for row in train} & {tuple(row) for row in test}
 
 
-def test_no_sentence_is_trained_and_tested_on(book: Path, vocab: Path, tmp_path: Path) -> None:
-    run(tmp_path / "out", "--input", book, "--vocab-file", vocab, "--test-share", "0.1", "--duplicate", 9)
+def test_no_sentence_is_trained_and_tested_on(long_book: Path, vocab: Path, tmp_path: Path) -> None:
+    run(tmp_path / "out", "--input", long_book, "--vocab-file", vocab, "--test-share", "0.1", "--duplicate", 9)
     train, test = words_of(tmp_path / "out", "train"), words_of(tmp_path / "out", "test")
     every = marks("z", 0, 400)
     assert train & every <= marks("z", 0, 360)
@@ -196,6 +204,7 @@ def test_with_a_hundred_documents_whole_ones_are_held_out(vocab: Path, tmp_path:
     )
     (tmp_path / "many.txt").write_text(text)
     arguments = ("--input", tmp_path / "many.txt", "--format", "lines", "--vocab-file", vocab, "--test-share", "0.1")
+    arguments += ("--duplicate", 1)
     assert run(tmp_path / "out", *arguments) == 0
     splits = facts_of(tmp_path / "out")["splits"]
     assert (splits["train"]["documents"], splits["test"]["documents"]) == (90, 10)
@@ -254,9 +263,9 @@ def test_the_outline_of_a_file_reads_as_it_was_written_with_zeros_between() -> N
     assert outline.read(7) == b""
 
 
-def test_rows_are_spread_over_files_without_changing(book: Path, vocab: Path, tmp_path: Path) -> None:
+def test_rows_are_spread_over_files_without_changing(long_book: Path, vocab: Path, tmp_path: Path) -> None:
     for name, files in (("one", 1), ("twelve", 12)):
-        run(tmp_path / name, "--input", book, "--vocab-file", vocab, "--files", files)
+        run(tmp_path / name, "--input", long_book, "--vocab-file", vocab, "--files", files)
     names = facts_of(tmp_path / "twelve")["files"]
     assert names == [*(f"corpus_train_{number:02}.hdf5" for number in range(12)), "corpus_test_0.hdf5"]
     one, twelve = (rows_of(tmp_path / name, "train") for name in ("one", "twelve"))
@@ -269,26 +278,26 @@ def test_rows_are_spread_over_files_without_changing(book: Path, vocab: Path, tm
 
 
 def test_blocks_are_written_one_after_another(
-    book: Path, vocab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    long_book: Path, vocab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(tmp_path / "whole", "--input", book, "--vocab-file", vocab)
+    run(tmp_path / "whole", "--input", long_book, "--vocab-file", vocab)
     monkeypatch.setattr(bert_corpus, "_ROWS_AT_ONCE", 7)
     monkeypatch.setattr(bert_corpus, "_SENTENCES_AT_ONCE", 7)
-    run(tmp_path / "pieces", "--input", book, "--vocab-file", vocab)
+    run(tmp_path / "pieces", "--input", long_book, "--vocab-file", vocab)
     assert contents(tmp_path / "whole") == contents(tmp_path / "pieces")
 
 
 def test_a_large_vocabulary_has_wider_ids(book: Path, vocab: Path, tmp_path: Path) -> None:
     tokens = [*(token for token in vocab.read_text().splitlines() if token != "."), "."]  # the last one is in use
-    for size, kind in ((65_535, np.uint16), (65_536, np.uint32)):
-        large = tmp_path / f"{size}.txt"
-        large.write_text("\n".join([*(f"[w{number}]" for number in range(size - len(tokens))), *tokens]))
-        folder = tmp_path / str(size)
-        assert run(folder, "--input", book, "--vocab-file", large, "--duplicate", 1) == 0
-        rows = rows_of(folder, "train")
-        assert rows["input_ids"].dtype == rows["masked_lm_ids"].dtype == kind
-        assert rows["input_ids"].max() == size - 1
-        assert json.loads((folder / "bert_config.json").read_text())["vocab_size"] == size
+    size = 65_536
+    assert [bert_hdf5.id_type(count) for count in (size - 1, size)] == [np.uint16, np.uint32]
+    large = tmp_path / "large.txt"
+    large.write_text("\n".join([*(f"[w{number}]" for number in range(size - len(tokens))), *tokens]))
+    assert run(tmp_path / "out", "--input", book, "--vocab-file", large, "--duplicate", 1) == 0
+    rows = rows_of(tmp_path / "out", "train")
+    assert rows["input_ids"].dtype == rows["masked_lm_ids"].dtype == np.uint32
+    assert rows["input_ids"].max() == size - 1
+    assert json.loads((tmp_path / "out" / "bert_config.json").read_text())["vocab_size"] == size
 
 
 @pytest.mark.parametrize(("length", "positions", "predictions"), [(8, 128, 2), (128, 128, 20), (512, 512, 77)])
@@ -322,10 +331,10 @@ def test_a_sentence_without_a_token_is_no_sentence(vocab: Path) -> None:
 # The facts
 
 
-def test_the_facts_are_those_of_the_files(book: Path, vocab: Path, tmp_path: Path) -> None:
-    run(tmp_path / "out", "--input", book, "--vocab-file", vocab, "--seed", 3)
+def test_the_facts_are_those_of_the_files(long_book: Path, vocab: Path, tmp_path: Path) -> None:
+    run(tmp_path / "out", "--input", long_book, "--vocab-file", vocab, "--seed", 3)
     facts = facts_of(tmp_path / "out")
-    content = book.read_bytes()
+    content = long_book.read_bytes()
     assert facts["sources"] == [
         {"name": "book.txt", "size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     ]
@@ -580,9 +589,9 @@ for limit in map(int, sys.argv[1].split(",")):
 """
 
 
-def test_a_disk_that_is_full_is_told_and_leaves_nothing(book: Path, vocab: Path, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_is_told_and_leaves_nothing(long_book: Path, vocab: Path, tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
-    arguments = ["--input", str(book), "--vocab-file", str(vocab), "--duplicate", "1"]
+    arguments = ["--input", str(long_book), "--vocab-file", str(vocab), "--duplicate", "1"]
     run(old, *arguments)
     before = contents(old)
     largest = max(path.stat().st_size for path in old.iterdir())
@@ -806,6 +815,7 @@ def test_the_text_of_this_python_gives_the_same_bytes_twice(tmp_path: Path) -> N
     assert train["unknown_tokens"] < 0.001 * train["tokens"]
 
 
+@pytest.mark.slow
 def test_a_real_book_gives_rows_in_proportion(shared_data: Callable[[str], Path], tmp_path: Path) -> None:
     book, part = shared_data("text/books") / "01342_pride_and_prejudice.txt", tmp_path / "part.txt"
     part.write_text(book.read_text(encoding="utf-8")[:200_000], encoding="utf-8")

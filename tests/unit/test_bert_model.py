@@ -434,6 +434,27 @@ def test_looking_padding_up_gives_its_row_no_gradient() -> None:
     assert all(gradient[token].any() for token in batch["input_ids"].unique().tolist() if token != 0)
 
 
+#: what waits for a device: a number for Python, a shape that depends on values, a comparison
+WAITING = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal"}
+
+
+def operations_of(compute: Callable[[], object]) -> set[str]:
+    """The names of what is computed, and of what that computes in turn."""
+    with torch.autograd.profiler.profile(use_kineto=False) as profile:
+        compute()
+    return {event.name for event in profile.function_events}
+
+
+def test_nothing_in_forward_waits_for_a_device() -> None:
+    model, batch = make_model(dtype=torch.float32).train(), make_batch(PADDED)
+    names, mask = operations_of(lambda: logits_of(model, batch)), batch["attention_mask"]
+    assert {"aten::embedding", "aten::native_layer_norm", "aten::index_select", "aten::tanh"} <= names
+    assert not names & WAITING
+    for looks in (lambda: bool(mask.all()), lambda: mask[mask], lambda: torch.equal(mask, mask)):
+        assert operations_of(looks) & WAITING
+
+
+@pytest.mark.slow  # a second for what torch imports of "meta"
 def test_nothing_in_forward_looks_at_a_value() -> None:
     # tensors on "meta" have none, as those on a GPU have none without waiting for it
     with torch.device("meta"):
@@ -450,17 +471,14 @@ def test_nothing_in_forward_looks_at_a_value() -> None:
     ids=["base", "large"],
 )
 def test_the_published_sizes_have_the_published_number_of_parameters(config: BertConfig, published: int) -> None:
-    with torch.device("meta"):
-        model = BertForPreTraining(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) == config.parameters == published
+    assert config.parameters == published
 
 
 @pytest.mark.parametrize(
     "config", [TINY, BertConfig(101, 6, 5, 2, 7, max_position_embeddings=13, type_vocab_size=3)], ids=["tiny", "odd"]
 )
 def test_parameters_are_counted_without_making_them(config: BertConfig) -> None:
-    with torch.device("meta"):
-        model = BertForPreTraining(config)
+    model = BertForPreTraining(config)
     assert config.parameters == sum(parameter.numel() for parameter in model.parameters())
     for name in ("vocab_size", "num_hidden_layers", "intermediate_size", "max_position_embeddings", "type_vocab_size"):
         assert dataclasses.replace(config, **{name: getattr(config, name) + 1}).parameters > config.parameters
@@ -554,10 +572,9 @@ def test_inputs_that_do_not_fit_are_refused_in_words(changes: Batch, message: st
 
 
 def test_the_encoder_alone_refuses_them_too() -> None:
-    with torch.device("meta"):
-        ids = torch.zeros(2, 17, dtype=torch.int64)
-        with pytest.raises(ValueError, match="at most 16"):
-            BertModel(TINY)(ids, ids, ids.bool())
+    ids = torch.zeros(2, 17, dtype=torch.int64)
+    with pytest.raises(ValueError, match="at most 16"):
+        BertModel(TINY)(ids, ids, ids.bool())
 
 
 # The configuration file.

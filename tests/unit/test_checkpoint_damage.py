@@ -47,7 +47,10 @@ def test_a_flipped_bit_anywhere_is_refused_or_harmless(run: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("change", ["cut", "empty", "longer", "gone", "folder"])
+@pytest.mark.parametrize(
+    "change",
+    ["cut", "gone", *(pytest.param(change, marks=pytest.mark.slow) for change in ("empty", "longer", "folder"))],
+)
 def test_a_file_of_another_size_is_refused(run: Path, name: str, change: str) -> None:
     path = folder(run, 2) / name
     content = path.read_bytes()
@@ -79,7 +82,9 @@ def mix(run: Path, other: Path, names: list[str]) -> None:
         ["part-00000.safetensors", "part-00000.json", "part-00001.safetensors", "part-00001.json", "state.json"],
     ],
 )
-@pytest.mark.parametrize("source", ["the step before", "another run", "another lineage"])
+@pytest.mark.parametrize(
+    "source", ["the step before", "another run", pytest.param("another lineage", marks=pytest.mark.slow)]
+)
 def test_a_mixture_of_two_checkpoints_is_refused(run: Path, tmp_path: Path, names: list[str], source: str) -> None:
     if source == "the step before":
         other = folder(run, 1)
@@ -131,8 +136,12 @@ EDITS: dict[str, Callable[[dict], None]] = {  # type: ignore[type-arg]
 }
 
 
-@pytest.mark.parametrize("name", EDITS)
-@pytest.mark.parametrize("resealed", [False, True])
+# without a fitting seal it is one check that refuses them all
+SEALS = [pytest.param(name, resealed, marks=[] if resealed or name == "kinds" else pytest.mark.slow)
+         for resealed in (False, True) for name in EDITS]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "resealed"), SEALS)
 def test_an_edited_commit_is_refused_even_with_a_fitting_seal(run: Path, name: str, resealed: bool) -> None:
     edit(folder(run, 2) / "COMMIT.json", EDITS[name], resealed=resealed)
     assert loaded_step(run) == 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.server
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hetseq import DataError
-from preprocessing import mnist
+from preprocessing import folders, mnist
 
 CONTENT = {name: (name.encode() * 20_000)[:size] for name, size in zip(mnist.FILES, (300_000, 999, 150_000, 1))}
 IMAGES = "train-images-idx3-ubyte.gz"
@@ -199,9 +201,43 @@ def test_verify_names_what_is_missing_or_wrong_and_fetches_nothing(
 
 
 def test_two_downloads_into_one_folder_do_not_meet(mirror: Mirror, tmp_path: Path) -> None:
-    with mnist._locked(tmp_path), pytest.raises(DataError, match="another download"):
+    with (
+        folders.locked(tmp_path, "in use"),
+        pytest.raises(DataError, match="another download into it is running; wait"),
+    ):
         mnist.fetch(IMAGES, tmp_path, [mirror.url], ignore)
     assert mnist.fetch(IMAGES, tmp_path, [mirror.url], ignore) == mirror.url
+
+
+def test_a_file_system_that_locks_no_folders_is_downloaded_into_all_the_same(
+    mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(folders.fcntl, "flock", refuse)
+    assert mnist.fetch(IMAGES, tmp_path, [mirror.url], ignore) == mirror.url
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name_and_then_the_name_is(
+    mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def seen_fsync(handle: int) -> None:
+        said.append(f"fsync {os.path.basename(os.readlink(f'/proc/self/fd/{handle}'))}")
+        fsync(handle)
+
+    def seen_replace(source: Path, target: Path) -> None:
+        said.append(f"rename {source.name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(os, "replace", seen_replace)
+    mnist.fetch(IMAGES, tmp_path, [mirror.url], ignore)
+    part = f".{IMAGES}.part"
+    assert said == [f"fsync {part}", f"rename {part}", f"fsync {tmp_path.name}"]
 
 
 def test_progress_counts_the_bytes_that_are_there(mirror: Mirror, tmp_path: Path) -> None:

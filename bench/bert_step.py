@@ -1,0 +1,209 @@
+"""What forward and backward of BERT cost here and in transformers: the same weights and rows, in turn, one process.
+
+    python bench/bert_step.py [--layers 4] [--hidden 256] [--rows 16] [--rounds 20] [--memory]
+
+Both compute the same losses and gradients, which is checked first. Here only the masked words, 20 of 128 tokens, go
+through the vocabulary head; there every token does. CPU time stands beside wall time, since a machine that is busy
+stretches the latter; ratios are taken pair by pair. `--memory` prints instead what a row of a micro-batch keeps for
+backward, for networks of the usual sizes. Ends with a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from figures import busy_mark, json_line, paired, spread, stretch, table
+
+from hetseq.processes import keep_freed_memory
+from tasks.bert_model import TIED_NAMES, BertConfig, BertForPreTraining
+
+WORDS, LENGTH, MASKED, WARM_UP = 30522, 128, 20, 3
+SIZES = {
+    "tiny": (2, 128), "mini": (4, 256), "small": (4, 512), "medium": (8, 512), "base": (12, 768), "large": (24, 1024),
+}  # fmt: skip
+
+Batch = dict[str, torch.Tensor]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=16, help="rows of a step")
+    parser.add_argument("--rounds", type=int, default=20, help="counted pairs of steps")
+    parser.add_argument("--memory", action="store_true", help="what a row keeps for backward, in place of speeds")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.memory:
+        report_memory()
+    else:
+        keep_freed_memory()
+        report_speed(options)
+
+
+def config(layers: int, hidden: int, dropout: float = 0.1) -> BertConfig:
+    """A network as its makers size it: heads of 64, and four times as wide between."""
+    sizes = BertConfig(WORDS, hidden, layers, hidden // 64, 4 * hidden)
+    return sizes.with_dropout(dropout)
+
+
+def made_up(rows: int) -> Batch:
+    """A batch as the task's, of full rows."""
+    generator = torch.Generator().manual_seed(0)
+    columns = torch.stack([torch.randperm(LENGTH - 1, generator=generator)[:MASKED] + 1 for _ in range(rows)])
+    places = columns.sort(dim=1).values + torch.arange(rows)[:, None] * LENGTH  # (rows, MASKED)
+    return {
+        "input_ids": torch.randint(1000, WORDS, (rows, LENGTH), generator=generator),
+        "token_type_ids": (torch.arange(LENGTH) >= LENGTH // 2).long().expand(rows, LENGTH),
+        "attention_mask": torch.ones(rows, LENGTH, dtype=torch.bool),
+        "masked_positions": places.flatten(),
+        "masked_ids": torch.randint(1000, WORDS, (rows * MASKED,), generator=generator),
+        "next_sentence_labels": torch.arange(rows) % 2,
+    }
+
+
+def our_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """The sum of both mean losses, in nats."""
+    names = ("input_ids", "token_type_ids", "attention_mask", "masked_positions")
+    words, pairs = model(*(batch[name] for name in names))
+    return F.cross_entropy(words, batch["masked_ids"]) + F.cross_entropy(pairs, batch["next_sentence_labels"])
+
+
+def their_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """The same, as transformers have it: a label for every token, -100 where there is nothing to predict."""
+    labels = torch.full((batch["input_ids"].numel(),), -100)
+    labels[batch["masked_positions"]] = batch["masked_ids"]
+    loss: torch.Tensor = model(
+        input_ids=batch["input_ids"],
+        token_type_ids=batch["token_type_ids"],
+        attention_mask=batch["attention_mask"].long(),
+        labels=labels.view_as(batch["input_ids"]),
+        next_sentence_label=batch["next_sentence_labels"],
+    ).loss
+    return loss
+
+
+# Speed
+
+
+def report_speed(options: argparse.Namespace) -> None:
+    """A table of both, and the ratios."""
+    ours = BertForPreTraining(config(options.layers, options.hidden, dropout=0)).train()
+    theirs, batch = theirs_like(ours, config(options.layers, options.hidden, dropout=0)), made_up(options.rows)
+    check_same(ours, theirs, batch)
+    times = in_turn(
+        {"here": lambda: step(ours, our_loss, batch), "transformers": lambda: step(theirs, their_loss, batch)},
+        options.rounds,
+    )
+    found: dict[str, Any] = {}
+    rows = []
+    for kind in ("cpu", "wall"):
+        here, there = times[f"here {kind}"], times[f"transformers {kind}"]
+        found[kind] = {"here_s": spread(here), "transformers_s": spread(there), "ratio": spread(paired(there, here))}
+        seconds = [found[kind][name].shown(".0f", 1e3) + " ms" for name in ("here_s", "transformers_s")]
+        rows.append([kind, *seconds, found[kind]["ratio"].shown()])
+    print(f"{options.layers} layers of {options.hidden}, {options.rows} rows of {LENGTH} tokens, one thread; quartiles")
+    print(table(("time", "here", "transformers", "ratio"), rows))
+    wall, cpu = (sum(times[f"here {kind}"]) for kind in ("wall", "cpu"))
+    if mark := busy_mark(stretch(wall, cpu)):
+        print(mark)
+    print(json_line("bert_step", vars(options), [found]))
+
+
+def theirs_like(ours: BertForPreTraining, sizes: BertConfig) -> torch.nn.Module:
+    """The network of transformers with the same weights."""
+    import transformers
+
+    logging.disable()  # which attention it takes is not of interest
+    keys = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    theirs = transformers.BertForPreTraining(
+        transformers.BertConfig(**{key: getattr(sizes, key) for key in keys}, **rates)
+    )
+    weights = ours.state_dict()
+    weights |= {name: weights[same] for name, same in TIED_NAMES.items()}
+    theirs.load_state_dict(weights)
+    return theirs.train()
+
+
+def check_same(ours: torch.nn.Module, theirs: torch.nn.Module, batch: Batch) -> None:
+    """Raises ValueError unless both have the same loss and gradients, in single precision."""
+    losses = [step(ours, our_loss, batch), step(theirs, their_loss, batch)]
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    apart = max(
+        float((parameter.grad - gradients[name]).norm() / parameter.grad.norm().clamp(min=1e-3))
+        for name, parameter in ours.named_parameters()
+        if parameter.grad is not None
+    )
+    if abs(losses[0] - losses[1]) > 1e-4 or apart > 1e-3:
+        raise ValueError(f"losses {losses}, and gradients {apart:.1e} apart: these are two models")
+
+
+def step(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module, Batch], torch.Tensor], batch: Batch) -> float:
+    """Forward and backward; the loss in nats."""
+    model.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    return loss.item()
+
+
+def in_turn(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, CPU and wall, each pair in alternating order."""
+    times: dict[str, list[float]] = {f"{name} {kind}": [] for name in steps for kind in ("cpu", "wall")}
+    for number in range(WARM_UP + rounds):
+        for name, take in list(steps.items())[:: 1 if number % 2 else -1]:
+            cpu, wall = time.process_time(), time.perf_counter()
+            take()
+            if number >= WARM_UP:
+                times[f"{name} cpu"].append(time.process_time() - cpu)
+                times[f"{name} wall"].append(time.perf_counter() - wall)
+    return times
+
+
+# Memory
+
+
+def report_memory() -> None:
+    """A table of what the weights take, and a row."""
+    found = []
+    for name, (layers, hidden) in SIZES.items():
+        sizes = config(layers, hidden)
+        model = BertForPreTraining(sizes).train()
+        row_bytes = kept_bytes(model, made_up(2)) - kept_bytes(model, made_up(1))
+        found.append({"size": name, "layers": layers, "hidden": hidden, "parameters": sizes.parameters,
+                      "adam_bytes": 16 * sizes.parameters, "row_bytes": row_bytes})  # fmt: skip
+    heads = ("", "layers x hidden", "parameters", "fp32 with Adam", f"and per row of {LENGTH} tokens")
+    rows = [
+        [each["size"], f"{each['layers']} x {each['hidden']}", f"{each['parameters']:,}",
+         f"{each['adam_bytes'] / 1e9:.2f} GB", f"{each['row_bytes'] / 1e6:.0f} MB"]
+        for each in found
+    ]  # fmt: skip
+    print(table(heads, rows))
+    print(json_line("bert_step --memory", {"masked": MASKED, "dropout": 0.1}, found))
+
+
+def kept_bytes(model: torch.nn.Module, batch: Batch) -> int:
+    """What backward will need again, besides the weights: each block of memory once."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}  # held, so that no block comes twice
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        our_loss(model, batch)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+if __name__ == "__main__":
+    main()

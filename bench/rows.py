@@ -1,0 +1,110 @@
+"""How fast rows of BERT are read from HDF5: here, and as in 2020, when the file was opened for every row.
+
+    python bench/rows.py [--packed-rows 400000] [--rounds 5]
+
+Writes three files, made up, in the types of NVIDIA's scripts: a plain one, one packed with gzip that fits unpacked into
+what HetSeq keeps of a split (20,000 rows both), and one that does not. Prints the CPU time of a row, in batches of 64
+rows of 128 tokens at random, with the files in the page cache; the ratio is taken round by round. Ends with a line of
+JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from figures import json_line, paired, spread, table
+
+from tasks.bert_data import load_bert
+from tasks.bert_hdf5 import NAMES
+
+LENGTH, PREDICTIONS, BATCH, ROWS = 128, 20, 64, 20_000
+#: the width and the type of each data set; the last one has a number a row
+COLUMNS = {
+    "input_ids": (LENGTH, "i4"), "input_mask": (LENGTH, "i1"), "segment_ids": (LENGTH, "i1"),
+    "masked_lm_positions": (PREDICTIONS, "i4"), "masked_lm_ids": (PREDICTIONS, "i4"), "next_sentence_labels": (0, "i1"),
+}  # fmt: skip
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--packed-rows", type=int, default=400_000, help="rows of the file that does not fit")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    logging.disable()  # that packed files are slow is what is measured
+    found = []
+    with tempfile.TemporaryDirectory(prefix="hetseq-rows-") as folder:
+        for name, rows, is_packed in (
+            ("plain", ROWS, False), ("gzip, fits", ROWS, True), ("gzip, does not fit", options.packed_rows, True),
+        ):  # fmt: skip
+            path = Path(folder) / f"{len(found)}_train.hdf5"
+            write(path, rows, is_packed=is_packed)
+            found.append({"file": f"{name}: {rows:,} rows", **measured(path, rows, options.rounds)})
+    shown = [
+        [
+            row["file"],
+            f"{row['here'].median * 1e6:,.1f} us",
+            f"{row['opened'].median * 1e6:,.0f} us",
+            row["ratio"].shown(),
+        ]
+        for row in found
+    ]
+    print(table(("file", "here", "opened for every row", "ratio (quartiles)"), shown))
+    print(json_line("rows", vars(options), found))
+
+
+def write(path: Path, rows: int, *, is_packed: bool) -> None:
+    """A file of rows whose words are as unequally frequent as those of a language."""
+    generator = np.random.default_rng(rows)
+    storage = {"compression": "gzip"} if is_packed else {}
+    with h5py.File(path, "w") as file:
+        for name, (width, kind) in COLUMNS.items():
+            shape = (rows, width) if width else (rows,)
+            if name.endswith("_ids") and name != "segment_ids":
+                numbers = np.minimum(1000 + generator.zipf(1.2, shape), 30_521)
+            elif name == "masked_lm_positions":
+                numbers = np.broadcast_to(np.arange(1, 6 * PREDICTIONS, 6), shape)
+            else:
+                numbers = np.ones(shape, np.int8)
+            file.create_dataset(name, data=numbers.astype(kind), **storage)
+
+
+def measured(path: Path, rows: int, rounds: int) -> dict[str, Any]:
+    """Seconds of CPU time a row of both ways, round by round in turn, and how many times faster ours is."""
+    dataset = load_bert(path, "train", vocab_size=30_522, max_positions=LENGTH, type_vocab_size=2)
+    generator = np.random.default_rng(0)
+    ways: dict[str, Callable[[list[int]], object]] = {
+        "here": dataset.__getitems__,
+        "opened": lambda batch: [opened(path, row) for row in batch],
+    }
+    # what is kept is filled first: by all rows in order, as the last blocks of what does not fit are no use
+    for start in range(0, rows, 10_000):
+        dataset.__getitems__(range(start, min(start + 10_000, rows)))
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            batches, started = 0, time.process_time()
+            while batches == 0 or time.process_time() - started < 0.5:
+                way(generator.integers(0, rows, BATCH).tolist())
+                batches += 1
+            times[name].append((time.process_time() - started) / batches / BATCH)
+    figures = {name: spread(seconds) for name, seconds in times.items()}
+    return {**figures, "ratio": spread(paired(times["opened"], times["here"]))}
+
+
+def opened(path: Path, row: int) -> list[Any]:
+    """One row, as in 2020."""
+    with h5py.File(path, "r") as file:
+        return [file[name][row] for name in NAMES]
+
+
+if __name__ == "__main__":
+    main()
