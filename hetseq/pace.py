@@ -64,8 +64,7 @@ class FixedPace:
         self._weights, self._meter, self._micro_batch = tuple(weights), CostMeter(), micro_batch
 
     def learn(self, part: Part, *, overhead_s: float) -> Cost | None:
-        self._meter.observe(part.work, part.seconds, overhead_s=overhead_s)
-        return self._meter.cost(self._micro_batch())
+        return learn(self._meter, part, overhead_s=overhead_s, micro_batch=self._micro_batch())
 
     def follow(self, plan: StepPlan, rows: Sequence[CommitRow]) -> Shift | None:
         return None
@@ -94,8 +93,7 @@ class MeasuredPace:
         self._advised: set[int] = set()
 
     def learn(self, part: Part, *, overhead_s: float) -> Cost | None:
-        self._meter.observe(part.work, part.seconds, overhead_s=overhead_s)
-        return self._meter.cost(self._micro_batch())
+        return learn(self._meter, part, overhead_s=overhead_s, micro_batch=self._micro_batch())
 
     def follow(self, plan: StepPlan, rows: Sequence[CommitRow]) -> Shift | None:
         if self._world_size == 1:
@@ -135,6 +133,13 @@ class MeasuredPace:
                     "rank %d slows this run down: without it a step would be %.3f s shorter, since the rest are done"
                     " before it has updated its copy of the model; leave its device out (--devices)", rank, saved_s
                 )  # fmt: skip
+
+
+def learn(meter: CostMeter, part: Part, *, overhead_s: float, micro_batch: int | None) -> Cost | None:
+    """Show a rank's part of a step to its meter; gives what a share costs by now. What weighs nothing tells nothing."""
+    timed = [(work, seconds) for work, seconds in zip(part.work, part.seconds) if work]
+    meter.observe([work for work, _ in timed], [seconds for _, seconds in timed], overhead_s=overhead_s)
+    return meter.cost(micro_batch)
 
 
 def assigner(costs: tuple[Cost, ...]) -> Assign:

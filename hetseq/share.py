@@ -63,6 +63,8 @@ class ShareComputer:
 
         Raises DeviceMemoryError where not even one sample fits.
         """
+        if self.sizes.is_learning:  # by the sizes of the step before: by now the optimizer has the memory it needs
+            self.sizes.foresee(memory.free_bytes(self._device))
         while True:
             if not all(self.sizes.holds(batch.size) for batch in data.micro_batches):
                 data = fetch_again(data, self.sizes.cap)
@@ -91,8 +93,6 @@ class ShareComputer:
                     return None, batch.size
             self._clock.mark()
         sums = tuple(float(totals.get(index, 0.0)) for index in range(len(self._terms)))  # sync
-        if self.sizes.is_learning:
-            self.sizes.foresee(memory.free_bytes(self._device))
         work = tuple(batch.work for batch in data.micro_batches)
         return Part(sums, work, tuple(self._clock.laps())), 0
 

@@ -56,7 +56,8 @@ class MicroBatchClock:
             self._marks.append(time.perf_counter())
 
     def laps(self) -> list[float]:
-        """Seconds between neighbouring marks; on a GPU only after it has done its work."""
+        """Seconds between neighbouring marks; waits for a GPU that has not done its work yet."""
         if self._is_cuda:
+            self._events[-1].synchronize()  # sync: nobody has waited for a share whose terms have no counts
             return [a.elapsed_time(b) / 1e3 for a, b in zip(self._events, self._events[1:])]
         return [b - a for a, b in zip(self._marks, self._marks[1:])]

@@ -9,6 +9,7 @@ import time
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from hetseq.capacity import assign_shares
 from hetseq.errors import DataError, HetSeqError
 from hetseq.loader import Source, StepLoader, base_order, load_range, place_on, seed_everything
 from hetseq.plan import GlobalBatch, MicroBatchCap, Planner, Position, StepPlan
+from tests.support.journeys import Change, Journey, apply, expected
 
 N = 11
 PATIENCE_S = 20.0
@@ -262,6 +264,85 @@ def test_a_late_loader_gives_none_and_the_step_is_right_all_the_same() -> None:
         dataset.gate.set()
         taken = [[batch.sample for batch in loader.take(plan).micro_batches] for plan in (first, second)]
     assert taken == run(Numbers(), 2)
+
+
+# The same samples once more.
+
+JOURNEY = Journey(n=17, batch=7, weights=(1, 1, 1), steps=6)
+
+
+def samples_of(data: Any) -> list[Any]:
+    return [sample for batch in data.micro_batches for sample in batch.sample]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_step_fetched_again_has_the_same_samples_and_disturbs_no_later_one(num_workers: int) -> None:
+    lengths = (5, 0, 1, 2, 9, 1) * 2 + (3, 0, 0, 7, 30)
+    journey = replace(JOURNEY, lengths=lengths, cap=MicroBatchCap(None, 9))
+    planner, taken = journey.planner(), []
+    with journey.loading(0, num_workers=num_workers) as loader:
+        for plan, following in zip(planner.plans(Position()), list(journey_plans(journey, 7))[1:]):
+            data = loader.take(plan)
+            await_peek(loader, following)  # of another epoch after steps 3 and 6
+            again = loader.fetch_again(data, MicroBatchCap(1))
+            assert samples_of(again) == samples_of(data)
+            assert [batch.size for batch in again.micro_batches] == [1] * data.samples
+            assert (again.plan, again.counts, again.samples) == (data.plan, data.counts, data.samples)
+            assert sum(batch.work for batch in again.micro_batches) == sum(batch.work for batch in data.micro_batches)
+            assert [batch.start for batch in again.micro_batches] == list(range(*plan.range_of(0)))
+            taken.append([(batch.start, batch.sample, batch.work) for batch in data.micro_batches])
+    assert taken == expected(journey, 0)
+    assert {epoch for step in taken for _, pairs, _ in step for _, epoch in pairs} == {1, 2}
+
+
+def journey_plans(journey: Journey, steps: int) -> Iterator[StepPlan]:
+    for plan, _ in zip(journey.planner().plans(journey.first), range(steps)):
+        yield plan
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_step_fetched_again_after_its_shares_changed_for_later_ones_is_still_itself(num_workers: int) -> None:
+    journey = replace(JOURNEY, changes=(Change(1, 3, weights=(0, 0, 1)),))
+    planner = journey.planner()
+    with journey.loading(0, num_workers=num_workers) as loader:
+        plan = planner.plan(Position())
+        first = loader.take(plan)
+        apply(journey.changes[0], loader, planner)
+        second = loader.take(planner.plan(plan.next_position()))
+        third = loader.take(planner.plan(second.plan.next_position()))
+        assert samples_of(loader.fetch_again(second, MicroBatchCap(1))) == samples_of(second) != []
+        assert samples_of(loader.fetch_again(first, MicroBatchCap(1))) == samples_of(first)
+        assert loader.fetch_again(third, MicroBatchCap(1)).micro_batches == third.micro_batches == []
+
+
+def test_random_augmentation_is_the_same_when_a_step_is_fetched_again() -> None:
+    planner = make_planner()
+    with loading(Augmented(), planner) as loader:
+        data = loader.take(planner.plan(Position()))
+        seed_everything(3)
+        assert samples_of(loader.fetch_again(data, MicroBatchCap(3))) == samples_of(data)
+
+
+class RefusingLater(Numbers):
+    """Reads well once, as a file that is damaged under way."""
+
+    is_damaged = False
+
+    def __getitem__(self, index: int) -> Any:
+        if self.is_damaged:
+            raise DataError("file x: not as it was")
+        return index
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_a_data_set_says_when_a_step_is_fetched_again_arrives_in_words(num_workers: int) -> None:
+    planner, dataset = make_planner(), RefusingLater()
+    with loading(dataset, planner, num_workers=num_workers) as loader:
+        data = loader.take(planner.plan(Position()))
+        assert samples_of(loader.fetch_again(data, MicroBatchCap(1))) == samples_of(data)
+        dataset.is_damaged = True
+        with pytest.raises(DataError, match=r"^file x: not as it was$"):
+            loader.fetch_again(data, MicroBatchCap(1))
 
 
 # Endings.

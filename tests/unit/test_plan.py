@@ -346,6 +346,50 @@ def test_lengths_are_asked_for_by_sample_and_not_by_position() -> None:
     assert asked == order.take(10, 14).tolist() != [10, 11, 12, 13]
 
 
+# Micro-batches that grow.
+
+
+def test_a_ramp_doubles_and_its_last_size_was_seen_before() -> None:
+    ramp = MicroBatchCap(is_ramp=True)
+    assert [sizes(3, 3 + count, ramp) for count in range(9)] == [
+        [], [1], [1, 1], [1, 1, 1], [1, 2, 1], [1, 2, 2], [1, 2, 2, 1], [1, 2, 2, 2], [1, 2, 4, 1]
+    ]  # fmt: skip
+    assert sizes(0, 40, ramp) == [1, 2, 4, 8, 16, 9]
+    assert sizes(0, 40, MicroBatchCap()) == [40]
+
+
+def test_a_ramp_respects_what_a_node_holds() -> None:
+    assert sizes(0, 20, MicroBatchCap(3, is_ramp=True)) == [1, 2, 3, 3, 3, 3, 3, 2]
+    assert sizes(0, 20, MicroBatchCap(6, multiple=3, is_ramp=True)) == [1, 2, 3, 6, 6, 2]
+    assert sizes(0, 9, MicroBatchCap(tokens=10, is_ramp=True), [5, 5, 5, 1, 1, 1, 9, 9, 9]) == [1, 2, 3, 1, 1, 1]
+    # one long sample does not throw it back
+    assert sizes(0, 20, MicroBatchCap(tokens=10, is_ramp=True), [1] * 7 + [10] + [1] * 12) == [1, 2, 4, 1, 8, 4]
+
+
+def test_any_ramp_covers_its_share_and_never_ends_with_its_largest() -> None:
+    generator = random.Random(5)
+    for _ in range(300):
+        start, size = generator.randrange(5), generator.randrange(1, 80)
+        lengths = generator.choice([None, [generator.randint(0, 9) for _ in range(90)]])
+        cap = MicroBatchCap(
+            generator.choice([None, generator.randint(1, 20)]),
+            generator.choice([None, generator.randint(1, 40)]),
+            generator.choice([1, 1, 2, 4]),
+            is_ramp=True,
+        )
+        found, at = sizes(start, start + size, cap, lengths), start
+        assert sum(found) == size
+        assert min(found) > 0
+        for number, each in enumerate(found):
+            before = max(found[:number], default=0)
+            assert each <= max(1, 2 * before), (cap, found)
+            assert cap.samples is None or each <= cap.samples
+            assert each <= cap.multiple or each % cap.multiple == 0 or number == len(found) - 1
+            assert cap.tokens is None or lengths is None or each == 1 or sum(lengths[at : at + each]) <= cap.tokens
+            at += each
+        assert len(found) == 1 or found[-1] <= max(found[:-1]), (cap, found)
+
+
 # The proof that ranks plan the same step.
 
 PLAN = StepPlan(step=4, epoch=2, start=10, stop=20, shares=(5, 3, 2), ends_epoch=False)
