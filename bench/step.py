@@ -1,10 +1,12 @@
-"""What a step of HetSeq costs over a bare loop: the same model, data and optimizer, step by step in turn, one process.
+"""What a step of HetSeq costs over a bare loop, and what it costs elsewhere: one process, step by step in turn.
 
-    python bench/step.py [--batch 256] [--rounds 40]
+    python bench/step.py [--model mnist|bert] [--batch 256] [--rounds 40] [--peers all|none|"HF Trainer" ...]
 
 A bare loop fetches a batch, zeroes the gradients, runs forward and backward, clips and updates. HetSeq's step does the
-same and also plans, seeds, counts, reduces, commits, and writes its row of metrics. Both run in one process in
-alternation, so that the noise of the machine hits both alike; the ratio is taken pair by pair. Both profit from
+same and also plans, seeds, counts, reduces, commits, and writes its row of metrics. Peers do what they do: Accelerate,
+Lightning Fabric, HF Trainer and Lightning Trainer where they are installed, with the same model, data and optimizer.
+All run in one process. After each step of a peer, in its own hook where it owns its loop, HetSeq and the bare loop do
+one as well, so that the noise of the machine hits all alike; ratios are taken neighbour by neighbour. All profit from
 memory that is kept between steps, as in a HetSeq worker; without it page faults would decide. Process CPU time stands
 beside wall time: a run whose wall time exceeds its CPU time by more than a tenth shared its core.
 """
@@ -12,15 +14,17 @@ beside wall time: a run whose wall time exceeds its CPU time by more than a tent
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import figures
 import torch
-import torch.nn.functional as F
+import workloads
+from peers import PEERS, Peer
+from workloads import Workload
 
 from hetseq import options
 from hetseq.comm import LocalGroup
@@ -29,96 +33,143 @@ from hetseq.processes import keep_freed_memory
 from hetseq.run_directory import RunDirectory
 from hetseq.session import Session, build_session, load_material
 
-TASK = Path(__file__).with_name("random_images.py")
 WARM_UP = 15
+BATCHES = {"mnist": 256, "bert-tiny": 64, "bert": 8}
+ROUNDS = {"mnist": 40, "bert-tiny": 40, "bert": 20}
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments; an error ends the script in words."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", choices=workloads.MODELS, default="mnist", help="what all of them train")
+    parser.add_argument("--batch", type=int, help="samples of a step (default: by the model)")
+    parser.add_argument("--rounds", type=int, help="counted steps of each (default: by the model)")
+    parser.add_argument(
+        "--peers", nargs="+", choices=["all", "none", *PEERS], default=["all"], help="beside the bare loop"
+    )
+    arguments = parser.parse_args(words)
+    arguments.batch = arguments.batch or BATCHES[arguments.model]
+    arguments.rounds = arguments.rounds or ROUNDS[arguments.model]
+    if min(arguments.batch, arguments.rounds) < 1:
+        parser.error("--batch and --rounds: expected numbers of at least 1")
+    if "all" in arguments.peers or "none" in arguments.peers:
+        arguments.peers = list(PEERS) if "all" in arguments.peers else []
+    return arguments
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--batch", type=int, default=256, help="samples of a step")
-    parser.add_argument("--rounds", type=int, default=40, help="counted pairs of steps")
-    arguments = parser.parse_args()
+    arguments = parse()
     torch.set_num_threads(1)
     keep_freed_memory()
-    with tempfile.TemporaryDirectory() as folder:
-        hetseq_step, session = hetseq_loop(Path(folder), arguments.batch)
-        ratios = measure(hetseq_step, bare_loop(arguments.batch), arguments.rounds)
-        session.close()
-    report(arguments.batch, ratios)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="hetseq-step-") as name:
+        folder = Path(name)
+        work = workloads.prepare(arguments.model, folder / "data", 64 * arguments.batch)
+        ours, session = hetseq_loop(work, folder, arguments.batch)
+        bare = workloads.bare_loop(work, arguments.batch)
+        try:
+            times = beside({"HetSeq": ours}, alone(bare), work, arguments)
+            rows.append(evaluate("bare loop", times, of=["HetSeq"]))
+            for peer in arguments.peers:
+                try:
+                    times = beside({"HetSeq": ours, "bare loop": bare}, PEERS[peer], work, arguments)
+                except ImportError as error:
+                    print(f"(without {peer}: {error})")
+                    continue
+                rows.append(evaluate(peer, times, of=["HetSeq", "bare loop"]))
+        finally:
+            session.close()
+    report(rows, arguments)
 
 
-def hetseq_loop(folder: Path, batch: int) -> tuple[Callable[[], None], Session]:
+def hetseq_loop(work: Workload, folder: Path, batch: int) -> tuple[Callable[[], Any], Session]:
     """One step of HetSeq, with all it does in a real run."""
-    words = ["--task", str(TASK), "--global-batch-size", str(batch), "--save-dir", str(folder / "run"), "--cpu"]
-    words += ["--disable-validation", "--lr", "1e-3", "--clip-norm", "25", "--persistent-time-interval", "0"]
-    config = options.complete(options.parse([*words, "--no-save", "--log-format", "none"]))
+    words = [*workloads.hetseq_words(work, batch), "--save-dir", str(folder / "run")]
+    config = options.complete(options.parse(words))
     directory = RunDirectory.prepare(folder / "run", config_yaml=options.dump_yaml(config))
     metrics = Metrics(directory, config.log, is_writer=True, total_steps=None)
     material = load_material(config, torch.device("cpu"))
     session = build_session(config, directory, LocalGroup(), material, metrics=metrics)
     session.controller.replica.model.train()
-    return lambda: session.controller.train_step() and None, session
+    return session.controller.train_step, session
 
 
-def bare_loop(batch: int) -> Callable[[], None]:
-    """One step of the loop anybody would write."""
-    import random_images
+def alone(step: Callable[[], Any]) -> Peer:
+    """A step as a peer: called over and over."""
 
-    dataset, model = random_images.RandomImages(), random_images.build_model()
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    groups = [{"params": decayed}, {"params": others}]
-    optimizer = torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.0, fused=True)
-    order = torch.randperm(len(dataset))
-    position = 0
+    def train(work: Workload, batch: int, between: Callable[[], bool]) -> None:
+        step()
+        while between():
+            step()
 
-    def step() -> None:
-        nonlocal position
-        indices = order[position : position + batch]
-        position = (position + batch) % (len(dataset) - batch)
-        images, labels = dataset.images[indices], dataset.labels[indices]
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(images), labels)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 25.0)
-        optimizer.step()
-        loss.item()
-
-    return step
+    return train
 
 
-def measure(ours: Callable[[], None], bare: Callable[[], None], rounds: int) -> dict[str, list[float]]:
-    """Seconds of both, step by step, each pair in alternating order."""
-    times: dict[str, list[float]] = {"ours_cpu": [], "bare_cpu": [], "ours_wall": [], "bare_wall": []}
-    for number in range(WARM_UP + rounds):
-        pair = [("ours", ours), ("bare", bare)]
-        for name, step in pair if number % 2 else reversed(pair):
+Times = dict[str, list[tuple[float, float]]]  # by loop and step: seconds of CPU, seconds
+
+
+def beside(rivals: dict[str, Callable[[], Any]], peer: Peer, work: Workload, arguments: argparse.Namespace) -> Times:
+    """Seconds of a peer, as "peer", and of rivals that do a step after each of its own, in changing order."""
+    times: Times = {"peer": [], **{name: [] for name in rivals}}
+    mark, steps = [0.0, 0.0], int(WARM_UP + arguments.rounds)
+
+    def between() -> bool:
+        times["peer"].append((time.process_time() - mark[0], time.perf_counter() - mark[1]))
+        order = list(rivals.items())
+        for name, step in order if len(times["peer"]) % 2 else reversed(order):
             cpu, wall = time.process_time(), time.perf_counter()
             step()
-            if number >= WARM_UP:
-                times[f"{name}_cpu"].append(time.process_time() - cpu)
-                times[f"{name}_wall"].append(time.perf_counter() - wall)
-    return times
+            times[name].append((time.process_time() - cpu, time.perf_counter() - wall))
+        mark[:] = time.process_time(), time.perf_counter()
+        return len(times["peer"]) < steps
+
+    mark[:] = time.process_time(), time.perf_counter()
+    peer(work, arguments.batch, between)
+    return {name: seconds[WARM_UP:] for name, seconds in times.items()}
 
 
-def report(batch: int, times: dict[str, list[float]]) -> None:
-    """A table, and the same as one line of JSON."""
-    figures: dict[str, float] = {"batch": batch, "n": len(times["ours_cpu"])}
-    print(f"one process, one thread, MNIST net, batch {batch}, AdamW; {figures['n']} pairs of steps")
-    for kind in ("cpu", "wall"):
-        ours, bare = times[f"ours_{kind}"], times[f"bare_{kind}"]
-        ratios = sorted(one / other for one, other in zip(ours, bare))
-        quarter = len(ratios) // 4
-        figures[f"{kind}_ratio"] = statistics.median(ratios)
-        print(
-            f"{kind:>5}: HetSeq {statistics.median(ours) * 1e3:7.1f} ms   bare {statistics.median(bare) * 1e3:7.1f} ms"
-            f"   ratio {statistics.median(ratios):.4f}   quartiles {ratios[quarter]:.4f} to {ratios[-1 - quarter]:.4f}"
-        )
-    busy = sum(times["ours_wall"]) / sum(times["ours_cpu"])
-    if busy > 1.1:
-        print(f"(the machine was busy: wall time is {busy:.2f} x CPU time)")
-    print(json.dumps(figures))
+def evaluate(peer: str, times: Times, *, of: Sequence[str]) -> dict[str, Any]:
+    """The figures of a peer: its own, those of its rivals beside it, and ratios above 1 where it takes longer."""
+    row: dict[str, Any] = {"what": peer, "n": len(times["peer"])}
+    for number, kind in enumerate(("cpu", "wall")):
+        seconds = {name: [step[number] for step in steps] for name, steps in times.items()}
+        row[f"{kind}_s"] = figures.spread(seconds["peer"])
+        for rival in of:
+            row[f"{rival} {kind}_s"] = figures.spread(seconds[rival])
+            row[f"{kind} of {rival}"] = figures.spread(figures.paired(seconds["peer"], seconds[rival]))
+    all_steps = [step for steps in times.values() for step in steps]
+    row["wall_to_cpu"] = figures.stretch(sum(wall for _, wall in all_steps), sum(cpu for cpu, _ in all_steps))
+    return row
+
+
+def report(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """A table, what is to be said against it, and the same as one line of JSON."""
+    print(
+        f"one process, one thread, {arguments.model}, {arguments.batch} samples a step, AdamW,"
+        f" torch {torch.__version__}"
+    )
+    heads = [
+        "", "step, CPU ms", "HetSeq beside it", "x HetSeq, CPU", "x HetSeq, wall", "x bare loop, CPU", "wall / CPU", "n"
+    ]  # fmt: skip
+    cells = [
+        [
+            row["what"], f"{row['cpu_s'].median * 1e3:.1f}", f"{row['HetSeq cpu_s'].median * 1e3:.1f}",
+            row["cpu of HetSeq"].shown(".3f"), row["wall of HetSeq"].shown(".3f"),
+            row["cpu of bare loop"].shown(".3f") if "cpu of bare loop" in row else "1", f"{row['wall_to_cpu']:.2f}",
+            str(row["n"]),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    print(figures.table(heads, cells))
+    bare = rows[0]
+    print(
+        f"HetSeq over the bare loop: {1 / bare['cpu of HetSeq'].median:.4f} x its CPU time,"
+        f" {1 / bare['wall of HetSeq'].median:.4f} x its wall time (medians of {bare['n']} pairs)"
+    )
+    if mark := figures.busy_mark(max(row["wall_to_cpu"] for row in rows)):
+        print(f"({mark}; CPU time suffers less)")
+    print(figures.json_line("step", vars(arguments), rows))
 
 
 if __name__ == "__main__":

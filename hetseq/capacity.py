@@ -107,8 +107,8 @@ def _can_take(total: int, costs: Sequence[Cost]) -> bool:
 
 
 def _room(total: int, costs: Sequence[Cost]) -> list[int]:
-    """The most units each rank can take of so many. Shape (world_size,)."""
-    return [total if cost.limit is None else min(cost.limit, total) for cost in costs]
+    """The most units each rank can take, without a limit all of them. Shape (world_size,)."""
+    return [total if cost.limit is None else cost.limit for cost in costs]
 
 
 def _units_by(now_s: float, costs: Sequence[Cost], room: Sequence[int]) -> list[int]:

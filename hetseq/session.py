@@ -36,6 +36,7 @@ from hetseq.pace import FixedPace, MeasuredPace, Pace, assigner_by
 from hetseq.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.reduction import GradientReducer
 from hetseq.replica import Replica, check_model, trained_parameters
+from hetseq.replica_check import ReplicaCheck, kind_of
 from hetseq.resuming import begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory
 from hetseq.saving import Provenance, Saver
@@ -124,8 +125,10 @@ def build_session(
             num_workers=_num_workers(config.data.num_workers, device),
         )  # fmt: skip
         status = StatusFiles(directory, sharing, device=str(device))
+        replicas = _replica_check(config, replica, group, metrics, device)
         boundary = RunBoundary(
-            config=config.validation, validators=validators, saver=saver, metrics=metrics, status=status
+            config=config.validation, validators=validators, saver=saver, metrics=metrics, status=status,
+            replicas=replicas,
         )  # fmt: skip
         weights = tuple(float(material.task.term_weights.get(term, 1.0)) for term in material.terms)
         computer = ShareComputer(
@@ -145,12 +148,24 @@ def build_session(
         # Only now, when nothing is left to refuse, does the run directory learn of this start.
         if beginning is not None:
             begin_from(beginning, directory, saver, sharing, metrics=metrics)
+        if replicas is not None:
+            replicas.check(state.position.step - 1, (1,) * group.world_size)
     metrics.set_total(_total_steps(config, len(material.train), provenance.batch))
     status.write(0.0, force=True, step=state.position.step - 1, state="start")
     _say_what_runs(controller, material)
     if config.data.unit_size is None:
         _warn_of_batch_norm(controller)
     return Session(controller, saver, status)
+
+
+def _replica_check(
+    config: Config, replica: Replica, group: AnyGroup, metrics: Metrics, device: torch.device
+) -> ReplicaCheck | None:
+    """What compares the replicas; None where there is one, or with --check-replicas-every 0. Collective."""
+    every = config.distributed.check_replicas_every
+    if not every or group.world_size == 1:
+        return None
+    return ReplicaCheck(replica, group, metrics, every=every, kind=kind_of(device))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ first step, and sends one `end` with its exit code and, if something went wrong,
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,7 +31,7 @@ import torch
 
 from hetseq.comm import AnyGroup, LocalGroup, Meeting, connect
 from hetseq.commit import Wish
-from hetseq.config import Config
+from hetseq.config import CheckpointConfig, Config
 from hetseq.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -45,6 +47,7 @@ from hetseq.metrics import Metrics
 from hetseq.options import with_own_options
 from hetseq.placement import Placement
 from hetseq.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_with_pipe, keep_freed_memory
+from hetseq.replica_check import ReplicasDiffer
 from hetseq.run_directory import RunDirectory, open_appending
 from hetseq.session import Session, build_session, load_material
 from hetseq.sharing import everything_shared, share
@@ -165,10 +168,20 @@ def run_worker(
     is_ready = False
     with ExitStack() as closing:
         try:
-            session = _start(with_own_options(config, own or {}), directory, placement, stop, line, closing)
-            line.ready()
-            is_ready = True
-            return _train(session)
+            config = with_own_options(config, own or {})
+            build = _start(config, directory, placement, stop, line, closing)
+            gone_back_to = 0
+            while True:
+                with contextlib.closing(build(config)) as session:
+                    if not is_ready:
+                        line.ready()
+                        is_ready = True
+                    try:
+                        return _train(session)
+                    except ReplicasDiffer as error:
+                        gone_back_to = _newest_to_go_back_to(session, error, gone_back_to)
+                del session  # its tensors, before there are others
+                config = _as_for_a_restart(config)
         except SystemExit as error:
             return {"code": EXIT_FAILED, "message": f"the task's code called sys.exit({error.code!r}) during the run"}
         except Exception as error:
@@ -182,7 +195,7 @@ def _start(
     stop: StopRequest,
     line: Line | Alone,
     closing: ExitStack,
-) -> Session:
+) -> Callable[[Config], Session]:
     torch.set_num_threads(placement.threads)
     device = torch.device(placement.device)
     if device.type == "cuda":
@@ -203,9 +216,26 @@ def _start(
     closing.callback(group.close)
     sharing = share(group, placement.parts) if placement.parts else everything_shared(group)
     closing.callback(sharing.close)
-    session = build_session(config, directory, group, material, metrics=metrics, wish=stop.wish, sharing=sharing)
-    closing.callback(session.close)
-    return session
+    return lambda config: build_session(
+        config, directory, group, material, metrics=metrics, wish=stop.wish, sharing=sharing
+    )
+
+
+def _newest_to_go_back_to(session: Session, error: ReplicasDiffer, gone_back_to: int) -> int:
+    """The step of the newest checkpoint; raises `error` where there is none, or where it was gone back to before."""
+    newest = session.saver.last_step  # the same on all ranks
+    if newest <= gone_back_to:
+        raise error
+    level = logging.WARNING if session.controller.group.rank == 0 else logging.INFO  # all know the same
+    logger.log(level, "%s; going back to the checkpoint of step %d", error, newest)
+    return newest
+
+
+def _as_for_a_restart(config: Config) -> Config:
+    """The run's own newest checkpoint, if there is one; else the one of another run that this one began with."""
+    if not os.path.isdir(config.checkpoint.restore_file):
+        config = replace(config, checkpoint=replace(config.checkpoint, restore_file=CheckpointConfig.restore_file))
+    return config
 
 
 def _train(session: Session) -> dict[str, Any]:

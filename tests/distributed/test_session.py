@@ -52,7 +52,7 @@ class SentencesLongestFirst(Sentences):
 
 def take_steps(group: AnyGroup, save_dir: str, task_class: type[Sentences], steps: int) -> list[list[int]]:
     """A rank's life: the samples of its part of each step."""
-    words = toy_words("Integers", balance="equal", max_tokens=4 if group.world_size == 2 else 8)
+    words = toy_words("Integers", balance="equal", max_tokens=8)
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     task, directory = make_task(task_class, config), RunDirectory(Path(save_dir))
     material = load_material(config, torch.device("cpu"), task)
@@ -65,19 +65,32 @@ def take_steps(group: AnyGroup, save_dir: str, task_class: type[Sentences], step
     return [[int(x) for batch in data.micro_batches for x in batch.sample["x"]] for data in taken]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    ("task_class", "steps"),
+    ("world_size", "task_class", "steps"),
     [
-        (Sentences, [[1, 2, 3], [4], [5], [6], [7], [8]]),
-        (SentencesLongestFirst, [[8], [7], [6], [5], [4, 3], [2, 1]]),
+        (1, Sentences, [[1, 2, 3], [4], [5], [6], [7], [8]]),
+        (1, SentencesLongestFirst, [[8], [7], [6], [5], [4, 3], [2, 1]]),
+        (2, Sentences, [[1, 2, 3, 4, 5], [6, 7], [8]]),
+        (2, SentencesLongestFirst, [[8, 7], [6, 5, 4], [3, 2, 1]]),
     ],
 )
 def test_steps_are_filled_by_the_lengths_of_the_samples_in_them(
-    task_class: type[Sentences], steps: list[list[int]], world_size: int, tmp_path: Path
+    world_size: int, task_class: type[Sentences], steps: list[list[int]], tmp_path: Path
 ) -> None:
     ranks = run_ranks(take_steps, world_size, prepared(tmp_path / "run"), task_class, len(steps))
     assert [[*itertools.chain(*parts)] for parts in zip(*ranks)] == steps
+
+
+def test_a_cap_that_does_not_hold_the_longest_sample_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankRaised, match="--max-tokens 7 does not hold sample 7 of the training data, which has 8"):
+        run_ranks(begin_sentences, 1, prepared(tmp_path), ["--max-tokens", "7"])
+    run_ranks(begin_sentences, 1, prepared(tmp_path), ["--max-tokens", "8"])
+
+
+def begin_sentences(group: AnyGroup, save_dir: str, words: list[str]) -> None:
+    config = options.complete(options.parse([*toy_words("Integers"), *words, "--save-dir", save_dir]))
+    material = load_material(config, torch.device("cpu"), make_task(Sentences, config))
+    build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder()).close()
 
 
 class OwnBeginning(toys.Integers):

@@ -78,6 +78,7 @@ BAD_VALUES = [
     ("--throttle", "0:0.5", "a factor of 1 or more"),
     ("--throttle", "0:inf", "a factor of 1 or more"),
     ("--devices", "tpu:0", "cpu, cuda or cuda:N"),
+    ("--check-replicas-every", "-1", "0 or more"),
     ("--save-interval", "0", "a number above 0"),
     ("--persistent-time-interval", "nan", "a finite number"),
     ("--keep-last-epochs", "0", "-1 (all) or a number above 0"),
@@ -123,6 +124,7 @@ def test_a_yaml_file_that_cannot_be_meant(refuse: Refuse, tmp_path: Path, text: 
         ((*TWO, "--throttle", "2:3"), ("--throttle 2", "the ranks are 0 to 1")),
         ((*TWO, "--devices", "cpu"), ("--distributed-world-size 2 with 1 workers", "leave")),
         (("--devices", "cuda:9"), ("--devices cuda:9 contradicts --cpu", "leave one of them out")),
+        (("--devices", "cpu", "--distributed-gpus", "2"), ("--devices cpu names 1", "--distributed-gpus 2", "leave")),
         (("--optimizer", "adma"), ("--optimizer adma", "did you mean adam")),
         (("--lr-scheduler", "cosinus"), ("--lr-scheduler cosinus", "did you mean cosine?")),
         (("--max-sentense", "3"), ("unknown option --max-sentense", "did you mean --max-sentences?")),
@@ -346,7 +348,7 @@ def test_a_step_without_a_size(warm: WarmLauncher, tmp_path: Path, world: tuple[
 @pytest.mark.slow
 def test_a_device_that_is_not_there(warm: WarmLauncher, tmp_path: Path) -> None:
     args = ["train", *BASE[1:], "--save-dir", str(tmp_path / "run"), "--devices", "cuda:9"]
-    check_refusal(warm.run(args), "cuda:9 was asked for", "--devices", "this node shows", "--cpu")
+    check_refusal(warm.run(args), "--devices cuda:9 asks for cuda:9", "this node shows", "--cpu")
 
 
 # ------------------------------------------------------------------------------------------------- the run directory

@@ -13,7 +13,7 @@ from hetseq.comm import AnyGroup
 from hetseq.config import LogConfig
 from hetseq.metrics import Metrics
 from hetseq.run_directory import RunDirectory
-from hetseq.session import build_session, load_material
+from hetseq.session import Session, build_session, load_material
 from tests.support import toys
 
 TOYS = Path(__file__).with_name("toys.py")
@@ -68,6 +68,11 @@ def train(group: AnyGroup, save_dir: str, words: list[str]) -> Facts:
     recorder = Recorder()
     material = load_material(config, torch.device("cpu"))
     session = build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder)
+    return facts_of(session, recorder)
+
+
+def facts_of(session: Session, recorder: Recorder) -> Facts:
+    """Train to the end, close the session, and tell."""
     try:
         has_ended = session.train()
         optimizer = session.controller.replica.optimizer
@@ -81,7 +86,7 @@ def train(group: AnyGroup, save_dir: str, words: list[str]) -> Facts:
             validations=recorder.validations,
             parameters=torch.cat([p.detach().flatten() for p in model.parameters()]).clone(),
             has_ended=has_ended,
-            bytes_reduced=group.bytes_reduced,
+            bytes_reduced=session.controller.group.bytes_reduced,
         )
     finally:
         session.close()

@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import pytest
 
-from hetseq.capacity import assign_shares
+from hetseq.capacity import Cost, assign_shares, balance_shares, slowed_by, step_seconds
 
 
 @functools.cache
@@ -113,3 +113,186 @@ def test_many_ranks_with_any_floats_sum_exactly() -> None:
 def test_weights_that_divide_nothing_are_refused(weights: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="expected finite weights of 0 or more, at least one above 0"):
         assign_shares(4, weights)
+
+
+def random_costs(generator: random.Random, ranks: int) -> list[Cost]:
+    """Costs with and without a fixed part, with and without limits; in whole numbers, so that ties are ties."""
+    costs = []
+    for _ in range(ranks):
+        fixed_s = generator.choice([0, 0, generator.randint(0, 9), generator.randint(0, 40)])
+        limit = generator.choice([None, None, 0, 1, generator.randint(0, 6)])
+        costs.append(Cost(float(fixed_s), float(generator.randint(1, 9)), limit))
+    return costs
+
+
+def one_at_a_time(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
+    """Each unit to the rank that would finish it first: slow, and obviously what was meant."""
+    shares = [0] * len(costs)
+    for _ in range(total):
+        open_ranks = [n for n, cost in enumerate(costs) if cost.limit is None or shares[n] < cost.limit]
+        shares[min(open_ranks, key=lambda n: (costs[n].fixed_s + costs[n].per_unit_s * (shares[n] + 1), n))] += 1
+    return tuple(shares)
+
+
+def by_speed_alone(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
+    """What one would write first: shares in proportion to the speed, without a look at the fixed part."""
+    return assign_shares(total, [1 / cost.per_unit_s if cost.limit is None else 0.0 for cost in costs])
+
+
+def test_no_other_division_has_a_shorter_step() -> None:
+    generator = random.Random(4)
+    refused = by_speed_is_slower = 0
+    for _ in range(3000):
+        ranks = generator.randint(1, 4)
+        total, costs = generator.randint(0, {1: 20, 2: 20, 3: 8, 4: 6}[ranks]), random_costs(generator, ranks)
+        allowed = [
+            shares
+            for shares in divisions(total, ranks)
+            if all(cost.limit is None or share <= cost.limit for share, cost in zip(shares, costs))
+        ]
+        if not allowed:
+            refused += 1
+            with pytest.raises(ValueError, match="within their limits"):
+                balance_shares(total, costs)
+            continue
+        shares = balance_shares(total, costs)
+        assert shares in allowed, (total, costs)
+        assert step_seconds(shares, costs) == min(step_seconds(other, costs) for other in allowed), (total, costs)
+        if any(cost.limit is None for cost in costs):
+            by_speed_is_slower += step_seconds(by_speed_alone(total, costs), costs) > step_seconds(shares, costs)
+    assert refused > 200
+    assert by_speed_is_slower > 200  # the twin: most of the answer is not in the speeds
+
+
+def test_the_units_that_are_not_dealt_one_by_one_are_the_same_units() -> None:
+    generator = random.Random(5)
+    for _ in range(150):
+        # 1e-17 a unit is lost beside any fixed part: a rank that ties with itself takes all it can
+        costs = [
+            Cost(
+                generator.choice([0, generator.uniform(0, 9)]), generator.uniform(0.1, 2) * generator.choice([1, 1e-17])
+            )
+            for _ in range(generator.randint(1, 7))
+        ]
+        limited = [Cost(cost.fixed_s, cost.per_unit_s, generator.choice([None, 3, 40])) for cost in costs]
+        total = generator.randint(0, 300)
+        for each in (costs, [*limited, Cost(50.0, 3.0)]):
+            assert balance_shares(total, each) == one_at_a_time(total, each), (total, each)
+
+
+@pytest.mark.parametrize(
+    ("total", "costs", "shares"),
+    [
+        (10, [Cost(0, 1), Cost(0, 1), Cost(0, 1)], (4, 3, 3)),  # of ranks that tie the lowest
+        (70, [Cost(0, 1), Cost(0, 2), Cost(0, 4)], (40, 20, 10)),
+        (70, [Cost(30, 1), Cost(0, 1), Cost(0, 1)], (4, 33, 33)),  # the fixed part is 30 units
+        (10, [Cost(0, 1), Cost(100, 1)], (10, 0)),  # 11 seconds are the least it could do
+        (10, [Cost(100, 1), Cost(0, 1)], (0, 10)),
+        (10, [Cost(0, 1), Cost(0, 100)], (10, 0)),
+        (10, [Cost(0, 1, 4), Cost(0, 9)], (4, 6)),
+        (10, [Cost(0, 1, 0), Cost(5, 9)], (0, 10)),
+        (10, [Cost(0, 1, 5), Cost(0, 1, 5)], (5, 5)),
+        (6, [Cost(0, 1)] * 6, (1, 1, 1, 1, 1, 1)),
+        (2, [Cost(0, 3), Cost(0, 1), Cost(0, 1)], (0, 1, 1)),  # fewer units than ranks
+        (0, [Cost(3, 1), Cost(0, 1, 0)], (0, 0)),
+        (0, [], ()),
+        (10**6, [Cost(0, 1e-6), Cost(0, 3e-6)], (750_000, 250_000)),  # tokens
+        (10**12, [Cost(0, 1), Cost(0, 3)], (750_000_000_000, 250_000_000_000)),
+    ],
+)
+def test_balanced_shares_in_round_numbers(total: int, costs: list[Cost], shares: tuple[int, ...]) -> None:
+    assert balance_shares(total, costs) == shares
+
+
+def test_without_fixed_parts_the_shares_are_those_of_the_speeds() -> None:
+    generator = random.Random(6)
+    for _ in range(300):
+        weights = [2.0 ** generator.randint(-3, 3) for _ in range(generator.randint(1, 6))]
+        total = generator.randint(0, 400)
+        assert balance_shares(total, [Cost(0, 1 / weight) for weight in weights]) == assign_shares(total, weights)
+    assert balance_shares(100, [Cost(9, 0.5), Cost(0, 1)]) != assign_shares(100, (2, 1))
+
+
+def test_the_unit_of_time_does_not_matter() -> None:
+    generator = random.Random(7)
+    for _ in range(200):
+        costs = [Cost(generator.uniform(0, 5), generator.uniform(0.1, 2)) for _ in range(6)]
+        total, scale = generator.randint(0, 5000), 2.0 ** generator.randint(-20, 20)
+        scaled = [Cost(cost.fixed_s * scale, cost.per_unit_s * scale) for cost in costs]
+        assert balance_shares(total, scaled) == balance_shares(total, costs)
+
+
+def test_a_million_tokens_are_not_dealt_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    answer = Cost.seconds
+
+    def counted(cost: Cost, units: int) -> float:
+        asked.append(units)
+        return answer(cost, units)
+
+    monkeypatch.setattr(Cost, "seconds", counted)
+    generator = random.Random(8)
+    for ranks, total in ((64, 4096), (64, 10**6), (1024, 65536)):
+        costs = [Cost(generator.uniform(0, 5), generator.uniform(0.1, 2)) for _ in range(ranks)]
+        asked.clear()
+        assert sum(balance_shares(total, costs)) == total
+        assert len(asked) <= 4 * ranks  # once per rank to begin with, and for about one unit each
+
+
+def test_a_rank_without_units_does_not_hold_up_a_step() -> None:
+    costs = [Cost(1, 2), Cost(100, 1)]
+    assert step_seconds((3, 0), costs) == 7
+    assert step_seconds((3, 1), costs) == 101
+    assert step_seconds((0, 0), costs) == step_seconds((), []) == 0
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "per_unit_s", "limit"),
+    [(-1, 1, None), (0, 0, None), (0, -1, None), (math.nan, 1, None), (0, math.nan, None), (math.inf, 1, None),
+     (0, math.inf, None), (0, 1, -1)],
+)  # fmt: skip
+def test_costs_that_no_machine_has_are_refused(fixed_s: float, per_unit_s: float, limit: int | None) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Cost(fixed_s, per_unit_s, limit)
+
+
+def test_more_units_than_the_limits_hold_are_refused_with_both_numbers() -> None:
+    costs = [Cost(0, 1, 4), Cost(0, 1, 3)]
+    assert balance_shares(7, costs) == (4, 3)
+    with pytest.raises(ValueError, match=r"8 units to share: expected .* no more than the 7 that 2 ranks can take"):
+        balance_shares(8, costs)
+    with pytest.raises(ValueError, match="-1 units to share"):
+        balance_shares(-1, costs)
+    with pytest.raises(ValueError, match="-1 units to share"):
+        balance_shares(-1, [Cost(0, 1)])
+    with pytest.raises(ValueError, match="1 units to share"):
+        balance_shares(1, [])
+
+
+def test_a_rank_whose_presence_lasts_longer_than_the_work_of_the_others_is_named() -> None:
+    costs = [Cost(1, 1), Cost(1, 1), Cost(30, 9)]
+    assert balance_shares(20, costs) == (10, 10, 0)  # a step of 11 s, if the third were not awaited
+    assert slowed_by(20, costs, (1, 1, 30)) == [(2, 19)]
+    assert slowed_by(20, costs, (1, 1, 11)) == []
+    assert slowed_by(200, costs, (1, 1, 30)) == []  # it helps with a step that is long enough
+    assert slowed_by(20, costs, (1, 1, 11.2)) == []  # less than 2 % is not worth a word
+
+
+def test_two_ranks_that_hide_behind_each_other_are_both_named() -> None:
+    costs = [Cost(1, 1), Cost(30, 9), Cost(1, 1), Cost(40, 9)]
+    assert slowed_by(20, costs, (1, 30, 1, 30)) == [(1, 19), (3, 19)]  # without only one of them nothing is gained
+    assert slowed_by(20, costs, (1, 30, 1, 40)) == [(1, 19), (3, 29)]
+
+
+def test_a_rank_that_helps_although_it_is_the_slowest_is_not_named() -> None:
+    costs = [Cost(1, 1), Cost(12, 1)]
+    assert balance_shares(20, costs) == (16, 4)
+    assert slowed_by(20, costs, (1, 12)) == []  # 17 s with it, 21 s alone
+    assert slowed_by(20, costs, (1, 30)) == [(1, 9)]
+    assert slowed_by(20, [*costs, Cost(30, 9)], (1, 17.5, 30)) == [(2, 12.5)]
+
+
+def test_a_rank_the_others_cannot_do_without_is_not_named() -> None:
+    assert slowed_by(20, [Cost(1, 1, 19), Cost(30, 9)], (1, 60)) == []
+    assert slowed_by(20, [Cost(30, 9)], (30,)) == slowed_by(0, [Cost(30, 9)], (30,)) == []
+    assert slowed_by(20, [Cost(1, 1, 20), Cost(30, 9)], (1, 60)) == [(1, 39)]

@@ -1,0 +1,234 @@
+"""Unequal ranks: what they reach together, as a share of what they reach one by one.
+
+    python bench/het.py 1,2 1,3 1,4 [--models mnist bert-tiny] [--rounds 5] [--change]
+
+`1,3` are two ranks of which the second is slowed down 3 times (`--throttle 1:3`). In every round four things take
+turns in the same processes: the run with `--balance auto`, the run with `--balance equal`, each rank training for
+itself while all the others do the same (`busy`), and each rank training for itself while the others rest (`idle`). A
+rank that trains for itself does whole steps of the same global batch, in micro-batches of the same size, slowed down by
+the same code, with data, optimizer and metrics: all but communication. The speeds of `busy`, summed, are 100 %; those
+of `idle` are higher, since two busy cores share caches and clock, and stand beside. `--change` then slows the last rank
+down 3 times more in the middle of the run and counts the slow steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import figures
+import random_images
+import workloads
+from ranks import Ranks, Timing
+
+#: samples of a step and most samples of a micro-batch; steps of 500 ms and more on the machine of the tables
+SIZES = {"mnist": (1280, 64), "bert-tiny": (192, 8), "bert": (32, 4)}
+FIRST_STEPS, CHANGE_STEPS, CHANGE = 12, 15, 3.0
+LEAST_STEP_S = 0.5
+
+
+def factors(text: str) -> tuple[float, ...]:
+    """`1,3` gives (1.0, 3.0). Raises ArgumentTypeError for anything but two or more numbers of at least 1."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = ()
+    if len(found) < 2 or not all(1 <= factor < float("inf") for factor in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected how many times each rank is slowed down, as in 1,3")
+    return found
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments; an error ends the script in words."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("ratios", nargs="+", type=factors, metavar="RATIO", help="as in 1,2 1,3 1,4")
+    parser.add_argument("--models", nargs="+", choices=workloads.MODELS, default=["mnist", "bert-tiny"])
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
+    parser.add_argument("--steps", type=int, default=6, help="counted steps of a run in a round")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of a rank that trains for itself, at least")
+    parser.add_argument("--batch", type=int, help="samples of a step (default: by the model)")
+    parser.add_argument("--change", action="store_true", help="slow the last rank down 3 times more at the end")
+    parser.add_argument("--no-pin", action="store_true", help="let the system choose the cores")
+    arguments = parser.parse_args(words)
+    if min(arguments.rounds, arguments.steps, arguments.batch or 1) < 1:
+        parser.error("--rounds, --steps and --batch: expected numbers of at least 1")
+    if arguments.batch and "mnist" in arguments.models and random_images.SAMPLES % arguments.batch:
+        parser.error(
+            f"--batch {arguments.batch}: expected a divisor of {random_images.SAMPLES}, the number of images,"
+            " or an epoch would end in a shorter step"
+        )
+    return arguments
+
+
+@dataclass
+class Round:
+    """Samples per second in one round: of both runs, and of each rank by itself."""
+
+    auto: list[Timing]
+    equal: list[Timing]
+    busy: list[Timing]
+    idle: list[Timing]
+
+
+@dataclass
+class Case:
+    """All that was seen of one model at one ratio."""
+
+    model: str
+    factors: tuple[float, ...]
+    batch: int
+    first: list[dict[str, Any]]  # the first steps of `--balance auto`
+    rounds: list[Round] = field(default_factory=list)
+    change: list[dict[str, Any]] | None = None
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = parse()
+    ranks = max(map(len, arguments.ratios))
+    if ranks > len(os.sched_getaffinity(0)):
+        print(f"({ranks} ranks share {len(os.sched_getaffinity(0))} cores: their speeds disturb each other)")
+    rows = []
+    for model in arguments.models:
+        for ratio in arguments.ratios:
+            with tempfile.TemporaryDirectory(prefix="hetseq-het-") as name:
+                case = measure(model, ratio, Path(name), arguments)
+            row = evaluate(case)
+            rows.append(row)
+            say(row)
+    print()
+    print(figures.table(HEADS, [cells(row) for row in rows]))
+    print(figures.json_line("het", vars(arguments), rows))
+
+
+def measure(model: str, ratio: tuple[float, ...], folder: Path, arguments: argparse.Namespace) -> Case:
+    """One model at one ratio: a start from an unknown cluster, then rounds."""
+    batch, cap = SIZES[model]
+    batch = arguments.batch or batch
+    work = workloads.prepare(model, folder / "data", 8 * batch)
+    words = [*workloads.hetseq_words(work, batch), "--max-sentences", str(cap)]
+    slowed = ["--throttle", ",".join(f"{rank}:{factor:g}" for rank, factor in enumerate(ratio))]
+    with Ranks(len(ratio), folder=folder / "ranks", model=model, is_pinned=not arguments.no_pin) as ranks:
+        for balance in ("auto", "equal"):
+            ranks.open(balance, [[*words, *slowed, "--balance", balance]] * len(ratio))
+        ranks.open("solo", [[*words, "--throttle", f"0:{factor:g}"] for factor in ratio], is_alone=True)
+        case = Case(model, ratio, batch, first=ranks.together("auto", settle=0, steps=FIRST_STEPS)[0].steps)
+        ranks.together("equal", settle=1, steps=1)
+        ranks.side_by_side("solo", settle=1, least_s=0)
+        for number in range(arguments.rounds):
+            case.rounds.append(one_round(ranks, number, arguments))
+        if arguments.change:
+            ranks.slow_down("auto", len(ratio) - 1, CHANGE * ratio[-1])
+            case.change = ranks.together("auto", settle=0, steps=CHANGE_STEPS)[0].steps
+    return case
+
+
+def one_round(ranks: Ranks, number: int, arguments: argparse.Namespace) -> Round:
+    """All four in turn; who begins changes from round to round."""
+    turns = ["auto", "busy", "equal", "idle"]
+    begin = number % len(turns)
+    seen: dict[str, list[Timing]] = {}
+    for turn in turns[begin:] + turns[:begin]:
+        if turn == "busy":
+            seen[turn] = ranks.side_by_side("solo", settle=1, least_s=arguments.seconds)
+        elif turn == "idle":
+            seen[turn] = [
+                ranks.alone("solo", rank, settle=1, least_s=arguments.seconds) for rank in range(ranks.world_size)
+            ]
+        else:
+            seen[turn] = ranks.together(turn, settle=1, steps=arguments.steps)
+    return Round(**seen)
+
+
+def evaluate(case: Case) -> dict[str, Any]:
+    """The figures of a case."""
+
+    def share(run: str, solo: str) -> figures.Spread:
+        return figures.spread(
+            [
+                figures.share_of_sum(slowest(getattr(one, run)).speed, [rank.speed for rank in getattr(one, solo)])
+                for one in case.rounds
+            ]
+        )
+
+    gains = [slowest(one.auto).speed / slowest(one.equal).speed for one in case.rounds]
+    step_s = [slowest(one.auto).step_s for one in case.rounds]
+    # of each round the rank that was disturbed most
+    stretches = [
+        max(figures.stretch(rank.wall_s, rank.cpu_s, factor) for rank, factor in zip(one.busy, case.factors))
+        for one in case.rounds
+    ]
+    row: dict[str, Any] = {
+        "model": case.model,
+        "factors": case.factors,
+        "batch": case.batch,
+        "n": len(case.rounds),
+        "step_s": figures.spread(step_s),
+        "auto_of_busy": share("auto", "busy"),
+        "equal_of_busy": share("equal", "busy"),
+        "auto_of_idle": share("auto", "idle"),
+        "equal_of_idle": share("equal", "idle"),
+        "equal_at_most": figures.equal_split_share(case.factors),
+        "gain": figures.spread(gains),
+        "shares": case.rounds[-1].auto[0].steps[-1]["shares"],
+        "settled_after": figures.settled_after([step["shares"] for step in case.first]),
+        "speeds_busy": [
+            figures.spread([one.busy[rank].speed for one in case.rounds]) for rank in range(len(case.factors))
+        ],
+        "wall_to_cpu": figures.spread(stretches),
+    }
+    if case.change is not None:
+        row["change"] = {
+            "slow_steps": figures.slow_steps([step["seconds"] for step in case.change]),
+            "seconds": [step["seconds"] for step in case.change],
+            "shares": [step["shares"] for step in case.change],
+        }
+    return row
+
+
+def slowest(timings: Sequence[Timing]) -> Timing:
+    """Of the ranks of a run, the one that took longest."""
+    return max(timings, key=lambda timing: timing.wall_s)
+
+
+HEADS = (
+    "model", "slowed", "B", "step, s", "auto, % of busy", "equal, % of busy", "(at most)", "auto, % of idle",
+    "gain", "shares", "settled after", "wall / CPU",
+)  # fmt: skip
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """A row of the table."""
+    return [
+        row["model"], ":".join(f"{factor:g}" for factor in row["factors"]), str(row["batch"]),
+        row["step_s"].shown(), row["auto_of_busy"].shown(".1f", 100), row["equal_of_busy"].shown(".1f", 100),
+        f"{row['equal_at_most'] * 100:.0f}", row["auto_of_idle"].shown(".1f", 100), f"x{row['gain'].median:.2f}",
+        "+".join(map(str, row["shares"])), f"{row['settled_after']} steps", row["wall_to_cpu"].shown(),
+    ]  # fmt: skip
+
+
+def say(row: dict[str, Any]) -> None:
+    """A line as soon as it is known, and what is to be said against it."""
+    ratio = ":".join(f"{factor:g}" for factor in row["factors"])
+    print(
+        f"{row['model']} {ratio}, {row['n']} rounds: auto {row['auto_of_busy'].shown('.1f', 100)} % of the summed"
+        f" speeds, equal {row['equal_of_busy'].shown('.1f', 100)} %",
+        flush=True,
+    )
+    if row["step_s"].median < LEAST_STEP_S:
+        print(f"  steps of {row['step_s'].median:.2f} s are short: raise --batch to reach {LEAST_STEP_S} s")
+    if mark := figures.busy_mark(row["wall_to_cpu"].high):
+        print(f"  {mark}")
+    if "change" in row:
+        seconds = " ".join(f"{taken_s:.2f}" for taken_s in row["change"]["seconds"])
+        print(f"  last rank {CHANGE:g} x slower: {row['change']['slow_steps']} slow steps ({seconds} s)")
+        print("  shares " + " ".join("+".join(map(str, shares)) for shares in row["change"]["shares"]))
+
+
+if __name__ == "__main__":
+    main()

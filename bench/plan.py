@@ -1,0 +1,137 @@
+"""What `hetseq plan` predicts, beside the run that is then made: real command lines, several ranks of this machine.
+
+    python bench/plan.py [--rounds 1] [--batch 64] [--steps 30]
+
+Three cases, each of a run that is measured, a question that is asked of it, and a run that answers it:
+
+* 1:3 with measured shares: what does rank 0 do without rank 1?
+* 1:1 with measured shares: what if a third rank came that is half as fast as they are?
+* 1:3 with equal shares: what would the best shares give? They are then trained with as weights.
+
+Every rank is slowed down at least 16 times, so that three of them hardly meet on the cores of a small machine. Both
+runs of a case stand beside each other in time. The step of a run is the median of its last steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import figures
+import random_images
+
+ROOT = Path(__file__).resolve().parents[1]
+SLOWED = 16.0  # the factor of a rank of speed 1: asleep for fifteen sixteenths of its time
+LAST_STEPS = 20
+MOST_LOAD = 1.0  # programs that want a core, per core, over the last minute: with more, others had a part in the times
+PATIENCE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run, the words of a question to `hetseq plan`, and the run that answers it; runs as slow-downs by rank."""
+
+    name: str
+    measured: tuple[float, ...]
+    balance: str
+    question: tuple[str, ...]
+    answered: tuple[float, ...]
+    with_predicted_weights: bool = False
+
+
+CASES = (
+    Case("1:3, without the slow one", (1, 3), "auto", ("--without", "1"), (1,)),
+    Case("1:1, and one half as fast", (1, 1), "auto", ("--add", "third:0.5"), (1, 1, 2)),
+    Case("1:3 in equal shares, the best ones", (1, 3), "equal", (), (1, 3), with_predicted_weights=True),
+)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--batch", type=int, default=64, help="samples of a step")
+    parser.add_argument("--steps", type=int, default=30, help="steps of a run")
+    arguments = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for number in range(arguments.rounds):
+        for case in CASES:
+            with tempfile.TemporaryDirectory(prefix="hetseq-plan-") as folder:
+                rows.append({"round": number + 1, **compare(case, Path(folder), arguments.batch, arguments.steps)})
+            mark = "" if rows[-1]["load"] <= MOST_LOAD else f" (load {rows[-1]['load']:.1f} per core: this says little)"
+            print(f"round {number + 1}, {case.name}: {rows[-1]['ratio']:.3f}{mark}", flush=True)
+    print()
+    heads = ("case", "measured step", "predicted", "then made", "predicted / made")
+    print(figures.table(heads, [cells(case.name, rows) for case in CASES]))
+    print(figures.json_line("plan", vars(arguments), rows))
+
+
+def cells(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line of the table: medians over the rounds."""
+    own = [row for row in rows if row["case"] == name]
+    seconds = [statistics.median(row[key] for row in own) for key in ("measured_s", "predicted_s", "made_s")]
+    ratios = figures.spread([row["ratio"] for row in own])
+    return [name, *(f"{value * 1e3:.0f} ms" for value in seconds), ratios.shown(".3f")]
+
+
+def compare(case: Case, folder: Path, batch: int, steps: int) -> dict[str, Any]:
+    """One case once."""
+    train(folder / "measured", case.measured, case.balance, batch, steps)
+    plan = json.loads(hetseq("plan", str(folder / "measured"), *case.question, "--json"))
+    asked = plan["scenarios"][-1]  # without a question: the best shares
+    weights = ",".join(map(str, asked["shares"]))
+    train(folder / "made", case.answered, weights if case.with_predicted_weights else "auto", batch, steps)
+    made_s = step_s(folder / "made")
+    return {
+        "case": case.name, "measured_s": plan["scenarios"][0]["step_s"], "predicted_s": asked["step_s"],
+        "made_s": made_s, "ratio": asked["step_s"] / made_s, "predicted_shares": asked["shares"],
+        "load": os.getloadavg()[0] / len(os.sched_getaffinity(0)),
+        "made_shares": rows_of(folder / "made")[-1]["shares"],
+    }  # fmt: skip
+
+
+def train(folder: Path, factors: Sequence[float], balance: str, batch: int, steps: int) -> None:
+    """A run of as many ranks as there are factors, each slowed down by its own."""
+    throttle = ",".join(f"{rank}:{SLOWED * factor:g}" for rank, factor in enumerate(factors))
+    hetseq(
+        "train", "--task", f"{random_images.__file__}:RandomImageTask", "--cpu", "--global-batch-size", str(batch),
+        "--max-sentences", str(max(1, 3 * batch // 8)),  # half a step is cut unevenly: that tells the costs apart
+        "--max-update", str(steps), "--distributed-world-size", str(len(factors)), "--throttle", throttle,
+        "--balance", balance, "--optimizer", "sgd", "--lr", "0.01", "--disable-validation", "--no-save",
+        "--log-format", "none", "--save-dir", str(folder),
+    )  # fmt: skip
+
+
+def hetseq(*words: str) -> str:
+    """What a command prints; ends the script with what it said if it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "hetseq", *words],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    if ended.returncode:
+        sys.exit(f"hetseq {' '.join(words)}\nended with {ended.returncode}: {ended.stderr}")
+    return ended.stdout
+
+
+def step_s(folder: Path) -> float:
+    """Seconds of the median of the last steps of a run."""
+    return statistics.median(row["seconds"] for row in rows_of(folder)[-LAST_STEPS:])
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """The rows of the steps of a run."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+"""Ranks for a benchmark: processes that hold several trainings at once and do some steps of one when they are told to.
+
+All trainings of a comparison, those of HetSeq as well as a bare one under DDP, stay alive side by side in the same
+processes. So rounds can take turns, and one run of a script compares neighbours in time. Each rank has one thread, a
+core of its own (where there are enough of them) and memory that it keeps, as a HetSeq worker does. A rank answers with
+what it measured; what that means is the script's affair.
+
+Two ways to train: `together`, where the ranks of a training wait for each other by themselves, and `side_by_side`,
+where each trains alone but none stops before all have been measured, so that every core is busy all the time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+from unittest import mock
+
+ROOT = Path(__file__).resolve().parents[1]
+PATIENCE_S = 900.0
+
+Request = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a rank measured of some steps, without those it settled in."""
+
+    wall_s: float
+    cpu_s: float  # of the whole process, its threads for the network included
+    samples: int  # of all ranks of the training, in all steps
+    steps: list[dict[str, Any]]  # by step: samples, loss; where HetSeq trained, seconds and shares too
+    settling: list[dict[str, Any]]  # the same of the steps before
+
+    @property
+    def speed(self) -> float:
+        """Samples per second."""
+        return self.samples / self.wall_s
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.wall_s / len(self.steps)
+
+
+class Ranks:
+    """The processes, from the outside. Use it as a context manager."""
+
+    def __init__(self, world_size: int, *, folder: Path, model: str, is_pinned: bool = True) -> None:
+        folder.mkdir(parents=True)
+        self.world_size = world_size
+        cores = sorted(os.sched_getaffinity(0))
+        self._ranks: list[_Rank] = []
+        try:
+            for rank in range(world_size):
+                core = cores[rank] if is_pinned and world_size <= len(cores) else None
+                self._ranks.append(_Rank(rank, folder, model, core))
+        except BaseException:
+            self.close()
+            raise
+
+    def open(self, name: str, words: Sequence[Sequence[str]], *, is_alone: bool = False) -> None:
+        """Build a training of HetSeq on the first ranks, one list of command-line words for each of them.
+
+        `is_alone`: each of them trains for itself, without the others.
+        """
+        self._ask(
+            {
+                rank: {"do": "open", "name": name, "words": list(own), "world_size": 1 if is_alone else len(words)}
+                for rank, own in enumerate(words)
+            }
+        )
+
+    def open_ddp(self, name: str, batch: int) -> None:
+        """Build a bare loop under DDP on all ranks, `batch` samples on each."""
+        request = {"do": "open_ddp", "name": name, "batch": batch, "world_size": len(self._ranks)}
+        self._ask(dict.fromkeys(range(len(self._ranks)), request))
+
+    def together(self, name: str, *, ranks: int | None = None, settle: int, steps: int) -> list[Timing]:
+        """Train `settle + steps` steps of a training that has `ranks` ranks (default: all); one timing per rank."""
+        request = {"do": "train", "name": name, "settle": settle, "steps": steps, "least_s": 0.0, "goes_on": False}
+        answers = self._ask(dict.fromkeys(range(ranks or len(self._ranks)), request))
+        return [Timing(**answer) for answer in answers.values()]
+
+    def alone(self, name: str, rank: int, *, settle: int, least_s: float) -> Timing:
+        """Train on one rank while the others rest, for at least two steps and `least_s` seconds."""
+        request = {"do": "train", "name": name, "settle": settle, "steps": 2, "least_s": least_s, "goes_on": False}
+        return Timing(**self._ask({rank: request})[rank])
+
+    def side_by_side(self, name: str, *, settle: int, least_s: float) -> list[Timing]:
+        """As `alone`, on all ranks at once; each goes on, uncounted, until all of them have been measured."""
+        request = {"do": "train", "name": name, "settle": settle, "steps": 2, "least_s": least_s, "goes_on": True}
+        answers = self._ask(dict.fromkeys(range(len(self._ranks)), request))
+        self._ask({rank: {"do": "rest"} for rank in range(len(self._ranks))})
+        return [Timing(**answer) for answer in answers.values()]
+
+    def slow_down(self, name: str, rank: int, factor: float) -> None:
+        """Throttle a rank of a training of HetSeq by `factor` from its next step on."""
+        self._ask({rank: {"do": "slow_down", "name": name, "factor": factor}})
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.end()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _ask(self, requests: Mapping[int, Request]) -> dict[int, Any]:
+        deadline = time.monotonic() + PATIENCE_S
+        for rank, request in requests.items():
+            self._ranks[rank].tell(request)
+        answers = {rank: self._ranks[rank].answer(deadline) for rank in requests}
+        if None in answers.values():
+            said = "\n".join(f"--- rank {rank.number}\n{rank.said()[-3000:]}" for rank in self._ranks)
+            raise SystemExit(f"ranks {[rank for rank, a in answers.items() if a is None]} gave no answer:\n{said}")
+        return answers
+
+
+class _Rank:
+    """One process, as its parent sees it."""
+
+    def __init__(self, number: int, folder: Path, model: str, core: int | None) -> None:
+        self.number = number
+        self._pipe, theirs = Pipe()
+        self._log = _output()
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        place = {"descriptor": theirs.fileno(), "rank": number, "folder": str(folder), "model": model, "core": core}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps({**place, "parent_pid": os.getpid()})],
+            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, env=environment,
+        )  # fmt: skip
+        theirs.close()
+
+    def tell(self, request: Request) -> None:
+        self._pipe.send_bytes(json.dumps(request).encode())
+
+    def answer(self, deadline: float) -> Any:
+        """What it answers to the last request; None if it has ended, or does not answer in time."""
+        try:
+            if self._pipe.poll(max(0.0, deadline - time.monotonic())):
+                return json.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError):
+            pass
+        return None
+
+    def said(self) -> str:
+        log = self._log.fileno()
+        return os.pread(log, os.fstat(log).st_size, 0).decode(errors="replace")
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._pipe.close()
+        self._log.close()
+
+
+def _output() -> IO[bytes]:
+    return tempfile.TemporaryFile()
+
+
+# What follows happens in the process of a rank.
+
+
+@dataclass
+class Training:
+    """A training that can do a step; `shares` of the last one, by rank, if it is one of HetSeq."""
+
+    step: Callable[[], dict[str, Any]]
+    slow_down: Callable[[float], None] | None = None
+
+
+class Life:
+    """A rank: its trainings by name, and how it does what it is told."""
+
+    def __init__(self, pipe: Connection, rank: int, folder: Path, model: str) -> None:
+        self._pipe, self._rank, self._folder, self._model = pipe, rank, folder, model
+        self._trainings: dict[str, Training] = {}
+
+    def run(self) -> None:
+        """Do what is asked, one request after another, until nobody is there to ask."""
+        deeds: dict[str, Callable[..., Any]] = {
+            "open": self._open, "open_ddp": self._open_ddp, "train": self._train, "slow_down": self._slow_down,
+            "rest": lambda: {},
+        }  # fmt: skip
+        while True:
+            request = json.loads(self._pipe.recv_bytes())
+            answer = deeds[request.pop("do")](**request)
+            if answer is not None:
+                self._answer(answer)
+
+    def _answer(self, answer: dict[str, Any]) -> None:
+        self._pipe.send_bytes(json.dumps(answer).encode())
+
+    def _open(self, name: str, words: list[str], world_size: int) -> dict[str, Any]:
+        from hetseq import comm
+
+        group: comm.AnyGroup = comm.LocalGroup()
+        if world_size > 1:
+            meeting = comm.Meeting(FolderStore(self._folder / "store"), name, name.encode())
+            group = comm.connect(rank=self._rank, world_size=world_size, meeting=meeting, timeout_s=PATIENCE_S)
+        save_dir = self._folder / (f"{name}-{self._rank}" if world_size == 1 else name)
+        self._trainings[name] = hetseq_training(words, save_dir, group)
+        return {}
+
+    def _open_ddp(self, name: str, batch: int, world_size: int) -> dict[str, Any]:
+        import workloads
+        from torch import distributed, nn
+
+        store = distributed.FileStore(str(self._folder / "ddp"), world_size)
+        distributed.init_process_group(
+            "gloo", store=store, rank=self._rank, world_size=world_size, timeout=timedelta(seconds=PATIENCE_S)
+        )
+
+        def wrap(model: nn.Module) -> nn.Module:
+            return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+        work = workloads.workload(self._model, self._folder.parent / "data")
+        step = workloads.bare_loop(work, batch, rank=self._rank, world_size=world_size, wrap=wrap)
+        self._trainings[name] = Training(lambda: {"loss": step(), "samples": world_size * batch})
+        return {}
+
+    def _train(self, name: str, settle: int, steps: int, least_s: float, goes_on: bool) -> dict[str, Any] | None:
+        """Answers with the fields of a `Timing`."""
+        step = self._trainings[name].step
+        rows: list[dict[str, Any]] = []
+        settling = [step() for _ in range(settle)]
+        begin, cpu = time.perf_counter(), time.process_time()
+        while len(rows) < steps or time.perf_counter() < begin + least_s:
+            rows.append(step())
+        timing = Timing(
+            wall_s=time.perf_counter() - begin,
+            cpu_s=time.process_time() - cpu,
+            samples=sum(row["samples"] for row in rows),
+            steps=rows,
+            settling=settling,
+        )
+        if not goes_on:
+            return dataclasses.asdict(timing)
+        self._answer(dataclasses.asdict(timing))
+        while not self._is_told():
+            step()
+        return None
+
+    def _is_told(self) -> bool:
+        return bool(select.select([self._pipe], [], [], 0)[0])
+
+    def _slow_down(self, name: str, factor: float) -> dict[str, Any]:
+        slow_down = self._trainings[name].slow_down
+        assert slow_down is not None, "only a training of HetSeq has a throttle"
+        slow_down(factor)
+        return {}
+
+
+def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Training:
+    """A training of HetSeq with all it does in a real run, its rows on disk included. Collective.
+
+    `save_dir` is made by the first rank of the group.
+    """
+    import numpy as np
+    import torch
+
+    from hetseq import options, session
+    from hetseq.metrics import Metrics
+    from hetseq.run_directory import RunDirectory
+    from hetseq.throttle import Throttle
+
+    throttles: list[Throttle] = []
+
+    def known(factor: float) -> Throttle:
+        throttles.append(Throttle(factor))
+        return throttles[-1]
+
+    class Kept(Metrics):
+        """Keeps the last row as well."""
+
+        last: Mapping[str, Any] = {}
+
+        def step(self, row: Mapping[str, Any]) -> None:
+            self.last = row
+            super().step(row)
+
+    config = options.complete(options.parse([*words, "--save-dir", str(save_dir)]))
+    if group.rank == 0:
+        RunDirectory.prepare(save_dir, config_yaml=options.dump_yaml(config))
+    group.all_gather_rows(np.zeros(1, np.int64))  # the directory is there
+    metrics = Kept(RunDirectory(save_dir), config.log, is_writer=group.rank == 0, total_steps=None)
+    material = session.load_material(config, torch.device("cpu"))
+    with mock.patch.object(session, "Throttle", known):  # no option changes a throttle during a run
+        built = session.build_session(config, RunDirectory(save_dir), group, material, metrics=metrics)
+    controller = built.controller
+    controller.replica.model.train()
+
+    def step() -> dict[str, Any]:
+        controller.train_step()
+        return {key: metrics.last[key] for key in ("seconds", "loss", "samples", "shares")}
+
+    def slow_down(factor: float) -> None:
+        throttles[-1].factor = factor
+
+    return Training(step, slow_down)
+
+
+class FolderStore:
+    """A store as ranks need it to find each other: a file per key, which appears complete."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def set(self, key: str, value: bytes) -> None:
+        path = self._path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(f".{os.getpid()}")
+        beside.write_bytes(value)
+        beside.rename(path)
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        deadline = time.monotonic() + timeout_s
+        while not self._path(key).exists():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"nobody set {key} within {timeout_s:g} s")
+            time.sleep(0.002)
+        return self._path(key).read_bytes()
+
+    def _path(self, key: str) -> Path:
+        return self._folder / key.encode().hex()
+
+
+def main() -> None:
+    """The life of a rank, whose place is told as JSON."""
+    place = json.loads(sys.argv[1])
+    if place["core"] is not None:
+        os.sched_setaffinity(0, {place["core"]})  # before any thread: they inherit it
+    import torch
+
+    from hetseq.processes import die_with_parent, keep_freed_memory
+
+    die_with_parent(place["parent_pid"])
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    try:
+        Life(Connection(place["descriptor"]), place["rank"], Path(place["folder"]), place["model"]).run()
+    except EOFError:
+        pass  # the script has ended
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""What the benchmarks train: a model and made-up data, as words for HetSeq and as objects for any other loop.
+
+Every loop of a comparison is given the same model, the same data set with its own way to make batches, and the same
+optimizer; what differs is the loop. `MODELS` says what there is; the data of a BERT are written once into a folder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import random_images
+import torch
+import torch.nn.functional as F
+
+from tasks.bert_data import load_bert
+from tasks.bert_model import BertConfig, BertForPreTraining
+
+TASK = Path(random_images.__file__)
+LEARNING_RATE, CLIP_NORM = 1e-3, 25.0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The shape of a BERT and of its rows, all of them full."""
+
+    layers: int
+    hidden: int
+    heads: int
+    vocabulary: int
+    length: int
+    predictions: int
+
+
+#: bert-tiny is the one of `bench/het.py`: small enough for steps of many samples; bert is the smallest one of use
+BERTS = {"bert-tiny": Rows(3, 128, 2, 4096, 64, 10), "bert": Rows(4, 256, 4, 30522, 128, 20)}
+MODELS = ("mnist", *BERTS)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Something to train."""
+
+    name: str
+    #: of `hetseq train`: task, data and network
+    words: tuple[str, ...]
+    #: samples by index, with `__getitems__` and `collater`
+    load: Callable[[], Any]
+    build: Callable[[], torch.nn.Module]
+    #: model, batch -> mean loss in nats, as a loop on one device has it
+    loss: Callable[[torch.nn.Module, Any], torch.Tensor]
+
+
+def prepare(name: str, folder: Path, rows: int) -> Workload:
+    """Write the data of a workload into `folder` if it needs any, at least `rows` of them; gives the workload."""
+    if name in BERTS:
+        write_rows(folder, BERTS[name], rows)
+    return workload(name, folder)
+
+
+def workload(name: str, folder: Path) -> Workload:
+    """The workload `name`, whose data `prepare` has written into `folder`."""
+    if name == "mnist":
+        return Workload(
+            name,
+            ("--task", f"{TASK}:RandomImageTask"),
+            random_images.RandomImages,
+            random_images.build_model,
+            _image_loss,
+        )
+    shape = BERTS[name]
+    words = ("--task", "bert", "--data", str(folder))
+
+    def load() -> Any:
+        return load_bert(
+            folder, "train", vocab_size=shape.vocabulary, max_positions=shape.length, type_vocab_size=2, num_file=0
+        )
+
+    def build() -> torch.nn.Module:
+        return BertForPreTraining(BertConfig.from_json_file(folder / "bert_config.json"))
+
+    return Workload(name, words, load, build, _bert_loss)
+
+
+def _image_loss(model: torch.nn.Module, sample: Any) -> torch.Tensor:
+    images, labels = sample
+    return F.cross_entropy(model(images), labels)
+
+
+def _bert_loss(model: torch.nn.Module, sample: Any) -> torch.Tensor:
+    words, pairs = model(
+        sample["input_ids"], sample["token_type_ids"], sample["attention_mask"], sample["masked_positions"]
+    )
+    return F.cross_entropy(words, sample["masked_ids"]) + F.cross_entropy(pairs, sample["next_sentence_labels"])
+
+
+def write_rows(folder: Path, shape: Rows, rows: int) -> None:
+    """A folder as `--task bert` reads it, of `rows` made-up rows without padding."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "vocab_size": shape.vocabulary, "hidden_size": shape.hidden, "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads, "intermediate_size": 4 * shape.hidden,
+        "max_position_embeddings": shape.length,
+    }  # fmt: skip
+    (folder / "bert_config.json").write_text(json.dumps(config), encoding="utf-8")
+    generator = np.random.default_rng(0)
+    order = np.argsort(generator.random((rows, shape.length - 1)), axis=1)[:, : shape.predictions]
+    columns = {
+        "input_ids": generator.integers(5, shape.vocabulary, (rows, shape.length), np.int32),
+        "input_mask": np.ones((rows, shape.length), np.int8),
+        "segment_ids": np.repeat(np.arange(shape.length)[None] >= shape.length // 2, rows, axis=0).astype(np.int8),
+        "masked_lm_positions": np.sort(order + 1, axis=1).astype(np.int32),  # never 0, which would end the list
+        "masked_lm_ids": generator.integers(5, shape.vocabulary, (rows, shape.predictions), np.int32),
+        "next_sentence_labels": generator.integers(0, 2, rows, np.int8),
+    }
+    with h5py.File(folder / "train.hdf5", "w") as file:
+        for name, values in columns.items():
+            file.create_dataset(name, data=values)
+
+
+def build_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of every loop but ours, which makes the same one from its options."""
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+
+
+def hetseq_words(work: Workload, batch: int) -> list[str]:
+    """The words of a `hetseq train` that does the same, and saves and validates nothing."""
+    words = [*work.words, "--cpu", "--global-batch-size", str(batch), "--lr", str(LEARNING_RATE)]
+    words += ["--lr-scheduler", "constant", "--clip-norm", str(CLIP_NORM), "--disable-validation", "--no-save"]
+    return [*words, "--persistent-time-interval", "0", "--log-format", "none"]
+
+
+def batches(work: Workload, batch: int, *, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+    """Batches of `batch` samples in random order without end; each rank has its own."""
+    dataset = work.load()
+    order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(1)).tolist()
+    position = rank * batch
+    while True:
+        yield dataset.collater(dataset.__getitems__(order[position : position + batch]))
+        position += world_size * batch
+        if position + batch > len(order):
+            position = rank * batch
+
+
+def bare_loop(
+    work: Workload,
+    batch: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    wrap: Callable[[torch.nn.Module], torch.nn.Module] = lambda model: model,
+) -> Callable[[], float]:
+    """A step of the loop anybody would write, which gives its loss; `wrap` may put DDP around the model."""
+    torch.manual_seed(0)
+    model = wrap(work.build().train())
+    optimizer, samples = build_optimizer(model), batches(work, batch, rank=rank, world_size=world_size)
+
+    def step() -> float:
+        sample = next(samples)
+        optimizer.zero_grad()
+        loss = work.loss(model, sample)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        optimizer.step()
+        return loss.item()
+
+    return step

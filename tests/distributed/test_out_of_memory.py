@@ -1,0 +1,769 @@
+"""Memory that runs out, anywhere in a step and on any ranks: the gradient stays that of the global batch.
+
+A `Hungry` toy raises torch's exception in forwards and backwards that a test has chosen, and keeps a diary: forwards,
+gradients that left, failures. From the diary follows what must have happened, without asking the product: a failure
+before anything has left is the rank's own affair, a failure after it makes all ranks do the step again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import random
+import resource
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from hetseq import memory, options
+from hetseq import session as session_module
+from hetseq.buffers import BufferKeeper
+from hetseq.comm import AnyGroup
+from hetseq.errors import DeviceMemoryError, HetSeqError, PeerLostError
+from hetseq.micro_batches import MicroBatchSizes
+from hetseq.plan import MicroBatchCap, Position
+from hetseq.run_directory import RunDirectory
+from hetseq.session import Session, build_session, load_material
+from hetseq.share import ShareComputer
+from hetseq.task import make_task
+from tests.support import oracle, toys
+from tests.support.commands import run_command
+from tests.support.ranks import RankRaised, run_ranks
+from tests.support.refusals import BASE, COLD_S, SQUARES, check_refusal, write_task
+from tests.support.training import Recorder, toy_words
+
+Words = list[str]
+STEPS = 5
+LIMIT = 1e-14
+LAST = 0  # the parameter whose gradient comes last
+DEADLINE_S = 20  # of a collective: longer than any step here, so that a hang is an error and no hang
+
+
+class Fault(NamedTuple):
+    """Memory runs out in the rank's forward `number` (from 0, over the whole run), or in the backward after it.
+
+    `parameter`: at whose gradient in backward, in registration order; None: in forward.
+    """
+
+    number: int
+    parameter: int | None = None
+
+
+@dataclass(frozen=True)
+class Appetite:
+    """What goes wrong on one rank."""
+
+    faults: tuple[Fault, ...] = ()  # a forward of a single sample is always spared
+    late: tuple[int, ...] = ()  # attempts (from 0, over the whole run) whose last micro-batch fails in backward
+    most: int = 1000  # the samples that its memory holds; more fail in forward
+    has_bug: bool = False  # another failure than one of memory
+
+
+CALM = Appetite()
+
+
+class Attempt(list[Any]):
+    """What a rank did between entering and leaving the forward and backward of a step, in order.
+
+    The samples of a forward, by their positions in the data; "sent": a bucket left; "failed": memory ran out.
+    """
+
+
+class Seen(torch.nn.Module):
+    """A buffer to which every forward adds what it sees: the same in the end however the samples are cut."""
+
+    total: torch.Tensor
+    forwards: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(6))
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+
+
+class Hungry(toys.TwoTerms):
+    """Two terms, of which the first six samples lack one, and a buffer; memory runs out as `appetite` says."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self.appetite: Appetite | None = None
+        self.forwards, self.end = 0, 0  # what has been done; where this rank's share ends
+        self.steps: dict[int, list[Attempt]] = {}
+        self._fault: Fault | None = None
+        self._is_watched = False
+
+    def rows(self) -> toys.Batch:
+        index = torch.arange(toys.SAMPLES)
+        mask = np.random.default_rng(6).random((toys.SAMPLES, 4)) < 0.6
+        return {**super().rows(), "mask": torch.from_numpy(mask) * (index >= 6)[:, None].double(), "index": index}
+
+    def build_model(self) -> torch.nn.Module:
+        model = super().build_model()
+        model["seen"] = Seen()
+        return model
+
+    def loss(self, model: Any, sample: toys.Batch) -> dict[str, torch.Tensor]:
+        seen = model["seen"]
+        if model.training:
+            seen.total += sample["x"].sum(0)
+            seen.forwards += 1
+        if self.appetite is not None:
+            self._count(model, sample["index"].tolist())
+        return super().loss(model, sample)
+
+    def _count(self, model: Any, samples: list[int]) -> None:
+        assert self.appetite is not None
+        self.attempt.append(samples)
+        if self.appetite.has_bug:
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        if not self._is_watched:
+            for index, parameter in enumerate(model.parameters()):
+                parameter.register_hook(self._hook(index))
+            self._is_watched = True
+        number, self.forwards = self.forwards, self.forwards + 1
+        self._fault = next((fault for fault in self.appetite.faults if fault.number == number), None)
+        is_last = samples[-1] == self.end - 1
+        if is_last and sum(map(len, self.steps.values())) - 1 in self.appetite.late:
+            self._fault = Fault(number, LAST)
+        if len(samples) > self.appetite.most or (self._fault == (number, None) and len(samples) > 1):
+            self._run_out()
+        if len(samples) == 1:
+            self._fault = None
+
+    def _hook(self, index: int) -> Any:
+        def at_gradient(gradient: torch.Tensor) -> None:
+            if self._fault is not None and self._fault.parameter == index:
+                self._run_out()
+
+        return at_gradient
+
+    def _run_out(self) -> None:
+        self._fault = None
+        self.attempt.append("failed")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB, says the test")
+
+    @property
+    def attempt(self) -> Attempt:
+        """The attempt under way."""
+        return self.steps[max(self.steps)][-1]
+
+
+@dataclass
+class Meal:
+    """What one rank saw in one run."""
+
+    shares: list[tuple[int, ...]]
+    positions: list[Position]  # after each step
+    steps: dict[int, list[Attempt]]
+    caps: list[int | None]  # after each step
+    gradients: list[torch.Tensor]
+    parameters: torch.Tensor
+    total: torch.Tensor  # the buffer
+    forwards: int  # the counter among the buffers
+    losses: list[float | None]
+    fetched_again: set[int]  # steps whose data were fetched another time
+    lineage: str
+
+
+def session_of(group: AnyGroup, save_dir: str, words: Words) -> tuple[Session, Recorder]:
+    multiprocessing.current_process().daemon = False  # so that it may have processes of its own that load data
+    config = options.complete(options.parse([*words, "--save-dir", save_dir]))
+    material, recorder = load_material(config, torch.device("cpu"), make_task(Hungry, config)), Recorder()
+    return build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder), recorder
+
+
+def keep_diary(group: AnyGroup, session: Session) -> set[int]:
+    """Note where attempts begin, and what leaves during them; the rest leaves anyway. Gives the steps fetched again."""
+    controller: Any = session.controller
+    computer, compute, send = controller._computer, controller._computer.compute, group.all_reduce_sum
+    task, loader, under_way = controller.task, controller.loader, []
+    fetch_again, fetched_again = loader.fetch_again, set()
+
+    def fetch(data: Any, cap: Any) -> Any:
+        fetched_again.add(data.plan.step)
+        return fetch_again(data, cap)
+
+    def attempt(data: Any, *args: Any) -> Any:
+        task.steps.setdefault(data.plan.step, []).append(Attempt())
+        under_way.append(True)
+        task.end = data.plan.range_of(group.rank)[1]
+        part = compute(data, *args)
+        under_way.clear()
+        return part
+
+    def sent(tensor: torch.Tensor) -> Any:
+        if under_way:
+            task.attempt.append("sent")
+        return send(tensor)
+
+    computer.compute, group.all_reduce_sum, loader.fetch_again = attempt, sent, fetch
+    return fetched_again
+
+
+def eat(group: AnyGroup, save_dir: str, words: Words, appetite: Appetite) -> Meal:
+    """Train with one appetite; `group` is used again afterwards."""
+    send = group.all_reduce_sum
+    session, recorder = session_of(group, save_dir, words)
+    controller: Any = session.controller
+    fetched_again = keep_diary(group, session)
+    controller.task.appetite, positions, caps = appetite, [], []
+    controller.replica.model.train()
+    try:
+        while not controller.has_ended():
+            controller.train_step()
+            positions.append(controller.state.position)
+            caps.append(controller._computer.sizes.cap.samples)
+        model = controller.replica.model
+        return Meal(
+            shares=[tuple(row["shares"]) for row in recorder.rows],
+            positions=positions,
+            steps=controller.task.steps,
+            caps=caps,
+            gradients=controller.replica.optimizer.seen,
+            parameters=torch.cat([p.detach().flatten() for p in model.parameters()]),
+            total=model["seen"].total.clone(),
+            forwards=int(model["seen"].forwards),
+            losses=[row["loss"] for row in recorder.rows],
+            fetched_again=fetched_again,
+            lineage=str(controller.state.lineage),
+        )
+    finally:
+        session.close()
+        group.all_reduce_sum = send  # type: ignore[method-assign]
+
+
+def eat_all(group: AnyGroup, runs: list[tuple[str, Words, list[Appetite]]]) -> list[Meal]:
+    """A rank's life: one run after the other, each in a run directory of its own."""
+    return [eat(group, save_dir, words, appetites[group.rank]) for save_dir, words, appetites in runs]
+
+
+def words_of(batch: int, **flags: Any) -> Words:
+    # buckets of 100 bytes: one for nearly every parameter, so that some have left when others fail
+    flags = {"bucket_cap_mb": 0.0001, "precision": "fp64", "max_update": STEPS, "step_deadline": DEADLINE_S} | flags
+    return toy_words("TwoTerms", global_batch_size=batch, **flags)
+
+
+def prepared(path: Path, count: int) -> list[str]:
+    """Run directories: one each, since what a memory has taught is remembered there."""
+    for number in range(count):
+        RunDirectory.prepare(path / str(number), config_yaml="")
+    return [str(path / str(number)) for number in range(count)]
+
+
+def dine(path: Path, words: Words, *appetites: Appetite) -> list[Meal]:
+    """One run; what each rank saw."""
+    run = (prepared(path, 1)[0], words, list(appetites))
+    return [meals[0] for meals in run_ranks(eat_all, len(appetites), [run])]
+
+
+# What must be true of every run, whatever went wrong.
+
+
+def toy() -> Any:
+    return make_task(Hungry, options.parse([]))
+
+
+def curve_of(batch: int) -> oracle.Curve:
+    torch.manual_seed(oracle.SEED)
+    model = toy().build_model()
+    parameters = sorted(model.double().parameters(), key=lambda p: p.dim() < 2)
+    optimizer, rows = toy().build_optimizer([{"params": parameters}]), toy().rows()
+    return oracle.train(
+        model, optimizer, rows, oracle.two_terms, batch_of_epoch=lambda _: batch, steps=STEPS, dtype=torch.float64
+    )
+
+
+def worst_error(meals: list[Meal], curve: oracle.Curve) -> float:
+    return max(
+        ((mine - right).norm() / right.norm()).item()
+        for meal in meals
+        for mine, right in zip(meal.gradients, curve.gradients, strict=True)
+    )
+
+
+def steps_by_hand(batch: int) -> Iterator[tuple[int, int]]:
+    """First and end position of each step, in the data's own order."""
+    at = 0
+    for _ in range(STEPS):
+        end = min(toys.SAMPLES, at + batch)
+        yield at, end
+        at = end % toys.SAMPLES
+
+
+def position_by_hand(number: int, batch: int) -> Position:
+    """Where training stands after step `number`, from 1."""
+    epoch, steps = divmod(number, -(-toys.SAMPLES // batch))
+    return Position(number + 1, epoch + 1, steps * batch)
+
+
+def tries(attempt: Attempt) -> list[list[Any]]:
+    """An attempt cut after each failure."""
+    found: list[list[Any]] = [[]]
+    for event in attempt:
+        if found[-1][-1:] == ["failed"]:
+            found.append([])
+        found[-1].append(event)
+    return found
+
+
+def forwards_in(events: list[Any]) -> list[list[int]]:
+    """The samples of each forward, in order."""
+    return [event for event in events if isinstance(event, list)]
+
+
+def is_in_vain(attempt: Attempt) -> bool:
+    """Memory ran out when a bucket was on its way: elsewhere a rank goes on after a failure."""
+    return attempt[-1:] == ["failed"]
+
+
+def check_diary(meals: list[Meal], batch: int) -> None:
+    """Every rank did what the failures of all ranks ask for, and nothing else."""
+    for number, (start, end) in enumerate(steps_by_hand(batch), 1):
+        shares = meals[0].shares[number - 1]
+        borders = list(itertools.accumulate(shares, initial=start))
+        assert borders[-1] == end
+        for rank, meal in enumerate(meals):
+            assert meal.shares[number - 1] == shares
+            assert meal.positions[number - 1] == position_by_hand(number, batch)
+            for attempt in meal.steps[number]:
+                check_attempt(attempt, list(range(borders[rank], borders[rank + 1])))
+        # all ranks enter the same attempts; one is in vain if a rank failed too late, and then there is another
+        together = list(zip(*(meal.steps[number] for meal in meals), strict=True))
+        assert [any(map(is_in_vain, attempts)) for attempts in together] == [True] * (len(together) - 1) + [False]
+
+
+def check_attempt(attempt: Attempt, mine: list[int]) -> None:
+    """A rank begins again with its first sample, in halves, if and only if nothing has left."""
+    *earlier, last = tries(attempt)
+    for events in (*earlier, last):
+        samples = list(itertools.chain(*forwards_in(events)))
+        is_whole = "failed" not in events
+        assert samples == (mine if is_whole else mine[: len(samples)])
+    assert not any("sent" in events for events in earlier)
+    assert "failed" not in last or "sent" in last
+    for failing, following in itertools.pairwise([*earlier, last]):
+        assert max(map(len, forwards_in(following))) <= len(forwards_in(failing)[-1]) // 2
+
+
+def check_sizes(meal: Meal) -> None:
+    """What a memory has refused is halved, and nothing larger is tried in any later step."""
+    largest = 10**6
+    for number, cap in enumerate(meal.caps, 1):
+        for events in itertools.chain.from_iterable(map(tries, meal.steps[number])):
+            sizes = [len(samples) for samples in forwards_in(events)]
+            assert max(sizes, default=0) <= largest
+            largest = sizes[-1] // 2 if "failed" in events else largest
+        assert cap == largest or largest == 10**6
+    # what comes after a failure is cut by the loader, once
+    failures = {step for step, attempts in meal.steps.items() if any("failed" in attempt for attempt in attempts)}
+    assert meal.fetched_again == failures
+
+
+def check_buffers(meals: list[Meal], batch: int) -> None:
+    """Each step adds the mean over the ranks, by their samples, of what each of them saw once."""
+    x, total, forwards = toy().rows()["x"], torch.zeros(6, dtype=torch.float64), 0
+    for number, (start, end) in enumerate(steps_by_hand(batch), 1):
+        shares = meals[0].shares[number - 1]
+        for share in shares:
+            total += x[start : start + share].sum(0) * share / sum(shares)
+            start += share
+        assert start == end
+        leader = meals[shares.index(max(shares))]  # the one whose counters all take
+        forwards += len(forwards_in(tries(leader.steps[number][-1])[-1]))
+    for meal in meals:
+        assert (meal.total - total).norm() <= 1e-13 * total.norm()
+        assert meal.forwards == forwards
+
+
+def check(meals: list[Meal], batch: int) -> None:
+    """All that must be true of a run, whatever went wrong in it."""
+    check_diary(meals, batch)
+    for meal in meals:
+        check_sizes(meal)
+    check_buffers(meals, batch)
+    curve = curve_of(batch)
+    assert worst_error(meals, curve) <= LIMIT
+    assert all(meal.losses == pytest.approx(curve.losses, rel=1e-14) for meal in meals)
+    assert len({tuple(meal.parameters.tolist()) for meal in meals}) == 1, "replicas differ"
+    assert len({meal.lineage for meal in meals}) == 1
+
+
+# At chosen moments. The bucket of the second term is the first that can leave; samples 0 to 5 have no such term.
+
+LATE = {"balance": "1,1", "max_sentences": 5}  # one micro-batch a step
+
+
+def attempts_of(meals: list[Meal]) -> list[list[int]]:
+    """Attempts at each step, by rank."""
+    return [[len(attempts) for attempts in meal.steps.values()] for meal in meals]
+
+
+def forwards_of(meals: list[Meal], step: int) -> list[int]:
+    return [sum(len(forwards_in(attempt)) for attempt in meal.steps[step]) for meal in meals]
+
+
+@pytest.mark.parametrize("fault", [Fault(0), Fault(0, LAST), Fault(1), Fault(3)])
+def test_a_rank_whose_memory_runs_out_before_anything_left_repeats_alone(fault: Fault, tmp_path: Path) -> None:
+    # five samples for each rank, in micro-batches of three and two
+    meals = dine(tmp_path, words_of(10, balance="1,1", max_sentences=3), CALM, Appetite((fault,)))
+    check(meals, 10)
+    step, in_vain = fault.number // 2 + 1, fault.number % 2 + 1
+    assert attempts_of(meals) == [[1] * 5] * 2
+    assert forwards_of(meals, step) == [2, in_vain + 5]
+    assert [meal.caps for meal in meals] == [[3] * 5, [3] * (step - 1) + [1] * (6 - step)]
+
+
+@pytest.mark.parametrize("hurt", [(0,), (1,), (0, 1)])
+def test_memory_that_runs_out_with_a_bucket_on_its_way_costs_everybody_one_repeat(
+    hurt: tuple[int, ...], tmp_path: Path
+) -> None:
+    appetites = [Appetite((Fault(1, LAST),)) if rank in hurt else CALM for rank in (0, 1)]
+    calm, meals = (
+        dine(tmp_path / "calm", words_of(10, **LATE), CALM, CALM),
+        dine(tmp_path, words_of(10, **LATE), *appetites),
+    )
+    check(meals, 10)
+    assert (
+        calm[0].lineage != meals[0].lineage
+    )  # a step done twice is another history, as its sums may be rounded otherwise
+    assert attempts_of(meals) == [[1, 2, 1, 1, 1]] * 2
+    assert forwards_of(meals, 2) == [1 + 3 if rank in hurt else 2 for rank in (0, 1)]
+    assert [meal.caps for meal in meals] == [[5, 2, 2, 2, 2] if rank in hurt else [5] * 5 for rank in (0, 1)]
+
+
+def test_memory_that_runs_out_again_and_again(tmp_path: Path) -> None:
+    # rank 0 takes the samples 0 to 7: in one piece, then in fours, in twos, and one by one
+    faults = (Fault(0, LAST), Fault(2, LAST), Fault(6, LAST))
+    meals = dine(tmp_path, words_of(16, balance="1,1", max_sentences=8), Appetite(faults), CALM)
+    check(meals, 16)
+    assert attempts_of(meals) == [[4, 1, 1, 1, 1]] * 2
+    assert forwards_of(meals, 1) == [1 + 2 + 4 + 8, 4]
+    # the same without anything on its way: nobody else learns of it
+    faults = (Fault(0), Fault(1), Fault(3))
+    meals = dine(tmp_path / "early", words_of(16, balance="1,1", max_sentences=8), Appetite(faults), CALM)
+    check(meals, 16)
+    assert attempts_of(meals) == [[1] * 5] * 2
+    assert forwards_of(meals, 1) == [1 + 2 + 1 + 8, 1]
+
+
+def test_memory_that_runs_out_in_the_repeat_of_another_rank(tmp_path: Path) -> None:
+    # rank 0 asks for a repeat, in which rank 1 fails: without a bucket on its way, and then with one
+    for name, fault, attempts in (("early", Fault(1), 2), ("late", Fault(1, LAST), 3)):
+        words = words_of(20, balance="2,2,1", max_sentences=8)
+        meals = dine(tmp_path / name, words, Appetite((Fault(0, LAST),)), Appetite((fault,)), CALM)
+        check(meals, 20)
+        assert attempts_of(meals) == [[attempts, 1, 1, 1, 1]] * 3, name
+
+
+def test_one_rank_alone_repeats_by_itself(tmp_path: Path) -> None:
+    words = words_of(10, max_sentences=5)
+    meals = dine(tmp_path, words, Appetite((Fault(1), Fault(3, 3), Fault(9, LAST))))
+    check(meals, 10)
+    assert meals[0].caps[-1] == 1
+
+
+def test_a_rank_that_is_slowed_down_on_purpose_never_sends_early(tmp_path: Path) -> None:
+    words = [*words_of(10, **LATE), "--throttle", "1:2"]
+    meals = dine(tmp_path, words, CALM, Appetite((Fault(1, LAST),)))
+    check(meals, 10)
+    assert attempts_of(meals) == [[1] * 5] * 2
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_worker_processes_load_what_is_computed_again(world_size: int, tmp_path: Path) -> None:
+    # the third step is the last of its epoch, and its repeat comes when the data of the next epoch are there
+    words = words_of(10, balance="6,1,3" if world_size == 3 else "equal", max_sentences=10, num_workers=2)
+    meals = dine(tmp_path, words, *[Appetite((Fault(0),), late=(2,)), CALM, CALM][:world_size])
+    check(meals, 10)
+    assert attempts_of(meals) == [[1, 1, 2, 1, 1]] * world_size
+
+
+def test_a_later_start_remembers_what_the_memory_refused(tmp_path: Path) -> None:
+    (save_dir,), words = prepared(tmp_path, 1), words_of(10, **LATE)
+    hurt, again = (
+        run_ranks(eat_all, 2, [(save_dir, words, [appetite, CALM])]) for appetite in (Appetite(most=2), CALM)
+    )
+    assert [meal.caps[-1] for (meal,) in hurt] == [2, 5]
+    assert [meal.caps for (meal,) in again] == [[2] * 5] * 2  # both ranks are of this host
+    check([meal for (meal,) in again], 10)
+
+
+# Learned from what a device says of itself.
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What a rank saw of its sizes: those of the forwards of each step, the cap after it, and those watched."""
+
+    steps: list[list[int]]
+    caps: list[int | None]
+    watched: list[int]
+
+
+def learn_sizes(group: AnyGroup, save_dir: str, words: Words, free_bytes: int) -> Learned:
+    """Train on a device that needs 100 bytes for a sample and 50 besides, and tells so as a GPU does."""
+
+    def learning(cap: MicroBatchCap, **flags: Any) -> MicroBatchSizes:
+        return MicroBatchSizes(cap, **{**flags, "is_learning": True})
+
+    session_module.MicroBatchSizes = learning  # type: ignore[assignment, misc]
+    session, _ = session_of(group, save_dir, words)
+    keep_diary(group, session)
+    controller: Any = session.controller
+    task, caps, watched = controller.task, [], []
+    task.appetite = CALM
+
+    @contextmanager
+    def peak_of(device: torch.device) -> Iterator[memory.Peak]:
+        peak = memory.Peak()
+        yield peak
+        watched.append(len(forwards_in(task.attempt)[-1]))
+        peak.bytes = 50 + 100 * watched[-1]
+
+    def free_by_now(device: torch.device) -> int:
+        return free_bytes if controller.state.updates else 10**9  # the optimizer takes its memory in the first update
+
+    memory.peak_of, memory.free_bytes = peak_of, free_by_now
+    try:
+        while not controller.has_ended():
+            controller.train_step()
+            caps.append(controller._computer.sizes.cap.samples)
+    finally:
+        session.close()
+    steps = [list(itertools.chain(*map(forwards_in, attempts))) for attempts in task.steps.values()]
+    return Learned([list(map(len, forwards)) for forwards in steps], caps, watched)
+
+
+@pytest.mark.parametrize(("free_bytes", "most"), [(1300, 11), (100_000, 899), (100, 8)])
+def test_sizes_grow_in_the_first_step_and_tell_what_later_ones_may_hold(
+    free_bytes: int, most: int, tmp_path: Path
+) -> None:
+    (learned,) = run_ranks(learn_sizes, 1, *prepared(tmp_path, 1), words_of(25), free_bytes)
+    growing = [1, 2, 4, 8, 8, 2]
+    left = [min(most, 25 - at) for at in range(0, 25, most)]
+    assert learned.steps == [growing] + [left] * (STEPS - 1)
+    assert learned.caps == [None] + [most] * (STEPS - 1)
+    assert learned.watched == growing  # and no more: watching is not free
+
+
+# The twins: what would come of a rank that is careless.
+
+
+def be_careless(group: AnyGroup, how: str, run: tuple[str, Words, list[Appetite]]) -> list[Meal]:
+    """A rank that forgets the samples that failed, or to take its buffers back."""
+    compute: Any = ShareComputer.compute
+    if how == "samples":
+        ShareComputer.compute = lambda *args: replace(compute(*args), is_whole=True)  # type: ignore[method-assign]
+    else:
+        BufferKeeper.restore_ = lambda self: None  # type: ignore[method-assign]
+    return eat_all(group, [run])
+
+
+def test_a_rank_that_forgets_something_is_found_by_the_same_measures(tmp_path: Path) -> None:
+    appetites = [CALM, Appetite((Fault(1, LAST),))]
+    lost, kept = prepared(tmp_path, 2)
+    meals = [meal for (meal,) in run_ranks(be_careless, 2, "samples", (lost, words_of(10, **LATE), appetites))]
+    assert worst_error(meals, curve_of(10)) > 0.01
+    meals = [meal for (meal,) in run_ranks(be_careless, 2, "buffers", (kept, words_of(10, **LATE), appetites))]
+    assert worst_error(meals, curve_of(10)) <= LIMIT
+    with pytest.raises(AssertionError):
+        check_buffers(meals, 10)
+
+
+# At random moments.
+
+
+@dataclass(frozen=True)
+class Round:
+    """One run with random failures."""
+
+    batch: int
+    words: Words
+    appetites: list[Appetite]
+
+
+def draw_round(world_size: int, chance: random.Random) -> Round:
+    weights = [",".join(words[:world_size]) for words in (["5", "3", "1", "4"], ["2", "0", "1", "3"])]
+    batch, kind = chance.choice([10, 16, 25]), chance.choice(["one", "some", "all"])
+    words = words_of(
+        batch,
+        balance=chance.choice(["equal", "auto", *weights]),
+        max_sentences=chance.choice([2, 5, 8, 25, 25]),
+        bucket_cap_mb=chance.choice([0.0001, 0.0001, 0.0003, 1]),
+    )
+    one = chance.randrange(world_size)
+    hurt = [kind == "all" or (rank == one if kind == "one" else chance.random() < 0.5) for rank in range(world_size)]
+    return Round(batch, words, [draw_appetite(chance) if is_hurt else CALM for is_hurt in hurt])
+
+
+def draw_appetite(chance: random.Random) -> Appetite:
+    """A few failures anywhere, some of them in a row, and a few at the end of a share when buckets have left."""
+    first, places = chance.randrange(12), [None, *range(6)]
+    numbers = {first, chance.randrange(25)}.union(first + gap for gap in (1, 2) if chance.random() < 0.3)
+    late = {chance.randrange(6)}.union(range(*sorted((chance.randrange(6), chance.randrange(6)))))
+    return Appetite(
+        tuple(Fault(number, chance.choice(places)) for number in sorted(numbers)),
+        late=tuple(late) if chance.random() < 0.7 else (),
+        most=chance.choice([1000, 1000, 1000, 3, 1]),
+    )
+
+
+def check_rounds(path: Path, world_size: int, rounds: int, seed: int) -> Counter[str]:
+    """Play them in one life of the ranks; gives how often what happened."""
+    chance = random.Random(seed)
+    drawn = [draw_round(world_size, chance) for _ in range(rounds)]
+    runs = [(save_dir, one.words, one.appetites) for save_dir, one in zip(prepared(path, rounds), drawn)]
+    ranks = run_ranks(eat_all, world_size, runs, timeout_s=30 + 3 * rounds)
+    happened: Counter[str] = Counter()
+    for one, meals in zip(drawn, map(list, zip(*ranks))):
+        check(meals, one.batch)
+        for step in range(1, STEPS + 1):
+            together = [meal.steps[step] for meal in meals]
+            happened["repeated by all"] += len(together[0]) == 2
+            happened["repeated by all, twice"] += len(together[0]) > 2
+            happened["repeated alone"] += any(len(tries(attempt)) > 1 for one in together for attempt in one)
+            happened["calm"] += all(len(one) == len(tries(one[0])) == 1 for one in together)
+    return happened
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_ten_runs_with_random_failures(world_size: int, tmp_path: Path) -> None:
+    happened = check_rounds(tmp_path, world_size, 5, seed=world_size)
+    assert min(happened["repeated by all"], happened["repeated alone"], happened["calm"]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_fifty_runs_with_random_failures(world_size: int, tmp_path: Path) -> None:
+    happened = check_rounds(tmp_path, world_size, 50, seed=10 + world_size)
+    assert min(happened.values()) > 0
+    assert len(happened) == 4
+
+
+# Nothing smaller.
+
+
+def starve(group: AnyGroup, save_dir: str, words: Words, appetite: Appetite) -> tuple[str, str, int]:
+    """How a run ends in which memory holds nothing on one rank: the exception, its words, the updates made."""
+    session, _ = session_of(group, save_dir, words)
+    keep_diary(group, session)
+    controller: Any = session.controller
+    controller.task.appetite = appetite if group.rank == 1 else CALM
+    try:
+        session.train()
+    except HetSeqError as error:
+        return type(error).__name__, str(error), controller.state.updates
+    finally:
+        session.close()
+    return "", "", controller.state.updates
+
+
+@pytest.mark.parametrize(
+    ("flags", "appetite", "what"),
+    [
+        ({"max_sentences": 4}, Appetite(most=0), ("hold even one sample", "make samples or model smaller")),
+        ({"unit_size": 3}, Appetite(most=2), ("hold a unit of 3 samples", "give a smaller --unit-size")),
+        ({"unit_size": 3}, Appetite((Fault(0, LAST),)), ("hold a unit of 3 samples", "give a smaller --unit-size")),
+    ],
+    ids=["sample", "unit", "late"],
+)
+def test_a_rank_that_holds_nothing_says_so_and_nobody_hangs(
+    flags: dict[str, Any], appetite: Appetite, what: tuple[str, str], tmp_path: Path
+) -> None:
+    (save_dir,), words = prepared(tmp_path, 1), words_of(10, balance="1,1,1", **flags)
+    first, second, third = run_ranks(starve, 3, save_dir, words, appetite)
+    assert second[0] == DeviceMemoryError.__name__
+    for said in (f"rank 1 on {socket.gethostname()}: the memory of cpu", *what, "GiB in use by this rank", "--devices"):
+        assert said in second[1]
+    assert [first[0], third[0]] == [PeerLostError.__name__] * 2
+    assert [first[2], second[2], third[2]] == [0, 0, 0]
+
+
+def test_what_holds_a_unit_is_enough(tmp_path: Path) -> None:
+    """The twin of the one above."""
+    words = words_of(10, balance="1,1,1", unit_size=3)
+    assert run_ranks(starve, 3, prepared(tmp_path, 1)[0], words, Appetite(most=3)) == [("", "", STEPS)] * 3
+
+
+def test_another_failure_is_not_taken_for_one_of_memory(tmp_path: Path) -> None:
+    with pytest.raises(RankRaised, match="RuntimeError: mat1 and mat2 shapes cannot be multiplied"):
+        dine(tmp_path, words_of(10), Appetite(has_bug=True))
+
+
+@pytest.mark.slow
+def test_a_rank_that_holds_nothing_ends_a_real_run_with_one_message(tmp_path: Path) -> None:
+    # the third step has the samples 24 to 35, and rank 1 of 3 its 28 to 31
+    body = f'bad = (sample["index"] == 30).any(); return {{"loss": {SQUARES}.sum() if not bad else exhausted()}}'
+    task = write_task(tmp_path, loss=body)
+    task.write_text(task.read_text() + "\ndef exhausted():\n    raise torch.OutOfMemoryError('CUDA out of memory.')\n")
+    args = [*BASE, "--task", task, "--distributed-world-size", "3", "--balance", "equal", "--curriculum", "9"]
+    finished = run_command([*map(str, args), "--disable-validation", "--save-dir", str(tmp_path / "run")])
+    words = (f"rank 1 on {socket.gethostname()}: the memory of cpu does not hold even one sample", "in use", "smaller")
+    check_refusal(finished, *words, code=1, within_s=COLD_S)
+    assert "PeerLostError" not in finished.err + finished.out
+
+
+# No exception of ours: the system refuses.
+
+MIB = 1 << 20
+
+
+class Greedy(Hungry):
+    """Needs `per_sample` bytes for each sample of a micro-batch, in forward or in backward."""
+
+    per_sample = 0
+    is_in_backward = False
+
+    def loss(self, model: Any, sample: toys.Batch) -> dict[str, torch.Tensor]:
+        sums = super().loss(model, sample)
+        needed = len(sample["x"]) * self.per_sample
+        if self.is_in_backward:
+            sums["cls"].register_hook(lambda gradient: take(needed))
+        else:
+            take(needed)
+        return sums
+
+
+def take(needed_bytes: int) -> None:
+    """Have so much memory for a moment, without touching it."""
+    torch.empty(needed_bytes, dtype=torch.uint8)
+
+
+def live_in_a_small_house(group: AnyGroup, save_dir: str, words: Words, is_in_backward: bool) -> tuple[Any, Any]:
+    """Train while rank 1 may have 512 MiB more than now, and a sample needs 100."""
+    config = options.complete(options.parse([*words, "--save-dir", save_dir]))
+    task: Any = make_task(Greedy, config)
+    material = load_material(config, torch.device("cpu"), task)
+    session = build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder())
+    controller: Any = session.controller
+    task.is_in_backward = is_in_backward
+    if group.rank == 1:
+        task.per_sample = 100 * MIB
+        in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (in_use + 512 * MIB, resource.RLIM_INFINITY))
+    try:
+        session.train()
+        return controller.replica.optimizer.seen, controller._computer.sizes.cap.samples
+    finally:
+        session.close()
+
+
+@pytest.mark.parametrize("is_in_backward", [False, True])
+def test_a_process_that_may_have_no_more_memory_takes_less_at_once(is_in_backward: bool, tmp_path: Path) -> None:
+    words = words_of(25, balance="8,17", max_sentences=17)
+    ranks = run_ranks(live_in_a_small_house, 2, *prepared(tmp_path, 1), words, is_in_backward)
+    assert [cap for _, cap in ranks] == [17, 4]  # 17, 8, 4
+    curve = curve_of(25)
+    for gradients, _ in ranks:
+        assert all(
+            (g - right).norm() <= LIMIT * right.norm() for g, right in zip(gradients, curve.gradients, strict=True)
+        )

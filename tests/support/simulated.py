@@ -1,0 +1,169 @@
+"""A cluster in a simulated clock: machines of known cost, noise, spikes, changes of speed, and the product's own lag.
+
+It knows of the product only the meters and the balancer. As there, the first step of a run is cut into growing
+micro-batches on every rank, and what is observed at the end of step k counts from step k + 2 on.
+"""
+
+from __future__ import annotations
+
+import bisect
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from hetseq.balance import Balancer, CostMeter
+from hetseq.capacity import Cost
+
+LAG = 2  # steps from what is observed to the first shares that follow from it
+WARM_UP = (3.0, 2.0, 1.5)  # how much slower the first micro-batches of a start are
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank really needs: seconds per micro-batch, per unit, and per step besides."""
+
+    per_unit_s: float
+    per_micro_batch_s: float = 0.0
+    overhead_s: float = 0.0
+    micro_batch: int | None = None  # the most units of one
+    limit: int | None = None
+
+    def slower(self, factor: float) -> Machine:
+        return replace(
+            self,
+            per_unit_s=self.per_unit_s * factor,
+            per_micro_batch_s=self.per_micro_batch_s * factor,
+            overhead_s=self.overhead_s * factor,
+        )
+
+    def sizes(self, share: int, *, is_first: bool) -> list[int]:
+        """The micro-batches of a share; those of a first step double, but for a last one that would be the largest."""
+        sizes: list[int] = []
+        while share > 0:
+            size = min(share, self.micro_batch or share)
+            if is_first:
+                largest = max(sizes, default=0)
+                doubled = max(1, 2 * largest)
+                size = min(size, largest if doubled >= share > largest > 0 else doubled)
+            sizes.append(size)
+            share -= size
+        return sizes
+
+    def seconds(self, share: int) -> float:
+        """One calm step without a ramp."""
+        if share == 0:
+            return 0.0
+        batches = -(-share // self.micro_batch) if self.micro_batch else 1
+        return self.overhead_s + self.per_micro_batch_s * batches + self.per_unit_s * share
+
+
+@dataclass(frozen=True)
+class Weather:
+    """What comes between a machine and its cost: relative noise of steps and micro-batches, and slow steps."""
+
+    step_noise: float = 0.05
+    micro_batch_noise: float = 0.02
+    spike_rate: float = 0.03
+    spike: float = 4.0
+
+
+CALM = Weather(0, 0, 0)
+
+
+@dataclass
+class Trace:
+    """What happened: per step the shares, their time on calm machines, and the time of the best shares."""
+
+    shares: list[tuple[int, ...]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    oracle_s: list[float] = field(default_factory=list)
+
+    def excess(self, first: int = 0) -> float:
+        """The time of the steps from `first` on, as a multiple of the best."""
+        return sum(self.seconds[first:]) / sum(self.oracle_s[first:])
+
+    def changes(self, first: int = 0) -> int:
+        """How often the shares changed after step `first`."""
+        return sum(before != after for before, after in zip(self.shares[first:], self.shares[first + 1 :]))
+
+    def late(self, step: int) -> bool:
+        """Whether a step was not within 1.1 of the best."""
+        return self.seconds[step] > 1.1 * self.oracle_s[step]
+
+    def unsettled(self, first: int = 0, last: int | None = None) -> int:
+        """How many of the steps first..last-1 were not within 1.1 of the best."""
+        return sum(self.late(step) for step in range(first, len(self.seconds) if last is None else last))
+
+
+def fastest_step(machines: Sequence[Machine], total: int) -> float:
+    """The time of the best division, found without the solver: by halving, the least time in which all can be done."""
+    low_s, high_s = 0.0, sum(machine.seconds(total) for machine in machines)
+    for _ in range(60):
+        middle_s = (low_s + high_s) / 2
+        done = sum(
+            bisect.bisect_right(range(1, (machine.limit or total) + 1), middle_s, key=machine.seconds)
+            for machine in machines
+        )
+        low_s, high_s = (low_s, middle_s) if done >= total else (middle_s, high_s)
+    return high_s
+
+
+def train(
+    machines: Sequence[Machine],
+    total: int,
+    steps: int,
+    *,
+    seed: int = 0,
+    weather: Weather = CALM,
+    changes: Mapping[int, Mapping[int, float]] | None = None,
+) -> Trace:
+    """A run of so many steps of `total` units. `changes`: in step s, rank r becomes so many times slower."""
+    generator = random.Random(seed)
+    machines = list(machines)
+    meters, balancer, trace = [CostMeter() for _ in machines], Balancer(len(machines)), Trace()
+    waiting: list[tuple[int, ...]] = [balancer.shares(total)] * LAG  # shares of the next steps, already decided
+    best_s = 0.0
+    for step in range(steps):
+        for rank, factor in (changes or {}).get(step, {}).items():
+            machines[rank] = machines[rank].slower(factor)
+        shares = waiting.pop(0)
+        if step in (changes or {}) or step == 0:
+            best_s = fastest_step(machines, total)
+        trace.shares.append(shares)
+        trace.seconds.append(max(machine.seconds(share) for machine, share in zip(machines, shares)))
+        trace.oracle_s.append(best_s)
+        for machine, meter, share in zip(machines, meters, shares):
+            _measure(machine, meter, share, weather, generator, is_first=step == 0)
+        costs = [_with_limit(meter.cost(machine.micro_batch), machine) for machine, meter in zip(machines, meters)]
+        balancer.observe(total, costs)
+        waiting.append(balancer.shares(total))
+    return trace
+
+
+def _measure(
+    machine: Machine, meter: CostMeter, share: int, weather: Weather, generator: random.Random, *, is_first: bool
+) -> None:
+    slow = max(0.2, generator.gauss(1, weather.step_noise))
+    slow *= weather.spike if generator.random() < weather.spike_rate else 1
+    sizes = machine.sizes(share, is_first=is_first)
+    seconds = []
+    for number, size in enumerate(sizes):
+        calm = machine.per_micro_batch_s + machine.per_unit_s * size
+        warm = WARM_UP[number] if is_first and number < len(WARM_UP) else 1
+        seconds.append(calm * slow * warm * max(0.2, generator.gauss(1, weather.micro_batch_noise)))
+    meter.observe(sizes, seconds, overhead_s=machine.overhead_s * slow)
+
+
+def _with_limit(cost: Cost | None, machine: Machine) -> Cost | None:
+    return cost and replace(cost, limit=machine.limit)
+
+
+def unlike_machines(generator: random.Random, total: int, *, ranks: int = 6) -> list[Machine]:
+    """Speeds of 1 to 8, and a fixed part of up to 15 % of the time of an equal share, of two kinds."""
+    machines = []
+    for _ in range(ranks):
+        per_unit_s = 1 / generator.uniform(1, 8)
+        fixed_s = generator.uniform(0, 0.15) * per_unit_s * total / ranks
+        kind = generator.random()
+        machines.append(Machine(per_unit_s, fixed_s * kind, fixed_s * (1 - kind)))
+    return machines

@@ -1,0 +1,504 @@
+"""What a rank costs, learned from times that are not to be trusted, and when other shares are worth it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from hetseq.balance import Balancer, CostMeter
+from hetseq.capacity import Cost, assign_shares
+from tests.support.simulated import CALM, Machine, Trace, Weather, train, unlike_machines
+
+RAMP = [1, 2, 4, 8, 16, 32, 1]  # the micro-batches of a first step of 64 samples
+
+
+def feed(meter: CostMeter, sizes: Sequence[int], *, fixed_s: float = 0.0, per_unit_s: float = 1.0) -> None:
+    """A step in which each micro-batch took what it should."""
+    meter.observe(sizes, [fixed_s + per_unit_s * size for size in sizes], overhead_s=0.0)
+
+
+def step_time(meter: CostMeter, units: int) -> float:
+    cost = meter.cost()
+    assert cost is not None
+    return cost.seconds(units)
+
+
+def meter_after(steps: int, sizes: Sequence[int] = (64,), *, per_unit_s: float = 1.0) -> CostMeter:
+    meter = CostMeter()
+    for _ in range(steps):
+        feed(meter, sizes, per_unit_s=per_unit_s)
+    return meter
+
+
+# One rank's own cost
+
+
+def test_growing_micro_batches_of_one_step_tell_both_parts_of_the_cost() -> None:
+    meter = CostMeter()
+    assert meter.cost() is None
+    meter.observe(RAMP, [5 + 0.5 * size for size in RAMP], overhead_s=3.0)
+    cost = meter.cost()
+    assert cost is not None
+    assert cost.fixed_s == pytest.approx(3 + 5, rel=0.02)
+    assert cost.per_unit_s == pytest.approx(0.5, rel=0.02)
+
+
+def test_without_sizes_that_differ_the_cost_is_proportional() -> None:
+    meter = CostMeter()
+    for _ in range(50):
+        meter.observe([10, 10, 9], [10.0, 10.0, 9.0], overhead_s=2.0)
+    cost = meter.cost()
+    assert cost is not None
+    assert cost.fixed_s == pytest.approx(2.0, abs=0.05)
+    assert cost.per_unit_s == pytest.approx(1.0, rel=0.01)
+
+
+def test_the_first_three_micro_batches_of_a_start_are_not_believed_if_there_are_others() -> None:
+    meter = CostMeter()
+    meter.observe([1, 2], [900.0, 1800.0], overhead_s=0.0)
+    assert step_time(meter, 64) > 20_000  # there are no others yet
+    meter.observe([4], [3600.0], overhead_s=0.0)
+    feed(meter, [4])
+    assert step_time(meter, 64) == pytest.approx(64)
+    ramped = CostMeter()
+    ramped.observe(RAMP, [900.0, 1800.0, 3600.0, *map(float, RAMP[3:])], overhead_s=0.0)
+    assert step_time(ramped, 64) == pytest.approx(64, rel=0.01)
+
+
+def test_one_slow_step_is_ignored() -> None:
+    meter = meter_after(20)
+    calm = meter.cost()
+    feed(meter, [64], per_unit_s=4)
+    assert meter.cost() == calm
+    feed(meter, [64])
+    feed(meter, [64], per_unit_s=4)
+    assert step_time(meter, 64) == pytest.approx(64)
+
+
+def test_a_slow_first_step_is_corrected_by_the_second() -> None:
+    meter = CostMeter()
+    meter.observe(RAMP, [4.0 * size for size in RAMP], overhead_s=8.0)
+    assert step_time(meter, 64) == pytest.approx(4 * 64 + 8, rel=0.01)
+    meter.observe([64], [64.0], overhead_s=2.0)
+    assert step_time(meter, 64) == pytest.approx(64 + 2)
+
+
+@pytest.mark.parametrize("factor", [1.5, 3.0, 10.0])
+def test_a_rank_that_has_slowed_down_is_believed_with_the_second_slow_step(factor: float) -> None:
+    meter = meter_after(20)
+    feed(meter, [64], per_unit_s=factor)
+    assert step_time(meter, 64) == pytest.approx(64)
+    feed(meter, [64], per_unit_s=factor)
+    assert step_time(meter, 64) == pytest.approx(factor * 64, rel=0.01)
+
+
+def test_of_two_slow_steps_that_disagree_the_milder_is_believed() -> None:
+    meter = meter_after(20)
+    feed(meter, [64], per_unit_s=12)
+    feed(meter, [64], per_unit_s=3)
+    assert step_time(meter, 64) == pytest.approx(3 * 64, rel=0.01)
+
+
+@pytest.mark.parametrize("factor", [0.6, 1 / 3, 0.1])
+def test_a_rank_that_has_become_faster_is_believed_at_once(factor: float) -> None:
+    meter = meter_after(20)
+    feed(meter, [64], per_unit_s=factor)
+    assert step_time(meter, 64) == pytest.approx(factor * 64, rel=0.01)
+
+
+def test_after_two_slow_steps_that_were_none_of_the_machines_all_that_was_known_is_known_again() -> None:
+    generator = random.Random(1)
+    meter = CostMeter()
+    feed(meter, RAMP, fixed_s=5)
+    for _ in range(100):
+        meter.observe([64], [69 * generator.gauss(1, 0.05)], overhead_s=0.0)
+    known = step_time(meter, 64)
+    for slow in (4, 4):
+        meter.observe([64], [69.0 * slow], overhead_s=0.0)
+    assert step_time(meter, 64) == pytest.approx(4 * 69, rel=0.05)
+    meter.observe([64], [69 * 1.15], overhead_s=0.0)  # one noisy step is no reason to believe 1.15
+    assert step_time(meter, 64) == pytest.approx(known, rel=0.01)
+
+
+def test_a_shift_too_small_for_a_jump_is_followed_within_ten_steps() -> None:
+    generator = random.Random(2)
+    meter = CostMeter()
+    for _ in range(100):
+        meter.observe([64], [64 * generator.gauss(1, 0.05)], overhead_s=0.0)
+    for _ in range(10):
+        meter.observe([64], [1.15 * 64 * generator.gauss(1, 0.05)], overhead_s=0.0)
+    assert step_time(meter, 64) == pytest.approx(1.15 * 64, rel=0.04)
+
+
+def test_noise_is_averaged_away() -> None:
+    errors = []
+    for seed in range(20):
+        generator, meter = random.Random(seed), CostMeter()
+        for _ in range(100):
+            spike = 4 if generator.random() < 0.03 else 1
+            meter.observe([64], [64 * spike * generator.gauss(1, 0.05)], overhead_s=0.0)
+        errors.append(step_time(meter, 64) / 64 - 1)
+    assert statistics.pstdev(errors) < 0.01  # of 0.05 a step
+    assert abs(statistics.mean(errors)) < 0.005  # and not to one side
+
+
+def test_equal_sizes_move_the_speed_and_keep_the_shape() -> None:
+    meter = CostMeter()
+    feed(meter, RAMP, fixed_s=16)
+    for _ in range(200):
+        feed(meter, [64], fixed_s=16 * 3, per_unit_s=3)
+    cost = meter.cost()
+    assert cost is not None
+    assert cost.fixed_s / cost.per_unit_s == pytest.approx(16, rel=0.05)
+    assert cost.seconds(64) == pytest.approx(3 * 80, rel=0.001)
+    assert cost.seconds(32) == pytest.approx(3 * 48, rel=0.02)
+
+
+def test_shares_that_change_later_tell_the_fixed_part_too() -> None:
+    meter = CostMeter()
+    for _ in range(4):
+        feed(meter, [40], fixed_s=20)  # no ramp: 1.5 seconds a sample, says the first size alone
+    assert step_time(meter, 80) == pytest.approx(120, rel=0.01)
+    for size in (80, 30, 60, 40, 80, 30, 60):
+        feed(meter, [size], fixed_s=20)
+    cost = meter.cost()
+    assert cost is not None
+    assert cost.fixed_s == pytest.approx(20, rel=0.1)
+    assert cost.per_unit_s == pytest.approx(1, rel=0.05)
+
+
+def test_a_smaller_last_micro_batch_tells_the_fixed_part_in_time() -> None:
+    meter = CostMeter()
+    for _ in range(4):
+        feed(meter, [16, 16, 16, 4], fixed_s=8)
+    cost = meter.cost()
+    assert cost is not None
+    assert cost.fixed_s == pytest.approx(8, rel=0.05)
+
+
+def test_a_disturbed_micro_batch_does_not_make_a_rank_all_fixed_part() -> None:
+    meter = CostMeter()
+    times = [5.0 + size for size in RAMP]
+    times[3] *= 10  # 8 samples took longer than 32
+    meter.observe(RAMP, times, overhead_s=0.0)
+    feed(meter, [64], fixed_s=5)
+    assert step_time(meter, 128) == pytest.approx(133, rel=0.25)
+
+
+def test_a_step_without_units_leaves_the_cost_standing() -> None:
+    meter = meter_after(5)
+    before = meter.cost()
+    for _ in range(100):
+        meter.observe([], [], overhead_s=0.0)
+    assert meter.cost() == before
+    assert before is not None
+    unmeasured = CostMeter()
+    unmeasured.observe([], [], overhead_s=1.0)
+    unmeasured.observe([4], [0.0], overhead_s=1.0)  # a clock too coarse to see it
+    assert unmeasured.cost() is None
+
+
+def test_a_slow_step_before_one_without_units_still_counts() -> None:
+    meter = meter_after(20)
+    feed(meter, [64], per_unit_s=3)
+    meter.observe([], [], overhead_s=0.0)
+    feed(meter, [64], per_unit_s=3)
+    assert step_time(meter, 64) == pytest.approx(3 * 64, rel=0.01)
+
+
+def test_what_a_rank_does_besides_is_the_median_until_two_steps_say_otherwise() -> None:
+    meter = CostMeter()
+    assert meter.overhead_s == 0
+    for overhead_s, believed_s in [(1, 1), (9, 1), (1, 1), (1, 1), (8, 1), (1, 1), (5, 1), (6, 5), (8, 5), (8, 8),
+                                   (1, 5), (2, 2), (9, 6)]:  # fmt: skip
+        meter.observe([64], [64.0], overhead_s=overhead_s)
+        assert meter.overhead_s == believed_s
+    assert step_time(meter, 64) == pytest.approx(64 + 6)
+
+
+def test_micro_batches_smaller_than_the_share_pay_the_fixed_part_more_often() -> None:
+    meter = CostMeter()
+    feed(meter, RAMP, fixed_s=8)
+    for _ in range(3):
+        feed(meter, [16, 16, 16, 2], fixed_s=8)
+    cost = meter.cost(16)
+    assert cost is not None
+    assert cost.seconds(50) == pytest.approx(4 * 8 + 50, rel=0.01)  # as it is
+    assert cost.per_unit_s == pytest.approx(1 + 8 / 16, rel=0.01)  # sixteen samples more are a micro-batch more
+    whole = meter.cost()
+    assert whole is not None
+    assert whole.seconds(50) == pytest.approx(8 + 50, rel=0.01)
+    feed(meter, [10], fixed_s=8)
+    assert meter.cost(16) == meter.cost()  # a share that is one micro-batch
+
+
+def test_whatever_the_times_the_cost_is_one_that_a_machine_can_have() -> None:
+    generator = random.Random(3)
+    for _ in range(100):
+        meter = CostMeter()
+        for _ in range(30):
+            sizes = [generator.randint(1, 10 ** generator.randint(0, 6)) for _ in range(generator.randint(0, 4))]
+            seconds = [generator.choice([0, 1, 1, size]) * 10 ** generator.uniform(-5, 3) for size in sizes]
+            meter.observe(sizes, seconds, overhead_s=generator.choice([0, generator.random()]))
+            meter.cost(generator.choice([None, 1, 7]))  # Cost refuses what no machine has
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds", "overhead_s"),
+    [([1, 2], [1.0], 0.0), ([0], [1.0], 0.0), ([1], [-1.0], 0.0), ([1], [float("nan")], 0.0), ([1], [1.0], -1.0),
+     ([1], [float("inf")], 0.0), ([], [], float("nan"))],
+)  # fmt: skip
+def test_times_that_cannot_be_are_refused(sizes: list[int], seconds: list[float], overhead_s: float) -> None:
+    meter = CostMeter()
+    with pytest.raises(ValueError, match="expected"):
+        meter.observe(sizes, seconds, overhead_s=overhead_s)
+
+
+# When other shares are worth it
+
+
+def two_ranks(ratio: float) -> list[Cost | None]:
+    """Equal shares of 1000 take so many times as long as the best, or nearly, if the first rank is that much faster."""
+    return [Cost(0, 1 / ratio), Cost(0, 1)]
+
+
+def adopted_after(balancer: Balancer, costs: Sequence[Cost | None], *, at_most: int = 60) -> int | None:
+    """How often the same costs must be seen until they are adopted."""
+    for times in range(1, at_most + 1):
+        if balancer.observe(1000, costs) is not None:
+            return times
+    return None
+
+
+def settled(costs: Sequence[Cost | None], *, steps: int = 300) -> Balancer:
+    """A balancer that has seen nothing else for long."""
+    balancer = Balancer(len(costs))
+    for _ in range(steps):
+        balancer.observe(1000, costs)
+    return balancer
+
+
+def test_shares_are_equal_until_something_is_known_and_that_is_adopted_at_once() -> None:
+    assert Balancer(3).costs is None
+    balancer = Balancer(3)
+    assert balancer.shares(8) == (3, 3, 2)
+    assert balancer.observe(8, [None, None, None]) is None
+    costs = [Cost(0, 1), Cost(0, 2), Cost(0, 4)]
+    assert balancer.observe(7, costs) == tuple(costs) == balancer.costs
+    assert balancer.shares(7) == (4, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "steps"),
+    [(3.0, 1), (1.3, 1), (1.13, 2), (1.06, 3), (1.03, 10), (1.01, None)],  # gains of 50, 13, 6, 3, 1.5 and 0.5 %
+)
+def test_the_smaller_the_gain_the_more_often_it_must_be_seen(ratio: float, steps: int | None) -> None:
+    assert adopted_after(settled(two_ranks(1)), two_ranks(ratio)) == steps
+
+
+def test_what_was_adopted_is_compared_under_the_newest_costs() -> None:
+    balancer = settled(two_ranks(1))
+    assert adopted_after(balancer, [Cost(0, 7), Cost(0, 7)]) is None  # both slower: nothing to be gained by shares
+    assert balancer.observe(1000, [Cost(0, 7), Cost(0, 1)]) is not None
+
+
+def test_the_second_table_is_adopted_for_less_than_the_hundredth() -> None:
+    young = Balancer(2)
+    young.observe(1000, two_ranks(1))
+    assert adopted_after(young, two_ranks(1.06)) == 1
+    assert adopted_after(settled(two_ranks(1)), two_ranks(1.06)) == 3
+
+
+def test_shares_that_have_just_changed_need_more_to_change_again() -> None:
+    balancer = settled(two_ranks(1))
+    waits = [adopted_after(balancer, two_ranks(ratio)) for ratio in (1.06, 1, 1.06, 1, 1.06)]
+    assert waits == [3, 6, 8, 9, 11]
+    assert adopted_after(balancer, two_ranks(3)) == 1  # but never a gain of a tenth
+
+
+def test_a_limit_that_no_longer_holds_the_share_is_obeyed_at_once() -> None:
+    balancer = settled(two_ranks(1))
+    assert balancer.observe(1000, [Cost(0, 1, 500), Cost(0, 1)]) is None
+    assert balancer.observe(1000, [Cost(0, 1, 499), Cost(0, 1)]) is not None
+    assert balancer.shares(1000) == (499, 501)
+    with pytest.raises(ValueError, match="1000 units to share"):
+        balancer.observe(1000, [Cost(0, 1, 499), Cost(0, 1, 500)])
+
+
+def test_a_rank_that_is_not_known_yet_counts_as_the_mean_of_the_others() -> None:
+    balancer = Balancer(3)
+    assert balancer.observe(90, [Cost(2, 1), None, Cost(4, 3)]) == (Cost(2, 1), Cost(3, 2), Cost(4, 3))
+
+
+def test_all_ranks_adopt_the_same_tables_from_the_same_rows() -> None:
+    generator = random.Random(4)
+    balancers = [Balancer(4) for _ in range(3)]
+    adopted = 0
+    for _ in range(200):
+        total = generator.randint(0, 500)
+        rows = [generator.choice([None, Cost(generator.random(), 0.1 + generator.random())]) for _ in range(4)]
+        tables = [balancer.observe(total, rows) for balancer in balancers]
+        assert tables[0] == tables[1] == tables[2]
+        adopted += tables[0] is not None
+    assert adopted > 10
+
+
+def test_a_rank_with_nothing_is_tried_with_a_little_for_one_step_and_ever_more_rarely() -> None:
+    costs = [Cost(0, 1), Cost(0, 1), Cost(520, 1)]
+    balancer = Balancer(3)
+    shares = []
+    for _ in range(1000):
+        balancer.observe(1000, costs)
+        shares.append(balancer.shares(1000))
+    tried = [step for step, share in enumerate(shares) if share[2] > 0]
+    assert shares[0] == (500, 500, 0)
+    assert {shares[step] for step in tried} == {(490, 490, 20)}
+    assert [after - before for before, after in itertools.pairwise(tried)] == [101, 201, 401]
+    assert tried[0] == 50
+
+
+def test_a_rank_with_nothing_that_has_become_faster_comes_back() -> None:
+    balancer = settled([Cost(0, 1), Cost(520, 1)], steps=40)
+    assert balancer.shares(500) == (500, 0)
+    assert adopted_after(balancer, [Cost(0, 1), Cost(20, 1)]) == 1
+    assert balancer.shares(500) == (260, 240)
+
+
+def test_a_trial_that_would_cost_much_is_put_off() -> None:
+    hopeless = [Cost(0, 1), Cost(20_000, 1)]
+    balancer = settled(hopeless, steps=1500)
+    assert balancer.shares(1000) == (1000, 0)
+    assert balancer.costs == tuple(hopeless)
+    assert adopted_after(balancer, hopeless, at_most=1000) == 405  # it costs 19 steps, so one in 1,900
+    assert adopted_after(settled([Cost(0, 1), Cost(520, 1, 0)], steps=2000), [Cost(0, 1), Cost(520, 1, 0)]) is None
+
+
+def test_nobody_is_tried_while_all_have_something_to_do() -> None:
+    balancer = settled([Cost(0, 1), Cost(900, 1)], steps=1)
+    assert min(balancer.shares(1000)) > 0
+    assert adopted_after(balancer, [Cost(0, 1), Cost(900, 1)], at_most=1000) is None
+
+
+# A whole run, in a simulated clock
+
+
+def equal_shares(machines: Sequence[Machine], total: int) -> float:
+    """The step that the machines make if nobody measures anything."""
+    shares = assign_shares(total, [1.0] * len(machines))
+    return max(machine.seconds(share) for machine, share in zip(machines, shares))
+
+
+def runs(
+    seeds: int, total: int, make: Callable[[random.Random, int], list[Machine]] = unlike_machines, **options: object
+) -> list[Trace]:
+    """One run per seed, each on a cluster of its own."""
+    return [
+        train(make(random.Random(7919 * seed + 1), total), total, 200, seed=seed, **options)  # type: ignore[arg-type]
+        for seed in range(seeds)
+    ]
+
+
+def test_a_calm_cluster_has_the_best_shares_from_the_third_step_on_and_keeps_them() -> None:
+    for trace in runs(4, 1024, weather=CALM):
+        assert trace.unsettled() == 2
+        assert trace.excess(first=2) < 1.01
+        assert trace.changes() == 1
+        assert trace.oracle_s[0] * 1.2 < trace.seconds[0]  # the twin: equal shares
+
+
+def test_four_ranks_of_1_1_2_4_settle_to_proportional_shares() -> None:
+    machines = [Machine(1.0), Machine(1.0), Machine(0.5), Machine(0.25)]
+    assert train(machines, 64, 20).shares[2:] == [(8, 8, 16, 32)] * 18
+    noisy = train(machines, 64, 200, weather=Weather()).shares
+    assert all(abs(mine - best) <= 2 for mine, best in zip(noisy[-1], (8, 8, 16, 32)))
+
+
+def test_a_rank_that_becomes_three_times_slower_costs_three_slow_steps() -> None:
+    for seed in range(5):
+        machines = unlike_machines(random.Random(seed), 1024)
+        trace = train(machines, 1024, 60, changes={30: {0: 3.0}})
+        assert trace.unsettled(first=30) <= 3
+        assert trace.shares[32] == trace.shares[29]
+        assert trace.shares[33][0] < trace.shares[29][0]
+
+
+def test_a_rank_that_is_too_slow_gets_nothing_and_comes_back_when_it_has_recovered() -> None:
+    machines = [Machine(1.0), Machine(1.0), Machine(1.0, overhead_s=5.0)]
+    trace = train(machines, 60, 400, changes={50: {2: 40.0}, 100: {2: 1 / 40}})
+    assert trace.shares[49] == (22, 22, 16)
+    assert trace.shares[90] == (30, 30, 0)
+    assert trace.seconds[-1] == trace.seconds[49] == 22
+    tries = [share[2] for share in trace.shares[60:] if 0 < share[2] < 10]
+    assert len(tries) == 1
+    stays = train(machines, 60, 400, changes={50: {2: 40.0}})
+    assert stays.shares[-1] == (30, 30, 0)  # the twin
+
+
+def test_tokens_are_shared_as_well_as_samples() -> None:
+    machines = [Machine(1e-6, 0.01), Machine(3e-6, 0.02), Machine(2e-6)]
+    trace = train(machines, 10**6, 40)
+    assert trace.unsettled() == 2
+    assert trace.excess(first=5) < 1.005
+    assert sum(trace.shares[-1]) == 10**6
+
+
+def test_few_large_units_are_dealt_as_well_as_whole_units_allow() -> None:
+    machines = [Machine(1.0), Machine(2.0), Machine(4.0)]
+    assert train(machines, 7, 20).shares[-1] == (4, 2, 1)
+    assert train(machines, 2, 20).shares[-1] == (2, 0, 0)
+
+
+def test_limits_and_micro_batches_of_a_rank_are_respected() -> None:
+    machines = [Machine(1.0, 2.0, micro_batch=16), Machine(1.0, limit=20), Machine(1.0, 2.0, micro_batch=64)]
+    trace = train(machines, 100, 60)
+    assert all(share[1] == 20 for share in trace.shares[2:])
+    assert trace.excess(first=10) < 1.05
+
+
+def test_the_same_run_is_the_same_again() -> None:
+    machines = unlike_machines(random.Random(5), 256)
+    first, again = (train(machines, 256, 100, seed=5, weather=Weather()) for _ in range(2))
+    assert first == again
+    assert first != train(machines, 256, 100, seed=6, weather=Weather())
+
+
+def test_noise_and_slow_steps_cost_little() -> None:
+    traces = runs(4, 1024, weather=Weather())
+    assert statistics.mean(trace.excess() for trace in traces) < 1.05
+    assert statistics.mean(trace.excess(first=150) for trace in traces) < 1.02
+    assert statistics.median(trace.unsettled(last=20) for trace in traces) <= 3
+    assert statistics.mean(trace.seconds[0] / trace.oracle_s[0] for trace in traces) > 1.5  # the twin: equal shares
+
+
+def test_noise_alone_seldom_changes_shares() -> None:
+    traces = runs(4, 1024, weather=Weather(spike_rate=0))
+    assert statistics.mean(trace.changes(first=20) for trace in traces) <= 180 / 50
+    assert min(trace.changes() for trace in traces) >= 2  # the twin: they do change while they are settling
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("total", [256, 1024])
+def test_a_hundred_clusters_are_close_to_the_best_that_could_be(total: int) -> None:
+    """Six ranks, speeds of 1 to 8, fixed parts of up to 15 %; noise of 5 %, and 3 % of steps take four times as long.
+
+    As measured, 256 and 1,024 samples: 1.025 and 1.028 of the oracle over 200 steps, at worst 1.052 and 1.053; over the
+    last 50, 1.005 and 1.007; 0.8 and 0.9 changes of shares in 50 steps; settled after three in 92 and 100 clusters.
+    """
+    traces = runs(100, total, weather=Weather())
+    assert statistics.mean(trace.excess() for trace in traces) <= 1.03
+    assert max(trace.excess() for trace in traces) <= 1.07
+    assert statistics.mean(trace.excess(first=150) for trace in traces) <= 1.01
+    assert statistics.mean(trace.changes(first=20) for trace in traces) <= 180 / 50
+    assert sum(not any(trace.late(step) for step in range(3, 10)) for trace in traces) >= 90
+
+
+@pytest.mark.slow
+def test_a_hundred_clusters_lose_three_steps_to_a_rank_that_slows_down() -> None:
+    calm = runs(100, 1024, weather=CALM, changes={100: {0: 3.0}})
+    assert max(trace.unsettled(first=100, last=120) for trace in calm) == 3
+    noisy = runs(100, 1024, weather=Weather(spike_rate=0), changes={100: {0: 3.0}})
+    assert sum(trace.unsettled(first=100, last=120) <= 3 for trace in noisy) >= 97  # 99 as measured

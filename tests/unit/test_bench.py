@@ -1,0 +1,289 @@
+"""The benchmarks without their clocks: what they are asked, how timings become figures, and what they print."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts find each other as they do when Python runs one of them."""
+    monkeypatch.syspath_prepend(BENCH)
+
+
+def script(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+# From timings to figures.
+
+
+def test_a_busy_round_leaves_the_median_of_ratios_alone() -> None:
+    figures = script("figures")
+    calm, busy = [1.0, 1.0, 3.0], [2.0, 6.0, 6.0]  # the second loop always takes twice as long; two rounds were busy
+    ours, theirs = [1.0, 3.0, 3.0], [2.0, 6.0, 6.0]
+    assert figures.spread(figures.paired(theirs, ours)).median == 2
+    assert figures.spread(figures.paired(busy, calm)).median != 6 / 1  # the twin: a ratio of medians would say 6
+    with pytest.raises(ValueError):
+        figures.paired([1.0], [1.0, 2.0])
+
+
+def test_quartiles_are_values_that_were_seen() -> None:
+    figures = script("figures")
+    five = figures.spread([5.0, 1.0, 4.0, 2.0, 3.0])
+    assert (five.n, five.median, five.low, five.high) == (5, 3, 2, 4)
+    assert five.shown(".0f", 100) == "300 (200-400)"
+    one = figures.spread([7.0])
+    assert (one.median, one.low, one.high) == (7, 7, 7)
+    assert figures.spread([1.0, 2.0, 9.0, 10.0]).median == 5.5
+
+
+def test_an_equal_split_is_held_up_by_the_slowest() -> None:
+    figures = script("figures")
+    reached = [figures.equal_split_share((1, k)) for k in (1, 2, 3, 4)]
+    assert reached == pytest.approx([1, 2 / 3, 1 / 2, 2 / 5])
+    # 4 ranks, a quarter of 12 samples each: the slowest takes 3 * 4, all together could do 12 in 12 / 2.75
+    assert figures.equal_split_share((1, 1, 2, 4)) == pytest.approx((12 / 12) / (1 + 1 + 1 / 2 + 1 / 4))
+
+
+def test_shares_of_speeds_and_efficiency() -> None:
+    figures = script("figures")
+    assert figures.share_of_sum(285.0, [200.0, 100.0]) == pytest.approx(0.95)
+    assert figures.efficiency(8.0, 1.0, 8) == 1
+    assert figures.efficiency(8.0, 2.0, 8) == 0.5
+
+
+def test_a_throttled_rank_is_busy_only_beyond_its_sleep() -> None:
+    figures = script("figures")
+    assert figures.busy_mark(figures.stretch(3.0, 1.0, factor=3)) == ""
+    assert "1.50 x" in figures.busy_mark(figures.stretch(4.5, 1.0, factor=3))
+    assert figures.busy_mark(figures.stretch(3.0, 1.0)) != ""
+
+
+def test_shares_have_settled_when_they_stay() -> None:
+    figures = script("figures")
+    assert figures.settled_after([[50, 50], [76, 24], [75, 25], [75, 25]]) == 1
+    assert figures.settled_after([[75, 25], [75, 25]]) == 0
+    assert figures.settled_after([[75, 25], [50, 50], [75, 25]]) == 2  # it left again
+    assert figures.settled_after([[750, 250], [720, 280], [750, 250]]) == 2  # 30 of 250 are more than a twentieth
+    assert figures.settled_after([[9, 11], [10, 10]]) == 0  # one sample more or less is as near as shares come
+    assert figures.settled_after([[750, 250], [738, 262], [750, 250]]) == 0  # 12 of 250 are less
+
+
+def test_slow_steps_are_counted_up_to_the_last_one() -> None:
+    figures = script("figures")
+    assert figures.slow_steps([6.0, 6.0, 2.5, 2.5, 2.5, 2.5, 2.5]) == 2
+    assert figures.slow_steps([2.5, 6.0, 2.5, 2.5, 2.5, 2.5, 2.5]) == 2  # a change is seen a step late
+    assert figures.slow_steps([6.0] * 4 + [2.5] * 5) == 4
+    assert figures.slow_steps([2.5] * 7) == 0
+
+
+def test_curves_that_part_are_seen() -> None:
+    figures = script("figures")
+    assert figures.largest_gap([[2.0, 1.0], [2.0, 1.0]]) == 0
+    assert figures.largest_gap([[2.0, 1.0], [2.0, 1.25], [2.5, 1.0]]) == 0.5
+    assert math.isnan(figures.largest_gap([[2.0, 1.0], [2.0, math.nan]]))
+    with pytest.raises(ValueError):
+        figures.largest_gap([[2.0, 1.0], [2.0]])
+
+
+def test_a_table_is_aligned() -> None:
+    lines = script("figures").table(["", "step"], [["ours", "1.0"], ["bare loop", "1.25"]]).splitlines()
+    assert lines == [
+        "|           | step |",
+        "| --------- | ---- |",
+        "| ours      | 1.0  |",
+        "| bare loop | 1.25 |",
+    ]
+
+
+def test_all_figures_are_one_line_of_json() -> None:
+    figures = script("figures")
+    row = {"speed": figures.spread([1.0, 2.0, 4.0]), "gap": math.nan, "shares": (3, 1), "path": Path("data")}
+    text = figures.json_line("het", {"ratios": [(1.0, 3.0)], "change": False}, [row])
+    assert "\n" not in text
+    assert json.loads(text) == {
+        "bench": "het",
+        "settings": {"ratios": [[1, 3]], "change": False},
+        "rows": [
+            {"speed": {"n": 3, "median": 2, "quartiles": [1, 4]}, "gap": None, "shares": [3, 1], "path": "data"},
+        ],
+    }
+
+
+# What the scripts are asked.
+
+
+def test_ratios_are_how_many_times_ranks_are_slowed_down() -> None:
+    het = script("het")
+    assert het.factors("1,3") == (1.0, 3.0)
+    assert het.factors("1,1,2,4") == (1.0, 1.0, 2.0, 4.0)
+    assert het.parse(["1,2", "1,3"]).ratios == [(1.0, 2.0), (1.0, 3.0)]
+
+
+@pytest.mark.parametrize("text", ["3", "1,", "1,x", "1,0.5", "1,nan", "1,inf", ""])
+def test_other_ratios_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="as in 1,3"):
+        script("het").factors(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("het", ["1,2", "--batch", "1000"], "expected a divisor of 15360"),
+        ("het", ["1,2", "--rounds", "0"], "at least 1"),
+        ("het", [], "RATIO"),
+        ("scale", ["--emulate", "3"], "expected 2, 4, 8, 16 or 32"),
+        ("scale", ["--emulate", "8", "--batch", "1000"], "expected a divisor"),
+        ("scale", ["--ranks", "1"], "expected 2 or more"),
+        ("scale", ["--rounds", "-1"], "at least 1"),
+        ("step", ["--batch", "-8"], "at least 1"),
+        ("step", ["--peers", "Horovod"], "invalid choice"),
+        ("floor", ["--size", "0"], "at least 1"),
+    ],
+)
+def test_arguments_that_cannot_be_meant_end_in_words(
+    name: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        script(name).parse(words)
+    assert message in capsys.readouterr().err
+
+
+def test_defaults_follow_what_is_asked() -> None:
+    scale, step = script("scale"), script("step")
+    assert (scale.parse([]).steps, scale.parse([]).batch) == (10, 8)
+    assert (scale.parse(["--emulate", "8"]).steps, scale.parse(["--emulate", "8"]).batch) == (2, 1024)
+    assert step.parse([]).peers == list(step.PEERS)
+    assert step.parse(["--peers", "none"]).peers == []
+    assert step.parse(["--peers", "HF Trainer"]).peers == ["HF Trainer"]
+
+
+def test_the_sizes_of_steps_divide_the_images() -> None:
+    images, het, scale = script("random_images").SAMPLES, script("het"), script("scale")
+    sizes = [
+        het.SIZES["mnist"][0],
+        2 * scale.LOCAL_BATCH["mnist"],
+        scale.EMULATED_BATCH,
+        script("step").BATCHES["mnist"],
+    ]
+    assert [size for size in sizes if images % size] == []
+    assert images % 1000  # the twin
+
+
+# From rounds to rows.
+
+
+def timing(wall_s: float, samples: int, *, cpu_s: float = 1.0, shares: tuple[int, ...] = (), loss: float = 1.0) -> Any:
+    step = {"seconds": wall_s, "shares": list(shares), "loss": loss, "samples": samples}
+    return script("ranks").Timing(wall_s=wall_s, cpu_s=cpu_s, samples=samples, steps=[step], settling=[])
+
+
+def test_a_run_is_as_fast_as_its_slowest_rank_and_solo_speeds_add_up() -> None:
+    het = script("het")
+    one = het.Round(
+        auto=[timing(1.0, 280, shares=(225, 75)), timing(1.12, 280, shares=(225, 75))],
+        equal=[timing(2.0, 280), timing(1.9, 280)],
+        busy=[timing(1.0, 200), timing(3.0, 225, cpu_s=1.0)],  # 200 + 75 samples a second
+        idle=[timing(0.8, 200), timing(2.4, 225)],
+    )
+    row = het.evaluate(het.Case("mnist", (1.0, 3.0), 280, first=one.auto[0].steps, rounds=[one]))
+    assert row["auto_of_busy"].median == pytest.approx(250 / 275)
+    assert row["equal_of_busy"].median == pytest.approx(140 / 275)
+    assert row["auto_of_idle"].median == pytest.approx(250 / (275 / 0.8))
+    assert row["gain"].median == pytest.approx(250 / 140)
+    assert row["wall_to_cpu"].median == pytest.approx(1)
+    assert row["equal_at_most"] == pytest.approx(0.5)
+    assert len(het.cells(row)) == len(het.HEADS)
+
+
+def test_a_change_in_mid_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    het = script("het")
+    one = het.Round(**{turn: [timing(1.0, 8, shares=(6, 2))] * 2 for turn in ("auto", "equal", "busy", "idle")})
+    change = [{"seconds": seconds, "shares": [7, 1]} for seconds in (0.5, 1.5, 1.5, 0.6, 0.6, 0.6, 0.6, 0.6)]
+    case = het.Case("mnist", (1.0, 3.0), 8, first=one.auto[0].steps, rounds=[one], change=change)
+    het.say(het.evaluate(case))
+    assert "3 slow steps" in capsys.readouterr().out
+
+
+def test_two_ranks_are_compared_round_by_round() -> None:
+    scale = script("scale")
+    rounds = []
+    for noise in (1.0, 5.0, 1.0):  # the second round was busy from end to end
+        solo = [timing(2.0 * noise, 8), timing(2.0 * noise, 8)]
+        rounds.append(
+            {
+                "alone": [timing(1.9 * noise, 8), timing(1.9 * noise, 8)],
+                "both busy": solo,
+                "ours": [timing(2.1 * noise, 16), timing(2.0 * noise, 16)],
+                "ddp": [timing(2.2 * noise, 16), timing(2.2 * noise, 16)],
+            }
+        )
+    rows = {row["what"]: row for row in scale.evaluate(rounds, 8)}
+    assert rows["ours"]["of_busy"].low == rows["ours"]["of_busy"].high == pytest.approx(2.0 / 2.1)
+    assert rows["ours"]["of_ddp"].median == pytest.approx(2.2 / 2.1)
+    assert rows["both busy"]["of_busy"].median == 1
+    assert rows["alone"]["step_s"].median == pytest.approx(1.9)
+
+
+def test_efficiency_counts_only_for_equal_curves(capsys: pytest.CaptureFixture[str]) -> None:
+    scale = script("scale")
+    arguments = scale.parse(["--emulate", "2"])
+    seen = {1: [[timing(8.0, 64, cpu_s=4.0)]], 2: [[timing(5.0, 64), timing(4.0, 64)]]}
+    rows = scale.evaluate_worlds(seen, {1: [2.0, 1.0], 2: [2.0, 1.000005]}, factor=2)
+    assert [row["efficiency"].median for row in rows] == [1, 0.8]
+    assert scale.report_worlds(rows, arguments) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["rows"][1]["loss"] == pytest.approx(1, abs=1e-5)
+    parted = scale.evaluate_worlds(seen, {1: [2.0, 1.0], 2: [2.1, 1.0]}, factor=2)
+    assert scale.report_worlds(parted, arguments) == 1
+    assert "the curves differ" in capsys.readouterr().out
+
+
+def test_rivals_do_a_step_after_each_of_the_peers_in_changing_order() -> None:
+    step = script("step")
+    arguments = argparse.Namespace(rounds=3, batch=1)
+    steps: list[str] = []
+    rivals = {"HetSeq": lambda: steps.append("ours"), "bare loop": lambda: steps.append("bare")}
+    times = step.beside(rivals, step.alone(lambda: steps.append("peer")), None, arguments)
+    assert steps[:6] == ["peer", "ours", "bare", "peer", "bare", "ours"]
+    assert {name: len(seconds) for name, seconds in times.items()} == {"peer": 3, "HetSeq": 3, "bare loop": 3}
+    assert len(steps) == 3 * (step.WARM_UP + 3)
+
+
+def test_the_row_of_a_peer_is_its_time_over_that_of_its_neighbours() -> None:
+    step = script("step")
+    times = {"peer": [(2.0, 4.0), (6.0, 6.0)], "HetSeq": [(1.0, 4.0), (3.0, 6.0)]}
+    row = step.evaluate("Accelerate", times, of=["HetSeq"])
+    assert (row["cpu of HetSeq"].median, row["wall of HetSeq"].median) == (2, 1)
+    assert row["wall_to_cpu"] == pytest.approx(20 / 12)
+
+
+# What is trained, and how ranks meet.
+
+
+def test_made_up_rows_are_full_and_read_by_the_task(tmp_path: Path) -> None:
+    workloads = script("workloads")
+    work = workloads.prepare("bert-tiny", tmp_path / "data", 6)
+    dataset, shape = work.load(), workloads.BERTS["bert-tiny"]
+    batch = dataset.collater(dataset.__getitems__([5, 0]))
+    assert len(dataset) == 6
+    assert batch["attention_mask"].all()
+    assert batch["input_ids"].shape == (2, shape.length)
+    assert len(batch["masked_ids"]) == 2 * shape.predictions
+
+
+def test_ranks_meet_in_a_folder(tmp_path: Path) -> None:
+    ranks = script("ranks")
+    ranks.FolderStore(tmp_path / "store").set("ours/0", b"here")
+    assert ranks.FolderStore(tmp_path / "store").get("ours/0", 0) == b"here"
+    with pytest.raises(SystemExit, match="ours/1"):
+        ranks.FolderStore(tmp_path / "store").get("ours/1", 0)

@@ -1,0 +1,81 @@
+"""What counts as memory that ran out, and how much of a machine a rank uses."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hetseq import memory
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+class OddError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "is_exhausted"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (OddError("DefaultCPUAllocator: can't allocate memory"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_memory_that_ran_out_is_told_from_other_failures(error: BaseException, is_exhausted: bool) -> None:
+    assert memory.is_exhausted(error) is is_exhausted
+
+
+def test_the_real_refusals_of_torch_and_numpy_are_recognised() -> None:
+    """Sizes that no machine has."""
+    with pytest.raises(RuntimeError) as by_torch:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    with pytest.raises(MemoryError) as by_numpy:
+        np.empty(1 << 60, np.uint8)
+    assert memory.is_exhausted(by_torch.value)
+    assert memory.is_exhausted(by_numpy.value)
+    with pytest.raises(RuntimeError) as other:
+        torch.ones(2) @ torch.ones(3)
+    assert not memory.is_exhausted(other.value)
+
+
+def test_pages_that_are_touched_are_in_use() -> None:
+    before = memory.in_use_bytes(CPU)
+    held = np.ones(64 * MIB, np.uint8)
+    assert memory.in_use_bytes(CPU) - before > 48 * MIB  # others come and go
+    assert before < resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 + MIB
+    del held
+
+
+def test_a_control_group_may_leave_less_than_the_machine_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    files = {"max": "max\n", "small": f"{3 * MIB}\n", "large": f"{2**62}\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    for names, limit in (
+        (["max", "gone"], machine),
+        (["small"], 3 * MIB),
+        (["large"], machine),
+        (["max", "small"], 3 * MIB),
+    ):
+        monkeypatch.setattr(memory, "_CGROUP_LIMITS", [str(tmp_path / name) for name in names])
+        assert memory.limit_bytes(CPU) == limit
+
+
+def test_use_and_limit_come_together() -> None:
+    in_use, limit = memory.memory_of(CPU)
+    assert 0 < in_use < limit
+
+
+def test_a_cpu_has_nothing_to_release() -> None:
+    memory.release(CPU)

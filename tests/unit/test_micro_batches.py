@@ -1,0 +1,118 @@
+"""How much a rank computes at once: halved by what memory refuses, foreseen from what the first sizes needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from hetseq.micro_batches import MicroBatchSizes
+from hetseq.plan import MicroBatchCap
+
+
+@pytest.mark.parametrize(
+    ("refused", "multiple", "left"),
+    [(16, 1, 8), (7, 1, 3), (3, 1, 1), (2, 1, 1), (16, 4, 8), (14, 4, 4), (12, 4, 4), (9, 4, 4), (8, 4, 4), (7, 4, 3)],
+)
+def test_what_memory_refuses_is_halved_to_whole_multiples(refused: int, multiple: int, left: int) -> None:
+    told: list[int] = []
+    sizes = MicroBatchSizes(MicroBatchCap(16, 900, multiple), remember=told.append)
+    assert sizes.refuse(refused)
+    assert sizes.cap == MicroBatchCap(left, 900, multiple)
+    assert told == [left]
+    assert [sizes.holds(left), sizes.holds(left + 1)] == [True, False]
+
+
+def test_a_single_sample_cannot_be_halved() -> None:
+    told: list[int] = []
+    sizes = MicroBatchSizes(MicroBatchCap(4), remember=told.append)
+    assert not sizes.refuse(1)
+    assert sizes.cap == MicroBatchCap(4)
+    assert told == []
+
+
+def test_units_are_never_halved() -> None:
+    sizes = MicroBatchSizes(MicroBatchCap(4), is_fixed=True)
+    assert not sizes.refuse(4)
+    assert not sizes.refuse(3)  # the ragged last one
+    assert sizes.cap == MicroBatchCap(4)
+    assert MicroBatchSizes(MicroBatchCap(4)).refuse(4)  # the twin
+
+
+def test_without_a_cap_every_size_may_be_tried() -> None:
+    sizes = MicroBatchSizes(MicroBatchCap())
+    assert sizes.holds(10**9)
+    assert sizes.refuse(10**9)
+    assert sizes.cap.samples == 10**9 // 2
+
+
+def test_the_first_step_grows_and_the_others_do_not() -> None:
+    sizes = MicroBatchSizes(MicroBatchCap(8, 100, 2))
+    assert sizes.first() == MicroBatchCap(8, 100, 2, is_ramp=True)
+    assert sizes.cap == MicroBatchCap(8, 100, 2)
+
+
+def learning(seen: dict[int, int], cap: MicroBatchCap | None = None) -> tuple[MicroBatchSizes, list[int]]:
+    told: list[int] = []
+    sizes = MicroBatchSizes(cap or MicroBatchCap(), is_learning=True, remember=told.append)
+    for samples, needed_bytes in seen.items():
+        sizes.see(samples, needed_bytes)
+    return sizes, told
+
+
+@pytest.mark.parametrize(
+    ("seen", "free_bytes", "most"),
+    [
+        # 0.9 * 10,000 bytes at 100 a sample, of which 50 stay whatever the size
+        ({1: 150, 2: 250, 4: 450}, 10_000, 89),
+        ({1: 100, 2: 200, 4: 400}, 10_000, 90),
+        # only the two largest count: small ones are rounded up by the allocator
+        ({1: 9_999, 2: 200, 4: 400}, 10_000, 90),
+        # a fixed part below nothing is noise
+        ({2: 100, 4: 400}, 10_000, 60),
+        # what has passed is believed, whatever is said to be free
+        ({4: 400, 8: 800}, 100, 8),
+        # sizes come in any order, and the largest of several readings counts
+        ({8: 800, 4: 400}, 10_000, 90),
+    ],
+)
+def test_the_memory_of_two_sizes_tells_how_many_samples_it_holds(
+    seen: dict[int, int], free_bytes: int, most: int
+) -> None:
+    sizes, told = learning(seen)
+    sizes.foresee(free_bytes)
+    assert sizes.cap == MicroBatchCap(most)
+    assert told == [most]
+    assert not sizes.is_learning
+
+
+def test_a_size_that_was_seen_twice_counts_with_the_larger_reading() -> None:
+    sizes, _ = learning({2: 200, 4: 500})
+    sizes.see(4, 400)  # 150 bytes a sample and nothing fixed, not 100
+    sizes.foresee(10_000)
+    assert sizes.cap.samples == 60
+
+
+def test_one_size_tells_nothing() -> None:
+    sizes, told = learning({1: 150})
+    sizes.foresee(10_000)
+    assert (sizes.cap, told, sizes.is_learning) == (MicroBatchCap(), [], True)
+    sizes.see(2, 250)
+    sizes.foresee(10_000)
+    assert sizes.cap.samples == 89
+
+
+def test_memory_that_does_not_grow_with_the_size_sets_no_limit() -> None:
+    for seen in ({1: 300, 2: 300}, {1: 300, 2: 200}):
+        sizes, told = learning(seen)
+        sizes.foresee(10_000)
+        assert (sizes.cap, told, sizes.is_learning) == (MicroBatchCap(), [], False)
+
+
+def test_foresight_never_raises_a_size_that_was_refused() -> None:
+    sizes, told = learning({1: 150, 2: 250, 4: 450})
+    assert sizes.refuse(8)
+    sizes.foresee(10_000)
+    assert (sizes.cap.samples, told) == (4, [4])
+    sizes, told = learning({1: 150, 2: 250, 4: 450})
+    assert sizes.refuse(400)
+    sizes.foresee(10_000)
+    assert (sizes.cap.samples, told) == (89, [200, 89])

@@ -1,0 +1,210 @@
+"""Shares of coming steps from measured costs: the same on every rank, two steps ahead, and advice given once."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hetseq.balance import WARM_UP
+from hetseq.capacity import Cost
+from hetseq.commit import CommitRow, Measured, Vote, Wish
+from hetseq.pace import FixedPace, MeasuredPace, Shift, assigner_by
+from hetseq.plan import Assign, GlobalBatch, Planner, Position, StepPlan
+from hetseq.share import Part
+
+EQUAL = (1.0, 1.0)
+
+
+class Loader:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, Assign]] = []
+
+    def change(self, step: int, *, assign: Assign) -> None:
+        self.told.append((step, assign))
+
+
+class Rank:
+    """A rank that follows."""
+
+    def __init__(self, weights: Sequence[float] = EQUAL, **pace: Any) -> None:
+        self.planner = Planner(10_000, 7, GlobalBatch(12), assigner_by(tuple(weights)))
+        self.loader: Any = Loader()
+        self.pace = MeasuredPace(self.planner, self.loader, world_size=len(weights), **pace)
+
+    def plan(self, step: int) -> StepPlan:
+        return self.planner.plan(Position(step, 1, (step - 1) * 12))
+
+    def follow(self, step: int, ranks: Sequence[Measured]) -> Shift | None:
+        nothing = np.zeros(1, np.bool_)
+        rows = [CommitRow(0, Vote.OK, 0, (), (), nothing, one, Wish.NONE, False, 0) for one in ranks]
+        return self.pace.follow(self.plan(step), rows)
+
+
+def costing(per_unit_s: float, fixed_s: float = 0.0, overhead_s: float = 0.0) -> Measured:
+    return Measured(per_unit_s=per_unit_s, fixed_s=fixed_s, overhead_s=overhead_s)
+
+
+def test_measured_costs_change_the_shares_two_steps_later_on_all_ranks_alike() -> None:
+    ranks = [Rank(), Rank()]
+    for rank in ranks:
+        # 6 samples of 3 s each, and then 9 of 1 s beside 3 of 3 s
+        assert rank.follow(5, [costing(1.0), costing(3.0)]) == Shift(7, (6, 6), (9, 3), 18.0, 9.0)
+        assert [rank.plan(step).shares for step in (5, 6, 7, 8)] == [(6, 6), (6, 6), (9, 3), (9, 3)]
+        assert [(step, assign(12)) for step, assign in rank.loader.told] == [(7, (9, 3))]
+    assert ranks[0].plan(7).digest() == ranks[1].plan(7).digest()
+
+
+def test_the_same_costs_again_change_nothing() -> None:
+    rank = Rank()
+    assert rank.follow(1, [costing(1.0), costing(3.0)]) is not None
+    assert all(rank.follow(step, [costing(1.0), costing(3.0)]) is None for step in range(2, 60))
+    assert len(rank.loader.told) == 1
+    # the twin: other costs
+    shifts = [rank.follow(step, [costing(3.0), costing(1.0)]) for step in range(60, 70)]
+    assert [shift.after for shift in shifts if shift] == [(3, 9)]
+
+
+def test_a_shift_tells_the_shares_that_hold_when_it_begins() -> None:
+    rank = Rank()
+    assert rank.follow(1, [costing(1.0), costing(3.0)]) == Shift(3, (6, 6), (9, 3), 18.0, 9.0)
+    # decided before the first shift holds, and yet told against it
+    assert rank.follow(2, [costing(5.0), costing(1.0)]) == Shift(4, (9, 3), (2, 10), 45.0, 10.0)
+    assert [rank.plan(step).shares for step in (2, 3, 4)] == [(6, 6), (9, 3), (2, 10)]
+
+
+def test_a_fixed_part_of_the_cost_counts() -> None:
+    rank = Rank()
+    # 4 s before the first sample: 8 samples beside 4
+    assert rank.follow(1, [costing(1.0), costing(1.0, fixed_s=4.0)]) == Shift(3, (6, 6), (8, 4), 10.0, 8.0)
+
+
+def test_as_long_as_no_cost_is_known_shares_stay_as_they_are() -> None:
+    rank = Rank((2.0, 1.0))
+    assert rank.follow(1, [Measured(), Measured()]) is None
+    assert rank.plan(3).shares == (8, 4)
+    # one that is not known counts as the mean of the others
+    assert rank.follow(2, [costing(2.0), Measured()]) == Shift(4, (8, 4), (6, 6), 16.0, 12.0)
+
+
+def test_a_rank_alone_has_nobody_to_share_with() -> None:
+    rank = Rank((1.0,))
+    assert rank.follow(1, [costing(1.0)]) is None
+    assert rank.loader.told == []
+
+
+def test_costs_are_counted_in_units_where_steps_are() -> None:
+    rank = Rank()
+    rank.planner.unit = 4  # three units a step, of 2 s and of 1 s each
+    shift = rank.follow(1, [costing(2.0), costing(1.0)])
+    assert shift == Shift(3, (2, 1), (1, 2), 4.0, 2.0)
+    assert rank.plan(3).shares == (4, 8)
+
+
+def test_what_lies_outside_training_is_divided_by_speed() -> None:
+    rank = Rank((5.0, 1.0))
+    assert rank.pace.divide(12) == (6, 6)  # before anything is known
+    rank.follow(1, [costing(1.0, fixed_s=100.0), costing(3.0)])
+    assert rank.pace.divide(12) == (9, 3)  # fixed costs are those of a training step
+    assert FixedPace((5.0, 1.0)).divide(12) == (10, 2)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "measured"])
+def test_a_rank_learns_its_own_cost(kind: str) -> None:
+    def pace_of(micro_batch: int | None) -> Any:
+        at_once = {"micro_batch": lambda: micro_batch}
+        return FixedPace(EQUAL, **at_once) if kind == "fixed" else Rank(**at_once).pace
+
+    # 3 s for each micro-batch and 2 s for each sample, and 0.5 s besides
+    part = Part((1.0,), (1, 2, 4, 8, 16) * 2, (5.0, 7.0, 11.0, 19.0, 35.0) * 2)
+    costs = []
+    for micro_batch in (None, 6):
+        pace = pace_of(micro_batch)
+        assert pace.learn(Part((0.0,), (), ()), overhead_s=0.5) is None
+        for _ in range(WARM_UP + 20):
+            cost = pace.learn(part, overhead_s=0.5)
+        costs.append(cost)
+    whole, sixths = costs
+    assert whole.fixed_s == pytest.approx(3.5, rel=0.02)
+    assert whole.per_unit_s == pytest.approx(2.0, rel=0.02)
+    assert sixths.per_unit_s == pytest.approx(2.5, rel=0.02)  # a sixth of a micro-batch for each sample
+
+
+def test_a_rank_learns_something_from_any_times() -> None:
+    """A machine that does other things besides: micro-batches take up to thirty times as long, for no reason."""
+    chance = random.Random(7)
+    for _ in range(300):
+        pace = FixedPace(EQUAL, micro_batch=lambda: chance.choice([None, 1, 4]))
+        for _ in range(12):
+            sizes = tuple(chance.choice([1, 2, 5, 8]) for _ in range(chance.choice([0, 1, 1, 2, 3, 5])))
+            seconds = tuple((1e-3 + 1e-4 * size) * chance.choice([1, 1, 1, 3, 30]) for size in sizes)
+            cost = pace.learn(Part((0.0,), sizes, seconds), overhead_s=1e-4)
+            assert cost is None or cost.seconds(1) > 0
+
+
+def test_fixed_shares_follow_nothing() -> None:
+    nothing = np.zeros(1, np.bool_)
+    rows = [CommitRow(0, Vote.OK, 0, (), (), nothing, costing(c), Wish.NONE, False, 0) for c in (1.0, 9.0)]
+    assert FixedPace(EQUAL).follow(Rank().plan(1), rows) is None
+
+
+# Advice.
+
+# rank 1 could take all the work in 12 s, and rank 0 is busy for 30 s before it could begin
+HINDERED = [costing(50.0, fixed_s=30.0, overhead_s=30.0), costing(1.0)]
+
+
+def advice(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "slows this run down" in record.getMessage()]
+
+
+def test_a_rank_that_only_holds_the_others_up_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    rank = Rank()
+    for step in range(1, 50):
+        rank.follow(step, HINDERED)
+    assert advice(caplog) == []  # not before it is known for certain
+    for step in range(50, 152):
+        rank.follow(step, HINDERED)
+    (said,) = advice(caplog)
+    assert said.startswith("rank 0 slows this run down: without it a step would be 18.000 s shorter")
+    assert "--devices" in said
+
+
+def test_a_rank_that_helps_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    rank = Rank()
+    for step in range(1, 82):
+        rank.follow(step, [costing(1.0, overhead_s=5.0), costing(1.0)])
+    assert advice(caplog) == []
+
+
+def test_a_single_slow_step_is_no_reason_to_name_a_rank(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    rank = Rank()
+    for step in range(1, 82):
+        overhead_s = 30.0 if step in (49, 50) else 0.1
+        rank.follow(step, [costing(50.0, overhead_s=overhead_s), costing(1.0)])
+    assert advice(caplog) == []
+
+
+def test_nobody_is_named_while_a_cost_is_unknown(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    rank = Rank((1.0, 1.0, 1.0))
+    for step in range(1, 82):
+        rank.follow(step, [Measured(overhead_s=30.0), costing(1.0), costing(1.0)])
+    assert advice(caplog) == []
+
+
+def test_infinity_stands_for_a_cost_that_is_not_known() -> None:
+    assert not Measured(per_unit_s=math.inf).is_known
+    assert not Measured(per_unit_s=0.0).is_known
+    assert Measured(per_unit_s=1.0).is_known
+    assert Cost(0.0, 1.0).seconds(3) == 3.0

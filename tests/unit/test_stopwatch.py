@@ -1,0 +1,81 @@
+"""Seconds of a step by kind, and of its micro-batches, with a clock that the test moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hetseq import stopwatch
+from hetseq.stopwatch import MicroBatchClock, Stopwatch
+
+
+class Hands:
+    """A clock that stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+    hands = Hands()
+    monkeypatch.setattr(stopwatch.time, "perf_counter", hands)
+    return hands
+
+
+def test_every_moment_of_a_step_is_of_one_kind(hands: Hands) -> None:
+    clock = Stopwatch()
+    hands.now_s += 50  # before the step
+    clock.start()
+    for kind, seconds in (("data", 1.0), ("compute", 8.0), ("idle", 2.0), ("compute", 0.5), ("idle", 4.0)):
+        hands.now_s += seconds
+        clock.lap(kind)
+    assert clock.seconds == {"data": 1.0, "compute": 8.5, "idle": 6.0}
+    assert clock.total() == sum(clock.seconds.values())
+    hands.now_s += 3
+    assert clock.total() == 18.5
+
+
+def test_a_new_step_begins_with_nothing(hands: Hands) -> None:
+    clock = Stopwatch()
+    hands.now_s += 1
+    clock.lap("data")
+    kept = clock.seconds
+    clock.start()
+    assert (clock.seconds, clock.total()) == ({}, 0.0)
+    assert kept == {"data": 1.0}  # who has the old ones keeps them
+
+
+def test_micro_batches_are_timed_between_marks(hands: Hands) -> None:
+    clock = MicroBatchClock(torch.device("cpu"))
+    for times in ([1.0, 2.0, 4.0], [8.0]):  # the second share is not added to the first
+        clock.start()
+        for seconds in times:
+            hands.now_s += seconds
+            clock.mark()
+        hands.now_s += 32
+        assert clock.laps() == times
+
+
+def test_a_share_without_samples_has_no_micro_batches(hands: Hands) -> None:
+    clock = MicroBatchClock(torch.device("cpu"))
+    clock.start()
+    assert clock.laps() == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_is_timed_by_its_own_work_and_nobody_need_have_waited_for_it() -> None:
+    device = torch.device("cuda")
+    matrix = torch.eye(4096, device=device)
+    clock = MicroBatchClock(device)
+    clock.start()
+    for times in (1, 20):
+        for _ in range(times):
+            matrix = matrix @ matrix
+        clock.mark()
+    short_s, long_s = clock.laps()
+    assert 0 < short_s < long_s

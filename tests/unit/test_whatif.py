@@ -1,0 +1,415 @@
+"""`hetseq plan`: predictions for made-up worlds whose truth is known, and steps that may not be judged by."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hetseq.cli import main
+from hetseq.errors import ConfigError
+from hetseq.whatif import Addition, Plan, PlanArguments, Scenario, make_plan, parse_plan, plan_json, plan_text
+
+
+@dataclass(frozen=True)
+class World:
+    """A cluster whose truth is known: by rank, seconds of a step with any samples, and per sample."""
+
+    fixed_s: tuple[float, ...]
+    per_sample_s: tuple[float, ...]
+    overhead_s: float = 0.0
+    exchanged_s: float = 0.0  # bytes of the gradient over the speed of a link
+    friction: float = 1.0  # what everything takes longer than the costs say
+    names: tuple[str, ...] = ()
+
+    def step_s(self, shares: Sequence[int]) -> float:
+        size = len(self.fixed_s)
+        busy = (
+            fixed + per_sample * share if share else self.overhead_s
+            for fixed, per_sample, share in zip(self.fixed_s, self.per_sample_s, shares, strict=True)
+        )
+        return self.friction * (max(busy) + self.communication_s(size))
+
+    def communication_s(self, size: int) -> float:
+        return self.exchanged_s * 2 * (size - 1) / size
+
+    def best_s(self, total: int) -> float:
+        """The shortest step there is: every division is tried."""
+        size = len(self.fixed_s)
+        divisions = (
+            (*first, total - sum(first))
+            for first in itertools.product(range(total + 1), repeat=size - 1)
+            if sum(first) <= total
+        )
+        return min(map(self.step_s, divisions))
+
+    def without(self, *gone: int) -> World:
+        keep = [rank for rank in range(len(self.fixed_s)) if rank not in gone]
+        return replace(
+            self,
+            fixed_s=tuple(self.fixed_s[rank] for rank in keep),
+            per_sample_s=tuple(self.per_sample_s[rank] for rank in keep),
+        )
+
+    def with_rank(self, fixed_s: float, per_sample_s: float) -> World:
+        return replace(
+            self, fixed_s=(*self.fixed_s, fixed_s), per_sample_s=(*self.per_sample_s, per_sample_s)
+        )  # fmt: skip
+
+    def row(self, step: int, shares: Sequence[int], **other: Any) -> dict[str, Any]:
+        """A row of `metrics.jsonl` as a run on this cluster writes it."""
+        size = len(shares)
+        names = self.names or tuple(f"node{rank}/cpu" for rank in range(size))
+        busy = [fixed + each * share for fixed, each, share in zip(self.fixed_s, self.per_sample_s, shares)]
+        ranks = {
+            "names": names, "compute_s": busy, "data_s": [0.0] * size, "wait_s": [max(busy) - one for one in busy],
+            "fixed_s": self.fixed_s, "per_sample_s": self.per_sample_s, "overhead_s": [self.overhead_s] * size,
+        }  # fmt: skip
+        return {
+            "step": step, "epoch": 1, "loss": 1.0, "samples": sum(shares), "seconds": self.step_s(shares),
+            "generation": 0, "world_size": size, "shares": list(shares), "ranks": ranks,
+            "communication_s": self.communication_s(size), **other,
+        }  # fmt: skip
+
+    def rows(self, shares: Sequence[int], *, begin: int = 1, count: int = 10) -> list[dict[str, Any]]:
+        return [self.row(step, shares) for step in range(begin, begin + count)]
+
+
+PAIR = World(fixed_s=(0.02, 0.05), per_sample_s=(0.01, 0.03), exchanged_s=0.04)
+LAB = World((0.01, 0.02, 0.02), (0.004, 0.03, 0.05), overhead_s=0.01, names=("a/cuda:0", "b/cpu", "c/cpu"))
+
+
+def plan_of(folder: Path, rows: Sequence[dict[str, Any]], *words: str) -> Plan:
+    """What `hetseq plan FOLDER words...` finds for a run with these rows."""
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return make_plan(parse_plan([str(folder), *words]))
+
+
+def step_s(scenario: Scenario) -> float:
+    return scenario.step.step_s
+
+
+# predictions
+
+
+def test_a_rank_that_leaves_leaves_the_best_step_of_the_others(tmp_path: Path) -> None:
+    draw = random.Random(4)
+    is_not_just_the_sum_of_speeds = 0
+    for case in range(30):
+        size = draw.choice((2, 3))
+        world = World(
+            tuple(draw.uniform(0, 0.2) for _ in range(size)), tuple(draw.uniform(0.005, 0.1) for _ in range(size)),
+            overhead_s=draw.choice((0.0, 0.1)), exchanged_s=draw.uniform(0, 0.3), friction=draw.uniform(0.8, 1.3),
+        )  # fmt: skip
+        gone, total = draw.randrange(size), draw.randint(size, 24)
+        shares = (total - size + 1, *(1,) * (size - 1))
+        plan = plan_of(tmp_path / str(case), world.rows(shares), "--without", str(gone))
+        truth = world.without(gone).best_s(total)
+        assert step_s(plan.others[0]) == pytest.approx(truth)
+        assert step_s(plan.best) == pytest.approx(world.best_s(total))
+        naive = world.best_s(total) * sum(1 / each for each in world.per_sample_s)
+        naive /= sum(1 / each for each in world.without(gone).per_sample_s)
+        is_not_just_the_sum_of_speeds += abs(naive / truth - 1) > 0.1
+    assert is_not_just_the_sum_of_speeds > 15
+
+
+def test_the_step_of_now_is_the_measured_one_even_where_the_costs_are_wrong(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, [PAIR.row(step, (20, 12), seconds=1.5) for step in range(1, 11)])
+    assert step_s(plan.now) == pytest.approx(1.5)
+    assert plan.measured.scale > 3
+    assert plan.now.step.samples_per_s == pytest.approx(32 / 1.5)
+
+
+def test_a_rank_twice_as_fast_is_the_fastest_at_half_the_cost(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, PAIR.rows((20, 12)), "--add", "new:2")
+    assert step_s(plan.others[0]) == pytest.approx(PAIR.with_rank(0.01, 0.005).best_s(32))
+    assert plan.others[0].ranks == (0, 1, None)
+    assert plan.others[0].names == ("node0/cpu", "node1/cpu", "new")
+
+
+def test_a_speed_per_second_is_the_speed_alone_with_the_whole_step(tmp_path: Path) -> None:
+    world = replace(PAIR, friction=1.25)
+    alone_per_s = 32 / (1.25 * (0.02 + 32 * 0.01))  # of rank 0
+    plan = plan_of(tmp_path, world.rows((20, 12)), "--add", f"new:{2 * alone_per_s}/s", "--add", "new:2")
+    assert step_s(plan.others[0]) == pytest.approx(step_s(plan.others[1]))
+    assert step_s(plan.others[0]) < 0.95 * step_s(plan.best)
+
+
+def test_a_rank_may_slow_the_others_by_its_mere_presence(tmp_path: Path) -> None:
+    world = World((0.5, 2.5), (0.01, 9.0), overhead_s=2.0)
+    plan = plan_of(tmp_path / "there", world.rows((32, 0)))
+    assert plan.best.step.shares == (32, 0)
+    assert step_s(plan.best) == pytest.approx(2.0)
+    plan = plan_of(tmp_path / "added", LAB.rows((30, 4, 2)), "--add", "slow:0.01")
+    assert plan.others[0].step.shares[-1] == 0
+    assert step_s(plan.others[0]) == pytest.approx(1.0)  # a hundred times the overhead of the fastest
+    assert step_s(plan.best) < 0.2
+
+
+def test_several_changes_are_predicted_one_by_one_and_together(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, LAB.rows((30, 4, 2)), "--without", "1", "--without=2", "--add", "new:0.5")
+    titles = ["without rank 1 (b/cpu)", "without rank 2 (c/cpu)", "with new:0.5", "with all these changes"]
+    assert [scenario.title for scenario in plan.others] == titles
+    assert step_s(plan.others[3]) == pytest.approx(LAB.without(1, 2).with_rank(0.02, 0.008).best_s(36))
+
+
+def test_every_rank_may_leave_if_another_comes(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, PAIR.rows((20, 12)), "--without", "0", "--without", "1", "--add", "new:1")
+    assert [scenario.ranks for scenario in plan.others][-1] == (None,)
+    assert step_s(plan.others[-1]) == pytest.approx(0.02 + 32 * 0.01)  # alone: nothing is exchanged
+    alone = plan_of(tmp_path / "alone", [{**row(1, [8]), "seconds": 0.4}], "--without", "0", "--add", "new:2")
+    assert step_s(alone.others[-1]) == pytest.approx(0.2)
+
+
+# which steps count
+
+
+def test_the_first_steps_and_the_ragged_ends_of_epochs_do_not_count(tmp_path: Path) -> None:
+    slow = replace(PAIR, friction=9.0)
+    rows = slow.rows((20, 12), count=5)
+    for epoch in range(8):  # short epochs: their last steps are many, and the last of all
+        rows += PAIR.rows((20, 12), begin=6 + 4 * epoch, count=3)
+        rows += slow.rows((3, 2), begin=9 + 4 * epoch, count=1)
+    plan = plan_of(tmp_path, rows)
+    assert plan.measured.shares == (20, 12)
+    assert step_s(plan.now) == pytest.approx(PAIR.step_s((20, 12)))
+
+
+def test_the_steps_of_another_cluster_do_not_count(tmp_path: Path) -> None:
+    moved = replace(PAIR, friction=9.0, names=("x/cpu", "y/cpu"))
+    for number, rows in enumerate((moved.rows((20, 12), count=90), LAB.rows((20, 6, 6), count=90))):
+        plan = plan_of(tmp_path / str(number), [*rows, *PAIR.rows((20, 12), begin=91, count=12)])
+        assert plan.measured.steps == 7  # the first five settle
+        assert step_s(plan.now) == pytest.approx(PAIR.step_s((20, 12)))
+
+
+def test_the_newest_shares_count_once_they_were_kept(tmp_path: Path) -> None:
+    old = PAIR.rows((16, 16), count=60)
+    kept = plan_of(tmp_path / "kept", old + PAIR.rows((20, 12), begin=61, count=5))
+    assert (kept.measured.shares, kept.measured.steps) == ((20, 12), 5)
+    tried = plan_of(tmp_path / "tried", old + PAIR.rows((20, 12), begin=61, count=4))
+    assert (tried.measured.shares, tried.measured.steps) == ((16, 16), 46)
+
+
+def test_of_a_new_cluster_few_steps_are_better_than_many_of_the_old_one(tmp_path: Path) -> None:
+    old = [row(step, [11, 11, 10]) for step in range(1, 61)]
+    plan = plan_of(tmp_path, old + PAIR.rows((20, 12), begin=61, count=3))
+    assert (plan.measured.shares, plan.measured.steps) == ((20, 12), 1)
+
+
+def test_a_single_slow_step_and_skipped_ones_change_nothing(tmp_path: Path) -> None:
+    rows = PAIR.rows((20, 12), count=30)
+    rows[12]["seconds"] = 50.0
+    rows[13:] = [{**one, "skipped": True, "seconds": 50.0} for one in rows[13:]]
+    rows.append({"step": 30, "epoch": 1, "valid_loss": 1.0})
+    assert step_s(plan_of(tmp_path, rows).now) == pytest.approx(PAIR.step_s((20, 12)))
+
+
+def test_of_many_ranks_a_few_rows_are_enough(tmp_path: Path) -> None:
+    rows = PAIR.rows((20, 12), count=60)
+    for one in rows:
+        if one["step"] % 10:
+            del one["ranks"], one["communication_s"]
+    plan = plan_of(tmp_path, rows, "--without", "1")
+    assert plan.measured.steps == 50
+    assert step_s(plan.others[0]) == pytest.approx(PAIR.without(1).best_s(32))
+
+
+# what is not known
+
+
+def row(step: int, shares: Sequence[int]) -> dict[str, Any]:
+    """A row of before ranks were measured, and of a run with one rank."""
+    return {"step": step, "loss": 1.0, "seconds": 0.5, "world_size": len(shares), "generation": 0, "shares": shares}
+
+
+def test_a_run_of_one_rank_can_be_given_another(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, [row(step, [10]) for step in range(1, 9)], "--add", "twin:1")
+    assert step_s(plan.others[0]) == pytest.approx(0.25)
+    assert "the exchange with more of them is not known" in plan_text(plan)
+
+
+def test_a_rank_that_never_had_samples_is_given_none(tmp_path: Path) -> None:
+    rows = PAIR.rows((32, 0))
+    for one in rows:
+        one["ranks"] = {**one["ranks"], "fixed_s": [0.02, None], "per_sample_s": [0.01, None]}
+    plan = plan_of(tmp_path, rows)
+    assert plan.best.step.shares == (32, 0)
+    assert "note: rank 1 (node1/cpu) has had no samples yet" in plan_text(plan)
+    with pytest.raises(ConfigError, match="nobody is left whose speed is known"):
+        plan_of(tmp_path, rows, "--without", "0")
+
+
+def test_a_cost_that_is_not_told_apart_yet_is_taken_by_the_sample(tmp_path: Path) -> None:
+    world = World((0.0, 0.0), (0.01, 0.03))
+    rows = world.rows((20, 12))
+    for one in rows:
+        one["ranks"] = {**one["ranks"], "fixed_s": [None, 0.0], "per_sample_s": [None, 0.03]}
+    plan = plan_of(tmp_path, rows)
+    assert step_s(plan.best) == pytest.approx(world.best_s(32))
+    assert [note[:25] for note in plan.measured.notes] == ["rank 0 (node0/cpu): its f"]
+
+
+# advice
+
+
+def test_a_rank_that_costs_more_than_it_brings_is_named(tmp_path: Path) -> None:
+    world = World((0.0, 0.0, 0.0), (0.01, 0.01, 1.0), exchanged_s=0.3)
+    plan = plan_of(tmp_path, world.rows((16, 16, 0)))
+    assert "rank 2 (node2/cpu) slows this run: without it a step takes 460 ms instead of 560 ms" in plan.advice
+    assert not any(line.startswith(("rank 0 (node0/cpu) slow", "rank 1 (node1/cpu) slow")) for line in plan.advice)
+    free = replace(world, exchanged_s=0.0)
+    assert not any("slows" in line for line in plan_of(tmp_path, free.rows((16, 16, 0))).advice)
+
+
+@pytest.mark.parametrize("size", [3, 12])
+def test_a_rank_with_nothing_to_do_is_named_among_few_and_many(tmp_path: Path, size: int) -> None:
+    world = World((0.0,) * (size - 1) + (0.5,), (0.01,) * (size - 1) + (9.0,))
+    rows = world.rows((*(8,) * (size - 1), 0))
+    for one in rows:
+        one["ranks"]["overhead_s"] = [0.0] * (size - 1) + [0.4]
+    slow = [line.partition(" slows")[0] for line in plan_of(tmp_path, rows).advice if " slows" in line]
+    assert slow == [f"rank {size - 1} (node{size - 1}/cpu)"]
+
+
+def test_a_rank_that_works_and_costs_more_exchange_is_named_too(tmp_path: Path) -> None:
+    far = World((0.0, 0.0), (0.01, 0.01), exchanged_s=1.0)
+    assert sum(" slows this run" in line for line in plan_of(tmp_path, far.rows((16, 16))).advice) == 2
+    near = replace(far, exchanged_s=0.1)
+    assert sum(" slows this run" in line for line in plan_of(tmp_path, near.rows((16, 16))).advice) == 0
+
+
+def test_it_is_said_of_cpu_ranks_beside_a_gpu_whether_they_help(tmp_path: Path) -> None:
+    def advice(world: World) -> list[str]:
+        return [line for line in plan_of(tmp_path, world.rows((60, 2, 2))).advice if "without" in line]
+
+    assert advice(LAB)[-1].startswith("ranks 1, 2 help: without them a step takes 266 ms instead of ")
+    assert [line.split(":")[0] for line in advice(LAB)[:2]] == ["rank 1 (b/cpu) helps", "rank 2 (c/cpu) helps"]
+    useless = replace(LAB, per_sample_s=(0.004, 9.0, 9.0))
+    assert [line.split(":")[0] for line in advice(useless)] == [
+        "rank 1 (b/cpu) makes no difference", "rank 2 (c/cpu) makes no difference", "ranks 1, 2 make no difference",
+    ]  # fmt: skip
+    assert advice(replace(LAB, names=())) == []  # all of them are CPUs
+
+
+def test_ranks_without_a_name_go_by_their_number(tmp_path: Path) -> None:
+    rows = PAIR.rows((16, 16))
+    for one in rows:
+        del one["ranks"]["names"]
+    assert plan_of(tmp_path, rows).advice[0] == "rank 1 sets the pace"
+
+
+def test_better_shares_are_pointed_out_and_good_ones_are_not(tmp_path: Path) -> None:
+    poor = plan_of(tmp_path, PAIR.rows((16, 16)))
+    assert poor.advice[0] == "rank 1 (node1/cpu) sets the pace"
+    assert "(--balance auto finds them)" in poor.advice[1]
+    good = plan_of(tmp_path, PAIR.rows(poor.best.step.shares))
+    assert len(good.advice) == 1
+
+
+# words
+
+
+def test_the_text_shows_what_was_found(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path / "run", PAIR.rows((16, 16)), "--without", "1")
+    text = plan_text(plan)
+    assert "32 samples a step; medians of 5 steps up to step 10" in text
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "0 node0/cpu 16 25 20 ms 10 ms 94.12" in lines
+    assert "now, as measured 570 ms 40 ms 56.14 47% 16,16" in lines
+    assert "without rank 1 (node1/cpu) 340 ms 0 s 94.12 100% 32" in lines
+    columns = [line.index("node") for line in text.splitlines() if "node" in line][:2]
+    assert columns[0] == columns[1]
+
+
+def test_a_speed_alone_is_told_as_the_clock_would_measure_it(tmp_path: Path) -> None:
+    text = plan_text(plan_of(tmp_path, replace(PAIR, friction=2.0).rows((16, 16))))
+    assert " 47.06\n" in text  # half of 94.12
+
+
+def test_the_line_for_scripts_holds_the_same_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of(tmp_path, PAIR.rows((16, 16)), "--add", "new:2")
+    facts = json.loads(plan_json(plan))
+    assert [scenario["step_s"] for scenario in facts["scenarios"]] == [
+        *map(step_s, (plan.now, plan.best, *plan.others))
+    ]
+    assert facts["scenarios"][2]["ranks"] == [0, 1, None]
+    assert main(["plan", "--json", str(tmp_path), "--add=new:2"]) == 0
+    assert json.loads(capsys.readouterr().out) == facts
+
+
+def test_shares_of_many_ranks_are_summed_up(tmp_path: Path) -> None:
+    many = World((0.0,) * 13, (0.01,) * 13)
+    assert "2 to 3" in plan_text(plan_of(tmp_path, many.rows((3, *(2,) * 12))))
+
+
+# bad input
+
+
+def test_the_command_line_is_read_in_any_order() -> None:
+    read = parse_plan(["--add", "lab/cuda:1:0.5", "--without=3", "--json", "runs/a", "--without", "3"])
+    assert read == PlanArguments(Path("runs/a"), (3,), (Addition("lab/cuda:1", 0.5),), wants_json=True)
+    assert parse_plan(["runs/a", "--add", "new:120/s"]).add == (Addition("new", 120.0, is_per_s=True),)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "expected one RUN, found none"),
+        ("a b", "expected one RUN, found a b"),
+        ("a --witout 1", "unknown option --witout: did you mean --without?"),
+        ("a --without", "--without stands without a value"),
+        ("a --without -1", "--without -1: expected the number of a rank"),
+        ("a --without 1,2", "give the flag once per rank"),
+        ("a --json=yes", "--json takes no value"),
+        ("a --add gpu3", "--add gpu3: expected NAME:SPEED"),
+        ("a --add :2", "--add :2: expected NAME:SPEED"),
+        ("a --add gpu3:0", "with SPEED above 0"),
+        ("a --add gpu3:nan", "with SPEED above 0"),
+        ("a --add gpu3:inf/s", "with SPEED above 0"),
+        ("a --add gpu3:fast", "with SPEED above 0"),
+    ],
+)
+def test_a_wrong_command_is_refused_in_words(words: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        parse_plan(words.split())
+    assert message in str(refusal.value)
+
+
+def test_a_run_that_cannot_be_judged_is_refused_in_words(tmp_path: Path) -> None:
+    old = [row(step, [20, 12]) for step in range(1, 9)]
+    unfinished = [{**one, "ranks": {"names": ["a", "b"]}, "communication_s": 0.0} for one in old]
+    for rows, words, message in (
+        ([], (), "has no step yet"),
+        ([{"step": 1, "valid_loss": 1.0}], (), "has no step yet"),
+        (old, (), "an older HetSeq wrote them; go on with the run"),
+        (unfinished, (), "do not say compute_s of rank 0"),
+        (PAIR.rows((20, 12)), ("--add", "x:1e-320"), "expected from 1e-06 to 1e+06 times"),
+        (PAIR.rows((20, 12)), ("--add", "x:1e9/s"), "1.1e+07 times as fast as the fastest rank of"),
+        (PAIR.rows((20, 12)), ("--without", "2"), "--without 2: expected a rank of"),
+        (PAIR.rows((20, 12)), ("--without", "0", "--without", "1"), "nobody is left whose speed is known"),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            plan_of(tmp_path, rows, *words)
+        assert message in str(refusal.value)
+        assert str(tmp_path) in str(refusal.value)
+
+
+def test_what_is_no_run_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tmp_path / "none")]) == 2
+    assert "is no run directory: it has no metrics.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_help_shows_how_the_command_is_used(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "x", "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: hetseq {command} ")
+    assert main(["--help"]) == 0
+    assert f"\n  {command} " in capsys.readouterr().out
