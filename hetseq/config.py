@@ -303,7 +303,9 @@ class DistributedConfig:
     distributed_no_spawn: bool = node_option(False, "run the only worker in this process, without a launcher")
     bucket_cap_mb: float = option(25.0, "size of the buckets in which gradients travel, in MiB", metavar="MIB")
     balance: str = option(
-        "auto", "shares of the ranks: auto, equal, or fixed weights as in 5,2,1", metavar="auto|equal|W0,W1,..."
+        "auto",
+        "shares of the ranks: auto (by measured speed), equal, or fixed weights as in 5,2,1",
+        metavar="auto|equal|W0,W1,...",
     )
     throttle: tuple[str, ...] = node_option(
         (), "slow ranks down on purpose, as in 1:3,2:1.5", metavar="RANK:FACTOR[,...]"
@@ -316,7 +318,7 @@ class DistributedConfig:
     )
     step_deadline: float | None = option(
         None,
-        "seconds after which a silent rank counts as lost; default: the larger of 5 s and 10 median steps",
+        "seconds after which a silent rank counts as lost; default: the larger of 60 s and 10 median steps",
         metavar="S",
     )
 

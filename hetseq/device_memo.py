@@ -1,4 +1,4 @@
-"""How large a micro-batch a kind of device holds, remembered in the run directory, so that no later start finds out anew.
+"""How large a micro-batch a kind of device holds, kept in the run directory, so that no later start finds out anew.
 
 One small file for each model of device, `status/device-NAME.json`, written by whoever has found out. A file that
 cannot be written or read costs the next start a few steps of finding out, and nothing else.
