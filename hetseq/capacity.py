@@ -121,7 +121,7 @@ def _units_by(now_s: float, costs: Sequence[Cost], room: Sequence[int]) -> list[
 
 def _units_to_start_with(total: int, costs: Sequence[Cost], room: Sequence[int]) -> list[int]:
     """Units that every rank certainly gets, leaving about one per rank to be dealt out. Shape (world_size,)."""
-    early_s, late_s = 0.0, max((cost.seconds(most) for cost, most in zip(costs, room)), default=0.0)
+    early_s, late_s = 0.0, max((cost.seconds(min(most, total)) for cost, most in zip(costs, room)), default=0.0)
     done = 0
     for _ in range(100):  # halvings: some twenty are needed
         if total - done <= len(costs):

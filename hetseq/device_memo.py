@@ -35,7 +35,10 @@ class DeviceMemo:
         except (OSError, ValueError, TypeError, KeyError) as error:
             logger.info("%s tells nothing (%s): the size of micro-batches is found anew", self._path, error)
             return None
-        return samples if isinstance(samples, int) and samples > 0 else None
+        if not isinstance(samples, int) or samples < 1:
+            return None
+        logger.info("micro-batches of at most %d samples, as an earlier start found out (%s)", samples, self._path)
+        return samples
 
     def remember(self, samples: int) -> None:
         """Keep the most samples that its memory holds at once."""

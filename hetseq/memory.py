@@ -17,6 +17,12 @@ import torch
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
+_TEXTS_OF_EXHAUSTION = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+
 
 def in_use_bytes(device: torch.device) -> int:
     """Memory that this rank holds: the most its tensors needed so far on a GPU, resident pages on a CPU; 0 unknown."""
@@ -69,9 +75,12 @@ def peak_of(device: torch.device) -> Iterator[Peak]:
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether this is a device that has no memory left. torch gives its CPU allocator no exception of its own."""
-    is_cpu = type(error) is RuntimeError and "DefaultCPUAllocator: can't allocate memory" in str(error)
-    return is_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    """Whether this is a device that has no memory left.
+
+    torch gives its CPU allocator and the libraries of CUDA no exception of their own, so those are known by their text.
+    """
+    is_plain = type(error) is RuntimeError and any(text in str(error) for text in _TEXTS_OF_EXHAUSTION)
+    return is_plain or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def release(device: torch.device) -> None:

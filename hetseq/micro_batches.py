@@ -29,7 +29,7 @@ class MicroBatchSizes:
         *,
         is_fixed: bool = False,
         is_learning: bool = False,
-        remember: Callable[[int], None] = lambda samples: None,
+        remember: Callable[[int], None] | None = None,
     ) -> None:
         self.cap = cap  # of coming steps
         self.is_fixed, self.is_learning = is_fixed, is_learning
@@ -40,17 +40,21 @@ class MicroBatchSizes:
         """The cap of a step whose micro-batches grow from one sample on."""
         return replace(self.cap, is_ramp=True)
 
-    def holds(self, samples: int) -> bool:
-        """Whether a micro-batch of so many samples may be tried."""
-        return self.cap.samples is None or samples <= self.cap.samples
+    def holds(self, samples: int, tokens: int = 0) -> bool:
+        """Whether a micro-batch of so many samples, and tokens where those are counted, may be tried."""
+        has_few_tokens = samples == 1 or self.cap.tokens is None or tokens <= self.cap.tokens
+        return has_few_tokens and (self.cap.samples is None or samples <= self.cap.samples)
 
-    def refuse(self, samples: int) -> bool:
-        """Memory did not hold `samples`: from now on at most half as many. False if there is no smaller size."""
+    def refuse(self, samples: int, tokens: int = 0) -> bool:
+        """Memory did not hold so much: from now on at most half as much. False if there is no smaller size."""
         half = 0 if self.is_fixed else samples // 2
-        if half > self.cap.multiple:
-            half -= half % self.cap.multiple
         if half == 0:
             return False
+        if self.cap.tokens is not None and tokens > 1:
+            self.cap = replace(self.cap, tokens=tokens // 2)
+            return True
+        if half > self.cap.multiple:
+            half -= half % self.cap.multiple
         self._limit(half)
         return True
 
@@ -76,4 +80,5 @@ class MicroBatchSizes:
 
     def _limit(self, samples: int) -> None:
         self.cap = replace(self.cap, samples=samples)
-        self._remember(samples)
+        if self._remember is not None:
+            self._remember(samples)

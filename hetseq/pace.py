@@ -84,10 +84,11 @@ class MeasuredPace:
         planner: Planner,
         loader: StepLoader,
         *,
+        rank: int,
         world_size: int,
         micro_batch: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self._planner, self._loader, self._world_size = planner, loader, world_size
+        self._planner, self._loader, self._rank, self._world_size = planner, loader, rank, world_size
         self._meter, self._balancer, self._micro_batch = CostMeter(), Balancer(world_size), micro_batch
         self._presence: list[deque[float]] = [deque(maxlen=_RECENT) for _ in range(world_size)]
         self._advised: set[int] = set()
@@ -121,7 +122,7 @@ class MeasuredPace:
         return Shift(first, *shares, *(step_seconds(each, table) for each in shares))
 
     def _advise(self, work: int, costs: Sequence[Cost | None]) -> None:
-        """Say once of a rank that the run would be faster without it. All ranks know the same; rank zero says it."""
+        """Say once of a rank that the run would be faster without it."""
         known = [cost for cost in costs if cost is not None]
         if len(known) < len(costs):
             return
@@ -129,9 +130,10 @@ class MeasuredPace:
         for rank, saved_s in slowed_by(work, known, presence_s):
             if rank not in self._advised:
                 self._advised.add(rank)
-                logger.warning(
-                    "rank %d slows this run down: without it a step would be %.3f s shorter, since the rest are done"
-                    " before it has updated its copy of the model; leave its device out (--devices)", rank, saved_s
+                level = logging.WARNING if self._rank == 0 else logging.INFO  # all know the same
+                logger.log(
+                    level, "rank %d slows this run down: without it a step would be %.3f s shorter, since the rest are"
+                    " done before it has updated its copy of the model; leave its device out (--devices)", rank, saved_s
                 )  # fmt: skip
 
 

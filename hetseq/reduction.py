@@ -53,6 +53,7 @@ class GradientReducer:
             index: (bucket, view) for bucket in self._buckets for index, view in zip(bucket.members, bucket.views)
         }
         self._is_last = False
+        self._is_silent = False
         self._sent = 0
         #: (parameters,): a gradient arrived on this rank in this step
         self.used: npt.NDArray[np.bool_] = np.zeros(len(self._parameters), np.bool_)
@@ -82,7 +83,7 @@ class GradientReducer:
     @property
     def has_sent(self) -> bool:
         """A bucket has begun to travel in this step: what it holds can no longer be taken back."""
-        return self._sent > 0
+        return self._sent > 0 and not self._is_silent
 
     def finish(self) -> None:
         """Send what is left (all of it on a rank without samples) and wait until every bucket is complete.
@@ -98,11 +99,11 @@ class GradientReducer:
     @contextmanager
     def without_sending(self) -> Iterator[None]:
         """Inside, a forward and backward fill the buckets with this rank's own part, and nothing travels."""
-        group, self._group = self._group, LocalGroup()
+        group, self._group, self._is_silent = self._group, LocalGroup(), True
         try:
             yield
         finally:
-            self._group = group
+            self._group, self._is_silent = group, False
 
     def norm(self) -> float:
         """L2 norm of the whole gradient; not finite if any element is not (sync)."""

@@ -139,7 +139,7 @@ def build_session(
         at_once = functools.partial(_most_work_at_once, planner, sizes)
         pace: Pace = FixedPace(weights_of_ranks, micro_batch=at_once)
         if is_balanced:
-            pace = MeasuredPace(planner, loader, world_size=group.world_size, micro_batch=at_once)
+            pace = MeasuredPace(planner, loader, rank=group.rank, world_size=group.world_size, micro_batch=at_once)
         controller = Controller(
             computer=computer, group=group, planner=planner, loader=loader, pace=pace, schedule=_schedule(config),
             config=config.optimization, boundary=boundary, terms=material.terms, weights=weights, state=state,
@@ -262,11 +262,11 @@ def _micro_batch_sizes(config: DataConfig, device: torch.device, memo: DeviceMem
     """The sizes that the options and earlier starts of this run leave to this rank."""
     if config.unit_size is not None:
         return MicroBatchSizes(MicroBatchCap(config.unit_size), is_fixed=True)  # which this node's own cap holds
-    known = memo.micro_batch()
-    most = min((samples for samples in (config.max_sentences, known) if samples is not None), default=None)
+    is_free = config.max_sentences is None and config.max_tokens is None
+    most = memo.micro_batch() if is_free else config.max_sentences
     cap = MicroBatchCap(most, config.max_tokens, config.required_batch_size_multiple)
-    is_free = most is None and config.max_tokens is None
-    return MicroBatchSizes(cap, is_learning=is_free and device.type == "cuda", remember=memo.remember)
+    is_learning = is_free and most is None and device.type == "cuda"
+    return MicroBatchSizes(cap, is_learning=is_learning, remember=memo.remember if is_free else None)
 
 
 def _most_work_at_once(planner: Planner, sizes: MicroBatchSizes) -> int | None:

@@ -66,20 +66,21 @@ class ShareComputer:
         if self.sizes.is_learning:  # by the sizes of the step before: by now the optimizer has the memory it needs
             self.sizes.foresee(memory.free_bytes(self._device))
         while True:
-            if not all(self.sizes.holds(batch.size) for batch in data.micro_batches):
+            if not all(self.sizes.holds(batch.size, batch.work) for batch in data.micro_batches):
                 data = fetch_again(data, self.sizes.cap)
             part, refused = self.attempt(data, counts)
             if part is not None:
                 return part
+            assert refused is not None
             memory.release(self._device)  # only here, when no exception holds the frames and their tensors any more
-            if not self.sizes.refuse(refused):
-                raise DeviceMemoryError(self._complaint(refused))
+            if not self.sizes.refuse(refused.size, refused.work):
+                raise DeviceMemoryError(self._complaint(refused.size))
             if self.replica.reducer.has_sent:
                 return Part((0.0,) * len(self._terms), (), (), is_whole=False)
             self.replica.buffers.restore_()
 
-    def attempt(self, data: StepData, counts: tuple[float, ...]) -> tuple[Part | None, int]:
-        """One try of the share as it is cut; None, and the samples of the micro-batch that memory did not hold."""
+    def attempt(self, data: StepData, counts: tuple[float, ...]) -> tuple[Part | None, MicroBatch | None]:
+        """One try of the share as it is cut: what was done, or the micro-batch that memory did not hold."""
         totals: dict[int, torch.Tensor] = {}  # by term, float64, on the device
         self.replica.reducer.begin()
         self._clock.start()
@@ -90,11 +91,11 @@ class ShareComputer:
             seed_everything(derive_seed(self._seed, data.plan.step, batch.start))
             with self._throttle.slowed(), self._seeing_memory(batch.size):
                 if not self._try(batch, counts, totals):
-                    return None, batch.size
+                    return None, batch
             self._clock.mark()
         sums = tuple(float(totals.get(index, 0.0)) for index in range(len(self._terms)))  # sync
         work = tuple(batch.work for batch in data.micro_batches)
-        return Part(sums, work, tuple(self._clock.laps())), 0
+        return Part(sums, work, tuple(self._clock.laps())), None
 
     @contextmanager
     def _seeing_memory(self, samples: int) -> Iterator[None]:

@@ -1,14 +1,11 @@
 """Memory that runs out, anywhere in a step and on any ranks: the gradient stays that of the global batch.
 
-A `Hungry` toy raises torch's exception in forwards and backwards that a test has chosen, and keeps a diary: forwards,
-gradients that left, failures. From the diary follows what must have happened, without asking the product: a failure
-before anything has left is the rank's own affair, a failure after it makes all ranks do the step again.
+What every run must show is in `tests/support/hungry.py`; here stand the stories.
 """
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import random
 import resource
 import socket
@@ -17,9 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -29,372 +25,39 @@ from hetseq.buffers import BufferKeeper
 from hetseq.comm import AnyGroup
 from hetseq.errors import DeviceMemoryError, HetSeqError, PeerLostError
 from hetseq.micro_batches import MicroBatchSizes
-from hetseq.plan import MicroBatchCap, Position
+from hetseq.plan import MicroBatchCap
 from hetseq.run_directory import RunDirectory
-from hetseq.session import Session, build_session, load_material
+from hetseq.session import build_session, load_material
 from hetseq.share import ShareComputer
 from hetseq.task import make_task
-from tests.support import oracle, toys
+from tests.support import toys
 from tests.support.commands import run_command
+from tests.support.hungry import (
+    CALM,
+    LAST,
+    LIMIT,
+    STEPS,
+    Appetite,
+    Fault,
+    Hungry,
+    Meal,
+    Words,
+    check,
+    check_buffers,
+    curve_of,
+    dine,
+    eat_all,
+    forwards_in,
+    keep_diary,
+    prepared,
+    session_of,
+    tries,
+    words_of,
+    worst_error,
+)
 from tests.support.ranks import RankRaised, run_ranks
 from tests.support.refusals import BASE, COLD_S, SQUARES, check_refusal, write_task
-from tests.support.training import Recorder, toy_words
-
-Words = list[str]
-STEPS = 5
-LIMIT = 1e-14
-LAST = 0  # the parameter whose gradient comes last
-DEADLINE_S = 20  # of a collective: longer than any step here, so that a hang is an error and no hang
-
-
-class Fault(NamedTuple):
-    """Memory runs out in the rank's forward `number` (from 0, over the whole run), or in the backward after it.
-
-    `parameter`: at whose gradient in backward, in registration order; None: in forward.
-    """
-
-    number: int
-    parameter: int | None = None
-
-
-@dataclass(frozen=True)
-class Appetite:
-    """What goes wrong on one rank."""
-
-    faults: tuple[Fault, ...] = ()  # a forward of a single sample is always spared
-    late: tuple[int, ...] = ()  # attempts (from 0, over the whole run) whose last micro-batch fails in backward
-    most: int = 1000  # the samples that its memory holds; more fail in forward
-    has_bug: bool = False  # another failure than one of memory
-
-
-CALM = Appetite()
-
-
-class Attempt(list[Any]):
-    """What a rank did between entering and leaving the forward and backward of a step, in order.
-
-    The samples of a forward, by their positions in the data; "sent": a bucket left; "failed": memory ran out.
-    """
-
-
-class Seen(torch.nn.Module):
-    """A buffer to which every forward adds what it sees: the same in the end however the samples are cut."""
-
-    total: torch.Tensor
-    forwards: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(6))
-        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
-
-
-class Hungry(toys.TwoTerms):
-    """Two terms, of which the first six samples lack one, and a buffer; memory runs out as `appetite` says."""
-
-    def __init__(self, args: Any) -> None:
-        super().__init__(args)
-        self.appetite: Appetite | None = None
-        self.forwards, self.end = 0, 0  # what has been done; where this rank's share ends
-        self.steps: dict[int, list[Attempt]] = {}
-        self._fault: Fault | None = None
-        self._is_watched = False
-
-    def rows(self) -> toys.Batch:
-        index = torch.arange(toys.SAMPLES)
-        mask = np.random.default_rng(6).random((toys.SAMPLES, 4)) < 0.6
-        return {**super().rows(), "mask": torch.from_numpy(mask) * (index >= 6)[:, None].double(), "index": index}
-
-    def build_model(self) -> torch.nn.Module:
-        model = super().build_model()
-        model["seen"] = Seen()
-        return model
-
-    def loss(self, model: Any, sample: toys.Batch) -> dict[str, torch.Tensor]:
-        seen = model["seen"]
-        if model.training:
-            seen.total += sample["x"].sum(0)
-            seen.forwards += 1
-        if self.appetite is not None:
-            self._count(model, sample["index"].tolist())
-        return super().loss(model, sample)
-
-    def _count(self, model: Any, samples: list[int]) -> None:
-        assert self.appetite is not None
-        self.attempt.append(samples)
-        if self.appetite.has_bug:
-            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-        if not self._is_watched:
-            for index, parameter in enumerate(model.parameters()):
-                parameter.register_hook(self._hook(index))
-            self._is_watched = True
-        number, self.forwards = self.forwards, self.forwards + 1
-        self._fault = next((fault for fault in self.appetite.faults if fault.number == number), None)
-        is_last = samples[-1] == self.end - 1
-        if is_last and sum(map(len, self.steps.values())) - 1 in self.appetite.late:
-            self._fault = Fault(number, LAST)
-        if len(samples) > self.appetite.most or (self._fault == (number, None) and len(samples) > 1):
-            self._run_out()
-        if len(samples) == 1:
-            self._fault = None
-
-    def _hook(self, index: int) -> Any:
-        def at_gradient(gradient: torch.Tensor) -> None:
-            if self._fault is not None and self._fault.parameter == index:
-                self._run_out()
-
-        return at_gradient
-
-    def _run_out(self) -> None:
-        self._fault = None
-        self.attempt.append("failed")
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB, says the test")
-
-    @property
-    def attempt(self) -> Attempt:
-        """The attempt under way."""
-        return self.steps[max(self.steps)][-1]
-
-
-@dataclass
-class Meal:
-    """What one rank saw in one run."""
-
-    shares: list[tuple[int, ...]]
-    positions: list[Position]  # after each step
-    steps: dict[int, list[Attempt]]
-    caps: list[int | None]  # after each step
-    gradients: list[torch.Tensor]
-    parameters: torch.Tensor
-    total: torch.Tensor  # the buffer
-    forwards: int  # the counter among the buffers
-    losses: list[float | None]
-    fetched_again: set[int]  # steps whose data were fetched another time
-    lineage: str
-
-
-def session_of(group: AnyGroup, save_dir: str, words: Words) -> tuple[Session, Recorder]:
-    multiprocessing.current_process().daemon = False  # so that it may have processes of its own that load data
-    config = options.complete(options.parse([*words, "--save-dir", save_dir]))
-    material, recorder = load_material(config, torch.device("cpu"), make_task(Hungry, config)), Recorder()
-    return build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder), recorder
-
-
-def keep_diary(group: AnyGroup, session: Session) -> set[int]:
-    """Note where attempts begin, and what leaves during them; the rest leaves anyway. Gives the steps fetched again."""
-    controller: Any = session.controller
-    computer, compute, send = controller._computer, controller._computer.compute, group.all_reduce_sum
-    task, loader, under_way = controller.task, controller.loader, []
-    fetch_again, fetched_again = loader.fetch_again, set()
-
-    def fetch(data: Any, cap: Any) -> Any:
-        fetched_again.add(data.plan.step)
-        return fetch_again(data, cap)
-
-    def attempt(data: Any, *args: Any) -> Any:
-        task.steps.setdefault(data.plan.step, []).append(Attempt())
-        under_way.append(True)
-        task.end = data.plan.range_of(group.rank)[1]
-        part = compute(data, *args)
-        under_way.clear()
-        return part
-
-    def sent(tensor: torch.Tensor) -> Any:
-        if under_way:
-            task.attempt.append("sent")
-        return send(tensor)
-
-    computer.compute, group.all_reduce_sum, loader.fetch_again = attempt, sent, fetch
-    return fetched_again
-
-
-def eat(group: AnyGroup, save_dir: str, words: Words, appetite: Appetite) -> Meal:
-    """Train with one appetite; `group` is used again afterwards."""
-    send = group.all_reduce_sum
-    session, recorder = session_of(group, save_dir, words)
-    controller: Any = session.controller
-    fetched_again = keep_diary(group, session)
-    controller.task.appetite, positions, caps = appetite, [], []
-    controller.replica.model.train()
-    try:
-        while not controller.has_ended():
-            controller.train_step()
-            positions.append(controller.state.position)
-            caps.append(controller._computer.sizes.cap.samples)
-        model = controller.replica.model
-        return Meal(
-            shares=[tuple(row["shares"]) for row in recorder.rows],
-            positions=positions,
-            steps=controller.task.steps,
-            caps=caps,
-            gradients=controller.replica.optimizer.seen,
-            parameters=torch.cat([p.detach().flatten() for p in model.parameters()]),
-            total=model["seen"].total.clone(),
-            forwards=int(model["seen"].forwards),
-            losses=[row["loss"] for row in recorder.rows],
-            fetched_again=fetched_again,
-            lineage=str(controller.state.lineage),
-        )
-    finally:
-        session.close()
-        group.all_reduce_sum = send  # type: ignore[method-assign]
-
-
-def eat_all(group: AnyGroup, runs: list[tuple[str, Words, list[Appetite]]]) -> list[Meal]:
-    """A rank's life: one run after the other, each in a run directory of its own."""
-    return [eat(group, save_dir, words, appetites[group.rank]) for save_dir, words, appetites in runs]
-
-
-def words_of(batch: int, **flags: Any) -> Words:
-    # buckets of 100 bytes: one for nearly every parameter, so that some have left when others fail
-    flags = {"bucket_cap_mb": 0.0001, "precision": "fp64", "max_update": STEPS, "step_deadline": DEADLINE_S} | flags
-    return toy_words("TwoTerms", global_batch_size=batch, **flags)
-
-
-def prepared(path: Path, count: int) -> list[str]:
-    """Run directories: one each, since what a memory has taught is remembered there."""
-    for number in range(count):
-        RunDirectory.prepare(path / str(number), config_yaml="")
-    return [str(path / str(number)) for number in range(count)]
-
-
-def dine(path: Path, words: Words, *appetites: Appetite) -> list[Meal]:
-    """One run; what each rank saw."""
-    run = (prepared(path, 1)[0], words, list(appetites))
-    return [meals[0] for meals in run_ranks(eat_all, len(appetites), [run])]
-
-
-# What must be true of every run, whatever went wrong.
-
-
-def toy() -> Any:
-    return make_task(Hungry, options.parse([]))
-
-
-def curve_of(batch: int) -> oracle.Curve:
-    torch.manual_seed(oracle.SEED)
-    model = toy().build_model()
-    parameters = sorted(model.double().parameters(), key=lambda p: p.dim() < 2)
-    optimizer, rows = toy().build_optimizer([{"params": parameters}]), toy().rows()
-    return oracle.train(
-        model, optimizer, rows, oracle.two_terms, batch_of_epoch=lambda _: batch, steps=STEPS, dtype=torch.float64
-    )
-
-
-def worst_error(meals: list[Meal], curve: oracle.Curve) -> float:
-    return max(
-        ((mine - right).norm() / right.norm()).item()
-        for meal in meals
-        for mine, right in zip(meal.gradients, curve.gradients, strict=True)
-    )
-
-
-def steps_by_hand(batch: int) -> Iterator[tuple[int, int]]:
-    """First and end position of each step, in the data's own order."""
-    at = 0
-    for _ in range(STEPS):
-        end = min(toys.SAMPLES, at + batch)
-        yield at, end
-        at = end % toys.SAMPLES
-
-
-def position_by_hand(number: int, batch: int) -> Position:
-    """Where training stands after step `number`, from 1."""
-    epoch, steps = divmod(number, -(-toys.SAMPLES // batch))
-    return Position(number + 1, epoch + 1, steps * batch)
-
-
-def tries(attempt: Attempt) -> list[list[Any]]:
-    """An attempt cut after each failure."""
-    found: list[list[Any]] = [[]]
-    for event in attempt:
-        if found[-1][-1:] == ["failed"]:
-            found.append([])
-        found[-1].append(event)
-    return found
-
-
-def forwards_in(events: list[Any]) -> list[list[int]]:
-    """The samples of each forward, in order."""
-    return [event for event in events if isinstance(event, list)]
-
-
-def is_in_vain(attempt: Attempt) -> bool:
-    """Memory ran out when a bucket was on its way: elsewhere a rank goes on after a failure."""
-    return attempt[-1:] == ["failed"]
-
-
-def check_diary(meals: list[Meal], batch: int) -> None:
-    """Every rank did what the failures of all ranks ask for, and nothing else."""
-    for number, (start, end) in enumerate(steps_by_hand(batch), 1):
-        shares = meals[0].shares[number - 1]
-        borders = list(itertools.accumulate(shares, initial=start))
-        assert borders[-1] == end
-        for rank, meal in enumerate(meals):
-            assert meal.shares[number - 1] == shares
-            assert meal.positions[number - 1] == position_by_hand(number, batch)
-            for attempt in meal.steps[number]:
-                check_attempt(attempt, list(range(borders[rank], borders[rank + 1])))
-        # all ranks enter the same attempts; one is in vain if a rank failed too late, and then there is another
-        together = list(zip(*(meal.steps[number] for meal in meals), strict=True))
-        assert [any(map(is_in_vain, attempts)) for attempts in together] == [True] * (len(together) - 1) + [False]
-
-
-def check_attempt(attempt: Attempt, mine: list[int]) -> None:
-    """A rank begins again with its first sample, in halves, if and only if nothing has left."""
-    *earlier, last = tries(attempt)
-    for events in (*earlier, last):
-        samples = list(itertools.chain(*forwards_in(events)))
-        is_whole = "failed" not in events
-        assert samples == (mine if is_whole else mine[: len(samples)])
-    assert not any("sent" in events for events in earlier)
-    assert "failed" not in last or "sent" in last
-    for failing, following in itertools.pairwise([*earlier, last]):
-        assert max(map(len, forwards_in(following))) <= len(forwards_in(failing)[-1]) // 2
-
-
-def check_sizes(meal: Meal) -> None:
-    """What a memory has refused is halved, and nothing larger is tried in any later step."""
-    largest = 10**6
-    for number, cap in enumerate(meal.caps, 1):
-        for events in itertools.chain.from_iterable(map(tries, meal.steps[number])):
-            sizes = [len(samples) for samples in forwards_in(events)]
-            assert max(sizes, default=0) <= largest
-            largest = sizes[-1] // 2 if "failed" in events else largest
-        assert cap == largest or largest == 10**6
-    # what comes after a failure is cut by the loader, once
-    failures = {step for step, attempts in meal.steps.items() if any("failed" in attempt for attempt in attempts)}
-    assert meal.fetched_again == failures
-
-
-def check_buffers(meals: list[Meal], batch: int) -> None:
-    """Each step adds the mean over the ranks, by their samples, of what each of them saw once."""
-    x, total, forwards = toy().rows()["x"], torch.zeros(6, dtype=torch.float64), 0
-    for number, (start, end) in enumerate(steps_by_hand(batch), 1):
-        shares = meals[0].shares[number - 1]
-        for share in shares:
-            total += x[start : start + share].sum(0) * share / sum(shares)
-            start += share
-        assert start == end
-        leader = meals[shares.index(max(shares))]  # the one whose counters all take
-        forwards += len(forwards_in(tries(leader.steps[number][-1])[-1]))
-    for meal in meals:
-        assert (meal.total - total).norm() <= 1e-13 * total.norm()
-        assert meal.forwards == forwards
-
-
-def check(meals: list[Meal], batch: int) -> None:
-    """All that must be true of a run, whatever went wrong in it."""
-    check_diary(meals, batch)
-    for meal in meals:
-        check_sizes(meal)
-    check_buffers(meals, batch)
-    curve = curve_of(batch)
-    assert worst_error(meals, curve) <= LIMIT
-    assert all(meal.losses == pytest.approx(curve.losses, rel=1e-14) for meal in meals)
-    assert len({tuple(meal.parameters.tolist()) for meal in meals}) == 1, "replicas differ"
-    assert len({meal.lineage for meal in meals}) == 1
-
+from tests.support.training import Recorder
 
 # At chosen moments. The bucket of the second term is the first that can leave; samples 0 to 5 have no such term.
 
@@ -480,19 +143,21 @@ def test_a_rank_that_is_slowed_down_on_purpose_never_sends_early(tmp_path: Path)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_worker_processes_load_what_is_computed_again(world_size: int, tmp_path: Path) -> None:
     # the third step is the last of its epoch, and its repeat comes when the data of the next epoch are there
-    words = words_of(10, balance="6,1,3" if world_size == 3 else "equal", max_sentences=10, num_workers=2)
+    words = words_of(10, balance="2,1,2" if world_size == 3 else "equal", max_sentences=10, num_workers=2)
     meals = dine(tmp_path, words, *[Appetite((Fault(0),), late=(2,)), CALM, CALM][:world_size])
     check(meals, 10)
     assert attempts_of(meals) == [[1, 1, 2, 1, 1]] * world_size
 
 
 def test_a_later_start_remembers_what_the_memory_refused(tmp_path: Path) -> None:
-    (save_dir,), words = prepared(tmp_path, 1), words_of(10, **LATE)
-    hurt, again = (
-        run_ranks(eat_all, 2, [(save_dir, words, [appetite, CALM])]) for appetite in (Appetite(most=2), CALM)
+    (save_dir,), words = prepared(tmp_path, 1), words_of(10, balance="1,1")
+    hurt, again, told = (
+        run_ranks(eat_all, 2, [(save_dir, [*words, *more], [appetite, CALM])])
+        for appetite, more in ((Appetite(most=2), []), (CALM, []), (CALM, ["--max-sentences", "4"]))
     )
-    assert [meal.caps[-1] for (meal,) in hurt] == [2, 5]
+    assert [meal.caps[-1] for (meal,) in hurt] == [2, None]
     assert [meal.caps for (meal,) in again] == [[2] * 5] * 2  # both ranks are of this host
+    assert [meal.caps for (meal,) in told] == [[4] * 5] * 2, "a cap that is given wins"
     check([meal for (meal,) in again], 10)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,70 @@ def test_a_validation_that_only_the_end_brought_is_never_the_best(tmp_path: Path
     ((early, due),) = run_ranks(validate, 1, prepared(tmp_path), [short, [*short, "--validate-interval-updates", "2"]])
     assert early == [(2, False)]
     assert due == [(2, True)], "the twin: the first one that was due"
+
+
+class Normalised(toys.Integers):
+    """Normalises over each micro-batch, which one sample alone does not allow."""
+
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)).double()
+
+
+def first_micro_batches(group: AnyGroup, save_dir: str, runs: list[tuple[type[toys.Toy], list[str]]]) -> list[Any]:
+    """Samples of each micro-batch of a rank's first step."""
+    found = []
+    for task_class, words in runs:
+        config = options.complete(options.parse([*toy_words("Integers"), *words, "--save-dir", save_dir]))
+        material = load_material(config, torch.device("cpu"), make_task(task_class, config))
+        session = build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder())
+        controller = session.controller
+        data = controller.loader.take(controller.planner.plan(controller.state.position))
+        found.append([batch.size for batch in data.micro_batches])
+        session.close()
+    return found
+
+
+def test_the_first_step_of_unknown_ranks_grows_from_one_sample_on(tmp_path: Path) -> None:
+    def words(*more: str) -> list[str]:
+        return ["--global-batch-size", "16", *more]
+
+    runs = [
+        (toys.Integers, words()),
+        (toys.Integers, words("--max-sentences", "2")),
+        (toys.Integers, words("--balance", "equal")),
+        (toys.Integers, words("--unit-size", "4")),
+        (Normalised, words()),
+    ]
+    grown = [[1, 2, 4, 1], [1, 2, 2, 2, 1], [8], [4, 4], [8]]
+    assert run_ranks(first_micro_batches, 2, prepared(tmp_path), runs) == [grown] * 2
+    assert run_ranks(first_micro_batches, 1, prepared(tmp_path / "alone"), runs[:1]) == [[[16]]], "nothing to learn"
+
+
+def warnings_of(group: AnyGroup, save_dir: str, runs: list[list[str]]) -> list[list[str]]:
+    told = []
+    for words in runs:
+        handler = Keeping()
+        logging.getLogger("hetseq.session").addHandler(handler)
+        train(group, save_dir, [*toy_words("Integers"), *words])
+        logging.getLogger("hetseq.session").removeHandler(handler)
+        told.append([record.getMessage() for record in handler.records if record.levelno >= logging.WARNING])
+    return told
+
+
+class Keeping(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def test_ranks_that_can_never_have_anything_to_do_are_told_of(tmp_path: Path) -> None:
+    batches = [["2"], ["3"], ["8", "--unit-size", "8"]]
+    runs = [["--max-update", "1", "--global-batch-size", *batch] for batch in batches]
+    few, enough, units = run_ranks(warnings_of, 3, prepared(tmp_path), runs)[0]
+    assert few == ["a step has 2 pieces of work for 3 ranks, so some have nothing to do: make the global batch larger"]
+    assert enough == []
+    assert units[0].startswith("a step has 1 piece of work for 3 ranks")
+    assert units[0].endswith("make the global batch larger, or --unit-size smaller")

@@ -116,3 +116,17 @@ def test_foresight_never_raises_a_size_that_was_refused() -> None:
     assert sizes.refuse(400)
     sizes.foresee(10_000)
     assert (sizes.cap.samples, told) == (89, [200, 89])
+
+
+# Where tokens are counted.
+
+
+def test_where_tokens_are_counted_they_are_halved_and_short_samples_stay_many() -> None:
+    sizes = MicroBatchSizes(MicroBatchCap(tokens=1000))
+    assert sizes.holds(50, 1000)
+    assert sizes.refuse(2, 900)  # two long samples
+    assert sizes.cap == MicroBatchCap(tokens=450)
+    assert not sizes.holds(2, 900)
+    assert sizes.holds(45, 450)
+    assert sizes.holds(1, 451), "a longer one has to be tried by itself"
+    assert not sizes.refuse(1, 451)

@@ -34,10 +34,10 @@ class Loader:
 class Rank:
     """A rank that follows."""
 
-    def __init__(self, weights: Sequence[float] = EQUAL, **pace: Any) -> None:
+    def __init__(self, weights: Sequence[float] = EQUAL, *, rank: int = 0, **pace: Any) -> None:
         self.planner = Planner(10_000, 7, GlobalBatch(12), assigner_by(tuple(weights)))
         self.loader: Any = Loader()
-        self.pace = MeasuredPace(self.planner, self.loader, world_size=len(weights), **pace)
+        self.pace = MeasuredPace(self.planner, self.loader, rank=rank, world_size=len(weights), **pace)
 
     def plan(self, step: int) -> StepPlan:
         return self.planner.plan(Position(step, 1, (step - 1) * 12))
@@ -167,13 +167,18 @@ def advice(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_rank_that_only_holds_the_others_up_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    rank = Rank()
+    ranks = Rank(), Rank(rank=1)
     for step in range(1, 50):
-        rank.follow(step, HINDERED)
+        for rank in ranks:
+            rank.follow(step, HINDERED)
     assert advice(caplog) == []  # not before it is known for certain
     for step in range(50, 152):
-        rank.follow(step, HINDERED)
-    (said,) = advice(caplog)
+        for rank in ranks:
+            rank.follow(step, HINDERED)
+    said, noted = advice(caplog)
+    assert noted == said
+    levels = [record.levelno for record in caplog.records if record.getMessage() == said]
+    assert levels == [logging.WARNING, logging.INFO]  # all ranks know the same, one says it
     assert said.startswith("rank 0 slows this run down: without it a step would be 18.000 s shorter")
     assert "--devices" in said
 
