@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 
 import pytest
 
-from hetseq.capacity import assign_shares
 from tests.support.simulated import CALM, Machine, Trace, Weather, train, unlike_machines
 
 
-def equal_shares(machines: Sequence[Machine], total: int) -> float:
-    """The step that the machines make if nobody measures anything."""
-    shares = assign_shares(total, [1.0] * len(machines))
-    return max(machine.seconds(share) for machine, share in zip(machines, shares))
-
-
 def runs(
-    seeds: int, total: int, make: Callable[[random.Random, int], list[Machine]] = unlike_machines, **options: object
+    seeds: int, total: int, *, weather: Weather, changes: Mapping[int, Mapping[int, float]] | None = None
 ) -> list[Trace]:
-    """One run per seed, each on a cluster of its own."""
+    """One run of 200 steps per seed, each on a cluster of its own."""
+    clusters = [unlike_machines(random.Random(7919 * seed + 1), total) for seed in range(seeds)]
     return [
-        train(make(random.Random(7919 * seed + 1), total), total, 200, seed=seed, **options)  # type: ignore[arg-type]
-        for seed in range(seeds)
+        train(cluster, total, 200, seed=seed, weather=weather, changes=changes) for seed, cluster in enumerate(clusters)
     ]
 
 
