@@ -28,9 +28,10 @@ def account(rows: Sequence[CommitRow], *, shares: Sequence[int], work: int, seco
     least_idle_s = min(one.idle_s for one in measured)
     busy = [busy_s(one) for one in measured]
     speeds = [_solo_speed(share, one, work / samples) for share, one in zip(shares, measured)]
+    known = [speed for speed in speeds if speed]
     return {
         "communication_s": least_idle_s,
-        "efficiency": None if None in speeds or not sum(filter(None, speeds)) else samples / seconds / sum(speeds),  # type: ignore[arg-type]
+        "efficiency": samples / seconds / sum(known) if len(known) == len(speeds) else None,
         "pace": busy.index(max(busy)),
         "ranks": {
             "compute_s": [one.compute_s for one in measured],
@@ -49,4 +50,4 @@ def _solo_speed(share: int, measured: Measured, work_per_sample: float) -> float
     """Samples per second of a rank on its own; None if it had nothing to do and nobody knows what it could."""
     if share:
         return share / busy_s(measured) if busy_s(measured) > 0 else None
-    return 1 / (measured.per_unit_s * work_per_sample) if measured.is_known else None
+    return 1 / (measured.per_unit_s * work_per_sample) if measured.is_known and work_per_sample else None

@@ -47,11 +47,6 @@ def limit_bytes(device: torch.device) -> int:
     return min(limits)
 
 
-def memory_of(device: torch.device) -> tuple[int, int]:
-    """Bytes in use and their limit."""
-    return in_use_bytes(device), limit_bytes(device)
-
-
 def free_bytes(device: torch.device) -> int:
     """GPU memory that this process could still get, what it has cached included."""
     free, _ = torch.cuda.mem_get_info(device)

@@ -28,7 +28,7 @@ from hetseq.controller import Controller, TrainingState
 from hetseq.device_memo import DeviceMemo
 from hetseq.errors import ConfigError, MissingSplitError
 from hetseq.loader import Source, StepLoader, base_order, place_on, seed_everything
-from hetseq.memory import memory_of
+from hetseq.memory import in_use_bytes, limit_bytes
 from hetseq.metrics import Metrics
 from hetseq.micro_batches import MicroBatchSizes
 from hetseq.optim import parameter_groups
@@ -143,7 +143,7 @@ def build_session(
         controller = Controller(
             computer=computer, group=group, planner=planner, loader=loader, pace=pace, schedule=_schedule(config),
             config=config.optimization, boundary=boundary, terms=material.terms, weights=weights, state=state,
-            memory=functools.partial(memory_of, device), wish=wish, step_deadline_s=config.distributed.step_deadline,
+            memory=_memory_of(device), wish=wish, step_deadline_s=config.distributed.step_deadline,
         )  # fmt: skip
         # Only now, when nothing is left to refuse, does the run directory learn of this start.
         if beginning is not None:
@@ -267,6 +267,12 @@ def _micro_batch_sizes(config: DataConfig, device: torch.device, memo: DeviceMem
     cap = MicroBatchCap(most, config.max_tokens, config.required_batch_size_multiple)
     is_learning = is_free and most is None and device.type == "cuda"
     return MicroBatchSizes(cap, is_learning=is_learning, remember=memo.remember if is_free else None)
+
+
+def _memory_of(device: torch.device) -> Callable[[], tuple[int, int]]:
+    """Gives the bytes in use, and the limit as it was at the start."""
+    limit = limit_bytes(device)
+    return lambda: (in_use_bytes(device), limit)
 
 
 def _most_work_at_once(planner: Planner, sizes: MicroBatchSizes) -> int | None:
