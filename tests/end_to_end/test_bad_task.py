@@ -130,7 +130,17 @@ def check_root_cause(finished: Finished, save_dir: Path) -> None:
 @pytest.mark.slow
 def test_a_task_that_raises_on_one_rank_is_told_once_with_that_rank(warm: WarmLauncher, tmp_path: Path) -> None:
     task = write_task(tmp_path, **RAISES_IN_STEP_3)
-    args = ("--task", task, "--distributed-world-size", "3", "--curriculum", "9", "--disable-validation")
+    args = (
+        "--task",
+        task,
+        "--distributed-world-size",
+        "3",
+        "--balance",
+        "equal",
+        "--curriculum",
+        "9",
+        "--disable-validation",
+    )
     finished = train(warm, tmp_path, *args)
     check_root_cause(finished, tmp_path / "run")
     assert finished.seconds < PROMISE_S
@@ -139,7 +149,18 @@ def test_a_task_that_raises_on_one_rank_is_told_once_with_that_rank(warm: WarmLa
 @pytest.mark.slow
 def test_a_task_that_raises_on_one_rank_through_a_real_command(tmp_path: Path) -> None:
     task = write_task(tmp_path, **RAISES_IN_STEP_3)
-    args = [*BASE, "--task", task, "--distributed-world-size", "3", "--curriculum", "9", "--disable-validation"]
+    args = [
+        *BASE,
+        "--task",
+        task,
+        "--distributed-world-size",
+        "3",
+        "--balance",
+        "equal",
+        "--curriculum",
+        "9",
+        "--disable-validation",
+    ]
     finished = run_command([*args, "--save-dir", tmp_path / "run"])
     check_root_cause(finished, tmp_path / "run")
     assert finished.seconds < COLD_S
@@ -148,7 +169,17 @@ def test_a_task_that_raises_on_one_rank_through_a_real_command(tmp_path: Path) -
 @pytest.mark.slow
 def test_a_contract_that_is_broken_after_the_first_step_fails_with_1(warm: WarmLauncher, tmp_path: Path) -> None:
     body = f'bad = bool((sample["index"] == 30).any()); return {{"other" if bad else "loss": {SQUARES}.sum()}}'
-    args = ("--task", write_task(tmp_path, loss=body), *TWO, "--curriculum", "9", "--global-batch-size", "12")
+    args = (
+        "--task",
+        write_task(tmp_path, loss=body),
+        *TWO,
+        "--balance",
+        "equal",
+        "--curriculum",
+        "9",
+        "--global-batch-size",
+        "12",
+    )
     finished = train(warm, tmp_path, *args)
     check_refusal(finished, "rank 1: Toy.loss returned the terms ['other']", "the same terms", code=1)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]

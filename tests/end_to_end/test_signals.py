@@ -34,14 +34,15 @@ from tests.support.trials import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 HAZARDS = Path(__file__).parents[1] / "support" / "hazards.py"
-PLAIN = shlex.split("--cpu --task mnist --global-batch-size 96 --max-epoch 4 --optimizer adam")
+# equal shares: runs are compared to the bit, and hazards lie where they lie
+PLAIN = shlex.split("--cpu --task mnist --global-batch-size 96 --max-epoch 4 --optimizer adam --balance equal")
 # slowed down, so that signals find a step under way and not the end of the run; it changes no number
 DIGITS = [*PLAIN, "--throttle", "0:8"]
 # samples in their own order: of the 12 samples of a step each of three ranks takes four, so rank 1 sees 16 in step 2
 # the deadline is the test's own, so that a slow machine cannot bring its end forward
 HAZARD = shlex.split(
     f"--cpu --task {HAZARDS}:Hazard --curriculum 9 --global-batch-size 12 --max-epoch 2 --optimizer sgd"
-    " --step-deadline 60"
+    " --step-deadline 60 --balance equal"
 )
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 WORKERS_LEFT_S = 5.0
