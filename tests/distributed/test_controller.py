@@ -20,6 +20,7 @@ from hetseq.run_directory import RunDirectory
 from hetseq.session import Session, build_session, load_material
 from hetseq.task import make_task
 from tests.support import oracle, toys
+from tests.support.logs import Keeping
 from tests.support.ranks import run_ranks
 from tests.support.training import Facts, Recorder, prepared, toy_words, train
 
@@ -166,15 +167,6 @@ class Poisoning:
     warnings: list[str]
     told: list[str]
     error: HetSeqError | None
-
-
-class Keeping(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
 
 
 def train_poisoned(group: AnyGroup, save_dir: str, words: Words, task_class: type[Task], steps: int) -> Poisoning:

@@ -20,6 +20,7 @@ from hetseq.replica_check import ReplicaCheck, ReplicasDiffer
 from hetseq.run_directory import RunDirectory
 from hetseq.session import Session
 from tests.support.lives import Line, begin, words
+from tests.support.logs import KeepingLines
 from tests.support.ranks import run_ranks
 from tests.support.training import Recorder, prepared
 
@@ -84,15 +85,6 @@ class Life:
     error: HetSeqError | None = None
 
 
-class Keeping(logging.Handler):
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__()
-        self.lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname} {record.getMessage()}")
-
-
 def tensors_of(session: Session) -> dict[str, torch.Tensor]:
     replica = session.controller.replica
     return {**replica.model_tensors(), **replica.optimizer_tensors()[0]}
@@ -100,7 +92,7 @@ def tensors_of(session: Session) -> dict[str, torch.Tensor]:
 
 def live(group: AnyGroup, save_dir: str, case: Case) -> Life:
     life, recorder = Life(), Recorder()
-    log, keeping = logging.getLogger("hetseq.replica_check"), Keeping(life.lines)
+    log, keeping = logging.getLogger("hetseq.replica_check"), KeepingLines(life.lines)
     log.addHandler(keeping)
     log.setLevel(logging.INFO)
     session = None

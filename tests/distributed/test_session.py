@@ -17,6 +17,7 @@ from hetseq.run_directory import RunDirectory
 from hetseq.session import build_session, load_material
 from hetseq.task import make_task
 from tests.support import toys
+from tests.support.logs import Keeping
 from tests.support.ranks import RankRaised, run_ranks
 from tests.support.training import Recorder, prepared, toy_words, train
 
@@ -213,15 +214,6 @@ def warnings_of(group: AnyGroup, save_dir: str, runs: list[list[str]]) -> list[l
         logging.getLogger("hetseq.session").removeHandler(handler)
         told.append([record.getMessage() for record in handler.records if record.levelno >= logging.WARNING])
     return told
-
-
-class Keeping(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.records: list[logging.LogRecord] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.records.append(record)
 
 
 def test_ranks_that_can_never_have_anything_to_do_are_told_of(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from hetseq.session import build_session, load_material
 from hetseq.sharing import everything_shared, send_bytes, send_tensor, share
 from hetseq.task import make_task
 from tests.support.lives import Line, flat, words
+from tests.support.logs import KeepingLines
 from tests.support.ranks import run_ranks
 
 APART = ((0,), (1,))
@@ -51,15 +52,6 @@ class Life:
     lines: list[str] = field(default_factory=list)
 
 
-class Keeping(logging.Handler):
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__()
-        self.lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname} {record.getMessage()}")
-
-
 def live(
     group: AnyGroup,
     places: Sequence[str],
@@ -70,7 +62,7 @@ def live(
 ) -> Life:
     """Train with one run directory for each part, to the end or to the first refusal; `breaks` at the first step."""
     life, log = Life(), logging.getLogger("hetseq")
-    keeping = Keeping(life.lines)
+    keeping = KeepingLines(life.lines)
     log.addHandler(keeping)
     log.setLevel(logging.INFO)
     sharing = share(group, parts)

@@ -5,6 +5,7 @@ Exit codes: 2 for what is found before the first step, 1 for what the task does 
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -127,21 +128,14 @@ def check_root_cause(finished: Finished, save_dir: Path) -> None:
     assert [row["step"] for row in rows(save_dir)] == [1, 2]
 
 
+#: the sample that raises lies with rank 1
+EQUAL_THREE = shlex.split("--distributed-world-size 3 --balance equal --curriculum 9 --disable-validation")
+
+
 @pytest.mark.slow
 def test_a_task_that_raises_on_one_rank_is_told_once_with_that_rank(warm: WarmLauncher, tmp_path: Path) -> None:
     task = write_task(tmp_path, **RAISES_IN_STEP_3)
-    args = (
-        "--task",
-        task,
-        "--distributed-world-size",
-        "3",
-        "--balance",
-        "equal",
-        "--curriculum",
-        "9",
-        "--disable-validation",
-    )
-    finished = train(warm, tmp_path, *args)
+    finished = train(warm, tmp_path, "--task", task, *EQUAL_THREE)
     check_root_cause(finished, tmp_path / "run")
     assert finished.seconds < PROMISE_S
 
@@ -149,19 +143,7 @@ def test_a_task_that_raises_on_one_rank_is_told_once_with_that_rank(warm: WarmLa
 @pytest.mark.slow
 def test_a_task_that_raises_on_one_rank_through_a_real_command(tmp_path: Path) -> None:
     task = write_task(tmp_path, **RAISES_IN_STEP_3)
-    args = [
-        *BASE,
-        "--task",
-        task,
-        "--distributed-world-size",
-        "3",
-        "--balance",
-        "equal",
-        "--curriculum",
-        "9",
-        "--disable-validation",
-    ]
-    finished = run_command([*args, "--save-dir", tmp_path / "run"])
+    finished = run_command([*BASE, "--task", task, *EQUAL_THREE, "--save-dir", tmp_path / "run"])
     check_root_cause(finished, tmp_path / "run")
     assert finished.seconds < COLD_S
 

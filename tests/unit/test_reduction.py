@@ -254,12 +254,14 @@ def test_inside_without_sending_nothing_travels_and_afterwards_it_does() -> None
     with reducing(parameters) as (reducer, group):
         with reducer.without_sending():
             step(reducer, lambda: loss_of(parameters))
+            assert not reducer.has_sent, "all of it can still be taken back"
         assert group.sent == []
         assert reducer.norm() > 0
         with pytest.raises(ZeroDivisionError), reducer.without_sending():
             _ = 1 / 0
         step(reducer, lambda: loss_of(parameters))
         assert len(group.sent) == 1
+        assert reducer.has_sent
 
 
 def test_a_closed_reducer_has_let_go_of_the_parameters() -> None:
