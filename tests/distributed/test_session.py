@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 from hetseq import options
 from hetseq.comm import AnyGroup
+from hetseq.pace import Shift
 from hetseq.run_directory import RunDirectory
 from hetseq.session import build_session, load_material
 from hetseq.task import make_task
@@ -224,3 +226,35 @@ def test_ranks_that_can_never_have_anything_to_do_are_told_of(tmp_path: Path) ->
     assert enough == []
     assert units[0].startswith("a step has 1 piece of work for 3 ranks")
     assert units[0].endswith("make the global batch larger, or --unit-size smaller")
+
+
+def tell(group: AnyGroup, save_dir: str, words: list[str]) -> tuple[list[dict[str, Any]], list[tuple[str, Any]]]:
+    """The rows and events of a run whose shares are said to change after its second step."""
+    config = options.complete(options.parse([*toy_words("Integers"), *words, "--save-dir", save_dir]))
+    material, recorder = load_material(config, torch.device("cpu")), Recorder()
+    session = build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder)
+    shift = Shift(4, (4, 4), (5, 3), 2.0, 1.5)
+    session.controller.pace.follow = lambda plan, rows: shift if plan.step == 2 else None  # type: ignore[method-assign]
+    try:
+        session.train()
+    finally:
+        session.close()
+    return recorder.rows, recorder.events
+
+
+def test_rows_tell_of_each_rank_and_an_event_of_other_shares(tmp_path: Path) -> None:
+    words = ["--global-batch-size", "8", "--max-update", "3", "--balance", "equal"]
+    rows, events = run_ranks(tell, 2, prepared(tmp_path / "two"), words)[0]
+    host = socket.gethostname()
+    assert [row["ranks"]["names"] for row in rows] == [[f"{host}/cpu"] * 2] * 3
+    for row in rows:
+        lists = {name: len(values) for name, values in row["ranks"].items()}
+        assert set(lists.values()) == {2}, lists
+        assert min(row["ranks"]["wait_s"]) == 0.0
+        assert min(row["ranks"]["compute_s"]) > 0
+    assert [fields for name, fields in events if name == "rebalance"] == [
+        {"step": 2, "first_step": 4, "shares_before": [4, 4], "shares": [5, 3], "predicted_seconds_before": 2.0,
+         "predicted_seconds": 1.5}
+    ]  # fmt: skip
+    alone, _ = run_ranks(tell, 1, prepared(tmp_path / "one"), words)[0]
+    assert all("ranks" not in row for row in alone)
