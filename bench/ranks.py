@@ -66,23 +66,23 @@ class Ranks:
         self._ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
-                core = cores[rank] if is_pinned and world_size <= len(cores) else None
+                core = cores[rank % len(cores)] if is_pinned else None
                 self._ranks.append(_Rank(rank, folder, model, core))
         except BaseException:
             self.close()
             raise
 
-    def open(self, name: str, words: Sequence[Sequence[str]], *, is_alone: bool = False) -> None:
+    def open(
+        self, name: str, words: Sequence[Sequence[str]], *, is_alone: bool = False, shares_memory: bool = False
+    ) -> None:
         """Build a training of HetSeq on the first ranks, one list of command-line words for each of them.
 
-        `is_alone`: each of them trains for itself, without the others.
+        `is_alone`: each of them trains for itself, without the others. `shares_memory`: the ranks exchange gradients
+        as those of one node do, else as those of several nodes.
         """
-        self._ask(
-            {
-                rank: {"do": "open", "name": name, "words": list(own), "world_size": 1 if is_alone else len(words)}
-                for rank, own in enumerate(words)
-            }
-        )
+        world_size = 1 if is_alone else len(words)
+        request = {"do": "open", "name": name, "world_size": world_size, "shares_memory": shares_memory}
+        self._ask({rank: {**request, "words": list(own)} for rank, own in enumerate(words)})
 
     def open_ddp(self, name: str, batch: int) -> None:
         """Build a bare loop under DDP on all ranks, `batch` samples on each."""
@@ -210,12 +210,13 @@ class Life:
     def _answer(self, answer: dict[str, Any]) -> None:
         self._pipe.send_bytes(json.dumps(answer).encode())
 
-    def _open(self, name: str, words: list[str], world_size: int) -> dict[str, Any]:
+    def _open(self, name: str, words: list[str], world_size: int, shares_memory: bool) -> dict[str, Any]:
         from hetseq import comm
 
         group: comm.AnyGroup = comm.LocalGroup()
         if world_size > 1:
-            meeting = comm.Meeting(FolderStore(self._folder / "store"), name, name.encode())
+            store = FolderStore(self._folder / "store")
+            meeting = comm.Meeting(store, name, name.encode(), shares_memory=shares_memory)
             group = comm.connect(rank=self._rank, world_size=world_size, meeting=meeting, timeout_s=PATIENCE_S)
         save_dir = self._folder / (f"{name}-{self._rank}" if world_size == 1 else name)
         self._trainings[name] = hetseq_training(words, save_dir, group)

@@ -3,10 +3,11 @@
     python bench/scale.py [--ranks 2] [--model bert] [--rounds 5]
     python bench/scale.py --emulate 8 [--rounds 5]
 
-The first form gives every rank a core and the same number of samples, and four things take turns in the same processes:
+The first form gives every rank a core and the same number of samples, and five things take turns in the same processes:
 each rank training for itself while the others rest (`alone`), the same while all of them do (`both busy`), the run of
-HetSeq, and a bare loop under DistributedDataParallel with `gradient_as_bucket_view`. 100 % are the summed speeds of
-`both busy`: busy cores share caches and clock, which is nobody's communication.
+HetSeq as its ranks on one node exchange gradients (through shared memory) and as those of several nodes do (gloo, here
+over the loopback), and a bare loop under DistributedDataParallel with `gradient_as_bucket_view`. 100 % are the summed
+speeds of `both busy`: busy cores share caches and clock, which is nobody's communication.
 
 The second form is about the number of ranks. 1, 2, 4 and 8 ranks train the MNIST net, dropout included, on steps of the
 same global batch; all ranks are slowed down 8 times (`--throttle`), so that a core or two carry them. `--unit-size`
@@ -32,6 +33,8 @@ from ranks import Ranks, Timing
 
 #: samples of a rank's step; steps of some hundred milliseconds on the machine of the tables
 LOCAL_BATCH = {"mnist": 256, "bert-tiny": 64, "bert": 8}
+#: of the first form, in the order of the table
+TURNS = ("alone", "both busy", "ours", "gloo", "ddp")
 #: of the second form: samples of a step and of a micro-batch. Small micro-batches on purpose: all ranks begin a step at
 #: once, and until their sleeps have drawn them apart they stand in a queue for the cores
 EMULATED_BATCH, UNIT = 1024, 8
@@ -95,10 +98,11 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
     rounds: list[dict[str, list[Timing]]] = []
     is_pinned = not arguments.no_pin
     with Ranks(world_size, folder=folder / "ranks", model=arguments.model, is_pinned=is_pinned) as ranks:
-        ranks.open("ours", [ours] * world_size)
+        ranks.open("ours", [ours] * world_size, shares_memory=True)
+        ranks.open("gloo", [ours] * world_size)
         ranks.open("solo", [solo] * world_size, is_alone=True)
         ranks.open_ddp("ddp", batch)
-        for name in ("ours", "ddp"):
+        for name in ("ours", "gloo", "ddp"):
             ranks.together(name, settle=5, steps=1)
         ranks.side_by_side("solo", settle=3, least_s=0)
         for number in range(arguments.rounds):
@@ -107,8 +111,8 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def one_round(ranks: Ranks, number: int, arguments: argparse.Namespace) -> dict[str, list[Timing]]:
-    """All four in turn; who begins changes from round to round."""
-    turns = ["alone", "both busy", "ours", "ddp"]
+    """All in turn; who begins changes from round to round."""
+    turns = list(TURNS)
     begin = number % len(turns)
     seen: dict[str, list[Timing]] = {}
     for turn in turns[begin:] + turns[:begin]:
@@ -133,7 +137,7 @@ def speed(turn: str, timings: Sequence[Timing]) -> float:
 def evaluate(rounds: Sequence[dict[str, list[Timing]]], batch: int) -> list[dict[str, Any]]:
     """A row per thing that was measured."""
     rows = []
-    for turn in ("alone", "both busy", "ours", "ddp"):
+    for turn in TURNS:
         speeds = [speed(turn, seen[turn]) for seen in rounds]
         limits = [speed("both busy", seen["both busy"]) for seen in rounds]
         rivals = [speed("ddp", seen["ddp"]) for seen in rounds]
@@ -160,7 +164,11 @@ def evaluate(rounds: Sequence[dict[str, list[Timing]]], batch: int) -> list[dict
 def report(rounds: Sequence[dict[str, list[Timing]]], arguments: argparse.Namespace) -> None:
     """A table, what is to be said against it, and the same as one line of JSON."""
     rows = evaluate(rounds, arguments.batch)
-    names = {"ours": f"HetSeq, --balance {arguments.balance}", "ddp": "DDP, gradient_as_bucket_view"}
+    names = {
+        "ours": f"HetSeq, --balance {arguments.balance}",
+        "gloo": "the same, as between nodes",
+        "ddp": "DDP, gradient_as_bucket_view",
+    }
     print(
         f"{arguments.ranks} ranks, one thread each, {arguments.model}, {arguments.batch} samples a rank and step, AdamW"
     )

@@ -287,9 +287,9 @@ class Controller:
 
     def _find_non_finite(self, data: StepData, counts: tuple[float, ...]) -> str:
         """Every rank computes its share once more, unsent, and the ranks compare: paid only when it happened."""
-        silent = self.replica.reducer.without_sending()
-        with silent:
+        with self.replica.reducer.without_sending():
             sums = self._computer.compute(data, counts, self.loader.fetch_again).sums
+            self.replica.reducer.finish()
             is_bad = not self.replica.reducer.is_finite()
         flags = [float(is_bad), *(float(not math.isfinite(value)) for value in sums)]
         rows = gather_floats(self.group, flags)  # (world_size, 1 + terms)

@@ -245,7 +245,8 @@ class Launcher:
             placement = Placement(
                 first + local, len(nodes), device, threads, host=member.address, sources=member.sources, name=name,
                 key=member.key_of(name),
-                nodes=nodes, parts=tuple(tuple(part) for part in begin["parts"]),
+                nodes=nodes, is_only_node=len(nodes) == len(self._devices),
+                parts=tuple(tuple(part) for part in begin["parts"]),
             )  # fmt: skip
             self._workers.append(start_worker(self._config, self._directory.path, placement))
 

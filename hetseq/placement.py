@@ -18,6 +18,7 @@ class Placement:
     name: str = ""  # of the run's first group
     key: bytes = field(default=b"", repr=False)  # that only ranks of this run hold
     nodes: tuple[str, ...] = ()  # host name of each rank
+    is_only_node: bool = False  # one launcher has started all ranks
     parts: tuple[tuple[int, ...], ...] = ()  # the ranks that share a run directory; empty: all share one
 
     @property

@@ -1,10 +1,11 @@
 """Sums of gradients over the ranks, on their way while backward still runs.
 
 The gradients of all parameters are views into a few flat buckets, laid out in a fixed order that follows backward
-(last parameter first). Backward adds into the buckets; during the last micro-batch a hook counts the parameters down,
-and a full bucket starts its all-reduce at once. Buckets leave in the same order on every rank, whatever order they fill
-in, so a rank without samples needs no dummy forward: it sends zeros. The reducer knows no world size and divides by
-nothing: losses were divided by their global counts before backward, and sums are all that travels.
+(last parameter first). The first gradient of a step is moved into its bucket, further ones are added there; during the
+last micro-batch a hook counts the parameters down, and a full bucket starts its all-reduce at once. Buckets leave in
+the same order on every rank, whatever order they fill in, so a rank without samples needs no dummy forward: it sends
+zeros. The reducer knows no world size and divides by nothing: losses were divided by their global counts before
+backward, and sums are all that travels.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from hetseq.errors import HetSeqError
 class Bucket:
     """A flat piece of gradient memory and the parameters that live in it."""
 
-    def __init__(self, members: Sequence[tuple[int, torch.nn.Parameter]]) -> None:
+    def __init__(self, members: Sequence[tuple[int, torch.nn.Parameter]], group: AnyGroup) -> None:
         first = members[0][1]
         self.members = [index for index, _ in members]
-        self.flat = torch.zeros(sum(p.numel() for _, p in members), dtype=first.dtype, device=first.device)
+        self.flat = group.zeros(sum(p.numel() for _, p in members), first.dtype, first.device)
         self.views: list[torch.Tensor] = []
         offset = 0
         for _, parameter in members:
@@ -48,7 +49,8 @@ class GradientReducer:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: AnyGroup, *, bucket_bytes: int) -> None:
         self._parameters = list(parameters)
         self._group: AnyGroup = group
-        self._buckets = [Bucket(members) for members in _divide(self._parameters, bucket_bytes)]
+        # collective: the ranks may share the memory
+        self._buckets = [Bucket(members, group) for members in _divide(self._parameters, bucket_bytes)]
         self._home: dict[int, tuple[Bucket, torch.Tensor]] = {
             index: (bucket, view) for bucket in self._buckets for index, view in zip(bucket.members, bucket.views)
         }
@@ -64,14 +66,13 @@ class GradientReducer:
         ]
 
     def begin(self) -> None:
-        """Empty the buckets for a new step, or for a step that is done again."""
+        """Forget all gradients, for a new step or for a step that is done again."""
         self._is_last, self._sent = False, 0
         self.used[:] = False
         for bucket in self._buckets:
-            bucket.flat.zero_()
             bucket.pending = None
-        for index, parameter in enumerate(self._parameters):
-            parameter.grad = self._home[index][1]
+        for parameter in self._parameters:
+            parameter.grad = None  # zeros to add to would be written and read for nothing
 
     def expect_last(self) -> None:
         """The next backward is this rank's last one of the step: full buckets may leave."""
@@ -134,9 +135,11 @@ class GradientReducer:
 
     def _gradient_arrived(self, index: int, parameter: torch.Tensor) -> None:
         bucket, view = self._home[index]
-        if parameter.grad is not view:  # somebody set .grad to None or to a tensor of his own in forward
+        if parameter.grad is not view:  # the first of the step, or somebody has replaced .grad in forward
             assert parameter.grad is not None
-            if parameter.grad.data_ptr() != view.data_ptr():
+            if not self.used[index]:
+                view.copy_(parameter.grad)
+            elif parameter.grad.data_ptr() != view.data_ptr():
                 view.add_(parameter.grad)
             parameter.grad = view
         self.used[index] = True
@@ -157,6 +160,10 @@ class GradientReducer:
     def _send_next(self) -> None:
         bucket = self._buckets[self._sent]
         self._sent += 1
+        for index, view in zip(bucket.members, bucket.views):
+            if not self.used[index]:  # it holds what an earlier step has left
+                view.zero_()
+                self._parameters[index].grad = view
         bucket.pending = self._group.all_reduce_sum(bucket.flat)
 
 

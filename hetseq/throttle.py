@@ -1,7 +1,8 @@
 """Slows a rank down on purpose, for demos, tests and benchmarks.
 
-After a piece of compute that took c seconds of CPU a rank throttled by a factor f sleeps (f - 1) c, so it looks like a
-machine f times slower while its core stays free for others.
+A piece of compute that takes c seconds of CPU lasts f * c on a rank throttled by a factor f, which sleeps for the rest:
+it looks like a machine f times slower while its core stays free for others. What it has waited for its core by then
+counts as sleep, since a machine of its own would not have waited; so several such ranks share a core unseen.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Throttle:
 
     @contextmanager
     def slowed(self) -> Iterator[None]:
-        start = time.process_time()
+        start, began = time.process_time(), time.perf_counter()
         yield
         # process time adds up over the threads of an operator, wall time does not
         used_s = (time.process_time() - start) / torch.get_num_threads()
         if self.is_on:
-            time.sleep((self.factor - 1) * used_s)
+            time.sleep(max(0.0, self.factor * used_s - (time.perf_counter() - began)))

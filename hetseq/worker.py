@@ -277,7 +277,9 @@ def _exit_code(error: Exception, *, is_ready: bool) -> int:
 def _connect(placement: Placement, line: Line | Alone) -> AnyGroup:
     if placement.world_size == 1 or isinstance(line, Alone):
         return LocalGroup()
-    meeting = Meeting(line, placement.name, placement.key, placement.host, placement.sources)
+    meeting = Meeting(
+        line, placement.name, placement.key, placement.host, placement.sources, shares_memory=placement.is_only_node
+    )
     rank, world_size = placement.rank, placement.world_size
     return connect(rank=rank, world_size=world_size, meeting=meeting, timeout_s=_CONNECT_TIMEOUT_S)
 

@@ -9,12 +9,17 @@ from hetseq import throttle
 from hetseq.throttle import Throttle
 
 
-@pytest.mark.parametrize(("factor", "slept"), [(1.0, []), (3.0, [4.0]), (1.5, [1.0])])
-def test_a_throttled_rank_sleeps_in_proportion_to_what_it_used(
-    factor: float, slept: list[float], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("factor", "waited", "slept"),
+    [(1.0, 0.0, []), (3.0, 0.0, [4.0]), (1.5, 0.0, [1.0]), (3.0, 1.5, [2.5]), (3.0, 10.0, [0.0])],
+)
+def test_a_throttled_rank_sleeps_until_a_slower_machine_would_have_been_done(
+    factor: float, waited: float, slept: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, asleep = iter([10.0, 10.0 + 2.0 * torch.get_num_threads()]), []  # two seconds of every thread
-    monkeypatch.setattr(throttle.time, "process_time", lambda: next(clock))
+    used, began = iter([10.0, 10.0 + 2.0 * torch.get_num_threads()]), iter([50.0, 52.0 + waited])  # 2 s of every thread
+    asleep: list[float] = []
+    monkeypatch.setattr(throttle.time, "process_time", lambda: next(used))
+    monkeypatch.setattr(throttle.time, "perf_counter", lambda: next(began))
     monkeypatch.setattr(throttle.time, "sleep", asleep.append)
     with Throttle(factor).slowed():
         pass

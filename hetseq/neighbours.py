@@ -1,0 +1,313 @@
+"""Sums over ranks of one machine, through memory that all of them see: no copy passes a network, not even its loopback.
+
+Responsible for finding out that all ranks of a group are processes of one machine and one user, for memory that they
+share, and for adding it up. It knows nothing of gradients or steps.
+
+The one idea: a rank writes into its own memory alone, and reads that of the others. Of every tensor each rank adds up
+one slice, in rank order, over all ranks; when all slices are done each copies those of the others. So all get the same
+bits, and a rank that dies or stops in the middle spoils nobody's memory but its own. Memory has no name (memfd): its
+descriptor is handed over a socket, and it vanishes with its last process, however that ends.
+
+Words between ranks go over sockets of the machine, a message each. They wake whoever waits, carry small rows as well,
+and end when a process ends, so that a death is noticed at once.
+"""
+
+from __future__ import annotations
+
+import hmac
+import mmap
+import os
+import select
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+LONGEST_ROW = 32768  # bytes of a message; longer ones take another road
+_PIECE = 1 << 16  # elements added at once where more than two are added: they stay in the cache
+_ALIGNED = 16  # elements: slices begin there
+_PROOF_BYTES = 32
+NO_NAME = bytes(16)
+
+# What a message says, its first byte
+_READY, _SUMMED, _DONE, _ROW, _MEMORY = range(5)
+
+
+class NeighbourError(RuntimeError):
+    """Another rank of this machine has ended, or says nothing."""
+
+
+def machine() -> bytes:
+    """16 bytes that only processes have in common which can share memory: boot, network namespace and user; else own.
+
+    Linux alone hands out memory without a name.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        network = os.readlink("/proc/self/ns/net").encode()
+    except OSError:
+        return os.urandom(16)
+    if not sys.platform.startswith("linux") or not hasattr(os, "memfd_create"):
+        return os.urandom(16)
+    return hmac.digest(boot, network + str(os.getuid()).encode(), "sha256")[:16]
+
+
+def open_door() -> Door | None:
+    """A door, if one is to be had."""
+    try:
+        return Door()
+    except OSError:
+        return None
+
+
+class Door:
+    """Where the other ranks of this machine come in: a socket without a file, whose `name` others must be told."""
+
+    def __init__(self) -> None:
+        self.name = os.urandom(16)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.bind(_path(self.name))
+        self._socket.listen(1024)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def meet(self, *, rank: int, names: Sequence[bytes], key: bytes, timeout_s: float) -> Neighbours:
+        """Connect each pair of ranks, whose doors have these names; `key` is known to them alone.
+
+        Raises OSError where somebody does not come, or lacks the key.
+        """
+        deadline = time.monotonic() + timeout_s
+        peers: dict[int, socket.socket] = {}
+        try:
+            for other in range(rank):
+                peers[other] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                connection.connect(_path(names[other]))
+                connection.send(rank.to_bytes(4, "big") + _proof(key, names, rank, other))
+                if connection.recv(_PROOF_BYTES) != _proof(key, names, other, rank):
+                    raise ConnectionRefusedError(f"who answers as rank {other} lacks the key of this run")
+            while len(peers) < len(names) - 1:
+                self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+                connection, _ = self._socket.accept()
+                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                said = connection.recv(4 + _PROOF_BYTES)
+                other = int.from_bytes(said[:4], "big")
+                if not rank < other < len(names) or said[4:] != _proof(key, names, other, rank):
+                    connection.close()  # a stranger: the names are no secret
+                    continue
+                connection.send(_proof(key, names, rank, other))
+                peers[other] = connection
+        except BaseException:
+            for connection in peers.values():
+                connection.close()
+            raise
+        return Neighbours(rank, peers)
+
+
+class Neighbours:
+    """The other ranks of a group, all of them on this machine. Every rank makes the same calls in the same order.
+
+    Whatever waits raises NeighbourError when a rank that is awaited has ended, or says nothing in time.
+    """
+
+    def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
+        self.rank, self.world_size = rank, len(peers) + 1
+        self._peers = dict(sorted(peers.items()))
+        self._by_descriptor = {connection.fileno(): other for other, connection in peers.items()}
+        self._poll = select.poll()
+        for connection in self._peers.values():
+            connection.setblocking(False)
+            self._poll.register(connection, select.POLLIN)
+        self._said = {other: [0] * (_DONE + 1) for other in peers}  # how often, by what
+        self._rows: dict[int, deque[bytes]] = {other: deque() for other in peers}
+        self._descriptors: dict[int, deque[int]] = {other: deque() for other in peers}
+        self._gone: dict[int, str] = {}  # and why; all that it had said before counts
+        self._shared: dict[int, _Shared] = {}  # by the address of this rank's memory
+        self._begun = self._ended = 0  # sums
+
+    def zeros(
+        self, elements: int, dtype: torch.dtype, *, is_wanted: bool = True, timeout_s: float
+    ) -> torch.Tensor | None:
+        """Memory that `all_reduce_sum` can add up: shape (elements,), at least one. Collective.
+
+        None if a rank does not want it, or cannot have it.
+        """
+        own = _new_memory(elements * dtype.itemsize) if is_wanted else None
+        try:
+            if not all(map(any, self.all_gather(bytes([own is not None]), timeout_s=timeout_s))):
+                return None
+            assert own is not None
+            for connection in self._peers.values():
+                socket.send_fds(connection, [bytes([_MEMORY])], [own])
+            self._await(lambda other: len(self._descriptors[other]) > 0, timeout_s)
+            parts = []
+            for other in range(self.world_size):
+                descriptor = os.dup(own) if other == self.rank else self._descriptors[other].popleft()
+                try:
+                    pages = mmap.mmap(descriptor, elements * dtype.itemsize)
+                finally:
+                    os.close(descriptor)
+                parts.append(torch.frombuffer(pages, dtype=dtype))
+        finally:
+            if own is not None:
+                os.close(own)
+        mine = parts[self.rank].zero_()  # touched now, not in the first step
+        self._shared[mine.data_ptr()] = _Shared(parts, self.rank)
+        return mine
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it is memory from `zeros`, all of it."""
+        shared = self._shared.get(tensor.data_ptr())
+        return shared is not None and tensor.numel() == shared.parts[self.rank].numel() and tensor.is_contiguous()
+
+    def all_reduce_sum(self, tensor: torch.Tensor, *, timeout_s: float) -> Sum:
+        """Say that a tensor that `holds` is ready; whoever waits for the sum adds up its slice. Returns at once."""
+        number, self._begun = self._begun, self._begun + 1
+        self._tell(_READY, timeout_s=timeout_s)
+        return Sum(self, self._shared[tensor.data_ptr()], number, timeout_s)
+
+    def all_gather(self, row: bytes, *, timeout_s: float) -> list[bytes]:
+        """The rows of all ranks in rank order, each of at most LONGEST_ROW bytes. Blocks."""
+        self._tell(_ROW, row, timeout_s=timeout_s)
+        self._await(lambda other: len(self._rows[other]) > 0, timeout_s)
+        return [row if other == self.rank else self._rows[other].popleft() for other in range(self.world_size)]
+
+    def close(self) -> None:
+        """Let go of the others, who notice at once; the memory stays for as long as tensors use it."""
+        for connection in self._peers.values():
+            connection.close()
+        for descriptors in self._descriptors.values():
+            while descriptors:
+                os.close(descriptors.popleft())
+        self._shared.clear()
+
+    def add_up(self, shared: _Shared, number: int, timeout_s: float) -> None:
+        """Take part in a sum until it is complete here."""
+        assert number == self._ended, "sums are awaited in the order in which they began"
+        self._await_all(_READY, timeout_s)
+        shared.add_own_slice()
+        self._tell(_SUMMED, timeout_s=timeout_s)
+        self._await_all(_SUMMED, timeout_s)
+        shared.copy_other_slices()
+        self._tell(_DONE, timeout_s=timeout_s)
+        self._await_all(_DONE, timeout_s)  # from here on each may write into its own again
+        self._ended += 1
+
+    def _await_all(self, what: int, timeout_s: float) -> None:
+        self._await(lambda other: self._said[other][what] > self._ended, timeout_s)
+
+    def _await(self, has_come: Callable[[int], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while late := [other for other in self._peers if not has_come(other)]:
+            for other in late:
+                if other in self._gone:
+                    raise NeighbourError(f"rank {other} of this machine is gone: {self._gone[other]}")
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise NeighbourError(f"rank {', '.join(map(str, late))} of this machine said nothing for {timeout_s:g} s")
+            self._listen(left_s)
+
+    def _listen(self, timeout_s: float) -> None:
+        """Take in what has come; waits for something."""
+        for descriptor, _ in self._poll.poll(1000 * min(timeout_s, 3600.0)):
+            self._take(self._by_descriptor[descriptor])
+
+    def _take(self, other: int) -> None:
+        while other not in self._gone:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(self._peers[other], LONGEST_ROW + 1, 1)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:  # it did not read all we said; what it said may still be read
+                continue
+            self._descriptors[other].extend(descriptors)
+            if not message:
+                self._gone[other] = "it has ended"
+                self._poll.unregister(self._peers[other])
+            elif message[0] == _ROW:
+                self._rows[other].append(message[1:])
+            elif message[0] != _MEMORY:
+                self._said[other][message[0]] += 1
+
+    def _tell(self, what: int, row: bytes = b"", *, timeout_s: float) -> None:
+        """A message to each of the others; where one is full, listens meanwhile, since that one may be telling too."""
+        message, deadline = bytes([what]) + row, time.monotonic() + timeout_s
+        for other, connection in self._peers.items():
+            while True:
+                try:
+                    connection.send(message)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise NeighbourError(f"rank {other} of this machine took nothing for {timeout_s:g} s") from None
+                    self._listen(0.001)
+                except OSError as error:
+                    raise NeighbourError(f"rank {other} of this machine is gone: {error.strerror}") from None
+
+
+class Sum:
+    """A sum under way; `wait` returns when it is complete here."""
+
+    def __init__(self, neighbours: Neighbours, shared: _Shared, number: int, timeout_s: float) -> None:
+        self._neighbours, self._shared, self._number, self._timeout_s = neighbours, shared, number, timeout_s
+
+    def wait(self) -> None:
+        """Take part in it. Raises NeighbourError."""
+        self._neighbours.add_up(self._shared, self._number, self._timeout_s)
+
+
+class _Shared:
+    """The memory of all ranks for one tensor, in rank order."""
+
+    def __init__(self, parts: list[torch.Tensor], rank: int) -> None:
+        self.parts, self._rank = parts, rank
+        elements, count = parts[0].numel(), len(parts)
+        bounds = [min(elements, -(-elements * slot // count // _ALIGNED) * _ALIGNED) for slot in range(count)]
+        self._slices = [slice(start, stop) for start, stop in zip(bounds, [*bounds[1:], elements])]
+        self._scratch = torch.empty(_PIECE if count > 2 else 0, dtype=parts[0].dtype)
+
+    def add_own_slice(self) -> None:
+        """Put the sum over all ranks into this rank's slice of its own memory; the others read it nowhere else."""
+        terms = [part[self._slices[self._rank]] for part in self.parts]
+        if len(terms) == 2:
+            torch.add(terms[0], terms[1], out=terms[self._rank])
+            return
+        for pieces in zip(*(term.split(_PIECE) for term in terms)):
+            total = torch.add(pieces[0], pieces[1], out=self._scratch[: pieces[0].numel()])
+            for piece in pieces[2:]:
+                total.add_(piece)
+            pieces[self._rank].copy_(total)
+
+    def copy_other_slices(self) -> None:
+        """Take over the sums that the other ranks have made."""
+        own = self.parts[self._rank]
+        for other, part in enumerate(self.parts):
+            if other != self._rank:
+                own[self._slices[other]].copy_(part[self._slices[other]])
+
+
+def _path(name: bytes) -> str:
+    return "\0hetseq-" + name.hex()
+
+
+def _proof(key: bytes, names: Sequence[bytes], source: int, target: int) -> bytes:
+    return hmac.digest(key, b"neighbours %d %d " % (source, target) + b"".join(names), "sha256")
+
+
+def _new_memory(size: int) -> int | None:
+    """A descriptor of so many bytes without a name; None where there are none to be had."""
+    try:
+        descriptor = os.memfd_create("hetseq")
+    except OSError:
+        return None
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
