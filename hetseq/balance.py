@@ -296,10 +296,11 @@ class _Noise:
 class Balancer:
     """Which costs the shares of coming steps are computed from; the same on every rank, since all feed it the same.
 
-    `costs` is the adopted table, one cost per rank; None: nothing is known, and shares are equal. The first table is
-    adopted at once. From then on what other shares would have gained is added up, and a new table adopted when enough
-    was missed: after one step if it is a tenth of it, after five or so if it is two hundredths. Early tables rest on a
-    step or two and are replaced for less; shares that have just changed need more.
+    `costs` is the adopted table, one cost per rank; None: shares are equal, as at first, and stay so for ranks that
+    differ by no more than noise. What other shares would have gained is added up, and a table adopted when enough was
+    missed: after one step if it is a tenth of it, after five or so if it is two hundredths. Early tables rest on a step
+    or two and are replaced for less, so the first one is mostly adopted at once; shares that have just changed need
+    more.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -323,11 +324,11 @@ class Balancer:
         if self._trials.is_on:  # one step of it is enough
             self._trials.is_on = False
             self.costs = newest
-        elif self.costs is None or self._is_worth_it(balance_shares(total, self.costs), newest, best_s):
+        elif self._is_worth_it(self.shares(total), newest, best_s):
             self._missed, self._unrest = 0.0, self._unrest + 1
             self.costs = newest
         else:
-            trial = self._trials.next(total, newest, balance_shares(total, self.costs))
+            trial = self._trials.next(total, newest, self.shares(total))
             if trial is None:
                 return None
             self.costs = trial

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 
 from hetseq import wall
 from hetseq.errors import PeerLostError, RendezvousError
-from hetseq.neighbours import LONGEST_ROW, NO_NAME, Neighbours, machine, open_door
+from hetseq.neighbours import LONGEST_ROW, NO_NAME, Neighbours, Sum, machine, open_door
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Group:
         what, options = "a gradient bucket", AllreduceOptions()  # a sum, unless told otherwise
         options.timeout = timedelta(seconds=self.deadline_s)
         self.bytes_reduced += tensor.numel() * tensor.element_size()
-        work: Pending
+        work: dist.Work | Sum
         with _peer_errors(what, self.deadline_s):
             if self._neighbours is not None and self._neighbours.holds(tensor):
                 work = self._neighbours.all_reduce_sum(tensor, timeout_s=self.deadline_s)
@@ -138,7 +138,9 @@ class Group:
         if (machines != machines[0]).any():
             return
         door, met = open_door(), None
-        names = [name.tobytes() for name in self.all_gather_rows(np.frombuffer(door.name if door else NO_NAME, np.int64))]
+        names = [
+            name.tobytes() for name in self.all_gather_rows(np.frombuffer(door.name if door else NO_NAME, np.int64))
+        ]
         if door is not None and NO_NAME not in names:
             try:
                 met = door.meet(rank=self.rank, names=names, key=key, timeout_s=min(_MEET_S, self.deadline_s))
@@ -304,7 +306,7 @@ class _StoreForGloo(dist.Store):
 
 
 class _Work:
-    def __init__(self, work: Pending, what: str, deadline_s: float) -> None:
+    def __init__(self, work: dist.Work | Sum, what: str, deadline_s: float) -> None:
         self._work, self._what, self._deadline_s = work, what, deadline_s
 
     def wait(self) -> None:

@@ -209,7 +209,9 @@ class Neighbours:
                     raise NeighbourError(f"rank {other} of this machine is gone: {self._gone[other]}")
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise NeighbourError(f"rank {', '.join(map(str, late))} of this machine said nothing for {timeout_s:g} s")
+                raise NeighbourError(
+                    f"rank {', '.join(map(str, late))} of this machine said nothing for {timeout_s:g} s"
+                )
             self._listen(left_s)
 
     def _listen(self, timeout_s: float) -> None:

@@ -21,6 +21,8 @@ import torch
 from hetseq.comm import AnyGroup, LocalGroup, Pending
 from hetseq.errors import HetSeqError
 
+_FIRST_BUCKET_BYTES = 1 << 20
+
 
 class Bucket:
     """A flat piece of gradient memory and the parameters that live in it."""
@@ -185,14 +187,17 @@ def _norm(flat: torch.Tensor) -> float:
 
 
 def _divide(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[tuple[int, torch.nn.Parameter]]]:
-    """Parameters, last first, cut into buckets of one type and device and of about `bucket_bytes` each."""
+    """Parameters, last first, cut into buckets of one type and device and of at most `bucket_bytes`, but for larger
+    parameters; the first bucket is small, so that something is on its way early."""
     buckets: list[list[tuple[int, torch.nn.Parameter]]] = []
     size, kind = 0, None
     for index in reversed(range(len(parameters))):
         parameter = parameters[index]
-        if kind != (parameter.dtype, parameter.device) or size >= bucket_bytes:
+        bytes_ = parameter.numel() * parameter.element_size()
+        most = min(bucket_bytes, _FIRST_BUCKET_BYTES) if len(buckets) == 1 else bucket_bytes
+        if kind != (parameter.dtype, parameter.device) or size + bytes_ > most:
             buckets.append([])
             size, kind = 0, (parameter.dtype, parameter.device)
         buckets[-1].append((index, parameter))
-        size += parameter.numel() * parameter.element_size()
+        size += bytes_
     return buckets

@@ -9,9 +9,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -133,8 +134,7 @@ def lose(group: Group, how: str, when: str) -> tuple[str, float]:
             if group.rank == 1 and when == "ready":
                 os.kill(os.getpid(), getattr(signal, how))
             if group.rank == 1 and when == "summed":
-                with mock.patch.object(neighbours._Shared, "copy_other_slices", lambda _: os.kill(os.getpid(), getattr(signal, how))):
-                    pending.wait()
+                pending._work._shared.copy_other_slices = lambda: os.kill(os.getpid(), getattr(signal, how))  # type: ignore
             pending.wait()
             inner.all_gather_rows(np.zeros(1, np.int64))
         except PeerLostError as error:
@@ -175,18 +175,23 @@ def test_more_words_than_the_sockets_hold_block_nobody() -> None:
     assert first == second > 2
 
 
+def refuse(*_: Any, **__: Any) -> None:
+    raise OSError("no")
+
+
 def do_without(group: Group, what: str) -> tuple[float, int, bool]:
     """What keeps one rank from sharing keeps all of them, and the sums are as right."""
-    patches = {
-        "machine": mock.patch.object(comm, "machine", lambda: os.urandom(16)),
-        "door": mock.patch.object(comm, "open_door", lambda: None),
-        "meeting": mock.patch.object(Door, "meet", mock.Mock(side_effect=OSError("no"))),
-        "memory": mock.patch.object(neighbours, "_new_memory", lambda size: None),
-        "nothing": mock.patch.object(os, "environ", os.environ),
+    replaced: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+        "machine": (comm, "machine", lambda: os.urandom(16)),
+        "door": (comm, "open_door", lambda: None),
+        "meeting": (Door, "meet", refuse),
+        "memory": (neighbours, "_new_memory", lambda size: None),
     }
-    if group.rank != 1:
-        patches = dict.fromkeys(patches, patches["nothing"])
-    with patches[what], mock.patch.object(comm, "_MEET_S", 0.5), sharing(group) as inner:
+    with ExitStack() as stack:
+        if what in replaced and group.rank == 1:
+            stack.enter_context(mock.patch.object(*replaced[what]))
+        stack.enter_context(mock.patch.object(comm, "_MEET_S", 0.5))
+        inner = stack.enter_context(sharing(group))
         memory = inner.zeros(5, torch.float32, CPU)
         memory.fill_(group.rank + 1)
         inner.all_reduce_sum(memory).wait()
@@ -224,7 +229,9 @@ def test_a_stranger_at_the_door_takes_nobodys_place() -> None:
         stranger.send(said) if said else stranger.close()
     met = {}
     threads = [
-        threading.Thread(target=lambda rank=rank: met.update({rank: doors[rank].meet(rank=rank, names=names, key=b"k", timeout_s=5)}))
+        threading.Thread(
+            target=lambda rank=rank: met.update({rank: doors[rank].meet(rank=rank, names=names, key=b"k", timeout_s=5)})
+        )
         for rank in range(2)
     ]
     for thread in threads:

@@ -36,6 +36,16 @@ def test_four_ranks_of_1_1_2_4_settle_to_proportional_shares() -> None:
     assert all(abs(mine - best) <= 2 for mine, best in zip(noisy[-1], (8, 8, 16, 32)))
 
 
+def test_equal_machines_keep_equal_shares() -> None:
+    # adopting whatever the first step says would move a sample or two for good: 1.004 of the best instead of 1.0005
+    calm = [train([Machine(1.0, 2.0)] * 2, 512, 200, seed=seed, weather=Weather(0.01, 0.02, 0)) for seed in range(20)]
+    assert statistics.mean(trace.excess(first=150) for trace in calm) < 1.001
+    assert sum(trace.changes() == 0 for trace in calm) >= 14
+    unlike = train([Machine(1.0, 2.0), Machine(1.05, 2.1)], 512, 200, seed=1, weather=Weather(0.01, 0.02, 0))
+    assert unlike.changes() >= 1  # the twin
+    assert unlike.excess(first=150) < 1.005
+
+
 def test_a_rank_that_becomes_three_times_slower_costs_three_slow_steps() -> None:
     for seed in range(5):
         machines = unlike_machines(random.Random(seed), 1024)

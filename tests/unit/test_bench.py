@@ -225,6 +225,7 @@ def test_two_ranks_are_compared_round_by_round() -> None:
                 "alone": [timing(1.9 * noise, 8), timing(1.9 * noise, 8)],
                 "both busy": solo,
                 "ours": [timing(2.1 * noise, 16), timing(2.0 * noise, 16)],
+                "gloo": [timing(2.3 * noise, 16), timing(2.2 * noise, 16)],
                 "ddp": [timing(2.2 * noise, 16), timing(2.2 * noise, 16)],
             }
         )

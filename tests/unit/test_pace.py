@@ -87,11 +87,11 @@ def test_a_fixed_part_of_the_cost_counts() -> None:
 
 
 def test_as_long_as_no_cost_is_known_shares_stay_as_they_are() -> None:
-    rank = Rank((2.0, 1.0))
-    assert rank.follow(1, [Measured(), Measured()]) is None
-    assert rank.plan(3).shares == (8, 4)
+    rank = Rank((1.0, 1.0, 1.0))
+    assert rank.follow(1, [Measured()] * 3) is None
+    assert rank.plan(3).shares == (4, 4, 4)
     # one that is not known counts as the mean of the others
-    assert rank.follow(2, [costing(2.0), Measured()]) == Shift(4, (8, 4), (6, 6), 16.0, 12.0)
+    assert rank.follow(2, [costing(1.0), Measured(), costing(3.0)]) == Shift(4, (4, 4, 4), (7, 3, 2), 12.0, 7.0)
 
 
 def test_a_rank_alone_has_nobody_to_share_with() -> None:

@@ -61,7 +61,7 @@ def step(reducer: GradientReducer, *micro_batches: Callable[[], torch.Tensor]) -
     reducer.finish()
 
 
-@pytest.mark.parametrize(("bucket_bytes", "sizes"), [(1, [7, 5, 1, 4, 6]), (24, [7, 6, 10]), (1 << 20, [23])])
+@pytest.mark.parametrize(("bucket_bytes", "sizes"), [(1, [7, 5, 1, 4, 6]), (24, [7, 6, 4, 6]), (1 << 20, [23])])
 def test_buckets_follow_the_parameters_in_reverse(bucket_bytes: int, sizes: list[int]) -> None:
     parameters = make_parameters()
     with reducing(parameters, bucket_bytes=bucket_bytes) as (reducer, group):
@@ -71,6 +71,18 @@ def test_buckets_follow_the_parameters_in_reverse(bucket_bytes: int, sizes: list
         forwards = torch.cat([2 * p.detach().flatten() for p in parameters])
         assert torch.equal(torch.cat([sent.flatten() for sent in group.sent]), backwards)
         assert not torch.equal(torch.cat([sent.flatten() for sent in group.sent]), forwards)
+
+
+def test_the_first_bucket_is_small_so_that_it_leaves_early_and_a_large_parameter_has_its_own() -> None:
+    mebi = 1 << 18  # float32 numbers in a MiB
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (9 * mebi, mebi // 2, 2 * mebi, mebi // 4)]
+    for bucket_bytes, sizes in (
+        (4 << 20, [mebi // 4, 5 * mebi // 2, 9 * mebi]),
+        (1 << 19, [mebi // 4, 2 * mebi, mebi // 2, 9 * mebi]),
+    ):
+        with reducing(parameters, bucket_bytes=bucket_bytes) as (reducer, group):
+            step(reducer)
+            assert [sent.numel() for sent in group.sent] == sizes
 
 
 def test_buckets_leave_during_backward_and_in_order() -> None:
