@@ -19,6 +19,7 @@ import mmap
 import os
 import select
 import socket
+import struct
 import sys
 import time
 from collections import deque
@@ -31,6 +32,7 @@ LONGEST_ROW = 32768  # bytes of a message; longer ones take another road
 _PIECE = 1 << 16  # elements added at once where more than two are added: they stay in the cache
 _ALIGNED = 16  # elements: slices begin there
 _PROOF_BYTES = 32
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 NO_NAME = bytes(16)
 
 # What a message says, its first byte
@@ -94,14 +96,9 @@ class Door:
             while len(peers) < len(names) - 1:
                 self._socket.settimeout(max(0.001, deadline - time.monotonic()))
                 connection, _ = self._socket.accept()
-                connection.settimeout(max(0.001, deadline - time.monotonic()))
-                said = connection.recv(4 + _PROOF_BYTES)
-                other = int.from_bytes(said[:4], "big")
-                if not rank < other < len(names) or said[4:] != _proof(key, names, other, rank):
-                    connection.close()  # a stranger: the names are no secret
-                    continue
-                connection.send(_proof(key, names, rank, other))
-                peers[other] = connection
+                newcomer = _let_in(connection, rank, names, key, max(0.001, deadline - time.monotonic()))
+                if newcomer is not None:
+                    peers[newcomer] = connection
         except BaseException:
             for connection in peers.values():
                 connection.close()
@@ -295,6 +292,29 @@ class _Shared:
 
 def _path(name: bytes) -> str:
     return "\0hetseq-" + name.hex()
+
+
+def _let_in(connection: socket.socket, rank: int, names: Sequence[bytes], key: bytes, timeout_s: float) -> int | None:
+    """The rank that has come in; None for a stranger, who is sent away: the names of doors are no secret."""
+    other = None
+    try:
+        connection.settimeout(timeout_s)
+        if _user_of(connection) == os.getuid():  # nobody else is waited for
+            said = connection.recv(4 + _PROOF_BYTES)
+            claimed = int.from_bytes(said[:4], "big")
+            if rank < claimed < len(names) and hmac.compare_digest(said[4:], _proof(key, names, claimed, rank)):
+                connection.send(_proof(key, names, rank, claimed))
+                other = claimed
+    finally:
+        if other is None:
+            connection.close()
+    return other
+
+
+def _user_of(connection: socket.socket) -> int:
+    """Who is at the other end, as the kernel has it."""
+    _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return int(user)
 
 
 def _proof(key: bytes, names: Sequence[bytes], source: int, target: int) -> bytes:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +23,7 @@ import torch
 from hetseq import comm, neighbours
 from hetseq.comm import Group
 from hetseq.errors import PeerLostError
-from hetseq.neighbours import Door
+from hetseq.neighbours import Door, Neighbours
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory without a name")
@@ -123,7 +124,8 @@ def test_who_is_done_may_leave_and_no_memory_stays() -> None:
 
 def lose(group: Group, how: str, when: str) -> tuple[str, float]:
     """Rank 1 dies or stops at some moment of a step."""
-    with sharing(group, timeout_s=2.0) as inner:
+    with ExitStack() as stack:
+        inner = stack.enter_context(sharing(group, timeout_s=2.0))
         memory = inner.zeros(1000, torch.float32, CPU)
         inner.all_gather_rows(np.zeros(1, np.int64))
         if group.rank == 1 and when == "before":
@@ -134,7 +136,8 @@ def lose(group: Group, how: str, when: str) -> tuple[str, float]:
             if group.rank == 1 and when == "ready":
                 os.kill(os.getpid(), getattr(signal, how))
             if group.rank == 1 and when == "summed":
-                pending._work._shared.copy_other_slices = lambda: os.kill(os.getpid(), getattr(signal, how))  # type: ignore
+                dying = partial(os.kill, os.getpid(), getattr(signal, how))
+                stack.enter_context(mock.patch.object(neighbours._Shared, "copy_other_slices", dying))
             pending.wait()
             inner.all_gather_rows(np.zeros(1, np.int64))
         except PeerLostError as error:
@@ -156,6 +159,70 @@ def test_a_rank_that_stands_still_is_missed_after_the_deadline(when: str) -> Non
         assert "lost a peer while waiting up to 2 s for" in message
         assert "of this machine" in message
         assert 1.5 < seconds < 5
+
+
+def hurry(group: Group) -> list[float]:
+    """Rank 0 begins the next step at once; rank 1 takes its time to take over what rank 0 has added up."""
+    seen = []
+    with sharing(group) as inner:
+        memory = inner.zeros(64, torch.float64, CPU)
+        copy = neighbours._Shared.copy_other_slices
+
+        def dawdle(shared: neighbours._Shared) -> None:
+            time.sleep(0.1)
+            copy(shared)
+
+        with mock.patch.object(neighbours._Shared, "copy_other_slices", dawdle if group.rank else copy):
+            for step in range(3):
+                memory.fill_(step)
+                inner.all_reduce_sum(memory).wait()
+                seen += sorted(set(memory.tolist()))
+    return seen
+
+
+def test_nobody_writes_into_memory_that_another_still_reads() -> None:
+    assert run_ranks(hurry, 2) == [[0.0, 2.0, 4.0]] * 2
+
+
+@pytest.mark.parametrize("has_read", [True, False])
+def test_who_has_said_all_and_left_is_not_missed(has_read: bool) -> None:
+    (first, one), (second, two) = (socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2))
+    met, rows = Neighbours(0, {1: first, 2: second}), list[bytes]()
+    asked = threading.Thread(target=lambda: rows.extend(met.all_gather(b"zero", timeout_s=5)))
+    asked.start()
+    assert two.recv(10)[1:] == b"zero"  # it was told last
+    if has_read:
+        one.recv(10)
+    one.send(bytes([neighbours._ROW]) + b"one")
+    one.close()
+    while 1 not in met._gone:
+        threading.Event().wait(0.001)
+    two.send(bytes([neighbours._ROW]) + b"two")
+    asked.join()
+    assert rows == [b"zero", b"one", b"two"]
+    with pytest.raises(RuntimeError, match="rank 1 of this machine is gone"):  # the twin: it is awaited again
+        met.all_gather(b"zero", timeout_s=5)
+    two.close()
+    met.close()
+
+
+def test_who_answers_at_a_door_without_the_key_is_no_rank() -> None:
+    door, name = Door(), os.urandom(16)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as false_door:
+        false_door.bind("\0hetseq-" + name.hex())
+        false_door.listen()
+
+        def answer() -> None:
+            with false_door.accept()[0] as connection:
+                connection.recv(100)
+                connection.send(bytes(32))
+
+        answers = threading.Thread(target=answer)
+        answers.start()
+        with pytest.raises(ConnectionRefusedError, match="who answers as rank 0 lacks the key"):
+            door.meet(rank=1, names=[name, door.name], key=b"k", timeout_s=5)
+        answers.join()
+    door.close()
 
 
 def flood(group: Group) -> float:
@@ -227,7 +294,7 @@ def test_a_stranger_at_the_door_takes_nobodys_place() -> None:
     for stranger, said in zip(strangers, (b"", (1).to_bytes(4, "big") + bytes(32), b"\xff" * 36)):
         stranger.connect("\0hetseq-" + names[0].hex())
         stranger.send(said) if said else stranger.close()
-    met = {}
+    met: dict[int, Neighbours] = {}
     threads = [
         threading.Thread(
             target=lambda rank=rank: met.update({rank: doors[rank].meet(rank=rank, names=names, key=b"k", timeout_s=5)})
@@ -242,8 +309,25 @@ def test_a_stranger_at_the_door_takes_nobodys_place() -> None:
     asked.start()
     assert met[1].all_gather(b"one", timeout_s=5) == [b"zero", b"one"]
     asked.join()
-    for own in (*met.values(), *doors, *strangers):
+    owned: list[Any] = [*met.values(), *doors, *strangers]
+    for own in owned:
         own.close()
+
+
+def test_another_user_is_sent_away_unheard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "_user_of", lambda connection: os.getuid() + 1)
+    doors = [Door(), Door()]
+    names = [door.name for door in doors]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
+        silent.connect("\0hetseq-" + names[0].hex())  # whoever is heard may keep us waiting
+        silent.settimeout(5)
+        asked = threading.Thread(target=lambda: silent.recv(1))
+        asked.start()
+        with pytest.raises(TimeoutError):
+            doors[0].meet(rank=0, names=names, key=b"k", timeout_s=0.3)
+        asked.join()
+    for door in doors:
+        door.close()
 
 
 def test_a_rank_without_the_key_is_not_met() -> None:
