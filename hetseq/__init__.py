@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hetseq.checkpoint import CheckpointManager
+    from hetseq.checkpoint.dcp import HetSeqReader
     from hetseq.config import Config, OptimizationConfig
     from hetseq.controller import Controller
     from hetseq.errors import (
@@ -35,6 +36,7 @@ _HOMES = {
     "Controller": "controller",
     "DataError": "errors",
     "HetSeqError": "errors",
+    "HetSeqReader": "checkpoint.dcp",
     "MissingSplitError": "errors",
     "OptimizationConfig": "config",
     "RendezvousError": "errors",
@@ -53,6 +55,7 @@ __all__ = [
     "Controller",
     "DataError",
     "HetSeqError",
+    "HetSeqReader",
     "MissingSplitError",
     "OptimizationConfig",
     "RendezvousError",

@@ -7,6 +7,7 @@ refuses ends here as one message on standard error and the exit code that its ex
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,11 +18,12 @@ from hetseq.registry import nearest
 
 _USAGE = """usage: hetseq COMMAND [options]
 
-  train      train a task; `hetseq train --help` lists every option
-  evaluate   evaluate a checkpoint of a run on a split
-  plan       how fast a run would be with other shares, without a rank, with another one
-  simulate   how fast a cluster would be that is described in a YAML file
-  demo       see unequal workers give the result of one machine, in a minute or two: demo mnist, demo bert
+  train        train a task; `hetseq train --help` lists every option
+  evaluate     evaluate a checkpoint of a run on a split
+  plan         how fast a run would be with other shares, without a rank, with another one
+  simulate     how fast a cluster would be that is described in a YAML file
+  checkpoints  list, show, verify, prune or export the checkpoints of a run
+  demo         see unequal workers give the result of one machine, in a minute or two: demo mnist, demo bert
 """
 
 _DEMO_USAGE = """usage: hetseq demo [mnist | bert]
@@ -48,6 +50,27 @@ _SIMULATE_USAGE = """usage: hetseq simulate FILE [--json]
   --json     one line for scripts
 
 The keys of the file are in docs/planning.md.
+"""
+
+
+_CHECKPOINTS_USAGE = """usage: hetseq checkpoints list   RUN [--json]
+       hetseq checkpoints show   RUN [--step STEP] [--tensors] [--json]
+       hetseq checkpoints verify RUN [--step STEP] [--shallow]
+       hetseq checkpoints prune  RUN --keep N [--drop-best] [--dry-run]
+       hetseq checkpoints export RUN --format FORM --to PATH [--step STEP]
+
+  RUN            the --save-dir of a run; only prune changes anything in it, and not while a run is using it
+  --step STEP    the number of a step, latest or best; otherwise verify reads all, and the others take the latest
+  --json         one line for scripts
+  --tensors      all tensors with type and shape, not only the largest
+  --shallow      check the small files and all sizes, do not read the tensors
+  --keep N       the newest N stay, the newest that verifies, and the best
+  --drop-best    the best may go like any other (--keep-best, the default, says the opposite)
+  --dry-run      say what would go, remove nothing
+  --format FORM  safetensors (a folder), torch (a .pt file) or dcp (a folder of torch.distributed.checkpoint)
+  --to PATH      where to; nothing is overwritten
+
+verify ends with 1 where anything is damaged.
 """
 
 
@@ -140,10 +163,25 @@ def simulate(argv: Sequence[str]) -> int:
     return 0
 
 
+def checkpoints(argv: Sequence[str]) -> int:
+    """`hetseq checkpoints ACTION RUN`: what checkpoints a run has, whether they are whole, and their end."""
+    if not {"-h", "--help"}.isdisjoint(argv):
+        raise options.HelpRequested(_CHECKPOINTS_USAGE)
+    from hetseq.checkpoints import answer, parse
+
+    for line in answer(parse(argv)):
+        try:
+            print(line, flush=True)  # reading every byte takes its time, and each line is news
+        except BrokenPipeError:  # as with `| head`: nobody reads on, and what was begun is done all the same
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "evaluate": evaluate,
     "plan": plan,
     "simulate": simulate,
+    "checkpoints": checkpoints,
     "demo": demo,
 }

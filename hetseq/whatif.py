@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,10 +23,10 @@ from hetseq.errors import ConfigError
 from hetseq.measured import Measured, named, read_measured
 from hetseq.registry import nearest
 from hetseq.simulation import RankModel, Step, best_shares, equal_shares, learn, predict, run
+from hetseq.tables import Cells, table
 
 _PLAN = "as in: hetseq plan runs/mnist --without 1 --add gpu3:2.0"
 _SIMULATE = "as in: hetseq simulate cluster.yaml"
-Cells = tuple[str, ...]
 
 _MOST_TIMES = 1e6
 _LEARNED, _LEAST_LEARNED = 60_000, 10
@@ -323,9 +323,9 @@ def plan_text(plan: Plan) -> str:
         f"{measured.run}: {measured.total} samples a step; medians of {measured.steps} steps up to step"
         f" {measured.last_step}",
         "",
-        *_table(ranks, left=(1,)),
+        *table(ranks, left=(1,)),
         "",
-        *_table(scenarios, left=(0, 5)),
+        *table(scenarios, left=(0, 5)),
         "",
         *plan.advice,
         *(f"note: {note}" for note in measured.notes),
@@ -371,9 +371,9 @@ def simulation_text(comparison: Comparison) -> str:
         f"{cluster.world_size} ranks, gradients of {cluster.gradient_bytes / 1e6:,.4g} MB; means of {clock.steps}"
         f" steps, noise {clock.noise:g}, seed {clock.seed}",
         "",
-        *_table(trials, left=(0,)),
+        *table(trials, left=(0,)),
         "",
-        *_table(groups, left=(0,)),
+        *table(groups, left=(0,)),
         "",
         *comparison.advice,
     ]
@@ -443,12 +443,3 @@ def _shares_text(shares: Sequence[int], *, shown: int = _SHOWN_SHARES) -> str:
         return ",".join(map(str, shares))
     least, most = min(shares), max(shares)
     return str(least) if least == most else f"{least} to {most}"
-
-
-def _table(rows: Sequence[Cells], *, left: Sequence[int]) -> Iterator[str]:
-    """Lines with the cells under each other; columns in `left` begin at their left, the others end at their right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        cells = [cell.ljust(width) if place in left else cell.rjust(width)
-                 for place, (cell, width) in enumerate(zip(row, widths))]  # fmt: skip
-        yield "  ".join(cells).rstrip()

@@ -195,7 +195,7 @@ def test_who_has_said_all_and_left_is_not_missed(has_read: bool) -> None:
         one.recv(10)
     one.send(bytes([neighbours._ROW]) + b"one")
     one.close()
-    while 1 not in met._gone:
+    while 1 not in met._gone and asked.is_alive():
         threading.Event().wait(0.001)
     two.send(bytes([neighbours._ROW]) + b"two")
     asked.join()

@@ -1,0 +1,204 @@
+"""One of our checkpoints in the formats of others.
+
+Responsible for: the three forms of an export, and that a target is there complete or not at all. Refuses to know which
+checkpoint is wanted. The one idea: everything is written into the folder `<target>.tmp` beside the target, from spans
+that are verified as they are read, and takes its name by one rename at the end; whatever goes wrong removes the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from hetseq.checkpoint.files import creating, make_directory, sync_directory, write_all, write_new
+from hetseq.checkpoint.parts import HEADER_LIMIT
+from hetseq.checkpoint.records import STATE_KEY, Commit
+from hetseq.checkpoint.spans import Spans
+from hetseq.errors import CheckpointError, ConfigError
+
+# prefix of the names in a checkpoint -> what the export calls that group
+_GROUPS = {"model.": "model", "optim.": "optimizer"}
+_REST = "other"
+_RESERVED = ("", "__metadata__")  # no names for a tensor in a safetensors file
+
+
+def export(commit: Commit, target: Path, *, form: str) -> Path:
+    """Write a checkpoint in the form of others; the path of what was written, which is `target`.
+
+    * `safetensors`: a folder with `model.safetensors`, `optimizer.safetensors` (`<name>.<state>`) and `config.json`,
+      the content of state.json. Takes 8 MiB of memory, whatever the size.
+    * `torch`: one file for `torch.load(weights_only=True)`: {"model": ..., "optimizer": ..., "state": ...}. Takes the
+      memory of all tensors.
+    * `dcp`: a folder for `torch.distributed.checkpoint`, names as in the checkpoint, and `config.json`. Takes the
+      memory of the two largest tensors.
+
+    Names stand without `model.` and `optim.`, except in a dcp folder; a tensor with several names stands under the
+    first. Tensors whose names begin with neither come as `other`. One process calls it; modes are 0700 and 0600.
+
+    Raises ConfigError for an unknown form or a target that exists or cannot be; CheckpointError where the checkpoint
+    is damaged or the disk refuses. Then nothing is left behind; a process that is killed leaves `<target>.tmp`.
+    """
+    write = _FORMS.get(form)
+    if write is None:
+        raise ConfigError(f"export in the form {form!r}: expected one of {', '.join(_FORMS)}")
+    target = Path(os.path.abspath(target))
+    _check_target(target, commit)
+    beside = target.with_name(target.name + ".tmp")
+    spans = Spans(commit)
+    try:
+        _make(beside)
+    except OSError as error:
+        raise _refused(target, error) from None
+    litter = [beside]
+    try:
+        written = write(spans, beside)
+        sync_directory(beside)
+        _check_target(target, commit)  # once more: a rename would replace a file
+        os.rename(written, target)
+        litter.append(target)
+        sync_directory(target.parent)
+        litter.remove(target)
+    except OSError as error:
+        raise _refused(target, error) from None
+    finally:
+        for path in litter:
+            _remove(path)
+    return target
+
+
+def _write_safetensors(spans: Spans, folder: Path) -> Path:
+    for group, names in _groups(spans).items():
+        _write_group(spans, names, folder / f"{group}.safetensors")
+    _write_state(spans, folder)
+    return folder
+
+
+def _write_torch(spans: Spans, folder: Path) -> Path:
+    record: dict[str, Any] = {"model": {}, "optimizer": {}}
+    for group, names in _groups(spans).items():
+        record[group] = {name: spans.whole(stored) for name, stored in names.items()}
+    record["state"] = _state(spans)
+    path = folder / "checkpoint.pt"
+    with creating(path) as descriptor:
+        try:
+            torch.save(record, cast(IO[bytes], _Sink(descriptor)))
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch puts an error of its own before the disk's
+                raise error.__context__ from None
+            raise
+    return path
+
+
+def _write_dcp(spans: Spans, folder: Path) -> Path:
+    from hetseq.checkpoint.dcp import write_dcp  # a second of imports that the other forms do without
+
+    write_dcp(folder, spans)
+    _write_state(spans, folder)
+    return folder
+
+
+_FORMS: dict[str, Callable[[Spans, Path], Path]] = {
+    "safetensors": _write_safetensors,
+    "torch": _write_torch,
+    "dcp": _write_dcp,
+}
+
+
+class _Sink:
+    """The file that torch.save writes to."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, data: bytes | memoryview) -> int:
+        write_all(self._descriptor, data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+def _groups(spans: Spans) -> dict[str, dict[str, str]]:
+    """For each group that has tensors, and for the model always: the names there, and those in the checkpoint."""
+    groups: dict[str, dict[str, str]] = {"model": {}}
+    for stored in spans.specs:
+        group, name = _REST, stored
+        for prefix, title in _GROUPS.items():
+            if stored.startswith(prefix) and stored.removeprefix(prefix) not in _RESERVED:
+                group, name = title, stored.removeprefix(prefix)
+        groups.setdefault(group, {})[name] = stored
+    return groups
+
+
+def _write_group(spans: Spans, names: Mapping[str, str], path: Path) -> None:
+    # by falling element size, which is the alignment that the safetensors library expects
+    order = sorted(names.items(), key=lambda pair: -spans.specs[pair[1]].itemsize)
+    record: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, stored in order:
+        spec = spans.specs[stored]
+        record[name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [offset, offset + spec.bytes]}
+        offset += spec.bytes
+    header = json.dumps(record, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    if len(header) > HEADER_LIMIT:
+        raise CheckpointError(
+            f"{len(names)} tensors need a header of {len(header)} bytes, and a safetensors file has room for"
+            f" {HEADER_LIMIT}: export in the form torch or dcp"
+        )
+    with creating(path) as descriptor:
+        write_all(descriptor, len(header).to_bytes(8, "little") + header)
+        for _, stored in order:
+            for block in spans.blocks(stored, 0, spans.specs[stored].elements):
+                write_all(descriptor, block)
+
+
+def _state(spans: Spans) -> dict[str, Any]:
+    """What state.json says: whose checkpoint it is under "checkpoint", and what the caller saved."""
+    return {STATE_KEY: spans.commit.attempt.to_json(), **spans.state}
+
+
+def _write_state(spans: Spans, folder: Path) -> None:
+    write_new(folder / "config.json", json.dumps(_state(spans), indent=1).encode() + b"\n")
+
+
+def _check_target(target: Path, commit: Commit) -> None:
+    if os.path.lexists(target):
+        raise ConfigError(f"export to {target}: it exists, and nothing is overwritten: name a path that does not")
+    if not target.parent.is_dir():
+        raise ConfigError(f"export to {target}: the folder {target.parent} does not exist: make it first")
+    if target.parent.resolve().is_relative_to(commit.path.resolve()):
+        raise ConfigError(f"export to {target}: that is inside the checkpoint {commit.path}: name another folder")
+
+
+def _make(beside: Path) -> None:
+    try:
+        make_directory(beside)
+    except FileExistsError:
+        raise ConfigError(
+            f"export to {beside.with_suffix('')}: {beside} exists: an export that was killed left it, or one is writing"
+            " it now; remove it if none is"
+        ) from None
+
+
+def _refused(target: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"export to {target}: the disk refused it ({error.strerror or error}), and nothing was left there: make room,"
+        " or name a path on another disk"
+    )
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder as far as the disk lets us."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            os.unlink(path)
