@@ -72,6 +72,11 @@ class Group:
                 return shared
         return torch.zeros(elements, dtype=dtype, device=device)
 
+    def release(self, tensor: torch.Tensor) -> None:
+        """Memory from `zeros` will not be added up any more: it ends with its tensor. Each rank for itself."""
+        if self._neighbours is not None:
+            self._neighbours.release(tensor)
+
     def all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
         """Start adding `tensor` over all ranks, in place; returns at once. Sums are awaited in the same order."""
         what, options = "a gradient bucket", AllreduceOptions()  # a sum, unless told otherwise
@@ -170,6 +175,9 @@ class LocalGroup:
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.zeros(elements, dtype=dtype, device=device)
+
+    def release(self, tensor: torch.Tensor) -> None:
+        pass
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
         return _Done()

@@ -162,6 +162,10 @@ class Neighbours:
         shared = self._shared.get(tensor.data_ptr())
         return shared is not None and tensor.numel() == shared.parts[self.rank].numel() and tensor.is_contiguous()
 
+    def release(self, tensor: torch.Tensor) -> None:
+        """Forget memory from `zeros`, which lives on as long as this tensor; each rank for itself."""
+        self._shared.pop(tensor.data_ptr(), None)
+
     def all_reduce_sum(self, tensor: torch.Tensor, *, timeout_s: float) -> Sum:
         """Say that a tensor that `holds` is ready; whoever waits for the sum adds up its slice. Returns at once."""
         number, self._begun = self._begun, self._begun + 1

@@ -129,8 +129,11 @@ class GradientReducer:
             self._parameters[index].grad = None
 
     def close(self) -> None:
+        """Let go of the parameters, and of memory that ranks share."""
         for hook in self._hooks:
             hook.remove()
+        for bucket in self._buckets:
+            self._group.release(bucket.flat)
 
     def _hook(self, index: int) -> _Hook:
         return _Hook(self, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -24,6 +25,7 @@ from hetseq import comm, neighbours
 from hetseq.comm import Group
 from hetseq.errors import PeerLostError
 from hetseq.neighbours import Door, Neighbours
+from hetseq.reduction import GradientReducer
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory without a name")
@@ -120,6 +122,24 @@ def leave_at_once(group: Group) -> int:
 
 def test_who_is_done_may_leave_and_no_memory_stays() -> None:
     assert run_ranks(leave_at_once, 3) == [0, 0, 0]
+
+
+def build_again(group: Group) -> list[bool]:
+    """Reducers one after another, as where a run goes back to a checkpoint: each takes the memory of one."""
+    with sharing(group) as inner:
+        held = []
+        for _ in range(3):
+            parameters = [torch.nn.Parameter(torch.zeros(5000))]
+            reducer = GradientReducer(parameters, inner, bucket_bytes=1 << 20)
+            held.append(shared_bytes())
+            reducer.close()
+            del reducer, parameters
+            gc.collect()
+        return [held[0] > 0, held[1] == held[0], held[2] == held[0]]
+
+
+def test_a_closed_reducer_gives_the_shared_memory_back() -> None:
+    assert run_ranks(build_again, 2) == [[True] * 3] * 2
 
 
 def lose(group: Group, how: str, when: str) -> tuple[str, float]:
