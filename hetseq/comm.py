@@ -63,7 +63,10 @@ class Group:
         self._neighbours: Neighbours | None = None
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for `all_reduce_sum`, which is added up faster than other memory. Shape (elements,). Collective."""
+        """Memory for `all_reduce_sum`, added up faster than other memory where ranks share it. Shape (elements,).
+
+        Collective. Raises PeerLostError.
+        """
         if self._neighbours is not None:
             with _peer_errors("memory that ranks share", self.deadline_s):
                 is_wanted, timeout_s = elements > 0 and device.type == "cpu", self.deadline_s
@@ -137,7 +140,7 @@ class Group:
         if self._neighbours is not None:
             self._neighbours.close()
 
-    def meet_neighbours(self, key: bytes) -> None:
+    def meet_neighbours(self) -> None:
         """From now on use the memory that all ranks share, if they are all on one machine. Collective."""
         machines = self.all_gather_rows(np.frombuffer(machine(), np.int64))
         if (machines != machines[0]).any():
@@ -148,7 +151,9 @@ class Group:
         ]
         if door is not None and NO_NAME not in names:
             try:
-                met = door.meet(rank=self.rank, names=names, key=key, timeout_s=min(_MEET_S, self.deadline_s))
+                met = door.meet(
+                    rank=self.rank, names=names, key=self._meeting.key, timeout_s=min(_MEET_S, self.deadline_s)
+                )
             except OSError as error:
                 logger.info("ranks of this machine do not share memory: %s", error)
         if door is not None:
@@ -256,7 +261,7 @@ def connect(*, rank: int, world_size: int, meeting: Meeting, timeout_s: float) -
         ) from None
     group = Group(process_group, rank=rank, world_size=world_size, deadline_s=timeout_s, meeting=meeting, store=store)
     if meeting.shares_memory:
-        group.meet_neighbours(meeting.key)
+        group.meet_neighbours()
     return group
 
 
