@@ -148,6 +148,18 @@ class PoisonedInGradient(PoisonedAt17):
     by_gradient = True
 
 
+class PoisonedApart(PoisonedAt17):
+    """The poison goes through parameters that no other sample uses: their part of a bucket is what travelled last."""
+
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Linear(3, 1))
+
+    def loss(self, model: Any, sample: Any) -> dict[str, torch.Tensor]:
+        output, is_well = model[0](sample["x"])[:, 0], bool(sample["factor"].isfinite().all())
+        scaled = output if is_well else model[1](sample["x"])[:, 0] * sample["factor"]
+        return {"plain": (output**2).sum(), "scaled": scaled.abs().sum()}
+
+
 class PoisonedNowAndThen(Poisoned):
     poison = (3, 29)
 
@@ -199,7 +211,11 @@ def poisoned_words(**flags: Any) -> Words:
 
 @pytest.mark.parametrize(
     ("task_class", "brought"),
-    [(PoisonedAt17, "loss term 'scaled'"), (PoisonedInGradient, "a gradient of finite losses")],
+    [
+        (PoisonedAt17, "loss term 'scaled'"),
+        (PoisonedInGradient, "a gradient of finite losses"),
+        (PoisonedApart, "loss term 'scaled'"),
+    ],
 )
 def test_a_sample_that_is_not_finite_on_one_rank_skips_the_step_on_all(
     task_class: type[Task], brought: str, tmp_path: Path
