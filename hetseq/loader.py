@@ -12,9 +12,11 @@ a resume repeats it.
 
 from __future__ import annotations
 
+import multiprocessing.queues
 import os
 import queue
 import random
+import sys
 import threading
 import traceback
 import warnings
@@ -374,6 +376,19 @@ class _WorkerInit:
     def __call__(self, worker_id: int) -> None:
         ignore_stop_signals()
         die_with_parent(self._parent_pid)
+        multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_unsent)  # type: ignore[attr-defined]
+
+
+def _end_unsent(error: Exception, item: object) -> None:
+    """End a loader process that cannot send a batch (shared memory or descriptors have run out).
+
+    The standard library prints the error and forgets the batch, and training would wait for it for ever. A process that
+    has died is noticed.
+    """
+    traceback.print_exception(error)
+    sys.stderr.write(f"a loader process could not send its batch ({error}); is /dev/shm too small? --num-workers 0\n")
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def place_on(device: torch.device, dtype: torch.dtype) -> Callable[[Any], Any]:

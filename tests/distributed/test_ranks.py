@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hetseq.errors import PeerLostError
+from hetseq.processes import die_with_parent
 from tests.support.ranks import RankDied, RankFailure, RankHung, RankRaised, run_ranks
 
 
@@ -23,6 +24,12 @@ def sum_of_ranks(group: Any) -> tuple[torch.Tensor, int]:
     tensor = torch.full((3,), float(group.rank + 1))
     group.all_reduce_sum(tensor).wait()
     return tensor, torch.get_num_threads()
+
+
+def forked() -> None:
+    """As a loader's process: it ends with the rank that it belongs to."""
+    die_with_parent(os.getppid())
+    signal.pause()
 
 
 def rank_one(group: Any, deed: str) -> int:
@@ -39,6 +46,11 @@ def rank_one(group: Any, deed: str) -> int:
             warnings.warn("careless", stacklevel=1)
         if deed == "wait":
             signal.pause()
+        if deed == "wait for a child":
+            child = os.fork()
+            if not child:
+                forked()
+            os.waitpid(child, 0)
     group.all_gather_rows(np.array([group.rank]))
     return int(group.rank)
 
@@ -76,6 +88,13 @@ def test_a_rank_that_hangs_is_shown_with_the_line_it_hangs_in() -> None:
     with pytest.raises(RankHung, match=r"had not ended after 0\.3 s") as caught:
         run_ranks(rank_one, 2, "wait", timeout_s=0.3)
     assert "in rank_one" in str(caught.value)
+
+
+def test_of_a_rank_that_hangs_its_loader_processes_are_shown_too() -> None:
+    with pytest.raises(RankHung) as caught:
+        run_ranks(rank_one, 2, "wait for a child", timeout_s=0.5)
+    assert "in rank_one" in str(caught.value)
+    assert "in forked" in str(caught.value)
 
 
 def survive(group: Any, deed: str) -> str:

@@ -25,6 +25,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, forkserver
@@ -201,10 +202,15 @@ class _Rank:
         return _Fate(self.number, how, value, story, blameless)
 
     def stack(self) -> str:
-        """Where the rank stands now, for a rank that does not answer."""
+        """Where the rank and its loader processes stand now, for a rank that does not answer."""
         if self.process.pid is None or not self.process.is_alive():
             return ""
-        os.kill(self.process.pid, signal.SIGUSR2)
+        own = self._stack_of(self.process.pid)
+        children = _children(self.process.pid)
+        return own + "".join(f"\nits process {child}:\n{self._stack_of(child)}" for child in children)
+
+    def _stack_of(self, pid: int) -> str:
+        os.kill(pid, signal.SIGUSR2)  # a forked process answers as its rank does, into the same pipe
         text = b""
         while connection.wait([self.stacks], timeout=0.5):  # a stopped process writes nothing
             chunk = os.read(self.stacks.fileno(), 65536)
@@ -226,6 +232,17 @@ class _Rank:
         self.process.close()
         self.facts.close()
         self.stacks.close()
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that it has forked and that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z":
+                found.append(int(path.parent.name))
+    return sorted(found)
 
 
 def _start(life: _Life) -> _Rank:

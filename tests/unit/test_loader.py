@@ -416,3 +416,15 @@ def test_a_stock_collate_function_works() -> None:
     (batch,) = load_range(source, [(2, 5)])
     assert batch.sample.tolist() == [2, 3, 4]
     assert (batch.start, batch.size, batch.counts) == (2, 3, (3.0, 1.5))
+
+
+def unsendable(samples: list[Any]) -> Any:
+    return {"x": torch.zeros(len(samples)), "why": threading.Lock()}
+
+
+def test_a_batch_that_cannot_be_sent_ends_the_process_that_made_it(capfd: pytest.CaptureFixture[str]) -> None:
+    # forgotten by the standard library: training would wait for it until its peers give up
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        run(Numbers(), 1, num_workers=1, collate=unsendable)
+    assert "could not send its batch (cannot pickle '_thread.lock' object)" in capfd.readouterr().err
+    assert unsendable([1])["x"].shape == (1,)
