@@ -4,20 +4,47 @@
 what the files hold; `directory`, `reader`, `recovery`, `retention` and `choice` what becomes of them; `files` how the
 disk is touched; `rows` what ranks tell each other; `history` the line in `checkpointHistories.csv`. For others there
 are `spans` (any part of any tensor), `dcp` and `exporting`. The files of a checkpoint are known to this package only.
+
+The names below are imported when they are first used: a process that only writes has no need of torch.
 """
 
 from __future__ import annotations
 
-from hetseq.checkpoint.choice import choose
-from hetseq.checkpoint.directory import Scan, attempts, is_committed, scan, step_of
-from hetseq.checkpoint.engine import CheckpointManager
-from hetseq.checkpoint.history import read_history
-from hetseq.checkpoint.loading import Loaded
-from hetseq.checkpoint.reader import Inspected, inspect, verify
-from hetseq.checkpoint.records import Commit, Identity, TooNewError
-from hetseq.checkpoint.recovery import remove_all
-from hetseq.checkpoint.retention import Retention
-from hetseq.checkpoint.saving import SaveResult
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetseq.checkpoint.choice import choose
+    from hetseq.checkpoint.directory import Scan, attempts, is_committed, scan, step_of
+    from hetseq.checkpoint.engine import CheckpointManager
+    from hetseq.checkpoint.history import read_history
+    from hetseq.checkpoint.loading import Loaded
+    from hetseq.checkpoint.reader import Inspected, inspect, verify
+    from hetseq.checkpoint.records import Commit, Identity, TooNewError
+    from hetseq.checkpoint.recovery import remove_all
+    from hetseq.checkpoint.retention import Retention
+    from hetseq.checkpoint.saving import SaveResult
+
+_HOMES = {
+    "CheckpointManager": "engine",
+    "Commit": "records",
+    "Identity": "records",
+    "Inspected": "reader",
+    "Loaded": "loading",
+    "Retention": "retention",
+    "SaveResult": "saving",
+    "Scan": "directory",
+    "TooNewError": "records",
+    "attempts": "directory",
+    "choose": "choice",
+    "inspect": "reader",
+    "is_committed": "directory",
+    "read_history": "history",
+    "remove_all": "recovery",
+    "scan": "directory",
+    "step_of": "directory",
+    "verify": "reader",
+}
 
 __all__ = [
     "CheckpointManager",
@@ -39,3 +66,11 @@ __all__ = [
     "step_of",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hetseq.checkpoint.directory import attempt_name, is_committed, parse_attempt_name, read_commit, scan, step_of
 from hetseq.checkpoint.files import read_into, reading
+from hetseq.checkpoint.publishing import CHECKPOINTS_NAME
 from hetseq.checkpoint.records import Commit
-from hetseq.checkpoint.setting import CHECKPOINTS_NAME
 from hetseq.errors import CheckpointError, CheckpointRefused
 
 # where the folder of a checkpoint lies, seen from the run directory or from the path that was given

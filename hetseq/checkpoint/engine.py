@@ -18,6 +18,7 @@ from torch import Tensor
 from hetseq.checkpoint.choice import describe
 from hetseq.checkpoint.directory import scan, write_latest
 from hetseq.checkpoint.loading import Load, Loaded
+from hetseq.checkpoint.publishing import Place, Publisher
 from hetseq.checkpoint.reader import verify
 from hetseq.checkpoint.records import Commit, Identity, check_state
 from hetseq.checkpoint.recovery import complete_newer, newest_verified, remove_litter, remove_temporaries
@@ -55,8 +56,9 @@ class CheckpointManager:
         if weights is not None and len(weights) != group.world_size:
             raise ValueError(f"{len(weights)} weights for {group.world_size} ranks: expected one for each rank")
         shares = tuple(float(weight) for weight in weights or [1.0] * group.world_size)
-        self._setting = Setting(Path(run_directory), run_id, group, retention, shares, patience_s, clock)
-        self._known: dict[Path, Commit] = {}  # a commit never changes, so rank zero reads each COMMIT.json once
+        place = Place(Path(run_directory), retention, patience_s)
+        self._setting = Setting(place, run_id, group, shares, clock)
+        self._publisher = Publisher(place)  # only rank zero's does anything
 
     def save(
         self,
@@ -77,7 +79,7 @@ class CheckpointManager:
         """
         check_state(state)
         plan = make_plan(self._setting, tensors, identity=identity, nonce=nonce, kinds=kinds)
-        return Save(self._setting, plan, self._known).run(tensors, state)
+        return Save(self._setting, plan, self._publisher).run(tensors, state)
 
     def load(self, which: str = "latest") -> Loaded | None:
         """The state that `which` names, every byte verified; every rank calls it and gets the same.
@@ -111,7 +113,7 @@ class CheckpointManager:
         """
         done: Sentences = []
         if self._setting.is_rank_zero:
-            self._setting.quietly("tidy up", lambda: self._recover(done))
+            self._setting.place.quietly("tidy up", lambda: self._recover(done))
         exchange(self._setting.group, Row())  # nobody looks for a checkpoint before this is over
         return done
 

@@ -18,7 +18,7 @@ from typing import IO, Any, cast
 import torch
 
 from hetseq.checkpoint.files import creating, make_directory, sync_directory, write_all, write_new
-from hetseq.checkpoint.parts import HEADER_LIMIT
+from hetseq.checkpoint.part_format import HEADER_LIMIT
 from hetseq.checkpoint.records import STATE_KEY, Commit
 from hetseq.checkpoint.spans import Spans
 from hetseq.errors import CheckpointError, ConfigError

@@ -15,8 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from hetseq.checkpoint.choice import NOWHERE, Choice, choose, describe, locate, none_verifies
-from hetseq.checkpoint.directory import read_commit
-from hetseq.checkpoint.reader import Inspected, inspect, patiently, read, verify
+from hetseq.checkpoint.directory import part_name, read_commit
+from hetseq.checkpoint.parts import allocate, read_part
+from hetseq.checkpoint.reader import Inspected, inspect, patiently, reason_of, verify
 from hetseq.checkpoint.records import DamagedError, Identity
 from hetseq.checkpoint.rows import Row, exchange, failure_row, first_failure
 from hetseq.checkpoint.setting import Setting
@@ -153,3 +154,15 @@ class Load:
     def _skip(self, sentence: str) -> None:
         self._skipped.append(sentence)
         logger.warning("rank %d: %s", self._setting.group.rank, sentence)
+
+
+def read(inspected: Inspected) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by name, contiguous and on the CPU; DamagedError where a byte is not what it was."""
+    tensors = allocate(inspected.specs)
+    directory = inspected.commit.path
+    for index, (manifest, header) in enumerate(zip(inspected.manifests, inspected.headers)):
+        try:
+            read_part(directory / part_name(index), header, manifest.crc32, tensors)
+        except (OSError, EOFError) as error:
+            raise DamagedError(f"{part_name(index)}: {reason_of(error)}") from None
+    return tensors

@@ -1,8 +1,7 @@
-"""One part of a checkpoint: a safetensors file, written and read in one pass with a CRC-32 for every 8 MiB.
+"""Tensors into and out of a part of a checkpoint, in one pass that also computes its checksums.
 
-Responsible for: the bytes of a part. Refuses to know which checkpoint it belongs to. The one idea: the file is the
-header followed by the tensors without gaps, so reading it front to back fills the tensors directly and passes every
-byte through the checksum on the way.
+Responsible for: what the bytes of a part mean to torch. Refuses to know which checkpoint it belongs to. The one idea:
+reading a part front to back fills the tensors directly and passes every byte through the checksum on the way.
 
 Written here and not by the safetensors library because a part is created exclusively, flushed, and checksummed while
 it is written, and is never held in memory a second time. The library opens every part (a test holds us to it). Inside
@@ -11,10 +10,7 @@ a part the tensors stand by falling element size, which is the alignment the lib
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,11 +18,9 @@ import torch
 from torch import Tensor
 
 from hetseq.checkpoint.files import creating, read_into, reading, write_all
-from hetseq.checkpoint.layout import Piece, TensorSpec, split_name
-from hetseq.checkpoint.records import CHUNK_BYTES, DamagedError, parse_json
-
-HEADER_LIMIT = 100_000_000  # bytes; the safetensors library refuses longer headers
-DIMENSIONS_LIMIT = 64
+from hetseq.checkpoint.layout import Piece, TensorSpec
+from hetseq.checkpoint.part_format import ChunkSums, PartHeader, compare_sums, header_bytes, in_file_order
+from hetseq.checkpoint.records import DamagedError
 
 _DTYPE = {
     "F64": torch.float64,
@@ -51,39 +45,6 @@ _DTYPE = {
 _SPELLING = {dtype: spelling for spelling, dtype in _DTYPE.items()}
 
 
-class ChunkSums:
-    """The CRC-32 of every full chunk of a stream, and of what is left at its end."""
-
-    def __init__(self) -> None:
-        self._finished: list[int] = []
-        self._current = 0
-        self._filled = 0
-
-    @property
-    def room(self) -> int:
-        """Bytes until the end of the current chunk."""
-        return CHUNK_BYTES - self._filled
-
-    def add(self, data: memoryview) -> None:
-        """Take the next bytes, at most `room` of them."""
-        self._current = zlib.crc32(data, self._current)
-        self._filled += len(data)
-        if self._filled == CHUNK_BYTES:
-            self._finished.append(self._current)
-            self._current = self._filled = 0
-
-    def all(self) -> tuple[int, ...]:
-        return (*self._finished, self._current) if self._filled else tuple(self._finished)
-
-
-@dataclass(frozen=True)
-class PartHeader:
-    """The pieces of a part in the order of the file, and the file's first bytes, which say so."""
-
-    pieces: tuple[Piece, ...]
-    raw: bytes
-
-
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     """How a tensor stands in a part; TypeError for one that cannot."""
     spelling = _SPELLING.get(tensor.dtype)
@@ -97,40 +58,13 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
 
 def write_part(path: Path, pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> tuple[int, tuple[int, ...]]:
     """Write a new part; its size in bytes and its checksums. OSError is the disk's answer."""
-    pieces = sorted(pieces, key=lambda piece: -piece.spec.itemsize)
+    pieces = in_file_order(pieces)
     sums, size = ChunkSums(), 0
     with creating(path) as descriptor:
-        size += _write(descriptor, memoryview(_header(pieces)), sums)
+        size += _write(descriptor, memoryview(header_bytes(pieces)), sums)
         for piece in pieces:
             size += _write(descriptor, _bytes_of(piece, tensors[piece.spec.name]), sums)
     return size, sums.all()
-
-
-def read_header(path: Path) -> PartHeader:
-    """What a part says it holds, checked against its size; DamagedError names what is wrong. Allocates only that."""
-    with reading(path) as (descriptor, size):
-        if size < 8:
-            raise DamagedError(f"{path.name}: {size} bytes are too few for a part")
-        start = bytearray(8)
-        read_into(descriptor, memoryview(start))
-        length = int.from_bytes(start, "little")
-        if length > min(size - 8, HEADER_LIMIT):
-            raise DamagedError(f"{path.name}: its header claims {length} bytes, of {size} in the file")
-        raw = bytearray(length)
-        read_into(descriptor, memoryview(raw))
-    pieces = _parse(parse_json(bytes(raw), source=path), payload=size - 8 - length, source=path)
-    return PartHeader(pieces, bytes(start + raw))
-
-
-def check_sums(path: Path, crc32: Sequence[int]) -> None:
-    """Read a part and compare its checksums; DamagedError names the first chunk that differs."""
-    sums, buffer = ChunkSums(), memoryview(bytearray(CHUNK_BYTES))
-    with reading(path) as (descriptor, size):
-        for begin in range(0, size, CHUNK_BYTES):
-            chunk = buffer[: min(CHUNK_BYTES, size - begin)]
-            read_into(descriptor, chunk)
-            sums.add(chunk)
-    _compare(path, sums, crc32)
 
 
 def read_part(path: Path, header: PartHeader, crc32: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
@@ -146,7 +80,7 @@ def read_part(path: Path, header: PartHeader, crc32: Sequence[int], tensors: Map
         for piece in header.pieces:
             flat = tensors[piece.spec.name].view(-1)[piece.begin : piece.end]
             _read(descriptor, _view(flat), sums)
-    _compare(path, sums, crc32)
+    compare_sums(path, sums, crc32)
 
 
 def allocate(specs: Iterable[TensorSpec]) -> dict[str, Tensor]:
@@ -177,95 +111,3 @@ def _read(descriptor: int, view: memoryview, sums: ChunkSums) -> None:
         chunk, view = view[: sums.room], view[sums.room :]
         read_into(descriptor, chunk)
         sums.add(chunk)
-
-
-def _compare(path: Path, sums: ChunkSums, crc32: Sequence[int]) -> None:
-    found = sums.all()
-    for index, (is_, was) in enumerate(zip(found, crc32)):
-        if is_ != was:
-            begin = index * CHUNK_BYTES
-            raise DamagedError(f"{path.name}: the {CHUNK_BYTES} bytes from byte {begin} on have another checksum")
-    if len(found) != len(crc32):
-        raise DamagedError(f"{path.name}: it has another size than its manifest says")
-
-
-def _header(pieces: Sequence[Piece]) -> bytes:
-    metadata, record, offset = {"format": "pt"}, {}, 0
-    for piece in pieces:
-        spec, name = piece.spec, piece.stored_name
-        record[name] = {
-            "dtype": spec.dtype,
-            "shape": list(piece.stored_shape),
-            "data_offsets": [offset, offset + piece.bytes],
-        }
-        offset += piece.bytes
-        if piece.is_slice:
-            metadata[name] = json.dumps({"dtype": spec.dtype, "shape": list(spec.shape)})
-    text = json.dumps({"__metadata__": metadata, **record}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    if len(text) > HEADER_LIMIT:
-        raise ValueError(f"{len(pieces)} tensors need a header of {len(text)} bytes, at most {HEADER_LIMIT}")
-    return len(text).to_bytes(8, "little") + text
-
-
-def _parse(record: dict[str, Any], *, payload: int, source: Path) -> tuple[Piece, ...]:
-    metadata = record.pop("__metadata__", {})
-    if not isinstance(metadata, dict):
-        raise DamagedError(f"{source.name}: __metadata__ is not an object")
-    pieces, reached = [], 0
-    for stored, entry in record.items():
-        try:
-            piece, begin, end = _parse_entry(stored, entry, metadata.get(stored), source)
-        except ValueError as error:
-            raise DamagedError(f"{source.name}: {error}") from None
-        if begin != reached or end - begin != piece.bytes:
-            raise DamagedError(
-                f"{source.name}: {stored[:80]} claims the bytes {begin} to {end}; {piece.bytes} bytes from {reached} on"
-                " are expected"
-            )
-        pieces.append(piece)
-        reached = end
-    if reached != payload:
-        raise DamagedError(f"{source.name}: its header describes {reached} bytes of tensors, the file holds {payload}")
-    return tuple(pieces)
-
-
-def _parse_entry(stored: str, entry: Any, full: Any, source: Path) -> tuple[Piece, int, int]:
-    name, cut = split_name(stored)
-    if not isinstance(entry, dict):
-        raise ValueError(f"the entry of {stored[:80]} is not an object")
-    shape, dtype = _parse_shape(entry, stored), entry["dtype"]
-    offsets = entry.get("data_offsets")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
-        raise ValueError(f"{stored[:80]} has the offsets {str(offsets)[:80]}")
-    whole = shape
-    if cut is not None:
-        if not isinstance(full, str):
-            raise ValueError(f"the slice {stored[:80]} has no full shape in __metadata__")
-        described = parse_json(full.encode("utf-8", "replace"), source=source)
-        whole = _parse_shape(described, stored)
-        if described["dtype"] != dtype:
-            raise ValueError(f"{stored[:80]} has two types")
-    spec = TensorSpec(name, dtype, whole, _DTYPE[dtype].itemsize)
-    piece = Piece(spec, *(cut or (0, spec.elements)))
-    if piece.end > spec.elements or piece.stored_name != stored or piece.stored_shape != shape:
-        raise ValueError(f"{stored[:80]} of shape {shape} does not fit the full shape {whole}")
-    return piece, offsets[0], offsets[1]
-
-
-def _parse_shape(entry: Mapping[str, Any], stored: str) -> tuple[int, ...]:
-    shape, dtype = entry.get("shape"), entry.get("dtype")
-    if not isinstance(dtype, str) or dtype not in _DTYPE:
-        raise ValueError(f"{stored[:80]} has the type {str(dtype)[:40]}, which this torch does not know")
-    if not isinstance(shape, list) or len(shape) > DIMENSIONS_LIMIT or not all(_is_size(size) for size in shape):
-        raise ValueError(f"{stored[:80]} has the shape {str(shape)[:80]}")
-    extent = 1  # of the shape with its zeros left out: torch computes strides from it
-    for size in shape:
-        extent *= max(size, 1)
-    if extent >= 2**63 // 8:
-        raise ValueError(f"{stored[:80]} has the shape {str(shape)[:80]}, more than any memory")
-    return tuple(shape)
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63

@@ -1,9 +1,9 @@
-"""Verifying and reading one committed checkpoint.
+"""Verifying one committed checkpoint.
 
 Responsible for: believing nothing that a checkpoint says until the next digest confirms it, from COMMIT.json over the
-manifests to the bytes. Refuses to know which checkpoint is wanted. The one idea: `inspect` reads only the small files
-and the headers, and everything it returns has been checked against the sizes of the files, so that a hostile file
-cannot make `read` allocate more than there is on the disk.
+manifests to the bytes. Refuses to know which checkpoint is wanted, and torch. The one idea: `inspect` reads only the
+small files and the headers, and everything it returns has been checked against the sizes of the files, so that a
+hostile file cannot make whoever fills tensors from it allocate more than there is on the disk.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from hetseq.checkpoint.directory import STATE_NAME, manifest_name, part_name, read_commit
 from hetseq.checkpoint.files import read_bounded, reading
 from hetseq.checkpoint.layout import TensorSpec, whole_tensors
-from hetseq.checkpoint.parts import PartHeader, allocate, check_sums, read_header, read_part
+from hetseq.checkpoint.part_format import PartHeader, check_sums, read_header
 from hetseq.checkpoint.records import (
     RECORD_LIMIT,
     STATE_LIMIT,
@@ -68,7 +66,7 @@ def verify(commit: Commit, *, deep: bool) -> list[str]:
         except CheckpointError as error:
             problems.append(str(error))
         except (OSError, EOFError) as error:
-            problems.append(f"{file}: {_reason(error)}")
+            problems.append(f"{file}: {reason_of(error)}")
         return None
 
     current = note("COMMIT.json", lambda: read_commit(commit.path))
@@ -86,18 +84,6 @@ def verify(commit: Commit, *, deep: bool) -> list[str]:
     if len(pairs) == len(commit.parts):
         note("the parts together", lambda: _assemble(pairs))
     return problems
-
-
-def read(inspected: Inspected) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name, contiguous and on the CPU; DamagedError where a byte is not what it was."""
-    tensors = allocate(inspected.specs)
-    directory = inspected.commit.path
-    for index, (manifest, header) in enumerate(zip(inspected.manifests, inspected.headers)):
-        try:
-            read_part(directory / part_name(index), header, manifest.crc32, tensors)
-        except (OSError, EOFError) as error:
-            raise DamagedError(f"{part_name(index)}: {_reason(error)}") from None
-    return tensors
 
 
 def inspect_manifest(directory: Path, index: int, expected_sha256: str) -> Manifest:
@@ -130,7 +116,7 @@ def check_size(path: Path, expected: int) -> None:
         with reading(path) as (_, size):
             pass
     except OSError as error:
-        raise DamagedError(f"{path.name}: {_reason(error)}") from None
+        raise DamagedError(f"{path.name}: {reason_of(error)}") from None
     if size != expected:
         raise DamagedError(f"{path.name}: it has {size} bytes, {expected} are expected")
 
@@ -158,7 +144,7 @@ def _inspect_part(commit: Commit, index: int) -> tuple[Manifest, PartHeader]:
     try:
         return manifest, read_header(path)
     except (OSError, EOFError) as error:
-        raise DamagedError(f"{path.name}: {_reason(error)}") from None
+        raise DamagedError(f"{path.name}: {reason_of(error)}") from None
 
 
 def _assemble(pairs: list[tuple[Manifest, PartHeader]]) -> list[TensorSpec]:
@@ -172,8 +158,9 @@ def _content(path: Path, limit: int) -> bytes:
     try:
         return read_bounded(path, limit)
     except (OSError, EOFError, ValueError) as error:
-        raise DamagedError(f"{path.name}: {_reason(error)}") from None
+        raise DamagedError(f"{path.name}: {reason_of(error)}") from None
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
+    """What went wrong with a file, without its path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -27,7 +27,7 @@ from hetseq.checkpoint.directory import (
 )
 from hetseq.checkpoint.files import COMMIT_NAME, read_bounded, remove_attempt, sync_file
 from hetseq.checkpoint.layout import Piece, whole_tensors
-from hetseq.checkpoint.parts import check_sums, read_header
+from hetseq.checkpoint.part_format import check_sums, read_header
 from hetseq.checkpoint.reader import check_size, verify
 from hetseq.checkpoint.records import (
     RECORD_LIMIT,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hetseq.checkpoint import Retention, saving
+from hetseq.checkpoint import Retention, publishing
 from tests.support.checkpoints import Disk, contents, folder, fork, loaded_step, manager, reap, save, together
 
 
@@ -152,7 +152,7 @@ def test_a_disk_with_little_room_makes_progress_or_says_why_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds: float, steps: list[int]
 ) -> None:
     size = save(tmp_path / "one", 1).bytes
-    monkeypatch.setattr(saving, "free_bytes", Room(tmp_path / "run", int(holds * size)).free_bytes)
+    monkeypatch.setattr(publishing, "free_bytes", Room(tmp_path / "run", int(holds * size)).free_bytes)
     results = [save(tmp_path / "run", step, kinds=["time"]) for step in range(1, 10)]
     found = [commit.identity.step for commit in manager(tmp_path / "run").list()]
     if holds < 2:
@@ -172,7 +172,7 @@ def test_room_is_not_made_at_the_price_of_the_only_whole_state(tmp_path: Path, m
     content = bytearray(part.read_bytes())
     content[-1] ^= 1
     part.write_bytes(content)
-    monkeypatch.setattr(saving, "free_bytes", Room(tmp_path, int(2.5 * size)).free_bytes)
+    monkeypatch.setattr(publishing, "free_bytes", Room(tmp_path, int(2.5 * size)).free_bytes)
     assert not save(tmp_path, 3, kinds=["time"]).ok
     assert loaded_step(tmp_path) == 1
 
@@ -180,7 +180,7 @@ def test_room_is_not_made_at_the_price_of_the_only_whole_state(tmp_path: Path, m
 def test_kept_checkpoints_are_not_given_up_for_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         size = save(tmp_path, step, kinds=["epoch"]).bytes
-    monkeypatch.setattr(saving, "free_bytes", Room(tmp_path, int(2.5 * size)).free_bytes)
+    monkeypatch.setattr(publishing, "free_bytes", Room(tmp_path, int(2.5 * size)).free_bytes)
     assert not save(tmp_path, 3, kinds=["epoch"]).ok
     assert [commit.identity.step for commit in manager(tmp_path).list()] == [2, 1]
     assert save(tmp_path, 3, kinds=["epoch"], retention=Retention(keep_last_epochs=2)).ok

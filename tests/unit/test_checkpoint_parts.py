@@ -13,9 +13,10 @@ import safetensors
 import safetensors.torch
 import torch
 
-from hetseq.checkpoint import parts
+from hetseq.checkpoint import part_format, parts
 from hetseq.checkpoint.layout import divide
-from hetseq.checkpoint.parts import allocate, check_sums, read_header, read_part, spec_of, write_part
+from hetseq.checkpoint.part_format import check_sums, read_header
+from hetseq.checkpoint.parts import allocate, read_part, spec_of, write_part
 from hetseq.checkpoint.records import DamagedError
 
 
@@ -95,7 +96,7 @@ def test_a_part_without_tensors_is_a_part(tmp_path: Path) -> None:
 
 
 def test_checksums_go_from_chunk_to_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(part_format, "CHUNK_BYTES", 1000)
     state = {"a": torch.arange(2000), "b": torch.arange(500)}
     ((path, crc32),) = write(tmp_path, state, [1])
     assert len(crc32) == -(-path.stat().st_size // 1000)

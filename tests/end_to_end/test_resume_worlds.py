@@ -1,0 +1,150 @@
+"""One run directory, four worlds: 4 ranks, then 3, then 5, then 1, each of them killed but the last, with dropout on.
+
+The judge is a calm run on one process, and the tolerance 1e-12 in float64, relative, for every number that the run has
+computed. Going on on one process bit for bit is the subject of test_resume.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hetseq.metrics import read_rows
+from tests.support import forked
+from tests.support.commands import HETSEQ
+from tests.support.trials import curve, events, kept, start_trial, until
+from tests.support.worlds import (
+    EPOCHS,
+    SAVE_EVERY,
+    STEPS_OF_EPOCH,
+    TASK,
+    Death,
+    Result,
+    assert_same_result,
+    draw_deaths,
+    draw_weights,
+    has_all_parts,
+    result_of,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+WORLDS = (4, 3, 5, 1)
+WORDS = [
+    *f"train --cpu --task {TASK} --precision fp64 --dropout 0.3 --unit-size 2 --global-batch-size 16".split(),
+    *"--optimizer adam --lr 0.02,0.01 --weight-decay 0.01 --clip-norm 0.5 --seed 11".split(),
+    *f"--warmup-updates 5 --total-num-update 60 --max-epoch {EPOCHS} --save-interval-updates {SAVE_EVERY}".split(),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_imports() -> None:
+    """Most commands here begin after their imports."""
+    forked.warm_up()
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """The run on one process that nothing happened to."""
+    folder = tmp_path_factory.mktemp("calm")
+    start_to_end(folder, is_cold=True)
+    result = result_of(folder / "run")
+    assert max(result.curve) == STEPS_OF_EPOCH * EPOCHS
+    assert not events(folder / "run", "resume")
+    return result
+
+
+def start_to_end(folder: Path, *words: object, is_cold: bool = False) -> None:
+    """The last start of a run, which nobody kills."""
+    if not (folder / "plan.json").exists():
+        write_plan(folder)
+    with start_trial([*WORDS, "--data", folder, *words], folder / "run", program=HETSEQ, is_cold=is_cold) as trial:
+        finished = trial.finish()
+    assert finished.code == 0, finished.err
+
+
+def start_to_death(folder: Path, death: Death, *words: object, is_cold: bool = False) -> None:
+    """A start that ends as `death` says: kill -9 of all its processes, one of which stands there."""
+    with start_trial([*WORDS, "--data", folder, *words], folder / "run", program=HETSEQ, is_cold=is_cold) as trial:
+
+        def is_held() -> bool:
+            assert trial.command.poll() is None, f"ended early: {trial.command.said()}"
+            return (folder / f"held-{death.updates}").exists() and has_all_parts(folder / "run", death.save)
+
+        until(is_held, f"{death}")
+        trial.kill_everything()
+
+
+def write_plan(folder: Path, deaths: Sequence[Death] = (), *, spoil: str | None = None) -> None:
+    holds = {death.updates: death.place for death in deaths}
+    (folder / "plan.json").write_text(json.dumps({"holds": holds, "spoil": spoil}))
+
+
+def run_on_all_worlds(folder: Path, seed: int, *, spoil: str | None = None) -> list[Death]:
+    """4 ranks -> 3 -> 5 -> 1 by chance; with `spoil` the five ranks do that wrong."""
+    draw = random.Random(seed)
+    deaths = draw_deaths(draw, len(WORLDS) - 1)
+    for world, death in zip(WORLDS, deaths):
+        write_plan(folder, deaths, spoil=spoil if world == 5 else None)
+        shares = ["--distributed-world-size", world, "--balance", draw_weights(draw, world)]
+        start_to_death(folder, death, *shares, is_cold=death is deaths[0] and spoil is None)
+    write_plan(folder, deaths)
+    start_to_end(folder)
+    return deaths
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_run_killed_on_4_then_3_then_5_ranks_ends_on_1_as_if_it_had_never_left_it(
+    tmp_path: Path, calm: Result, seed: int
+) -> None:
+    deaths, run = run_on_all_worlds(tmp_path, seed), tmp_path / "run"
+    resumed_from = [event["step"] for event in events(run, "resume")]
+    assert resumed_from == [death.save for death in deaths]
+    is_border = [calm.curve[step]["epoch"] != calm.curve[step + 1]["epoch"] for step in resumed_from]
+    assert is_border == [death.is_at_border for death in deaths]
+    assert {*is_border} == {True, False}, "some go on in the middle of an epoch, some at a border"
+    assert {"interval"} in kept(run).values()
+
+    rows = [row for row in read_rows(run / "metrics.jsonl") if "loss" in row]
+    assert [*dict.fromkeys(row["world_size"] for row in rows)] == [*WORLDS]
+    assert all(len({*row["shares"]}) > 1 for row in rows if row["world_size"] > 1), "no step was divided equally"
+    worst = assert_same_result(result_of(run), calm)
+    print(f"seed {seed}: {deaths}; largest relative error {worst:.1e}")
+
+
+@pytest.mark.parametrize("spoil", ["dropout", "sample"])
+def test_one_link_with_other_dropout_or_at_another_sample_would_be_seen(
+    tmp_path: Path, calm: Result, spoil: str
+) -> None:
+    """The twin: steps before the wrong link are right, those from it on are not."""
+    deaths = run_on_all_worlds(tmp_path, 1, spoil=spoil)
+    result = result_of(tmp_path / "run")
+    with pytest.raises(AssertionError, match="relative errors above"):
+        assert_same_result(result, calm)
+    right = [step for step in calm.curve if result.curve[step]["loss"] == pytest.approx(calm.curve[step]["loss"])]
+    assert right == [*range(1, deaths[1].save + 1)]
+
+
+def test_the_comparison_sees_one_number_that_is_off_by_a_billionth(calm: Result) -> None:
+    """The twin of the comparison itself."""
+    assert assert_same_result(calm, calm) == 0
+    for key in ("loss", "grad_norm"):
+        rows = {step: dict(row) for step, row in calm.curve.items()}
+        rows[17][key] *= 1 + 1e-9
+        with pytest.raises(AssertionError, match=f"{{'{key} of step 17': '1.0e-09'}}"):
+            assert_same_result(dataclasses.replace(calm, curve=rows), calm)
+    for name, tensor in calm.tensors.items():
+        changed = tensor.clone()
+        changed.view(-1)[changed.abs().argmax()] *= 1 + 1e-9
+        with pytest.raises(AssertionError, match="1.0e-09"):
+            assert_same_result(dataclasses.replace(calm, tensors={**calm.tensors, name: changed}), calm)
+    valid = {step: loss * (1 + 1e-9) for step, loss in calm.valid.items()}
+    with pytest.raises(AssertionError, match="validation after step 35"):
+        assert_same_result(dataclasses.replace(calm, valid=valid), calm)
+    with pytest.raises(AssertionError, match="another place in the data"):
+        assert_same_result(dataclasses.replace(calm, state={**calm.state, "consumed": 1}), calm)

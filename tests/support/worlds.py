@@ -1,0 +1,185 @@
+"""One run on many worlds: a task with dropout that is held where it is to be killed, and the judge of its result.
+
+`--data DIR/plan.json` says where: {"holds": {"13": "forward"}} stops, after 13 updates, whichever rank begins a forward
+next, for ever and only once in the life of the run; "update" stops it after that update, before anything is saved or
+reported. It leaves the file `held-13` in DIR, so a test kills what it has found and need not guess. The other ranks
+come as far as they get without it. {"spoil": "dropout"} draws one random number too many before each forward, and
+"sample" moves the data by one sample: what a resume with wrong random numbers or at a wrong sample would do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from tests.support import toys
+from tests.support.trials import curve, last_state, validations
+
+TASK = f"{Path(__file__)}:Held"
+TOLERANCE = 1e-12
+SAMPLES = 107  # no multiple of a unit of 2 nor of a step of 16: 7 steps an epoch, the last one of 11 samples
+STEPS_OF_EPOCH, EPOCHS, SAVE_EVERY = 7, 5, 4
+
+
+class Held(toys.TwoTerms):
+    """Two terms with their own denominators, behind dropout; one of the terms has count 0 in stretches of the data."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self.folder, self.updates = Path(str(self.config.data.data)), -1
+        self.plan = json.loads((self.folder / "plan.json").read_text())
+
+    def rows(self) -> toys.Batch:
+        generator = np.random.default_rng(1)
+        mask = (generator.random((SAMPLES, 4)) < 0.6) & ((np.arange(SAMPLES) // 6) % 2 == 1)[:, None]
+        columns = {
+            "x": torch.from_numpy(generator.normal(size=(SAMPLES, 6))),
+            "y": torch.from_numpy(generator.integers(0, 3, SAMPLES)),
+            "z": torch.from_numpy(generator.normal(size=(SAMPLES, 4))),
+            "mask": torch.from_numpy(mask).double(),
+        }
+        first = int(self.plan.get("spoil") == "sample")
+        return {name: column.roll(-first, dims=0) for name, column in columns.items()}
+
+    def build_model(self) -> nn.Module:
+        body = nn.Sequential(nn.Linear(6, 8), nn.Dropout(self.config.task.dropout))
+        return nn.ModuleDict({"body": body, "cls": nn.Linear(8, 3), "reg": nn.Linear(8, 4)})
+
+    def build_optimizer(self, parameter_groups: list[dict[str, Any]]) -> Any:
+        return None  # the one that --optimizer names
+
+    def loss(self, model: Any, sample: toys.Batch) -> dict[str, torch.Tensor]:
+        if model.training:
+            self._hold("forward")
+            if self.plan.get("spoil") == "dropout":
+                torch.rand(())
+        return super().loss(model, sample)
+
+    def update_step(self, num_updates: int) -> None:
+        self.updates = num_updates
+        self._hold("update")
+
+    def _hold(self, place: str) -> None:
+        if self.plan["holds"].get(str(self.updates)) != place:
+            return
+        try:
+            os.close(os.open(self.folder / f"held-{self.updates}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return  # somebody has been held here
+        while True:
+            signal.pause()
+
+
+@dataclass(frozen=True)
+class Death:
+    """Everything is killed after `updates` updates, in a "forward" or after an "update"; `save` is the newest then."""
+
+    save: int
+    updates: int
+    place: str
+
+    @property
+    def is_at_border(self) -> bool:
+        """Whether the checkpoint to go on from is that of an epoch's end."""
+        return self.save % STEPS_OF_EPOCH == 0
+
+
+def draw_deaths(draw: random.Random, number: int) -> list[Death]:
+    """Deaths by chance, in the order of a run: at least one of a run that goes on mid-epoch, and one at a border.
+
+    Each lies one update or more behind a save and before the end of the next one, so that which checkpoint is the
+    newest does not hang on how fast it is written.
+    """
+    total = STEPS_OF_EPOCH * EPOCHS
+    saves = sorted({*range(SAVE_EVERY, total, SAVE_EVERY), *range(STEPS_OF_EPOCH, total + 1, STEPS_OF_EPOCH)})
+    following = {save: after for save, after in zip(saves, saves[1:]) if after - save > 1}
+    borders = [save for save in following if save % STEPS_OF_EPOCH == 0]
+    chosen = {draw.choice(borders), draw.choice([save for save in following if save not in borders])}
+    chosen |= set(draw.sample([save for save in following if save not in chosen], number - len(chosen)))
+    deaths = []
+    for save in sorted(chosen):
+        place = draw.choice(["forward", "update"])
+        deaths.append(Death(save, draw.randint(save + 1, following[save] - (place == "forward")), place))
+    return deaths
+
+
+def draw_weights(draw: random.Random, ranks: int) -> str:
+    """Unequal weights for --balance; one of several ranks may have nothing."""
+    weights = [0]
+    while len({*weights}) < 2 and ranks > 1 or not any(weights):
+        weights = [draw.randint(0, 4) for _ in range(ranks)]
+    return ",".join(map(str, weights))
+
+
+def has_all_parts(run: Path, step: int) -> bool:
+    """Whether a checkpoint of this step is committed, or lacks nothing but its commit, which the next start gives it."""
+    for folder in (run / "checkpoints").glob(f"step-{step:09d}.*"):
+        if (folder / "COMMIT.json").exists():
+            return True
+        if (folder / "state.json").exists():
+            parts = json.loads((folder / "state.json").read_text())["checkpoint"]["number_of_parts"]
+            if all((folder / f"part-{number:05d}.json").exists() for number in range(parts)):
+                return True
+    return False
+
+
+@dataclass(frozen=True)
+class Result:
+    """All that a run has computed: its rows and validations by step, its last state."""
+
+    curve: Mapping[int, Mapping[str, Any]]
+    valid: Mapping[int, float]
+    state: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+
+
+def result_of(run: Path) -> Result:
+    last = last_state(run)
+    state = {name: last.state[name] for name in ("step", "epoch", "consumed", "updates")}
+    valid = {step: float(row["valid_loss"]) for step, row in validations(run).items()}
+    return Result(curve(run), valid, state, last.tensors)
+
+
+def assert_same_result(found: Result, expected: Result) -> float:
+    """The largest relative error; AssertionError that says where it is, if it is above TOLERANCE.
+
+    What is counted must be equal. A tensor is judged by its largest element, every other number by itself.
+    """
+    assert found.curve.keys() == expected.curve.keys(), "other steps"
+    assert found.valid.keys() == expected.valid.keys(), "other validations"
+    assert found.state == expected.state, "another place in the data"
+    assert found.tensors.keys() == expected.tensors.keys(), "other tensors"
+    errors: dict[str, float] = {}
+    for step, right in expected.curve.items():
+        row = found.curve[step]
+        for name in ("epoch", "samples", "counts", "lr"):
+            assert row[name] == right[name], f"step {step}: {name} {row[name]}, expected {right[name]}"
+        assert row["terms"].keys() == right["terms"].keys(), f"step {step}: other terms"
+        for name in ("loss", "grad_norm"):
+            errors[f"{name} of step {step}"] = _error(row[name], right[name])
+        for name in right["terms"]:
+            errors[f"{name} of step {step}"] = _error(row["terms"][name], right["terms"][name])
+    for step, loss in expected.valid.items():
+        errors[f"validation after step {step}"] = _error(found.valid[step], loss)
+    for name, tensor in expected.tensors.items():
+        errors[name] = _error(found.tensors[name], tensor)
+    wrong = {where: f"{error:.1e}" for where, error in errors.items() if not error <= TOLERANCE}
+    assert not wrong, f"relative errors above {TOLERANCE}: {wrong}"
+    return max(errors.values())
+
+
+def _error(found: Any, expected: Any) -> float:
+    one, other = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
+    assert one.shape == other.shape
+    largest, difference = other.abs().max().item(), (one - other).abs().max().item()
+    return difference / largest if largest else difference
