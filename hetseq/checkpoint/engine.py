@@ -9,25 +9,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from hetseq.checkpoint.arena import await_writers
+from hetseq.checkpoint.background import Background
 from hetseq.checkpoint.choice import describe
 from hetseq.checkpoint.directory import scan, write_latest
+from hetseq.checkpoint.layout import divide
 from hetseq.checkpoint.loading import Load, Loaded
+from hetseq.checkpoint.parts import spec_of
 from hetseq.checkpoint.publishing import Place, Publisher
 from hetseq.checkpoint.reader import verify
 from hetseq.checkpoint.records import Commit, Identity, check_state
 from hetseq.checkpoint.recovery import complete_newer, newest_verified, remove_litter, remove_temporaries
 from hetseq.checkpoint.retention import Retention
-from hetseq.checkpoint.rows import Row, RowGroup, exchange
+from hetseq.checkpoint.rows import Row, RowGroup, exchange, failure_row, first_failure
 from hetseq.checkpoint.saving import Save, SaveResult, make_plan
 from hetseq.checkpoint.setting import Setting
 
 logger = logging.getLogger(__name__)
+
+WRITERS_S = 60.0  # so long a start waits for what an earlier one has left
 
 # `list` is a method below, and would be found before the type
 Commits = list[Commit]
@@ -39,7 +45,7 @@ class CheckpointManager:
 
     `weights` are the relative bytes each rank writes (default: equal). `patience_s` is how long a rank waits for a file
     that another rank says is there, as network file systems show new files late. `clock` gives seconds since 1970 and
-    only labels things. A rank that dies during a collective method surfaces as the group's own exception.
+    only labels things. With `is_polite` what writes in the background leaves the processors to others. A rank that dies during a collective method surfaces as the group's own exception.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class CheckpointManager:
         weights: Sequence[float] | None = None,
         patience_s: float = 15.0,
         clock: Callable[[], float] = time.time,
+        is_polite: bool = True,
     ) -> None:
         if weights is not None and len(weights) != group.world_size:
             raise ValueError(f"{len(weights)} weights for {group.world_size} ranks: expected one for each rank")
@@ -59,6 +66,8 @@ class CheckpointManager:
         place = Place(Path(run_directory), retention, patience_s)
         self._setting = Setting(place, run_id, group, shares, clock)
         self._publisher = Publisher(place)  # only rank zero's does anything
+        self._is_polite = is_polite
+        self._background: Background | None = None
 
     def save(
         self,
@@ -80,6 +89,78 @@ class CheckpointManager:
         check_state(state)
         plan = make_plan(self._setting, tensors, identity=identity, nonce=nonce, kinds=kinds)
         return Save(self._setting, plan, self._publisher).run(tensors, state)
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """Make ready to save tensors like these while training goes on: memory for them, and a process that writes.
+
+        Every rank calls it. Gives the reason why there will be none, equal on all ranks, where a node has no memory for
+        it or nothing to share it by; `begin` then saves while training waits. It may be called again for other tensors.
+        """
+        self.close()
+        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        row = Row()
+        try:
+            pieces = divide(specs, self._setting.weights)[self._setting.group.rank]
+            self._background = Background(self._setting, pieces, is_polite=self._is_polite)
+        except OSError as error:
+            row = failure_row(error)
+        refusal = first_failure(exchange(self._setting.group, row))
+        if refusal is not None:
+            self.close()
+        return refusal
+
+    def begin(
+        self,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        *,
+        identity: Identity,
+        nonce: int,
+        kinds: Sequence[str],
+        at_once: Collection[str],
+    ) -> SaveResult | None:
+        """As `save`, but training goes on meanwhile; every rank calls it. A result only where it is over already.
+
+        `at_once` names the tensors that may change as soon as this returns; the others may after `settle`. From then on
+        every rank calls `go_on` whenever `is_busy` has become False on all ranks, until it gives the result. Tensors of
+        another kind than those `prepare` was given, or without `prepare`, are saved at once.
+        """
+        check_state(state)
+        plan = make_plan(self._setting, tensors, identity=identity, nonce=nonce, kinds=kinds)
+        background = self._background
+        if background is None or not background.fits(plan):
+            return Save(self._setting, plan, self._publisher).run(tensors, state)
+        return background.begin(plan, tensors, state, at_once=at_once)
+
+    @property
+    def is_underway(self) -> bool:
+        """Whether a save has begun that is not over; the same on all ranks."""
+        return self._background is not None and self._background.is_underway
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the save under way has to wait for this rank."""
+        return self._background is not None and self._background.is_busy
+
+    def settle(self) -> None:
+        """Return once all tensors of the last `begin` may change. Any rank, alone; at once if there is no copy."""
+        if self._background is not None:
+            self._background.settle()
+
+    def go_on(self) -> SaveResult | None:
+        """One event further with the save under way, once no rank is busy. Every rank calls it."""
+        assert self._background is not None, "nothing is under way"
+        return self._background.go_on()
+
+    def finish(self) -> SaveResult | None:
+        """Wait for the end of the save under way, if there is one; its result. Every rank calls it."""
+        return self._background.finish() if self._background is not None else None
+
+    def close(self) -> None:
+        """Give memory and process back. What is under way is not awaited, and completed by the next start if it can."""
+        if self._background is not None:
+            self._background.close()
+            self._background = None
 
     def load(self, which: str = "latest") -> Loaded | None:
         """The state that `which` names, every byte verified; every rank calls it and gets the same.
@@ -109,9 +190,14 @@ class CheckpointManager:
         """At the start of a run, before `load`: complete what lacks only its commit, remove what never will be whole.
 
         Every rank calls it, rank zero acts and gets one sentence for each thing it did; the others get none. What the
-        disk refuses is a warning.
+        disk refuses is a warning. Waits for the writers that a killed start of this run has left on this node.
         """
         done: Sentences = []
+        for path in await_writers(self._setting.run_id, patience_s=WRITERS_S):
+            logger.warning(
+                "a writer of an earlier start of this run is still at work after %.0f s: %s", WRITERS_S, path
+            )
+        exchange(self._setting.group, Row())  # on every node
         if self._setting.is_rank_zero:
             self._setting.place.quietly("tidy up", lambda: self._recover(done))
         exchange(self._setting.group, Row())  # nobody looks for a checkpoint before this is over

@@ -45,6 +45,11 @@ _DTYPE = {
 _SPELLING = {dtype: spelling for spelling, dtype in _DTYPE.items()}
 
 
+def dtype_of(spelling: str) -> torch.dtype:
+    """The element type that a part calls by this name."""
+    return _DTYPE[spelling]
+
+
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     """How a tensor stands in a part; TypeError for one that cannot."""
     spelling = _SPELLING.get(tensor.dtype)

@@ -69,7 +69,7 @@ class Publisher:
         self._known: dict[Path, Commit] = {}  # a commit never changes, so each COMMIT.json is read once
 
     def open(self, attempt: Attempt, state: bytes, *, size_bytes: int) -> None:
-        """Make room, the folder, and the statement of intent; OSError where the disk refuses any, and nothing is left."""
+        """Make room, the folder, and the statement of intent; OSError, and nothing left, where the disk refuses."""
         _ensure_directory(self._place.root)
         self._make_room(attempt, int(FREE_MARGIN * (size_bytes + len(state))))
         folder = self._place.folder(attempt)

@@ -43,13 +43,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save went, the same on all ranks but for `seconds`; `error` names the rank and the reason."""
+    """How a save went, the same on all ranks but for the times; `error` names the rank and the reason.
+
+    `seconds` are all that it took, `stall_s` those for which training waited.
+    """
 
     path: Path
     ok: bool
     error: str | None
     bytes: int
     seconds: float
+    stall_s: float
 
 
 @dataclass(frozen=True)
@@ -113,12 +117,13 @@ class Save:
             rows = self._phase(lambda: self._commit(attempt, opening[0], parts), only_zero=True)
             failure = first_failure(rows)
             self._commit_s = self._elapsed() - self._write_s
-        result = SaveResult(plan.directory, failure is None, failure, 0 if failure else size, self._elapsed())
+        seconds = self._elapsed()
+        result = SaveResult(plan.directory, failure is None, failure, 0 if failure else size, seconds, seconds)
         if self._setting.is_rank_zero:
             self._conclude(result)
         if self._error is not None and not isinstance(self._error, (OSError, DamagedError)):
             raise self._error
-        self._check_agreement(opening)
+        check_agreement(plan, opening)
         return result
 
     def _phase(self, action: Callable[[], Row], *, only_zero: bool = False) -> list[Row]:
@@ -159,35 +164,9 @@ class Save:
             self._publisher.retire(attempt)
         elif self._has_created:
             self._publisher.discard(attempt)
-        self._publisher.note(self._history_row(result))
-
-    def _history_row(self, result: SaveResult) -> dict[str, Any]:
-        attempt = self._plan.attempt
-        return {
-            "time_utc": utc_text(int(self._setting.clock())),
-            "run": attempt.run_id,
-            "step": attempt.identity.step,
-            "tier": "persistent",
-            "kinds": "+".join(attempt.kinds),
-            "bytes": result.bytes,
-            "parts": attempt.number_of_parts,
-            "world_size": self._group.world_size,
-            "stall_s": f"{result.seconds:.6f}",  # all of it, as long as saving is synchronous
-            "write_s": f"{self._write_s:.6f}",
-            "commit_s": f"{self._commit_s:.6f}",
-            "duration_s": f"{result.seconds:.6f}",
-            "throughput_MBps": f"{result.bytes / 1e6 / max(result.seconds, 1e-9):.3f}",
-            "result": "ok" if result.ok else "failed",
-            "error": result.error or "",
-        }
-
-    def _check_agreement(self, opening: list[Row]) -> None:
-        different = [rank for rank, row in enumerate(opening) if row.plan != opening[0].plan]
-        if different:
-            raise DisagreementError(
-                f"checkpoint of step {self._plan.attempt.identity.step}: ranks {different} were given another step,"
-                " generation, lineage, nonce, run, kinds, weights or other tensors than rank 0: all must be equal"
-            )
+        now = utc_text(int(self._setting.clock()))
+        row = history_row(attempt, result, now=now, write_s=self._write_s, commit_s=self._commit_s)
+        self._publisher.note(row)
 
     def _elapsed(self) -> float:
         return time.perf_counter() - self._began
@@ -199,6 +178,39 @@ def say(result: SaveResult, *, step: int) -> None:
         logger.info("checkpoint of step %d: %s, %.1f MB", step, result.path, result.bytes / 1e6)
     else:
         logger.warning("checkpoint of step %d failed, the older ones stay: %s", step, result.error)
+
+
+def history_row(
+    attempt: Attempt, result: SaveResult, *, now: str, write_s: float, commit_s: float
+) -> dict[str, Any]:  # fmt: skip
+    """The line about a save in `checkpointHistories.csv`; every rank has written one part."""
+    return {
+        "time_utc": now,
+        "run": attempt.run_id,
+        "step": attempt.identity.step,
+        "tier": "persistent",
+        "kinds": "+".join(attempt.kinds),
+        "bytes": result.bytes,
+        "parts": attempt.number_of_parts,
+        "world_size": attempt.number_of_parts,
+        "stall_s": f"{result.stall_s:.6f}",
+        "write_s": f"{write_s:.6f}",
+        "commit_s": f"{commit_s:.6f}",
+        "duration_s": f"{result.seconds:.6f}",
+        "throughput_MBps": f"{result.bytes / 1e6 / max(result.seconds, 1e-9):.3f}",
+        "result": "ok" if result.ok else "failed",
+        "error": result.error or "",
+    }
+
+
+def check_agreement(plan: Plan, opening: Sequence[Row]) -> None:
+    """Raise DisagreementError where the ranks were given different things to save."""
+    different = [rank for rank, row in enumerate(opening) if row.plan != opening[0].plan]
+    if different:
+        raise DisagreementError(
+            f"checkpoint of step {plan.attempt.identity.step}: ranks {different} were given another step,"
+            " generation, lineage, nonce, run, kinds, weights or other tensors than rank 0: all must be equal"
+        )
 
 
 def _total(specs: Sequence[TensorSpec]) -> int:

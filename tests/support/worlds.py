@@ -9,6 +9,7 @@ come as far as they get without it. {"spoil": "dropout"} draws one random number
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -22,13 +23,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from hetseq.checkpoint import attempts, is_committed, step_of
 from tests.support import toys
 from tests.support.trials import curve, last_state, validations
 
 TASK = f"{Path(__file__)}:Held"
 TOLERANCE = 1e-12
 SAMPLES = 107  # no multiple of a unit of 2 nor of a step of 16: 7 steps an epoch, the last one of 11 samples
-STEPS_OF_EPOCH, EPOCHS, SAVE_EVERY = 7, 5, 4
+STEPS_OF_EPOCH, EPOCHS, SAVE_EVERY = 7, 12, 4
 
 
 class Held(toys.TwoTerms):
@@ -102,7 +104,7 @@ def draw_deaths(draw: random.Random, number: int) -> list[Death]:
     """
     total = STEPS_OF_EPOCH * EPOCHS
     saves = sorted({*range(SAVE_EVERY, total, SAVE_EVERY), *range(STEPS_OF_EPOCH, total + 1, STEPS_OF_EPOCH)})
-    following = {save: after for save, after in zip(saves, saves[1:]) if after - save > 1}
+    following = {save: after for save, after in itertools.pairwise(saves) if after - save > 1}
     borders = [save for save in following if save % STEPS_OF_EPOCH == 0]
     chosen = {draw.choice(borders), draw.choice([save for save in following if save not in borders])}
     chosen |= set(draw.sample([save for save in following if save not in chosen], number - len(chosen)))
@@ -114,23 +116,27 @@ def draw_deaths(draw: random.Random, number: int) -> list[Death]:
 
 
 def draw_weights(draw: random.Random, ranks: int) -> str:
-    """Unequal weights for --balance; one of several ranks may have nothing."""
-    weights = [0]
-    while len({*weights}) < 2 and ranks > 1 or not any(weights):
+    """Weights for --balance of which one is twice another or more; a rank may have nothing."""
+    weights = [1]
+    while max(weights) == 0 or max(weights) < 2 * min(weights):
         weights = [draw.randint(0, 4) for _ in range(ranks)]
     return ",".join(map(str, weights))
 
 
-def has_all_parts(run: Path, step: int) -> bool:
-    """Whether a checkpoint of this step is committed, or lacks nothing but its commit, which the next start gives it."""
-    for folder in (run / "checkpoints").glob(f"step-{step:09d}.*"):
-        if (folder / "COMMIT.json").exists():
-            return True
-        if (folder / "state.json").exists():
-            parts = json.loads((folder / "state.json").read_text())["checkpoint"]["number_of_parts"]
-            if all((folder / f"part-{number:05d}.json").exists() for number in range(parts)):
-                return True
-    return False
+def can_go_on_from(run: Path, step: int) -> bool:
+    """Whether a checkpoint of this step is committed, or lacks nothing but the commit, which the next start adds."""
+    folders = [folder for folder in attempts(run / "checkpoints") if step_of(folder) == step]
+    return any(is_committed(folder) or _is_whole(folder) for folder in folders)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether the state and the manifests of all parts are there to their last byte."""
+    try:
+        state = json.loads((folder / "state.json").read_text())
+        manifests = [json.loads(path.read_text()) for path in folder.glob("part-*.json")]
+    except (OSError, ValueError):
+        return False  # being written
+    return len(manifests) == state["checkpoint"]["number_of_parts"]
 
 
 @dataclass(frozen=True)
@@ -179,7 +185,7 @@ def assert_same_result(found: Result, expected: Result) -> float:
 
 
 def _error(found: Any, expected: Any) -> float:
-    one, other = torch.as_tensor(found).double(), torch.as_tensor(expected).double()
+    one, other = (torch.as_tensor(value, dtype=torch.float64) for value in (found, expected))
     assert one.shape == other.shape
     largest, difference = other.abs().max().item(), (one - other).abs().max().item()
     return difference / largest if largest else difference

@@ -1,0 +1,104 @@
+"""A part's file written from memory: chunk by chunk, its checksums on the way, and few pages of it dirty at any time.
+
+Responsible for: the speed and the manners of one large write. Refuses to know what is written. The one idea: a second
+thread computes checksums while this one writes, since both release the interpreter, and the kernel is asked early to
+write what it has, so that the flush at the end has little left to do and other programs keep their cached files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from hetseq.checkpoint.files import write_all
+from hetseq.checkpoint.records import CHUNK_BYTES
+
+WINDOW_BYTES = 64 << 20  # at most two of these are dirty
+_WRITE_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # flags of sync_file_range
+
+
+class PartWriting:
+    """One new file with the bytes of `image`; `run` may stop at a chunk and be called again to go on.
+
+    The path must not exist. Any OSError is the end of this file: it is not to be used, and never tried again.
+    """
+
+    def __init__(self, path: Path, image: memoryview) -> None:
+        self._image = image
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o600)
+        self._written = 0
+        self._asked = 0  # bytes that the kernel was asked to write
+        self._sums: list[int] = []
+
+    def run(self, should_pause: Callable[[], bool]) -> tuple[int, ...]:
+        """Write until the end, or until `should_pause`; at the end the file is on the disk. CRC-32 of each chunk.
+
+        What it returns counts only if it ran to the end.
+        """
+        is_over = threading.Event()
+        summing = threading.Thread(target=self._sum, args=(is_over,), name="checksums", daemon=True)
+        summing.start()  # with the priority of this thread
+        try:
+            if not self._write(should_pause) and self._descriptor >= 0:
+                os.fsync(self._descriptor)
+                descriptor, self._descriptor = self._descriptor, -1
+                os.close(descriptor)  # NFS reports a full disk here at the latest, so an error counts
+        finally:
+            if self._descriptor >= 0:  # paused, or failed
+                is_over.set()
+            summing.join()
+        return tuple(self._sums)
+
+    def close(self) -> None:
+        """Give back what an unfinished run holds."""
+        self._image.release()
+        if self._descriptor >= 0:
+            with suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _write(self, should_pause: Callable[[], bool]) -> bool:
+        while self._written < len(self._image):
+            chunk = self._image[self._written : self._written + CHUNK_BYTES]
+            write_all(self._descriptor, chunk)
+            self._written += len(chunk)
+            if self._written - self._asked >= WINDOW_BYTES:
+                self._push()
+            if self._written < len(self._image) and should_pause():
+                return True
+        return False
+
+    def _sum(self, is_over: threading.Event) -> None:
+        for begin in range(len(self._sums) * CHUNK_BYTES, len(self._image), CHUNK_BYTES):
+            if is_over.is_set():
+                return
+            self._sums.append(zlib.crc32(self._image[begin : begin + CHUNK_BYTES]))
+
+    def _push(self) -> None:
+        """Have the kernel write the newest window, and wait for the one before."""
+        before, self._asked = self._asked, self._written
+        if _sync_file_range is None:
+            os.fdatasync(self._descriptor)
+        else:
+            _range(self._descriptor, before, self._written - before, _WRITE)
+            if before >= WINDOW_BYTES:
+                _range(self._descriptor, before - WINDOW_BYTES, WINDOW_BYTES, _WRITE_BEFORE | _WRITE | _WAIT_AFTER)
+        if hasattr(os, "posix_fadvise"):
+            done = before if _sync_file_range is not None else self._written
+            os.posix_fadvise(self._descriptor, 0, done, os.POSIX_FADV_DONTNEED)
+
+
+def _range(descriptor: int, offset: int, length: int, flags: int) -> None:
+    assert _sync_file_range is not None
+    if _sync_file_range(descriptor, ctypes.c_int64(offset), ctypes.c_int64(length), ctypes.c_uint(flags)):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+_sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)

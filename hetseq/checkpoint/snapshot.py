@@ -1,0 +1,172 @@
+"""A state as it was after one step, copied aside while the next step computes.
+
+Responsible for: the layout of an arena's image, and the copy of live tensors into it. Refuses to know why a state is
+saved. The one idea: forward and backward never write what an optimizer owns, so parameters and optimizer state may be
+copied in the background until the next `optimizer.step`, which awaits the copy; everything else (buffers, what is not
+trained) is copied before `begin` returns.
+
+The image is laid out once, for tensors of given names, types and shapes: the part's header, then its pieces. CUDA
+tensors go the same way over a stream of their own into the arena's memory, which is registered with the driver so that
+the copies are asynchronous; the next update waits for them on its own stream, not on the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetseq.checkpoint.arena import Arena
+from hetseq.checkpoint.layout import Piece
+from hetseq.checkpoint.part_format import header_bytes, in_file_order
+from hetseq.checkpoint.parts import dtype_of
+
+logger = logging.getLogger(__name__)
+
+
+def image_bytes(pieces: Sequence[Piece]) -> int:
+    """Bytes of the part's file that holds these pieces."""
+    return len(header_bytes(in_file_order(pieces))) + sum(piece.bytes for piece in pieces)
+
+
+class Snapshot:
+    """The image of `pieces` in an arena; taken again and again, always of tensors of the same kind."""
+
+    def __init__(self, arena: Arena, pieces: Sequence[Piece]) -> None:
+        self.pieces, self.arena = in_file_order(pieces), arena
+        header = header_bytes(self.pieces)
+        image = arena.image
+        image[: len(header)] = header
+        self.image_bytes, self._targets = len(header), []
+        for piece in self.pieces:
+            self._targets.append(_view(image, self.image_bytes, piece))
+            self.image_bytes += piece.bytes
+        self._copying: _Copying | None = None
+        self._registered: int | None = None
+
+    def begin(self, tensors: Mapping[str, Tensor], *, at_once: Collection[str], when_whole: Callable[[], None]) -> None:
+        """Copy the tensors that `at_once` names, and begin to copy the others, which stay as they are until `settle`.
+
+        `when_whole` is called once, by another thread, when the image is whole; not if the copy failed.
+        """
+        self.settle()
+        now: list[tuple[Tensor, Tensor]] = []
+        later: list[tuple[Tensor, Tensor]] = []
+        for piece, target in zip(self.pieces, self._targets):
+            source = _elements(tensors[piece.spec.name].detach(), piece)
+            (now if piece.spec.name in at_once else later).append((target, source))
+        _copy(now)
+        is_on_gpu = any(source.is_cuda for _, source in later)
+        if is_on_gpu and self._registered is None:
+            self._registered = _register(self.arena)
+        self._copying = (_CudaCopying if is_on_gpu else _Copying)(later, when_whole)
+
+    def settle(self) -> None:
+        """Return when the tensors may change again. Raises what went wrong in the copy."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.settle()
+
+    def close(self) -> None:
+        """End the copy, whatever becomes of it, and forget the arena."""
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.join()
+        if self._registered is not None:
+            _unregister(self._registered)
+        self._targets.clear()
+
+
+class _Copying:
+    """One copy of tensors in the host's memory, by a thread: torch lets go of the interpreter for all of it."""
+
+    def __init__(self, pairs: list[tuple[Tensor, Tensor]], when_whole: Callable[[], None]) -> None:
+        self._error: BaseException | None = None
+        self._pairs, self._when_whole = pairs, when_whole
+        self._prepare()
+        self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
+        self._thread.start()
+
+    def settle(self) -> None:
+        self.join()
+
+    def join(self) -> None:
+        """Wait for the end of the copy; raises what ended it early."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _prepare(self) -> None:
+        pass
+
+    def _work(self) -> None:
+        _copy(self._pairs)
+
+    def _run(self) -> None:
+        try:
+            self._work()
+            self._when_whole()
+        except BaseException as error:  # raised where the copy is awaited
+            self._error = error
+        finally:
+            self._pairs = []
+
+
+class _CudaCopying(_Copying):
+    """One copy out of a GPU's memory; the host never waits for it, only the GPU's next update does."""
+
+    def _prepare(self) -> None:
+        device = next(source.device for _, source in self._pairs if source.is_cuda)
+        self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            for target, source in self._pairs:
+                target.copy_(source, non_blocking=True)
+            self._done = self._stream.record_event()
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self._stream.device).wait_event(self._done)
+
+    def _work(self) -> None:
+        self._done.synchronize()
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        with torch.no_grad():
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _elements(tensor: Tensor, piece: Piece) -> Tensor:
+    if not piece.is_slice:
+        return tensor.resolve_conj().resolve_neg()
+    return tensor.resolve_conj().resolve_neg().reshape(-1)[piece.begin : piece.end]
+
+
+def _view(image: memoryview, offset: int, piece: Piece) -> Tensor:
+    dtype = dtype_of(piece.spec.dtype)
+    if not piece.bytes:
+        return torch.empty(piece.stored_shape, dtype=dtype)
+    flat = torch.frombuffer(image, dtype=dtype, count=piece.end - piece.begin, offset=offset)
+    return flat.view(piece.stored_shape)
+
+
+def _register(arena: Arena) -> int:
+    """Tell the CUDA driver of the arena, so that copies into it need no second buffer; 0 where it refuses."""
+    whole: Any = (ctypes.c_char * len(arena.image)).from_buffer(arena.image)
+    address = ctypes.addressof(whole)
+    code = torch.cuda.cudart().cudaHostRegister(address, len(arena.image), 0)
+    if int(code) != 0:
+        logger.warning("the driver does not take the snapshot's memory (%s): copies to it are slower", code)
+        return 0
+    return address
+
+
+def _unregister(address: int) -> None:
+    if address:
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,236 @@
+"""The process that writes a rank's checkpoints, so that training does not wait for the disk.
+
+Responsible for: carrying out, one after the other, what the trainer asks for: open an attempt, write the image of an
+arena as a part, commit, conclude. Refuses to know tensors: it must start in a moment and stay small, so nothing here
+imports torch. The one idea: what it needs to know of a part stands in the arena beside the part, so if its trainer is
+killed after the image was whole it finishes the part all the same; whoever starts the run again then finds it.
+
+It speaks JSON lines over its standard input, a socket: requests `write` (an arena and a serial), `go` (the image is
+whole), `hurry`, `commit`, `conclude`, `end`; one answer for each write and each commit. Its stop signals are the
+trainer's affair; it ends when the socket does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hetseq.checkpoint.arena import READY, Arena
+from hetseq.checkpoint.directory import STATE_NAME, manifest_name, part_name
+from hetseq.checkpoint.files import sync_directory
+from hetseq.checkpoint.part_writing import PartWriting
+from hetseq.checkpoint.publishing import Place, Publisher, write_manifest
+from hetseq.checkpoint.reader import patiently
+from hetseq.checkpoint.records import Attempt, Manifest, PartRecord
+from hetseq.checkpoint.recovery import remove_all
+from hetseq.checkpoint.retention import Retention
+from hetseq.processes import ignore_stop_signals
+
+logger = logging.getLogger(__name__)
+
+ARENA_SOURCE = Path("arena")  # what a damaged record is said to come from
+_NICENESS = 10
+_FILLING_S = 600.0  # so long a copy may take
+
+
+def setting_of(place: Place, *, is_polite: bool) -> dict[str, Any]:
+    """The first line that a writer is to hear; a polite one has the lowest claim to the processors until it hurries."""
+    return {
+        "run_directory": str(place.run_directory),
+        "retention": asdict(place.retention),
+        "patience_s": place.patience_s,
+        "is_polite": is_polite,
+    }
+
+
+class Line:
+    """JSON lines over a socket; `has_ended` once the other end is gone."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._received = b""
+        self._requests: deque[dict[str, Any]] = deque()
+        self._sending = threading.Lock()
+        self.has_ended = False
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Tell the other end; nothing happens if it is gone."""
+        with self._sending, suppress(OSError):
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def take(self, timeout_s: float | None) -> dict[str, Any] | None:
+        """The next message; None if none comes in time, or ever."""
+        self.listen(0 if self._requests else timeout_s)
+        return self._requests.popleft() if self._requests else None
+
+    def hears(self, kind: str) -> bool:
+        """Take out one waiting message of this kind, if there is one; never waits."""
+        self.listen(0)
+        for message in self._requests:
+            if message["do"] == kind:
+                self._requests.remove(message)
+                return True
+        return False
+
+    def listen(self, timeout_s: float | None) -> None:
+        """Receive what has come, or comes within this time."""
+        while not self.has_ended and select.select([self._connection], [], [], timeout_s)[0]:
+            try:
+                data = self._connection.recv(1 << 16)
+            except OSError:
+                data = b""
+            self.has_ended = not data
+            *lines, self._received = (self._received + data).split(b"\n")
+            self._requests.extend(json.loads(line) for line in lines)
+            timeout_s = 0
+
+
+class Writer:
+    """Carries out requests in the order in which they come."""
+
+    def __init__(self, line: Line, arenas: list[Arena], place: Place, *, is_polite: bool) -> None:
+        self._line, self._arenas, self._place, self._is_polite = line, arenas, place, is_polite
+        self._publisher = Publisher(place)
+        self._acts = {"write": self._write, "commit": self._commit}
+
+    def serve(self) -> None:
+        """Until the trainer says `end` or is gone, and everything it asked for is done."""
+        while (request := self._line.take(None)) is not None:
+            kind = request["do"]
+            if kind == "end":
+                return
+            if kind == "conclude":
+                self._conclude(request)
+            elif kind in self._acts:
+                self._line.send({"serial": request["serial"], **self._answer(request)})
+
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What became of a request; whatever goes wrong is an answer, for somebody waits for one."""
+        try:
+            return self._acts[request["do"]](request)
+        except OSError as error:
+            name = str(error.filename or "").rpartition("/")[2]
+            return {"errno": error.errno or 0, "strerror": error.strerror or str(error), "file": name}
+        except Exception as error:
+            return {"failed": f"{type(error).__name__}: {error}"}
+
+    def _write(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The part in an arena, its manifest, and on rank zero the attempt's folder before."""
+        began = time.perf_counter()
+        arena, serial = self._arenas[request["slot"]], request["serial"]
+        record = arena.record(serial)
+        attempt = Attempt.from_json(record["attempt"], source=ARENA_SOURCE)
+        folder, index = self._place.folder(attempt), record["part"]
+        if request.get("again"):
+            self._remove_leftovers(folder, index, is_opener=record["state"] is not None)
+        if record["state"] is not None:
+            self._publisher.open(attempt, record["state"].encode(), size_bytes=record["size_bytes"])
+        else:
+            patiently(lambda: sync_directory(folder), patience_s=self._place.patience_s)
+        self._await_image(arena, serial)
+        writing = PartWriting(folder / part_name(index), arena.image[: record["image_bytes"]])
+        try:
+            crc32 = self._write_politely(writing)
+        finally:
+            writing.close()
+        digest = write_manifest(
+            folder, Manifest(attempt, record["state_sha256"], index, record["image_bytes"], crc32)
+        )  # fmt: skip
+        arena.mark_written(serial)
+        return {"bytes": record["image_bytes"], "sha256": digest, "seconds": time.perf_counter() - began}
+
+    def _remove_leftovers(self, folder: Path, index: int, *, is_opener: bool) -> None:
+        """What a writer that died has left of this part: nobody has been told that it is there."""
+        if is_opener and not (folder / STATE_NAME).exists():
+            remove_all([folder])
+        for name in (part_name(index), manifest_name(index)):
+            with suppress(FileNotFoundError):
+                os.unlink(folder / name)
+
+    def _await_image(self, arena: Arena, serial: int) -> None:
+        deadline = time.monotonic() + _FILLING_S
+        while arena.status != (READY, serial):
+            if self._line.has_ended and arena.status != (READY, serial):
+                raise OSError(0, "the trainer ended before its copy was whole")
+            if time.monotonic() > deadline:
+                raise OSError(0, f"the copy was not whole after {_FILLING_S:.0f} s")
+            self._line.listen(0.05)
+            self._line.hears("go")
+
+    def _write_politely(self, writing: PartWriting) -> tuple[int, ...]:
+        """Write in a thread of low priority, until told to hurry: a priority once lowered cannot be raised again."""
+        if not self._is_polite:
+            return writing.run(lambda: False)
+        outcome: list[BaseException] = []
+        thread = threading.Thread(target=self._write_niced, args=(writing, outcome), name="polite", daemon=True)
+        thread.start()
+        thread.join()
+        if outcome:
+            raise outcome[0]
+        return writing.run(lambda: False)  # what is left of it
+
+    def _write_niced(self, writing: PartWriting, outcome: list[BaseException]) -> None:
+        try:
+            with suppress(OSError, AttributeError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            writing.run(lambda: self._line.hears("hurry"))
+        except BaseException as error:
+            outcome.append(error)
+
+    def _commit(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        began = time.perf_counter()
+        attempt = Attempt.from_json(request["attempt"], source=ARENA_SOURCE)
+        parts = [PartRecord(size, digest) for size, digest in request["parts"]]
+        self._publisher.commit(
+            attempt, state_sha256=request["state_sha256"], state_bytes=request["state_bytes"], parts=parts
+        )  # fmt: skip
+        return {"seconds": time.perf_counter() - began}
+
+    def _conclude(self, request: Mapping[str, Any]) -> None:
+        """What follows from a save that succeeded, or failed; a fault here spoils nothing."""
+        attempt = Attempt.from_json(request["attempt"], source=ARENA_SOURCE)
+        if request["ok"]:
+            self._publisher.retire(attempt)
+        else:
+            self._publisher.discard(attempt)
+        self._publisher.note(request["row"])
+
+
+class _Forward(logging.Handler):
+    """Has the trainer log what this process has to say."""
+
+    def __init__(self, line: Line) -> None:
+        super().__init__()
+        self._line = line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._line.send({"log": record.levelno, "text": record.getMessage()})
+
+
+def main() -> None:
+    """The life of the process; its first line says where it works and which descriptors are its arenas."""
+    ignore_stop_signals()
+    line = Line(socket.socket(fileno=os.dup(0)))
+    logging.getLogger().addHandler(_Forward(line))
+    logging.getLogger().setLevel(logging.INFO)
+    setting = line.take(None)
+    if setting is None:
+        return
+    place = Place(Path(setting["run_directory"]), Retention(**setting["retention"]), setting["patience_s"])
+    arenas = [Arena(descriptor, None) for descriptor in setting["arenas"]]
+    line.send({"started": os.getpid()})
+    Writer(line, arenas, place, is_polite=setting["is_polite"]).serve()
+    sys.stdout.flush()
+    os._exit(0)  # nothing to tear down, and the arenas' maps may still be looked into
