@@ -45,7 +45,8 @@ class CheckpointManager:
 
     `weights` are the relative bytes each rank writes (default: equal). `patience_s` is how long a rank waits for a file
     that another rank says is there, as network file systems show new files late. `clock` gives seconds since 1970 and
-    only labels things. With `is_polite` what writes in the background leaves the processors to others. A rank that dies during a collective method surfaces as the group's own exception.
+    only labels things. With `is_polite` what writes in the background leaves the processors to others. A rank that dies
+    during a collective method surfaces as the group's own exception.
     """
 
     def __init__(

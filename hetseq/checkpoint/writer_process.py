@@ -33,8 +33,9 @@ _PROGRAM = "import importlib, sys; sys.path.append(sys.argv[1]); importlib.impor
 class WriterProcess:
     """A process that runs `main` of `module`, started at once and again whenever it has died.
 
-    Its first line is `setting`; `descriptors`, of arenas, are open in it under the same numbers. Requests are dictionaries with "do" and "serial"; one is open at a time, and `answer` gives its answer. May be used
-    by two threads, of which one only calls `say`.
+    Its first line is `setting`; `descriptors`, of arenas, are open in it under the same numbers. Requests are
+    dictionaries with "do" and "serial"; one is open at a time, and `answer` gives its answer. May be used by two
+    threads, of which one only calls `say`.
     """
 
     def __init__(self, module: str, setting: Mapping[str, Any], descriptors: Sequence[int]) -> None:
