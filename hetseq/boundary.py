@@ -25,7 +25,7 @@ from hetseq.pace import Shift
 from hetseq.plan import StepPlan
 from hetseq.replica_check import ReplicaCheck
 from hetseq.run_directory import RunDirectory, StatusFile
-from hetseq.saving import Saver, draw_nonce
+from hetseq.saving import Saved, Saver, draw_nonce
 from hetseq.sharing import Sharing
 from hetseq.validation import Validator
 
@@ -87,10 +87,16 @@ class RunBoundary:
         """The name of the checkpoint that may follow this step."""
         return draw_nonce()
 
+    def is_writing(self) -> bool:
+        """Whether this rank still writes its part of a checkpoint that was begun after an earlier step."""
+        return self._saver.is_writing()
+
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
         """Report the step, compare the replicas, validate and save if due. Every rank calls it."""
         state, outcome, plan = controller.state, result.outcome, result.plan
         self._report(controller, result)
+        self._saver.prepare_early()
+        self._tell(self._saver.go_on(is_anyone_writing=outcome.writing))
         replicas = self._replicas
         if replicas is not None and replicas.is_due(plan.step):
             replicas.check(plan.step, plan.shares)
@@ -100,19 +106,23 @@ class RunBoundary:
             controller.replica.buffers.synchronise_(result.plan.shares)
             # a run that is made longer later has the best checkpoint of one that never ended here
             is_best = self._validate(controller, result.plan.epoch, counts=is_due)
+        is_stopping = bool(outcome.wish & Wish.STOP)
         kinds = self._saver.kinds_due(
             state,
             epoch_ended=result.plan.epoch if result.plan.ends_epoch else None,
             is_best=is_best,
             is_overdue=outcome.save,
-            is_stopping=bool(outcome.wish & Wish.STOP),
+            is_stopping=is_stopping,
             ends_run=ends_run,
         )
         if kinds:
             if replicas is not None and not replicas.is_due(plan.step):  # else compared above
                 replicas.check(plan.step, plan.shares)  # so that a checkpoint can always be gone back to
             controller.replica.buffers.synchronise_(result.plan.shares)
-            self._save(state, kinds, outcome.nonce)
+            is_last = ends_run or is_stopping
+            self._tell(self._saver.save(state, nonce=outcome.nonce, kinds=kinds, is_last=is_last))
+        elif ends_run or is_stopping:
+            self._tell(self._saver.finish())
 
     def _report(self, controller: Controller, result: StepResult) -> None:
         plan, outcome = result.plan, result.outcome
@@ -176,13 +186,20 @@ class RunBoundary:
             state.best = value
         return is_better
 
-    def _save(self, state: TrainingState, kinds: list[str], nonce: int) -> None:
-        result = self._saver.save(state, nonce=nonce, kinds=kinds)
-        fields = {"step": state.position.step - 1, "kinds": kinds, "bytes": result.bytes, "seconds": result.seconds}
-        if result.ok:
-            self._metrics.event("save", path=str(result.path), **fields)
-        else:
-            self._metrics.event("save_failed", error=result.error, **fields)  # its writer has said it by now
+    def _tell(self, saves: list[Saved]) -> None:
+        for saved in saves:
+            result = saved.result
+            fields = {
+                "step": saved.step,
+                "kinds": saved.kinds,
+                "bytes": result.bytes,
+                "seconds": result.seconds,
+                "stall_seconds": result.stall_s,
+            }
+            if result.ok:
+                self._metrics.event("save", path=str(result.path), **fields)
+            else:
+                self._metrics.event("save_failed", error=result.error, **fields)  # its writer has said it by now
 
 
 def _shift_fields(shift: Shift) -> dict[str, Any]:

@@ -81,6 +81,7 @@ class CommitRow:
     wish: Wish
     save: bool  # rank zero: a checkpoint is due after this step
     nonce: int  # rank zero: names the attempt of that checkpoint
+    writing: bool = False  # this rank still writes its part of the checkpoint under way
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class RowFormat:
 
     def pack(self, row: CommitRow) -> Words:
         *seconds, memory_bytes, memory_limit_bytes = astuple(row.measured)
-        flags = int(row.wish) | int(row.save) << 8
+        flags = int(row.wish) | int(row.save) << 8 | int(row.writing) << 9
         integers = [row.digest, int(row.vote), row.next_samples, flags, row.nonce, memory_bytes, memory_limit_bytes]
         bits = np.zeros(-(-self.parameters // 64) * 64, np.uint8)
         bits[: self.parameters] = row.used
@@ -122,8 +123,9 @@ class RowFormat:
             used=bits[: self.parameters].astype(np.bool_),
             measured=Measured(*floats[:_FLOATS], *memory_bytes),
             wish=Wish(flags & 0xFF),
-            save=bool(flags >> 8),
+            save=bool(flags >> 8 & 1),
             nonce=nonce,
+            writing=bool(flags >> 9 & 1),
         )
 
 
@@ -137,6 +139,7 @@ class Outcome:
     wish: Wish
     save: bool
     nonce: int
+    writing: bool  # some rank still writes its part of the checkpoint under way
     next_counts: tuple[float, ...] | None  # None unless every sample of the next step was counted
     rows: tuple[CommitRow, ...]
 
@@ -167,6 +170,7 @@ def resolve(rows: Sequence[CommitRow], *, next_samples: int) -> Outcome:
         wish=wish,
         save=rows[0].save,
         nonce=rows[0].nonce,
+        writing=any(row.writing for row in rows),
         next_counts=add_in_rank_order([row.next_counts for row in rows]) if is_counted else None,
         rows=tuple(rows),
     )

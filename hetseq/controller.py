@@ -89,6 +89,10 @@ class Boundary(Protocol):
 
     def draw_nonce(self) -> int: ...
 
+    def is_writing(self) -> bool:
+        """Whether this rank still writes its part of a checkpoint that was begun after an earlier step."""
+        ...
+
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None: ...
 
 
@@ -243,6 +247,7 @@ class Controller:
             wish=self._wish(),
             save=self._boundary.is_due(state),
             nonce=self._boundary.draw_nonce(),
+            writing=self._boundary.is_writing(),
         )
         rows = self.group.all_gather_rows(self._format.pack(row))
         next_size = self.planner.plan(plan.next_position()).size

@@ -56,6 +56,10 @@ class Replica:
         """`model_tensors` of the model."""
         return model_tensors(self.model)
 
+    def changed_by_forward(self) -> set[str]:
+        """The names in `model_tensors` of what an update does not wait for: buffers, and what is not trained."""
+        return self.model_tensors().keys() - {f"model.{name}" for name in self._names.values()}
+
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """`load_model_` into the model."""
         load_model_(self.model, tensors)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from hetseq.checkpoint import CheckpointManager, Identity, Loaded, SaveResult
 from hetseq.commit import parse_lineage
 from hetseq.config import CheckpointConfig
@@ -25,6 +27,7 @@ from hetseq.sharing import Sharing
 logger = logging.getLogger(__name__)
 
 STATE_VERSION = 1
+_LARGE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,20 @@ class Provenance:
     batch: GlobalBatch
 
 
+@dataclass(frozen=True)
+class Saved:
+    """The end of a save of the state after `step`; `result` is that of this rank's directory."""
+
+    step: int
+    kinds: list[str]
+    result: SaveResult
+
+
 class Saver:
-    """Decides when a checkpoint is due and writes it; one per rank, and all ranks save together."""
+    """Decides when a checkpoint is due and has it written; one per rank, and all ranks save together.
+
+    A save goes on while the next steps are trained: `save` begins it, and `go_on` after each later step ends it.
+    """
 
     def __init__(
         self,
@@ -58,13 +73,22 @@ class Saver:
         self._manager, self._config, self._provenance, self._replica = manager, config, provenance, replica
         self._sharing, self._generation, self._now = sharing, generation, now
         self._last_s = now()
+        self._is_prepared = False
+        self._underway: tuple[int, list[str]] | None = None  # step and kinds; the same on all ranks
+        self._result: SaveResult | None = None  # of the save under way in this rank's directory, once it is known
+        self._hook = replica.optimizer.register_step_pre_hook(self._before_update)
         self.last_step = 0  # the newest step that some directory group has committed, or that was resumed from
         self.last_error: str | None = None  # of the last save into the directory of this rank
 
     def is_overdue(self) -> bool:
-        """Rank zero's clock: --persistent-time-interval has passed since the last save."""
+        """Rank zero's clock: --persistent-time-interval has passed since the last save, which is over."""
         interval = self._config.persistent_time_interval
-        return bool(interval) and not self._config.no_save and self._now() - self._last_s >= interval
+        is_free = self._underway is None and not self._config.no_save
+        return bool(interval) and is_free and self._now() - self._last_s >= interval
+
+    def is_writing(self) -> bool:
+        """Whether this rank still writes its part of the save under way."""
+        return self._manager.is_busy
 
     def kinds_due(
         self, state: TrainingState, *, epoch_ended: int | None, is_best: bool, is_overdue: bool, is_stopping: bool,
@@ -87,25 +111,90 @@ class Saver:
         }
         return [kind for kind, holds in reasons.items() if holds]
 
-    def save(self, state: TrainingState, *, nonce: int, kinds: list[str]) -> SaveResult:
-        """Write the state into every run directory; collective. A failure of this rank's one is in the result."""
-        tensors = self._replica.model_tensors()
-        numbers: dict[str, Any] | None = None
-        if not self._config.no_save_optimizer_state:
-            optimizer_tensors, numbers = self._replica.optimizer_tensors()
-            tensors.update(optimizer_tensors)
+    def prepare_early(self) -> None:
+        """Get the memory for a large state before it is needed; after each step, collective the first time.
+
+        A small one is prepared in a moment, and many short runs never save but at their end.
+        """
+        if not self._is_prepared and not self._config.no_save and self._replica.state_bytes() >= _LARGE_BYTES:
+            self._prepare(self._content()[0])
+
+    def save(self, state: TrainingState, *, nonce: int, kinds: list[str], is_last: bool) -> list[Saved]:
+        """Begin to write the state into every run directory, once an earlier save is over; collective.
+
+        Gives the saves that are over now: with `is_last` this one too. A failure of this rank's one is in its result.
+        """
+        over = self.finish()
+        tensors, numbers = self._content()
+        if not is_last and not self._is_prepared:
+            self._prepare(tensors)
         step = state.position.step - 1
         identity = Identity(step=step, generation=self._generation, lineage=str(state.lineage))
-        described = describe(state, self._provenance, numbers)
         self._lend_patience()
-        result = self._manager.save(tensors, described, identity=identity, nonce=nonce, kinds=kinds)
-        # Awaited here, where all are patient: the next collective is one of a step, whose deadline is short.
-        has_committed = self._sharing.gather([result.ok])[:, 0]
+        self._underway, self._result = (step, kinds), None
+        result = self._manager.begin(
+            tensors, describe(state, self._provenance, numbers), identity=identity, nonce=nonce, kinds=kinds,
+            at_once=self._replica.changed_by_forward(),
+        )  # fmt: skip
         self._last_s = self._now()
-        self.last_error = result.error
-        if has_committed.any():
+        over += self._take(result)
+        return over + self.finish() if is_last else over
+
+    def go_on(self, *, is_anyone_writing: bool) -> list[Saved]:
+        """After each step: one event further with the save under way, unless a rank still writes. Collective."""
+        if self._underway is None or is_anyone_writing:
+            return []
+        self._lend_patience()
+        return self._take(self._manager.go_on() if self._manager.is_underway else None)
+
+    def finish(self) -> list[Saved]:
+        """Wait for the end of the save under way, if there is one. Collective."""
+        if self._underway is None:
+            return []
+        self._lend_patience()
+        return self._take(self._manager.finish() if self._manager.is_underway else None)
+
+    def close(self) -> None:
+        """Give memory and processes back; the writers finish what is under way, if they can."""
+        self._hook.remove()
+        self._manager.close()
+
+    def _take(self, result: SaveResult | None) -> list[Saved]:
+        """The save under way, if it is over in every directory now; `result`: it just ended in this one. Collective."""
+        self._result = self._result or result
+        own = self._result
+        is_over, has_committed = own is not None, own is not None and own.ok
+        if self._sharing.count > 1:
+            # Awaited here, where all are patient: the next collective is one of a step, whose deadline is short.
+            ends = self._sharing.gather([is_over, has_committed])
+            is_over, has_committed = bool(ends[:, 0].all()), bool(ends[:, 1].any())
+        if not is_over:
+            return []
+        assert own is not None
+        assert self._underway is not None
+        (step, kinds), self._underway = self._underway, None
+        self.last_error = own.error
+        if has_committed:
             self.last_step = step
-        return result
+        return [Saved(step, kinds, own)]
+
+    def _content(self) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        """What is saved of the replica: tensors by name, live, and the optimizer's numbers, if they are."""
+        tensors = self._replica.model_tensors()
+        if self._config.no_save_optimizer_state:
+            return tensors, None
+        optimizer_tensors, numbers = self._replica.optimizer_tensors()
+        return {**tensors, **optimizer_tensors}, numbers
+
+    def _prepare(self, tensors: Mapping[str, Tensor]) -> None:
+        self._is_prepared = True
+        self._lend_patience()
+        refusal = self._manager.prepare(tensors)
+        if refusal is not None and self._sharing.is_writer:
+            logger.warning("training waits while a checkpoint is written: no memory to copy it to (%s)", refusal)
+
+    def _before_update(self, *_: Any) -> None:
+        self._manager.settle()
 
     def keep(self, received: Loaded | None) -> None:
         """Write a checkpoint that came from another directory into this one; None: nothing came. Collective.

@@ -72,6 +72,7 @@ class Session:
         return has_ended
 
     def close(self) -> None:
+        self.saver.close()
         self.controller.loader.close()
         self.controller.replica.reducer.close()
 
