@@ -60,7 +60,9 @@ class Background:
         try:
             self._snapshot = Snapshot(self._arena, pieces)
             self._writer = WriterProcess(
-                "hetseq.checkpoint.writer", setting_of(setting.place, is_polite=is_polite), [self._arena.descriptor]
+                "hetseq.checkpoint.writer",
+                setting_of(setting.place, [self._arena], is_polite=is_polite),
+                [self._arena.descriptor],
             )
         except BaseException:
             self._arena.close(unlink=True)

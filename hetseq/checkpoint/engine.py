@@ -163,14 +163,26 @@ class CheckpointManager:
             self._background.close()
             self._background = None
 
-    def load(self, which: str = "latest") -> Loaded | None:
+    def load(
+        self,
+        which: str = "latest",
+        *,
+        into: Mapping[str, Tensor] | None = None,
+        fits: Callable[[Loaded], bool] | None = None,
+    ) -> Loaded | None:
         """The state that `which` names, every byte verified; every rank calls it and gets the same.
 
         "latest" is the newest checkpoint that verifies, or None where there is none at all; "best"; a step number; or a
         path: the folder of a checkpoint, or of another run, meaning that run's latest. Raises CheckpointRefused on all
         ranks where nothing can be loaded, which includes damage to a checkpoint that was named outright.
+
+        A tensor whose name is in `into`, with equal shape and type and as contiguous memory of the CPU, is read into
+        that memory, and is `into[name]` in the result; the others get memory of their own. `fits` is asked before a
+        checkpoint's tensors are read, with a Loaded whose tensors have shapes and types alone (device "meta"), and
+        False leaves `into` out of it. Where this raises, and under names that the result lacks, `into` may hold what
+        nobody has verified: do not go on with it. Where this gives None, `into` is as it was.
         """
-        return Load(self._setting, which).run()
+        return Load(self._setting, which, into=into or {}, fits=fits).run()
 
     def list(self) -> Commits:
         """All commits of this run, newest first, believed but not verified. Any rank, alone."""

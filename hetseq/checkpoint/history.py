@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,15 @@ COLUMNS = (
 )
 
 
-def append_history(path: Path, row: dict[str, Any]) -> None:
-    """Add one line (rank zero only); keys outside COLUMNS are a programming error, OSError is the disk's answer."""
+def append_history(path: Path, row: dict[str, Any], *, columns: Sequence[str] = COLUMNS) -> None:
+    """Add one line (rank zero only); keys outside `columns` are a programming error, OSError is the disk's answer."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o600)
     try:
         end = _cut_torn_line(descriptor)
-        text = _line(row)
+        text = _line(row, columns)
         if end == 0:
-            text = _line(dict(zip(COLUMNS, COLUMNS))) + text
+            text = _line(dict(zip(columns, columns)), columns) + text
         write_all(descriptor, text.encode())
     finally:
         os.close(descriptor)
@@ -75,9 +76,9 @@ def _cut_torn_line(descriptor: int) -> int:
     return end
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: dict[str, Any], columns: Sequence[str]) -> str:
     # an error's text may hold line feeds; a line of this file must not
     plain = {key: " ".join(value.split()) if isinstance(value, str) else value for key, value in row.items()}
     buffer = io.StringIO()
-    csv.DictWriter(buffer, COLUMNS, restval="", extrasaction="raise", lineterminator="\n").writerow(plain)
+    csv.DictWriter(buffer, columns, restval="", extrasaction="raise", lineterminator="\n").writerow(plain)
     return buffer.getvalue()

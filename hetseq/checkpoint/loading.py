@@ -3,20 +3,26 @@
 Responsible for the order of events of one load. The one idea: rank zero proposes a commit whose small files agree; all
 ranks, rank zero included, read it with every checksum and gather how it went; one rank's failure makes all pass over
 that commit, so the ranks cannot go on from different checkpoints.
+
+Tensors are read straight into memory that the caller lends, as far as it is fit for that. So that memory has been
+written to before the last checksum is known, and it is the caller who must not go on with it where a load fails.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hetseq.checkpoint.choice import NOWHERE, Choice, choose, describe, locate, none_verifies
 from hetseq.checkpoint.directory import part_name, read_commit
-from hetseq.checkpoint.parts import allocate, read_part
+from hetseq.checkpoint.layout import TensorSpec
+from hetseq.checkpoint.parts import allocate, can_be_filled, read_part
 from hetseq.checkpoint.reader import Inspected, inspect, patiently, reason_of, verify
 from hetseq.checkpoint.records import DamagedError, Identity
 from hetseq.checkpoint.rows import Row, exchange, failure_row, first_failure
@@ -30,7 +36,7 @@ _REMEDY = "name another checkpoint, or restore its files from a copy"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A verified state. Tensors are contiguous, on the CPU, and nobody else's.
+    """A verified state. Tensors are contiguous, on the CPU, and nobody else's, but for those that the caller lent.
 
     `skipped` says in sentences which newer checkpoints were passed over: all of them on rank zero, on other ranks those
     that failed while all were reading.
@@ -47,11 +53,14 @@ class Loaded:
 
 
 class Load:
-    """One load on one rank."""
+    """One load on one rank; `into` and `fits` as in `CheckpointManager.load`."""
 
-    def __init__(self, setting: Setting, which: str) -> None:
+    def __init__(
+        self, setting: Setting, which: str, *, into: Mapping[str, Tensor], fits: Callable[[Loaded], bool] | None
+    ) -> None:
         self._setting = setting
         self._which = which
+        self._into, self._fits = into, fits
         self._skipped: list[str] = []
         self._choice: Choice | None = None
         self._refusal: CheckpointError | None = None
@@ -146,19 +155,24 @@ class Load:
         patience_s = 0.0 if self._setting.is_rank_zero else self._setting.patience_s
         inspected = patiently(look, patience_s=patience_s)
         commit = inspected.commit
-        run_id, nonce = commit.attempt.run_id, commit.attempt.nonce
-        return Loaded(
-            read(inspected), inspected.state, commit.identity, commit.kinds, path, self._skipped, run_id, nonce
-        )
+        outline = Loaded(
+            allocate(inspected.specs, device="meta"), inspected.state, commit.identity, commit.kinds, path,
+            self._skipped, commit.attempt.run_id, commit.attempt.nonce,
+        )  # fmt: skip
+        may_fill = self._fits is None or self._fits(outline)
+        return replace(outline, tensors=read(inspected, self._into if may_fill else {}))
 
     def _skip(self, sentence: str) -> None:
         self._skipped.append(sentence)
         logger.warning("rank %d: %s", self._setting.group.rank, sentence)
 
 
-def read(inspected: Inspected) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name, contiguous and on the CPU; DamagedError where a byte is not what it was."""
-    tensors = allocate(inspected.specs)
+def read(inspected: Inspected, into: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by name, contiguous and on the CPU; DamagedError where a byte is not what it was.
+
+    Those that are fit for it are the ones of `into`; where this raises, they hold what nobody has verified.
+    """
+    tensors = _targets(inspected.specs, into)
     directory = inspected.commit.path
     for index, (manifest, header) in enumerate(zip(inspected.manifests, inspected.headers)):
         try:
@@ -166,3 +180,18 @@ def read(inspected: Inspected) -> dict[str, Tensor]:
         except (OSError, EOFError) as error:
             raise DamagedError(f"{part_name(index)}: {reason_of(error)}") from None
     return tensors
+
+
+def _targets(specs: Sequence[TensorSpec], into: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Memory for each tensor: that of `into` where it can be filled, else new."""
+    outlines = allocate(specs, device="meta")
+    lent = {name: into[name] for name, like in outlines.items() if name in into and can_be_filled(into[name], like)}
+    # two threads must not fill the same bytes: of tensors that share memory only the first is filled
+    filled, reached = {}, 0
+    for name, tensor in sorted(lent.items(), key=lambda item: item[1].data_ptr()):
+        if tensor.data_ptr() >= reached:
+            filled[name] = tensor
+            reached = tensor.data_ptr() + tensor.nbytes
+    increment_version(list(filled.values()))  # as torch does wherever it writes into a tensor
+    memory = filled | allocate(spec for spec in specs if spec.name not in filled)
+    return {spec.name: memory[spec.name] for spec in specs}

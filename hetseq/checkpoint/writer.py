@@ -21,20 +21,19 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hetseq.checkpoint.arena import READY, Arena
+from hetseq.checkpoint.arena import READY, WRITTEN, Arena
 from hetseq.checkpoint.directory import STATE_NAME, manifest_name, part_name
-from hetseq.checkpoint.files import sync_directory
+from hetseq.checkpoint.files import sync_directory, write_new
 from hetseq.checkpoint.part_writing import PartWriting
 from hetseq.checkpoint.publishing import Place, Publisher, write_manifest
 from hetseq.checkpoint.reader import patiently
 from hetseq.checkpoint.records import Attempt, Manifest, PartRecord
-from hetseq.checkpoint.recovery import remove_all
 from hetseq.checkpoint.retention import Retention
 from hetseq.processes import ignore_stop_signals
 
@@ -45,9 +44,10 @@ _NICENESS = 10
 _FILLING_S = 600.0  # so long a copy may take
 
 
-def setting_of(place: Place, *, is_polite: bool) -> dict[str, Any]:
+def setting_of(place: Place, arenas: Sequence[Arena], *, is_polite: bool) -> dict[str, Any]:
     """The first line that a writer is to hear; a polite one has the lowest claim to the processors until it hurries."""
     return {
+        "paths": [str(arena.path) for arena in arenas],
         "run_directory": str(place.run_directory),
         "retention": asdict(place.retention),
         "patience_s": place.patience_s,
@@ -133,10 +133,11 @@ class Writer:
         record = arena.record(serial)
         attempt = Attempt.from_json(record["attempt"], source=ARENA_SOURCE)
         folder, index = self._place.folder(attempt), record["part"]
-        if request.get("again"):
-            self._remove_leftovers(folder, index, is_opener=record["state"] is not None)
+        is_again = bool(request.get("again"))
+        if is_again:
+            _remove_leftovers(folder, index)
         if record["state"] is not None:
-            self._publisher.open(attempt, record["state"].encode(), size_bytes=record["size_bytes"])
+            self._open(attempt, record, is_again=is_again)
         else:
             patiently(lambda: sync_directory(folder), patience_s=self._place.patience_s)
         self._await_image(arena, serial)
@@ -151,18 +152,21 @@ class Writer:
         arena.mark_written(serial)
         return {"bytes": record["image_bytes"], "sha256": digest, "seconds": time.perf_counter() - began}
 
-    def _remove_leftovers(self, folder: Path, index: int, *, is_opener: bool) -> None:
-        """What a writer that died has left of this part: nobody has been told that it is there."""
-        if is_opener and not (folder / STATE_NAME).exists():
-            remove_all([folder])
-        for name in (part_name(index), manifest_name(index)):
-            with suppress(FileNotFoundError):
-                os.unlink(folder / name)
+    def _open(self, attempt: Attempt, record: Mapping[str, Any], *, is_again: bool) -> None:
+        content, folder = record["state"].encode(), self._place.folder(attempt)
+        if not (is_again and folder.is_dir()):
+            self._publisher.open(attempt, content, size_bytes=record["size_bytes"])
+            return
+        # the folder of the writer that died stays, for other ranks may have written into it already
+        with suppress(FileNotFoundError):
+            os.unlink(folder / STATE_NAME)
+        write_new(folder / STATE_NAME, content)
 
     def _await_image(self, arena: Arena, serial: int) -> None:
         deadline = time.monotonic() + _FILLING_S
-        while arena.status != (READY, serial):
-            if self._line.has_ended and arena.status != (READY, serial):
+        whole = [(READY, serial), (WRITTEN, serial)]  # the latter by a writer that died before it could say so
+        while arena.status not in whole:
+            if self._line.has_ended and arena.status not in whole:
                 raise OSError(0, "the trainer ended before its copy was whole")
             if time.monotonic() > deadline:
                 raise OSError(0, f"the copy was not whole after {_FILLING_S:.0f} s")
@@ -208,6 +212,13 @@ class Writer:
         self._publisher.note(request["row"])
 
 
+def _remove_leftovers(folder: Path, index: int) -> None:
+    """What a writer that died has left of this part: nobody has been told that it is there."""
+    for name in (part_name(index), manifest_name(index)):
+        with suppress(FileNotFoundError):
+            os.unlink(folder / name)
+
+
 class _Forward(logging.Handler):
     """Has the trainer log what this process has to say."""
 
@@ -232,5 +243,9 @@ def main() -> None:
     arenas = [Arena(descriptor, None) for descriptor in setting["arenas"]]
     line.send({"started": os.getpid()})
     Writer(line, arenas, place, is_polite=setting["is_polite"]).serve()
+    if line.has_ended:  # without a word: the trainer was killed, and has left its arenas to us
+        for path in setting["paths"]:
+            with suppress(OSError):
+                os.unlink(path)
     sys.stdout.flush()
     os._exit(0)  # nothing to tear down, and the arenas' maps may still be looked into
