@@ -13,12 +13,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from hetseq.checkpoint import Identity, Loaded
+from hetseq.checkpoint.parts import can_be_filled
 from hetseq.metrics import row_key
 from hetseq.run_directory import RunDirectory, replace_file
 from hetseq.sharing import Sharing, send_bytes, send_tensor
@@ -30,23 +32,45 @@ _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(val
 _Key = Callable[[int, Mapping[str, Any]], Any]
 
 
-def send_checkpoint(sharing: Sharing, loaded: Loaded | None, *, source: int, has_it: bool) -> Loaded:
+def send_checkpoint(
+    sharing: Sharing,
+    loaded: Loaded | None,
+    *,
+    source: int,
+    has_it: bool,
+    into: Mapping[str, torch.Tensor] | None = None,
+    fits: Callable[[Loaded], bool] | None = None,
+) -> Loaded:
     """The checkpoint that rank `source` has loaded, on every rank; collective.
 
-    Who has the same one (`has_it`) keeps it as it is; for anybody else `loaded` is nothing, and memory for it is taken
-    tensor by tensor.
+    Who has the same one (`has_it`) keeps it as it is. For anybody else `loaded` is nothing; memory for it is that of
+    `into`, with `fits` as in `CheckpointManager.load`, or is taken tensor by tensor.
     """
     is_source = sharing.whole.rank == source
     head = _describe(loaded) if is_source and loaded is not None else {}
     head = json.loads(send_bytes(sharing.whole, json.dumps(head).encode(), source=source))
+    outline = _outline(head)
+    may_fill = not has_it and (fits is None or fits(outline))
+    lent = into if into is not None and may_fill else {}
     tensors = {}
-    for name, dtype, shape in head["tensors"]:
-        tensor = loaded.tensors[name] if is_source and loaded else torch.empty(shape, dtype=_DTYPES[dtype])
-        send_tensor(sharing.whole, tensor, source=source)
+    for name, like in outline.tensors.items():
+        if is_source and loaded is not None:
+            tensor = loaded.tensors[name]
+        elif name in lent and can_be_filled(lent[name], like):
+            tensor = lent[name]
+        else:
+            tensor = torch.empty_like(like, device="cpu")
+        send_tensor(sharing.whole, tensor.detach(), source=source)
         if not has_it:
             tensors[name] = tensor
     if has_it and loaded is not None:
         return loaded
+    return replace(outline, tensors=tensors)
+
+
+def _outline(head: Mapping[str, Any]) -> Loaded:
+    """What `_describe` described; of the tensors the shapes and types alone."""
+    tensors = {name: torch.empty(shape, dtype=_DTYPES[dtype], device="meta") for name, dtype, shape in head["tensors"]}
     identity, kinds, path = Identity(**head["identity"]), tuple(head["kinds"]), Path(head["path"])
     return Loaded(tensors, head["state"], identity, kinds, path, [], head["run_id"], head["nonce"])
 

@@ -22,9 +22,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from hetseq.checkpoint.arena import await_writers
+from hetseq.checkpoint.recovery import complete_newer
 from hetseq.cluster.channel import ChannelClosed, ChannelError
 from hetseq.cluster.contract import build_tag, node_fields
-from hetseq.cluster.directories import Mark, leave_mark, newest_step, remove_mark, sees
+from hetseq.cluster.directories import Mark, has_commits, leave_mark, newest_step, remove_mark, sees
 from hetseq.cluster.member import Member, claim_of, join
 from hetseq.config import Config
 from hetseq.ending import Ending, WorkerEnd, judge, lost
@@ -42,6 +44,7 @@ _GRACE_S = 5.0  # after one worker has failed, for the others to notice by thems
 _START_GRACE_S = 2.0  # ... before they train, when all find the same faults at the same time
 _SAVING_S = 60.0  # after one worker has stopped as it was asked to, for the others to end their step and their save
 _SILENCE_S = 150.0  # of a hub, which speaks every 10 s while it waits, and gives an ending run 90 s
+_WRITERS_S = 3.0
 _VERDICT_S = 120.0  # after the last worker of this node, for those of the other nodes
 
 
@@ -349,8 +352,14 @@ class Launcher:
         return ending
 
     def _has_commit(self) -> bool:
+        """Whether there is a checkpoint to go on from; one that lacks nothing but its commit gets it now."""
         directory = self._directory or RunDirectory(Path(os.path.abspath(self._config.checkpoint.save_dir)))
-        return any(directory.checkpoints.glob("step-*/COMMIT.json"))
+        if has_commits(directory) or not directory.checkpoints.is_dir():
+            return has_commits(directory)
+        with suppress(OSError, HetSeqError):
+            await_writers(directory.run_id, patience_s=_WRITERS_S)  # they outlive their trainers to finish
+            complete_newer(directory.checkpoints, None)
+        return has_commits(directory)
 
 
 class _Watch:

@@ -6,7 +6,7 @@ are `model.<fqn>` and `optim.<fqn>.<state>`, so a checkpoint never depends on th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ class Replica:
         self.optimizer = optimizer
         self.reducer = reducer
         self.buffers = buffers
-        self._names = {parameter: name for name, parameter in trained_parameters(model)}
+        self._by_name = dict(trained_parameters(model))
+        self._names = {parameter: name for name, parameter in self._by_name.items()}
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
@@ -60,31 +61,45 @@ class Replica:
         """The names in `model_tensors` of what an update does not wait for: buffers, and what is not trained."""
         return self.model_tensors().keys() - {f"model.{name}" for name in self._names.values()}
 
+    def check(self, tensors: Mapping[str, torch.Tensor], optimizer_names: Iterable[str]) -> None:
+        """Raise CheckpointMismatch where `load_model` or `load_optimizer` would; of tensors shape and type will do."""
+        check_fit(self.model_tensors(), tensors)
+        for name in optimizer_names:
+            self._place_of(name)
+
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """`load_model_` into the model."""
         load_model_(self.model, tensors)
         self.buffers.renew()
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
-        """Give the optimizer its saved state."""
-        by_name = {name: parameter for parameter, name in self._names.items()}
+        """Give the optimizer its saved state; from then on the tensors are the optimizer's own, copied only at need."""
         for full_name, value in [*tensors.items(), *numbers.items()]:
             if not full_name.startswith("optim."):
                 continue
-            name, _, key = full_name.removeprefix("optim.").rpartition(".")
-            if name not in by_name:
-                raise CheckpointMismatch(
-                    f"the checkpoint has optimizer state of {name}, which the model does not train"
-                )
-            parameter = by_name[name]
+            parameter, key = self._place_of(full_name)
             if isinstance(value, torch.Tensor):
                 # the counter of a step may live on the CPU, whatever the device of its parameter
                 device = parameter.device if value.dim() or self.optimizer.defaults.get("fused") else value.device
-                # in the parameter's memory layout, which a file does not keep and fused optimizers rely upon
-                is_alike = value.dim() > 0 and value.shape == parameter.shape
-                target = torch.empty_like(parameter, dtype=value.dtype) if is_alike else None
-                value = value.to(device, copy=True) if target is None else target.copy_(value)
+                if value.dim() > 0 and value.shape == parameter.shape:
+                    value = _laid_out_like(parameter, value)
+                value = value.to(device)
             self.optimizer.state[parameter][key] = value
+
+    def _place_of(self, full_name: str) -> tuple[torch.nn.Parameter, str]:
+        """Whose state `optim.<fqn>.<state>` is, and which. Raises CheckpointMismatch."""
+        name, _, key = full_name.removeprefix("optim.").rpartition(".")
+        if name not in self._by_name:
+            raise CheckpointMismatch(f"the checkpoint has optimizer state of {name}, which the model does not train")
+        return self._by_name[name], key
+
+
+def _laid_out_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """The value in the parameter's memory layout, which a file does not keep and fused optimizers rely upon."""
+    wanted = torch.empty_like(parameter, device="meta").stride()
+    if value.device == parameter.device and value.stride() == wanted:
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -99,8 +114,20 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_model_(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy saved parameters and buffers into the model; raises CheckpointMismatch where they do not fit."""
+    """Copy saved parameters and buffers into the model, but for those that were read into its own memory.
+
+    Raises CheckpointMismatch where they do not fit.
+    """
     live = model_tensors(model)
+    check_fit(live, tensors)
+    with torch.no_grad():
+        for name, tensor in live.items():
+            if not _is_same_memory(tensor, tensors[name]):
+                tensor.copy_(tensors[name])
+
+
+def check_fit(live: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise CheckpointMismatch where saved parameters and buffers are not those of the model, by shape and type."""
     saved = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     missing, foreign = sorted(live.keys() - saved.keys()), sorted(saved.keys() - live.keys())
     if missing or foreign:
@@ -114,9 +141,11 @@ def load_model_(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
                 f"the checkpoint is of another model: {name} is {_kind(saved[name])} there, {_kind(tensor)} here;"
                 " go on with the model it was made from, or choose another --save-dir"
             )
-    with torch.no_grad():
-        for name, tensor in live.items():
-            tensor.copy_(saved[name])
+
+
+def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Of tensors with equal shapes and types."""
+    return (one.device, one.data_ptr(), one.stride()) == (other.device, other.data_ptr(), other.stride())
 
 
 def check_model(model: torch.nn.Module) -> None:

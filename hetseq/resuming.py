@@ -6,6 +6,9 @@ the steps at which that happened.
 
 Where the ranks use several run directories, each directory group offers what it finds in its own one, the newest offer
 wins, and who lacks it gets it over the wire. A group's failure is an offer too: nobody raises before all have heard.
+
+A checkpoint is read, or received, straight into the model, so that its parameters are never held twice. It is looked at
+before: what `resume` would refuse is read beside the model, which then keeps its values until the refusal.
 """
 
 from __future__ import annotations
@@ -13,12 +16,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from hetseq.checkpoint import CheckpointManager, Loaded, Retention, TooNewError
 from hetseq.comm import AnyGroup
@@ -56,13 +60,39 @@ class Beginning:
     source: int = 0  # the rank whose directory had it
 
 
+@dataclass(frozen=True)
+class Target:
+    """What a checkpoint is to be put into on this rank, and what the command line says of the run."""
+
+    replica: Replica
+    here: Provenance
+    is_explicit_batch: bool
+
+    def accepts(self, loaded: Loaded, config: CheckpointConfig, *, is_own: bool) -> bool:
+        """Whether `resume` would accept it; of its tensors shapes and types will do."""
+        try:
+            _check_version(loaded)
+            resets, _ = _agree(loaded, config, self.here, is_own=is_own, is_explicit_batch=self.is_explicit_batch)
+            numbers = loaded.state["optimizer_numbers"] or {}
+            names = [name for name in (*loaded.tensors, *numbers) if name.startswith("optim.")]
+            self.replica.check(loaded.tensors, [] if "optimizer" in resets else names)
+        except CheckpointMismatch:
+            return False
+        return True
+
+
 def choose_checkpoint(
-    manager: CheckpointManager, config: CheckpointConfig, directory: RunDirectory, sharing: Sharing
+    manager: CheckpointManager,
+    config: CheckpointConfig,
+    directory: RunDirectory,
+    sharing: Sharing,
+    target: Target | None = None,
 ) -> Beginning | None:
     """What --restore-file means here; None: begin. Collective.
 
-    Going back within one run is refused: which checkpoint is the latest would be ambiguous. Raises CheckpointMismatch,
-    or CheckpointRefused where a checkpoint cannot be used, on all ranks alike.
+    It is loaded into the model of `target` as far as it fits; without one, into memory of its own. Going back within
+    one run is refused: which checkpoint is the latest would be ambiguous. Raises CheckpointMismatch, or
+    CheckpointRefused where a checkpoint cannot be used, on all ranks alike; the model may then hold anything.
     """
     sight = _look_around(manager, config.restore_file, directory, sharing)
     which, newest_step = config.restore_file, sight.newest_step
@@ -79,7 +109,13 @@ def choose_checkpoint(
     if newest_step and not is_default and not is_word and sight.is_elsewhere:
         logger.info("--restore-file %s was the beginning of this run, which has gone on since", which)
         is_default = True
-    beginning = _load_newest(manager, "latest" if is_default else which, directory, sharing)
+    into = target.replica.model_tensors() if target is not None else {}
+
+    def accepts(loaded: Loaded, is_own: bool) -> bool:
+        return target is not None and target.accepts(loaded, config, is_own=is_own)
+
+    word = "latest" if is_default else which
+    beginning = _load_newest(manager, word, directory, sharing, into=into, accepts=accepts)
     if beginning is not None and not is_default and beginning.loaded.identity.step < newest_step:
         place = sharing.text_of(sight.newest_at, str(directory.path))
         raise CheckpointMismatch(
@@ -144,9 +180,22 @@ def best_offer(offers: Sequence[Offer]) -> int | None:
     return max(there, key=lambda place: (offers[place].order, -place), default=None)
 
 
-def _load_newest(manager: CheckpointManager, which: str, directory: RunDirectory, sharing: Sharing) -> Beginning | None:
-    """The newest of what the directory groups mean by `which`, on every rank. Collective."""
-    loaded, error = _load(manager, which)
+def _load_newest(
+    manager: CheckpointManager,
+    which: str,
+    directory: RunDirectory,
+    sharing: Sharing,
+    *,
+    into: Mapping[str, Tensor],
+    accepts: Callable[[Loaded, bool], bool],
+) -> Beginning | None:
+    """The newest of what the directory groups mean by `which`, on every rank. Collective.
+
+    What is received overwrites all that this group has read into the model itself, or else is refused by `resume`.
+    """
+    loaded, error = _load(
+        manager, which, into, lambda found: accepts(found, _is_below(str(found.path), str(directory.path)))
+    )
     mine = _offer(loaded, error, directory)
     rows = [Offer.unpack(row) for row in sharing.whole.all_gather_rows(np.array(mine.pack(), np.int64)).tolist()]
     offers = [rows[writer] for writer in sharing.writers]
@@ -168,7 +217,11 @@ def _load_newest(manager: CheckpointManager, which: str, directory: RunDirectory
         if not has_it[sharing.number]:
             _say_what_is_lacking(directory, loaded, error, sharing, source)
             loaded = None  # its memory is needed for the other one
-        loaded = send_checkpoint(sharing, loaded, source=source, has_it=has_it[sharing.number])
+        is_own = offers[winner].is_own
+        loaded = send_checkpoint(
+            sharing, loaded, source=source, has_it=has_it[sharing.number], into=into,
+            fits=lambda sent: accepts(sent, is_own),
+        )  # fmt: skip
     assert loaded is not None, "a group without an offer has just been given one"
     return Beginning(loaded, offers[winner].is_own, not has_it[sharing.number], sharing.writers[winner])
 
@@ -185,9 +238,11 @@ def _say_what_is_lacking(
     )  # fmt: skip
 
 
-def _load(manager: CheckpointManager, which: str) -> tuple[Loaded | None, Exception | None]:
+def _load(
+    manager: CheckpointManager, which: str, into: Mapping[str, Tensor], fits: Callable[[Loaded], bool]
+) -> tuple[Loaded | None, Exception | None]:
     try:
-        return manager.load(which), None
+        return manager.load(which, into=into, fits=fits), None
     except PeerLostError:
         raise  # nobody is left to be told
     except Exception as error:
@@ -234,14 +289,16 @@ def resume(
     """
     loaded, is_own = beginning.loaded, beginning.is_own
     saved = loaded.state
-    if saved.get("state_version") != STATE_VERSION:
-        raise CheckpointMismatch(
-            f"{loaded.path}: state version {saved.get('state_version')}, this HetSeq reads {STATE_VERSION}"
+    _check_version(loaded)
+    _say_what_is_not_repeated(loaded, config, is_own=is_own)
+    resets, batch = _agree(loaded, config, here, is_own=is_own, is_explicit_batch=is_explicit_batch)
+    if batch != here.batch:
+        logger.info(
+            "the global batch stays %s, as in the checkpoint (the options would give %s)",
+            _in_words(batch),
+            _in_words(here.batch),
         )
-    resets = _resets_to_do(config, dict(saved["resets"]) if is_own else {}, step=loaded.identity.step)
-    batch = choose_batch(saved, here.batch, is_explicit=is_explicit_batch, resets_data="dataloader" in resets)
     here = dataclasses.replace(here, batch=batch)
-    check_provenance(saved, here, resets)
     replica.load_model(loaded.tensors)
     if "optimizer" not in resets:
         if saved["updates"] and saved["optimizer_numbers"] is None:
@@ -259,19 +316,43 @@ def resume(
     return state, here
 
 
-def _resets_to_do(config: CheckpointConfig, done: Mapping[str, int], *, step: int) -> list[str]:
-    """The --reset-* options that are to take effect now: those that this run has not followed already."""
-    asked = [name for name in RESETS if getattr(config, f"reset_{name}")]
-    for name in asked:
-        if name in done and done[name] < step:
-            logger.info(
-                "--reset-%s was done at step %d of this run and is not repeated; to do it again go on in another"
-                " directory, with --save-dir NEW --restore-file %s",
-                name.replace("_", "-"),
-                done[name],
-                config.save_dir,
-            )
-    return [name for name in asked if name not in done or done[name] >= step]
+def _check_version(loaded: Loaded) -> None:
+    version = loaded.state.get("state_version")
+    if version != STATE_VERSION:
+        raise CheckpointMismatch(f"{loaded.path}: state version {version}, this HetSeq reads {STATE_VERSION}")
+
+
+def _agree(
+    loaded: Loaded, config: CheckpointConfig, here: Provenance, *, is_own: bool, is_explicit_batch: bool
+) -> tuple[list[str], GlobalBatch]:
+    """The resets to do now and the global batch to go on with. Raises CheckpointMismatch."""
+    saved = loaded.state
+    done = _resets_done(loaded, config, is_own=is_own)
+    resets = [name for name in RESETS if getattr(config, f"reset_{name}") and name not in done]
+    batch = choose_batch(saved, here.batch, is_explicit=is_explicit_batch, resets_data="dataloader" in resets)
+    check_provenance(saved, here, resets)
+    return resets, batch
+
+
+def _resets_done(loaded: Loaded, config: CheckpointConfig, *, is_own: bool) -> dict[str, int]:
+    """The --reset-* options of this command that this run has followed already, each with its step."""
+    done = loaded.state["resets"] if is_own else {}
+    return {
+        name: done[name]
+        for name in RESETS
+        if getattr(config, f"reset_{name}") and name in done and done[name] < loaded.identity.step
+    }
+
+
+def _say_what_is_not_repeated(loaded: Loaded, config: CheckpointConfig, *, is_own: bool) -> None:
+    for name, step in _resets_done(loaded, config, is_own=is_own).items():
+        logger.info(
+            "--reset-%s was done at step %d of this run and is not repeated; to do it again go on in another"
+            " directory, with --save-dir NEW --restore-file %s",
+            name.replace("_", "-"),
+            step,
+            config.save_dir,
+        )
 
 
 def choose_batch(saved: Mapping[str, Any], asked: GlobalBatch, *, is_explicit: bool, resets_data: bool) -> GlobalBatch:
@@ -287,11 +368,6 @@ def choose_batch(saved: Mapping[str, Any], asked: GlobalBatch, *, is_explicit: b
             f"--global-batch-size {asked.samples} differs from the checkpoint's {_in_words(batch)}: leave it out, or"
             " begin the data anew with --reset-dataloader"
         )
-    logger.info(
-        "the global batch stays %s, as in the checkpoint (the options would give %s)",
-        _in_words(batch),
-        _in_words(asked),
-    )
     return batch
 
 

@@ -62,7 +62,7 @@ class Arena:
 
         Takes about a second for a gigabyte; later no page of it is ever waited for.
         """
-        path = SHARED_MEMORY / f"{_prefix(run_id)}{secrets.token_hex(8)}"
+        path = SHARED_MEMORY / f"{Arena.prefix(run_id)}{secrets.token_hex(8)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
@@ -77,6 +77,11 @@ class Arena:
         arena._touch()
         arena._set(EMPTY, 0, b"")
         return arena
+
+    @staticmethod
+    def prefix(run_id: str) -> str:
+        """What the names of a run's arenas begin with."""
+        return f"hetseq-{os.getuid()}-{hashlib.sha256(run_id.encode()).hexdigest()[:16]}-"
 
     @property
     def image(self) -> memoryview:
@@ -159,7 +164,7 @@ def sweep(run_id: str, *, now_s: float) -> list[Path]:
                 about = os.fstat(descriptor)
                 if about.st_uid != os.getuid() or not stat.S_ISREG(about.st_mode):
                     continue
-                is_ours = path.name.startswith(_prefix(run_id))
+                is_ours = path.name.startswith(Arena.prefix(run_id))
                 try:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
@@ -183,7 +188,3 @@ def await_writers(run_id: str, *, patience_s: float) -> list[Path]:
 def _own_arenas() -> Iterator[Path]:
     with suppress(FileNotFoundError):
         yield from SHARED_MEMORY.glob(f"hetseq-{os.getuid()}-*")
-
-
-def _prefix(run_id: str) -> str:
-    return f"hetseq-{os.getuid()}-{hashlib.sha256(run_id.encode()).hexdigest()[:16]}-"

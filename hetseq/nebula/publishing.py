@@ -1,0 +1,254 @@
+"""What becomes of the folder of a tag on the disk: it is opened, committed, and makes older ones superfluous.
+
+Responsible for: the acts that a process without torch can do. Refuses to know arenas and who asks. The one idea: with
+several ranks nobody talks; each leaves a file that says what it has written, in a folder whose name all of them know,
+and rank zero commits once it has seen all of these files. Every act may be repeated if it was cut short.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetseq.checkpoint.files import COMMIT_NAME, free_bytes, publish, remove_attempt, sync_directory, write_new
+from hetseq.checkpoint.history import HISTORY_NAME, append_history
+from hetseq.checkpoint.records import DamagedError
+from hetseq.errors import CheckpointError
+from hetseq.nebula.tags import (
+    Attempt,
+    Commit,
+    FileRecord,
+    Manifest,
+    check,
+    commit_bytes,
+    done_bytes,
+    done_name,
+    folders,
+    is_sound,
+    manifest_name,
+    numbers_in,
+    read_commit,
+    read_done,
+    read_manifest,
+    scan,
+    superseded,
+    tag_of,
+    written_names,
+)
+
+logger = logging.getLogger(__name__)
+
+FREE_MARGIN = 1.1  # a file is begun only where this many times its bytes are free
+RETRY_S = 0.05
+COLUMNS = (
+    "time_utc",
+    "tag",
+    "tier",
+    "is_best",
+    "bytes",
+    "files",
+    "world_size",
+    "stall_s",
+    "write_s",
+    "duration_s",
+    "throughput_MBps",
+    "result",
+    "error",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where tags are saved, how many stay (-1: all), which rank this is, and how long others are waited for."""
+
+    root: Path
+    keep: int
+    rank: int
+    patience_s: float
+
+
+class Publisher:
+    """The folders that one process writes; it holds a lock on each until the tag is over, so nobody tidies it up."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._locks: dict[str, int] = {}
+
+    def folder(self, attempt: Attempt) -> Path:
+        return self._place.root / attempt.folder_name
+
+    def open(self, attempt: Attempt, *, size_bytes: int) -> Path:
+        """The folder of an attempt, with room for a file of this size. OSError where the disk refuses."""
+        folder = self.folder(attempt)
+        self._make_room(int(FREE_MARGIN * size_bytes))
+        with suppress(FileExistsError):  # another rank, or another name
+            os.mkdir(folder, 0o700)
+            sync_directory(folder.parent)
+        if attempt.folder_name not in self._locks:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with suppress(OSError):  # a file system without locks: then nobody tidies up there
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            self._locks[attempt.folder_name] = descriptor
+        return folder
+
+    def close(self, attempt: Attempt) -> None:
+        """Give up the hold on a folder."""
+        descriptor = self._locks.pop(attempt.folder_name, None)
+        if descriptor is not None:
+            os.close(descriptor)
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Say what is in a file that is on the disk; and with several ranks commit, if it was the last one."""
+        folder = self.folder(manifest.attempt)
+        write_new(folder / manifest_name(manifest.name), manifest.to_bytes())
+        sync_directory(folder)
+        if manifest.attempt.world_size > 1 and manifest.attempt.num_of_files > 0:
+            self._commit_if_full(manifest.attempt)
+
+    def commit(self, attempt: Attempt, names: Sequence[str], *, error: str | None, has_ended: bool) -> Commit | None:
+        """This rank's part of a tag is over. Rank zero: the commit; None on other ranks.
+
+        CheckpointError where a rank failed, was not heard of in time, or the names are not as many as were promised.
+        The folder is removed then, by rank zero. `has_ended`: nobody waits any more, so neither does this.
+        """
+        folder = self.folder(attempt)
+        try:
+            files = [] if error else [read_manifest(folder, attempt, name)[1] for name in names]
+            if attempt.world_size > 1:
+                self.open(attempt, size_bytes=0)
+                publish(folder / done_name(self._place.rank), done_bytes(attempt, self._place.rank, files, error))
+            if self._place.rank != 0:
+                return None
+            if attempt.world_size == 1 and error:
+                raise CheckpointError(error)
+            if attempt.world_size > 1:
+                patience_s = min(self._place.patience_s, 60.0) if has_ended else self._place.patience_s
+                files = self._gather(attempt, patience_s)
+            return self._commit(attempt, files)
+        except CheckpointError:
+            if self._place.rank == 0:
+                self.discard(attempt)
+            raise
+        finally:
+            self.close(attempt)
+
+    def discard(self, attempt: Attempt) -> None:
+        """Remove the folder of an attempt that never will be complete."""
+        self.close(attempt)
+        _remove(self.folder(attempt))
+
+    def tidy(self, attempt: Attempt) -> None:
+        """After a commit: remove what is superseded now, and what killed scripts have left. A fault spoils nothing."""
+        try:
+            commits = scan(self._place.root).commits
+            newest = next((commit for commit in commits if is_sound(commit)), None)
+            for commit in superseded(commits, keep=self._place.keep):
+                if newest is not None and commit.path not in (newest.path, self.folder(attempt)):
+                    _remove(commit.path)
+            for folder in folders(self._place.root):
+                is_older = numbers_in(tag_of(folder.name) or "") <= numbers_in(attempt.tag)
+                if is_older and folder.name not in self._locks and not os.path.lexists(folder / COMMIT_NAME):
+                    _remove_unless_held(folder)
+        except OSError as error:
+            logger.warning("could not tidy up %s: %s", self._place.root, error)
+
+    def note(self, row: Mapping[str, Any]) -> None:
+        """One line of `checkpointHistories.csv`."""
+        try:
+            append_history(self._place.root / HISTORY_NAME, dict(row), columns=COLUMNS)
+        except OSError as error:
+            logger.warning("could not write %s in %s: %s", HISTORY_NAME, self._place.root, error)
+
+    def _commit(self, attempt: Attempt, files: Sequence[FileRecord]) -> Commit:
+        folder = self.folder(attempt)
+        with suppress(FileNotFoundError):
+            return read_commit(folder)  # it is there already: this is a repetition, or the last file brought it
+        names = [file.name for file in files]
+        if len(set(names)) != len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise CheckpointError(f"two ranks saved the name {twice[0]!r}: names of ranks differ, as in model-rank0")
+        if not names or attempt.num_of_files > 0 and len(names) != attempt.num_of_files:
+            raise CheckpointError(f"{len(names)} names were saved, {max(attempt.num_of_files, 1)} are expected")
+        sync_directory(folder)  # the names of the files, before a name that promises them
+        publish(folder / COMMIT_NAME, commit_bytes(attempt, files))
+        sync_directory(folder.parent)
+        return read_commit(folder)
+
+    def _commit_if_full(self, attempt: Attempt) -> None:
+        names = written_names(self.folder(attempt))
+        if len(names) != attempt.num_of_files:
+            return
+        with suppress(DamagedError, FileExistsError, FileNotFoundError):  # another rank is at it
+            self._commit(attempt, [read_manifest(self.folder(attempt), attempt, name)[1] for name in names])
+
+    def _gather(self, attempt: Attempt, patience_s: float) -> list[FileRecord]:
+        """What all ranks have written; reads the files that they leave, by name, since folders are listed late."""
+        deadline = time.monotonic() + patience_s
+        missing, files = list(range(attempt.world_size)), list[FileRecord]()
+        while missing:
+            for rank in list(missing):
+                with suppress(FileNotFoundError, DamagedError):  # not there yet, or not yet as it was written
+                    found, error = read_done(self.folder(attempt), attempt, rank)
+                    if error is not None:
+                        raise CheckpointError(f"rank {rank}: {error}")
+                    files += found
+                    missing.remove(rank)
+            if missing and time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"rank {', '.join(map(str, missing))} did not complete its part in {patience_s:.0f} s: every rank"
+                    " calls Checkpoint and commit, or pass together=False to init where only one saves"
+                )
+            if missing:
+                time.sleep(RETRY_S)
+        return files
+
+    def _make_room(self, needed: int) -> None:
+        """Delete what is about to be superseded while the disk is too full and a newer one is sound to the last byte."""
+        root = self._place.root
+        if self._place.rank == 0 and free_bytes(root) < needed and self._place.keep != -1:
+            commits = scan(root).commits
+            goes = superseded(commits, keep=max(self._place.keep - 1, 1))
+            if goes and _is_intact(commits[0]):
+                for commit in goes:
+                    if free_bytes(root) < needed:
+                        _remove(commit.path)
+        free = free_bytes(root)
+        if free < needed:
+            text = f"{free} bytes are free, {needed} are needed, and no older tag may go"
+            raise OSError(errno.ENOSPC, text, str(root))
+
+
+def _is_intact(commit: Commit) -> bool:
+    try:
+        check(commit, deep=True)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _remove(folder: Path) -> None:
+    try:
+        remove_attempt(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.warning("%s could not be deleted: %s", folder, error)
+
+
+def _remove_unless_held(folder: Path) -> None:
+    """Remove a folder that no process writes; where the file system knows no locks, nothing is known, and it stays."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(folder)
+        finally:
+            os.close(descriptor)

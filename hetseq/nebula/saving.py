@@ -1,0 +1,108 @@
+"""One tag that is being saved, as the script's process knows it.
+
+Responsible for: what is known about a tag from its `Checkpoint` until it is on the disk, given up, or failed. Refuses
+to act. The one idea: a tag is *open* while names may still come, *complete* from then on, and where its bytes are is
+another matter: a complete tag may be in memory only, on its way to the disk, or there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hetseq.nebula.slots import Slot
+from hetseq.nebula.tags import Attempt
+
+OPEN, MEMORY, WRITING, PERSISTED = "open", "memory", "writing", "persisted"
+FAILED, SUPERSEDED, ABANDONED = "failed", "superseded", "abandoned"
+#: a tag that is one of these changes no more
+OVER = frozenset({PERSISTED, FAILED, SUPERSEDED, ABANDONED})
+
+AT_NEXT, AT_COMMIT = -1, -2  # num_of_files: complete at the next Checkpoint as well, or at `commit` alone
+
+
+@dataclass
+class SavedFile:
+    """A name of a tag: in a slot while `slot` is there; on its way to the disk once it `is_asked`, there if `is_written`."""
+
+    name: str
+    slot: Slot | None
+    serial: int
+    tree: bytes
+    is_asked: bool = False
+    is_written: bool = False
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether its state can be read from its slot."""
+        return self.slot is not None and self.slot.holds(self.serial)
+
+
+@dataclass(eq=False)
+class Saving:
+    """A tag; `is_due` if it goes to the disk without further ado."""
+
+    attempt: Attempt
+    is_due: bool
+    began_s: float  # monotonic
+    files: dict[str, SavedFile] = field(default_factory=dict)
+    status: str = OPEN
+    error: str | None = None
+    stall_s: float = 0.0
+    write_s: float = 0.0
+
+    @property
+    def tag(self) -> str:
+        return self.attempt.tag
+
+    @property
+    def is_open(self) -> bool:
+        return self.status == OPEN
+
+    @property
+    def is_over(self) -> bool:
+        return self.status in OVER
+
+    @property
+    def slots(self) -> Iterator[Slot]:
+        """The memory that it holds."""
+        return (file.slot for file in self.files.values() if file.slot is not None)
+
+    @property
+    def holds_memory(self) -> bool:
+        return any(True for _ in self.slots)
+
+    @property
+    def is_on_its_way(self) -> bool:
+        """Whether a file of it is being written, so that its memory will be free without further ado."""
+        return any(file.slot is not None and file.is_asked for file in self.files.values())
+
+    @property
+    def unasked(self) -> list[SavedFile]:
+        """What is in memory and will stay there unless it is asked for."""
+        return [file for file in self.files.values() if file.slot is not None and not file.is_asked]
+
+    def commit_request(self) -> dict[str, Any]:
+        """What the writer is asked once all names are written."""
+        row = {
+            "tag": self.tag,
+            "tier": "persistent",
+            "is_best": int(self.attempt.is_best),
+            "world_size": self.attempt.world_size,
+            "stall_s": f"{self.stall_s:.4f}",
+            "write_s": f"{self.write_s:.3f}",
+            "began_s": self.began_s,
+        }
+        names, attempt = list(self.files), self.attempt.to_json()
+        return {"do": "commit", "attempt": attempt, "names": names, "error": self.error, "row": row}
+
+    def announcement(self) -> dict[str, Any]:
+        """What the writer is to do if this process dies."""
+        images = [
+            [str(file.slot.arena.path), file.serial]
+            for file in self.files.values()
+            if file.slot is not None and not file.is_written
+        ]
+        folder, commit = self.attempt.folder_name, self.commit_request()
+        return {"do": "announce", "folder": folder, "images": images, "commit": commit}

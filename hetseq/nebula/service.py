@@ -1,0 +1,405 @@
+"""The life of saved tags in a script's process: copied at once, written in the background, and none that is lost.
+
+Responsible for: when a tag is complete, whether it goes to the disk, and whose memory makes way for whose. Refuses to
+know files and torch.distributed. The one idea: there is room for two tags, the one that is being saved and the one
+before it; whoever needs memory waits for what is on its way to the disk, sends there what is only in memory, and only
+takes away what a newer complete tag has made superfluous.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hetseq.checkpoint.layout import Piece
+from hetseq.checkpoint.part_format import header_bytes, in_file_order
+from hetseq.checkpoint.parts import spec_of, write_part
+from hetseq.checkpoint.records import utc_text
+from hetseq.checkpoint.snapshot import image_bytes
+from hetseq.errors import CheckpointError, DisagreementError
+from hetseq.nebula.budget import Budget
+from hetseq.nebula.courier import Courier
+from hetseq.nebula.publishing import Place, Publisher
+from hetseq.nebula.saving import (
+    ABANDONED,
+    AT_COMMIT,
+    AT_NEXT,
+    FAILED,
+    MEMORY,
+    PERSISTED,
+    SUPERSEDED,
+    WRITING,
+    SavedFile,
+    Saving,
+)
+from hetseq.nebula.slots import Slot, Slots, holder_mark
+from hetseq.nebula.structure import Flat, flatten
+from hetseq.nebula.tags import Attempt, Manifest, data_name
+from hetseq.nebula.writer import setting_of
+
+logger = logging.getLogger(__name__)
+
+_IN_MEMORY = 2  # tags
+_WARN_S = 60.0  # a wait for memory that takes longer is told of, again and again
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What `init` was told: seconds between two tags that go to the disk, memory, and what overlaps with training."""
+
+    interval_s: float
+    allowed: Budget
+    optimizers: tuple[torch.optim.Optimizer, ...]
+
+
+Agree = Callable[[list[int]], list[int]]
+
+
+class Service:
+    """All tags that this process saves to one place. `agree` gives rank zero's integers on every rank."""
+
+    def __init__(self, place: Place, rules: Rules, *, world_size: int, agree: Agree) -> None:
+        self.place, self._rules, self._world_size, self._agree = place, rules, world_size, agree
+        self.savings: list[Saving] = []  # those that are not over, and the newest that are in memory, oldest first
+        self._calls = threading.RLock()  # one call of the script at a time
+        self._changed = threading.Condition()
+        self._slots = Slots(place.root, rules.allowed)
+        self._courier = Courier(setting_of(place))
+        self._publisher = Publisher(place)
+        self._serial = 0
+        self._last_due_s: float | None = None
+        self._has_warned = False
+        self._hooks = [optimizer.register_step_pre_hook(self._settle_hook) for optimizer in rules.optimizers]
+
+    @property
+    def writer_pid(self) -> int:
+        """The process that writes."""
+        return self._courier.writer_pid
+
+    @property
+    def memory_bytes(self) -> int:
+        """Shared memory that saved states take in this process."""
+        return self._slots.memory_bytes
+
+    def begin(self, tag: str, num_of_files: int, *, is_best: bool) -> Saving:
+        """A new tag; the one before is complete now, unless its files are counted. Collective with several ranks."""
+        with self._calls:
+            for saving in [saving for saving in self.savings if saving.is_open]:
+                if saving.attempt.num_of_files == AT_NEXT or self._world_size > 1 and saving.attempt.num_of_files > 0:
+                    self.complete(saving)
+            attempt, is_due = self._agreed(tag, num_of_files, is_best=is_best)
+            if is_due:
+                self._last_due_s = time.monotonic()
+            saving = Saving(attempt, is_due, time.monotonic())
+            with self._changed:
+                self.savings.append(saving)
+            return saving
+
+    def save(self, saving: Saving, name: str, state: Any) -> None:
+        """Take a copy of a state; it is the caller's again when this returns, but for what the optimizers own."""
+        with self._calls:
+            began = time.monotonic()
+            if not saving.is_open:
+                raise ValueError(f"the tag {saving.tag!r} is {saving.status}: nothing can be added, begin another one")
+            if name in saving.files:
+                raise ValueError(f"the tag {saving.tag!r} has {name!r} already: a name is saved once in a tag")
+            flat = flatten(state)
+            tree = json.dumps(flat.tree, separators=(",", ":")).encode()
+            pieces = [_whole(name, tensor) for name, tensor in flat.tensors.items()]
+            slot = self._slot_for(saving, image_bytes(pieces) + len(tree))
+            if slot is None:
+                self._write_now(saving, name, flat, pieces)
+            else:
+                self._copy(saving, name, flat, pieces, tree, slot)
+            saving.stall_s += time.monotonic() - began
+            if self._world_size == 1 and len(saving.files) == saving.attempt.num_of_files:
+                self.complete(saving)
+
+    def complete(self, saving: Saving) -> None:
+        """No more names will come. On its way to the disk if it is due, else it stays in memory."""
+        with self._calls:
+            if not saving.is_open:
+                return
+            if not saving.files and self._world_size == 1:
+                self._forget(saving, ABANDONED)
+                return
+            with self._changed:
+                saving.status = MEMORY
+            self._courier.announce(saving.attempt.folder_name, saving.announcement())
+            self._release_superseded()
+            if saving.is_due:
+                self._send(saving)
+
+    def wait(self, saving: Saving, timeout_s: float | None) -> None:
+        """Return when a complete tag is where it belongs. CheckpointError if it failed, TimeoutError if time is up."""
+        with self._changed:
+            in_time = self._changed.wait_for(lambda: saving.status != WRITING, timeout_s)
+        if not in_time:
+            raise TimeoutError(f"the tag {saving.tag!r} was not on the disk after {timeout_s:g} s")
+        if saving.status == FAILED:
+            raise CheckpointError(f"the tag {saving.tag!r} was not saved: {saving.error}")
+
+    def flush(self, timeout_s: float | None) -> None:
+        """Complete what is open, send the newest tag in memory to the disk, and wait for all of it."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._calls:
+            for saving in [saving for saving in self.savings if saving.is_open]:
+                if saving.attempt.num_of_files != AT_COMMIT and (
+                    saving.attempt.num_of_files == AT_NEXT or self._world_size > 1
+                ):
+                    self.complete(saving)
+            newest = self.newest_complete()
+            if newest is not None and newest.status == MEMORY:
+                self._last_due_s = time.monotonic()
+                self._send(newest)
+            for saving in list(self.savings):
+                if saving.status == WRITING:
+                    self.wait(saving, None if deadline is None else max(0.0, deadline - time.monotonic()))
+            if newest is not None and newest.status == FAILED:
+                raise CheckpointError(f"the tag {newest.tag!r} was not saved: {newest.error}")
+
+    def newest_complete(self) -> Saving | None:
+        """The tag that was completed last and is in memory or on its way."""
+        complete = [saving for saving in self.savings if saving.status in (MEMORY, WRITING)]
+        return complete[-1] if complete else None
+
+    def settle(self) -> None:
+        """Return when everything may change again of which a copy was begun."""
+        for saving in list(self.savings):
+            for file in list(saving.files.values()):
+                slot = file.slot
+                if slot is not None and slot.serial == file.serial:
+                    slot.settle()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While this lasts nothing of this process moves out of its slot."""
+        with self._calls:
+            yield
+
+    def close(self, *, is_normal: bool = True) -> None:
+        """Finish what was asked for and give everything back. An open tag is complete only at a normal end."""
+        with self._calls:
+            for hook in self._hooks:
+                hook.remove()
+            try:
+                self.settle()
+                for saving in [saving for saving in self.savings if saving.is_open]:
+                    if not is_normal or saving.attempt.num_of_files == AT_COMMIT:
+                        self._abandon(saving)
+                self.flush(None)
+                for saving in [saving for saving in self.savings if saving.is_open]:
+                    self._abandon(saving)
+            finally:
+                self._courier.close()
+                self._slots.close()
+
+    def _agreed(self, tag: str, num_of_files: int, *, is_best: bool) -> tuple[Attempt, bool]:
+        now_s = time.monotonic()
+        is_due = is_best or self._last_due_s is None or now_s - self._last_due_s >= self._rules.interval_s
+        nonce, mine = secrets.randbits(63), _number(f"{tag} {num_of_files} {is_best}")
+        values = [nonce, time.time_ns(), int(is_due), mine]
+        if self._world_size > 1:
+            values = self._agree(values)
+            if values[3] != mine:
+                raise DisagreementError(
+                    f"rank {self.place.rank} begins the tag {tag!r} (num_of_files={num_of_files}, is_best={is_best}) and"
+                    " rank 0 another one: every rank makes the same Checkpoints in the same order"
+                )
+        attempt = Attempt(tag, f"{values[0]:016x}", values[1], self._world_size, num_of_files, is_best)
+        return attempt, bool(values[2])
+
+    def _copy(
+        self, saving: Saving, name: str, flat: Flat, pieces: list[Piece], tree: bytes, slot: Slot
+    ) -> None:  # fmt: skip
+        self._serial += 1
+        file = SavedFile(name, slot, self._serial, tree)
+        record = {"attempt": saving.attempt.to_json(), "name": name, "holder": holder_mark()}
+        hidden = self._hidden(flat.tensors) if self._rules.optimizers else frozenset()
+        try:
+            slot.fill(
+                self._serial,
+                record,
+                pieces=pieces,
+                tensors=flat.tensors,
+                tree=tree,
+                at_once=flat.tensors.keys() - hidden,
+                when_whole=lambda: self._courier.say({"do": "go"}),
+            )
+            if not hidden:
+                slot.settle()
+        except BaseException:
+            with self._changed:
+                self._slots.give_back(slot)
+            raise
+        with self._changed:
+            saving.files[name] = file
+        if saving.is_due:
+            self._ask(saving, file)
+
+    def _hidden(self, tensors: Mapping[str, Tensor]) -> frozenset[str]:
+        """The tensors that only a step of the optimizers changes: those may be copied until the next step."""
+        owned = set()
+        for optimizer in self._rules.optimizers:
+            for group in optimizer.param_groups:
+                owned.update(_memory_of(parameter) for parameter in group["params"])
+            for state in optimizer.state.values():
+                owned.update(_memory_of(value) for value in state.values() if isinstance(value, Tensor))
+        return frozenset(name for name, tensor in tensors.items() if _memory_of(tensor) in owned)
+
+    def _settle_hook(self, *_: Any) -> None:
+        self.settle()
+
+    def _write_now(self, saving: Saving, name: str, flat: Flat, pieces: list[Piece]) -> None:
+        """A state for which there is no memory goes to the disk while the script waits; chunk by chunk."""
+        size = image_bytes(pieces)
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "%.1f MB of %r do not fit into the %.1f MB of memory for saved states (%s): the script waits while they"
+                " are written",
+                size / 1e6, name, self._rules.allowed.limit_bytes / 1e6, self._rules.allowed.source,
+            )  # fmt: skip
+        saving.is_due = True
+        file = SavedFile(name, None, 0, b"", is_asked=True)
+        with self._changed:
+            saving.files[name] = file
+        try:
+            folder = self._publisher.open(saving.attempt, size_bytes=size)
+            _, crc32 = write_part(folder / data_name(name), pieces, flat.tensors)
+            self._publisher.write_manifest(Manifest(saving.attempt, name, size, crc32, flat.tree))
+            file.is_written = True
+        except OSError as error:
+            self._note_failure(saving, f"{name}: {error.strerror or error}")
+        for other in saving.unasked:
+            self._ask(saving, other)
+
+    def _slot_for(self, saving: Saving, size_bytes: int) -> Slot | None:
+        """Memory for a state; waits until there is some. None where there never will be."""
+        if not self._slots.could_hold(size_bytes):
+            return None
+        while True:
+            with self._changed:
+                others = [other for other in self.savings if other is not saving and other.holds_memory]
+                slot = self._slots.take(size_bytes) if len(others) < _IN_MEMORY else None
+                if slot is not None:
+                    return slot
+            if self._release_superseded():
+                continue
+            victim = next((other for other in (*others, saving) if other.unasked), None)
+            if self._is_any_on_its_way():
+                self._await_memory()
+            elif victim is not None:
+                self._send(victim)
+            else:
+                return None
+
+    def _is_any_on_its_way(self) -> bool:
+        with self._changed:
+            return any(saving.is_on_its_way for saving in self.savings)
+
+    def _await_memory(self) -> None:
+        """Until one file more is on the disk."""
+        self._courier.say({"do": "hurry"})
+        with self._changed:
+            before = sum(1 for saving in self.savings for _ in saving.slots)
+            while sum(1 for saving in self.savings for _ in saving.slots) == before:
+                if not self._changed.wait(_WARN_S):
+                    logger.warning("a save has waited for %.0f s until an earlier one is on the disk", _WARN_S)
+
+    def _release_superseded(self) -> bool:
+        """Give up the complete tags in memory after which another one was completed; whether there was one."""
+        newest = self.newest_complete()
+        released = [saving for saving in self.savings if saving.status == MEMORY and saving is not newest]
+        released = [saving for saving in released if not saving.is_due]
+        for saving in released:
+            self._note(saving, "memory", "superseded")
+            self._forget(saving, SUPERSEDED)
+        return bool(released)
+
+    def _send(self, saving: Saving) -> None:
+        """Have a tag written; and committed, if it is complete."""
+        saving.is_due = True
+        for file in saving.unasked:
+            self._ask(saving, file)
+        if saving.status == MEMORY:
+            with self._changed:
+                saving.status = WRITING
+            # made when its turn has come: how the writing went is known only then
+            self._courier.ask(_Late(saving.commit_request), lambda answer: self._on_committed(saving, answer))
+
+    def _ask(self, saving: Saving, file: SavedFile) -> None:
+        assert file.slot is not None
+        file.is_asked = True
+        request = {"do": "write", "arena": str(file.slot.arena.path), "image": file.serial}
+        self._courier.ask(request, lambda answer: self._on_written(saving, file, answer))
+
+    def _on_written(self, saving: Saving, file: SavedFile, answer: Mapping[str, Any]) -> None:
+        if "failed" in answer:
+            self._note_failure(saving, f"{file.name}: {answer['failed']}")
+        with self._changed:
+            file.is_written = "failed" not in answer
+            saving.write_s += answer.get("seconds", 0.0)
+            slot, file.slot = file.slot, None
+            if slot is not None:
+                self._slots.give_back(slot)
+            self._changed.notify_all()
+
+    def _on_committed(self, saving: Saving, answer: Mapping[str, Any]) -> None:
+        if "failed" in answer and saving.error is None:
+            self._note_failure(saving, answer["failed"])
+        self._courier.forget(saving.attempt.folder_name)
+        self._publisher.close(saving.attempt)
+        with self._changed:
+            saving.status = PERSISTED if "failed" not in answer else FAILED
+            if saving in self.savings:
+                self.savings.remove(saving)
+            self._changed.notify_all()
+
+    def _note_failure(self, saving: Saving, text: str) -> None:
+        logger.error("the tag %r was not saved: %s", saving.tag, text)
+        self._last_due_s = None  # the next tag is due again
+        with self._changed:
+            saving.error = saving.error or text
+
+    def _abandon(self, saving: Saving) -> None:
+        """An open tag that never will be complete."""
+        if saving.files:
+            logger.warning(
+                "the tag %r is given up: it had %d names and was never complete", saving.tag, len(saving.files)
+            )  # fmt: skip
+            saving.error = "it was never complete"
+            if saving.is_due:
+                with self._changed:
+                    saving.status = MEMORY
+                self._send(saving)
+                return
+        self._forget(saving, ABANDONED)
+
+    def _forget(self, saving: Saving, status: str) -> None:
+        self._courier.forget(saving.attempt.folder_name)
+        with self._changed:
+            saving.status = status
+            for file in saving.files.values():
+                slot, file.slot = file.slot, None
+                if slot is not None:
+                    slot.settle()
+                    self._slots.give_back(slot)
+            self.savings.remove(saving)
+            self._changed.notify_all()
+
+    def _note(self, saving: Saving, tier: str, result: str) -> None:
+        if self.place.rank == 0:
+            row = {name: value for name, value in saving.commit_request()["row"].items() if name != "began_s"}
+            row.update(time_utc=utc_text(int(time.time())), tier=tier, result=result, files=len(saving.files))
+            self._courier.say({"do": "note", "row": row})

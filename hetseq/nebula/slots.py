@@ -1,0 +1,226 @@
+"""The shared memory in which saved states wait to be written, within the memory that is allowed.
+
+Responsible for: arenas that are there before they are needed again, and how much they take. Refuses to know tags. The
+one idea: an arena is kept for the next state of about its size, so from the third tag on nothing is allocated; one that
+fits nothing any more makes way.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hetseq.checkpoint.arena import PAGE, READY, RECORD_BYTES, WRITTEN, Arena, sweep
+from hetseq.checkpoint.layout import Piece
+from hetseq.checkpoint.part_format import in_file_order
+from hetseq.checkpoint.snapshot import Snapshot
+from hetseq.nebula.budget import Budget
+
+logger = logging.getLogger(__name__)
+
+_OVERHEAD_BYTES = PAGE + RECORD_BYTES
+_GRAIN_BYTES = 1 << 20  # so that a state that grows by a few numbers needs no new arena
+_LOOK_S = 0.05
+
+
+class Slot:
+    """One arena, and the state in it."""
+
+    def __init__(self, arena: Arena) -> None:
+        self.arena = arena
+        self.serial = 0
+        self._snapshot: Snapshot | None = None
+
+    def fill(
+        self,
+        serial: int,
+        record: Mapping[str, Any],
+        *,
+        pieces: Sequence[Piece],
+        tensors: Mapping[str, Tensor],
+        tree: bytes,
+        at_once: Collection[str],
+        when_whole: Callable[[], None],
+    ) -> None:
+        """Begin to copy a state; the tensors that `at_once` names may change when this returns, others after `settle`.
+
+        ValueError where the record is too large.
+        """
+        if self._snapshot is None or self._snapshot.pieces != in_file_order(pieces):
+            if self._snapshot is not None:
+                self._snapshot.close()
+            self._snapshot = Snapshot(self.arena, pieces)
+        snapshot = self._snapshot
+        self.serial = serial
+        self.arena.begin(serial, {**record, "file_bytes": snapshot.image_bytes, "tree_bytes": len(tree)})
+        self.arena.image[snapshot.image_bytes : snapshot.image_bytes + len(tree)] = tree
+
+        def finish() -> None:
+            self.arena.finish(serial)
+            when_whole()
+
+        snapshot.begin(tensors, at_once=at_once, when_whole=finish)
+
+    def settle(self) -> None:
+        """Return when the tensors of the copy that began last may change."""
+        if self._snapshot is not None:
+            self._snapshot.settle()
+
+    def holds(self, serial: int) -> bool:
+        """Whether the state of this serial is here, whole."""
+        return self.arena.status in ((READY, serial), (WRITTEN, serial))
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The tensors of the state that is here, in the order of the image."""
+        return [] if self._snapshot is None else list(self._snapshot.pieces)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._snapshot is not None:
+            with suppress(Exception):  # what went wrong in a copy was raised where it was awaited
+                self._snapshot.close()
+        self.arena.close(unlink=True)
+
+
+class Slots:
+    """The arenas of this process."""
+
+    def __init__(self, root: Path, allowed: Budget) -> None:
+        self._root, self.allowed = root, allowed
+        self._free: list[Slot] = []
+        self._used: list[Slot] = []
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the arenas of this process take."""
+        return sum(slot.arena.size for slot in (*self._free, *self._used))
+
+    def could_hold(self, size_bytes: int) -> bool:
+        """Whether a state of this size would fit if nothing else were there."""
+        return _arena_bytes(size_bytes) <= self.allowed.limit_bytes
+
+    def take(self, size_bytes: int) -> Slot | None:
+        """A slot for a state of this size: a free one that fits best, or a new one; None where neither is there now."""
+        fitting = [slot for slot in self._free if slot.arena.image_bytes >= size_bytes]
+        # an arena of a much larger state is kept for such a state
+        close = [slot for slot in fitting if slot.arena.size <= 2 * _arena_bytes(size_bytes)]
+        slot = min(close, key=lambda slot: slot.arena.size, default=None) or self._new(size_bytes)
+        slot = slot or min(fitting, key=lambda slot: slot.arena.size, default=None)
+        if slot is not None:
+            if slot in self._free:
+                self._free.remove(slot)
+            self._used.append(slot)
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """The state in a slot is not needed any more."""
+        self._used.remove(slot)
+        self._free.append(slot)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for slot in (*self._free, *self._used):
+            slot.close()
+        self._free, self._used = [], []
+
+    def _new(self, size_bytes: int) -> Slot | None:
+        wanted = _arena_bytes(size_bytes)
+        with _one_at_a_time(self._root):
+            while self._taken_bytes() + wanted > self.allowed.limit_bytes:
+                if not self._free:
+                    return None
+                self._free.pop(0).close()
+            try:
+                arena = Arena.create(run_id(self._root), wanted - _OVERHEAD_BYTES)
+            except OSError as error:
+                logger.info("no shared memory of %d bytes: %s", wanted, error.strerror)
+                return None
+        fcntl.flock(arena.descriptor, fcntl.LOCK_SH)  # the writer process holds it too
+        logger.info(
+            "%.1f MB of shared memory for saved states, at most %.1f MB (%s)",
+            (self.memory_bytes + arena.size) / 1e6,
+            self.allowed.limit_bytes / 1e6,
+            self.allowed.source,
+        )  # fmt: skip
+        return Slot(arena)
+
+    def _taken_bytes(self) -> int:
+        """What counts against the limit: this process's arenas, or those of all that save to this path on this node."""
+        if not self.allowed.is_shared:
+            return self.memory_bytes
+        sizes = 0
+        for path in sweep(run_id(self._root), now_s=time.time()):
+            with suppress(OSError):
+                sizes += path.stat().st_size
+        return sizes
+
+
+def run_id(root: Path) -> str:
+    """By which the arenas of all processes that save to this path find each other."""
+    return f"nebula {root}"
+
+
+def holder_mark() -> str:
+    """A process that fills arenas, so that others can tell whether it still lives; no other process ever has the same."""
+    return f"{os.getpid()}:{_start_of(os.getpid())}"
+
+
+def await_orphans(root: Path, *, patience_s: float) -> None:
+    """Wait for the writers that scripts have left which were killed while saving to this path."""
+    deadline = time.monotonic() + patience_s
+    while any(_is_orphan(path) for path in sweep(run_id(root), now_s=time.time())):
+        if time.monotonic() > deadline:
+            logger.warning("a writer of a killed script still works on %s after %.0f s", root, patience_s)
+            return
+        time.sleep(_LOOK_S)
+
+
+def _is_orphan(path: Path) -> bool:
+    """Whether the process that filled an arena is dead."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    arena = Arena(descriptor, path)
+    try:
+        holder = arena.record(arena.status[1])["holder"]
+        pid, start = holder.split(":")
+        return _start_of(int(pid)) != start
+    except (ValueError, KeyError, AttributeError):
+        return False
+    finally:
+        arena.close(unlink=False)
+
+
+def _start_of(pid: int) -> str:
+    """When a process was started, in the kernel's ticks; empty for one that does not live."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in ("Z", "X") else fields[19]
+
+
+def _arena_bytes(size_bytes: int) -> int:
+    return -(-(size_bytes + _OVERHEAD_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES
+
+
+@contextmanager
+def _one_at_a_time(root: Path) -> Iterator[None]:
+    """Between looking at the account and drawing from it no other process of this node does the same."""
+    descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks: the account may be overdrawn by one slot
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,384 @@
+"""The folders of tags on the disk: their names, their records, and which of them are complete.
+
+Responsible for: `<path>/<tag>.<nonce>/`, what its sealed records say, and the order of tags. Refuses to know tensors
+and torch. The one idea: a folder is a checkpoint from the instant at which COMMIT.json stands in it, and COMMIT.json
+names every other file by the sha256 of its manifest, which has a checksum for every 8 MiB of that file.
+
+    model.safetensors        one file for each saved name: its tensors
+    model.manifest.json      its size, its checksums, and the tree of plain values around the tensors
+    rank-00001.done.json     with several ranks: what this rank has written
+    COMMIT.json              written last, by a rename
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from hetseq.checkpoint.files import COMMIT_NAME, read_bounded
+from hetseq.checkpoint.layout import escape, unescape
+from hetseq.checkpoint.part_format import check_sums, read_header
+from hetseq.checkpoint.reader import check_size, reason_of
+from hetseq.checkpoint.records import (
+    CHUNK_BYTES,
+    RECORD_LIMIT,
+    STATE_LIMIT,
+    DamagedError,
+    TooNewError,
+    seal,
+    sha256,
+    unseal,
+)
+from hetseq.errors import CheckpointError
+
+FORMAT = "hetseq-nebula"
+VERSION = 1
+NAME_LIMIT = 200  # bytes of a tag or name in a file's name, which has at most 255
+FILES_LIMIT = 100_000
+_FOLDER = re.compile(r"(.+)\.([0-9a-f]{16})", re.DOTALL)
+_HEX16 = re.compile(r"[0-9a-f]{16}")
+_HEX64 = re.compile(r"[0-9a-f]{64}")
+_MANIFEST_END = ".manifest.json"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt to save one tag: known before its first byte is written, and the same on all ranks."""
+
+    tag: str
+    nonce: str
+    created_ns: int  # rank zero's clock
+    world_size: int
+    num_of_files: int
+    is_best: bool
+
+    @property
+    def folder_name(self) -> str:
+        return f"{escape(self.tag)}.{self.nonce}"
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Newer tags compare larger: by the integers in the tag, then by time."""
+        return (numbers_in(self.tag), self.created_ns, self.nonce)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "tag": self.tag,
+            "nonce": self.nonce,
+            "created_ns": self.created_ns,
+            "world_size": self.world_size,
+            "num_of_files": self.num_of_files,
+            "is_best": self.is_best,
+        }
+
+    @staticmethod
+    def from_json(record: dict[str, Any], *, source: Path) -> Attempt:
+        """The attempt that a record belongs to; DamagedError, or TooNewError for a newer version."""
+        version = record.get("version")
+        if record.get("format") != FORMAT or not _is_count(version) or version < 1:
+            raise DamagedError(f"{source.name}: it is no record of a {FORMAT}")
+        if version > VERSION:
+            raise TooNewError(
+                f"{source.parent} has the format version {version}; this HetSeq reads up to version {VERSION}: load it"
+                " with the HetSeq that wrote it, or a newer one, or name an older tag"
+            )
+        tag: Any = record.get("tag")
+        nonce: Any = record.get("nonce")
+        created: Any = record.get("created_ns")
+        world: Any = record.get("world_size")
+        files: Any = record.get("num_of_files")
+        best: Any = record.get("is_best")
+        is_whole = (
+            isinstance(tag, str)
+            and tag != ""
+            and isinstance(nonce, str)
+            and _HEX16.fullmatch(nonce) is not None
+            and _is_count(created)
+            and _is_count(world)
+            and isinstance(files, int)
+            and isinstance(best, bool)
+        )
+        if not is_whole:
+            raise DamagedError(f"{source.name}: tag, nonce, created_ns, world_size or is_best is not what it was")
+        return Attempt(tag, nonce, created, world, files, best)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A saved name: bytes of its file, and sha256 of its manifest."""
+
+    name: str
+    size_bytes: int
+    manifest_sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "bytes": self.size_bytes, "manifest_sha256": self.manifest_sha256}
+
+    @staticmethod
+    def from_json(entry: Any, *, source: Path) -> FileRecord:
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str) and _is_count(entry.get("bytes")):
+            digest = entry.get("manifest_sha256")
+            if isinstance(digest, str) and _HEX64.fullmatch(digest):
+                return FileRecord(entry["name"], entry["bytes"], digest)
+        raise DamagedError(f"{source.name}: the entry of a file is not what it should be")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What the writer of a file says about it: bytes, CRC-32 of every chunk, and the tree around its tensors."""
+
+    attempt: Attempt
+    name: str
+    size_bytes: int
+    crc32: tuple[int, ...]
+    tree: Any
+
+    def to_bytes(self) -> bytes:
+        record = self.attempt.to_json()
+        record.update(
+            name=self.name,
+            bytes=self.size_bytes,
+            chunk_bytes=CHUNK_BYTES,
+            crc32=list(self.crc32),
+            tree=self.tree,
+        )
+        return seal(record)
+
+    @staticmethod
+    def from_bytes(content: bytes, *, source: Path) -> Manifest:
+        record = unseal(content, source=source)
+        attempt = Attempt.from_json(record, source=source)
+        name, size, sums = record.get("name"), record.get("bytes"), record.get("crc32")
+        if not (isinstance(name, str) and _is_count(size) and record.get("chunk_bytes") == CHUNK_BYTES):
+            raise DamagedError(f"{source.name}: name, bytes or chunk_bytes is not what it should be")
+        is_list = isinstance(sums, list) and all(_is_count(value) and value < 2**32 for value in sums)
+        if not is_list or len(sums or ()) != math.ceil(size / CHUNK_BYTES):
+            raise DamagedError(f"{source.name}: crc32 does not name one checksum for each {CHUNK_BYTES} bytes")
+        return Manifest(attempt, name, size, tuple(sums or ()), record.get("tree"))
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A complete tag on the disk: its folder and what its COMMIT.json says."""
+
+    path: Path
+    attempt: Attempt
+    files: tuple[FileRecord, ...]
+
+    @property
+    def tag(self) -> str:
+        return self.attempt.tag
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        return self.attempt.order
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the files of tensors."""
+        return sum(file.size_bytes for file in self.files)
+
+    def file(self, name: str) -> FileRecord | None:
+        """The saved name, if the tag holds it."""
+        return next((file for file in self.files if file.name == name), None)
+
+
+def numbers_in(tag: str) -> tuple[int, ...]:
+    """The integers in a tag, by which tags are ordered: (500,) for global_step500, (2, 500) for epoch=2-step=500."""
+    return tuple(int(digits[:4000]) for digits in re.findall(r"[0-9]+", tag))
+
+
+def check_name(kind: str, name: str) -> None:
+    """ValueError for a tag or a name that no folder or file can be called after."""
+    if not isinstance(name, str):
+        raise TypeError(f"the {kind} {name!r} is a {type(name).__name__}: expected a str")
+    try:
+        size = len(escape(name).encode())
+    except UnicodeEncodeError:
+        raise ValueError(f"the {kind} {name!r} is not text that a file can be called after") from None
+    if not 0 < size <= NAME_LIMIT:
+        raise ValueError(f"the {kind} {name[:80]!r} takes {size} bytes in a file's name: expected 1 to {NAME_LIMIT}")
+
+
+def data_name(name: str) -> str:
+    """The file of a saved name."""
+    return f"{escape(name)}.safetensors"
+
+
+def manifest_name(name: str) -> str:
+    """The file that says what is in the file of a saved name."""
+    return f"{escape(name)}{_MANIFEST_END}"
+
+
+def done_name(rank: int) -> str:
+    """The file in which a rank says what it has written."""
+    return f"rank-{rank:05d}.done.json"
+
+
+def done_bytes(attempt: Attempt, rank: int, files: Sequence[FileRecord], error: str | None) -> bytes:
+    """What a rank says when it will write no more for a tag; `error` where it failed."""
+    record = {**attempt.to_json(), "rank": rank, "files": [file.to_json() for file in files], "error": error}
+    return seal(record)
+
+
+def read_done(folder: Path, attempt: Attempt, rank: int) -> tuple[list[FileRecord], str | None]:
+    """What a rank has written, and why it could not; FileNotFoundError before it has said so."""
+    path = folder / done_name(rank)
+    record = unseal(_content(path), source=path)
+    files, error = record.get("files"), record.get("error")
+    if Attempt.from_json(record, source=path) != attempt or record.get("rank") != rank or not isinstance(files, list):
+        raise DamagedError(f"{path.name}: it belongs to another checkpoint")
+    return [FileRecord.from_json(entry, source=path) for entry in files], error if isinstance(error, str) else None
+
+
+def commit_bytes(attempt: Attempt, files: Iterable[FileRecord]) -> bytes:
+    """The content of COMMIT.json: the same for everyone who completes this attempt."""
+    in_order = sorted(files, key=lambda file: file.name)
+    return seal({**attempt.to_json(), "files": [file.to_json() for file in in_order]})
+
+
+def read_commit(folder: Path) -> Commit:
+    """The commit of a folder, believed but not verified.
+
+    FileNotFoundError where there is none, DamagedError for one that is not whole or belongs to another folder.
+    """
+    path = folder / COMMIT_NAME
+    record = unseal(_content(path), source=path)
+    attempt, entries = Attempt.from_json(record, source=path), record.get("files")
+    if not isinstance(entries, list) or len(entries) > FILES_LIMIT:
+        raise DamagedError(f"{path.name}: files is not what it should be")
+    files = tuple(FileRecord.from_json(entry, source=path) for entry in entries)
+    if len({file.name for file in files}) != len(files):
+        raise DamagedError(f"{path.name}: a name stands there twice")
+    if folder.name != attempt.folder_name:
+        raise DamagedError(f"{path.name}: it belongs to {attempt.folder_name}")
+    return Commit(folder, attempt, files)
+
+
+def read_manifest(folder: Path, attempt: Attempt, name: str) -> tuple[Manifest, FileRecord]:
+    """A manifest and how a commit will name it; DamagedError where it is that of another name or tag."""
+    path = folder / manifest_name(name)
+    content = _content(path)
+    manifest = Manifest.from_bytes(content, source=path)
+    if manifest.attempt != attempt or manifest.name != name:
+        raise DamagedError(f"{path.name}: it belongs to another checkpoint, or to another name")
+    return manifest, FileRecord(name, manifest.size_bytes, sha256(content))
+
+
+def check_file(commit: Commit, file: FileRecord, *, deep: bool) -> Manifest:
+    """The manifest of a committed file, if all that belongs to the file is as it was; DamagedError names what is not.
+
+    `deep` reads every byte of the file.
+    """
+    path = commit.path / data_name(file.name)
+    try:
+        manifest, found = read_manifest(commit.path, commit.attempt, file.name)
+        if found != file:
+            raise DamagedError(f"{manifest_name(file.name)}: it is not the one that {COMMIT_NAME} names")
+        check_size(path, file.size_bytes)
+        read_header(path)
+        if deep:
+            check_sums(path, manifest.crc32)
+    except (OSError, EOFError) as error:
+        raise DamagedError(f"{path.name}: {reason_of(error)}") from None
+    return manifest
+
+
+def check(commit: Commit, *, deep: bool) -> None:
+    """DamagedError for the first file of a tag that is not as it was."""
+    for file in commit.files:
+        check_file(commit, file, deep=deep)
+
+
+def is_sound(commit: Commit) -> bool:
+    """Whether the small files, sizes and headers of a tag agree."""
+    try:
+        check(commit, deep=False)
+    except CheckpointError:
+        return False
+    return True
+
+
+def folders(root: Path) -> list[Path]:
+    """The folders of all attempts, complete or not; none where there is no such root."""
+    try:
+        with os.scandir(root) as entries:
+            names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    except FileNotFoundError:
+        return []
+    return [root / name for name in names if tag_of(name) is not None]
+
+
+def tag_of(folder_name: str) -> str | None:
+    """The tag in a folder's name; None for a name that is none of ours."""
+    match = _FOLDER.fullmatch(folder_name)
+    try:
+        return unescape(match[1]) if match is not None else None
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class Scan:
+    """The complete tags of a root, newest first, and why other folders with a COMMIT.json are none."""
+
+    commits: list[Commit]
+    refused: dict[Path, CheckpointError]
+
+
+def scan(root: Path) -> Scan:
+    """Read every COMMIT.json in `root`."""
+    commits: list[Commit] = []
+    refused: dict[Path, CheckpointError] = {}
+    for folder in folders(root):
+        try:
+            commits.append(read_commit(folder))
+        except FileNotFoundError:
+            continue
+        except CheckpointError as error:
+            refused[folder] = error
+        except OSError as error:
+            refused[folder] = DamagedError(f"{COMMIT_NAME}: {reason_of(error)}")
+    return Scan(sorted(commits, key=lambda commit: commit.order, reverse=True), refused)
+
+
+def written_names(folder: Path) -> list[str]:
+    """The names whose manifests stand in a folder."""
+    found = []
+    for entry in sorted(os.listdir(folder)):
+        if entry.endswith(_MANIFEST_END):
+            try:
+                found.append(unescape(entry.removesuffix(_MANIFEST_END)))
+            except ValueError:
+                continue
+    return found
+
+
+def superseded(commits: Sequence[Commit], *, keep: int) -> list[Commit]:
+    """Those that may be deleted, oldest first, of `commits`, newest first: never the newest nor the newest best.
+
+    `keep` is how many stay; -1 means all. Whoever deletes makes sure that one of those that stay is sound.
+    """
+    if keep == -1:
+        return []
+    best = next((commit for commit in commits if commit.attempt.is_best), None)
+    return [commit for commit in commits[max(keep, 1) :] if commit is not best][::-1]
+
+
+def _content(path: Path) -> bytes:
+    limit = STATE_LIMIT if path.name.endswith(_MANIFEST_END) else RECORD_LIMIT
+    try:
+        return read_bounded(path, limit)
+    except (ValueError, EOFError) as error:
+        raise DamagedError(f"{path.name}: {error}") from None
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63

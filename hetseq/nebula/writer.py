@@ -1,0 +1,221 @@
+"""The process that writes saved states, so that the script does not wait for the disk. It imports no torch.
+
+Responsible for: carrying out what the script's process asks for, one after the other: write the image in an arena as a
+file, commit a tag. Refuses to know tensors, and which tags are due. The one idea: what is to become of a complete tag
+is announced before it is asked for, so if the script is killed, this process finishes every tag that was complete,
+those included that were only in memory, and a script that starts again finds them.
+
+It speaks JSON lines over its standard input, a socket (`hetseq.checkpoint.writer.Line`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hetseq.checkpoint.arena import READY, Arena
+from hetseq.checkpoint.part_writing import PartWriting
+from hetseq.checkpoint.records import utc_text
+from hetseq.checkpoint.writer import Line
+from hetseq.errors import CheckpointError
+from hetseq.nebula.publishing import Place, Publisher
+from hetseq.nebula.tags import Attempt, Manifest, data_name, manifest_name
+from hetseq.processes import ignore_stop_signals
+
+logger = logging.getLogger(__name__)
+
+_REQUEST = Path("request")  # what a damaged record is said to come from
+_NICENESS = 10
+_FILLING_S = 600.0  # so long a copy may take
+
+
+def setting_of(place: Place) -> dict[str, Any]:
+    """The first line that a writer is to hear."""
+    return {"root": str(place.root), "keep": place.keep, "rank": place.rank, "patience_s": place.patience_s}
+
+
+class Writer:
+    """Carries out requests in the order in which they come."""
+
+    def __init__(self, line: Line, place: Place) -> None:
+        self._line, self._place = line, place
+        self._publisher = Publisher(place)
+        self._arenas: dict[str, Arena] = {}
+        self._announced: dict[str, dict[str, Any]] = {}  # by folder: complete tags that are not on the disk
+        self._acts = {"write": self._write, "commit": self._commit}
+
+    def serve(self) -> None:
+        """Until the script says `end`, or is gone and everything it had announced is done."""
+        while (request := self._line.take(None)) is not None:
+            kind = request["do"]
+            if kind == "end":
+                return
+            if kind in self._acts:
+                answer = self._answer(request)
+                self._line.send({"serial": request["serial"], **answer})
+                if kind == "commit":
+                    self._after(request, answer)
+            elif kind == "announce":
+                self._announce(request)
+            elif kind == "forget":
+                self._announced.pop(request["folder"], None)
+            elif kind == "note":
+                self._publisher.note(request["row"])
+        self._finish_alone()
+
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What became of a request; whatever goes wrong is an answer, for somebody waits for one."""
+        try:
+            return self._acts[request["do"]](request)
+        except OSError as error:
+            name = str(error.filename or "").rpartition("/")[2]
+            return {"failed": f"{error.strerror or error}{f' ({name})' if name else ''}"}
+        except CheckpointError as error:
+            return {"failed": str(error)}
+        except Exception as error:
+            return {"failed": f"{type(error).__name__}: {error}"}
+
+    def _announce(self, request: dict[str, Any]) -> None:
+        """What is to be done if the script is killed; its arenas are held from now on."""
+        self._announced[request["folder"]] = request
+        for path, _ in request["images"]:
+            with suppress(OSError):
+                self._arena(path)
+
+    def _finish_alone(self) -> None:
+        """The script is gone without a word: write and commit what it had completed."""
+        for announced in list(self._announced.values()):
+            request = {**announced["commit"], "has_ended": True}
+            for path, serial in announced["images"]:
+                with suppress(OSError):
+                    if self._arena(path).status == (READY, serial):
+                        self._answer({"do": "write", "arena": path, "image": serial, "again": True})
+            answer = self._answer(request)
+            logger.info("%s: %s", announced["folder"], answer.get("failed", "committed"))
+            self._after(request, answer)
+
+    def _arena(self, path: str) -> Arena:
+        """The arena of this name, held together with the script, which shares its lock."""
+        if path not in self._arenas:
+            for known in [known for known in self._arenas if not os.path.exists(known)]:
+                self._arenas.pop(known).close(unlink=False)
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._arenas[path] = Arena(descriptor, None)
+        return self._arenas[path]
+
+    def _write(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The file in an arena, and its manifest."""
+        began = time.perf_counter()
+        arena, serial = self._arena(request["arena"]), request["image"]
+        record = arena.record(serial)
+        attempt, name = Attempt.from_json(record["attempt"], source=_REQUEST), record["name"]
+        size, tree_size = record["file_bytes"], record["tree_bytes"]
+        folder = self._publisher.open(attempt, size_bytes=size)
+        if request.get("again"):
+            for leftover in (data_name(name), manifest_name(name)):
+                with suppress(FileNotFoundError):
+                    os.unlink(folder / leftover)
+        self._await_image(arena, serial)
+        writing = PartWriting(folder / data_name(name), arena.image[:size])
+        try:
+            crc32 = self._write_politely(writing)
+        finally:
+            writing.close()
+        tree = json.loads(bytes(arena.image[size : size + tree_size]))
+        self._publisher.write_manifest(Manifest(attempt, name, size, crc32, tree))
+        arena.mark_written(serial)
+        return {"seconds": time.perf_counter() - began}
+
+    def _await_image(self, arena: Arena, serial: int) -> None:
+        deadline = time.monotonic() + _FILLING_S
+        while arena.status != (READY, serial):
+            if self._line.has_ended and arena.status != (READY, serial):
+                raise OSError(0, "the script ended before its copy was whole")
+            if time.monotonic() > deadline:
+                raise OSError(0, f"the copy was not whole after {_FILLING_S:.0f} s")
+            self._line.listen(0.05)
+            self._line.hears("go")
+
+    def _write_politely(self, writing: PartWriting) -> tuple[int, ...]:
+        """Write in a thread of low priority, until told to hurry: a priority once lowered cannot be raised again."""
+        outcome: list[BaseException] = []
+
+        def write() -> None:
+            try:
+                with suppress(OSError, AttributeError):
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+                writing.run(lambda: self._line.hears("hurry"))
+            except BaseException as error:
+                outcome.append(error)
+
+        thread = threading.Thread(target=write, name="polite", daemon=True)
+        thread.start()
+        thread.join()
+        if outcome:
+            raise outcome[0]
+        return writing.run(lambda: False)  # what is left of it
+
+    def _commit(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        attempt = Attempt.from_json(request["attempt"], source=_REQUEST)
+        commit = self._publisher.commit(
+            attempt, request["names"], error=request["error"], has_ended=bool(request.get("has_ended"))
+        )  # fmt: skip
+        return {} if commit is None else {"bytes": commit.size_bytes, "files": len(commit.files)}
+
+    def _after(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
+        """What follows from a tag that is over; nobody waits for it."""
+        attempt = Attempt.from_json(request["attempt"], source=_REQUEST)
+        self._announced.pop(attempt.folder_name, None)
+        if self._place.rank != 0:
+            return
+        if "failed" not in answer:
+            self._publisher.tidy(attempt)
+        self._publisher.note(_row(request["row"], answer))
+
+
+def _row(known: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The line of `checkpointHistories.csv` for a tag that is over."""
+    duration_s = time.monotonic() - known["began_s"]
+    row = {name: value for name, value in known.items() if name != "began_s"}
+    row.update(time_utc=utc_text(int(time.time())), duration_s=f"{duration_s:.3f}")
+    if "failed" in answer:
+        return {**row, "result": "failed", "error": answer["failed"]}
+    size, files = answer["bytes"], answer["files"]
+    rate = f"{size / 1e6 / max(duration_s, 1e-9):.1f}"
+    return {**row, "result": "ok", "bytes": size, "files": files, "throughput_MBps": rate}
+
+
+class _Forward(logging.Handler):
+    """Has the script's process log what this one has to say."""
+
+    def __init__(self, line: Line) -> None:
+        super().__init__()
+        self._line = line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._line.send({"log": record.levelno, "text": record.getMessage()})
+
+
+def main() -> None:
+    """The life of the process; its first line says where it works."""
+    ignore_stop_signals()
+    line = Line(socket.socket(fileno=os.dup(0)))
+    logging.getLogger().addHandler(_Forward(line))
+    logging.getLogger().setLevel(logging.INFO)
+    setting = line.take(None)
+    if setting is None:
+        return
+    place = Place(Path(setting["root"]), setting["keep"], setting["rank"], setting["patience_s"])
+    line.send({"started": os.getpid()})
+    Writer(line, place).serve()
+    os._exit(0)  # nothing to tear down, and the arenas' maps may still be looked into
