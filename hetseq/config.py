@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetseq.errors import ConfigError
+from hetseq.sizes import parse_size
 
 
 def option(
@@ -427,6 +428,12 @@ class CheckpointConfig:
     persistent_time_interval: float = option(
         600.0, "save at the latest after this many seconds; 0 means never", metavar="S"
     )
+    memory_buffer_size: str | None = node_option(
+        None,
+        "memory of this node for checkpoints that wait to be written, as in 2GB; default: half of what is free;"
+        " 0: none, training waits",
+        metavar="SIZE",
+    )
     keep_interval_updates: int = option(
         -1, "keep the last N checkpoints of --save-interval-updates; -1: all", metavar="N"
     )
@@ -445,6 +452,13 @@ class CheckpointConfig:
             _require(value == -1 or value > 0, name, value, "-1 (all) or a number above 0")
         _require(bool(self.save_dir), "save_dir", "''", "the name of a folder")
         self.optimizer_override_values()
+        self.memory_buffer_bytes()
+
+    def memory_buffer_bytes(self) -> int | None:
+        """What `--memory-buffer-size` says; None: half of what is free."""
+        if self.memory_buffer_size is None:
+            return None
+        return parse_size(self.memory_buffer_size, flag("memory_buffer_size"))
 
     def optimizer_override_values(self) -> dict[str, Any]:
         """What `--optimizer-overrides` says, read as a literal."""

@@ -21,6 +21,7 @@ from hetseq.launcher import Launcher
 from hetseq.options import dump_yaml
 from hetseq.placement import Placement
 from hetseq.run_directory import RunDirectory
+from hetseq.sizes import parse_size
 from hetseq.workers import threads_per_worker
 
 _TELLING_S = 3.0  # for the other nodes to hear of ranks that fit nowhere
@@ -32,6 +33,7 @@ def launch(config: Config) -> Ending:
 
     Raises HetSeqError for what is wrong before this node has a place in the run.
     """
+    config = _with_memory_of_environment(config)
     devices = local_devices(config.distributed)
     check_place(config.distributed, len(devices))
     # both as the other tools of the field read it: one name, for gloo and for what HetSeq opens itself
@@ -46,6 +48,17 @@ def launch(config: Config) -> Ending:
     with suppress(HetSeqError):
         Launcher(replace(config, distributed=brief), devices, command=command, interface=interface).run()
     raise ConfigError(fault)
+
+
+def _with_memory_of_environment(config: Config) -> Config:
+    """HETSEQ_MEMORY_BUFFER_SIZE, or Nebula's name for it (half of which is for other things), where no flag says."""
+    if config.checkpoint.memory_buffer_size is not None:
+        return config
+    for name, part in (("HETSEQ_MEMORY_BUFFER_SIZE", 1), ("NEBULA_MEMORY_BUFFER_SIZE", 2)):
+        if text := os.environ.get(name):
+            size = str(parse_size(text, name) // part)
+            return replace(config, checkpoint=replace(config.checkpoint, memory_buffer_size=size))
+    return config
 
 
 def command_line(words: list[str]) -> str:

@@ -45,7 +45,10 @@ RESETS = ("dataloader", "lr_scheduler", "meters", "optimizer")
 def open_checkpoints(config: CheckpointConfig, directory: RunDirectory, group: AnyGroup) -> CheckpointManager:
     """The run's checkpoints, those that only lacked their commit completed. Collective."""
     retention = Retention(config.keep_interval_updates, config.keep_last_epochs)
-    manager = CheckpointManager(directory.path, run_id=directory.run_id, group=group, retention=retention)
+    manager = CheckpointManager(
+        directory.path, run_id=directory.run_id, group=group, retention=retention,
+        memory_bytes=config.memory_buffer_bytes(),
+    )  # fmt: skip
     manager.recover()
     return manager
 
@@ -73,9 +76,7 @@ class Target:
         try:
             _check_version(loaded)
             resets, _ = _agree(loaded, config, self.here, is_own=is_own, is_explicit_batch=self.is_explicit_batch)
-            numbers = loaded.state["optimizer_numbers"] or {}
-            names = [name for name in (*loaded.tensors, *numbers) if name.startswith("optim.")]
-            self.replica.check(loaded.tensors, [] if "optimizer" in resets else names)
+            _check_fit(self.replica, loaded, resets)
         except CheckpointMismatch:
             return False
         return True
@@ -299,6 +300,7 @@ def resume(
             _in_words(here.batch),
         )
     here = dataclasses.replace(here, batch=batch)
+    _check_fit(replica, loaded, resets)
     replica.load_model(loaded.tensors)
     if "optimizer" not in resets:
         if saved["updates"] and saved["optimizer_numbers"] is None:
@@ -332,6 +334,13 @@ def _agree(
     batch = choose_batch(saved, here.batch, is_explicit=is_explicit_batch, resets_data="dataloader" in resets)
     check_provenance(saved, here, resets)
     return resets, batch
+
+
+def _check_fit(replica: Replica, loaded: Loaded, resets: Sequence[str]) -> None:
+    """Raise CheckpointMismatch where the replica cannot take what is to be taken from the checkpoint."""
+    numbers = loaded.state["optimizer_numbers"] or {}
+    names = [name for name in (*loaded.tensors, *numbers) if name.startswith("optim.")]
+    replica.check(loaded.tensors, [] if "optimizer" in resets else names)
 
 
 def _resets_done(loaded: Loaded, config: CheckpointConfig, *, is_own: bool) -> dict[str, int]:

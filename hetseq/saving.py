@@ -190,8 +190,16 @@ class Saver:
         self._is_prepared = True
         self._lend_patience()
         refusal = self._manager.prepare(tensors)
-        if refusal is not None and self._sharing.is_writer:
-            logger.warning("training waits while a checkpoint is written: no memory to copy it to (%s)", refusal)
+        if refusal is None:
+            logger.info("checkpoints are copied to %.1f MB of shared memory", self._manager.memory_bytes / 1e6)
+        elif self._config.memory_buffer_bytes() == 0:
+            logger.info("training waits while a checkpoint is written: --memory-buffer-size 0")
+        elif self._sharing.is_writer:
+            logger.warning(
+                "training waits while a checkpoint is written, for there is no memory to copy it to: %s; see to"
+                " /dev/shm and --memory-buffer-size, or say --memory-buffer-size 0",
+                refusal,
+            )
 
     def _before_update(self, *_: Any) -> None:
         self._manager.settle()

@@ -14,6 +14,7 @@ holds was left behind. Names begin with user and run, so that the next start of 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -24,7 +25,7 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ ABANDONED_S = 3600.0  # so long the arenas of other runs stay after their owner'
 
 EMPTY, FILLING, READY, WRITTEN = range(4)
 
+_CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
 _MAGIC = b"hetseq-a"
 _HEADER = struct.Struct("<8sIIQQI")  # magic, version, status, serial, bytes and CRC-32 of the record
 _VERSION = 1
@@ -68,7 +73,7 @@ class Arena:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # without it a full /dev/shm is a SIGBUS in the middle of a copy, and not an error here
-            os.posix_fallocate(descriptor, 0, PAGE + RECORD_BYTES + image_bytes)
+            os.posix_fallocate(descriptor, 0, arena_bytes(image_bytes))
             arena = Arena(descriptor, path)
         except BaseException:
             os.unlink(path)
@@ -144,6 +149,44 @@ class Arena:
                 self._map.madvise(_POPULATE_WRITE, begin, length)
             except OSError:  # an older kernel
                 memoryview(self._map)[begin : begin + length : PAGE] = bytes(-(-length // PAGE))
+
+
+def arena_bytes(image_bytes: int) -> int:
+    """What an arena for such an image takes."""
+    return PAGE + RECORD_BYTES + image_bytes
+
+
+def check_memory(needs: Sequence[int], *, allowed: int | None) -> None:
+    """Raise OSError where arenas of these sizes are more than this node may give; `allowed` None: half of what is free.
+
+    Shared memory is given beforehand, but a process that takes too much of it is killed later, and without a word.
+    """
+    needed = sum(needs)
+    limit = available_bytes() // 2 if allowed is None else allowed
+    if needed > limit:
+        why = "half of what is free" if allowed is None else "--memory-buffer-size"
+        raise OSError(errno.ENOMEM, f"{needed / 1e6:.0f} MB are needed on this node, {limit / 1e6:.0f} allowed ({why})")
+
+
+def available_bytes() -> int:
+    """Memory that this node, or the control group that a queue has put us into, could still give; 0 if not known."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return 0
+    for limit, current in _CGROUPS:
+        with suppress(OSError, ValueError):  # absent, or "max"
+            available = min(available, int(Path(limit).read_text()) - int(Path(current).read_text()))
+    return max(available, 0)
+
+
+def node_name() -> str:
+    """Equal for processes that share a machine's memory."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return os.uname().nodename
 
 
 def encoded(record: dict[str, Any]) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hetseq.checkpoint.arena import await_writers
+from hetseq.checkpoint.arena import arena_bytes, await_writers, check_memory, node_name
 from hetseq.checkpoint.background import Background
 from hetseq.checkpoint.choice import describe
 from hetseq.checkpoint.directory import scan, write_latest
@@ -30,6 +30,7 @@ from hetseq.checkpoint.retention import Retention
 from hetseq.checkpoint.rows import Row, RowGroup, exchange, failure_row, first_failure
 from hetseq.checkpoint.saving import Save, SaveResult, make_plan
 from hetseq.checkpoint.setting import Setting
+from hetseq.checkpoint.snapshot import image_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,9 @@ class CheckpointManager:
 
     `weights` are the relative bytes each rank writes (default: equal). `patience_s` is how long a rank waits for a file
     that another rank says is there, as network file systems show new files late. `clock` gives seconds since 1970 and
-    only labels things. With `is_polite` what writes in the background leaves the processors to others. A rank that dies
-    during a collective method surfaces as the group's own exception.
+    only labels things. With `is_polite` what writes in the background leaves the processors to others. `memory_bytes`
+    is what the ranks of this node may use together for states that wait to be written (default: half of what is free).
+    A rank that dies during a collective method surfaces as the group's own exception.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class CheckpointManager:
         patience_s: float = 15.0,
         clock: Callable[[], float] = time.time,
         is_polite: bool = True,
+        memory_bytes: int | None = None,
     ) -> None:
         if weights is not None and len(weights) != group.world_size:
             raise ValueError(f"{len(weights)} weights for {group.world_size} ranks: expected one for each rank")
@@ -67,7 +70,7 @@ class CheckpointManager:
         place = Place(Path(run_directory), retention, patience_s)
         self._setting = Setting(place, run_id, group, shares, clock)
         self._publisher = Publisher(place)  # only rank zero's does anything
-        self._is_polite = is_polite
+        self._is_polite, self._memory_bytes = is_polite, memory_bytes
         self._background: Background | None = None
 
     def save(
@@ -99,9 +102,11 @@ class CheckpointManager:
         """
         self.close()
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+        pieces = divide(specs, self._setting.weights)[self._setting.group.rank]
+        needs = exchange(self._setting.group, Row(bytes=arena_bytes(image_bytes(pieces)), text=node_name()))
         row = Row()
         try:
-            pieces = divide(specs, self._setting.weights)[self._setting.group.rank]
+            check_memory([need.bytes for need in needs if need.text == node_name()], allowed=self._memory_bytes)
             self._background = Background(self._setting, pieces, is_polite=self._is_polite)
         except OSError as error:
             row = failure_row(error)
@@ -132,6 +137,11 @@ class CheckpointManager:
         if background is None or not background.fits(plan):
             return Save(self._setting, plan, self._publisher).run(tensors, state)
         return background.begin(plan, tensors, state, at_once=at_once)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What this rank holds of its node's memory for states that wait to be written."""
+        return self._background.memory_bytes if self._background is not None else 0
 
     @property
     def is_underway(self) -> bool:

@@ -103,13 +103,17 @@ class WriterProcess:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _PROGRAM, _HOME, self._module],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                pass_fds=self._descriptors,
-                start_new_session=True,  # what is sent to the trainer's group is the trainer's affair
-            )
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", _PROGRAM, _HOME, self._module],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=self._descriptors,
+                    start_new_session=True,  # what is sent to the trainer's group is the trainer's affair
+                )
+            except OSError:
+                ours.close()
+                raise
         with self._lock:
             self._process, self._connection, self._line = process, ours, Line(ours)
             self._line.send({**self._setting, "arenas": self._descriptors})
@@ -121,7 +125,10 @@ class WriterProcess:
         self._deaths += 1
         reason = f"exit code {self._process.returncode}"
         logger.warning("the process %d that writes checkpoints has died (%s)", self._process.pid, reason)
-        self._start()
+        try:
+            self._start()
+        except OSError as error:  # no process can be had now; the next request tries again
+            return {"serial": self._request["serial"], "failed": f"no process to write checkpoints: {error}"}
         if self._deaths >= _DEATHS:
             return {"serial": self._request["serial"], "failed": f"{_DEATHS} writer processes died ({reason})"}
         self._line.send({**self._request, "again": True})

@@ -24,7 +24,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Budget:
-    """`limit_bytes` for this process alone, or for all processes of this node together (`is_shared`); and its origin."""
+    """`limit_bytes` for this process, or for all processes of this node together (`is_shared`); and its origin."""
 
     limit_bytes: int
     is_shared: bool

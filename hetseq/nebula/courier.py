@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,18 +18,19 @@ from hetseq.checkpoint.writer_process import WriterProcess
 
 logger = logging.getLogger(__name__)
 
+_Make = Callable[[], Mapping[str, Any]]
 _Then = Callable[[Mapping[str, Any]], None]
 
 
 class Courier:
-    """One writer process and the thread that talks to it."""
+    """One writer process, which inherits `descriptors`, and the thread that talks to it."""
 
-    def __init__(self, setting: Mapping[str, Any]) -> None:
-        self._setting = dict(setting)
+    def __init__(self, setting: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+        self._setting, self._descriptors = dict(setting), list(descriptors)
         self._writer = self._start()
         self._pid = self._writer.pid
         self._changed = threading.Condition()
-        self._jobs: deque[tuple[dict[str, Any], _Then]] = deque()
+        self._jobs: deque[tuple[_Make, _Then]] = deque()
         self._standing: dict[str, dict[str, Any]] = {}
         self._serial = 0
         self._is_ending = False
@@ -41,11 +42,13 @@ class Courier:
         """Of the process that writes now."""
         return self._writer.pid
 
-    def ask(self, request: Mapping[str, Any], then: _Then) -> None:
-        """Have the writer do something after all that was asked before; `then` gets the answer, in another thread."""
+    def ask(self, make: _Make, then: _Then) -> None:
+        """Have the writer do something after all that was asked before; both are called in another thread.
+
+        `make` gives the request when its turn has come, `then` gets the answer.
+        """
         with self._changed:
-            self._serial += 1
-            self._jobs.append(({**request, "serial": self._serial}, then))
+            self._jobs.append((make, then))
             self._changed.notify_all()
 
     def say(self, message: Mapping[str, Any]) -> None:
@@ -74,7 +77,7 @@ class Courier:
         self._writer.close()
 
     def _start(self) -> WriterProcess:
-        return WriterProcess("hetseq.nebula.writer", self._setting, [])
+        return WriterProcess("hetseq.nebula.writer", self._setting, self._descriptors)
 
     def _run(self) -> None:
         while True:
@@ -83,13 +86,14 @@ class Courier:
                     self._changed.wait()
                 if not self._jobs:
                     return
-                request, then = self._jobs.popleft()
-            then(self._carry(request))
+                make, then = self._jobs.popleft()
+            then(self._carry(make()))
 
-    def _carry(self, request: dict[str, Any]) -> Mapping[str, Any]:
+    def _carry(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """The answer to a request, or why there is none."""
+        self._serial += 1
         try:
-            self._writer.ask(request)
+            self._writer.ask({**request, "serial": self._serial})
             answer = self._writer.answer(None)
         except Exception as error:  # no process could be started; the next request may have more luck
             with suppress(OSError):

@@ -18,9 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetseq.checkpoint.files import COMMIT_NAME, free_bytes, publish, remove_attempt, sync_directory, write_new
+from hetseq.checkpoint.files import (
+    COMMIT_NAME,
+    free_bytes,
+    publish,
+    read_bounded,
+    remove_attempt,
+    sync_directory,
+    write_new,
+)
 from hetseq.checkpoint.history import HISTORY_NAME, append_history
-from hetseq.checkpoint.records import DamagedError
+from hetseq.checkpoint.records import STATE_LIMIT, DamagedError, unseal
 from hetseq.errors import CheckpointError
 from hetseq.nebula.tags import (
     Attempt,
@@ -32,7 +40,6 @@ from hetseq.nebula.tags import (
     done_bytes,
     done_name,
     folders,
-    is_sound,
     manifest_name,
     numbers_in,
     read_commit,
@@ -73,6 +80,11 @@ class Place:
     keep: int
     rank: int
     patience_s: float
+
+    @property
+    def run_id(self) -> str:
+        """By which the arenas of all processes that save to this path find each other."""
+        return f"nebula {self.root}"
 
 
 class Publisher:
@@ -149,13 +161,14 @@ class Publisher:
         """After a commit: remove what is superseded now, and what killed scripts have left. A fault spoils nothing."""
         try:
             commits = scan(self._place.root).commits
-            newest = next((commit for commit in commits if is_sound(commit)), None)
+            own = self.folder(attempt)  # has just been written, and so verifies
+            newest = next((commit for commit in commits if commit.path == own or _is_intact(commit)), None)
             for commit in superseded(commits, keep=self._place.keep):
-                if newest is not None and commit.path not in (newest.path, self.folder(attempt)):
+                if newest is not None and commit.path not in (newest.path, own):
                     _remove(commit.path)
             for folder in folders(self._place.root):
-                is_older = numbers_in(tag_of(folder.name) or "") <= numbers_in(attempt.tag)
-                if is_older and folder.name not in self._locks and not os.path.lexists(folder / COMMIT_NAME):
+                is_litter = folder.name not in self._locks and not os.path.lexists(folder / COMMIT_NAME)
+                if is_litter and _is_older(folder, attempt):
                     _remove_unless_held(folder)
         except OSError as error:
             logger.warning("could not tidy up %s: %s", self._place.root, error)
@@ -175,7 +188,7 @@ class Publisher:
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise CheckpointError(f"two ranks saved the name {twice[0]!r}: names of ranks differ, as in model-rank0")
-        if not names or attempt.num_of_files > 0 and len(names) != attempt.num_of_files:
+        if not names or (attempt.num_of_files > 0 and len(names) != attempt.num_of_files):
             raise CheckpointError(f"{len(names)} names were saved, {max(attempt.num_of_files, 1)} are expected")
         sync_directory(folder)  # the names of the files, before a name that promises them
         publish(folder / COMMIT_NAME, commit_bytes(attempt, files))
@@ -211,7 +224,7 @@ class Publisher:
         return files
 
     def _make_room(self, needed: int) -> None:
-        """Delete what is about to be superseded while the disk is too full and a newer one is sound to the last byte."""
+        """Delete what is about to be superseded while the disk is too full; never the last one that verifies."""
         root = self._place.root
         if self._place.rank == 0 and free_bytes(root) < needed and self._place.keep != -1:
             commits = scan(root).commits
@@ -224,6 +237,16 @@ class Publisher:
         if free < needed:
             text = f"{free} bytes are free, {needed} are needed, and no older tag may go"
             raise OSError(errno.ENOSPC, text, str(root))
+
+
+def _is_older(folder: Path, attempt: Attempt) -> bool:
+    """Whether an attempt was begun before this one; with several ranks another one may be ahead of this one."""
+    tag = tag_of(folder.name) or ""
+    for entry in sorted(folder.glob("*.json")):
+        with suppress(OSError, EOFError, ValueError, CheckpointError):
+            record = unseal(read_bounded(entry, STATE_LIMIT), source=entry)
+            return Attempt.from_json(record, source=entry).created_ns < attempt.created_ns
+    return numbers_in(tag) < numbers_in(attempt.tag)
 
 
 def _is_intact(commit: Commit) -> bool:

@@ -26,7 +26,7 @@ MapLocation = str | torch.device | None
 
 
 def load_file(commit: Commit, name: str, map_location: MapLocation) -> Any:
-    """The state that was saved under a name; KeyError for no such name, CheckpointError where a byte is not as it was."""
+    """The state that was saved under a name; KeyError for no such name, CheckpointError where a byte has changed."""
     record = commit.file(name)
     if record is None:
         known = ", ".join(repr(file.name) for file in commit.files)

@@ -24,7 +24,7 @@ AT_NEXT, AT_COMMIT = -1, -2  # num_of_files: complete at the next Checkpoint as 
 
 @dataclass
 class SavedFile:
-    """A name of a tag: in a slot while `slot` is there; on its way to the disk once it `is_asked`, there if `is_written`."""
+    """A name of a tag: in memory while there is a `slot`; on its way to the disk once it `is_asked`."""
 
     name: str
     slot: Slot | None
@@ -49,6 +49,8 @@ class Saving:
     files: dict[str, SavedFile] = field(default_factory=dict)
     status: str = OPEN
     error: str | None = None
+    is_abandoned: bool = False  # it never will be complete
+    is_awaited: bool = False  # all ranks send it to the disk, so its commit can be waited for
     stall_s: float = 0.0
     write_s: float = 0.0
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hetseq.checkpoint.files import COMMIT_NAME
 from hetseq.checkpoint.layout import Piece
-from hetseq.checkpoint.part_format import header_bytes, in_file_order
 from hetseq.checkpoint.parts import spec_of, write_part
-from hetseq.checkpoint.records import utc_text
+from hetseq.checkpoint.records import sha256, utc_text
 from hetseq.checkpoint.snapshot import image_bytes
 from hetseq.errors import CheckpointError, DisagreementError
 from hetseq.nebula.budget import Budget
 from hetseq.nebula.courier import Courier
-from hetseq.nebula.publishing import Place, Publisher
+from hetseq.nebula.publishing import RETRY_S, Place, Publisher
 from hetseq.nebula.saving import (
     ABANDONED,
     AT_COMMIT,
@@ -42,7 +43,7 @@ from hetseq.nebula.saving import (
     SavedFile,
     Saving,
 )
-from hetseq.nebula.slots import Slot, Slots, holder_mark
+from hetseq.nebula.slots import Slot, Slots, anchor, holder_mark
 from hetseq.nebula.structure import Flat, flatten
 from hetseq.nebula.tags import Attempt, Manifest, data_name
 from hetseq.nebula.writer import setting_of
@@ -73,8 +74,9 @@ class Service:
         self.savings: list[Saving] = []  # those that are not over, and the newest that are in memory, oldest first
         self._calls = threading.RLock()  # one call of the script at a time
         self._changed = threading.Condition()
-        self._slots = Slots(place.root, rules.allowed)
-        self._courier = Courier(setting_of(place))
+        self._slots = Slots(place, rules.allowed)
+        self._anchor = anchor(place)
+        self._courier = Courier(setting_of(place), [self._anchor.descriptor] if self._anchor is not None else [])
         self._publisher = Publisher(place)
         self._serial = 0
         self._last_due_s: float | None = None
@@ -95,12 +97,12 @@ class Service:
         """A new tag; the one before is complete now, unless its files are counted. Collective with several ranks."""
         with self._calls:
             for saving in [saving for saving in self.savings if saving.is_open]:
-                if saving.attempt.num_of_files == AT_NEXT or self._world_size > 1 and saving.attempt.num_of_files > 0:
+                if saving.attempt.num_of_files == AT_NEXT or (self._world_size > 1 and saving.attempt.num_of_files > 0):
                     self.complete(saving)
             attempt, is_due = self._agreed(tag, num_of_files, is_best=is_best)
             if is_due:
                 self._last_due_s = time.monotonic()
-            saving = Saving(attempt, is_due, time.monotonic())
+            saving = Saving(attempt, is_due, time.monotonic(), is_awaited=is_due)
             with self._changed:
                 self.savings.append(saving)
             return saving
@@ -142,12 +144,28 @@ class Service:
 
     def wait(self, saving: Saving, timeout_s: float | None) -> None:
         """Return when a complete tag is where it belongs. CheckpointError if it failed, TimeoutError if time is up."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             in_time = self._changed.wait_for(lambda: saving.status != WRITING, timeout_s)
+        if in_time and saving.status == PERSISTED and self.place.rank != 0 and saving.is_awaited:
+            in_time = self._await_rank_zero(saving, deadline)
         if not in_time:
-            raise TimeoutError(f"the tag {saving.tag!r} was not on the disk after {timeout_s:g} s")
+            raise TimeoutError(f"the tag {saving.tag!r} was not on the disk after {timeout_s} s")
         if saving.status == FAILED:
             raise CheckpointError(f"the tag {saving.tag!r} was not saved: {saving.error}")
+
+    def _await_rank_zero(self, saving: Saving, deadline: float | None) -> bool:
+        """On other ranks: until the commit is there, or rank zero has removed what cannot be committed."""
+        folder, patience_s = self._publisher.folder(saving.attempt), self.place.patience_s
+        deadline = min(deadline or math.inf, time.monotonic() + patience_s)
+        while not (folder / COMMIT_NAME).exists():
+            if not folder.exists():
+                saving.status, saving.error = FAILED, "rank 0 gave it up"
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(RETRY_S)
+        return True
 
     def flush(self, timeout_s: float | None) -> None:
         """Complete what is open, send the newest tag in memory to the disk, and wait for all of it."""
@@ -161,16 +179,24 @@ class Service:
             newest = self.newest_complete()
             if newest is not None and newest.status == MEMORY:
                 self._last_due_s = time.monotonic()
+                newest.is_awaited = True
                 self._send(newest)
-            for saving in list(self.savings):
-                if saving.status == WRITING:
+            failure: CheckpointError | None = None
+            for saving in [saving for saving in self.savings if saving.status == WRITING]:
+                try:
                     self.wait(saving, None if deadline is None else max(0.0, deadline - time.monotonic()))
-            if newest is not None and newest.status == FAILED:
-                raise CheckpointError(f"the tag {newest.tag!r} was not saved: {newest.error}")
+                except CheckpointError as error:
+                    failure = failure if saving.is_abandoned else error
+            if failure is not None:
+                raise failure
+
+    def complete_tags(self) -> list[Saving]:
+        """The tags that are complete and not yet known to be on the disk."""
+        return [saving for saving in self.savings if saving.status in (MEMORY, WRITING) and not saving.is_abandoned]
 
     def newest_complete(self) -> Saving | None:
         """The tag that was completed last and is in memory or on its way."""
-        complete = [saving for saving in self.savings if saving.status in (MEMORY, WRITING)]
+        complete = self.complete_tags()
         return complete[-1] if complete else None
 
     def settle(self) -> None:
@@ -203,6 +229,8 @@ class Service:
             finally:
                 self._courier.close()
                 self._slots.close()
+                if self._anchor is not None:
+                    self._anchor.close(unlink=True)
 
     def _agreed(self, tag: str, num_of_files: int, *, is_best: bool) -> tuple[Attempt, bool]:
         now_s = time.monotonic()
@@ -213,8 +241,8 @@ class Service:
             values = self._agree(values)
             if values[3] != mine:
                 raise DisagreementError(
-                    f"rank {self.place.rank} begins the tag {tag!r} (num_of_files={num_of_files}, is_best={is_best}) and"
-                    " rank 0 another one: every rank makes the same Checkpoints in the same order"
+                    f"rank {self.place.rank} begins the tag {tag!r} (num_of_files={num_of_files}, is_best={is_best})"
+                    " and rank 0 another one: every rank makes the same Checkpoints in the same order"
                 )
         attempt = Attempt(tag, f"{values[0]:016x}", values[1], self._world_size, num_of_files, is_best)
         return attempt, bool(values[2])
@@ -249,7 +277,7 @@ class Service:
 
     def _hidden(self, tensors: Mapping[str, Tensor]) -> frozenset[str]:
         """The tensors that only a step of the optimizers changes: those may be copied until the next step."""
-        owned = set()
+        owned: set[tuple[torch.device, int]] = set()
         for optimizer in self._rules.optimizers:
             for group in optimizer.param_groups:
                 owned.update(_memory_of(parameter) for parameter in group["params"])
@@ -296,26 +324,27 @@ class Service:
                     return slot
             if self._release_superseded():
                 continue
+            if self._await_memory():
+                continue
             victim = next((other for other in (*others, saving) if other.unasked), None)
-            if self._is_any_on_its_way():
-                self._await_memory()
-            elif victim is not None:
-                self._send(victim)
-            else:
+            if victim is None:
                 return None
+            self._send(victim)
 
-    def _is_any_on_its_way(self) -> bool:
-        with self._changed:
-            return any(saving.is_on_its_way for saving in self.savings)
-
-    def _await_memory(self) -> None:
-        """Until one file more is on the disk."""
+    def _await_memory(self) -> bool:
+        """Until one file more is on the disk; False at once where none is on its way."""
         self._courier.say({"do": "hurry"})
         with self._changed:
-            before = sum(1 for saving in self.savings for _ in saving.slots)
-            while sum(1 for saving in self.savings for _ in saving.slots) == before:
+            if not any(saving.is_on_its_way for saving in self.savings):
+                return False
+            before = self._filled()
+            while self._filled() == before:
                 if not self._changed.wait(_WARN_S):
                     logger.warning("a save has waited for %.0f s until an earlier one is on the disk", _WARN_S)
+        return True
+
+    def _filled(self) -> int:
+        return sum(1 for saving in self.savings for _ in saving.slots)
 
     def _release_superseded(self) -> bool:
         """Give up the complete tags in memory after which another one was completed; whether there was one."""
@@ -336,13 +365,13 @@ class Service:
             with self._changed:
                 saving.status = WRITING
             # made when its turn has come: how the writing went is known only then
-            self._courier.ask(_Late(saving.commit_request), lambda answer: self._on_committed(saving, answer))
+            self._courier.ask(saving.commit_request, lambda answer: self._on_committed(saving, answer))
 
     def _ask(self, saving: Saving, file: SavedFile) -> None:
         assert file.slot is not None
         file.is_asked = True
         request = {"do": "write", "arena": str(file.slot.arena.path), "image": file.serial}
-        self._courier.ask(request, lambda answer: self._on_written(saving, file, answer))
+        self._courier.ask(lambda: request, lambda answer: self._on_written(saving, file, answer))
 
     def _on_written(self, saving: Saving, file: SavedFile, answer: Mapping[str, Any]) -> None:
         if "failed" in answer:
@@ -378,7 +407,7 @@ class Service:
             logger.warning(
                 "the tag %r is given up: it had %d names and was never complete", saving.tag, len(saving.files)
             )  # fmt: skip
-            saving.error = "it was never complete"
+            saving.error, saving.is_abandoned = "it was never complete", True
             if saving.is_due:
                 with self._changed:
                     saving.status = MEMORY
@@ -403,3 +432,17 @@ class Service:
             row = {name: value for name, value in saving.commit_request()["row"].items() if name != "began_s"}
             row.update(time_utc=utc_text(int(time.time())), tier=tier, result=result, files=len(saving.files))
             self._courier.say({"do": "note", "row": row})
+
+
+def _whole(name: str, tensor: Tensor) -> Piece:
+    spec = spec_of(name, tensor)
+    return Piece(spec, 0, spec.elements)
+
+
+def _memory_of(tensor: Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _number(text: str) -> int:
+    """A number that two different texts do not share."""
+    return int(sha256(text.encode())[:15], 16)

@@ -18,11 +18,12 @@ from typing import Any
 
 from torch import Tensor
 
-from hetseq.checkpoint.arena import PAGE, READY, RECORD_BYTES, WRITTEN, Arena, sweep
+from hetseq.checkpoint.arena import PAGE, READY, RECORD_BYTES, SHARED_MEMORY, WRITTEN, Arena, sweep
 from hetseq.checkpoint.layout import Piece
 from hetseq.checkpoint.part_format import in_file_order
 from hetseq.checkpoint.snapshot import Snapshot
 from hetseq.nebula.budget import Budget
+from hetseq.nebula.publishing import Place
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +95,8 @@ class Slot:
 class Slots:
     """The arenas of this process."""
 
-    def __init__(self, root: Path, allowed: Budget) -> None:
-        self._root, self.allowed = root, allowed
+    def __init__(self, place: Place, allowed: Budget) -> None:
+        self._place, self.allowed = place, allowed
         self._free: list[Slot] = []
         self._used: list[Slot] = []
 
@@ -113,8 +114,10 @@ class Slots:
         fitting = [slot for slot in self._free if slot.arena.image_bytes >= size_bytes]
         # an arena of a much larger state is kept for such a state
         close = [slot for slot in fitting if slot.arena.size <= 2 * _arena_bytes(size_bytes)]
-        slot = min(close, key=lambda slot: slot.arena.size, default=None) or self._new(size_bytes)
+        slot = min(close, key=lambda slot: slot.arena.size, default=None)
+        slot = slot or self._new(size_bytes, may_evict=False)
         slot = slot or min(fitting, key=lambda slot: slot.arena.size, default=None)
+        slot = slot or self._new(size_bytes, may_evict=True)
         if slot is not None:
             if slot in self._free:
                 self._free.remove(slot)
@@ -132,15 +135,16 @@ class Slots:
             slot.close()
         self._free, self._used = [], []
 
-    def _new(self, size_bytes: int) -> Slot | None:
+    def _new(self, size_bytes: int, *, may_evict: bool) -> Slot | None:
+        """A slot that is made now, if need be in place of free ones."""
         wanted = _arena_bytes(size_bytes)
-        with _one_at_a_time(self._root):
+        with _one_at_a_time(self._place.root):
             while self._taken_bytes() + wanted > self.allowed.limit_bytes:
-                if not self._free:
+                if not (may_evict and self._free):
                     return None
                 self._free.pop(0).close()
             try:
-                arena = Arena.create(run_id(self._root), wanted - _OVERHEAD_BYTES)
+                arena = Arena.create(self._place.run_id, wanted - _OVERHEAD_BYTES)
             except OSError as error:
                 logger.info("no shared memory of %d bytes: %s", wanted, error.strerror)
                 return None
@@ -158,47 +162,59 @@ class Slots:
         if not self.allowed.is_shared:
             return self.memory_bytes
         sizes = 0
-        for path in sweep(run_id(self._root), now_s=time.time()):
+        for path in sweep(self._place.run_id, now_s=time.time()):
             with suppress(OSError):
                 sizes += path.stat().st_size
         return sizes
 
 
-def run_id(root: Path) -> str:
-    """By which the arenas of all processes that save to this path find each other."""
-    return f"nebula {root}"
-
-
 def holder_mark() -> str:
-    """A process that fills arenas, so that others can tell whether it still lives; no other process ever has the same."""
+    """This process, so that others can tell whether it still lives; no other process ever has the same mark."""
     return f"{os.getpid()}:{_start_of(os.getpid())}"
+
+
+def anchor(place: Place) -> Arena | None:
+    """An arena without an image that says who saves to this path; None where there is no shared memory.
+
+    The writer inherits its descriptor, so it is held as long as either of the two lives.
+    """
+    try:
+        arena = Arena.create(place.run_id, 0)
+    except OSError:
+        return None
+    arena.begin(1, {"holder": holder_mark(), "root": str(place.root)})
+    return arena
 
 
 def await_orphans(root: Path, *, patience_s: float) -> None:
     """Wait for the writers that scripts have left which were killed while saving to this path."""
     deadline = time.monotonic() + patience_s
-    while any(_is_orphan(path) for path in sweep(run_id(root), now_s=time.time())):
+    while any(_is_orphan(path, root) for path in SHARED_MEMORY.glob(f"hetseq-{os.getuid()}-*")):
         if time.monotonic() > deadline:
             logger.warning("a writer of a killed script still works on %s after %.0f s", root, patience_s)
             return
         time.sleep(_LOOK_S)
 
 
-def _is_orphan(path: Path) -> bool:
-    """Whether the process that filled an arena is dead."""
+def _is_orphan(path: Path, root: Path) -> bool:
+    """Whether this is the anchor of a writer that works on `root` and whose script is dead."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
-    arena = Arena(descriptor, path)
-    try:
-        holder = arena.record(arena.status[1])["holder"]
-        pid, start = holder.split(":")
-        return _start_of(int(pid)) != start
-    except (ValueError, KeyError, AttributeError):
-        return False
-    finally:
-        arena.close(unlink=False)
+    with suppress(ValueError, KeyError, AttributeError, OSError):
+        arena = Arena(descriptor, path)
+        try:
+            record = arena.record(1)
+            pid, start = record["holder"].split(":")
+            if record["root"] != str(root) or _start_of(int(pid)) == start:
+                return False
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            arena.close(unlink=False)
+    return False
 
 
 def _start_of(pid: int) -> str:

@@ -175,9 +175,9 @@ class _Taking:
 def _span(tensor: Tensor) -> tuple[int, int]:
     """The bytes of its storage that a tensor with elements looks into."""
     size = tensor.element_size()
-    begin = tensor.storage_offset() * size
+    begin = int(tensor.storage_offset()) * size
     reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride()))
-    return begin, begin + (reach + 1) * size
+    return begin, begin + (int(reach) + 1) * size
 
 
 def _overlapping(leaves: list[_Leaf]) -> Iterable[list[_Leaf]]:

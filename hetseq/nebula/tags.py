@@ -297,15 +297,6 @@ def check(commit: Commit, *, deep: bool) -> None:
         check_file(commit, file, deep=deep)
 
 
-def is_sound(commit: Commit) -> bool:
-    """Whether the small files, sizes and headers of a tag agree."""
-    try:
-        check(commit, deep=False)
-    except CheckpointError:
-        return False
-    return True
-
-
 def folders(root: Path) -> list[Path]:
     """The folders of all attempts, complete or not; none where there is no such root."""
     try:

@@ -17,12 +17,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hetseq.checkpoint.arena import READY, Arena
+from hetseq.checkpoint.arena import READY, Arena, sweep
 from hetseq.checkpoint.part_writing import PartWriting
 from hetseq.checkpoint.records import utc_text
 from hetseq.checkpoint.writer import Line
@@ -46,8 +46,8 @@ def setting_of(place: Place) -> dict[str, Any]:
 class Writer:
     """Carries out requests in the order in which they come."""
 
-    def __init__(self, line: Line, place: Place) -> None:
-        self._line, self._place = line, place
+    def __init__(self, line: Line, place: Place, anchors: Sequence[int]) -> None:
+        self._line, self._place, self._anchors = line, place, anchors
         self._publisher = Publisher(place)
         self._arenas: dict[str, Arena] = {}
         self._announced: dict[str, dict[str, Any]] = {}  # by folder: complete tags that are not on the disk
@@ -102,6 +102,11 @@ class Writer:
             answer = self._answer(request)
             logger.info("%s: %s", announced["folder"], answer.get("failed", "committed"))
             self._after(request, answer)
+        for arena in self._arenas.values():
+            arena.close(unlink=False)
+        for descriptor in self._anchors:
+            os.close(descriptor)
+        sweep(self._place.run_id, now_s=time.time())  # nobody holds the script's arenas now
 
     def _arena(self, path: str) -> Arena:
         """The arena of this name, held together with the script, which shares its lock."""
@@ -217,5 +222,5 @@ def main() -> None:
         return
     place = Place(Path(setting["root"]), setting["keep"], setting["rank"], setting["patience_s"])
     line.send({"started": os.getpid()})
-    Writer(line, place).serve()
+    Writer(line, place, setting["arenas"]).serve()
     os._exit(0)  # nothing to tear down, and the arenas' maps may still be looked into

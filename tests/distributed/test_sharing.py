@@ -305,7 +305,7 @@ def test_the_other_directories_wait_for_a_slow_one(parts: Any, tmp_path: Path) -
 def live_with_a_fault(group: AnyGroup, places: Sequence[str], arguments: list[str]) -> tuple[str, Life | None]:
     """Rank one runs out of something while it loads."""
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of everything")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -515,11 +515,15 @@ def carry(group: AnyGroup) -> list[Any]:
     loaded = Loaded(tensors, state, Identity(3, 0, "0" * 15 + "f"), ("best",), Path("/x"), [], "run", 2**64 - 1)
     sharing = everything_shared(group)
     got = send_checkpoint(sharing, loaded if group.rank == 1 else None, source=1, has_it=group.rank == 1)
-    bits = {
-        name: (str(t.dtype), tuple(t.shape), t.view(-1).view(torch.uint8).tolist()) for name, t in got.tensors.items()
-    }
     facts = (got.state, got.identity, got.kinds, got.path, got.run_id, got.nonce)
-    return [received == bytes(range(256)) * 700, unwanted, int(large.sum()), bits, facts]
+    return [received == bytes(range(256)) * 700, unwanted, int(large.sum()), bits(got.tensors), facts]
+
+
+def bits(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {
+        name: (str(t.dtype), tuple(t.shape), t.detach().view(-1).view(torch.uint8).tolist())
+        for name, t in tensors.items()
+    }
 
 
 def test_everything_arrives_bit_for_bit() -> None:
@@ -527,6 +531,39 @@ def test_everything_arrives_bit_for_bit() -> None:
     assert there == source
     assert there[:2] == [True, b""]
     assert there[2] == sum(range(50_000))
+
+
+def carry_into(group: AnyGroup) -> list[Any]:
+    """A checkpoint from rank 1 into a model of which one tensor has another type; then once more where none may be."""
+    sent = {"a": torch.tensor([1.0, -0.0, math.nan]), "b": torch.ones(2, 2)}
+    loaded = Loaded(sent, {"x": 1}, Identity(3, 0, "0" * 16), ("best",), Path("/x"), [], "run", 1)
+    sharing, is_source, seen = everything_shared(group), group.rank == 1, []
+    for answer in (True, False):
+        into = {"a": torch.nn.Parameter(torch.zeros(3)), "b": torch.zeros(2, 2, dtype=torch.float64)}
+        asked: list[Loaded] = []
+
+        def fits(outline: Loaded, answer: bool = answer, asked: list[Loaded] = asked) -> bool:
+            asked.append(outline)
+            return answer
+
+        one = send_checkpoint(
+            sharing, loaded if is_source else None, source=1, has_it=is_source, into=into, fits=fits
+        )  # fmt: skip
+        seen += [bits(one.tensors), bits(into), one.tensors["a"] is into["a"], one.tensors["b"] is into["b"]]
+        seen.append([(outline.state, {tensor.device.type for tensor in outline.tensors.values()}) for outline in asked])
+    return seen
+
+
+def test_a_checkpoint_arrives_in_the_memory_that_fits_and_only_where_it_may() -> None:
+    there, source = run_ranks(carry_into, 2)
+    sent, untouched, *_ = source
+    assert source == [sent, untouched, False, False, []] * 2  # it has the checkpoint, so nothing of it is written to
+    assert untouched["a"] != sent["a"]
+    outline = [({"x": 1}, {"meta"})]
+    assert there == [
+        *(sent, {"a": sent["a"], "b": untouched["b"]}, True, False, outline),
+        *(sent, untouched, False, False, outline),
+    ]
 
 
 def refuse_parts(group: AnyGroup, several: Sequence[Any]) -> list[str]:

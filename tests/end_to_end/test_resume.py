@@ -112,6 +112,7 @@ def test_killed_runs_on_3_then_2_then_1_ranks_are_one_run(tmp_path: Path) -> Non
     for start, step in zip(starts, (4, 13, 19)):
         with start_trial(start, hurt, is_cold=step == 4) as trial:
             trial.wait_for_step(step)
+            until(lambda: kept(hurt), "a commit, which comes some steps after its save")
             said = trial.command.said()
             trial.kill_everything()
         if step != 4:

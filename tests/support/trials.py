@@ -20,8 +20,11 @@ from typing import Any, TypeVar
 import torch
 
 from hetseq.checkpoint import CheckpointManager, Loaded, Retention
+from hetseq.checkpoint.arena import await_writers
 from hetseq.comm import LocalGroup
+from hetseq.errors import HetSeqError
 from hetseq.metrics import read_events, read_rows
+from hetseq.run_directory import RunDirectory
 from tests.support.commands import TRAIN, Command, Finished, start_command
 
 MARK = "HETSEQ_TEST_MARK"
@@ -92,13 +95,18 @@ class Trial:
             os.kill(pid, number)
 
     def kill_everything(self) -> None:
-        """kill -9 for each process of the run, launcher first, in one go."""
+        """kill -9 for each process of the run, launcher first, in one go; and what the run's next start would remove."""
+        was_killed = False
         while living := self.processes():
+            was_killed = True
             for pid in [self.launcher, *living]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self.command.poll()
         self.command.wait()
+        if was_killed:
+            with suppress(HetSeqError):  # nothing had been prepared yet
+                assert await_writers(RunDirectory(self.save_dir).run_id, patience_s=10.0) == []
 
     def finish(self, timeout_s: float = 60.0) -> Finished:
         return self.command.finish(timeout_s=timeout_s)

@@ -14,7 +14,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ class Held(toys.TwoTerms):
         self.folder, self.updates = Path(str(self.config.data.data)), -1
         self.plan = json.loads((self.folder / "plan.json").read_text())
 
-    def rows(self) -> toys.Batch:
-        generator = np.random.default_rng(1)
+    def load_dataset(self, split: str) -> toys.Rows:
+        generator = np.random.default_rng(1 if split == "train" else 2)
         mask = (generator.random((SAMPLES, 4)) < 0.6) & ((np.arange(SAMPLES) // 6) % 2 == 1)[:, None]
         columns = {
             "x": torch.from_numpy(generator.normal(size=(SAMPLES, 6))),
@@ -51,10 +51,10 @@ class Held(toys.TwoTerms):
             "mask": torch.from_numpy(mask).double(),
         }
         first = int(self.plan.get("spoil") == "sample")
-        return {name: column.roll(-first, dims=0) for name, column in columns.items()}
+        return toys.Rows({name: column.roll(-first, dims=0) for name, column in columns.items()})
 
     def build_model(self) -> nn.Module:
-        body = nn.Sequential(nn.Linear(6, 8), nn.Dropout(self.config.task.dropout))
+        body = nn.Sequential(nn.Linear(6, 8), nn.Dropout(self.config.task.dropout or 0.0))
         return nn.ModuleDict({"body": body, "cls": nn.Linear(8, 3), "reg": nn.Linear(8, 4)})
 
     def build_optimizer(self, parameter_groups: list[dict[str, Any]]) -> Any:
@@ -136,7 +136,7 @@ def _is_whole(folder: Path) -> bool:
         manifests = [json.loads(path.read_text()) for path in folder.glob("part-*.json")]
     except (OSError, ValueError):
         return False  # being written
-    return len(manifests) == state["checkpoint"]["number_of_parts"]
+    return bool(len(manifests) == state["checkpoint"]["number_of_parts"])
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,7 @@ class Result:
 
     curve: Mapping[int, Mapping[str, Any]]
     valid: Mapping[int, float]
+    best: Sequence[int]  # steps whose validation was better than ever
     state: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
 
@@ -152,8 +153,9 @@ class Result:
 def result_of(run: Path) -> Result:
     last = last_state(run)
     state = {name: last.state[name] for name in ("step", "epoch", "consumed", "updates")}
-    valid = {step: float(row["valid_loss"]) for step, row in validations(run).items()}
-    return Result(curve(run), valid, state, last.tensors)
+    rows = validations(run)
+    valid = {step: float(row["valid_loss"]) for step, row in rows.items()}
+    return Result(curve(run), valid, [step for step, row in rows.items() if row["best"]], state, last.tensors)
 
 
 def assert_same_result(found: Result, expected: Result) -> float:
@@ -163,6 +165,7 @@ def assert_same_result(found: Result, expected: Result) -> float:
     """
     assert found.curve.keys() == expected.curve.keys(), "other steps"
     assert found.valid.keys() == expected.valid.keys(), "other validations"
+    assert found.best == expected.best, "other validations are the best ones"
     assert found.state == expected.state, "another place in the data"
     assert found.tensors.keys() == expected.tensors.keys(), "other tensors"
     errors: dict[str, float] = {}

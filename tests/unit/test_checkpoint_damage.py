@@ -200,10 +200,10 @@ def test_one_rank_that_cannot_read_makes_all_fall_back(run: Path, monkeypatch: p
     bad = folder(run, 2)
     unlucky = iter([False, True, False])  # of three ranks, one
 
-    def read(inspected):  # type: ignore[no-untyped-def]
+    def read(inspected, into):  # type: ignore[no-untyped-def]
         if inspected.commit.path == bad and next(unlucky):
             raise OSError(5, "Input/output error", str(bad / "part-00000.safetensors"))
-        return real(inspected)
+        return real(inspected, into)
 
     monkeypatch.setattr(loading, "read", read)
     loaded = together(3, lambda group: manager(run, group).load())

@@ -96,7 +96,8 @@ def test_a_part_without_tensors_is_a_part(tmp_path: Path) -> None:
 
 
 def test_checksums_go_from_chunk_to_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_format, "CHUNK_BYTES", 1000)
+    for module in (part_format, parts):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 1000)
     state = {"a": torch.arange(2000), "b": torch.arange(500)}
     ((path, crc32),) = write(tmp_path, state, [1])
     assert len(crc32) == -(-path.stat().st_size // 1000)

@@ -101,6 +101,7 @@ OPTIONS_OF_2020 = [
     ("--distributed-no-spawn", "distributed_no_spawn", True),
     ("--ddp-backend c10d", "ddp_backend", "c10d"),
     ("--bucket-cap-mb 25", "bucket_cap_mb", 25.0),
+    ("--memory-buffer-size 2GB", "memory_buffer_size", "2GB"),
     ("--fix-batches-to-gpus", "fix_batches_to_gpus", True),
     ("--find-unused-parameters", "find_unused_parameters", True),
     ("--fast-stat-sync", "fast_stat_sync", True),

@@ -1,0 +1,239 @@
+"""The functions of Nebula: where tags are saved, and which ones there are.
+
+Responsible for: the one place that a script saves to, and finding tags there, verified. Refuses to know how anything is
+saved. The one idea: a tag that somebody asks for by its name is that one or an error, and the latest one is the newest
+that verifies to the last byte, so that all names a script loads from it are of one moment.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from hetseq.checkpoint.records import DamagedError, TooNewError
+from hetseq.errors import CheckpointError, ConfigError
+from hetseq.nebula import ranks
+from hetseq.nebula.budget import budget
+from hetseq.nebula.checkpoint import Checkpoint
+from hetseq.nebula.publishing import Place
+from hetseq.nebula.service import Rules, Service
+from hetseq.nebula.slots import await_orphans
+from hetseq.nebula.tags import Commit, check, numbers_in, scan, tag_of
+
+logger = logging.getLogger(__name__)
+
+_ORPHANS_S = 60.0
+_PATIENCE_S = 600.0
+
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+class _Script:
+    """What this process has been told by `init`; the service begins with the first tag."""
+
+    def __init__(self) -> None:
+        self.root: Path | None = None
+        self.make: Callable[[], Service] | None = None
+        self.service: Service | None = None
+        self.pid = 0
+
+
+_script = _Script()
+
+
+def init(
+    persistent_storage_path: str | os.PathLike[str],
+    persistent_time_interval: float = 0,
+    num_of_version_in_retention: int = -1,
+    memory_buffer_size: int | str | None = None,
+    *,
+    overlap_with: Optimizers | None = None,
+    together: bool | None = None,
+) -> None:
+    """Say where tags are saved; before the first Checkpoint. A second call closes what the first one began.
+
+    `persistent_time_interval`: every tag reaches memory, and the disk at most every that many seconds (0: every tag).
+    `num_of_version_in_retention`: so many tags stay on the disk; -1 means all. `memory_buffer_size`: what the
+    processes of this node may take for saved states, in bytes or as in "2GB".
+
+    `overlap_with`: optimizers whose parameters and state nothing but their `step` changes; `save` then copies those
+    while the next forward and backward compute. `together`: whether all ranks of torch.distributed save one tag
+    together, each its own names (default: if there are several ranks), or each process by itself.
+
+    ConfigError names what cannot be meant.
+    """
+    _check_number("persistent_time_interval", persistent_time_interval, 0)
+    keep = num_of_version_in_retention
+    if type(keep) is not int or keep < -1 or keep == 0:
+        raise ConfigError(f"num_of_version_in_retention is {keep!r}: expected a number of tags, or -1 for all of them")
+    if isinstance(overlap_with, torch.optim.Optimizer):
+        overlap_with = [overlap_with]
+    rules = Rules(float(persistent_time_interval), budget(memory_buffer_size), tuple(overlap_with or ()))
+    root = _directory(persistent_storage_path)
+    close()
+
+    def make() -> Service:
+        rank, world_size = ranks.world() if together is not False else (0, 1)
+        if together and world_size == 1:
+            raise ConfigError("together=True without several ranks: call torch.distributed.init_process_group before")
+        place = Place(root, keep, rank, _PATIENCE_S)
+        return Service(place, rules, world_size=world_size, agree=ranks.of_rank_zero)
+
+    await_orphans(root, patience_s=_ORPHANS_S)
+    _script.root, _script.make = root, make
+
+
+def service() -> Service:
+    """What saves the tags of this process; ConfigError before `init`."""
+    if _script.make is None:
+        raise ConfigError("no place to save to: call hetseq.nebula.init(persistent_storage_path) first")
+    if _script.service is None or _script.pid != os.getpid():
+        _script.service, _script.pid = _script.make(), os.getpid()
+        atexit.register(_close_at_exit)
+    return _script.service
+
+
+def close() -> None:
+    """Finish what was asked for, wait for it, and give the memory back. A script's normal end does the same.
+
+    CheckpointError if the newest tag could not be saved. `init` may follow.
+    """
+    _close(is_normal=True)
+
+
+def flush_persistence(timeout: float | None = None) -> None:
+    """Complete what is open, send the newest tag to the disk and wait for it, at most `timeout` seconds.
+
+    CheckpointError if it could not be saved, TimeoutError if it takes longer. With several ranks every rank calls it.
+    """
+    if _script.service is not None:
+        _script.service.flush(timeout)
+
+
+def list_checkpoints(persist_path: str | os.PathLike[str] | None = None) -> list[Checkpoint]:
+    """All complete tags, newest first, those included that are in memory only. Believed, not verified."""
+    return list(_candidates(_root(persist_path)))
+
+
+def get_checkpoint(tag: str, persist_path: str | os.PathLike[str] | None = None) -> Checkpoint:
+    """The complete tag of this name, the one saved last if there are several; the empty tag if there is none."""
+    return next((found for found in _candidates(_root(persist_path)) if found.tag == tag), Checkpoint())
+
+
+def get_latest_checkpoint(persist_path: str | os.PathLike[str] | None = None) -> Checkpoint:
+    """The newest complete tag of which every byte is as it was; the empty tag if there is none at all.
+
+    A damaged newer one is passed over with a warning. CheckpointError if there are tags and none of them verifies.
+    """
+    return _latest(_root(persist_path), lambda checkpoint: True)
+
+
+def get_latest_checkpoint_path(name: str, persist_path: str | os.PathLike[str] | None = None) -> Path | None:
+    """The directory of the newest complete tag that holds `name`, or begins with it; None if there is none.
+
+    It is on the disk, and verified as `get_latest_checkpoint` does.
+    """
+
+    def fits(checkpoint: Checkpoint) -> bool:
+        is_on_disk = checkpoint.status == "persisted"
+        return is_on_disk and (checkpoint.tag.startswith(name) or name in checkpoint.names)
+
+    return _latest(_root(persist_path), fits).path
+
+
+def _latest(root: Path, fits: Callable[[Checkpoint], bool]) -> Checkpoint:
+    refused = {path: str(error) for path, error in scan(root).refused.items()}
+    too_new = next((error for error in scan(root).refused.values() if isinstance(error, TooNewError)), None)
+    if too_new is not None:
+        raise too_new
+    latest = Checkpoint()
+    for checkpoint in _candidates(root):
+        if not fits(checkpoint):
+            continue
+        reason = _damage(checkpoint)
+        if reason is None:
+            latest = checkpoint
+            break
+        refused[checkpoint.path or root] = reason
+    for path, reason in refused.items():
+        if numbers_in(tag_of(path.name) or "") >= numbers_in(latest.tag):
+            logger.warning("%s is passed over: %s", path, reason)
+    if refused and not latest.tag:
+        raise CheckpointError(f"{root} has {len(refused)} tags and none of them verifies: restore one from a copy")
+    return latest
+
+
+def _damage(checkpoint: Checkpoint) -> str | None:
+    commit = checkpoint.commit_on_disk
+    if commit is None:
+        return None  # it is in memory
+    try:
+        check(commit, deep=True)
+    except DamagedError as error:
+        return str(error)
+    return None
+
+
+def _candidates(root: Path) -> Iterator[Checkpoint]:
+    """Complete tags, newest first."""
+    owner = _script.service
+    living = owner.complete_tags() if owner is not None and owner.place.root == root else []
+    found = {saving.attempt.folder_name: (saving.attempt.order, saving) for saving in living}
+    commits: dict[str, Commit] = {commit.path.name: commit for commit in scan(root).commits}
+    orders = {name: commit.order for name, commit in commits.items()}
+    orders.update({name: order for name, (order, _) in found.items()})
+    for name in sorted(orders, key=lambda name: orders[name], reverse=True):
+        if name in commits:
+            yield Checkpoint.found(commits[name])
+        elif owner is not None:
+            yield Checkpoint.under_way(found[name][1], owner)
+
+
+def _root(persist_path: str | os.PathLike[str] | None) -> Path:
+    if persist_path is not None:
+        return Path(persist_path).absolute()
+    if _script.root is None:
+        raise ConfigError("no persist_path, and init was not called: give one of the two")
+    return _script.root
+
+
+def _directory(path: str | os.PathLike[str]) -> Path:
+    if not os.fspath(path):
+        raise ConfigError("persistent_storage_path is empty: expected a directory")
+    root = Path(path).absolute()
+    try:
+        root.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with os.scandir(root):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"persistent_storage_path {root}: {error.strerror}: expected a directory to write to"
+        ) from None
+    return root
+
+
+def _check_number(name: str, value: float, least: float) -> None:
+    if type(value) not in (int, float) or not value >= least:
+        raise ConfigError(f"{name} is {value!r}: expected a number of seconds, {least} or more")
+
+
+def _close(*, is_normal: bool) -> None:
+    owner, _script.service = _script.service, None
+    if owner is not None and _script.pid == os.getpid():  # a forked process leaves its parent's alone
+        atexit.unregister(_close_at_exit)
+        owner.close(is_normal=is_normal)
+
+
+def _close_at_exit() -> None:
+    # Python has put an exception there that ended the script: a tag that was open then is not whole
+    is_normal = getattr(sys, "last_value", None) is None
+    try:
+        _close(is_normal=is_normal)
+    except CheckpointError as error:
+        logger.error("%s", error)

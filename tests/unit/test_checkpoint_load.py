@@ -1,0 +1,378 @@
+"""Loading straight into memory that is there, by several threads: every byte in its place, or none is believed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hetseq.checkpoint import Identity, Loaded, parts
+from hetseq.checkpoint.layout import Piece
+from hetseq.checkpoint.part_format import read_header
+from hetseq.checkpoint.parts import allocate, read_part, spec_of, write_part
+from hetseq.checkpoint.records import DamagedError
+from hetseq.errors import CheckpointRefused
+from tests.support.checkpoints import LINEAGE, folder, manager, save, tensors_of, together
+
+DEADLINE_S = 20.0
+
+
+def zeros() -> dict[str, torch.Tensor]:
+    """Memory for the state of `save`."""
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors_of(1).items()}
+
+
+def damage(path: Path, byte: int = -1) -> None:
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1
+    path.write_bytes(content)
+
+
+def is_equal(tensors: dict[str, torch.Tensor], step: int) -> bool:
+    expected = tensors_of(step)
+    return tensors.keys() == expected.keys() and all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+# Into memory that is lent.
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 1), (3, 2), (2, 3)])
+def test_any_number_of_ranks_reads_into_its_own_memory(tmp_path: Path, writers: int, readers: int) -> None:
+    together(writers, lambda group: save(tmp_path, 5, group=group))
+    memory = [zeros() for _ in range(readers)]
+    results = together(readers, lambda group: manager(tmp_path, group).load(into=memory[group.rank]))
+    for loaded, own in zip(results, memory):
+        assert all(loaded.tensors[name] is own[name] for name in own)
+        assert is_equal(own, 5)
+        assert not is_equal(own, 4)
+
+
+def test_without_memory_nothing_is_lent_and_the_state_is_the_same(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    own = zeros()
+    loaded = manager(tmp_path).load()
+    assert loaded is not None
+    assert is_equal(loaded.tensors, 5)
+    assert all(not tensor.any() for tensor in own.values())
+
+
+class Strange(torch.Tensor):
+    """A tensor whose bytes may be anywhere."""
+
+
+UNFIT: dict[str, Callable[[], torch.Tensor]] = {
+    "another shape": lambda: torch.zeros(3, 7, dtype=torch.int64),
+    "another type": lambda: torch.zeros(7, 3),
+    "columns first": lambda: torch.zeros(3, 7, dtype=torch.int64).t(),
+    "with gaps": lambda: torch.zeros(7, 6, dtype=torch.int64)[:, :3],
+    "no memory": lambda: torch.zeros(7, 3, dtype=torch.int64, device="meta"),
+    "another class": lambda: torch.zeros(7, 3, dtype=torch.int64).as_subclass(Strange),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
+def test_what_does_not_fit_is_left_alone_and_its_tensor_gets_memory_of_its_own(tmp_path: Path, kind: str) -> None:
+    save(tmp_path, 5)
+    own = zeros() | {"model.b": UNFIT[kind](), "model.unknown": torch.zeros(2)}
+    loaded = manager(tmp_path).load(into=own)
+    assert loaded is not None
+    assert is_equal(loaded.tensors, 5)
+    assert [name for name in loaded.tensors if loaded.tensors[name] is own[name]] == ["model.a", "optim.a.step"]
+    assert own["model.b"].is_meta or not own["model.b"].any()
+    assert not own["model.unknown"].any()
+
+
+def test_a_parameter_that_is_trained_is_read_into_and_torch_hears_of_it(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    parameter = torch.nn.Parameter(torch.zeros(1000))
+    other = torch.zeros(3)
+    before = parameter._version, other._version
+    loaded = manager(tmp_path).load(into={"model.a": parameter, "other": other})
+    assert loaded is not None
+    assert loaded.tensors["model.a"] is parameter
+    assert parameter.requires_grad
+    assert torch.equal(parameter, torch.full((1000,), 5.0))
+    assert parameter._version > before[0]
+    assert other._version == before[1]
+
+
+def test_of_tensors_that_share_memory_only_one_is_read_into_it(tmp_path: Path) -> None:
+    arena = torch.zeros(1001)
+    shared = {"a": arena[:1000], "b": arena[999:1000], "c": arena[1000:]}
+    for step, tensors in ((1, shared), (2, {name: tensor.clone() for name, tensor in shared.items()})):
+        values = {name: torch.full_like(tensor, index + 1.0) for index, (name, tensor) in enumerate(tensors.items())}
+        arguments: dict[str, Any] = {"identity": Identity(step, 0, LINEAGE), "nonce": step, "kinds": ["epoch"]}
+        assert manager(tmp_path).save(values, {}, **arguments).ok
+        loaded = manager(tmp_path).load(into=tensors)
+        assert loaded is not None
+        assert [float(loaded.tensors[name].min()) for name in "abc"] == [1, 2, 3]
+        in_place = [name for name in "abc" if loaded.tensors[name] is tensors[name]]
+        assert in_place == (["a", "c"] if step == 1 else ["a", "b", "c"])
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_whoever_lends_looks_at_a_checkpoint_before_it_is_read(tmp_path: Path, answer: bool) -> None:
+    save(tmp_path, 5)
+    own, seen = zeros(), []
+
+    def fits(outline: Loaded) -> bool:
+        seen.append((outline.identity.step, outline.state, outline.path))
+        kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in outline.tensors.items()}
+        assert kinds == {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
+        assert all(tensor.is_meta for tensor in outline.tensors.values())
+        assert not any(tensor.any() for tensor in own.values())
+        return answer
+
+    loaded = manager(tmp_path).load(into=own, fits=fits)
+    assert loaded is not None
+    assert seen == [(5, {"step": 5}, folder(tmp_path, 5))]
+    assert is_equal(loaded.tensors, 5)
+    assert is_equal(own, 5) == answer
+    assert any(tensor.any() for tensor in own.values()) == answer
+
+
+def test_an_older_checkpoint_overwrites_what_a_damaged_one_has_left(tmp_path: Path) -> None:
+    for step in (1, 2):
+        together(2, lambda group, step=step: save(tmp_path, step, group=group))
+    damage(folder(tmp_path, 2) / "part-00001.safetensors")
+    memory = [zeros(), zeros()]
+    for loaded, own in zip(together(2, lambda group: manager(tmp_path, group).load(into=memory[group.rank])), memory):
+        assert loaded.identity.step == 1
+        assert "part-00001" in loaded.skipped[0]
+        assert is_equal(own, 1)
+
+
+def test_where_nothing_verifies_the_lender_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)
+    own = zeros()
+    assert manager(tmp_path).load(into=own) is None
+    assert not any(tensor.any() for tensor in own.values())
+    save(tmp_path, 2)
+    damage(folder(tmp_path, 2) / "part-00000.safetensors")
+    with pytest.raises(CheckpointRefused, match="part-00000"):
+        manager(tmp_path).load(into=own)
+
+
+# By several threads.
+
+
+@pytest.fixture
+def three_cores(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with three cores, and chunks of 1000 bytes."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    monkeypatch.setattr(parts, "CHUNK_BYTES", 1000)
+    return monkeypatch
+
+
+def part_of(path: Path, state: dict[str, torch.Tensor]) -> tuple[Path, list[int]]:
+    """A part that holds these tensors, and its checksums for chunks of 1000 bytes."""
+    specs = [spec_of(name, tensor) for name, tensor in state.items()]
+    write_part(path, [Piece(spec, 0, spec.elements) for spec in specs], state)
+    return path, sums_of(path)
+
+
+def sums_of(path: Path) -> list[int]:
+    content = path.read_bytes()
+    return [zlib.crc32(content[begin : begin + 1000]) for begin in range(0, len(content), 1000)]
+
+
+def filled(path: Path, crc32: list[int]) -> dict[str, torch.Tensor]:
+    header = read_header(path)
+    tensors = allocate([piece.spec for piece in header.pieces])
+    read_part(path, header, crc32, tensors)
+    return tensors
+
+
+def wait_until(is_so: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.001)
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "checkpoint-reader"]
+
+
+def test_a_chunk_is_read_while_the_one_before_is_checked(tmp_path: Path, three_cores: pytest.MonkeyPatch) -> None:
+    path, crc32 = part_of(tmp_path / "part", {"a": torch.arange(2000)})
+    begun, at_once, most_at_once, real_read, real_check = [], [], 0, os.preadv, parts._Pass._check
+
+    def read(descriptor: int, views: Any, begin: int) -> int:
+        nonlocal most_at_once
+        begun.append(begin)
+        at_once.append(begin)
+        most_at_once = max(most_at_once, len(at_once))
+        count = real_read(descriptor, views, begin)
+        at_once.remove(begin)
+        return count
+
+    def check(self: Any, index: int, views: Any) -> None:
+        wait_until(lambda: len(begun) > min(index + 1, len(crc32) - 1))
+        real_check(self, index, views)
+
+    three_cores.setattr(os, "preadv", read)
+    three_cores.setattr(parts._Pass, "_check", check)
+    assert torch.equal(filled(path, crc32)["a"], torch.arange(2000))
+    assert begun == [1000 * index for index in range(len(crc32))]  # in the order of the file, one by one
+    assert most_at_once == 1
+    assert readers() == []
+
+
+@pytest.mark.parametrize("cores", [1, 2, 64])
+def test_there_are_no_more_threads_than_cores_chunks_and_use(
+    tmp_path: Path, three_cores: pytest.MonkeyPatch, cores: int
+) -> None:
+    three_cores.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    seen: list[int] = []
+    real = parts._Pass._work
+
+    def work(self: Any) -> None:
+        seen.append(threading.get_ident())
+        real(self)
+
+    three_cores.setattr(parts._Pass, "_work", work)
+    for elements, chunks in ((2, 1), (150, 2), (5000, 41)):
+        seen.clear()
+        path, crc32 = part_of(tmp_path / str(elements), {"a": torch.arange(elements)})
+        assert len(crc32) == chunks
+        assert torch.equal(filled(path, crc32)["a"], torch.arange(elements))
+        assert len(seen) == min(cores, chunks, 3)
+
+
+def test_many_small_tensors_and_reads_that_give_little(tmp_path: Path, three_cores: pytest.MonkeyPatch) -> None:
+    three_cores.setattr(parts, "CHUNK_BYTES", 8 << 20)
+    state = {f"t{index}": torch.tensor(float(index)) for index in range(3000)} | {"large": torch.arange(3000)}
+    path, _ = part_of(tmp_path / "part", state)
+    crc32, real = [zlib.crc32(path.read_bytes())], os.preadv
+    sizes = iter([1, 7, 3, 100_000, 5, 4096, 2] * 3000)
+
+    def little(descriptor: int, views: Any, begin: int) -> int:
+        assert len(views) <= 1024  # what Linux takes
+        limit, few = next(sizes), []
+        for view in views:
+            few.append(view[:limit])
+            limit -= len(few[-1])
+        return real(descriptor, [view for view in few if len(view)], begin)
+
+    three_cores.setattr(os, "preadv", little)
+    found = filled(path, crc32)
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def test_the_first_damaged_chunk_is_named_whichever_is_found_first(
+    tmp_path: Path, three_cores: pytest.MonkeyPatch
+) -> None:
+    path, crc32 = part_of(tmp_path / "part", {"a": torch.arange(2000)})
+    real = parts._Pass._check
+
+    def check(self: Any, index: int, views: Any) -> None:
+        if index == 3:
+            wait_until(lambda: self._failures)
+        real(self, index, views)
+
+    three_cores.setattr(parts._Pass, "_check", check)
+    for byte in (3500, 5001):
+        damage(path, byte)
+    with pytest.raises(DamagedError, match=r"part: .* byte 3000 "):
+        filled(path, crc32)
+    damage(path, 3500)
+    three_cores.setattr(parts._Pass, "_check", real)
+    with pytest.raises(DamagedError, match=r"part: .* byte 5000 "):
+        filled(path, crc32)
+    damage(path, 5001)
+    assert torch.equal(filled(path, crc32)["a"], torch.arange(2000))
+
+
+def test_nothing_is_read_after_a_damaged_chunk(tmp_path: Path, three_cores: pytest.MonkeyPatch) -> None:
+    three_cores.setattr(os, "sched_getaffinity", lambda pid: {0})
+    path, crc32 = part_of(tmp_path / "part", {"a": torch.arange(2000)})
+    begun, real = [], os.preadv
+    three_cores.setattr(os, "preadv", lambda fd, views, begin: begun.append(begin) or real(fd, views, begin))
+    damage(path, 3500)
+    with pytest.raises(DamagedError):
+        filled(path, crc32)
+    assert begun == [0, 1000, 2000, 3000]
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), RuntimeError("odd"), KeyboardInterrupt()])
+@pytest.mark.parametrize("where", ["read", "check"])
+@pytest.mark.parametrize("on_caller", [True, False])
+def test_what_any_thread_raises_the_caller_raises(
+    tmp_path: Path, three_cores: pytest.MonkeyPatch, error: BaseException, where: str, on_caller: bool
+) -> None:
+    path, crc32 = part_of(tmp_path / "part", {"a": torch.arange(20_000)})
+    real_fill, real_check, has_failed = parts._fill, parts._Pass._check, threading.Event()
+
+    def is_to_fail() -> bool:
+        return (threading.current_thread() is threading.main_thread()) == on_caller
+
+    def fail() -> None:
+        has_failed.set()
+        raise error
+
+    def fill(*args: Any) -> None:
+        fail() if where == "read" and is_to_fail() else real_fill(*args)
+
+    def check(*args: Any) -> None:
+        if where == "check" and is_to_fail():
+            fail()
+        assert has_failed.wait(DEADLINE_S)  # so that everybody gets a turn to read
+        real_check(*args)
+
+    three_cores.setattr(parts, "_fill", fill)
+    three_cores.setattr(parts._Pass, "_check", check)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(type(error)) as caught:
+        filled(path, crc32)
+    assert caught.value is error
+    assert readers() == []
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_disk_that_fails_while_tensors_are_read_is_told_and_the_one_before_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    real, is_bad = os.preadv, iter([True, False, False, False])
+
+    def preadv(descriptor: int, views: Any, begin: int) -> int:
+        if next(is_bad):
+            raise OSError(5, "Input/output error")
+        return real(descriptor, views, begin)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    own = zeros()
+    loaded = manager(tmp_path).load(into=own)
+    assert loaded is not None
+    assert loaded.identity.step == 1
+    assert loaded.skipped[0].endswith("part-00000.safetensors: Input/output error")
+    assert is_equal(own, 1)
+
+
+def test_a_part_that_shrinks_or_changes_its_header_while_it_is_read(
+    tmp_path: Path, three_cores: pytest.MonkeyPatch
+) -> None:
+    path, crc32 = part_of(tmp_path / "part", {"a": torch.arange(2000)})
+    header, tensors, content = read_header(path), {"a": torch.zeros(2000, dtype=torch.int64)}, path.read_bytes()
+    path.write_bytes(content[:-10])
+    with pytest.raises(EOFError):
+        read_part(path, header, crc32, tensors)
+    path.write_bytes(content.replace(b'"a"', b'"b"', 1))
+    with pytest.raises(DamagedError, match="its header changed"):
+        read_part(path, header, sums_of(path), tensors)
+    path.write_bytes(content)
+    with pytest.raises(DamagedError, match="another size"):
+        read_part(path, header, crc32[:-1], tensors)
+    read_part(path, header, crc32, tensors)
+    assert torch.equal(tensors["a"], torch.arange(2000))
