@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from hetseq.checkpoint.arena import arena_bytes, await_writers, check_memory, node_name
 from hetseq.checkpoint.background import Background
+from hetseq.checkpoint.bandwidth import better_weights
 from hetseq.checkpoint.choice import describe
 from hetseq.checkpoint.directory import scan, write_latest
 from hetseq.checkpoint.layout import divide
@@ -72,6 +74,7 @@ class CheckpointManager:
         self._publisher = Publisher(place)  # only rank zero's does anything
         self._is_polite, self._memory_bytes = is_polite, memory_bytes
         self._background: Background | None = None
+        self._is_stale = False  # it divides the bytes otherwise than they should be now
 
     def save(
         self,
@@ -101,6 +104,7 @@ class CheckpointManager:
         it or nothing to share it by; `begin` then saves while training waits. It may be called again for other tensors.
         """
         self.close()
+        self._is_stale = False
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
         pieces = divide(specs, self._setting.weights)[self._setting.group.rank]
         needs = exchange(self._setting.group, Row(bytes=arena_bytes(image_bytes(pieces)), text=node_name()))
@@ -132,11 +136,21 @@ class CheckpointManager:
         another kind than those `prepare` was given, or without `prepare`, are saved at once.
         """
         check_state(state)
+        if self._is_stale:
+            self.prepare(tensors)
         plan = make_plan(self._setting, tensors, identity=identity, nonce=nonce, kinds=kinds)
         background = self._background
         if background is None or not background.fits(plan):
             return Save(self._setting, plan, self._publisher).run(tensors, state)
         return background.begin(plan, tensors, state, at_once=at_once)
+
+    def _heed_speeds(self, result: SaveResult | None) -> SaveResult | None:
+        """After a save: where disks are unequal, the next one divides the bytes otherwise; the same on all ranks."""
+        if result is not None and result.ok and self._background is not None:
+            weights = better_weights(self._background.last_sizes, self._background.last_seconds)
+            if weights is not None:
+                self._setting, self._is_stale = replace(self._setting, weights=weights), True
+        return result
 
     @property
     def memory_bytes(self) -> int:
@@ -161,11 +175,11 @@ class CheckpointManager:
     def go_on(self) -> SaveResult | None:
         """One event further with the save under way, once no rank is busy. Every rank calls it."""
         assert self._background is not None, "nothing is under way"
-        return self._background.go_on()
+        return self._heed_speeds(self._background.go_on())
 
     def finish(self) -> SaveResult | None:
         """Wait for the end of the save under way, if there is one; its result. Every rank calls it."""
-        return self._background.finish() if self._background is not None else None
+        return self._heed_speeds(self._background.finish()) if self._background is not None else None
 
     def close(self) -> None:
         """Give memory and process back. What is under way is not awaited, and completed by the next start if it can."""

@@ -132,7 +132,6 @@ class Writer:
 
     def _write(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The part in an arena, its manifest, and on rank zero the attempt's folder before."""
-        began = time.perf_counter()
         arena, serial = self._arenas[request["slot"]], request["serial"]
         record = arena.record(serial)
         attempt = Attempt.from_json(record["attempt"], source=ARENA_SOURCE)
@@ -145,6 +144,7 @@ class Writer:
         else:
             patiently(lambda: sync_directory(folder), patience_s=self._place.patience_s)
         self._await_image(arena, serial)
+        began = time.perf_counter()
         writing = PartWriting(folder / part_name(index), arena.image[: record["image_bytes"]])
         try:
             crc32 = self._write_politely(writing)
@@ -154,7 +154,7 @@ class Writer:
             folder, Manifest(attempt, record["state_sha256"], index, record["image_bytes"], crc32)
         )  # fmt: skip
         arena.mark_written(serial)
-        return {"bytes": record["image_bytes"], "sha256": digest, "seconds": time.perf_counter() - began}
+        return {"bytes": record["image_bytes"], "sha256": digest, "writing_s": time.perf_counter() - began}
 
     def _open(self, attempt: Attempt, record: Mapping[str, Any], *, is_again: bool) -> None:
         content, folder = record["state"].encode(), self._place.folder(attempt)
@@ -198,13 +198,12 @@ class Writer:
             outcome.append(error)
 
     def _commit(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        began = time.perf_counter()
         attempt = Attempt.from_json(request["attempt"], source=ARENA_SOURCE)
         parts = [PartRecord(size, digest) for size, digest in request["parts"]]
         self._publisher.commit(
             attempt, state_sha256=request["state_sha256"], state_bytes=request["state_bytes"], parts=parts
         )  # fmt: skip
-        return {"seconds": time.perf_counter() - began}
+        return {}
 
     def _conclude(self, request: Mapping[str, Any]) -> None:
         """What follows from a save that succeeded, or failed; a fault here spoils nothing."""
