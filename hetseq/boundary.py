@@ -146,6 +146,7 @@ class RunBoundary:
         if len(plan.shares) > 1:
             told = account(outcome.rows, shares=plan.shares, work=result.work, seconds=result.seconds)
             row |= {**told, "ranks": {"names": self._status.names, **told["ranks"]}}
+        self._metrics.saving(self._saver.progress())
         self._metrics.step(row)
         if result.shift is not None:
             self._metrics.event("rebalance", step=plan.step, **_shift_fields(result.shift))

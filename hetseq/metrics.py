@@ -110,6 +110,11 @@ class Metrics:
         for sink in self._sinks:
             sink.step(row)
 
+    def saving(self, progress: tuple[int, float] | None) -> None:
+        """Show from the next step on how far the save of a step is, from 0 to 1; None: no save is under way."""
+        if self._progress is not None:
+            self._progress.saving = progress
+
     def validation(self, row: Row) -> None:
         """Record and show the result of one validation."""
         for sink in self._sinks:

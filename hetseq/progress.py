@@ -87,6 +87,7 @@ class PlainProgress:
         self._unshown: Row | None = None
         self._recent: deque[Row] = deque(maxlen=MEDIAN_STEPS)
         self._guard = _StreamGuard()
+        self.saving: tuple[int, float] | None = None  # shown on a terminal only
 
     def set_total(self, steps: int | None) -> None:
         """How many steps the run has; None if that is not known."""
@@ -155,6 +156,7 @@ class LiveProgress:
         self._next_choice_s = -math.inf
         self._live: Live | None = None
         self._guard = _StreamGuard()
+        self.saving: tuple[int, float] | None = None  # the step that is being saved, and how much of it is written
 
     @property
     def is_live(self) -> bool:
@@ -258,6 +260,8 @@ class LiveProgress:
         left_s = self._left_s(row)
         if left_s is not None:
             text += f" ETA {datetime.timedelta(seconds=round(left_s))}"
+        if self.saving is not None:
+            text += f" saving step {self.saving[0]} ({self.saving[1]:.0%})"
         shown = Text(text, no_wrap=True, overflow="ellipsis")
         if self._total_steps is None or self._console.width < len(text) + 1 + _BAR_WIDTH:
             return shown

@@ -79,6 +79,7 @@ class Saver:
         self._hook = replica.optimizer.register_step_pre_hook(self._before_update)
         self.last_step = 0  # the newest step that some directory group has committed, or that was resumed from
         self.last_error: str | None = None  # of the last save into the directory of this rank
+        self.failures: list[tuple[int, str]] = []  # step and reason of each save that failed there
 
     def is_overdue(self) -> bool:
         """Rank zero's clock: --persistent-time-interval has passed since the last save, which is over."""
@@ -110,6 +111,17 @@ class Saver:
             "signal": is_stopping,
         }
         return [kind for kind, holds in reasons.items() if holds]
+
+    @property
+    def writes_here(self) -> bool:
+        """Whether this rank speaks for its run directory."""
+        return self._sharing.is_writer
+
+    def progress(self) -> tuple[int, float] | None:
+        """Step of the save under way and how much of this rank's part is written, from 0 to 1; None: there is none."""
+        if self._underway is None:
+            return None
+        return self._underway[0], self._manager.share
 
     def prepare_early(self) -> None:
         """Get the memory for a large state before it is needed; after each step, collective the first time.
@@ -174,6 +186,8 @@ class Saver:
         assert self._underway is not None
         (step, kinds), self._underway = self._underway, None
         self.last_error = own.error
+        if own.error is not None:
+            self.failures.append((step, own.error))
         if has_committed:
             self.last_step = step
         return [Saved(step, kinds, own)]

@@ -49,6 +49,7 @@ from hetseq.placement import Placement
 from hetseq.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_with_pipe, keep_freed_memory
 from hetseq.replica_check import ReplicasDiffer
 from hetseq.run_directory import RunDirectory, open_appending
+from hetseq.saving import Saver
 from hetseq.session import Session, build_session, load_material
 from hetseq.sharing import everything_shared, share
 
@@ -243,6 +244,7 @@ def _train(session: Session) -> dict[str, Any]:
         logger.info("nothing left to do: step %d was the last one", session.last_step)
         return {"code": EXIT_DONE}
     has_ended, saver = session.train(), session.saver
+    _repeat_failures(saver, has_ended=has_ended)
     if has_ended and saver.last_error is None:
         return {"code": EXIT_DONE}
     if has_ended:
@@ -253,6 +255,17 @@ def _train(session: Session) -> dict[str, Any]:
         message = f"stopped after step {session.last_step}; the same command goes on from step {saver.last_step}"
         return {"code": EXIT_STOPPED, "message": message}
     return {"code": EXIT_FAILED, "message": f"stopped after step {session.last_step}, and nothing was ever saved"}
+
+
+def _repeat_failures(saver: Saver, *, has_ended: bool) -> None:
+    """Say once more at the end which saves have failed: their own lines have long scrolled away."""
+    failures = saver.failures[:-1] if has_ended and saver.last_error is not None else saver.failures
+    if failures and saver.writes_here:
+        reason = failures[-1][1]
+        steps = ", ".join(str(failed) for failed, _ in failures[:5]) + (", ..." if len(failures) > 5 else "")
+        logger.warning(
+            "%d saves of this run failed, after steps %s; the last of them: %s", len(failures), steps, reason
+        )
 
 
 def _describe(error: Exception, *, is_ready: bool) -> dict[str, Any]:

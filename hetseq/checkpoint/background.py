@@ -89,6 +89,11 @@ class Background:
         return self._save is not None
 
     @property
+    def share(self) -> float:
+        """How much of this rank's part has been written, as far as is known, from 0 to 1."""
+        return 1.0 if self._save is not None and self._save.is_committing else self._writer.share
+
+    @property
     def is_busy(self) -> bool:
         """Whether the save that is under way has to wait for the writer of this rank."""
         if self._answer is None:

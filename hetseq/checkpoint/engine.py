@@ -163,6 +163,11 @@ class CheckpointManager:
         return self._background is not None and self._background.is_underway
 
     @property
+    def share(self) -> float:
+        """How much of this rank's part of the save under way has been written, as far as is known, from 0 to 1."""
+        return self._background.share if self._background is not None else 0.0
+
+    @property
     def is_busy(self) -> bool:
         """Whether the save under way has to wait for this rank."""
         return self._background is not None and self._background.is_busy

@@ -36,6 +36,11 @@ class PartWriting:
         self._asked = 0  # bytes that the kernel was asked to write
         self._sums: list[int] = []
 
+    @property
+    def share(self) -> float:
+        """How much of the image has been written, from 0 to 1."""
+        return self._written / len(self._image) if len(self._image) else 1.0
+
     def run(self, should_pause: Callable[[], bool]) -> tuple[int, ...]:
         """Write until the end, or until `should_pause`; at the end the file is on the disk. CRC-32 of each chunk.
 

@@ -180,22 +180,27 @@ class Writer:
     def _write_politely(self, writing: PartWriting) -> tuple[int, ...]:
         """Write in a thread of low priority, until told to hurry: a priority once lowered cannot be raised again."""
         if not self._is_polite:
-            return writing.run(lambda: False)
+            return writing.run(lambda: self._tell(writing))
         outcome: list[BaseException] = []
         thread = threading.Thread(target=self._write_niced, args=(writing, outcome), name="polite", daemon=True)
         thread.start()
         thread.join()
         if outcome:
             raise outcome[0]
-        return writing.run(lambda: False)  # what is left of it
+        return writing.run(lambda: self._tell(writing))  # what is left of it
 
     def _write_niced(self, writing: PartWriting, outcome: list[BaseException]) -> None:
         try:
             with suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-            writing.run(lambda: self._line.hears("hurry"))
+            writing.run(lambda: self._tell(writing) or self._line.hears("hurry"))
         except BaseException as error:
             outcome.append(error)
+
+    def _tell(self, writing: PartWriting) -> bool:
+        """Say how far it is, for whoever watches the run; never a reason to pause."""
+        self._line.send({"written": writing.share})
+        return False
 
     def _commit(self, request: Mapping[str, Any]) -> dict[str, Any]:
         attempt = Attempt.from_json(request["attempt"], source=ARENA_SOURCE)

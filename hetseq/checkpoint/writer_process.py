@@ -42,6 +42,7 @@ class WriterProcess:
         self._module, self._setting, self._descriptors = module, dict(setting), tuple(descriptors)
         self._request: dict[str, Any] | None = None
         self._deaths = 0
+        self.share = 0.0  # of the open request, as far as the process has told
         self._lock = threading.Lock()  # around what says which process it is
         self._start()
 
@@ -58,7 +59,7 @@ class WriterProcess:
     def ask(self, request: Mapping[str, Any]) -> None:
         """Have it do something that it answers."""
         assert self._request is None, "one request at a time"
-        self._request, self._deaths = dict(request), 0
+        self._request, self._deaths, self.share = dict(request), 0, 0.0
         self._line.send(self._request)
 
     def say(self, message: Mapping[str, Any]) -> None:
@@ -79,6 +80,7 @@ class WriterProcess:
                 message = self._begin_again()
             elif message is None:
                 return None
+            self.share = (message or {}).get("written", self.share)
             if message is None or self._is_log(message) or message.get("serial") != self._request["serial"]:
                 continue
             self._request = None

@@ -39,7 +39,8 @@ class _Script:
 
     def __init__(self) -> None:
         self.root: Path | None = None
-        self.make: Callable[[], Service] | None = None
+        self.make: Callable[[bool | None], Service] | None = None
+        self.together: bool | None = None
         self.service: Service | None = None
         self.pid = 0
 
@@ -78,7 +79,7 @@ def init(
     root = _directory(persistent_storage_path)
     close()
 
-    def make() -> Service:
+    def make(together: bool | None) -> Service:
         rank, world_size = ranks.world() if together is not False else (0, 1)
         if together and world_size == 1:
             raise ConfigError("together=True without several ranks: call torch.distributed.init_process_group before")
@@ -86,7 +87,7 @@ def init(
         return Service(place, rules, world_size=world_size, agree=ranks.of_rank_zero)
 
     await_orphans(root, patience_s=_ORPHANS_S)
-    _script.root, _script.make = root, make
+    _script.root, _script.make, _script.together = root, make, together
 
 
 def service() -> Service:
@@ -94,9 +95,22 @@ def service() -> Service:
     if _script.make is None:
         raise ConfigError("no place to save to: call hetseq.nebula.init(persistent_storage_path) first")
     if _script.service is None or _script.pid != os.getpid():
-        _script.service, _script.pid = _script.make(), os.getpid()
+        _script.service, _script.pid = _script.make(_script.together), os.getpid()
         atexit.register(_close_at_exit)
     return _script.service
+
+
+def place() -> Path | None:
+    """Where `init` said that tags are saved."""
+    return _script.root
+
+
+def save_alone() -> None:
+    """For adapters of programs that save on rank zero alone; ConfigError if several ranks have begun a tag together."""
+    owner = _script.service
+    if owner is not None and owner.is_shared:
+        raise ConfigError("rank 0 saves alone here: pass together=False to hetseq.nebula.init")
+    _script.together = False
 
 
 def close() -> None:

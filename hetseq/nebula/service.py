@@ -84,6 +84,11 @@ class Service:
         self._hooks = [optimizer.register_step_pre_hook(self._settle_hook) for optimizer in rules.optimizers]
 
     @property
+    def is_shared(self) -> bool:
+        """Whether several ranks save its tags together."""
+        return self._world_size > 1
+
+    @property
     def writer_pid(self) -> int:
         """The process that writes."""
         return self._courier.writer_pid

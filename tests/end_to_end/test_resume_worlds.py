@@ -101,7 +101,7 @@ def run_on_all_worlds(folder: Path, seed: int, *, spoil: str | None = None) -> l
     for number, (world, death) in enumerate(zip(WORLDS, deaths)):
         write_plan(folder, deaths, spoil=spoil if world == 5 else None)
         shares = ["--distributed-world-size", world, "--balance", draw_weights(draw, world)]
-        start_to_death(folder, death, *shares, resumes=number, is_cold=number == 0 and spoil is None)
+        start_to_death(folder, death, *shares, resumes=number, is_cold=number == 0 and seed == 3)
     write_plan(folder, deaths)
     start_to_end(folder)
     return deaths

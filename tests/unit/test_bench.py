@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,10 @@ def test_other_ratios_are_refused(text: str) -> None:
         ("step", ["--batch", "-8"], "at least 1"),
         ("step", ["--peers", "Horovod"], "invalid choice"),
         ("floor", ["--size", "0"], "at least 1"),
+        ("checkpoint", ["--rounds", "-1"], "at least 1"),
+        ("checkpoint", ["--only", "speed"], "invalid choice"),
+        ("checkpoint", ["--steps", "4"], "at least 5"),
+        ("checkpoint", ["--tokens", "600"], "this shape has 512 positions"),
     ],
 )
 def test_arguments_that_cannot_be_meant_end_in_words(
@@ -288,3 +293,129 @@ def test_ranks_meet_in_a_folder(tmp_path: Path) -> None:
     assert ranks.FolderStore(tmp_path / "store").get("ours/0", 0) == b"here"
     with pytest.raises(SystemExit, match="ours/1"):
         ranks.FolderStore(tmp_path / "store").get("ours/1", 0)
+
+
+# What saves cost.
+
+
+def test_a_stall_is_compared_within_its_round() -> None:
+    checkpoint = script("checkpoint")
+    rounds = [
+        {"HetSeq": 0.002 * noise, "torch.save": 0.4 * noise, "DCP async": 0.01 * noise} for noise in (1.0, 9.0, 1.0)
+    ]
+    of_plain, of_dcp, dcp = checkpoint.stall_figures(rounds, 4e8)
+    assert of_plain.value.low == of_plain.value.high == pytest.approx(0.005)
+    assert of_dcp.value.median == pytest.approx(0.2)
+    assert dcp.value.median == pytest.approx(0.025)
+    assert (of_plain.verdict, of_dcp.verdict, dcp.verdict) == ("yes", "yes", "")
+    slow = [{**one, "HetSeq": one["torch.save"] / 50} for one in rounds]
+    assert [figure.verdict for figure in checkpoint.stall_figures(slow, 4e8)] == ["NO", "NO", ""]
+
+
+def test_throughput_is_to_stay_above_its_bar_and_a_copy_below() -> None:
+    checkpoint = script("checkpoint")
+    (fast,) = checkpoint.throughput_figures([{"HetSeq": 1.0, "plain": 0.95}], 1e9)
+    (slow,) = checkpoint.throughput_figures([{"HetSeq": 1.0, "plain": 0.8}], 1e9)
+    assert (fast.verdict, slow.verdict) == ("yes", "NO")
+    (short,) = checkpoint.copy_figures([{"HetSeq": 1.1, "flat": 1.0}])
+    (long,) = checkpoint.copy_figures([{"HetSeq": 1.2, "flat": 1.0}])
+    assert (short.verdict, long.verdict) == ("yes", "NO")
+
+
+def test_added_memory_is_what_the_same_loop_takes_without_saves_subtracted() -> None:
+    checkpoint = script("checkpoint")
+    seen = {"none": (3000, []), "HetSeq": (4030, [1, 2, 3]), "DCP async": (6000, [500, 500, 500])}
+    added, grown = checkpoint.memory_figures([seen, seen], 1000)
+    assert added.value.median == pytest.approx(1.03)
+    assert grown.value.median == pytest.approx(0.002)
+    assert grown.value.n == 6
+    assert (added.verdict, grown.verdict) == ("yes", "yes")
+
+
+def test_steps_beside_a_write_leave_out_the_one_that_copies() -> None:
+    checkpoint, costs = script("checkpoint"), script("costs")
+
+    def steps(*thread_s: float) -> list[Any]:
+        return [costs.Taken(wall_s=2 * seconds, cpu_s=seconds, thread_s=seconds) for seconds in thread_s]
+
+    ours = costs.Beside(calm=steps(1.0, 1.0), busy=steps(3.0, 1.0, 1.02, 1.04))
+    assert ours.thread == pytest.approx(1.02)
+    assert ours.cpu == ours.wall == pytest.approx((3 + 1 + 1.02 + 1.04) / 4)
+    assert ours.extra_s == pytest.approx(2 * (2 + 0.02 + 0.04))
+    assert costs.Beside(calm=steps(1.0), busy=steps(1.5)).thread == pytest.approx(1.5)  # over within one step
+    dcp = costs.Beside(calm=steps(1.0, 1.0), busy=steps(4.0, 2.0))
+    rows = {figure.what: figure for figure in checkpoint.steps_figures([{"HetSeq": ours, "DCP async": dcp}])}
+    assert rows["CPU time of the training thread"].verdict == "yes"
+    assert rows["wall time, of DCP's"].value.median == pytest.approx(ours.wall / dcp.wall)
+    assert "wall / CPU 2.00" in rows["CPU time of the training thread"].beside
+
+
+def test_who_begins_changes_from_round_to_round() -> None:
+    turns = script("costs").turns
+    assert [turns(["a", "b", "c"], number) for number in range(3)] == [list("abc"), list("bca"), list("cab")]
+
+
+def test_four_saves_are_spread_over_a_run() -> None:
+    costs = script("costs")
+    events: list[str] = []
+
+    class Recorder:
+        waited_s = 0.0
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda: events.append(name)
+
+    costs.run(Recorder(), 10, Recorder())
+    steps = [len([event for event in events[:index] if event == "step"]) for index in places(events, "begin")]
+    assert steps == [2, 4, 6, 8]
+    assert events.count("poll") == events.count("step") == 10
+    assert events[-1] == "finish"
+    assert all(events[index - 1] == "finish" for index in places(events, "begin"))
+    events.clear()
+    costs.run(Recorder(), 10, None)
+    assert events == ["step"] * 10
+
+
+def places(events: list[str], name: str) -> list[int]:
+    return [index for index, event in enumerate(events) if event == name]
+
+
+def test_a_saver_leaves_nothing_behind(tmp_path: Path) -> None:
+    saving, costs = script("saving"), script("costs")
+    loop = saving.Loop(saving.Shape(1, 8, 1, 20, 8), rows=1, length=4)
+    saver = saving.HetSeq(loop, tmp_path / "ours")
+    try:
+        costs.save_in_loop(loop, saver)
+        assert saver.saves == 1
+        assert list((tmp_path / "ours" / "checkpoints").glob("step-*")) == []
+        saver.begin()
+        saver.finish()
+        (folder,) = (tmp_path / "ours" / "checkpoints").glob("step-*")  # the twin
+        assert (folder / "COMMIT.json").exists()
+        saver.clear()
+    finally:
+        saver.close()
+
+
+def test_a_plain_write_is_all_bytes(tmp_path: Path) -> None:
+    saving = script("saving")
+    data = bytes(range(256)) * 40_000  # more than a chunk
+    saving.write_plain(tmp_path / "plain", memoryview(data))
+    assert (tmp_path / "plain").read_bytes() == data
+    with pytest.raises(FileExistsError):
+        saving.write_plain(tmp_path / "plain", memoryview(data))
+
+
+def test_the_file_system_is_that_of_the_longest_mount(tmp_path: Path) -> None:
+    file_system = script("saving").file_system
+    assert file_system(Path("/proc/self")) == "proc"
+    assert file_system(tmp_path) not in ("proc", "unknown")
+
+
+def test_memory_that_is_taken_is_seen() -> None:
+    resident = script("resident")
+    assert resident.pss_bytes(os.getpid()) > 1 << 20
+    assert os.getpid() in resident.tree(os.getppid())
+    kept: list[bytes] = []
+    assert resident.growth_bytes(lambda: kept.append(b"x" * (64 << 20))) >= 60 << 20
+    assert resident.growth_bytes(lambda: None) < 30 << 20

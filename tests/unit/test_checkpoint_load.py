@@ -292,15 +292,32 @@ def test_the_first_damaged_chunk_is_named_whichever_is_found_first(
     assert torch.equal(filled(path, crc32)["a"], torch.arange(2000))
 
 
-def test_nothing_is_read_after_a_damaged_chunk(tmp_path: Path, three_cores: pytest.MonkeyPatch) -> None:
-    three_cores.setattr(os, "sched_getaffinity", lambda pid: {0})
+@pytest.mark.parametrize("cores", [1, 3])
+def test_a_damaged_chunk_ends_the_reading_on_all_threads(
+    tmp_path: Path, three_cores: pytest.MonkeyPatch, cores: int
+) -> None:
+    three_cores.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     path, crc32 = part_of(tmp_path / "part", {"a": torch.arange(2000)})
-    begun, real = [], os.preadv
-    three_cores.setattr(os, "preadv", lambda fd, views, begin: begun.append(begin) or real(fd, views, begin))
+    begun, told, real_read, real_check = [], [], os.preadv, parts._Pass._check
+
+    def read(descriptor: int, views: Any, begin: int) -> int:
+        begun.append(begin)
+        return real_read(descriptor, views, begin)
+
+    def check(self: Any, index: int, views: Any) -> None:
+        if index > 3:
+            wait_until(lambda: self._has_ended)
+            told.append(index)
+        real_check(self, index, views)
+
+    three_cores.setattr(os, "preadv", read)
+    three_cores.setattr(parts._Pass, "_check", check)
     damage(path, 3500)
-    with pytest.raises(DamagedError):
+    with pytest.raises(DamagedError, match=r"part: .* byte 3000 "):
         filled(path, crc32)
-    assert begun == [0, 1000, 2000, 3000]
+    assert begun == [0, 1000, 2000, 3000, 4000, 5000][: len(begun)]
+    assert 4 <= len(begun) <= 3 + cores
+    assert len(told) == len(begun) - 4
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), RuntimeError("odd"), KeyboardInterrupt()])

@@ -384,3 +384,16 @@ def test_a_reader_that_went_away_ends_the_display_and_not_the_run(kind: str, cap
         "the progress display ended ([Errno 32] Broken pipe): the run goes on"
     ]
     assert (sys.stdout, sys.stderr) == (stdout, stderr)
+
+
+
+def test_a_live_line_tells_how_far_a_save_is() -> None:
+    stream, clock = Terminal(), Clock()
+    progress = live(stream, clock, total_steps=None)
+    progress.step(row(1))
+    assert "saving" not in stream.getvalue()
+    progress.saving = (400, 0.634)
+    clock.now_s += 10
+    progress.step(row(2))
+    progress.close()
+    assert "saving step 400 (63%)" in stream.getvalue()

@@ -8,89 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq import options
-from hetseq.buffers import BufferKeeper
-from hetseq.comm import LocalGroup
-from hetseq.controller import TrainingState
 from hetseq.errors import CheckpointMismatch
 from hetseq.plan import GlobalBatch
-from hetseq.reduction import GradientReducer
-from hetseq.replica import Replica
-from hetseq.resuming import Beginning, Target, choose_checkpoint, open_checkpoints, resume
-from hetseq.run_directory import RunDirectory
-from hetseq.saving import Provenance, Saver
-from hetseq.sharing import everything_shared
-from tests.support.training import prepared
-
-
-def replica_of(model: torch.nn.Module) -> Replica:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.1)
-    reducer = GradientReducer(trained, LocalGroup(), bucket_bytes=1 << 20)
-    return Replica(model, optimizer, reducer, BufferKeeper(model, LocalGroup()))
-
-
-class Net(torch.nn.Module):
-    """A matrix, a transposed one, and a buffer."""
-
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(3)
-        self.plain = torch.nn.Parameter(torch.randn(width, 3, generator=generator))
-        self.turned = torch.nn.Parameter(torch.randn(3, 5, generator=generator).t())
-        self.register_buffer("seen", torch.zeros(2))
-
-    def forward(self) -> torch.Tensor:
-        self.seen += 1
-        return (self.plain**2).sum() + (self.turned**2).sum()
-
-
-def trained(steps: int = 2) -> Replica:
-    replica = replica_of(Net())
-    for _ in range(steps):
-        replica.model().backward()
-        replica.optimizer.step()
-        replica.optimizer.zero_grad()
-    return replica
-
-
-def everything(replica: Replica) -> dict[str, torch.Tensor]:
-    return {**replica.model_tensors(), **replica.optimizer_tensors()[0]}
-
-
-HERE = Provenance("Toy", "AdamW", 7, "train", 100, 1, "fp32", GlobalBatch(10))
-
-
-def saved_run(path: Path, *, here: Provenance = HERE) -> tuple[Replica, RunDirectory]:
-    """A run directory with a checkpoint of the second step."""
-    replica, directory = trained(), RunDirectory(Path(prepared(path)))
-    config, sharing = options.parse(["--save-dir", str(path)]).checkpoint, everything_shared(LocalGroup())
-    manager = open_checkpoints(config, directory, sharing.group)
-    saver, state = Saver(manager, config, here, replica, sharing=sharing), TrainingState()
-    state.position = type(state.position)(3, 1, 20)
-    ended = saver.save(state, nonce=5, kinds=["epoch"], is_last=True)
-    assert [one.result.ok for one in ended] == [True]
-    saver.close()
-    return replica, directory
-
-
-def begun(
-    directory: RunDirectory, replica: Replica, *, here: Provenance = HERE, words: str = "", in_place: bool = True
-) -> Beginning:
-    config, sharing = options.parse(["--save-dir", str(directory.path), *words.split()]).checkpoint, None
-    sharing = everything_shared(LocalGroup())
-    manager = open_checkpoints(config, directory, sharing.group)
-    target = Target(replica, here, is_explicit_batch=True) if in_place else None
-    beginning = choose_checkpoint(manager, config, directory, sharing, target)
-    assert beginning is not None
-    return beginning
-
-
-def resumed(
-    directory: RunDirectory, replica: Replica, beginning: Beginning, *, here: Provenance = HERE, words: str = ""
-) -> None:
-    config = options.parse(["--save-dir", str(directory.path), *words.split()]).checkpoint
-    resume(beginning, config, replica, here, is_explicit_batch=True)
+from hetseq.saving import Provenance
+from tests.support.replicas import HERE, Net, begun, everything, replica_of, resumed, saved_run
 
 
 @pytest.mark.parametrize("in_place", [True, False])
@@ -166,3 +87,14 @@ def test_what_a_reset_allows_is_read_in_place(tmp_path: Path, words: str, here: 
     resumed(directory, after, beginning, here=there, words=words)
     assert torch.equal(after.model.plain, before.model.plain)
     assert bool(after.optimizer.state) == (words != "--reset-optimizer")
+
+
+def test_a_reset_of_the_optimizer_lets_a_model_be_frozen(tmp_path: Path) -> None:
+    before, directory = saved_run(tmp_path / "run")
+    model = Net()
+    model.turned.requires_grad_(False)
+    after = replica_of(model)
+    beginning = begun(directory, after, words="--reset-optimizer")
+    assert beginning.loaded.tensors["model.plain"].data_ptr() == after.model.plain.data_ptr()
+    resumed(directory, after, beginning, words="--reset-optimizer")
+    assert torch.equal(after.model.turned, before.model.turned)

@@ -1,0 +1,105 @@
+"""A small model with an optimizer, a run directory that holds its checkpoint, and what it takes to go on from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hetseq import options
+from hetseq.buffers import BufferKeeper
+from hetseq.comm import LocalGroup
+from hetseq.config import CheckpointConfig
+from hetseq.controller import TrainingState
+from hetseq.plan import GlobalBatch, Position
+from hetseq.reduction import GradientReducer
+from hetseq.replica import Replica
+from hetseq.resuming import Beginning, Target, choose_checkpoint, open_checkpoints, resume
+from hetseq.run_directory import RunDirectory
+from hetseq.saving import Provenance, Saver
+from hetseq.sharing import Sharing, everything_shared
+from tests.support.training import prepared
+
+
+class Net(torch.nn.Module):
+    """A matrix, a transposed one, and a buffer."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.plain = torch.nn.Parameter(torch.randn(width, 3, generator=generator))
+        self.turned = torch.nn.Parameter(torch.randn(3, 5, generator=generator).t())
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self) -> torch.Tensor:
+        self.seen += 1
+        return (self.plain**2).sum() + (self.turned**2).sum()
+
+
+def replica_of(model: torch.nn.Module) -> Replica:
+    """A replica that trains alone, with AdamW."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.1)
+    reducer = GradientReducer(trained, LocalGroup(), bucket_bytes=1 << 20)
+    return Replica(model, optimizer, reducer, BufferKeeper(model, LocalGroup()))
+
+
+def trained() -> Replica:
+    """After two steps."""
+    replica = replica_of(Net())
+    for _ in range(2):
+        replica.model().backward()
+        replica.optimizer.step()
+        replica.optimizer.zero_grad()
+    return replica
+
+
+def everything(replica: Replica) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds of it, live."""
+    return {**replica.model_tensors(), **replica.optimizer_tensors()[0]}
+
+
+#: what the command line says of the run
+HERE = Provenance("Toy", "AdamW", 7, "train", 100, 1, "fp32", GlobalBatch(10))
+
+
+def saved_run(path: Path, *, resets: dict[str, int] | None = None) -> tuple[Replica, RunDirectory]:
+    """A replica, and a run directory with its checkpoint."""
+    replica, directory = trained(), RunDirectory(Path(prepared(path)))
+    config, sharing = _config(directory, ""), everything_shared(LocalGroup())
+    manager = open_checkpoints(config, directory, sharing.group)
+    saver, state = Saver(manager, config, HERE, replica, sharing=sharing), TrainingState()
+    state.position, state.resets = Position(3, 1, 20), resets or {}
+    ended = saver.save(state, nonce=5, kinds=["epoch"], is_last=True)
+    assert [one.result.ok for one in ended] == [True]
+    saver.close()
+    return replica, directory
+
+
+def begun(
+    directory: RunDirectory,
+    replica: Replica,
+    *,
+    here: Provenance = HERE,
+    words: str = "",
+    in_place: bool = True,
+    sharing: Sharing | None = None,
+) -> Beginning:
+    """The checkpoint that these words mean, loaded into the replica's model where it fits; collective."""
+    config, sharing = _config(directory, words), sharing or everything_shared(LocalGroup())
+    manager = open_checkpoints(config, directory, sharing.group)
+    target = Target(replica, here, is_explicit_batch=True) if in_place else None
+    beginning = choose_checkpoint(manager, config, directory, sharing, target)
+    assert beginning is not None
+    return beginning
+
+
+def resumed(
+    directory: RunDirectory, replica: Replica, beginning: Beginning, *, here: Provenance = HERE, words: str = ""
+) -> None:
+    """`resume` with these words."""
+    resume(beginning, _config(directory, words), replica, here, is_explicit_batch=True)
+
+
+def _config(directory: RunDirectory, words: str) -> CheckpointConfig:
+    return options.parse(["--save-dir", str(directory.path), *words.split()]).checkpoint
