@@ -50,12 +50,13 @@ class _Underway:
 class Background:
     """Saves of states of one layout, one after the other; on every rank, which all make the same calls.
 
-    `pieces` are this rank's. Raises OSError where this node has no memory for them.
+    `parts` are the pieces of each rank. Raises OSError where this node has no memory for them.
     """
 
-    def __init__(self, setting: Setting, pieces: Sequence[Piece], *, is_polite: bool) -> None:
+    def __init__(self, setting: Setting, parts: Sequence[Sequence[Piece]], *, is_polite: bool) -> None:
         self._setting, self._group = setting, setting.group
-        self.pieces = list(pieces)
+        self._parts = [list(part) for part in parts]
+        pieces = self._parts[self._group.rank]
         self._arena = Arena.create(setting.run_id, image_bytes(pieces))
         try:
             self._snapshot = Snapshot(self._arena, pieces)
@@ -75,8 +76,8 @@ class Background:
         self.last_seconds: list[float] = []
 
     def fits(self, plan: Plan) -> bool:
-        """Whether a save with this plan has the layout this was made for."""
-        return plan.parts[self._group.rank] == self.pieces
+        """Whether a save with this plan has the layout this was made for; the same on all ranks."""
+        return plan.parts == self._parts
 
     @property
     def memory_bytes(self) -> int:

@@ -74,7 +74,6 @@ class CheckpointManager:
         self._publisher = Publisher(place)  # only rank zero's does anything
         self._is_polite, self._memory_bytes = is_polite, memory_bytes
         self._background: Background | None = None
-        self._is_stale = False  # it divides the bytes otherwise than they should be now
 
     def save(
         self,
@@ -104,14 +103,14 @@ class CheckpointManager:
         it or nothing to share it by; `begin` then saves while training waits. It may be called again for other tensors.
         """
         self.close()
-        self._is_stale = False
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
-        pieces = divide(specs, self._setting.weights)[self._setting.group.rank]
-        needs = exchange(self._setting.group, Row(bytes=arena_bytes(image_bytes(pieces)), text=node_name()))
+        parts = divide(specs, self._setting.weights)
+        size = arena_bytes(image_bytes(parts[self._setting.group.rank]))
+        needs = exchange(self._setting.group, Row(bytes=size, text=node_name()))
         row = Row()
         try:
             check_memory([need.bytes for need in needs if need.text == node_name()], allowed=self._memory_bytes)
-            self._background = Background(self._setting, pieces, is_polite=self._is_polite)
+            self._background = Background(self._setting, parts, is_polite=self._is_polite)
         except OSError as error:
             row = failure_row(error)
         refusal = first_failure(exchange(self._setting.group, row))
@@ -132,15 +131,15 @@ class CheckpointManager:
         """As `save`, but training goes on meanwhile; every rank calls it. A result only where it is over already.
 
         `at_once` names the tensors that may change as soon as this returns; the others may after `settle`. From then on
-        every rank calls `go_on` whenever `is_busy` has become False on all ranks, until it gives the result. Tensors of
-        another kind than those `prepare` was given, or without `prepare`, are saved at once.
+        every rank calls `go_on` whenever `is_busy` has become False on all ranks, until it gives the result. `prepare`
+        is called again for tensors of another kind than it was given; without it they are saved at once.
         """
         check_state(state)
-        if self._is_stale:
-            self.prepare(tensors)
         plan = make_plan(self._setting, tensors, identity=identity, nonce=nonce, kinds=kinds)
+        if self._background is not None and not self._background.fits(plan):
+            self.prepare(tensors)  # an optimizer has other state now, or the bytes are divided otherwise
         background = self._background
-        if background is None or not background.fits(plan):
+        if background is None:
             return Save(self._setting, plan, self._publisher).run(tensors, state)
         return background.begin(plan, tensors, state, at_once=at_once)
 
@@ -149,7 +148,7 @@ class CheckpointManager:
         if result is not None and result.ok and self._background is not None:
             weights = better_weights(self._background.last_sizes, self._background.last_seconds)
             if weights is not None:
-                self._setting, self._is_stale = replace(self._setting, weights=weights), True
+                self._setting = replace(self._setting, weights=weights)
         return result
 
     @property

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 ARENA_SOURCE = Path("arena")  # what a damaged record is said to come from
 _NICENESS = 10
+_OPENING = 4  # times as long as a file may become visible late, an attempt's folder may
 _FILLING_S = 600.0  # so long a copy may take
 
 
@@ -142,7 +143,8 @@ class Writer:
         if record["state"] is not None:
             self._open(attempt, record, is_again=is_again)
         else:
-            patiently(lambda: sync_directory(folder), patience_s=self._place.patience_s)
+            # rank zero may have to make room first
+            patiently(lambda: sync_directory(folder), patience_s=_OPENING * self._place.patience_s)
         self._await_image(arena, serial)
         began = time.perf_counter()
         writing = PartWriting(folder / part_name(index), arena.image[: record["image_bytes"]])

@@ -24,7 +24,7 @@ from hetseq.checkpoint.writer import Line
 logger = logging.getLogger(__name__)
 
 _DEATHS = 3  # processes that one request may cost
-_END_S = 5.0
+_END_S, _EXIT_S = 5.0, 1.0
 _HOME = str(Path(hetseq.__file__).resolve().parents[1])
 # -I -S: no packages of the user's, which take a second to look for and could bring torch
 _PROGRAM = "import importlib, sys; sys.path.append(sys.argv[1]); importlib.import_module(sys.argv[2]).main()"
@@ -99,8 +99,8 @@ class WriterProcess:
 
     def _hang_up(self) -> None:
         self._connection.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_S)
+        with suppress(subprocess.TimeoutExpired):  # it still has something to finish, and does so on its own
+            self._process.wait(_EXIT_S)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
