@@ -248,8 +248,9 @@ class _Recorder:
     def _run(self) -> None:
         metrics = _AppendFile(self._directory.metrics)
         events = _AppendFile(self._directory.events)
-        # Imported before the first row is there, while the worker still builds its model.
-        board = _open_board(self._directory.tensorboard) if self._has_tensorboard else None
+        opening = _Opening(self._directory.tensorboard) if self._has_tensorboard else None
+        board: _Board | None = None
+        unshown: list[tuple[str, bytes]] = []  # until the board is open
         is_last = False
         while not is_last:
             with self._wakeup:
@@ -259,9 +260,14 @@ class _Recorder:
                 self._waiting_bytes = 0
             metrics.append(line for kind, line in batch if kind != "event")
             events.append(line for kind, line in batch if kind == "event")
-            if board is not None and not _add_to_board(board, batch):
+            unshown += batch
+            if opening is not None and (is_last or opening.is_over):
+                board, opening = opening.board(), None
+            if board is not None and not _add_to_board(board, unshown):
                 board.file.close()
                 board = None
+            if opening is None:
+                unshown.clear()
         for file in (metrics, events, *([board.file] if board is not None else [])):
             file.close()
 
@@ -368,6 +374,26 @@ def _end_of_last_line(descriptor: int, size: int) -> int:
             return begin + newline + 1
         end = begin
     return 0
+
+
+class _Opening:
+    """A thread that opens the TensorBoard log: its import takes seconds, for which no row is to wait."""
+
+    def __init__(self, folder: Path) -> None:
+        self._found: list[_Board | None] = []
+        self._thread = threading.Thread(
+            target=lambda: self._found.append(_open_board(folder)), name="hetseq-tensorboard", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def board(self) -> _Board | None:
+        """The log; waits for it. None where there is none."""
+        self._thread.join()
+        return self._found[0] if self._found else None
 
 
 def _open_board(folder: Path) -> _Board | None:

@@ -9,6 +9,7 @@ import json
 import os
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -429,3 +430,23 @@ def test_a_row_that_tensorboard_cannot_show_ends_only_its_log(
     metrics.close()
     assert "the TensorBoard log ends here" in caplog.text
     assert steps(read_rows(directory.metrics)) == [1, 2]
+
+
+def test_rows_do_not_wait_for_tensorboard(make: Make, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a run killed in its first seconds would have a checkpoint, and no row of the steps before it
+    is_open, real = threading.Event(), metrics_module._open_board
+
+    def slowly(folder: Path) -> Any:
+        assert is_open.wait(20)
+        return real(folder)
+
+    monkeypatch.setattr(metrics_module, "_open_board", slowly)
+    metrics = make(has_tensorboard=True)
+    for step in (1, 2):
+        metrics.step(row(step, loss=1.0))
+        deadline = time.monotonic() + 20
+        while not directory.metrics.exists() or len(list(read_rows(directory.metrics))) < step:
+            assert time.monotonic() < deadline
+    is_open.set()
+    metrics.close()
+    assert board_numbers(directory)["train/loss"] == [(1, 1.0), (2, 1.0)]
