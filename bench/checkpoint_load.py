@@ -204,10 +204,10 @@ def measure(loads: dict[str, Load], folders: dict[str, Path], saved: State, roun
 
 
 def order_of(names: list[str], number: int) -> list[str]:
-    """Who loads when in a round: everybody begins once in as many rounds, and every other one goes backwards."""
-    first = number % len(names)
+    """Who loads when in a round: somebody else begins in each, and every other one goes backwards."""
+    first = number // 2 % len(names)
     order = names[first:] + names[:first]
-    return order if number % 2 else order[::-1]
+    return order[::-1] if number % 2 else order
 
 
 def measure_memory(loads: dict[str, Load], saved: State) -> dict[str, int]:
@@ -284,13 +284,13 @@ def report(rows: Sequence[dict[str, Any]], tensors: int, state_bytes: int, argum
         f"{state_bytes / 1e9:.2f} GB in {tensors} tensors, {len(os.sched_getaffinity(0))} cores,"
         f" torch {torch.__version__}; x: the time of HetSeq"
     )
-    heads = ["", "cold, s", "cold, GB/s", "cold, x", "warm, s", "warm, GB/s", "warm, x", "memory, % of state", "n"]
+    heads = ["", "cold, s", "GB/s", "x", "CPU s", "warm, s", "GB/s", "x", "CPU s", "memory, % of state", "n"]
     cells = []
     for row in rows:
         cells.append([row["what"]])
         for kind in ("cold", "warm"):
-            speed = f"{row[f'{kind}_gb_per_s'].median:.2f}"
-            cells[-1] += [row[f"{kind}_s"].shown(), speed, row[f"{kind} x"].shown()]
+            speed, cpu_s = row[f"{kind}_gb_per_s"].median, row[f"{kind}_cpu_s"].median
+            cells[-1] += [row[f"{kind}_s"].shown(), f"{speed:.2f}", row[f"{kind} x"].shown(), f"{cpu_s:.2f}"]
         cells[-1] += [f"{100 * row['memory']:.1f}", str(row["n"])]
     print(figures.table(heads, cells))
     reached = {row["what"]: row["cold x"].median for row in rows}

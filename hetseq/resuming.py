@@ -402,14 +402,21 @@ def check_provenance(saved: Mapping[str, Any], here: Provenance, resets: list[st
         ("split", resets_data, f"give --train-subset {saved['split']}{anew}"),
         ("samples", resets_data, f"give the same --data{anew}"),
         ("curriculum", resets_data, f"give --curriculum {saved['curriculum']}{anew}"),
+        ("unit_size", resets_data, f"{_unit_size_of(saved)}{anew}"),
     ]
     for name, is_covered, remedy in checks:
         value = getattr(here, name)
-        if saved[name] != value and not is_covered:
+        # the unit size was not written before it was compared
+        if saved.get(name, value) != value and not is_covered:
             raise CheckpointMismatch(
                 f"the checkpoint was trained with {name} {saved[name]}, this command says {value}: {remedy}; or choose"
                 " another --save-dir"
             )
+
+
+def _unit_size_of(saved: Mapping[str, Any]) -> str:
+    size = saved.get("unit_size")
+    return "leave out --unit-size" if size is None else f"give --unit-size {size}"
 
 
 def _is_below(path: str, folder: str) -> bool:

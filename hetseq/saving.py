@@ -42,6 +42,7 @@ class Provenance:
     curriculum: int
     precision: str
     batch: GlobalBatch
+    unit_size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -269,6 +270,7 @@ def describe(
         "split": provenance.split,
         "curriculum": provenance.curriculum,
         "precision": provenance.precision,
+        "unit_size": provenance.unit_size,
         "global_batch": {
             "samples": provenance.batch.samples,
             "tokens": provenance.batch.tokens,

@@ -293,6 +293,7 @@ def _provenance(config: Config, material: Material, replica: Replica, batch: Glo
         curriculum=config.data.curriculum,
         precision=config.optimization.precision,
         batch=batch,
+        unit_size=config.data.unit_size,
     )
 
 

@@ -150,6 +150,7 @@ def test_other_ratios_are_refused(text: str) -> None:
         ("step", ["--batch", "-8"], "at least 1"),
         ("step", ["--peers", "Horovod"], "invalid choice"),
         ("floor", ["--size", "0"], "at least 1"),
+        ("checkpoint_load", ["--rounds", "0"], "at least 1"),
         ("checkpoint", ["--rounds", "-1"], "at least 1"),
         ("checkpoint", ["--only", "speed"], "invalid choice"),
         ("checkpoint", ["--steps", "4"], "at least 5"),
@@ -271,6 +272,73 @@ def test_the_row_of_a_peer_is_its_time_over_that_of_its_neighbours() -> None:
     row = step.evaluate("Accelerate", times, of=["HetSeq"])
     assert (row["cpu of HetSeq"].median, row["wall of HetSeq"].median) == (2, 1)
     assert row["wall_to_cpu"] == pytest.approx(20 / 12)
+
+
+# Loads of a checkpoint.
+
+
+def loads_of(script: Any, **seconds: list[float]) -> Any:
+    """Times by format: cold as given, warm half of it."""
+    names = {"ours": script.OURS, "plain": script.PLAIN, "torch": script.TORCH, "dcp": script.DCP}
+    return {
+        names[name]: {kind: [script.Taken(s * f, s * f) for s in values] for kind, f in (("cold", 1.0), ("warm", 0.5))}
+        for name, values in seconds.items()
+    }
+
+
+def test_loads_are_compared_round_by_round_and_a_bar_that_is_missed_is_an_exit_code(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load = script("checkpoint_load")
+    arguments = load.parse(["--rounds", "3"])
+    ours = [1.0, 9.0, 1.0]  # the second round was busy from end to end
+    for torch_s, dcp_s, code in (([2.2, 20.0, 2.2], ours, 0), ([1.9, 17.0, 1.9], ours, 1), ([3.0] * 3, [0.9] * 3, 1)):
+        times = loads_of(load, ours=ours, plain=[0.5, 4.0, 0.5], torch=torch_s, dcp=dcp_s)
+        rows = load.evaluate(times, dict.fromkeys(times, 500), 1000)
+        by_name = {row["what"]: row for row in rows}
+        assert by_name[load.TORCH]["cold x"].median == pytest.approx(torch_s[0])
+        assert by_name[load.OURS]["cold x"].low == by_name[load.OURS]["warm x"].high == 1
+        assert by_name[load.PLAIN]["warm_gb_per_s"].median == pytest.approx(1000 / 0.25 / 1e9)
+        assert load.report(rows, 3, 1000, arguments) == code
+        lines = capsys.readouterr().out.splitlines()
+        assert json.loads(lines[-1])["rows"][0]["memory"] == 0.5
+        assert sum(": NO)" in line for line in lines) == code
+
+
+def test_somebody_else_begins_each_round() -> None:
+    order_of = script("checkpoint_load").order_of
+    names = ["a", "b", "c", "d"]
+    orders = ["".join(order_of(names, number)) for number in range(8)]
+    assert orders == ["abcd", "dcba", "bcda", "adcb", "cdab", "badc", "dabc", "cbad"]
+
+
+def test_pages_in_the_cache_are_counted_and_a_cooled_file_has_none(tmp_path: Path) -> None:
+    load = script("checkpoint_load")
+    path = tmp_path / "state"
+    path.write_bytes(bytes(10 * load.PAGE_BYTES + 1))
+    assert load.cached_pages(path) == (11, 11)
+    (tmp_path / "empty").touch()
+    assert load.cached_pages(tmp_path / "empty") == (0, 0)
+    refusal = ""
+    try:
+        load.cool(tmp_path)
+    except SystemExit as told:  # a file system in memory
+        refusal = str(told)
+    assert load.cached_pages(path) == ((11, 11) if "11 of 11 pages" in refusal else (11, 0))
+
+
+@pytest.mark.parametrize("format", ["OURS", "PLAIN", "TORCH", "MAPPED", "DCP", "SAFETENSORS"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_each_format_loads_what_it_saved_into_the_tensors(tmp_path: Path, format: str) -> None:
+    load = script("checkpoint_load")
+    saved = load.make_state(1, 2)
+    assert len(saved) == 3 * 16
+    assert load.FORMATS.keys() >= load.BARS.keys() | {getattr(load, format)}
+    state = {name: tensor.clone().fill_(-1.0) for name, tensor in saved.items()}
+    places = {name: tensor.data_ptr() for name, tensor in state.items()}
+    load.FORMATS[getattr(load, format)](tmp_path / "folder", saved)(state)
+    assert all(tensor.equal(saved[name]) for name, tensor in state.items())
+    assert {name: tensor.data_ptr() for name, tensor in state.items()} == places
 
 
 # What is trained, and how ranks meet.

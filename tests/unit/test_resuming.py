@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,13 @@ def test_a_reset_of_the_optimizer_lets_a_model_be_frozen(tmp_path: Path) -> None
     assert beginning.loaded.tensors["model.plain"].data_ptr() == after.model.plain.data_ptr()
     resumed(directory, after, beginning, words="--reset-optimizer")
     assert torch.equal(after.model.turned, before.model.turned)
+
+
+@pytest.mark.parametrize(("step", "is_done"), [(1, True), (2, False)])
+def test_a_reset_counts_as_done_once_a_later_step_was_saved(tmp_path: Path, step: int, is_done: bool) -> None:
+    _, directory = saved_run(tmp_path / "run", resets={"dataloader": step})  # of step 2
+    here, after = Provenance(**{**vars(HERE), "seed": 8}), replica_of(Net())
+    beginning = begun(directory, after, here=here, words="--reset-dataloader")
+    assert (beginning.loaded.tensors["model.plain"].data_ptr() == after.model.plain.data_ptr()) != is_done
+    with pytest.raises(CheckpointMismatch) if is_done else nullcontext():
+        resumed(directory, after, beginning, here=here, words="--reset-dataloader")
