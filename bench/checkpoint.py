@@ -214,12 +214,18 @@ def run_figures(seen: Sequence[Mapping[str, Taken]]) -> list[Figure]:
     walls = {name: [taken[name].wall_s for taken in seen] for name in seen[0]}
     bare = [taken["none"] for taken in seen]
     plain = spread_of(walls["torch.save"], walls["none"]).shown(".3f")
+    cpus = {name: [taken[name].cpu_s for taken in seen] for name in seen[0]}
+    plain_cpu = spread_of(cpus["torch.save"], cpus["none"]).shown(".3f")
     about = f"run {costs.median(bare, 'wall_s'):.0f} s, wall / CPU {costs.stretch(bare):.2f}"
     return [
         Figure(
             "run", f"with {RUN_SAVES} saves, of none", spread_of(walls["HetSeq"], walls["none"]), ".3f", 1.02,
             beside=f"torch.save {plain}; {about}",
-        )
+        ),
+        Figure(
+            "run", "the same, CPU time of the process", spread_of(cpus["HetSeq"], cpus["none"]), ".3f",
+            beside=f"torch.save {plain_cpu}",
+        ),
     ]  # fmt: skip
 
 

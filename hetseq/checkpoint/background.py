@@ -145,6 +145,7 @@ class Background:
             "state_sha256": save.opening.digest,
             "state": content.decode() if self._setting.is_rank_zero else None,
         }
+        self._snapshot.finish()  # of a save that failed early; it writes to the arena's header when it ends
         try:
             self._arena.begin(serial, record)
         except ValueError as error:

@@ -21,16 +21,14 @@ from hetseq.checkpoint.background import Background
 from hetseq.checkpoint.bandwidth import better_weights
 from hetseq.checkpoint.choice import describe
 from hetseq.checkpoint.directory import scan, write_latest
-from hetseq.checkpoint.layout import divide
 from hetseq.checkpoint.loading import Load, Loaded
-from hetseq.checkpoint.parts import spec_of
 from hetseq.checkpoint.publishing import Place, Publisher
 from hetseq.checkpoint.reader import verify
 from hetseq.checkpoint.records import Commit, Identity, check_state
 from hetseq.checkpoint.recovery import complete_newer, newest_verified, remove_litter, remove_temporaries
 from hetseq.checkpoint.retention import Retention
 from hetseq.checkpoint.rows import Row, RowGroup, exchange, failure_row, first_failure
-from hetseq.checkpoint.saving import Save, SaveResult, make_plan
+from hetseq.checkpoint.saving import Layout, Save, SaveResult, lay_out, make_plan
 from hetseq.checkpoint.setting import Setting
 from hetseq.checkpoint.snapshot import image_bytes
 
@@ -74,6 +72,7 @@ class CheckpointManager:
         self._publisher = Publisher(place)  # only rank zero's does anything
         self._is_polite, self._memory_bytes = is_polite, memory_bytes
         self._background: Background | None = None
+        self._layout: Layout | None = None  # of the tensors that came last
 
     def save(
         self,
@@ -93,7 +92,8 @@ class CheckpointManager:
         all ranks where their arguments differ.
         """
         check_state(state)
-        plan = make_plan(self._setting, tensors, identity=identity, nonce=nonce, kinds=kinds)
+        self._layout = lay_out(self._setting, tensors, self._layout)
+        plan = make_plan(self._setting, self._layout, identity=identity, nonce=nonce, kinds=kinds)
         return Save(self._setting, plan, self._publisher).run(tensors, state)
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> str | None:
@@ -103,8 +103,8 @@ class CheckpointManager:
         it or nothing to share it by; `begin` then saves while training waits. It may be called again for other tensors.
         """
         self.close()
-        specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
-        parts = divide(specs, self._setting.weights)
+        self._layout = lay_out(self._setting, tensors, self._layout)
+        parts = self._layout.parts
         size = arena_bytes(image_bytes(parts[self._setting.group.rank]))
         needs = exchange(self._setting.group, Row(bytes=size, text=node_name()))
         row = Row()
@@ -135,7 +135,8 @@ class CheckpointManager:
         is called again for tensors of another kind than it was given; without it they are saved at once.
         """
         check_state(state)
-        plan = make_plan(self._setting, tensors, identity=identity, nonce=nonce, kinds=kinds)
+        self._layout = lay_out(self._setting, tensors, self._layout)
+        plan = make_plan(self._setting, self._layout, identity=identity, nonce=nonce, kinds=kinds)
         if self._background is not None and not self._background.fits(plan):
             self.prepare(tensors)  # an optimizer has other state now, or the bytes are divided otherwise
         background = self._background

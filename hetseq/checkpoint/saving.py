@@ -67,22 +67,39 @@ class Plan:
     digest: str
 
 
-def make_plan(
-    setting: Setting, tensors: Mapping[str, Tensor], *, identity: Identity, nonce: int, kinds: Sequence[str]
-) -> Plan:
-    """Check the arguments of a save; ValueError or TypeError says what cannot be saved."""
+@dataclass(frozen=True)
+class Layout:
+    """Where each byte of tensors of given names, types and shapes goes: what the plans of many saves have in common."""
+
+    signature: list[tuple[Any, ...]]  # the weights, then name and kind of each tensor
+    parts: list[list[Piece]]
+    bytes: int
+    digest: str
+
+
+def lay_out(setting: Setting, tensors: Mapping[str, Tensor], known: Layout | None = None) -> Layout:
+    """The layout for these tensors, which is `known` if that still fits; TypeError says what cannot be saved."""
+    signature = [setting.weights, *((name, *_kind(tensor)) for name, tensor in tensors.items())]
+    if known is not None and known.signature == signature:
+        return known
+    specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+    if not all(spec.name for spec in specs):
+        raise ValueError("a tensor has an empty name")
+    facts = [setting.weights, [(spec.name, spec.dtype, spec.shape) for spec in specs]]
+    parts = divide(specs, setting.weights)
+    return Layout(signature, parts, _total(specs), sha256(json.dumps(facts).encode()))
+
+
+def make_plan(setting: Setting, layout: Layout, *, identity: Identity, nonce: int, kinds: Sequence[str]) -> Plan:
+    """Check the arguments of a save; ValueError says what is wrong with them."""
     if isinstance(kinds, str) or not kinds or not set(kinds) <= set(KINDS):
         raise ValueError(f"kinds {kinds!r}: expected one or several of {', '.join(KINDS)}")
     if not 0 <= nonce < 2**64:
         raise ValueError(f"nonce {nonce}: expected an integer from 0 to 2^64 - 1")
-    specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
-    if not all(spec.name for spec in specs):
-        raise ValueError("a tensor has an empty name")
     ordered = tuple(kind for kind in KINDS if kind in kinds)
     attempt = Attempt(setting.run_id, identity, nonce, ordered, "", setting.group.world_size)
-    facts = [attempt.to_json(), setting.weights, [(spec.name, spec.dtype, spec.shape) for spec in specs]]
-    parts = divide(specs, setting.weights)
-    return Plan(attempt, setting.place.folder(attempt), parts, _total(specs), sha256(json.dumps(facts).encode()))
+    digest = sha256(json.dumps([attempt.to_json(), layout.digest]).encode())
+    return Plan(attempt, setting.place.folder(attempt), layout.parts, layout.bytes, digest)
 
 
 class Save:
@@ -211,6 +228,10 @@ def check_agreement(plan: Plan, opening: Sequence[Row]) -> None:
             f"checkpoint of step {plan.attempt.identity.step}: ranks {different} were given another step,"
             " generation, lineage, nonce, run, kinds, weights or other tensors than rank 0: all must be equal"
         )
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.layout, tensor.is_meta
 
 
 def _total(specs: Sequence[TensorSpec]) -> int:

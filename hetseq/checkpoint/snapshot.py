@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import queue
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -48,38 +49,59 @@ class Snapshot:
             self.image_bytes += piece.bytes
         self._copying: _Copying | None = None
         self._registered: int | None = None
+        # one thread for all copies: to start one takes a wait for it, and it would share the core of a pinned trainer
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="snapshot", daemon=True)
+        self._thread.start()
 
     def begin(self, tensors: Mapping[str, Tensor], *, at_once: Collection[str], when_whole: Callable[[], None]) -> None:
         """Copy the tensors that `at_once` names, and begin to copy the others, which stay as they are until `settle`.
 
         `when_whole` is called once, by another thread, when the image is whole; not if the copy failed.
         """
-        self.settle()
+        self.finish()
         now: list[tuple[Tensor, Tensor]] = []
         later: list[tuple[Tensor, Tensor]] = []
         for piece, target in zip(self.pieces, self._targets):
-            source = _elements(tensors[piece.spec.name].detach(), piece)
+            source = _elements(tensors[piece.spec.name], piece)
             (now if piece.spec.name in at_once else later).append((target, source))
         _copy(now)
         is_on_gpu = any(source.is_cuda for _, source in later)
         if is_on_gpu and self._registered is None:
             self._registered = _register(self.arena)
         self._copying = (_CudaCopying if is_on_gpu else _Copying)(later, when_whole)
+        self._tasks.put(self._copying.run)
 
     def settle(self) -> None:
         """Return when the tensors may change again. Raises what went wrong in the copy."""
+        if self._copying is None:
+            return
+        try:
+            self._copying.settle()
+        except BaseException:
+            self._copying = None  # said once
+            raise
+
+    def finish(self) -> None:
+        """Return when the copy has ended, and whoever was to be told has been. Raises what went wrong in it."""
         copying, self._copying = self._copying, None
         if copying is not None:
-            copying.settle()
+            copying.join()
 
     def close(self) -> None:
         """End the copy, whatever becomes of it, and forget the arena."""
         copying, self._copying = self._copying, None
-        if copying is not None:
-            copying.join()
+        self._tasks.put(None)
+        self._thread.join()
         if self._registered is not None:
             _unregister(self._registered)
         self._targets.clear()
+        if copying is not None:
+            copying.join()
+
+    def _serve(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
 
 
 class _Copying:
@@ -88,16 +110,15 @@ class _Copying:
     def __init__(self, pairs: list[tuple[Tensor, Tensor]], when_whole: Callable[[], None]) -> None:
         self._error: BaseException | None = None
         self._pairs, self._when_whole = pairs, when_whole
+        self._is_over = threading.Event()
         self._prepare()
-        self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
-        self._thread.start()
 
     def settle(self) -> None:
         self.join()
 
     def join(self) -> None:
         """Wait for the end of the copy; raises what ended it early."""
-        self._thread.join()
+        self._is_over.wait()
         if self._error is not None:
             raise self._error
 
@@ -107,7 +128,8 @@ class _Copying:
     def _work(self) -> None:
         _copy(self._pairs)
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """All of it, in another thread."""
         try:
             self._work()
             self._when_whole()
@@ -115,6 +137,7 @@ class _Copying:
             self._error = error
         finally:
             self._pairs = []
+            self._is_over.set()
 
 
 class _CudaCopying(_Copying):
@@ -143,9 +166,9 @@ def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 
 def _elements(tensor: Tensor, piece: Piece) -> Tensor:
-    if not piece.is_slice:
-        return tensor.resolve_conj().resolve_neg()
-    return tensor.resolve_conj().resolve_neg().reshape(-1)[piece.begin : piece.end]
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.reshape(-1)[piece.begin : piece.end] if piece.is_slice else tensor
 
 
 def _view(image: memoryview, offset: int, piece: Piece) -> Tensor:

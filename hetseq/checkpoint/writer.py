@@ -143,8 +143,7 @@ class Writer:
         if record["state"] is not None:
             self._open(attempt, record, is_again=is_again)
         else:
-            # rank zero may have to make room first
-            patiently(lambda: sync_directory(folder), patience_s=_OPENING * self._place.patience_s)
+            self._await_folder(folder)
         self._await_image(arena, serial)
         began = time.perf_counter()
         writing = PartWriting(folder / part_name(index), arena.image[: record["image_bytes"]])
@@ -167,6 +166,18 @@ class Writer:
         with suppress(FileNotFoundError):
             os.unlink(folder / STATE_NAME)
         write_new(folder / STATE_NAME, content)
+
+    def _await_folder(self, folder: Path) -> None:
+        """Rank zero may have to make room first; after a crash there may be nobody any more who makes the folder."""
+
+        def look() -> None:
+            self._line.listen(0)
+            if not self._line.has_ended:
+                sync_directory(folder)
+
+        patiently(look, patience_s=_OPENING * self._place.patience_s)
+        if self._line.has_ended:  # the next start waits for this process
+            patiently(lambda: sync_directory(folder), patience_s=self._place.patience_s)
 
     def _await_image(self, arena: Arena, serial: int) -> None:
         deadline = time.monotonic() + _FILLING_S

@@ -205,13 +205,12 @@ class Publisher:
     def _gather(self, attempt: Attempt, patience_s: float) -> list[FileRecord]:
         """What all ranks have written; reads the files that they leave, by name, since folders are listed late."""
         deadline = time.monotonic() + patience_s
-        missing, files = list(range(attempt.world_size)), list[FileRecord]()
+        missing, files, errors = list(range(attempt.world_size)), list[FileRecord](), list[str]()
         while missing:
             for rank in list(missing):
                 with suppress(FileNotFoundError, DamagedError):  # not there yet, or not yet as it was written
                     found, error = read_done(self.folder(attempt), attempt, rank)
-                    if error is not None:
-                        raise CheckpointError(f"rank {rank}: {error}")
+                    errors += [f"rank {rank}: {error}"] if error is not None else []
                     files += found
                     missing.remove(rank)
             if missing and time.monotonic() > deadline:
@@ -221,6 +220,8 @@ class Publisher:
                 )
             if missing:
                 time.sleep(RETRY_S)
+        if errors:  # told only now: a rank that is not done would make the folder again that is about to be removed
+            raise CheckpointError("; ".join(errors))
         return files
 
     def _make_room(self, needed: int) -> None:

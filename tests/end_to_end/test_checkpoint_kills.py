@@ -146,7 +146,7 @@ class HastyRank(Rank):
 
 
 def kept_one(run: Path, group: Any = None) -> CheckpointManager:
-    return manager(run, group, run_id=str(run), retention=Retention(keep_timed=1), patience_s=20.0)
+    return manager(run, group, run_id=str(run), retention=Retention(keep_timed=1), patience_s=3.0)
 
 
 # -- a trial -----------------------------------------------------------------------------------------------------------

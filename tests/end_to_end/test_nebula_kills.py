@@ -105,6 +105,18 @@ def test_a_writer_that_is_killed_is_replaced_and_nothing_is_lost(
     assert "that writes checkpoints has died" in caplog.text
 
 
+def test_a_writer_that_dies_in_the_middle_of_a_file_leaves_nothing_in_the_way(tmp_path: Path) -> None:
+    with begun(tmp_path):
+        os.kill(service().writer_pid, signal.SIGSTOP)
+        checkpoint = save(1)
+        assert checkpoint.path is not None
+        checkpoint.path.mkdir()
+        (checkpoint.path / "model.safetensors").write_bytes(b"half a file")
+        os.kill(service().writer_pid, signal.SIGKILL)
+        assert checkpoint.wait(60) == "persisted"
+    assert step_in(nm.get_latest_checkpoint(tmp_path).load("model")) == 1
+
+
 def trials(path: Path, seed: int, number: int) -> int:
     """Kill a script again and again at random instants; the newest step there is in the end."""
     draw, newest = random.Random(seed), 0

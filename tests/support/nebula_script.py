@@ -20,7 +20,7 @@ def main() -> None:
     step = int(latest.load("model")["step"]) if latest.tag else 0
     while step < last:
         step += 1
-        checkpoint = nm.Checkpoint(f"step{step}", 2)
+        checkpoint = nm.Checkpoint(f"step{step}", -1 if mode == "raise" else 2)
         checkpoint.save("model", state_of(step))
         if mode == "raise" and step == last:
             raise SystemError("as a bug would")

@@ -1,35 +1,41 @@
-"""Saving in the background, piece by piece: the copy, the part's file, the writer, and what becomes of its death."""
+"""The process that writes checkpoints: what it is told and answers, what becomes of its death, and of its trainer's."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import mmap
 import os
 import select
 import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from hetseq.checkpoint import CheckpointManager, Identity, Retention, SaveResult, part_writing, snapshot, writer_process
+from hetseq.checkpoint import (
+    CheckpointManager,
+    Identity,
+    Retention,
+    SaveResult,
+    part_writing,
+    reader,
+    snapshot,
+    writer_process,
+)
 from hetseq.checkpoint import writer as writer_module
-from hetseq.checkpoint.arena import READY, Arena
-from hetseq.checkpoint.layout import Piece, divide
-from hetseq.checkpoint.part_format import check_sums
+from hetseq.checkpoint.arena import READY
 from hetseq.checkpoint.part_writing import PartWriting
-from hetseq.checkpoint.parts import _DTYPE, spec_of, write_part
 from hetseq.checkpoint.publishing import Place
-from hetseq.checkpoint.records import CHUNK_BYTES, DamagedError
-from hetseq.checkpoint.snapshot import Snapshot, image_bytes
+from hetseq.checkpoint.records import CHUNK_BYTES
 from hetseq.checkpoint.writer import Line, Writer
 from tests.support.checkpoints import (
     LINEAGE,
@@ -91,185 +97,6 @@ def own(tmp_path: Path) -> Iterator[CheckpointManager]:
     made = prepared(tmp_path)
     yield made
     made.close()
-
-
-class Gate:
-    """Holds the copies of all snapshots until it is opened; `now` are those that did not wait."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._open, self._copy = threading.Event(), snapshot._copy
-        monkeypatch.setattr(snapshot, "_copy", self._wait)
-        self.open = self._open.set
-
-    def _wait(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            assert self._open.wait(20)
-        self._copy(pairs)
-
-
-# -- the copy ----------------------------------------------------------------------------------------------------------
-
-
-def every_kind() -> dict[str, Tensor]:
-    """Tensors of each type, and of each shape and layout that is somehow special."""
-    plain = torch.arange(24, dtype=torch.float32).reshape(4, 6)
-    kinds = {f"type.{name}": torch.arange(5).to(dtype) for name, dtype in _DTYPE.items()}
-    return {
-        **kinds,
-        "no dimension": torch.tensor(3.5),
-        "empty": torch.empty(0, 3, dtype=torch.bfloat16),
-        "transposed": plain.T,
-        "every other": plain[::2, ::3],
-        "expanded": torch.tensor([1.0, 2.0]).expand(3, 2),
-        "a parameter": torch.nn.Parameter(plain.clone()),
-        "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
-        "negated": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
-        "../a/name@0:3": plain.clone(),
-    }
-
-
-@pytest.mark.parametrize("parts", [1, 3, 40])
-def test_the_image_of_each_kind_of_tensor_is_the_file_that_a_save_would_write(tmp_path: Path, parts: int) -> None:
-    tensors = every_kind()
-    divided = divide([spec_of(name, tensor) for name, tensor in tensors.items()], [1.0] * parts)
-    assert parts < 40 or any(piece.is_slice for pieces in divided for piece in pieces)
-    at_once = set(list(tensors)[::2])
-    for index, pieces in enumerate(divided):
-        image = tmp_path / f"image-{index}"
-        image.write_bytes(image_of(tensors, pieces, at_once))
-        write_part(tmp_path / f"part-{index}", pieces, tensors)
-        assert image.read_bytes() == (tmp_path / f"part-{index}").read_bytes()
-        assert len(load_file(image)) == len(pieces)  # the library of others opens it
-
-
-def image_of(tensors: Mapping[str, Tensor], pieces: list[Piece], at_once: set[str]) -> bytes:
-    arena = Arena.create("a-run", image_bytes(pieces))
-    taken = Snapshot(arena, pieces)
-    taken.begin(tensors, at_once=at_once, when_whole=lambda: None)
-    taken.settle()
-    content = bytes(arena.image)
-    taken.close()
-    arena.close(unlink=True)
-    return content
-
-
-@pytest.fixture
-def taken() -> Iterator[Snapshot]:
-    """A snapshot of two vectors, "weight" and "buffer"."""
-    specs = [spec_of(name, torch.zeros(1000)) for name in ("weight", "buffer")]
-    (pieces,) = divide(specs, [1.0])
-    arena = Arena.create("a-run", image_bytes(pieces))
-    made = Snapshot(arena, pieces)
-    yield made
-    made.close()
-    arena.close(unlink=True)
-
-
-def numbers_in(taken: Snapshot) -> dict[str, set[float]]:
-    """The numbers that stand in the image, by name."""
-    return {piece.spec.name: set(target.tolist()) for piece, target in zip(taken.pieces, taken._targets)}
-
-
-def test_after_settle_a_tensor_may_change_and_the_image_does_not(
-    taken: Snapshot, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, whole = Gate(monkeypatch), []
-    tensors = {"weight": torch.full((1000,), 1.0), "buffer": torch.full((1000,), 1.0)}
-    taken.begin(tensors, at_once=["buffer"], when_whole=lambda: whole.append(True))
-    tensors["buffer"].fill_(2.0)  # a forward, while the copy has not even begun
-    assert whole == []
-    gate.open()
-    taken.settle()
-    tensors["weight"].fill_(2.0)  # an update
-    assert numbers_in(taken) == {"weight": {1.0}, "buffer": {1.0}}
-    assert whole == [True]
-
-
-def test_without_settle_an_update_would_be_in_the_image(taken: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin: the copy reads the live tensor, so who does not wait for it saves a state that never was."""
-    gate = Gate(monkeypatch)
-    tensors = {"weight": torch.full((1000,), 1.0), "buffer": torch.full((1000,), 1.0)}
-    taken.begin(tensors, at_once=["buffer"], when_whole=lambda: None)
-    for name in tensors:
-        tensors[name].fill_(2.0)
-    gate.open()
-    taken.settle()
-    assert numbers_in(taken) == {"weight": {2.0}, "buffer": {1.0}}
-
-
-def test_a_copy_that_fails_is_not_whole_and_says_so_where_it_is_awaited(
-    taken: Snapshot, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole: list[bool] = []
-    tensors = {"weight": torch.ones(1000), "buffer": torch.ones(1000)}
-    with monkeypatch.context() as context:
-        context.setattr(snapshot._Copying, "_work", lambda self: [][1])
-        taken.begin(tensors, at_once=[], when_whole=lambda: whole.append(True))
-        with pytest.raises(IndexError):
-            taken.settle()
-    assert whole == []
-    taken.begin(tensors, at_once=[], when_whole=lambda: whole.append(True))
-    taken.settle()
-    assert whole == [True]
-
-
-# -- the file ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def image() -> bytes:
-    """Three chunks and a piece."""
-    return os.urandom(CHUNK_BYTES) * 3 + b"a piece"
-
-
-@pytest.mark.parametrize("pauses", [0, 1, 3])
-@pytest.mark.parametrize("has_range", [True, False])
-def test_a_part_that_was_paused_is_the_same_with_the_same_checksums(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image: bytes, pauses: int, has_range: bool
-) -> None:
-    monkeypatch.setattr(part_writing, "WINDOW_BYTES", CHUNK_BYTES)
-    if not has_range:
-        monkeypatch.setattr(part_writing, "_sync_file_range", None)
-    path = tmp_path / "part"
-    writing = PartWriting(path, memoryview(image))
-    sizes = []
-    for _ in range(pauses):
-        writing.run(lambda: True)
-        sizes.append(path.stat().st_size)
-    sums = writing.run(lambda: False)
-    assert writing.run(lambda: True) == sums  # over is over
-    writing.close()
-    assert sizes == [CHUNK_BYTES * (pause + 1) for pause in range(pauses)]
-    assert path.read_bytes() == image
-    check_sums(path, sums)
-    with pytest.raises(DamagedError, match="another checksum"):
-        check_sums(path, (*sums[:2], sums[2] ^ 1, sums[3]))
-
-
-@pytest.mark.parametrize("name", ["write", "fsync", "close"])
-def test_what_the_disk_refuses_is_the_end_of_the_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image: bytes, name: str
-) -> None:
-    writing, real = PartWriting(tmp_path / "part", memoryview(image)), getattr(os, name)
-
-    def refuse(descriptor: int, *args: Any) -> Any:
-        if name == "close":
-            real(descriptor)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as context:
-        context.setattr(os, name, refuse)
-        with pytest.raises(OSError, match="Input/output error"):
-            writing.run(lambda: False)
-    writing.close()
-
-
-@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to(path.parent / "elsewhere")])
-def test_a_part_never_goes_where_something_is(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    make(tmp_path / "part")
-    with pytest.raises(FileExistsError):
-        PartWriting(tmp_path / "part", memoryview(b"data"))
-    assert not (tmp_path / "elsewhere").exists()
 
 
 # -- the line ----------------------------------------------------------------------------------------------------------
@@ -373,12 +200,13 @@ def test_a_writer_killed_while_it_has_nothing_to_do_is_replaced(own: CheckpointM
 def test_a_writer_killed_while_it_waits_for_the_copy_is_replaced(
     own: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate = Gate(monkeypatch)
+    may_copy, copy = threading.Event(), snapshot._Copying._work
+    monkeypatch.setattr(snapshot._Copying, "_work", lambda self: may_copy.wait(20) and copy(self))
     begin(own, tensors_of(1), 1)
     while not list(tmp_path.glob("checkpoints/*/state.json")):  # it has begun
         assert own.is_busy
     os.kill(writer_of(own).pid, signal.SIGKILL)
-    gate.open()
+    may_copy.set()
     result = own.finish()
     assert result is not None
     assert result.ok
@@ -422,6 +250,31 @@ def test_where_no_other_writer_can_be_started_the_save_has_failed_and_training_g
     assert loaded_step(tmp_path) == 4
 
 
+@pytest.mark.parametrize("refusal", ["flag", "write", "no", "short"])
+def test_a_part_is_the_same_past_the_page_cache_and_through_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: str
+) -> None:
+    image = mmap.mmap(-1, CHUNK_BYTES + 3 * mmap.PAGESIZE + 5)  # aligned in memory, and its end is not a page
+    image[:] = os.urandom(len(image))
+    real, is_direct = os.write, []
+
+    def write(descriptor: int, data: memoryview) -> int:
+        is_direct.append(bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT))
+        if is_direct[-1] and refusal == "write":
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(descriptor, data[:-7] if is_direct[-1] and refusal == "short" else data)
+
+    if refusal == "flag":
+        monkeypatch.setattr(part_writing, "_set_direct", lambda descriptor, is_direct: False)
+    monkeypatch.setattr(os, "write", write)
+    writing = PartWriting(tmp_path / "part", memoryview(image))
+    assert len(writing.run(lambda: False)) == 2
+    assert (tmp_path / "part").read_bytes() == image[:]
+    assert is_direct[-1] is False  # the end, and all that follows a refusal
+    if refusal == "flag":
+        assert not any(is_direct)
+
+
 # -- the end of the trainer --------------------------------------------------------------------------------------------
 
 
@@ -440,7 +293,7 @@ def train_until_killed(run: Path, *, ranks: int, is_whole: bool) -> None:
 
     def job(pipe: int) -> None:
         if not is_whole:
-            snapshot._Copying._run = lambda self: None  # type: ignore[method-assign]
+            snapshot._Copying.run = lambda self: self._is_over.set()  # type: ignore[method-assign]
         together(ranks, live)
 
     assert reap(*fork(job)) == (-signal.SIGKILL, [])
@@ -464,6 +317,26 @@ def test_a_trainer_killed_before_its_copy_was_whole_has_saved_nothing(tmp_path: 
     assert [path.name for path in tmp_path.glob("checkpoints/step-000000002.*/*")] == ["state.json"]
     assert save(tmp_path, 3).ok
     assert not list(tmp_path.glob("checkpoints/step-000000002.*"))
+
+
+def test_a_writer_whose_trainer_was_killed_does_not_wait_long_for_a_folder_that_nobody_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank zero was killed with its writer; the next start waits for the writer of rank one."""
+    clock = SimpleNamespace(now_s=0.0)
+
+    def nap(seconds: float) -> None:
+        clock.now_s += seconds
+        if clock.now_s > 12:
+            trainer.close()
+
+    monkeypatch.setattr(reader, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=nap))
+    trainer, theirs = socket.socketpair()
+    writer = Writer(Line(theirs), [], Place(tmp_path, Retention(), 10.0), is_polite=True)
+    with pytest.raises(FileNotFoundError):
+        writer._await_folder(tmp_path / "checkpoints")
+    theirs.close()
+    assert 22 <= clock.now_s < 23  # 12 with a trainer, 10 without; 40 if it had lived
 
 
 def test_a_trainer_that_ends_in_the_middle_of_a_save_leaves_it_to_the_next_start(tmp_path: Path) -> None:

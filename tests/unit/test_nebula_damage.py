@@ -132,6 +132,14 @@ def test_a_hand_made_commit_is_refused(two_tags: Path, change: dict) -> None:  #
     assert nm.get_latest_checkpoint(two_tags).tag == "global_step1"
 
 
+def test_a_hand_made_manifest_is_refused_although_its_seal_fits(two_tags: Path) -> None:
+    path = newest(two_tags) / "model.manifest.json"
+    path.write_bytes(seal({**unseal(path.read_bytes(), source=path), "tree": "mine"}))
+    assert nm.get_latest_checkpoint(two_tags).tag == "global_step1"
+    with pytest.raises(CheckpointError, match=r"not the one that COMMIT\.json names"):
+        nm.get_checkpoint("global_step2", two_tags).load("model")
+
+
 def test_a_file_that_claims_more_than_it_has_allocates_nothing(two_tags: Path) -> None:
     path = newest(two_tags) / "model.safetensors"
     header = json.dumps({"weight": {"dtype": "F32", "shape": [2**33], "data_offsets": [0, 2**35]}}).encode()
@@ -189,7 +197,7 @@ def test_a_vanished_directory_fails_the_tag_and_not_the_script(
     root = tmp_path / "there"
     with begun(root):
         save(1).wait(60)
-        shutil.rmtree(root)
+        root.rename(tmp_path / "gone")  # at once, whatever the writer still does in it
         lost = save(2)
         with pytest.raises(CheckpointError, match=r"'global_step2' was not saved: .*No such file"):
             lost.wait(60)

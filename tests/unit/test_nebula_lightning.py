@@ -43,7 +43,9 @@ class Line(pl.LightningModule):
 
 
 @pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As in a process in which nobody has called init."""
+    monkeypatch.setattr("hetseq.nebula.facade._script.root", None)
     yield
     nm.close()
 
@@ -115,6 +117,14 @@ def test_the_callback_says_where_tags_go_and_an_interval_keeps_them_in_memory(tm
     fit(2, tmp_path, callback)
     assert tags(tmp_path / "place") == ["epoch=1-step=8", "epoch=0-step=1"]  # the first is due, the last the end's
     assert not (tmp_path / "elsewhere").exists() or not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_with_a_monitor_every_tag_goes_to_the_disk_whatever_the_interval(tmp_path: Path) -> None:
+    config = {"persistent_storage_path": tmp_path, "persistent_time_interval": 1e9}
+    callback = NebulaCallback(dirpath=tmp_path, save_top_k=-1, monitor="loss", config_params=config)
+    fit(3, tmp_path, callback)
+    assert tags(tmp_path) == ["epoch=2-step=12", "epoch=1-step=8", "epoch=0-step=4"]
+    assert NebulaCheckpointIO().load_checkpoint(callback.best_model_path)["global_step"] > 0
 
 
 def test_storage_options_are_those_of_nebula(tmp_path: Path) -> None:

@@ -102,6 +102,15 @@ def test_views_of_one_memory_come_back_looking_into_one_memory() -> None:
     assert back["end"][-1] == -1
 
 
+def test_views_of_different_types_may_begin_anywhere() -> None:
+    memory = torch.arange(6.0)
+    state = {"small": memory.view(torch.int16)[1:4], "floats": memory[1:3]}  # bytes 2 to 8 and 4 to 12
+    back = there_and_back(state)
+    assert all(back[key].equal(state[key]) for key in state)
+    back["floats"][0] = 0
+    assert back["small"][1:].tolist() == [0, 0]
+
+
 def test_neighbours_in_one_memory_that_do_not_overlap_are_tensors_of_their_own() -> None:
     memory = torch.arange(1000)
     flat = flatten([memory[:3], memory[900:903]])
