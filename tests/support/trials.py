@@ -95,7 +95,7 @@ class Trial:
             os.kill(pid, number)
 
     def kill_everything(self) -> None:
-        """kill -9 for each process of the run, launcher first, in one go; and what the run's next start would remove."""
+        """kill -9 for each process of the run, launcher first, in one go; then remove what its next start would."""
         was_killed = False
         while living := self.processes():
             was_killed = True

@@ -386,7 +386,6 @@ def test_a_reader_that_went_away_ends_the_display_and_not_the_run(kind: str, cap
     assert (sys.stdout, sys.stderr) == (stdout, stderr)
 
 
-
 def test_a_live_line_tells_how_far_a_save_is() -> None:
     stream, clock = Terminal(), Clock()
     progress = live(stream, clock, total_steps=None)
