@@ -206,7 +206,8 @@ class Saver:
         self._lend_patience()
         refusal = self._manager.prepare(tensors)
         if refusal is None:
-            logger.info("checkpoints are copied to %.1f MB of shared memory", self._manager.memory_bytes / 1e6)
+            memory_mb = self._manager.node_memory_bytes / 1e6
+            logger.info("checkpoints wait in %.1f MB of this node's shared memory until they are written", memory_mb)
         elif self._config.memory_buffer_bytes() == 0:
             logger.info("training waits while a checkpoint is written: --memory-buffer-size 0")
         elif self._sharing.is_writer:

@@ -43,6 +43,7 @@ _CGROUPS = (
 )
 _MAGIC = b"hetseq-a"
 _HEADER = struct.Struct("<8sIIQQI")  # magic, version, status, serial, bytes and CRC-32 of the record
+_STATUS = slice(12, 16)  # of the header
 _VERSION = 1
 _POPULATE_WRITE = 23  # madvise, Linux 5.14: give every page now
 _TOUCHED_AT_ONCE = 16 << 20  # bytes
@@ -135,9 +136,10 @@ class Arena:
         os.close(self.descriptor)
 
     def _advance(self, before: int, after: int, serial: int) -> None:
-        magic, version, status, found, size, crc32 = _HEADER.unpack_from(self._map)
+        _, _, status, found, _, _ = _HEADER.unpack_from(self._map)
         if (status, found) == (before, serial):
-            _HEADER.pack_into(self._map, 0, magic, version, after, serial, size, crc32)
+            # one store: `pack_into` begins with zeros, and the other process may be reading the header just then
+            self._map[_STATUS] = after.to_bytes(4, "little")
 
     def _set(self, status: int, serial: int, record: bytes) -> None:
         _HEADER.pack_into(self._map, 0, _MAGIC, _VERSION, status, serial, len(record), zlib.crc32(record))

@@ -80,11 +80,6 @@ class Background:
         return plan.parts == self._parts
 
     @property
-    def memory_bytes(self) -> int:
-        """What the arena takes of this node's memory."""
-        return self._arena.size
-
-    @property
     def is_underway(self) -> bool:
         """Whether a save has begun that is not over; the same on all ranks."""
         return self._save is not None

@@ -72,6 +72,7 @@ class CheckpointManager:
         self._publisher = Publisher(place)  # only rank zero's does anything
         self._is_polite, self._memory_bytes = is_polite, memory_bytes
         self._background: Background | None = None
+        self._node_bytes = 0
         self._layout: Layout | None = None  # of the tensors that came last
 
     def save(
@@ -107,9 +108,10 @@ class CheckpointManager:
         parts = self._layout.parts
         size = arena_bytes(image_bytes(parts[self._setting.group.rank]))
         needs = exchange(self._setting.group, Row(bytes=size, text=node_name()))
-        row = Row()
+        sizes = [need.bytes for need in needs if need.text == node_name()]
+        row, self._node_bytes = Row(), sum(sizes)
         try:
-            check_memory([need.bytes for need in needs if need.text == node_name()], allowed=self._memory_bytes)
+            check_memory(sizes, allowed=self._memory_bytes)
             self._background = Background(self._setting, parts, is_polite=self._is_polite)
         except OSError as error:
             row = failure_row(error)
@@ -153,9 +155,9 @@ class CheckpointManager:
         return result
 
     @property
-    def memory_bytes(self) -> int:
-        """What this rank holds of its node's memory for states that wait to be written."""
-        return self._background.memory_bytes if self._background is not None else 0
+    def node_memory_bytes(self) -> int:
+        """What all ranks of this node hold of its memory for states that wait to be written."""
+        return self._node_bytes if self._background is not None else 0
 
     @property
     def is_underway(self) -> bool:

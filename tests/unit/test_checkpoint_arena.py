@@ -116,6 +116,27 @@ def test_a_header_or_a_record_that_was_damaged_is_not_believed(memory: Path, at:
             arena.record(7)
 
 
+def test_a_reader_never_sees_a_header_that_is_just_being_written(memory: Path) -> None:
+    """The writer reads the record while, in another process, the trainer's copy becomes whole."""
+    with held("run") as arena:
+        arena.begin(7, {"part": 3})
+
+        def become_whole_again_and_again(pipe: int) -> None:
+            os.write(pipe, b"\1")
+            while True:
+                arena._advance(FILLING, READY, 7)
+                arena._advance(READY, FILLING, 7)
+
+        pid, pipe = fork(become_whole_again_and_again)
+        os.read(pipe, 1)
+        try:
+            seen = {(arena.record(7)["part"], arena.status) for _ in range(20_000)}
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            reap(pid, pipe)
+    assert seen <= {(3, (FILLING, 7)), (3, (READY, 7))}
+
+
 def test_what_is_no_arena_is_empty(memory: Path) -> None:
     (memory / "a-file").write_bytes(bytes([255]) * (PAGE + RECORD_BYTES + SMALL))
     other = Arena(os.open(memory / "a-file", os.O_RDWR), None)
