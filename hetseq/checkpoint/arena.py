@@ -33,6 +33,7 @@ from typing import Any
 SHARED_MEMORY = Path("/dev/shm")
 PAGE = 4096
 RECORD_BYTES = 1 << 20  # what the record may take; a larger state is saved without an arena
+STATE_BYTES = 400_000  # of a state.json that certainly fits into a record, whatever of it has to be escaped
 ABANDONED_S = 3600.0  # so long the arenas of other runs stay after their owner's death
 
 EMPTY, FILLING, READY, WRITTEN = range(4)

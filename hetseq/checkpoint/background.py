@@ -19,11 +19,12 @@ from typing import Any
 
 from torch import Tensor
 
-from hetseq.checkpoint.arena import Arena
+from hetseq.checkpoint.arena import STATE_BYTES, Arena
 from hetseq.checkpoint.layout import Piece
+from hetseq.checkpoint.publishing import Publisher
 from hetseq.checkpoint.records import Attempt, PartRecord, sha256, state_bytes, utc_text
 from hetseq.checkpoint.rows import Row, exchange, failure_row, first_failure
-from hetseq.checkpoint.saving import Plan, SaveResult, check_agreement, history_row, say
+from hetseq.checkpoint.saving import Plan, Save, SaveResult, check_agreement, history_row, say
 from hetseq.checkpoint.setting import Setting
 from hetseq.checkpoint.snapshot import Snapshot, image_bytes
 from hetseq.checkpoint.writer import setting_of
@@ -53,8 +54,10 @@ class Background:
     `parts` are the pieces of each rank. Raises OSError where this node has no memory for them.
     """
 
-    def __init__(self, setting: Setting, parts: Sequence[Sequence[Piece]], *, is_polite: bool) -> None:
-        self._setting, self._group = setting, setting.group
+    def __init__(
+        self, setting: Setting, parts: Sequence[Sequence[Piece]], publisher: Publisher, *, is_polite: bool
+    ) -> None:
+        self._setting, self._group, self._publisher = setting, setting.group, publisher
         self._parts = [list(part) for part in parts]
         pieces = self._parts[self._group.rank]
         self._arena = Arena.create(setting.run_id, image_bytes(pieces))
@@ -121,6 +124,9 @@ class Background:
         opening = rows[0]
         attempt = replace(plan.attempt, created=utc_text(opening.time))
         self._save = _Underway(plan, attempt, opening, began, size_bytes=opening.bytes)
+        if opening.bytes > STATE_BYTES:  # too large for the record that an arena holds beside the image
+            self._save = None
+            return Save(self._setting, plan, self._publisher).run(tensors, state)
         if opening.failed:
             return self._conclude(f"rank 0: {opening.text}")
         self._hand_over(tensors, content, at_once)

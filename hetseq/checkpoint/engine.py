@@ -112,7 +112,7 @@ class CheckpointManager:
         row, self._node_bytes = Row(), sum(sizes)
         try:
             check_memory(sizes, allowed=self._memory_bytes)
-            self._background = Background(self._setting, parts, is_polite=self._is_polite)
+            self._background = Background(self._setting, parts, self._publisher, is_polite=self._is_polite)
         except OSError as error:
             row = failure_row(error)
         refusal = first_failure(exchange(self._setting.group, row))

@@ -71,6 +71,12 @@ class Line:
         with self._sending, suppress(OSError):
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
+    def hint(self, message: Mapping[str, Any]) -> None:
+        """Tell the other end unless it has long not listened: what nobody waits for is not to hold anybody up."""
+        with suppress(OSError, ValueError):
+            if select.select([], [self._connection], [], 0)[1]:
+                self.send(message)
+
     def take(self, timeout_s: float | None) -> dict[str, Any] | None:
         """The next message; None if none comes in time, or ever."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -212,7 +218,7 @@ class Writer:
 
     def _tell(self, writing: PartWriting) -> bool:
         """Say how far it is, for whoever watches the run; never a reason to pause."""
-        self._line.send({"written": writing.share})
+        self._line.hint({"written": writing.share})
         return False
 
     def _commit(self, request: Mapping[str, Any]) -> dict[str, Any]:

@@ -348,3 +348,36 @@ def test_a_trainer_that_ends_in_the_middle_of_a_save_leaves_it_to_the_next_start
     assert loaded_step(tmp_path) == 1
     assert len(recover(tmp_path)) == 1
     assert loaded_step(tmp_path) == 2
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+
+
+def test_a_state_too_large_for_the_record_is_saved_while_training_waits(tmp_path: Path) -> None:
+    def live(group: Any) -> list[Any]:
+        own = prepared(tmp_path, group, patience_s=5.0)
+        results = []
+        for step, notes in ((1, "\\" * 500_000), (2, "")):
+            identity = Identity(step, 0, LINEAGE)
+            state = {"step": step, "notes": notes}
+            result = own.begin(
+                tensors_of(step), state, identity=identity, nonce=step, kinds=["epoch"], at_once=[]
+            )  # fmt: skip
+            results.append((result is not None, (result or own.finish()).ok))  # type: ignore[union-attr]
+        own.close()
+        return results
+
+    assert together(2, live) == [[(True, True), (False, True)]] * 2
+    loaded = manager(tmp_path).load("1")
+    assert loaded is not None
+    assert loaded.state["notes"] == "\\" * 500_000
+
+
+def test_a_hint_does_not_wait_for_somebody_who_does_not_listen() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        line = Line(theirs)
+        for number in range(100_000):
+            line.hint({"written": number / 100_000})
+        heard = Line(ours)
+        assert heard.take(0) == {"written": 0.0}
