@@ -124,6 +124,10 @@ class RunBoundary:
         elif ends_run or is_stopping:
             self._tell(self._saver.finish())
 
+    def finish(self) -> None:
+        """Wait for a checkpoint that is under way, and report it. Every rank calls it."""
+        self._tell(self._saver.finish())
+
     def _report(self, controller: Controller, result: StepResult) -> None:
         plan, outcome = result.plan, result.outcome
         is_applied = outcome.verdict is Verdict.APPLY

@@ -36,7 +36,7 @@ from hetseq.pace import FixedPace, MeasuredPace, Pace, assigner_by
 from hetseq.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.reduction import GradientReducer
 from hetseq.replica import Replica, check_model, trained_parameters
-from hetseq.replica_check import ReplicaCheck, kind_of
+from hetseq.replica_check import ReplicaCheck, ReplicasDiffer, kind_of
 from hetseq.resuming import begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory
 from hetseq.saving import Provenance, Saver
@@ -60,14 +60,22 @@ class Session:
     controller: Controller
     saver: Saver
     status: StatusFiles
+    boundary: RunBoundary
 
     @property
     def last_step(self) -> int:
         return self.controller.state.position.step - 1
 
     def train(self) -> bool:
-        """To the end (True), or until a rank was asked to stop (False). Collective."""
-        has_ended = self.controller.fit()
+        """To the end (True), or until a rank was asked to stop (False). Collective; raises what ended it on all ranks.
+
+        Where replicas differ, a checkpoint under way is waited for: it was begun when they were equal.
+        """
+        try:
+            has_ended = self.controller.fit()
+        except ReplicasDiffer:
+            self.boundary.finish()
+            raise
         self.status.write(0.0, force=True, step=self.last_step, state="done" if has_ended else "stopped")
         return has_ended
 
@@ -156,7 +164,7 @@ def build_session(
     _say_what_runs(controller, material)
     if config.data.unit_size is None:
         _warn_of_batch_norm(controller)
-    return Session(controller, saver, status)
+    return Session(controller, saver, status, boundary)
 
 
 def _replica_check(
