@@ -6,7 +6,8 @@ A state like that of a transformer under AdamW, fp32, some 230 tensors, is saved
 disk. In every round all of them load it into the same tensors in turn, each first from the disk (cold) and then from
 the cache (warm); who begins changes, and ratios are taken within a round. torch.load and safetensors give tensors of
 their own, which are then copied into ours; DCP and HetSeq read into ours. Only HetSeq compares checksums. A plain read
-of the same bytes into the same tensors stands beside them: nobody can be faster.
+of the same bytes into the same tensors stands beside them: from the disk nobody can be much faster. Freed memory is
+given back to the kernel before each load, since a process that goes on from a checkpoint has none.
 
 Cold is made by POSIX_FADV_DONTNEED on every file, and looked at: `mincore` must find less than a hundredth of their
 pages in the cache, or the script ends. What the disk's own caches hold is beyond us, and the same for all. What each
@@ -193,6 +194,7 @@ def measure(loads: dict[str, Load], folders: dict[str, Path], saved: State, roun
             for kind in ("cold", "warm"):
                 for tensor in state.values():
                     tensor.fill_(-1.0)  # also has its memory in the same caches for all
+                give_back_freed_memory()
                 wall_s, cpu_s = time.perf_counter(), time.process_time()
                 loads[name](state)
                 taken = Taken(time.perf_counter() - wall_s, time.process_time() - cpu_s)
@@ -213,13 +215,19 @@ def order_of(names: list[str], number: int) -> list[str]:
 def measure_memory(loads: dict[str, Load], saved: State) -> dict[str, int]:
     """By how many bytes the process grew at most during a load."""
     state = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
     memory = dict.fromkeys(loads, 0)
     for _ in range(MEMORY_LOADS):
         for name, load in loads.items():
-            trim(0)  # or memory that an earlier load has left would hide what this one takes
+            give_back_freed_memory()  # or what an earlier load has left would hide what this one takes
             memory[name] = max(memory[name], resident.growth_bytes(lambda load=load: load(state)))  # type: ignore[misc]
     return memory
+
+
+def give_back_freed_memory() -> None:
+    """To the kernel, where the C library knows how (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def cool(folder: Path) -> None:

@@ -618,7 +618,11 @@ def test_ctrl_c_is_the_signal_of_the_terminal(
         return genuine(*arguments)
 
     monkeypatch.setattr(bert_pairs, "fill", interrupted)
-    assert run(tmp_path / "out", "--input", book, "--vocab-file", vocab) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which the jobs of a shell ignore
+    try:
+        assert run(tmp_path / "out", "--input", book, "--vocab-file", vocab) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not (tmp_path / "out").exists()
 
 

@@ -55,15 +55,6 @@ def test_any_number_of_ranks_reads_into_its_own_memory(tmp_path: Path, writers: 
         assert not is_equal(own, 4)
 
 
-def test_without_memory_nothing_is_lent_and_the_state_is_the_same(tmp_path: Path) -> None:
-    save(tmp_path, 5)
-    own = zeros()
-    loaded = manager(tmp_path).load()
-    assert loaded is not None
-    assert is_equal(loaded.tensors, 5)
-    assert all(not tensor.any() for tensor in own.values())
-
-
 class Strange(torch.Tensor):
     """A tensor whose bytes may be anywhere."""
 
@@ -198,56 +189,94 @@ def wait_until(is_so: Callable[[], Any]) -> None:
         threading.Event().wait(0.001)
 
 
-def readers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "checkpoint-reader"]
+def checkers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "checkpoint-checker"]
 
 
-def test_a_chunk_is_read_while_the_one_before_is_checked(tmp_path: Path, three_cores: pytest.MonkeyPatch) -> None:
+class Reads:
+    """Stands before `os.preadv` and keeps the bytes at which reads began."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, before: Callable[[int], None] = lambda begin: None) -> None:
+        self.begun: list[int] = []
+        self._real, self._before = os.preadv, before
+        patch.setattr(os, "preadv", self)
+
+    def __call__(self, descriptor: int, views: Any, begin: int) -> int:
+        assert threading.current_thread().name != "checkpoint-checker"
+        self.begun.append(begin)
+        self._before(begin)
+        return self._real(descriptor, views, begin)
+
+
+def before_each_check(patch: pytest.MonkeyPatch, look: Callable[[Any, int], None]) -> None:
+    """`look(the pass, chunk)` before a chunk is checked."""
+    real = parts._Pass._check
+
+    def check(self: Any, index: int) -> None:
+        look(self, index)
+        real(self, index)
+
+    patch.setattr(parts._Pass, "_check", check)
+
+
+def test_the_file_goes_on_being_read_while_others_check(tmp_path: Path, three_cores: pytest.MonkeyPatch) -> None:
     path, crc32 = part_of(tmp_path / "part", {"a": torch.arange(2000)})
-    real_begin, real_read, real_check = parts._Pass.__init__, os.preadv, parts._Pass._check
-    begun: list[int] = []
-    turns: list[Any] = []
+    expected = list(range(0, len(crc32) * 1000, 4000))  # four chunks at once, in the order of the file
+    seen: list[str] = []
 
-    def begin_pass(self: Any, *args: Any) -> None:
-        real_begin(self, *args)
-        turns.append(self._turn)
+    def wait_for_a_check(begin: int) -> None:
+        if begin:
+            wait_until(lambda: seen)
 
-    def read(descriptor: int, views: Any, begin: int) -> int:
-        assert turns[0].locked()  # one thread at a time
-        begun.append(begin)
-        return real_read(descriptor, views, begin)
+    reads = Reads(three_cores, wait_for_a_check)
 
-    def check(self: Any, index: int, views: Any) -> None:
-        wait_until(lambda: len(begun) > min(index + 1, len(crc32) - 1))
-        real_check(self, index, views)
+    def look(_: Any, index: int) -> None:
+        seen.append(threading.current_thread().name)
+        wait_until(lambda: len(reads.begun) > min(index // 4 + 1, len(expected) - 1))
 
-    three_cores.setattr(parts._Pass, "__init__", begin_pass)
-    three_cores.setattr(os, "preadv", read)
-    three_cores.setattr(parts._Pass, "_check", check)
+    before_each_check(three_cores, look)
     assert torch.equal(filled(path, crc32)["a"], torch.arange(2000))
-    assert begun == [1000 * index for index in range(len(crc32))]  # in the order of the file
-    assert readers() == []
+    assert reads.begun == expected
+    assert len(expected) > 3
+    assert seen[0] == "checkpoint-checker"
+    assert len(seen) == len(crc32)
+    assert checkers() == []
 
 
-@pytest.mark.parametrize("cores", [1, 2, 64])
+def test_the_thread_that_read_helps_to_check(tmp_path: Path, three_cores: pytest.MonkeyPatch) -> None:
+    path, crc32 = part_of(tmp_path / "part", {"a": torch.arange(2000)})
+    checked: dict[str, list[int]] = {}
+    caller = threading.current_thread().name
+
+    def look(_: Any, index: int) -> None:
+        checked.setdefault(threading.current_thread().name, []).append(index)
+        if threading.current_thread().name != caller:
+            wait_until(lambda: caller in checked)
+
+    before_each_check(three_cores, look)
+    assert torch.equal(filled(path, crc32)["a"], torch.arange(2000))
+    assert sorted(index for indices in checked.values() for index in indices) == list(range(len(crc32)))  # each once
+
+
+@pytest.mark.parametrize(("cores", "most"), [(1, 2), (2, 2), (3, 3), (64, 3)])
 def test_there_are_no_more_threads_than_cores_chunks_and_use(
-    tmp_path: Path, three_cores: pytest.MonkeyPatch, cores: int
+    tmp_path: Path, three_cores: pytest.MonkeyPatch, cores: int, most: int
 ) -> None:
     three_cores.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     seen: list[int] = []
-    real = parts._Pass._work
+    real = parts._Pass._check_all
 
-    def work(self: Any) -> None:
+    def check_all(self: Any) -> None:
         seen.append(threading.get_ident())
         real(self)
 
-    three_cores.setattr(parts._Pass, "_work", work)
+    three_cores.setattr(parts._Pass, "_check_all", check_all)
     for elements, chunks in ((2, 1), (150, 2), (5000, 41)):
         seen.clear()
         path, crc32 = part_of(tmp_path / str(elements), {"a": torch.arange(elements)})
         assert len(crc32) == chunks
         assert torch.equal(filled(path, crc32)["a"], torch.arange(elements))
-        assert len(seen) == min(cores, chunks, 3)
+        assert len(seen) == min(most, chunks)
 
 
 def test_many_small_tensors_and_reads_that_give_little(tmp_path: Path, three_cores: pytest.MonkeyPatch) -> None:
@@ -274,87 +303,154 @@ def test_the_first_damaged_chunk_is_named_whichever_is_found_first(
     tmp_path: Path, three_cores: pytest.MonkeyPatch
 ) -> None:
     path, crc32 = part_of(tmp_path / "part", {"a": torch.arange(2000)})
-    real = parts._Pass._check
-
-    def check(self: Any, index: int, views: Any) -> None:
-        if index == 3:
-            wait_until(lambda: self._failures)
-        real(self, index, views)
-
-    three_cores.setattr(parts._Pass, "_check", check)
-    for byte in (3500, 5001):
-        damage(path, byte)
-    with pytest.raises(DamagedError, match=r"part: .* byte 3000 "):
-        filled(path, crc32)
+    with pytest.MonkeyPatch.context() as patch:
+        before_each_check(patch, lambda self, index: wait_until(lambda: self._failures) if index == 3 else None)
+        for byte in (3500, 5001):
+            damage(path, byte)
+        with pytest.raises(DamagedError, match=r"part: .* byte 3000 "):
+            filled(path, crc32)
     damage(path, 3500)
-    three_cores.setattr(parts._Pass, "_check", real)
     with pytest.raises(DamagedError, match=r"part: .* byte 5000 "):
         filled(path, crc32)
     damage(path, 5001)
     assert torch.equal(filled(path, crc32)["a"], torch.arange(2000))
 
 
-@pytest.mark.parametrize("cores", [1, 3])
-def test_a_damaged_chunk_ends_the_reading_on_all_threads(
-    tmp_path: Path, three_cores: pytest.MonkeyPatch, cores: int
+def test_a_damaged_chunk_that_was_taken_is_checked_although_a_later_one_was_bad(
+    tmp_path: Path, three_cores: pytest.MonkeyPatch
 ) -> None:
-    three_cores.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     path, crc32 = part_of(tmp_path / "part", {"a": torch.arange(2000)})
-    begun, told, real_read, real_check = [], [], os.preadv, parts._Pass._check
+    passes: list[Any] = []
+    begin = parts._Pass.__init__
 
-    def read(descriptor: int, views: Any, begin: int) -> int:
-        begun.append(begin)
-        return real_read(descriptor, views, begin)
+    class Queue(parts.SimpleQueue):  # type: ignore[type-arg]
+        """Chunk 3 reaches its thread after a later one was found to be bad."""
 
-    def check(self: Any, index: int, views: Any) -> None:
+        def get(self) -> Any:
+            index = super().get()
+            if index == 3:
+                wait_until(lambda: passes[0]._has_ended)
+            return index
+
+    def begun(self: Any, *args: Any) -> None:
+        begin(self, *args)
+        passes.append(self)
+
+    three_cores.setattr(parts, "SimpleQueue", Queue)
+    three_cores.setattr(parts._Pass, "__init__", begun)
+    for byte in (3500, 5001):
+        damage(path, byte)
+    with pytest.raises(DamagedError, match=r"part: .* byte 3000 "):
+        filled(path, crc32)
+
+
+def test_a_damaged_chunk_ends_the_reading_and_the_checking(tmp_path: Path, three_cores: pytest.MonkeyPatch) -> None:
+    path, crc32 = part_of(tmp_path / "part", {"a": torch.arange(2000)})
+    passes: list[Any] = []
+    checked: list[int] = []
+
+    def wait_for_the_end(begin: int) -> None:
+        if begin:
+            wait_until(lambda: passes and passes[0]._has_ended)
+
+    def look(self: Any, index: int) -> None:
+        passes.append(self)
+        checked.append(index)
         if index > 3:
             wait_until(lambda: self._has_ended)
-            told.append(index)
-        real_check(self, index, views)
 
-    three_cores.setattr(os, "preadv", read)
-    three_cores.setattr(parts._Pass, "_check", check)
+    reads = Reads(three_cores, wait_for_the_end)
+    before_each_check(three_cores, look)
     damage(path, 3500)
     with pytest.raises(DamagedError, match=r"part: .* byte 3000 "):
         filled(path, crc32)
-    assert begun == [0, 1000, 2000, 3000, 4000, 5000][: len(begun)]
-    assert 4 <= len(begun) <= 3 + cores
-    assert len(told) == len(begun) - 4
+    assert reads.begun == [0, 4000]
+    assert sorted(checked) in ([0, 1, 2, 3], [0, 1, 2, 3, 4])  # one checker may have waited for the next chunk
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error"), RuntimeError("odd"), KeyboardInterrupt()])
-@pytest.mark.parametrize("where", ["read", "check"])
-@pytest.mark.parametrize("on_caller", [True, False])
+@pytest.mark.parametrize("who", ["reader", "reader that checks", "checker"])
 def test_what_any_thread_raises_the_caller_raises(
-    tmp_path: Path, three_cores: pytest.MonkeyPatch, error: BaseException, where: str, on_caller: bool
+    tmp_path: Path, three_cores: pytest.MonkeyPatch, error: BaseException, who: str
 ) -> None:
     path, crc32 = part_of(tmp_path / "part", {"a": torch.arange(20_000)})
-    real_fill, real_check, has_failed = parts._fill, parts._Pass._check, threading.Event()
-
-    def is_to_fail() -> bool:
-        return (threading.current_thread() is threading.main_thread()) == on_caller
+    has_failed = threading.Event()
 
     def fail() -> None:
         has_failed.set()
         raise error
 
-    def fill(*args: Any) -> None:
-        fail() if where == "read" and is_to_fail() else real_fill(*args)
-
-    def check(*args: Any) -> None:
-        if where == "check" and is_to_fail():
+    def fail_at_the_second_read(begin: int) -> None:
+        if begin and who == "reader":
             fail()
-        assert has_failed.wait(DEADLINE_S)  # so that everybody gets a turn to read
-        real_check(*args)
 
-    three_cores.setattr(parts, "_fill", fill)
-    three_cores.setattr(parts._Pass, "_check", check)
+    def look(_: Any, index: int) -> None:
+        is_checker = threading.current_thread().name == "checkpoint-checker"
+        if who == ("checker" if is_checker else "reader that checks"):
+            fail()
+        assert has_failed.wait(DEADLINE_S)
+
+    Reads(three_cores, fail_at_the_second_read)
+    before_each_check(three_cores, look)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(type(error)) as caught:
         filled(path, crc32)
     assert caught.value is error
-    assert readers() == []
+    assert checkers() == []
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_checkers_stop_where_reading_fails(tmp_path: Path, three_cores: pytest.MonkeyPatch, is_idle: bool) -> None:
+    path, crc32 = part_of(tmp_path / "part", {"a": torch.arange(2000)})
+    asked: list[None] = []
+    told: list[int] = []
+
+    class Queue(parts.SimpleQueue):  # type: ignore[type-arg]
+        def get(self) -> Any:
+            asked.append(None)
+            return super().get()
+
+    def fail_at_the_second_read(begin: int) -> None:
+        if begin:  # while both wait for a chunk after the first four, or while both are checking one
+            wait_until(lambda: len(asked) == (4 + 2 if is_idle else 2))
+            raise OSError(5, "Input/output error")
+
+    def look(self: Any, index: int) -> None:
+        if not is_idle:
+            wait_until(lambda: self._has_ended)
+        told.append(index)
+
+    Reads(three_cores, fail_at_the_second_read)
+    before_each_check(three_cores, look)
+    three_cores.setattr(parts, "SimpleQueue", Queue)
+    with pytest.raises(OSError, match="Input/output error"):
+        filled(path, crc32)
+    assert sorted(told) == ([0, 1, 2, 3] if is_idle else [0, 1])
+    assert checkers() == []
+
+
+def test_an_interrupt_is_not_taken_for_damage(tmp_path: Path, three_cores: pytest.MonkeyPatch) -> None:
+    path, crc32 = part_of(tmp_path / "part", {"a": torch.arange(20_000)})
+    damage(path, 500)
+    taken = threading.Event()  # by a checker
+
+    def wait_for_the_first_check(begin: int) -> None:
+        assert not begin or taken.wait(DEADLINE_S)
+
+    def look(self: Any, index: int) -> None:
+        if index == 0:
+            taken.set()
+            wait_until(lambda: self._failures)
+        elif threading.current_thread().name != "checkpoint-checker":
+            raise KeyboardInterrupt
+        else:
+            wait_until(lambda: self._failures)
+
+    Reads(three_cores, wait_for_the_first_check)
+    before_each_check(three_cores, look)
+    with pytest.raises(KeyboardInterrupt):
+        filled(path, crc32)
 
 
 def test_a_disk_that_fails_while_tensors_are_read_is_told_and_the_one_before_is_loaded(
