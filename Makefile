@@ -13,7 +13,7 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check format docs dev clean
+.PHONY: chaos soak help demo test test-all check format docs dev clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -25,7 +25,13 @@ test: $(VENV)/.installed-dev  ## the fast tests
 	$(PY) -m pytest -m "not slow and not gpu and not netns"
 
 test-all: $(VENV)/.installed-dev  ## the slow ones too
-	$(PY) -m pytest -m "not gpu"
+	$(PY) -m pytest -m "not gpu and not long"
+
+chaos: $(VENV)/.installed-dev  ## the table of figures: 300 kills, every kind of fault, strangers; a quarter of an hour
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.chaos --kills 300
+
+soak: $(VENV)/.installed-dev  ## kills for eight hours, with an eye on memory and descriptors
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.chaos --soak 28800
 
 check: $(VENV)/.installed-dev  ## format, lint, types, floors
 	$(PY) -m ruff format --check .

@@ -1,4 +1,4 @@
-"""What checkpoints cost: the stall of a save, its memory, the steps beside it, its throughput, a whole run.
+"""What checkpoints cost: the stall of a save, its memory, the steps beside it, a whole run; and what a start takes.
 
     python bench/checkpoint.py [--only stall throughput ...] [--rounds N] [--directory FOLDER]
 
@@ -8,6 +8,8 @@ memory       of all processes of a loop that saves, over one that does not; and 
 steps        steps while a save is being written, on a core of their own, against the steps before it
 throughput   bytes from memory to a commit, against writing the same bytes into a file and flushing it; politeness off
 run          a run of a state of the size of GPT-2 with four saves, against one with none
+every        steps that each leave their state in memory, against steps that do not; and how many of them did
+restart      after a kill -9, a load from memory against one from a cold disk, each in a process of its own
 
 HetSeq saves in the background as its trainer does. torch.save (flushed) and DCP's async save with its best stager save
 the same state in the same loop, in the same process, in turn: ratios are taken within a round. Every figure has a bar,
@@ -26,15 +28,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import checkpoint_restart
 import costs
 import figures
 import torch
-from costs import RUN_SAVES, Beside, Taken
+from checkpoint_restart import Start
+from costs import RUN_SAVES, Beside, Block, Taken
 from figures import Spread
 from saving import SAVERS, SHAPES, Loop, file_system
 
-#: counted rounds of each part, and the state that it saves. The memory tier, once there is one, gets a part `every`:
-#: a save every step against none
+#: counted rounds of each part, and the state that it saves
 PARTS = {
     "stall": (11, "small"),
     "copy": (11, "small"),
@@ -42,6 +45,8 @@ PARTS = {
     "steps": (11, "small"),
     "throughput": (7, "gpt2"),
     "run": (3, "gpt2"),
+    "every": (11, "small"),
+    "restart": (7, "gpt2"),
 }
 RUN_STEPS = 40
 
@@ -126,7 +131,11 @@ def measure(part: str, arguments: argparse.Namespace, shape: str, rounds: int, f
     """The figures of one part."""
     if part == "memory":
         return memory_figures(costs.watch_memory(arguments, shape, rounds, folder), costs.state_bytes(shape))
+    if part == "restart":
+        return restart_figures(checkpoint_restart.measure(SHAPES[shape], rounds, folder))
     loop = Loop(SHAPES[shape], rows=arguments.rows, length=arguments.tokens)
+    if part == "every":
+        return every_figures(costs.measure_every(loop, rounds, folder), loop.bytes())
     if part == "stall":
         return stall_figures(costs.measure_stall(loop, rounds, folder), loop.bytes())
     if part == "copy":
@@ -227,6 +236,52 @@ def run_figures(seen: Sequence[Mapping[str, Taken]]) -> list[Figure]:
             beside=f"torch.save {plain_cpu}",
         ),
     ]  # fmt: skip
+
+
+def every_figures(seen: Sequence[Mapping[str, Block]], size_bytes: int) -> list[Figure]:
+    """Steps that keep their states over those that do not; neither says much unless all of them were kept."""
+    ours, bare = ([taken[name] for taken in seen] for name in ("in memory", "none"))
+    kept, steps = sum(block.kept for block in ours), sum(block.steps for block in ours)
+    step_s = statistics.median(block.taken.wall_s / block.steps for block in bare)
+    waited_s = sum(block.waited_s for block in ours) / steps
+    stretch = costs.stretch([block.taken for block in bare])
+    about = f"state {size_bytes / 1e9:.2f} GB; step {step_s * 1e3:.0f} ms, wall / CPU {stretch:.2f}"
+
+    def over(kind: str) -> Spread:
+        return spread_of(*([getattr(block.taken, kind) for block in blocks] for blocks in (ours, bare)))
+
+    return [
+        Figure("every", "state in memory after each step, of none", over("wall_s"), ".3f", 1.05, beside=about),
+        Figure(
+            "every", "the same, CPU time of the process", over("cpu_s"), ".3f",
+            beside=f"wait before an update: {waited_s * 1e3:.1f} ms",
+        ),
+        Figure(
+            "every", "states kept, of the steps", figures.spread([kept / steps]), ".1%", 1.0, is_floor=True,
+            beside=f"{kept} of {steps}",
+        ),
+    ]  # fmt: skip
+
+
+def restart_figures(seen: Sequence[Mapping[str, Start]]) -> list[Figure]:
+    """Loads from memory over loads from the disk."""
+
+    def over(kind: str) -> tuple[Spread, str]:
+        memory, disk = ([taken[name + kind] for taken in seen] for name in ("memory", "disk"))
+        walls, cpus = (
+            ", ".join(f"{statistics.median(getattr(start, time) for start in starts):.2f}" for starts in (memory, disk))
+            for time in ("wall_s", "cpu_s")
+        )
+        found = statistics.median(start.recover_s for start in memory)
+        ratio = spread_of([start.wall_s for start in memory], [start.wall_s for start in disk])
+        return ratio, f"s: {walls}; CPU {cpus}; to find it {found * 1e3:.0f} ms"
+
+    (lent, about), (new, about_new) = over(""), over(", new")
+    size_bytes = seen[0]["memory"].state_bytes
+    return [
+        Figure("restart", "of a cold disk", lent, ".3f", 0.25, beside=f"state {size_bytes / 1e9:.2f} GB; {about}"),
+        Figure("restart", "the same, into new memory", new, ".3f", beside=about_new),
+    ]
 
 
 # What is printed.

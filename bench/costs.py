@@ -22,10 +22,11 @@ from typing import Any
 
 import resident
 import torch
-from saving import SAVERS, SHAPES, Dcp, HetSeq, Loop, Saver, TorchSave, write_plain
+from saving import SAVERS, SHAPES, Dcp, HetSeq, InMemory, Loop, Saver, TorchSave, write_plain
 
 RUN_SAVES = 4
 CALM_STEPS = 4
+EVERY_STEPS = 8  # of a block
 MEMORY_STEPS, MEMORY_SAVES = 12, (2, 5, 8)
 GROWTHS = 3  # later saves of a loop whose growth is measured
 SAMPLED_S = 0.03
@@ -68,6 +69,16 @@ class Beside:
     def extra_s(self) -> float:
         """By how much the save made training longer, all in all."""
         return len(self.busy) * (mean(self.busy, "wall_s") - mean(self.calm, "wall_s"))
+
+
+@dataclass(frozen=True)
+class Block:
+    """Steps one after the other: what they took, how many there were, and how many left a state in memory."""
+
+    taken: Taken
+    steps: int
+    kept: int
+    waited_s: float  # of the wall time, before updates
 
 
 def turns(names: Sequence[str], number: int) -> list[str]:
@@ -325,6 +336,46 @@ def run(loop: Loop, steps: int, saver: Saver | None) -> None:
     loop.before_update = lambda: None
 
 
+# A state in memory after every step.
+
+
+def measure_every(loop: Loop, rounds: int, folder: Path) -> list[dict[str, Block]]:
+    """Blocks of steps that keep their states in memory, and blocks that do not, round by round."""
+    saver = InMemory(loop, folder / "memory")
+    try:
+        run_block(loop, 1, saver)  # the first copies into each slot
+        return [
+            {
+                name: run_block(loop, EVERY_STEPS, saver if name == saver.name else None)
+                for name in turns(["none", saver.name], number)
+            }
+            for number in range(rounds)
+        ]
+    finally:
+        saver.close()
+
+
+def run_block(loop: Loop, steps: int, saver: InMemory | None) -> Block:
+    """That many steps, each with what the step before has left to be copied and sealed."""
+
+    def take(number: int) -> None:
+        for _ in range(number):
+            loop.step()
+            if saver is not None:
+                saver.begin()
+
+    if saver is not None:
+        loop.before_update = saver.settle
+    take(1)  # not counted: a copy is under way now, as after the last step that is
+    kept, waited_s = saver.saves if saver is not None else 0, loop.waited_s
+    taken = time_of(lambda: take(steps))
+    block = Block(taken, steps, saver.saves - kept if saver is not None else 0, loop.waited_s - waited_s)
+    if saver is not None:
+        saver.finish()
+    loop.before_update = lambda: None
+    return block
+
+
 def mean(taken: Sequence[Taken], kind: str) -> float:
     """Of one of the three times."""
     return statistics.fmean(getattr(one, kind) for one in taken)
@@ -332,7 +383,7 @@ def mean(taken: Sequence[Taken], kind: str) -> float:
 
 def median(taken: Sequence[Taken], kind: str) -> float:
     """Of one of the three times."""
-    return statistics.median(getattr(one, kind) for one in taken)
+    return float(statistics.median(getattr(one, kind) for one in taken))
 
 
 def stretch(taken: Sequence[Taken]) -> float:

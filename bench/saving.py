@@ -1,9 +1,9 @@
-"""A training loop that saves, and three ways to save its state: HetSeq's in the background, torch.save, DCP's async.
+"""A training loop that saves, and ways to save its state: HetSeq's to disk and to memory, torch.save, DCP's async.
 
-Responsible for: all three doing the same work for the same state, at the same points of the same loop. Knows no clocks
-but that of the wait before an update, and no figures. The one idea: a saver has the methods that HetSeq's trainer
-calls: `begin`, then `settle` before the next update of the optimizer, `poll` once a step, and `finish`; torch.save does
-all of it in `begin`.
+Responsible for: all of them doing the same work for the same state, at the same points of the same loop. Knows no
+clocks but that of the wait before an update, and no figures. The one idea: a saver has the methods that HetSeq's
+trainer calls: `begin`, then `settle` before the next update of the optimizer, `poll` once a step, and `finish`;
+torch.save does all of it in `begin`. What only stays in memory is compared with no saves, not with those to a disk.
 
 The loop trains a transformer of the shape of GPT-2 on made-up tokens with AdamW (fused), in one thread. DCP runs as
 its documentation wants it fastest: a process of its own, an asynchronous stager that keeps its shared memory from save
@@ -166,11 +166,12 @@ class HetSeq(Saver):
 
     name = "HetSeq"
 
-    def __init__(self, loop: Loop, folder: Path, *, is_polite: bool = True) -> None:
+    def __init__(self, loop: Loop, folder: Path, *, is_polite: bool = True, keeps_states: bool = False) -> None:
         super().__init__(loop, folder)
         self._manager = CheckpointManager(
-            folder, run_id=f"bench-{os.getpid()}", group=LocalGroup(), retention=Retention(), is_polite=is_polite
-        )
+            folder, run_id=f"bench-{os.getpid()}", group=LocalGroup(), retention=Retention(), is_polite=is_polite,
+            keeps_states=keeps_states,
+        )  # fmt: skip
         refusal = self._manager.prepare(loop.tensors())
         if refusal is not None:
             raise SystemExit(f"no memory for a background save: {refusal}")
@@ -221,6 +222,60 @@ class HetSeq(Saver):
             raise SystemExit("the save did not go on in the background")
         if result is not None and not result.ok:
             raise SystemExit(f"a save failed: {result.error}")
+
+
+class InMemory(HetSeq):
+    """The same manager, whose states stay in shared memory; `saves` counts those that did.
+
+    `begin` keeps the state only if the last one was sealed when `settle` was called, as the trainer asks before the
+    update and acts after it.
+    """
+
+    name = "in memory"
+
+    def __init__(self, loop: Loop, folder: Path) -> None:
+        super().__init__(loop, folder, keeps_states=True)
+        if not self._manager.keeps_states:
+            self._manager.close()
+            raise SystemExit("there is no room in memory for a second state")
+        self._was_sealed = True
+
+    def begin(self) -> None:
+        """The copy begins, or the state of this step is passed over."""
+        if not self._was_sealed:
+            return
+        self.saves += 1
+        is_kept = self._manager.keep(
+            self.loop.tensors(), {"step": self.saves}, identity=Identity(self.saves, 0, _LINEAGE), nonce=self.saves,
+            at_once=[],
+        )  # fmt: skip
+        if not is_kept:
+            raise SystemExit("the state did not stay in memory")
+
+    def settle(self) -> None:
+        """What the ranks tell each other before the update, and the end of the copy."""
+        self._was_sealed = self._manager.is_sealed
+        super().settle()
+
+    def poll(self) -> None:
+        """Nothing: no writer takes part."""
+
+    @property
+    def is_underway(self) -> bool:
+        """Until the newest state is sealed."""
+        return not self._manager.is_sealed
+
+    def finish(self) -> None:
+        """The seal."""
+        deadline = time.monotonic() + _REST_S
+        while self.is_underway:
+            if time.monotonic() > deadline:
+                raise SystemExit("a state in memory was not sealed")
+            time.sleep(0.001)
+        self._was_sealed = True
+
+    def clear(self) -> None:
+        """Nothing: no file is written."""
 
 
 class TorchSave(Saver):

@@ -28,10 +28,11 @@ from workloads import Workload
 
 from hetseq import options
 from hetseq.comm import LocalGroup
+from hetseq.material import load_material
 from hetseq.metrics import Metrics
 from hetseq.processes import keep_freed_memory
 from hetseq.run_directory import RunDirectory
-from hetseq.session import Session, build_session, load_material
+from hetseq.session import Session, build_session
 
 WARM_UP = 15
 BATCHES = {"mnist": 256, "bert-tiny": 64, "bert": 8}

@@ -317,7 +317,7 @@ class Balancer:
         `total` is how many units the step had. A rank without a cost counts as the mean of those with one. Raises
         ValueError if the limits hold fewer units than that.
         """
-        newest = _complete(costs)
+        newest = complete_costs(costs)
         if newest is None:
             return None
         best_s = step_seconds(balance_shares(total, newest), newest)
@@ -383,7 +383,7 @@ class _Trials:
         return (*costs[:rank], tried, *costs[rank + 1 :])
 
 
-def _complete(costs: Sequence[Cost | None]) -> tuple[Cost, ...] | None:
+def complete_costs(costs: Sequence[Cost | None]) -> tuple[Cost, ...] | None:
     """The costs, with the mean of those known in place of those unknown; None if all are unknown."""
     known = [cost for cost in costs if cost is not None]
     if not known:

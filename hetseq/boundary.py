@@ -10,7 +10,9 @@ import math
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,14 +24,15 @@ from hetseq.controller import Controller, StepResult, TrainingState
 from hetseq.errors import ConfigError
 from hetseq.metrics import Metrics
 from hetseq.pace import Shift
-from hetseq.plan import StepPlan
 from hetseq.replica_check import ReplicaCheck
 from hetseq.run_directory import RunDirectory, StatusFile
 from hetseq.saving import Saved, Saver, draw_nonce
 from hetseq.sharing import Sharing
+from hetseq.succession import Due
 from hetseq.validation import Validator
 
 _ABOUT_BYTES = 512
+_NONCES = 2**63
 
 
 class StatusFiles:
@@ -38,16 +41,32 @@ class StatusFiles:
     So every run directory tells of all ranks. Made by all ranks together.
     """
 
-    def __init__(self, directory: RunDirectory, sharing: Sharing, *, device: str) -> None:
+    def __init__(
+        self, directory: RunDirectory, sharing: Sharing, *, device: str, slots: Sequence[int] | None = None
+    ) -> None:
         rank = sharing.whole.rank
         abouts = _gather_abouts(sharing, {"pid": os.getpid(), "node": socket.gethostname()[:200], "device": device})
         #: node and device of each rank
         self.names = [f"{about['node']}/{about['device']}" for about in abouts]
+        #: by rank: the number in the names of its files
+        self.slots = tuple(slots) if slots is not None else tuple(range(len(abouts)))
         foreign = set(range(len(abouts))) - set(sharing.ranks) if sharing.is_writer else set()
         self._files = {
-            number: (StatusFile(directory.status / f"rank-{number}.json"), abouts[number])
+            number: (StatusFile(directory.status / f"rank-{self.slots[number]}.json"), abouts[number])
             for number in [rank, *sorted(foreign)]
         }
+        if sharing.is_writer:
+            self._mark_gone(directory)
+
+    def _mark_gone(self, directory: RunDirectory) -> None:
+        """Say of the ranks that are no part of the run any more that they are not."""
+        for path in sorted(directory.status.glob("rank-*.json")):
+            slot = path.stem.partition("-")[2]
+            if slot.isdigit() and int(slot) not in self.slots:
+                with suppress(OSError, ValueError):
+                    about = json.loads(path.read_text())
+                    if about.get("pid") is not None:
+                        StatusFile(path).write(0.0, force=True, **{**about, "pid": None, "state": "gone", "share": 0})
 
     def write(self, now_s: float, *, force: bool = False, shares: Sequence[int] | None = None, **fields: Any) -> None:
         """As `StatusFile.write`; `shares` are samples of this step by rank."""
@@ -91,44 +110,106 @@ class RunBoundary:
         """Whether this rank still writes its part of a checkpoint that was begun after an earlier step."""
         return self._saver.is_writing()
 
+    def is_keep_due(self, state: TrainingState) -> bool:
+        """Rank zero: the state after the step being committed should stay in memory, for a restart after a kill."""
+        return self._saver.is_keep_due(state.position.step)
+
+    def is_sealed(self) -> bool:
+        """Whether the newest state in memory would be believed after the death of this rank."""
+        return self._saver.is_sealed()
+
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
         """Report the step, compare the replicas, validate and save if due. Every rank calls it."""
-        state, outcome, plan = controller.state, result.outcome, result.plan
-        self._report(controller, result)
+        outcome, due = result.outcome, self.due(controller, result)
+        self._report(result, due.row)
         self._saver.prepare_early()
         self._tell(self._saver.go_on(is_anyone_writing=outcome.writing))
-        replicas = self._replicas
-        if replicas is not None and replicas.is_due(plan.step):
-            replicas.check(plan.step, plan.shares)
-        is_best = False
-        is_due = self._is_validation_due(result.plan)
-        if self._validators and (is_due or ends_run):
-            controller.replica.buffers.synchronise_(result.plan.shares)
-            # a run that is made longer later has the best checkpoint of one that never ended here
-            is_best = self._validate(controller, result.plan.epoch, counts=is_due)
         is_stopping = bool(outcome.wish & Wish.STOP)
+        is_saved = self._follow_up(
+            controller, due, shares=result.plan.shares, is_stopping=is_stopping, ends_run=ends_run
+        )  # fmt: skip
+        if outcome.keep and not is_saved:
+            controller.replica.buffers.synchronise_(result.plan.shares)
+            self._saver.keep(controller.state, nonce=outcome.nonce, rows=self._metrics.last_rows())
+
+    def due(self, controller: Controller, result: StepResult) -> Due:
+        """What follows from a step, for those who may have to do it in its place."""
+        plan, outcome = result.plan, result.outcome
+        row = self._row(controller, result)
+        return Due(
+            plan.step, plan.epoch, plan.ends_epoch, outcome.save, outcome.nonce, result.best_before, row
+        )  # fmt: skip
+
+    def make_up(self, controller: Controller, due: Due, *, ends_run: bool) -> None:
+        """Do what followed from the last step of the generation before, which did not come to it. Every rank calls it.
+
+        What had been done of it is done once more: a row is written twice, and a checkpoint has another name.
+        """
+        self._metrics.step(due.row)
+        group = controller.group
+        due = replace(due, nonce=(due.nonce + group.generation) % _NONCES)
+        equal = (1,) * group.world_size
+        self._follow_up(controller, due, shares=equal, is_stopping=False, ends_run=ends_run)
+
+    def save_now(self, controller: Controller) -> None:
+        """Save the state between two steps, and wait for it. Every rank calls it."""
+        nonce = int(controller.group.all_gather_rows(np.array([draw_nonce()], np.int64))[0, 0])
+        self._saver.settle()
+        kinds = self._saver.kinds_due(
+            controller.state, epoch_ended=None, is_best=False, is_overdue=False, is_stopping=True, ends_run=False
+        )  # fmt: skip
+        if kinds:
+            rows = self._metrics.last_rows()
+            self._tell(self._saver.save(controller.state, nonce=nonce, kinds=kinds, is_last=True, rows=rows))
+
+    def _follow_up(
+        self, controller: Controller, due: Due, *, shares: tuple[int, ...], is_stopping: bool, ends_run: bool
+    ) -> bool:
+        """Compare the replicas, validate and save, as far as it is due; whether it came to a save or to the end."""
+        state, replicas, buffers = controller.state, self._replicas, controller.replica.buffers
+        if replicas is not None and replicas.is_due(due.step):
+            self._saver.settle()  # they may be made equal
+            replicas.check(due.step, shares)
+        is_best = False
+        is_due = self._is_validation_due(due)
+        if self._validators and (is_due or ends_run):
+            buffers.synchronise_(shares)
+            # a run that is made longer later has the best checkpoint of one that never ended here
+            is_best = self._validate(controller, due.epoch, counts=is_due)
         kinds = self._saver.kinds_due(
             state,
-            epoch_ended=result.plan.epoch if result.plan.ends_epoch else None,
+            epoch_ended=due.epoch if due.ends_epoch else None,
             is_best=is_best,
-            is_overdue=outcome.save,
+            is_overdue=due.is_overdue,
             is_stopping=is_stopping,
             ends_run=ends_run,
         )
         if kinds:
-            if replicas is not None and not replicas.is_due(plan.step):  # else compared above
-                replicas.check(plan.step, plan.shares)  # so that a checkpoint can always be gone back to
-            controller.replica.buffers.synchronise_(result.plan.shares)
+            if replicas is not None and not replicas.is_due(due.step):  # else compared above
+                self._saver.settle()
+                replicas.check(due.step, shares)  # so that a checkpoint can always be gone back to
+            buffers.synchronise_(shares)
             is_last = ends_run or is_stopping
-            self._tell(self._saver.save(state, nonce=outcome.nonce, kinds=kinds, is_last=is_last))
+            rows = self._metrics.last_rows()
+            self._tell(self._saver.save(state, nonce=due.nonce, kinds=kinds, is_last=is_last, rows=rows))
         elif ends_run or is_stopping:
             self._tell(self._saver.finish())
+        return bool(kinds) or ends_run or is_stopping
 
     def finish(self) -> None:
         """Wait for a checkpoint that is under way, and report it. Every rank calls it."""
         self._tell(self._saver.finish())
 
-    def _report(self, controller: Controller, result: StepResult) -> None:
+    def _report(self, result: StepResult, row: Mapping[str, Any]) -> None:
+        plan = result.plan
+        self._metrics.saving(self._saver.progress())
+        self._metrics.step(row)
+        if result.shift is not None:
+            self._metrics.event("rebalance", step=plan.step, **_shift_fields(result.shift))
+        self._status.write(time.monotonic(), step=plan.step, epoch=plan.epoch, state="train", shares=plan.shares)
+
+    def _row(self, controller: Controller, result: StepResult) -> dict[str, Any]:
+        """The row of a step in `metrics.jsonl`."""
         plan, outcome = result.plan, result.outcome
         is_applied = outcome.verdict is Verdict.APPLY
         row: dict[str, Any] = {
@@ -150,16 +231,14 @@ class RunBoundary:
         if len(plan.shares) > 1:
             told = account(outcome.rows, shares=plan.shares, work=result.work, seconds=result.seconds)
             row |= {**told, "ranks": {"names": self._status.names, **told["ranks"]}}
-        self._metrics.saving(self._saver.progress())
-        self._metrics.step(row)
-        if result.shift is not None:
-            self._metrics.event("rebalance", step=plan.step, **_shift_fields(result.shift))
-        self._status.write(time.monotonic(), step=plan.step, epoch=plan.epoch, state="train", shares=plan.shares)
+        if self._status.slots != tuple(range(len(self._status.slots))):
+            row["slots"] = list(self._status.slots)
+        return row
 
-    def _is_validation_due(self, plan: StepPlan) -> bool:
+    def _is_validation_due(self, due: Due) -> bool:
         steps = self._config.validate_interval_updates
-        is_due = plan.ends_epoch and plan.epoch % self._config.validate_interval == 0
-        return is_due or (steps > 0 and plan.step % steps == 0)
+        is_due = due.ends_epoch and due.epoch % self._config.validate_interval == 0
+        return is_due or (steps > 0 and due.step % steps == 0)
 
     def _validate(self, controller: Controller, epoch: int, *, counts: bool) -> bool:
         """Evaluate every validation split; True if the first one is better than ever before, and that `counts`."""

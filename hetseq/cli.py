@@ -23,6 +23,7 @@ _USAGE = """usage: hetseq COMMAND [options]
   plan         how fast a run would be with other shares, without a rank, with another one
   simulate     how fast a cluster would be that is described in a YAML file
   checkpoints  list, show, verify, prune or export the checkpoints of a run
+  drop         take a node out of a run that goes on without it
   demo         see unequal workers give the result of one machine, in a minute or two: demo mnist, demo bert
 """
 
@@ -97,6 +98,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HetSeqError as error:
         print(f"hetseq: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def drop(argv: Sequence[str]) -> int:
+    """`hetseq drop`: ask a node of a run to leave."""
+    from hetseq import drop as dropping
+
+    if not argv or set(argv) & {"-h", "--help"}:
+        print(dropping.USAGE, end="")
+        return 0 if argv else EXIT_USAGE
+    print(dropping.drop(argv))
+    return 0
 
 
 def train(argv: Sequence[str]) -> int:
@@ -183,5 +195,6 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "plan": plan,
     "simulate": simulate,
     "checkpoints": checkpoints,
+    "drop": drop,
     "demo": demo,
 }

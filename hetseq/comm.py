@@ -9,8 +9,10 @@ a collective becomes one PeerLostError; who is to blame is for the launcher to f
 from __future__ import annotations
 
 import hmac
+import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -23,13 +25,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
 from hetseq import wall
-from hetseq.errors import PeerLostError, RendezvousError
+from hetseq.errors import HetSeqError, PeerLostError, RendezvousError
 from hetseq.neighbours import LONGEST_ROW, NO_NAME, Neighbours, Sum, machine, open_door
 
 logger = logging.getLogger(__name__)
 
 Rows = npt.NDArray[np.int64]
 
+_LOOK_S = 0.005  # between two looks at whether a group that is being built is still wanted
+_MOST_DOORS, _DOORS_BYTES = 4, 256
 _MEET_S = 10.0  # for ranks of one machine to find each other, once they are a group
 
 
@@ -54,13 +58,16 @@ class Group:
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.generation = 0
+        self.generation = meeting.generation
         #: seconds after which a collective that has not ended counts as a lost peer
         self.deadline_s = deadline_s
         self.bytes_reduced = 0
         self._process_group: dist.ProcessGroup | None = process_group
         self._meeting, self._store = meeting, store
         self._neighbours: Neighbours | None = None
+        self._ports: frozenset[tuple[str, int]] = frozenset()  # of the doors of all ranks
+        self._is_severed = False
+        self._subgroups: list[Group] = []
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory for `all_reduce_sum`, added up faster than other memory where ranks share it. Shape (elements,).
@@ -128,17 +135,44 @@ class Group:
         if list(ranks) == list(range(self.world_size)):
             return self
         if len(ranks) == 1:
-            return LocalGroup()
+            return LocalGroup(generation=self.generation)
         meeting = replace(self._meeting, name=f"{self._meeting.name}/{name}")
-        return connect(
+        group = connect(
             rank=list(ranks).index(self.rank), world_size=len(ranks), meeting=meeting, timeout_s=self.deadline_s
         )
+        self._subgroups.append(group)
+        if self._is_severed:  # by another thread, meanwhile
+            group.sever()
+        return group
+
+    def sever(self) -> None:
+        """Cut all connections, from any thread: the group is over, for its peers too, and whoever waits gets an error.
+
+        What is under way in the transport ends with an error as well, so nothing is written into its memory any more:
+        not even by a peer that was stopped for a while, and goes on where it was.
+        """
+        self._is_severed = True
+        for group in self._subgroups:
+            group.sever()
+        wall.cut(self._ports)
+        if self._neighbours is not None:
+            self._neighbours.sever()
 
     def close(self) -> None:
         """Give the sockets back; peers that still wait see this rank as gone."""
         self._process_group = None
         if self._neighbours is not None:
             self._neighbours.close()
+
+    def learn_ports(self, own: Collection[tuple[str, int]]) -> None:
+        """Tell each other at which doors the transport's connections came in, which is how they are known. Collective.
+
+        The doors are those of this rank, one for each of its interfaces.
+        """
+        doors = sorted(own)[:_MOST_DOORS]
+        text = json.dumps(doors).encode().ljust(_DOORS_BYTES)
+        rows = self.all_gather_rows(np.frombuffer(text, np.int64))
+        self._ports = frozenset((str(host), int(port)) for row in rows for host, port in json.loads(row.tobytes()))
 
     def meet_neighbours(self) -> None:
         """From now on use the memory that all ranks share, if they are all on one machine. Collective."""
@@ -171,10 +205,10 @@ class Group:
 class LocalGroup:
     """A group of one: every sum is its own term."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, generation: int = 0) -> None:
         self.rank = 0
         self.world_size = 1
-        self.generation = 0
+        self.generation = generation
         self.deadline_s = float("inf")
         self.bytes_reduced = 0
 
@@ -195,6 +229,9 @@ class LocalGroup:
 
     def subgroup(self, ranks: Sequence[int], name: str) -> AnyGroup:
         return self
+
+    def sever(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -223,6 +260,10 @@ class Store(Protocol):
         """The value, as soon as some rank has set it. Raises RendezvousError when that takes too long."""
         ...
 
+    def check(self) -> None:
+        """Raise PeerLostError once these ranks will not become a group any more."""
+        ...
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -233,14 +274,70 @@ class Meeting:
     key: bytes  # known to the ranks of the run alone
     host: str = "127.0.0.1"  # the address of this rank's interface
     sources: tuple[str, ...] = ()  # addresses from which the ranks of other nodes connect; empty: not known
+    generation: int = 0
     shares_memory: bool = False  # all ranks are on one machine, as far as is known: try to use its memory
 
 
 def connect(*, rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> Group:
     """Build the group; returns once this rank and each of the `world_size` others have proven to hold the key.
 
-    Raises RendezvousError where peers do not come within `timeout_s`, or somebody in a peer's place lacks the key.
+    Raises RendezvousError where peers do not come within `timeout_s`, or somebody in a peer's place lacks the key;
+    PeerLostError as soon as it is known that one will not come.
     """
+    # In a thread of its own: the transport cannot be interrupted while it waits for a peer, so it is left to its wait.
+    building = _Building(lambda: _connect(rank, world_size, meeting, timeout_s))
+    while not building.is_over.wait(_LOOK_S):
+        try:
+            meeting.store.check()
+        except PeerLostError:
+            building.abandon()
+            raise
+    return building.result()
+
+
+class _Building:
+    """A group that is being built beside the thread that waits for it."""
+
+    def __init__(self, build: Callable[[], Group]) -> None:
+        self.is_over = threading.Event()
+        self._found: Group | HetSeqError | None = None
+        self._lock, self._is_wanted = threading.Lock(), True
+        threading.Thread(target=self._run, args=(build,), name="connect", daemon=True).start()
+
+    def result(self) -> Group:
+        """The group, once it is over. Raises what went wrong."""
+        assert self._found is not None
+        if isinstance(self._found, Group):
+            return self._found
+        raise self._found
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more."""
+        with self._lock:
+            self._is_wanted = False
+            if isinstance(self._found, Group):
+                self._found.sever()
+                self._found.close()
+
+    def _run(self, build: Callable[[], Group]) -> None:
+        found: Group | HetSeqError
+        try:
+            found = build()
+        except HetSeqError as error:
+            found = error
+        except Exception as error:
+            found = RendezvousError(f"the ranks could not connect: {type(error).__name__}: {error}")
+        if not isinstance(found, Group):
+            found.__traceback__ = None  # its frames would hold sockets open
+        with self._lock:
+            self._found = found
+            if not self._is_wanted and isinstance(found, Group):
+                found.sever()
+                found.close()
+        self.is_over.set()
+
+
+def _connect(rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> Group:
     timeout = timedelta(seconds=timeout_s)
     try:
         gloo: Any = dist.ProcessGroupGloo  # torch's type stubs leave its options out
@@ -260,6 +357,7 @@ def connect(*, rank: int, world_size: int, meeting: Meeting, timeout_s: float) -
             f"rank {rank} at {meeting.host} waited up to {timeout_s:g} s for {world_size} ranks: {error}"
         ) from None
     group = Group(process_group, rank=rank, world_size=world_size, deadline_s=timeout_s, meeting=meeting, store=store)
+    group.learn_ports(doors.values())
     if meeting.shares_memory:
         group.meet_neighbours()
     return group

@@ -37,7 +37,9 @@ class Wish(enum.IntFlag):
     """What a rank asks of the run; acted upon by all once this step is resolved."""
 
     NONE = 0
-    STOP = 1
+    STOP = 1  # save, and end
+    LEAVE = 2  # this rank goes, the others go on
+    CHANGE = 4  # somebody waits to be taken in
 
 
 class Verdict(enum.IntEnum):
@@ -82,6 +84,8 @@ class CommitRow:
     save: bool  # rank zero: a checkpoint is due after this step
     nonce: int  # rank zero: names the attempt of that checkpoint
     writing: bool = False  # this rank still writes its part of the checkpoint under way
+    keep: bool = False  # rank zero: the state after this step should stay in memory
+    sealed: bool = True  # the newest state in memory would be believed after the death of this rank
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,8 @@ class RowFormat:
 
     def pack(self, row: CommitRow) -> Words:
         *seconds, memory_bytes, memory_limit_bytes = astuple(row.measured)
-        flags = int(row.wish) | int(row.save) << 8 | int(row.writing) << 9
+        flags = int(row.wish) | int(row.save) << 8 | int(row.writing) << 9 | int(row.keep) << 10
+        flags |= int(row.sealed) << 11
         integers = [row.digest, int(row.vote), row.next_samples, flags, row.nonce, memory_bytes, memory_limit_bytes]
         bits = np.zeros(-(-self.parameters // 64) * 64, np.uint8)
         bits[: self.parameters] = row.used
@@ -126,6 +131,8 @@ class RowFormat:
             save=bool(flags >> 8 & 1),
             nonce=nonce,
             writing=bool(flags >> 9 & 1),
+            keep=bool(flags >> 10 & 1),
+            sealed=bool(flags >> 11 & 1),
         )
 
 
@@ -140,6 +147,7 @@ class Outcome:
     save: bool
     nonce: int
     writing: bool  # some rank still writes its part of the checkpoint under way
+    keep: bool  # the state is to be kept in memory, and the one before the newest may go there on all ranks
     next_counts: tuple[float, ...] | None  # None unless every sample of the next step was counted
     rows: tuple[CommitRow, ...]
 
@@ -163,6 +171,8 @@ def resolve(rows: Sequence[CommitRow], *, next_samples: int) -> Outcome:
     wish = Wish.NONE
     for row in rows:
         wish |= row.wish
+    if all(row.wish & Wish.LEAVE for row in rows):
+        wish |= Wish.STOP  # nobody would be left
     return Outcome(
         verdict=verdict,
         sums=add_in_rank_order([row.sums for row in rows]),
@@ -171,6 +181,7 @@ def resolve(rows: Sequence[CommitRow], *, next_samples: int) -> Outcome:
         save=rows[0].save,
         nonce=rows[0].nonce,
         writing=any(row.writing for row in rows),
+        keep=rows[0].keep and all(row.sealed for row in rows),
         next_counts=add_in_rank_order([row.next_counts for row in rows]) if is_counted else None,
         rows=tuple(rows),
     )

@@ -296,8 +296,16 @@ class DistributedConfig:
         "where nodes meet that are given their ranks there: tcp://HOST:PORT or file:///PATH; needs --min-ranks",
         metavar="URL",
     )
-    min_ranks: int | None = option(None, "with --join: start as soon as so many ranks are there", metavar="N")
+    min_ranks: int | None = option(
+        None, "with --join: start as soon as so many ranks are there, and stop when fewer are left", metavar="N"
+    )
+    max_ranks: int | None = option(
+        None, "with --join: nodes with which the run would have more ranks are sent away", metavar="N"
+    )
     join_timeout: float = node_option(1800.0, "seconds to wait for the other nodes", metavar="S")
+    max_restarts: int = node_option(
+        3, "how often in an hour a worker of this node that was lost is started again, each of them", metavar="N"
+    )
     secret_file: str = node_option(
         "~/.hetseq/secret", "the secret that the nodes of a run prove to each other; made if absent", metavar="FILE"
     )
@@ -319,7 +327,7 @@ class DistributedConfig:
     )
     step_deadline: float | None = option(
         None,
-        "seconds after which a silent rank counts as lost; default: the larger of 60 s and 10 median steps",
+        "seconds after which a silent rank counts as lost; default: the larger of 5 s and 10 median steps",
         metavar="S",
     )
 
@@ -327,7 +335,9 @@ class DistributedConfig:
         _check_finite(self)
         _check_choices(self)
         _check_not_negative(self, "device_id", "distributed_rank", "distributed_gpus", "check_replicas_every")
-        _check_positive(self, "distributed_world_size", "bucket_cap_mb", "step_deadline", "min_ranks", "join_timeout")
+        _check_not_negative(self, "max_restarts")
+        _check_positive(self, "distributed_world_size", "bucket_cap_mb", "step_deadline", "join_timeout")
+        _check_positive(self, "min_ranks", "max_ranks")
         self._check_meeting()
         self.balance_weights()
         self.throttle_factors()
@@ -352,11 +362,16 @@ class DistributedConfig:
                 _require(is_tcp or is_file, name, url, "tcp://HOST:PORT or file:///PATH (an absolute path)")
         if self.join is None:
             _require(self.min_ranks is None, "min_ranks", self.min_ranks, "--join URL beside it")
+            _require(self.max_ranks is None, "max_ranks", self.max_ranks, "--join URL beside it")
             return
         if self.distributed_init_method is not None:
             raise ConfigError("--join and --distributed-init-method were both given: name one meeting place")
         if self.min_ranks is None:
             raise ConfigError(f"--join {self.join} needs --min-ranks N: the run starts as soon as N ranks are there")
+        if self.max_ranks is not None:
+            _require(
+                self.max_ranks >= self.min_ranks, "max_ranks", self.max_ranks, f"--min-ranks {self.min_ranks} or more"
+            )
         if self.distributed_world_size is not None or self.distributed_rank:
             raise ConfigError(
                 "--distributed-world-size and --distributed-rank contradict --join, which gives the ranks out: leave"
@@ -428,14 +443,23 @@ class CheckpointConfig:
     persistent_time_interval: float = option(
         600.0, "save at the latest after this many seconds; 0 means never", metavar="S"
     )
+    memory_interval_updates: int = option(
+        -1,
+        "keep the state in the nodes' memory every N steps, for a restart after a kill; -1: as often as it takes a"
+        " hundredth of the time; 0: never",
+        metavar="N",
+    )
     memory_buffer_size: str | None = node_option(
         None,
-        "memory of this node for checkpoints that wait to be written, as in 2GB; default: half of what is free;"
+        "memory of this node for checkpoints that wait to be written or stay, as in 2GB; default: half of what is free;"
         " 0: none, training waits",
         metavar="SIZE",
     )
     keep_interval_updates: int = option(
         -1, "keep the last N checkpoints of --save-interval-updates; -1: all", metavar="N"
+    )
+    keep_every_updates: int = option(
+        0, "keep for good whatever is saved after a step that is a multiple of N; 0: nothing", metavar="N"
     )
     keep_last_epochs: int = option(-1, "keep the last N checkpoints of epochs; -1 means all", metavar="N")
     no_save: bool = option(False, "save nothing")
@@ -446,11 +470,13 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         _check_finite(self)
         _check_positive(self, "save_interval")
-        _check_not_negative(self, "save_interval_updates", "persistent_time_interval")
+        _check_not_negative(self, "save_interval_updates", "persistent_time_interval", "keep_every_updates")
         for name in ("keep_interval_updates", "keep_last_epochs"):
             value = getattr(self, name)
             _require(value == -1 or value > 0, name, value, "-1 (all) or a number above 0")
         _require(bool(self.save_dir), "save_dir", "''", "the name of a folder")
+        every = self.memory_interval_updates
+        _require(every >= -1, "memory_interval_updates", every, "-1 (by itself), 0 (never) or a number of steps")
         self.optimizer_override_values()
         self.memory_buffer_bytes()
 

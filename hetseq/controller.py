@@ -8,6 +8,8 @@ it is given objects that do.
 
 from __future__ import annotations
 
+import base64
+import enum
 import itertools
 import logging
 import math
@@ -21,6 +23,7 @@ from typing import Protocol
 import numpy as np
 from torch.profiler import record_function as phase
 
+from hetseq import faults
 from hetseq.comm import AnyGroup, gather_floats
 from hetseq.commit import (
     CommitRow,
@@ -31,12 +34,14 @@ from hetseq.commit import (
     Verdict,
     Vote,
     Wish,
+    Words,
     add_in_rank_order,
     resolve,
 )
 from hetseq.config import OptimizationConfig
 from hetseq.errors import NonFiniteError
 from hetseq.loader import StepData, StepLoader
+from hetseq.membership import Report, Tag, Update
 from hetseq.pace import Pace, Shift
 from hetseq.plan import Planner, Position, StepPlan
 from hetseq.share import Part, ShareComputer
@@ -45,11 +50,18 @@ from hetseq.stopwatch import Stopwatch
 logger = logging.getLogger(__name__)
 
 _FIRST_DEADLINE_S = 120.0  # until three steps were seen
-# A process that ends is seen at once; this is for one that hangs. As long as losing a peer ends the run, a file system
-# that stalls for half a minute must not.
-_LEAST_DEADLINE_S = 60.0
+_LEAST_DEADLINE_S = 5.0  # a process that ends is seen at once; this is for one that hangs
 _PATIENCE = 10  # times the expected time
 _SLOWEST_DISK = 5e6  # bytes per second at which a rank that saves is still believed to be alive
+
+
+class Halt(enum.Enum):
+    """Why all ranks stop training after the same step."""
+
+    ENDED = "all is done"
+    STOPPED = "a rank was asked to stop"
+    LEAVING = "this rank goes, and others go on"
+    CHANGING = "other ranks go, or wait to be taken in"
 
 
 @dataclass
@@ -78,6 +90,18 @@ class StepResult:
     seconds: float
     work: int  # what its samples weighed together where they were divided among the ranks
     shift: Shift | None  # other shares that were decided upon after it
+    best_before: float | None = None  # of the training state, before what may be validated after it
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A whole gradient that the ranks have yet to agree on."""
+
+    plan: StepPlan
+    attempt: int
+    counts: tuple[float, ...]
+    norm: float
+    rate: float
 
 
 class Boundary(Protocol):
@@ -91,6 +115,14 @@ class Boundary(Protocol):
 
     def is_writing(self) -> bool:
         """Whether this rank still writes its part of a checkpoint that was begun after an earlier step."""
+        ...
+
+    def is_keep_due(self, state: TrainingState) -> bool:
+        """Rank zero: the state after the step being committed should stay in memory, for a restart after a kill."""
+        ...
+
+    def is_sealed(self) -> bool:
+        """Whether the newest state in memory would be believed after the death of this rank."""
         ...
 
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None: ...
@@ -130,54 +162,59 @@ class Controller:
         self._cap = computer.sizes.cap  # by which the loader cuts
         self._clock = Stopwatch()
         self._update_s = 0.0  # how long the update of the last step took
+        self._held: _Held | None = None
+        self._rows: Words = np.zeros((0, 0), np.int64)  # of the last commit
+        self._last: tuple[Tag, Verdict] | None = None  # the last update that this controller has made
+        self._unsettled: StepResult | None = None
 
-    def fit(self) -> bool:
-        """Train until the configured end (True) or until a rank wishes to stop (False). Every rank calls it."""
+    def fit(self) -> Halt:
+        """Train until the configured end, or until a rank wishes for something else. Every rank calls it."""
         self.replica.model.train()
         with self.replica.buffers.changing_alike():
             self.task.update_step(self.state.updates)  # what a task derives from it is not in a checkpoint
         while not self.has_ended():
-            result = self.train_step()
-            if result.outcome.wish & Wish.STOP:
-                return self.has_ended()
-        return True
+            outcome = self.train_step().outcome
+            if outcome.wish and not self.has_ended():
+                is_leaving = outcome.rows[self.group.rank].wish & Wish.LEAVE
+                return Halt.STOPPED if outcome.wish & Wish.STOP else Halt.LEAVING if is_leaving else Halt.CHANGING
+        return Halt.ENDED
 
     def train_step(self) -> StepResult:
         """One step of the global batch: every rank enters, every rank leaves with the same verdict."""
         plan, clock = self._plan, self._clock
+        faults.at_step(plan.step)
         clock.start()
         self._set_deadline(plan)
         rate = self._schedule(self.state.updates, plan.epoch)
         with phase("count"):
             data = self.loader.take(plan)
             clock.lap("data")
+            faults.point("count")
             counts = self._counts_ahead or self._gather_counts(data)
             clock.lap("idle")
-        outcome, norm, attempt = self._agree(plan, data, counts)
-        if outcome.verdict is Verdict.APPLY:
-            with phase("clip"):
-                self._clip(norm)
-            with phase("optimizer"):
-                self._update(outcome, rate)
-        else:
-            self._skip(plan, data, counts)
-        clock.lap("update")
-        result = self._conclude(plan, outcome, attempt, counts, rate, norm)
+        outcome = self._agree(plan, data, counts, rate)
+        result = self._resolve(outcome)
+        faults.point("boundary")
+        if outcome.verdict is Verdict.SKIP:
+            self._explain_skip(plan, data, counts)
         with phase("checkpoint"), self._patience(_FIRST_DEADLINE_S + self.replica.state_bytes() / _SLOWEST_DISK):
             self._boundary.after_step(self, result, ends_run=self.has_ended())
+        self._unsettled = None
         return result
 
-    def _agree(self, plan: StepPlan, data: StepData, counts: tuple[float, ...]) -> tuple[Outcome, float, int]:
-        """Sum up the gradients until every rank holds the whole sum: the verdict of all, its norm, and which attempt
-        this was, since memory may run out under way."""
+    def _agree(self, plan: StepPlan, data: StepData, counts: tuple[float, ...], rate: float) -> Outcome:
+        """Sum up the gradients until every rank holds the whole sum, as often as memory runs out under way; the verdict
+        of all."""
         clock = self._clock
         for attempt in itertools.count():
             with phase("forward_backward"):
+                faults.point("forward_backward")
                 part = self._computer.compute(data, counts, self.loader.fetch_again)
                 clock.lap("compute")
                 upcoming = self._look_ahead(plan)  # fetched while the buckets travel
                 clock.lap("data")
             with phase("reduce"):
+                faults.point("reduce")
                 self.replica.reducer.finish()
                 self.replica.buffers.send(plan.shares)
                 self.replica.buffers.finish()
@@ -185,13 +222,17 @@ class Controller:
             with phase("commit"):
                 norm = self.replica.reducer.norm()
                 clock.lap("other")
+                # from here on this rank holds the whole gradient of this attempt
+                self._held = _Held(plan, attempt, counts, norm, rate) if part.is_whole else None
+                faults.point("commit")
                 outcome = self._commit(plan, attempt, norm, part, upcoming)
                 clock.lap("idle")
             if outcome.verdict is not Verdict.REDO:
                 break
+            self._held = None
             self.replica.buffers.restore_()
             logger.info("step %d is done again: memory ran out on rank %s", plan.step, _redoing(outcome))
-        return outcome, norm, attempt
+        return outcome
 
     def has_ended(self) -> bool:
         """The configured number of updates or epochs is done, or the learning rate has fallen to its minimum."""
@@ -248,10 +289,17 @@ class Controller:
             save=self._boundary.is_due(state),
             nonce=self._boundary.draw_nonce(),
             writing=self._boundary.is_writing(),
+            keep=self._boundary.is_keep_due(state),
+            sealed=self._boundary.is_sealed(),
         )
-        rows = self.group.all_gather_rows(self._format.pack(row))
+        return self._read(plan, self.group.all_gather_rows(self._format.pack(row)))
+
+    def _read(self, plan: StepPlan, rows: Words) -> Outcome:
+        """What the rows of a commit, (world_size, words), say."""
         next_size = self.planner.plan(plan.next_position()).size
-        return resolve([self._format.unpack(words) for words in rows], next_samples=next_size)
+        outcome = resolve([self._format.unpack(words) for words in rows], next_samples=next_size)
+        self._rows = rows
+        return outcome
 
     def _measure(self, part: Part) -> Measured:
         seconds = self._clock.seconds
@@ -276,10 +324,8 @@ class Controller:
         with self.replica.buffers.changing_alike():
             self.task.update_step(self.state.updates)
 
-    def _skip(self, plan: StepPlan, data: StepData, counts: tuple[float, ...]) -> None:
-        """Leave the parameters as they are; say which rank brought what is not finite."""
-        self.state.skipped_in_a_row += 1
-        self.replica.buffers.restore_()
+    def _explain_skip(self, plan: StepPlan, data: StepData, counts: tuple[float, ...]) -> None:
+        """Say which rank brought what is not finite. Collective."""
         blame = self._find_non_finite(data, counts)
         self.replica.buffers.restore_()
         message = f"step {plan.step} skipped: its gradient is not finite; {blame}"
@@ -310,11 +356,31 @@ class Controller:
 
     # after the verdict
 
-    def _conclude(
-        self, plan: StepPlan, outcome: Outcome, attempt: int, counts: tuple[float, ...], rate: float, norm: float
-    ) -> StepResult:
-        state, generation = self.state, self.group.generation
-        state.lineage = state.lineage.extend(plan.step, generation=generation, attempt=attempt, verdict=outcome.verdict)
+    def _resolve(self, outcome: Outcome) -> StepResult:
+        """Do what the verdict on the held gradient says. Nothing in here waits for anybody, so a rank that loses a peer
+        has either done all of it or not seen the verdict; an exception under way ends the process."""
+        held, self._held = self._held, None
+        assert held is not None
+        if outcome.verdict is Verdict.APPLY:
+            with phase("clip"):
+                faults.point("clip")
+                self._clip(held.norm)
+            with phase("optimizer"):
+                faults.point("optimizer")
+                self._update(outcome, held.rate)
+        else:
+            self.state.skipped_in_a_row += 1
+            self.replica.buffers.restore_()
+        self._clock.lap("update")
+        result = self._unsettled = self._conclude(held, outcome)
+        return result
+
+    def _conclude(self, held: _Held, outcome: Outcome) -> StepResult:
+        state, plan, tag = self.state, held.plan, Tag(held.plan.step, self.group.generation, held.attempt)
+        state.lineage = state.lineage.extend(
+            tag.step, generation=tag.generation, attempt=tag.attempt, verdict=outcome.verdict
+        )  # fmt: skip
+        self._last = tag, outcome.verdict
         state.position = plan.next_position()
         shift = self.pace.follow(plan, outcome.rows)
         if self._computer.sizes.cap != self._cap:  # memory has taught this rank another size
@@ -325,9 +391,45 @@ class Controller:
         seconds, self._update_s = self._clock.total(), self._clock.seconds["update"]
         state.train_seconds += seconds
         self._recent.append((seconds, plan.size))
-        loss = weighted_loss(self.weights, outcome.sums, counts) if outcome.verdict is Verdict.APPLY else None
+        is_applied = outcome.verdict is Verdict.APPLY
+        loss = weighted_loss(self.weights, outcome.sums, held.counts) if is_applied else None
         work = self.planner.work(plan.epoch, plan.start, plan.stop)
-        return StepResult(plan, outcome, counts, loss, rate, norm, seconds, work, shift)
+        return StepResult(plan, outcome, held.counts, loss, held.rate, held.norm, seconds, work, shift, state.best)
+
+    # when the generation is over
+
+    def report(self, incarnation: str) -> Report:
+        """What this rank holds, now that it has lost its peers or is to change them; it may not train any more."""
+        held, last = self._held, None
+        if self._last is not None:
+            tag, verdict = self._last
+            last = Update(tag, verdict, base64.b64encode(self._rows.tobytes()).decode())
+        cost = self.pace.cost()
+        return Report(
+            incarnation,
+            self.group.generation,
+            lineage=self.state.lineage,
+            gradient=None if held is None else Tag(held.plan.step, self.group.generation, held.attempt),
+            last=last,
+            cost=None if cost is None else (cost.fixed_s, cost.per_unit_s),
+        )
+
+    def catch_up(self, last: Update | None) -> None:
+        """Make the update that another rank has seen the commit of, if this one lacks it; its rows say what it was.
+
+        Otherwise whatever a forward has changed since the last update is taken back.
+        """
+        if last is None or last.tag.step == self.state.position.step - 1 or self._held is None:
+            self._held = None
+            self.replica.buffers.restore_()
+            return
+        rows = np.frombuffer(base64.b64decode(last.rows), np.int64).reshape(-1, self._format.words)
+        self._resolve(self._read(self._held.plan, rows))
+
+    @property
+    def unsettled(self) -> StepResult | None:
+        """The last step, if what follows from it (validation, saving) was interrupted."""
+        return self._unsettled
 
     def _set_deadline(self, plan: StepPlan) -> None:
         """How long a peer may be silent in this step. What slows a first step of an epoch is not known beforehand."""

@@ -25,6 +25,24 @@ class WorkerEnd:
     code: int | None = None  # as reported
     message: str = ""
     is_secondary: bool = False  # it ended because another rank did
+    has_left: bool = False  # it was asked to, and the others go on
+    has_lost_device: bool = False  # an error after which the device is of no use to that process any more
+
+    @property
+    def is_own_fault(self) -> bool:
+        """A crash, or an end without a word: whoever does the same work may well end so too."""
+        has_crashed = self.code is None and (self.exit_code >= 0 or -self.exit_code in _OWN_FAULTS)
+        return has_crashed or self.has_lost_device
+
+    @property
+    def is_peaceful(self) -> bool:
+        """It has done all there was to do, or has stopped with all others."""
+        return self.code == EXIT_DONE or (self.code == EXIT_STOPPED and not self.is_secondary and not self.has_left)
+
+    @property
+    def is_loss(self) -> bool:
+        """It ended of what happened to its process, or was asked to leave: the same work may well go on elsewhere."""
+        return self.code is None or self.is_secondary or self.has_left or self.has_lost_device
 
 
 @dataclass(frozen=True)
@@ -66,13 +84,28 @@ def judge(
     if first.code is not None:
         return Ending(first.code, called.reason(first, ends))
     number, who = -first.exit_code, called.rank(first.rank)
-    if first.exit_code >= 0:
-        return Ending(EXIT_FAILED, f"{who} left with exit code {first.exit_code} without a reason")
+    if first.exit_code >= 0 or number in _OWN_FAULTS:
+        return Ending(EXIT_FAILED, _of_process(first, who))
+    return lost(_of_process(first, who), has_commit)
+
+
+def how_it_ended(end: WorkerEnd, hosts: Mapping[int, str]) -> str:
+    """The end of one worker as a sentence, for a run that goes on without it."""
+    who = _Names(hosts).rank(end.rank)
+    if end.code is None:
+        return _of_process(end, who)
+    return f"{who} has left" if end.has_left else f"{who}: {end.message}"
+
+
+def _of_process(end: WorkerEnd, who: str) -> str:
+    number = -end.exit_code
+    if number <= 0:
+        return f"{who} left with exit code {end.exit_code} without a reason"
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if number in _OWN_FAULTS:
-        return Ending(EXIT_FAILED, f"{who} crashed ({name}); its last words are in log/rank-{first.rank}.txt")
+        return f"{who} crashed ({name}); its last words are in log/rank-{end.rank}.txt"
     hint = ", as the kernel does when memory runs out" if number == signal.SIGKILL else ""
-    return lost(f"{who} was killed ({name}{hint})", has_commit)
+    return f"{who} was killed ({name}{hint})"
 
 
 def lost(reason: str, has_commit: bool) -> Ending:

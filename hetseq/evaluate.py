@@ -18,9 +18,10 @@ from hetseq.comm import LocalGroup
 from hetseq.config import Config
 from hetseq.errors import CheckpointError, ConfigError
 from hetseq.launch import local_devices
-from hetseq.replica import load_model_
+from hetseq.material import load_material
+from hetseq.planning import make_validators
+from hetseq.replica import load_model_, model_tensors
 from hetseq.run_directory import RunDirectory
-from hetseq.session import load_material, make_validators
 
 _USAGE = "expected `hetseq evaluate RUN [options]`, with RUN the --save-dir of a run, as in: hetseq evaluate runs/mnist"
 
@@ -47,7 +48,8 @@ def evaluate_run(config: Config) -> Iterator[str]:
         directory.path, run_id=directory.run_id, group=group, retention=Retention(-1, -1)
     )  # fmt: skip
     which = config.checkpoint.restore_file
-    loaded = manager.load("latest" if which == type(config.checkpoint).restore_file else which)
+    which = "latest" if which == type(config.checkpoint).restore_file else which
+    loaded = manager.load(which, into=model_tensors(material.model))
     if loaded is None:
         raise CheckpointError(f"{directory.path} holds no checkpoint that verifies: train it first")
     load_model_(material.model, loaded.tensors)

@@ -41,7 +41,7 @@ from hetseq.cluster.contract import (
     printable,
 )
 from hetseq.config import Config
-from hetseq.loader import base_order, seed_everything
+from hetseq.fetching import base_order, seed_everything
 from hetseq.optim import learning_rates
 from hetseq.plan import derive_seed, epoch_order
 from hetseq.task import lengths_of

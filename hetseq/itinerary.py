@@ -53,11 +53,16 @@ class Itinerary:
         self._positions = {first.step: first}  # by step, as far as somebody has walked
         self._walkers: list[Walker] = []
 
-    def walk(self) -> Walker:
-        """A new walker, at the first step."""
+    def walk(self, step: int | None = None) -> Walker:
+        """A new walker, at the first step or at one that is not forgotten."""
         with self._lock:
-            self._walkers.append(Walker(self._first))
+            self._walkers.append(Walker(self._first if step is None else step))
             return self._walkers[-1]
+
+    def leave(self, walker: Walker) -> None:
+        """Of a walker that goes nowhere any more; may be said twice."""
+        with self._lock:
+            self._walkers = [other for other in self._walkers if other is not walker]
 
     def change(self, step: int, *, assign: Assign | None = None, cap: MicroBatchCap | None = None) -> None:
         """From step `step` on shares follow `assign`, or micro-batches `cap`; sends back who has walked further.

@@ -6,6 +6,7 @@ rank itself.
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import sys
@@ -22,7 +23,10 @@ from hetseq.options import dump_yaml
 from hetseq.placement import Placement
 from hetseq.run_directory import RunDirectory
 from hetseq.sizes import parse_size
+from hetseq.upkeep import upkeep
 from hetseq.workers import threads_per_worker
+
+logger = logging.getLogger(__name__)
 
 _TELLING_S = 3.0  # for the other nodes to hear of ranks that fit nowhere
 _MOST_OF_2020 = 4  # workers of a node that says only where the nodes meet, as the HetSeq of 2020 started them
@@ -166,12 +170,13 @@ def run_here(config: Config) -> Ending:
             f"--distributed-no-spawn runs one rank alone, but {where} was asked for: leave one of them out"
         )
     check_place(config.distributed, len(devices))
-    from hetseq.worker import Alone, StopRequest, run_worker
+    from hetseq.line import Alone
+    from hetseq.worker import StopRequest, run_worker
 
     directory = RunDirectory.prepare(config.checkpoint.save_dir, config_yaml=dump_yaml(config))
     stop = StopRequest(has_launcher=False)
     stop.install()
-    with directory.lock():
-        placement = Placement(0, 1, devices[0], threads_per_worker(1))
+    with directory.lock(), upkeep(directory, logger.warning):
+        placement = Placement(0, devices[0], threads_per_worker(1))
         report = run_worker(config, directory, placement, stop, line=Alone(directory.adopt_config))
     return Ending(report["code"], report.get("message", ""))

@@ -22,20 +22,26 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from hetseq.checkpoint.arena import await_writers
-from hetseq.checkpoint.recovery import complete_newer
+from hetseq import membership
 from hetseq.cluster.channel import ChannelClosed, ChannelError
 from hetseq.cluster.contract import build_tag, node_fields
-from hetseq.cluster.directories import Mark, has_commits, leave_mark, newest_step, remove_mark, sees
+from hetseq.cluster.crews import incarnation
+from hetseq.cluster.directories import Mark, check_own_place, leave_mark, newest_step, remove_mark, sees
 from hetseq.cluster.member import Member, claim_of, join
+from hetseq.cluster.orphans import Orphans, orphaned_hub
+from hetseq.cluster.rendezvous import Meeting, meet
 from hetseq.config import Config
+from hetseq.drop import is_asked
 from hetseq.ending import Ending, WorkerEnd, judge, lost
-from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, ConfigError, HetSeqError, RendezvousError
+from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, HetSeqError, RendezvousError
 from hetseq.options import dump_yaml
-from hetseq.placement import Placement
-from hetseq.processes import ECHO_S, STOP_SIGNALS, ringing_on_signals
+from hetseq.placement import Crew, Placement
+from hetseq.processes import ECHO_S, first_stop_signal, ringing_on_signals
+from hetseq.progress import takes_text
 from hetseq.run_directory import RunDirectory
-from hetseq.workers import Worker, start_worker, threads_per_worker, warm_forkserver
+from hetseq.upkeep import upkeep
+from hetseq.watch import Watch, may_go_on
+from hetseq.workers import Worker, end_all, start_worker, threads_per_worker, warm_forkserver
 
 Record = dict[str, Any]
 _T = TypeVar("_T")
@@ -44,12 +50,20 @@ _GRACE_S = 5.0  # after one worker has failed, for the others to notice by thems
 _START_GRACE_S = 2.0  # ... before they train, when all find the same faults at the same time
 _SAVING_S = 60.0  # after one worker has stopped as it was asked to, for the others to end their step and their save
 _SILENCE_S = 150.0  # of a hub, which speaks every 10 s while it waits, and gives an ending run 90 s
-_WRITERS_S = 3.0
+_LOOK_S = 1.0  # between two looks for a request to leave
+_ELECTION_S = 60.0  # a head of another machine is believed to be gone after 15 s without a sign of life
+_RESTARTS_S = 3600.0  # over which restarts are counted
+#: records that go on to the workers they name, or to all
+_FOR_WORKERS = ("go", "value", "freeze", "record", "wish", "dismiss")
 _VERDICT_S = 120.0  # after the last worker of this node, for those of the other nodes
 
 
 class _Stopped(Exception):
     """A stop signal came before the workers were there."""
+
+
+class _Rejoin(Exception):
+    """Another node leads the run now: this one comes to it late."""
 
 
 class _Over(Exception):
@@ -70,9 +84,15 @@ class Launcher:
         self._is_owner = False  # of the run directory: made and locked here
         self._mark: Mark | None = None
         self._workers: list[Worker] = []
+        self._newest = membership.Record(0, ())  # the newest generation that this node has heard of
+        self._presented: dict[int, dict[str, str]] = {}  # by slot: what it trains
+        self._placements: dict[int, Placement] = {}  # by slot: of the worker that was started last
+        self._restarts: dict[int, list[float]] = {}  # when, by slot
+        self._is_dropped = False  # it was asked to leave by `hetseq drop`
         self._asked_s: float | None = None  # when the first stop signal was heeded
         self._cut_short = ""  # why the workers are ended without waiting for their step
-        self._closing = ExitStack()
+        self._closing, self._keeping = ExitStack(), ExitStack()  # all that is open; what keeps the run directory
+        self._was_part = False  # of the run, before the node that the others called was lost
 
     def run(self) -> Ending:
         """Start, watch, end; every worker has ended when this returns, also when it raises HetSeqError."""
@@ -80,8 +100,12 @@ class Launcher:
             self._bell = bell
             warm_forkserver()
             try:
-                member, begin = self._take_part()
-                return self._train(member, begin)
+                while True:
+                    member, begin = self._take_part()
+                    try:
+                        return self._train(member, begin)
+                    except _Rejoin:
+                        self._start_over(member)
             except _Over as over:
                 return over.ending
             except _Stopped as stop:
@@ -91,9 +115,16 @@ class Launcher:
                         self._member.send("refused", code=ending.code, message=ending.message)
                 return ending
             finally:
-                for worker in self._workers:
-                    worker.kill()
-                self._remove_mark()
+                end_all(self._workers, _tell)
+                self._leave_directory()
+
+    def _start_over(self, member: Member) -> None:
+        """End the part that this node had in the run, before it takes another one."""
+        _tell("the node that the others called is gone: taking part again with the one that they call now")
+        end_all(self._workers, _tell)
+        self._workers, self._placements, self._presented, self._was_part = [], {}, {}, True
+        self._leave_directory()
+        member.close()
 
     # Before the workers
 
@@ -113,8 +144,9 @@ class Launcher:
                 self._claim(member)
                 return member, self._prepare(member)
             except ChannelClosed:
-                if self._directory is not None:
+                if self._directory is not None and not self._was_part:
                     raise
+                self._leave_directory()
                 member.close()
                 _tell("the node that the others call has left before the start: looking for another")
 
@@ -156,34 +188,24 @@ class Launcher:
             mark = Mark(**record["mark"])
             is_shared = sees(mark, pause=self._pause)
             if is_shared:
-                self._check_own_place(mark.path)
+                check_own_place(self._config.checkpoint, mark.path)
                 self._directory = RunDirectory(Path(mark.path))
             return {"kind": "seen", "is_shared": is_shared}
         return None
 
-    def _check_own_place(self, path: str) -> None:
-        """Raise ConfigError where this node was told of another directory, and checkpoints there would be forgotten."""
-        config = self._config.checkpoint
-        own = RunDirectory(Path(os.path.abspath(config.save_dir)))
-        newest = None if config.save_dir == type(config).save_dir or str(own.path) == path else newest_step(own)
-        if newest is not None:
-            raise ConfigError(
-                f"--save-dir {config.save_dir} holds checkpoints up to step {newest}, but the run directory is {path},"
-                " the --save-dir of the node with rank 0, which this node shares: give all nodes the same --save-dir"
-            )
-
     def _own(self) -> None:
         """Make this node's run directory, keep others out of it, and leave a mark for those who may share it."""
-        directory = RunDirectory.prepare(
-            self._config.checkpoint.save_dir, config_yaml=dump_yaml(self._config)
-        )  # fmt: skip
-        self._closing.enter_context(directory.lock())
+        directory = RunDirectory.prepare(self._config.checkpoint.save_dir, config_yaml=dump_yaml(self._config))
+        self._keeping.enter_context(directory.lock())
+        self._keeping.enter_context(upkeep(directory, _tell))
         self._directory, self._is_owner, self._mark = directory, True, leave_mark(directory)
 
-    def _remove_mark(self) -> None:
+    def _leave_directory(self) -> None:
+        """Have no run directory any more; one that was made here is free for others."""
         if self._mark is not None:
             remove_mark(self._mark)
-            self._mark = None
+        self._directory, self._is_owner, self._mark = None, False, None
+        self._keeping.close()
 
     def _next(self, member: Member) -> Record:
         """The hub's next record that is not for the user."""
@@ -213,17 +235,14 @@ class Launcher:
     def _wait(self, sources: list[Any], timeout_s: float) -> bool:
         """Wait for the first of the sources, True if there was one; raises _Stopped when a stop signal comes."""
         happened = wait([self._bell, *sources], timeout=timeout_s)
-        if self._bell in happened:
-            number = _stop_signal(os.read(self._bell, 64))
-            if number is not None:
-                raise _Stopped(signal.Signals(number).name)
+        if self._bell in happened and (number := first_stop_signal(os.read(self._bell, 64))) is not None:
+            raise _Stopped(signal.Signals(number).name)
         return bool(happened)
 
     # With the workers
 
     def _train(self, member: Member, begin: Record) -> Ending:
         member.close_door()
-        self._remove_mark()
         assert self._directory is not None
         try:
             if self._is_owner:
@@ -239,62 +258,151 @@ class Launcher:
     def _start_workers(self, member: Member, begin: Record) -> None:
         assert self._directory is not None
         nodes, name, first = tuple(begin["nodes"]), begin["name"], begin["first_rank"]
-        if first > 0:
+        is_late = "starts" in begin
+        if first > 0 and not is_late:
             ranks = f"rank {first}" if len(self._devices) == 1 else f"ranks {first}-{first + len(self._devices) - 1}"
             _tell(f"{socket.gethostname()} has {ranks} of {len(nodes)}; {nodes[0]} shows the curve; logs are in"
                   f" {self._directory.logs}")  # fmt: skip
-        threads = threads_per_worker(len(self._devices))
+        threads, parts = threads_per_worker(len(self._devices)), tuple(tuple(part) for part in begin["parts"])
+        is_only_node = len(nodes) == len(self._devices)
+        crew = Crew(0, tuple(range(len(nodes))), nodes, parts, is_only_node)
+        sources = tuple(begin["addresses"]) if is_late else member.sources
         for local, device in enumerate(self._devices):
-            placement = Placement(
-                first + local, len(nodes), device, threads, host=member.address, sources=member.sources, name=name,
-                key=member.key_of(name),
-                nodes=nodes, is_only_node=len(nodes) == len(self._devices),
-                parts=tuple(tuple(part) for part in begin["parts"]),
+            slot, starts = first + local, begin["starts"][local] if is_late else 0
+            self._placements[slot] = Placement(
+                slot, device, threads, crew, host=member.address, sources=sources, name=name,
+                key=member.key_of(name), incarnation=incarnation(slot, starts), starts=starts, is_replacement=is_late,
             )  # fmt: skip
-            self._workers.append(start_worker(self._config, self._directory.path, placement))
+            self._start_worker(self._placements[slot])
+        self._newest = membership.Record(0, tuple(incarnation(slot, 0) for slot in range(len(nodes))))
+
+    def _start_worker(self, placement: Placement) -> Worker:
+        assert self._directory is not None
+        worker = start_worker(self._config, self._directory.path, placement)
+        self._workers.append(worker)
+        return worker
+
+    def _may_restart(self, end: WorkerEnd) -> bool:
+        """Whether a lost worker is started again: not one that was asked to go, and not too often."""
+        if not end.is_loss or end.has_left or end.is_secondary or self._asked_s is not None:
+            return False
+        now_s, times = time.monotonic(), self._restarts.setdefault(end.rank, [])
+        times[:] = [at for at in times if now_s - at < _RESTARTS_S]
+        if len(times) >= self._config.distributed.max_restarts:
+            _tell(f"rank {end.rank} is not started again: {len(times)} times in an hour was enough (--max-restarts)")
+            return False
+        times.append(now_s)
+        return True
+
+    def _restart(self, slot: int) -> Worker:
+        """A new process in the place of one that was lost: it takes part as soon as it has loaded its data."""
+        starts = self._placements[slot].starts + 1
+        self._placements[slot] = dataclasses.replace(
+            self._placements[slot], starts=starts, incarnation=incarnation(slot, starts), is_replacement=True
+        )  # fmt: skip
+        return self._start_worker(self._placements[slot])
 
     def _watch(self, member: Member) -> Ending:
         """Pass words on until all workers have ended; once one has failed the others get a short grace."""
-        watch, hub = _Watch(self._workers), cast(Any, member.channel)
+        watch = Watch(self._workers)
         while watch.running and not self._cut_short and watch.hub_is_there:
+            hub = cast(Any, member.channel)
             sources = [self._bell, hub, *(source for worker in watch.running for source in worker.sources())]
-            happened = set(wait(sources, timeout=watch.left_s()))
-            if not happened:
+            happened = set(wait(sources, timeout=min(watch.left_s(), _LOOK_S)))
+            if not happened and watch.left_s() == 0.0:
                 break
+            self._look_for_drop(watch)
             try:
                 if hub in happened:
                     self._hear(member.channel.receive(10.0), watch)
                 for worker in watch.running:
                     for said in worker.listen():
-                        member.send(said.pop("kind"), rank=worker.rank, **said)
+                        if said["kind"] == "present":
+                            self._presented[worker.rank] = said["fields"]
+                        member.send(said.pop("kind"), rank=worker.rank, starts=worker.starts, **said)
                 if not watch.is_ready_told and all(worker.is_ready for worker in self._workers):
                     watch.is_ready_told = True
                     member.send("ready")
-                for end in watch.ended(happened):
-                    member.send("end", end=dataclasses.asdict(end))
+                for worker, end in watch.ended(happened):
+                    if worker.is_held:
+                        end_all([worker], _tell)
+                    is_restarting = watch.is_training and self._may_restart(end)
+                    member.send(
+                        "end", end=dataclasses.asdict(end), starts=worker.starts, is_restarting=is_restarting
+                    )  # fmt: skip
+                    if is_restarting:
+                        worker.kill()  # which gives back what was open for it
+                        self._workers.remove(worker)
+                        watch.running.append(self._restart(worker.rank))
             except ChannelError:
-                watch.hub_is_there = False
+                watch.hub_is_there = self._take_over(member, watch)
             if self._bell in happened:
                 self._heed(os.read(self._bell, 64), time.monotonic())
         return self._last_words(member, watch)
 
-    def _hear(self, record: Record, watch: _Watch) -> None:
+    def _take_over(self, member: Member, watch: Watch) -> bool:
+        """Save what this node's ranks have, now that the node with the hub is gone; False where they do not train."""
+        is_possible = watch.is_training and not member.is_head and bool(watch.running)
+        if not is_possible or self._directory is None:
+            return False
+        meeting = self._meet_again()
+        if meeting is not None and not meeting.is_head:
+            meeting.close()
+            raise _Rejoin
+        mark = None
+        if meeting is None:
+            _tell("the node that the others call is gone: saving here what there is, to go on from it")
+        else:
+            _tell("the node that the others called is gone: they call this one now")
+            mark = self._mark = self._mark or leave_mark(self._directory, is_owner=self._is_owner)
+        placements, limits = self._placements, self._config.distributed
+        orphans = Orphans(
+            socket.gethostname(), os.getpid(), member.address, node_fields(self._config),
+            {slot: placement.starts for slot, placement in placements.items()}, self._presented,
+            str(self._directory.path), self._directory.run_id, next(iter(placements.values())).name,
+        )  # fmt: skip
+        hub = orphaned_hub(
+            orphans, self._newest, now_s=time.monotonic(), mark=mark, min_ranks=limits.min_ranks or 1,
+            wait_s=limits.join_timeout,
+        )  # fmt: skip
+        member.become_head(hub, meeting, _tell)
+        return True
+
+    def _meet_again(self) -> Meeting | None:
+        """Find who leads now: another head, or the one before; None where nobody is found."""
+        brief = dataclasses.replace(self._config.distributed, join_timeout=_ELECTION_S)
+        try:
+            return meet(
+                brief, pause=self._pause, tell=_tell, command=self._command, interface=self._interface, is_again=True
+            )  # fmt: skip
+        except (HetSeqError, OSError, _Stopped) as error:
+            _tell(f"no other node could be found to lead the run ({error})")
+            return None
+
+    def _hear(self, record: Record, watch: Watch) -> None:
         kind = record["kind"]
         if kind == "ending":
             raise _Over(Ending(record["code"], record["message"]))
         if kind == "tell":
             _tell(record["text"])
-        elif kind == "go":
-            for worker in self._workers:
-                worker.tell("go")
-        elif kind == "value":
-            asker = next(worker for worker in self._workers if worker.rank == record["rank"])
-            asker.tell("value", value=record["value"])
+        elif kind in _FOR_WORKERS:
+            if kind == "record":
+                self._newest = membership.Record.from_record(record["record"])
+            for worker in watch.named(record):
+                worker.tell(**record)
+        elif kind == "fence":
+            for worker in watch.named(record):
+                worker.fence()
         elif kind == "begun":
+            watch.is_training = True
             self._adopt_config()
         elif kind == "ebb":
+            watch.is_training = False
             is_training = all(worker.is_ready for worker in self._workers)
             watch.set_deadline(_SAVING_S if record["is_polite"] else _GRACE_S if is_training else _START_GRACE_S)
+            if not record["is_polite"]:
+                for worker in watch.running:
+                    worker.tell("dismiss", why="the run is ending")
 
     def _adopt_config(self) -> None:
         if self._is_owner and self._directory is not None:
@@ -305,7 +413,7 @@ class Launcher:
 
     def _heed(self, signals: bytes, now_s: float) -> None:
         """Answer stop signals: the first ends the run after its step, or at once if there is none; so does a second."""
-        number = _stop_signal(signals)
+        number = first_stop_signal(signals)
         if number is None:
             return
         name = signal.Signals(number).name
@@ -317,13 +425,26 @@ class Launcher:
         if not all(worker.is_ready for worker in self._workers):
             self._cut_short = f"stopped by {name} before the first step"
             return
-        _tell(f"{name}: finishing this step and saving; a second signal stops at once")
-        for worker in self._workers:
-            worker.ask_to_stop()
+        self._ask_to_leave(f"{name}: finishing this step; a second signal stops at once", now_s)
+
+    def _ask_to_leave(self, text: str, now_s: float) -> None:
+        self._asked_s = now_s
+        _tell(text)
+        assert self._member is not None
+        with suppress(ChannelError):
+            self._member.send("leave")
+
+    def _look_for_drop(self, watch: Watch) -> None:
+        """Leave if somebody has asked for it by `hetseq drop`."""
+        if not watch.is_training or self._asked_s is not None or self._directory is None:
+            return
+        if is_asked(self._directory, socket.gethostname()):
+            self._is_dropped = True
+            self._ask_to_leave("hetseq drop: finishing this step and leaving", time.monotonic())
 
     def _is_impatient(self, signals: bytes, now_s: float) -> bool:
         """Whether the user does not want to wait for the other nodes: no echo of what was heeded before."""
-        if _stop_signal(signals) is None:
+        if first_stop_signal(signals) is None:
             return False
         if self._asked_s is None:
             self._asked_s = now_s
@@ -331,16 +452,20 @@ class Launcher:
             return False
         return now_s - self._asked_s > ECHO_S
 
-    def _last_words(self, member: Member, watch: _Watch) -> Ending:
+    def _last_words(self, member: Member, watch: Watch) -> Ending:
         """Report how this node ended, and hear how the run did."""
         silent, hub = [worker.rank for worker in watch.running], cast(Any, member.channel)
-        for worker in watch.running:
-            worker.kill()
+        end_all(watch.running, _tell)
         if watch.hub_is_there:
             with suppress(ChannelError):
                 member.send("over", silent=silent, cut_short=self._cut_short, has_commit=self._has_commit())
+                if not member.is_head and self._cut_short:
+                    return lost(self._cut_short, self._has_commit())
+                if not member.is_head and watch.has_left:
+                    return Ending(EXIT_DONE if self._is_dropped else EXIT_STOPPED, watch.ends[0].message)
                 deadline = time.monotonic() + _VERDICT_S
-                while happened := wait([self._bell, hub], timeout=max(0.0, deadline - time.monotonic())):
+                member.ask_when_idle()
+                while happened := self._wait_for_verdict(hub, watch, deadline):
                     if self._bell in happened and self._is_impatient(os.read(self._bell, 64), time.monotonic()):
                         break
                     if hub in happened:
@@ -351,49 +476,18 @@ class Launcher:
             return lost("the node that the others call is gone", self._has_commit())
         return ending
 
+    def _wait_for_verdict(self, hub: Any, watch: Watch, deadline: float) -> list[Any]:
+        """What happens next; nothing if the others should have ended by now. While they train that may take days."""
+        timeout_s = None if watch.is_training else max(0.0, deadline - time.monotonic())
+        return list(wait([self._bell, hub], timeout=timeout_s))
+
     def _has_commit(self) -> bool:
-        """Whether there is a checkpoint to go on from; one that lacks nothing but its commit gets it now."""
-        directory = self._directory or RunDirectory(Path(os.path.abspath(self._config.checkpoint.save_dir)))
-        if has_commits(directory) or not directory.checkpoints.is_dir():
-            return has_commits(directory)
-        with suppress(OSError, HetSeqError):
-            await_writers(directory.run_id, patience_s=_WRITERS_S)  # they outlive their trainers to finish
-            complete_newer(directory.checkpoints, None)
-        return has_commits(directory)
-
-
-class _Watch:
-    """What is known of this node's workers while they run."""
-
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self.running = list(workers)
-        self.ends: list[WorkerEnd] = []
-        self.is_ready_told = False
-        self.hub_is_there = True
-        self._deadline_s: float | None = None
-
-    def left_s(self) -> float | None:
-        return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
-
-    def set_deadline(self, seconds: float) -> None:
-        """The others must have ended by then; the first deadline stands."""
-        if self._deadline_s is None:
-            self._deadline_s = time.monotonic() + seconds
-
-    def ended(self, happened: set[Any]) -> list[WorkerEnd]:
-        """The ends of the workers whose processes have just ended."""
-        ended = [worker for worker in self.running if worker.sentinel in happened]
-        ends = [worker.end() for worker in ended]
-        self.running = [worker for worker in self.running if worker not in ended]
-        self.ends.extend(ends)
-        return ends
-
-
-def _stop_signal(signals: bytes) -> int | None:
-    """The first stop signal among those that came; others are somebody else's in this process."""
-    return next((number for number in signals if number in STOP_SIGNALS), None)
+        """Whether there is a checkpoint to go on from."""
+        path = Path(os.path.abspath(self._config.checkpoint.save_dir))
+        return may_go_on(self._directory or RunDirectory(path))
 
 
 def _tell(text: str) -> None:
-    with suppress(OSError):  # a reader that went away is no reason to stop
-        sys.stderr.write(f"{text}\n")
+    with suppress(OSError):  # a reader that went away is no reason to stop, and one that stopped none to wait
+        if takes_text(sys.stderr, patience_s=_LOOK_S):
+            sys.stderr.write(f"{text}\n")

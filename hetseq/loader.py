@@ -5,21 +5,16 @@ training: its batch sampler walks an itinerary, this rank's micro-batches from s
 shares of coming steps change, the walkers are sent back, and what was fetched by an older plan is dropped: every
 fetched batch carries the positions it was fetched for. Without worker processes the next step is fetched by the
 training thread while its buckets travel; with them a thread drains the DataLoader, and a step that is not ready in time
-is simply counted later. Randomness in a data set is seeded by sample, never by rank or worker, so the samples are the
-same on any cluster; where a data set answers whole batches (`__getitems__`), by the first sample of the batch, so that
-a resume repeats it.
+is simply counted later. Loader processes that have died are replaced by others, which begin at the step that was waited
+for.
 """
 
 from __future__ import annotations
 
-import multiprocessing.queues
-import os
+import logging
 import queue
-import random
-import sys
 import threading
 import traceback
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,12 +22,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
-from hetseq.errors import HetSeqError, TaskFileError
-from hetseq.itinerary import Itinerary, Key
-from hetseq.plan import Assign, Indices, MicroBatchCap, Planner, Position, StepPlan, derive_seed
-from hetseq.processes import die_with_parent, ignore_stop_signals
+from hetseq.fetching import Collate, Fetched, Fetcher, LoaderDied, Refused, Request, base_order
+from hetseq.itinerary import Itinerary, Key, Walker
+from hetseq.plan import Assign, Indices, MicroBatchCap, Planner, Position, StepPlan
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0  # after so long without a step the processes that load it are looked at
+_CLOSE_S = 10.0
+_MOST_DEATHS = 2  # while one step is loaded; with one more the step itself is to blame
 
 
 @dataclass(frozen=True)
@@ -76,18 +75,10 @@ class Source:
     pin_memory: bool = False
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a DataLoader worker is asked for; it travels to the worker process."""
-
-    epoch: int
-    indices: Indices  # (samples,)
-
-
 class StepLoader:
     """Hands out the steps of one run in order, from `first` on, for `rank`.
 
-    The first step is cut by `first_cap`, if given.
+    The first step is cut by `first_cap`, if given. Loader processes that have died are replaced.
     """
 
     def __init__(
@@ -101,21 +92,19 @@ class StepLoader:
         first_cap: MicroBatchCap | None = None,
         num_workers: int = 0,
     ) -> None:
-        self._source = source
+        self._source, self._num_workers = source, num_workers
         self._itinerary = Itinerary(planner, first, rank, cap=cap, first_cap=first_cap)
-        self._requests = _Requests(self._itinerary, base_order(source.dataset))
-        self._fetcher, self._collate = _Fetcher(source.dataset, source.seed), _Collate(source.collate)
-        self._batches = _fetched(self._fetcher, self._collate, self._requests, num_workers, source.pin_memory)
-        self._held: tuple[Key, Any] | None = None  # a batch that turned out to belong to a newer plan
+        self._fetcher, self._collate = Fetcher(source.dataset, source.seed), Collate(source.collate)
+        self._base = base_order(source.dataset)
         self._ahead: StepData | None = None
-        self._walker = self._itinerary.walk()
-        self._thread = _Drain(self._load) if num_workers else None
+        self._deaths: list[int] = []  # the steps that were waited for when loader processes had died
+        self._stream = self._open(first.step)
 
     def take(self, plan: StepPlan) -> StepData:
         """The data of this step; waits for it."""
         data, self._ahead = self._ahead, None
         while data is None or not self._is_current(data):
-            data = self._thread.get() if self._thread else self._load()
+            data = self._load(plan.step, self._stream.get)
         assert data.plan == plan, "steps are taken in order"
         self._itinerary.forget_before(plan.step)
         return data
@@ -123,7 +112,7 @@ class StepLoader:
     def peek(self, plan: StepPlan) -> StepData | None:
         """The data of the step after the last one taken, or None if its worker processes are late."""
         while self._ahead is None or not self._is_current(self._ahead):
-            self._ahead = self._thread.poll() if self._thread else self._load()
+            self._ahead = self._load(plan.step, self._stream.poll)
             if self._ahead is None:
                 return None
         assert self._ahead.plan == plan, "steps are looked at in order"
@@ -140,18 +129,85 @@ class StepLoader:
         """The same samples in other micro-batches, fetched by this thread; later steps are not affected."""
         batches = []
         for key in self._itinerary.cut_again(data.plan, cap):
-            request = self._requests.request(data.plan.epoch, key)
-            batches.append(self._micro_batch(data.plan, key, self._collate(self._fetcher.__getitems__(request))))
+            request = _request(self._itinerary, self._base, data.plan.epoch, key)
+            sample = self._collate(self._fetcher.__getitems__(request))
+            batches.append(_micro_batch(self._source, self._itinerary, data.plan, key, sample))
         return StepData(data.plan, batches, data.counts, data.version)
 
     def close(self) -> None:
         """End the worker processes and the thread."""
-        if self._thread:
-            self._thread.close()
-        self._batches = iter(())
+        self._stream.close()
 
     def _is_current(self, data: StepData) -> bool:
         return self._itinerary.version(data.plan.step) == data.version
+
+    def _load(self, step: int, get: Callable[[], StepData | None]) -> StepData | None:
+        """What `get` gives; if loader processes have died, None after others have begun at `step`."""
+        try:
+            return get()
+        except LoaderDied as error:
+            self._deaths = [*(died for died in self._deaths if died == step), step]
+            if len(self._deaths) > _MOST_DEATHS:
+                raise LoaderDied(
+                    f"{error}, and so did {_MOST_DEATHS} before it while step {step} was loaded. If memory ran out, use"
+                    " fewer --num-workers; --num-workers 0 loads in the rank itself and shows what fails"
+                ) from None
+            logger.warning("%s: others take over at step %d", error, step)
+        self._stream.close(0.0)  # its thread may still wait for what will never come
+        self._stream = self._open(step)
+        return None
+
+    def _open(self, step: int) -> _Stream:
+        return _Stream(
+            self._source, self._itinerary, self._itinerary.walk(step), self._itinerary.walk(step),
+            fetcher=self._fetcher, collate=self._collate, base=self._base, num_workers=self._num_workers,
+        )  # fmt: skip
+
+
+class _Stream:
+    """One step after another as they come out of one `Fetched`, until that dies; with loader processes in a thread."""
+
+    def __init__(
+        self,
+        source: Source,
+        itinerary: Itinerary,
+        asker: Walker,
+        walker: Walker,
+        *,
+        fetcher: Fetcher,
+        collate: Collate,
+        base: Indices | None,
+        num_workers: int,
+    ) -> None:
+        self._source, self._itinerary, self._walker = source, itinerary, walker
+        self._requests = _Requests(itinerary, asker, base)
+        self._batches = Fetched(
+            fetcher, collate, self._requests, num_workers=num_workers, pin_memory=source.pin_memory
+        )  # fmt: skip
+        self._held: tuple[Key, Any] | None = None  # a batch that turned out to belong to a newer plan
+        self._thread = _Drain(self._load) if num_workers else None
+
+    def get(self) -> StepData:
+        """The next step; waits for it, and raises LoaderDied where it will never come."""
+        if self._thread is None:
+            return self._load()
+        while True:
+            data = self._thread.get(_LOOK_S)
+            if data is not None:
+                return data
+            self._batches.check()
+
+    def poll(self) -> StepData | None:
+        """The next step, or None if it is still being loaded."""
+        return self._load() if self._thread is None else self._thread.get(0.0)
+
+    def close(self, patience_s: float = _CLOSE_S) -> None:
+        """End the thread, waiting for it so long, and the loader processes; may be called twice."""
+        if self._thread:
+            self._thread.close(patience_s)
+        self._batches.close()
+        for walker in (self._walker, self._requests.walker):
+            self._itinerary.leave(walker)
 
     def _load(self) -> StepData:
         while True:
@@ -174,26 +230,30 @@ class StepLoader:
                     self._held = found, sample
                     return None
             if key.stop > key.start:
-                batches.append(self._micro_batch(plan, key, sample))
+                batches.append(_micro_batch(self._source, self._itinerary, plan, key, sample))
         return batches
 
     def _next(self) -> tuple[Key, Any]:
         sample = next(self._batches)
         return self._requests.asked.popleft(), sample
 
-    def _micro_batch(self, plan: StepPlan, key: Key, sample: Any) -> MicroBatch:
-        if isinstance(sample, _Refused):
-            raise sample.error
-        size = key.stop - key.start
-        counts = self._source.count(sample, size)
-        return MicroBatch(self._source.place(sample), key.start, size, counts, self._itinerary.work(plan.epoch, key))
+
+def _micro_batch(source: Source, itinerary: Itinerary, plan: StepPlan, key: Key, sample: Any) -> MicroBatch:
+    if isinstance(sample, Refused):
+        raise sample.error
+    size = key.stop - key.start
+    counts = source.count(sample, size)
+    return MicroBatch(source.place(sample), key.start, size, counts, itinerary.work(plan.epoch, key))
+
+
+def _request(itinerary: Itinerary, base: Indices | None, epoch: int, key: Key) -> Request:
+    indices = itinerary.indices(epoch, key)
+    return Request(epoch, indices if base is None else base[indices])
 
 
 def load_range(source: Source, pieces: list[tuple[int, int]]) -> Iterator[MicroBatch]:
     """Micro-batches of a data set in its own order, for validation; fetched in this thread."""
-    fetcher = _Fetcher(
-        source.dataset, source.seed, epoch=0
-    )  # no set_epoch: it may be the training data, one step ahead
+    fetcher = Fetcher(source.dataset, source.seed, epoch=0)  # no set_epoch: it may be the training data, one step ahead
     base = base_order(source.dataset)
     for start, stop in pieces:
         indices = np.arange(start, stop) if base is None else base[start:stop]
@@ -205,85 +265,19 @@ def load_range(source: Source, pieces: list[tuple[int, int]]) -> Iterator[MicroB
 class _Requests:
     """The batch sampler: this rank's micro-batches of all steps; `asked` says which, in the order of asking."""
 
-    def __init__(self, itinerary: Itinerary, base: Indices | None) -> None:
+    def __init__(self, itinerary: Itinerary, walker: Walker, base: Indices | None) -> None:
         self._itinerary, self._base = itinerary, base
-        self._walker = itinerary.walk()
+        self.walker = walker
         self.asked: deque[Key] = deque()
 
     def __iter__(self) -> Iterator[Request]:
         while True:
-            plan, _, keys = self._itinerary.go_on(self._walker)
+            plan, _, keys = self._itinerary.go_on(self.walker)
             for key in keys:
-                if self._itinerary.is_sent_back(self._walker, plan.step):
+                if self._itinerary.is_sent_back(self.walker, plan.step):
                     break
                 self.asked.append(key)
-                yield self.request(plan.epoch, key)
-
-    def request(self, epoch: int, key: Key) -> Request:
-        indices = self._itinerary.indices(epoch, key)
-        return Request(epoch, indices if self._base is None else self._base[indices])
-
-
-@dataclass(frozen=True)
-class _Refused:
-    """What a data set refuses in words, carried out of a loader process: torch would wrap it into a traceback."""
-
-    error: HetSeqError
-
-
-class _Fetcher(torch.utils.data.Dataset[Any]):
-    """Answers requests from a data set: all at once if it has `__getitems__`, else one seeded sample at a time."""
-
-    def __init__(self, dataset: Any, seed: int, *, epoch: int = -1) -> None:
-        self._dataset, self._seed, self._epoch = dataset, seed, epoch
-
-    def __getitems__(self, request: Request) -> Any:
-        try:
-            return self.samples(request)
-        except HetSeqError as error:
-            return _Refused(error)
-
-    def samples(self, request: Request) -> Any:
-        if not len(request.indices):
-            return []
-        if request.epoch != self._epoch:
-            self._epoch = request.epoch
-            if hasattr(self._dataset, "set_epoch"):
-                self._dataset.set_epoch(request.epoch)
-        if hasattr(self._dataset, "__getitems__"):
-            seed_everything(derive_seed(self._seed, self._epoch, int(request.indices[0])))
-            return self._dataset.__getitems__(request.indices.tolist())
-        return [self._sample(index) for index in request.indices.tolist()]
-
-    def _sample(self, index: int) -> Any:
-        seed_everything(derive_seed(self._seed, self._epoch, index))
-        return self._dataset[index]
-
-
-def seed_everything(seed: int) -> None:
-    """Seed torch, NumPy and Python; cheap enough for every micro-batch."""
-    # torch.manual_seed asks every backend: 0.1 ms
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
-
-
-def base_order(dataset: Any) -> Indices | None:
-    """The indices a 2020 data set lists in `ordered_indices`, or None where they are simply 0..n-1.
-
-    Raises TaskFileError where it does not list each of its samples once.
-    """
-    if not hasattr(dataset, "ordered_indices"):
-        return None
-    listed = np.asarray(dataset.ordered_indices(), np.int64)
-    if not np.array_equal(np.sort(listed), np.arange(len(dataset))):
-        raise TaskFileError(
-            f"{type(dataset).__name__}.ordered_indices lists {len(listed)} numbers: expected each of its {len(dataset)}"
-            " samples once; leave samples out of the data set itself"
-        )
-    return None if np.array_equal(listed, np.arange(len(dataset))) else listed
+                yield _request(self._itinerary, self._base, plan.epoch, key)
 
 
 class _Drain:
@@ -295,18 +289,19 @@ class _Drain:
         self._thread = threading.Thread(target=self._run, args=(load,), name="step-loader", daemon=True)
         self._thread.start()
 
-    def get(self) -> StepData:
-        return self._unwrap(self._queue.get())
-
-    def poll(self) -> StepData | None:
+    def get(self, timeout_s: float) -> StepData | None:
+        """The next step, or None if it was not there in time; raises what loading it has raised."""
         try:
-            return self._unwrap(self._queue.get_nowait())
+            item = self._queue.get(timeout=timeout_s) if timeout_s else self._queue.get_nowait()
         except queue.Empty:
             return None
+        if isinstance(item, BaseException):
+            raise item
+        return item
 
-    def close(self) -> None:
+    def close(self, patience_s: float) -> None:
         self._is_closing.set()
-        self._thread.join(timeout=10)
+        self._thread.join(patience_s)
 
     def _run(self, load: Callable[[], StepData]) -> None:
         while True:
@@ -324,71 +319,6 @@ class _Drain:
                     continue
             if self._is_closing.is_set() or isinstance(item, BaseException):
                 return
-
-    @staticmethod
-    def _unwrap(item: StepData | BaseException) -> StepData:
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-
-def _fetched(
-    fetcher: _Fetcher, collate: _Collate, requests: _Requests, num_workers: int, pin_memory: bool
-) -> Iterator[Any]:
-    """The collated sample of each request, or `_Refused`, in order."""
-    with warnings.catch_warnings():
-        # ranks share the cores on purpose; torch counts the loaders of one of them, first here and then as they start
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        loader: DataLoader[Any] = DataLoader(
-            fetcher,
-            batch_sampler=requests,  # type: ignore[arg-type]
-            collate_fn=collate,
-            num_workers=num_workers,
-            # a user's task file has no importable name in a process that starts from nothing
-            multiprocessing_context="fork" if num_workers else None,
-            worker_init_fn=_WorkerInit(os.getpid()) if num_workers else None,
-            persistent_workers=num_workers > 0,
-            pin_memory=pin_memory,
-            generator=torch.Generator(),  # the default one would lose a number to it
-        )
-        return iter(loader)
-
-
-class _Collate:
-    """The user's collate function, which never sees a batch without samples."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: Any) -> Any:
-        if isinstance(samples, _Refused):
-            return samples
-        try:
-            return self._collate(samples) if len(samples) else None
-        except HetSeqError as error:
-            return _Refused(error)
-
-
-class _WorkerInit:
-    def __init__(self, parent_pid: int) -> None:
-        self._parent_pid = parent_pid
-
-    def __call__(self, worker_id: int) -> None:
-        ignore_stop_signals()
-        die_with_parent(self._parent_pid)
-        multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_unsent)  # type: ignore[attr-defined]
-
-
-def _end_unsent(error: Exception, item: object) -> None:
-    """End a loader process that cannot send a batch (shared memory or descriptors have run out).
-
-    The standard library prints the error and forgets the batch, and training would wait for it for ever. A process that
-    has died is noticed.
-    """
-    traceback.print_exception(error)
-    sys.stderr.write(f"a loader process could not send its batch ({error}); is /dev/shm too small? --num-workers 0\n")
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def place_on(device: torch.device, dtype: torch.dtype) -> Callable[[Any], Any]:

@@ -21,6 +21,7 @@ _TEXTS_OF_EXHAUSTION = (
     "DefaultCPUAllocator: can't allocate memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
 )
 
 
@@ -74,8 +75,9 @@ def is_exhausted(error: BaseException) -> bool:
 
     torch gives its CPU allocator and the libraries of CUDA no exception of their own, so those are known by their text.
     """
-    is_plain = type(error) is RuntimeError and any(text in str(error) for text in _TEXTS_OF_EXHAUSTION)
-    return is_plain or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    is_plain = type(error) in (RuntimeError, torch.AcceleratorError)
+    is_told = is_plain and any(text in str(error) for text in _TEXTS_OF_EXHAUSTION)
+    return is_told or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def release(device: torch.device) -> None:

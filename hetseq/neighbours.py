@@ -24,6 +24,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -139,8 +140,7 @@ class Neighbours:
             if not all(map(any, self.all_gather(bytes([own is not None]), timeout_s=timeout_s))):
                 return None
             assert own is not None
-            for connection in self._peers.values():
-                socket.send_fds(connection, [bytes([_MEMORY])], [own])
+            self._tell(_MEMORY, timeout_s=timeout_s, descriptors=[own])
             self._await(lambda other: len(self._descriptors[other]) > 0, timeout_s)
             parts = []
             for other in range(self.world_size):
@@ -177,6 +177,12 @@ class Neighbours:
         self._tell(_ROW, row, timeout_s=timeout_s)
         self._await(lambda other: len(self._rows[other]) > 0, timeout_s)
         return [row if other == self.rank else self._rows[other].popleft() for other in range(self.world_size)]
+
+    def sever(self) -> None:
+        """From any thread: nobody hears from anybody any more, neither here nor there."""
+        for connection in self._peers.values():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Let go of the others, who notice at once; the memory stays for as long as tensors use it."""
@@ -237,13 +243,13 @@ class Neighbours:
             elif message[0] != _MEMORY:
                 self._said[other][message[0]] += 1
 
-    def _tell(self, what: int, row: bytes = b"", *, timeout_s: float) -> None:
+    def _tell(self, what: int, row: bytes = b"", *, timeout_s: float, descriptors: Sequence[int] = ()) -> None:
         """A message to each of the others; where one is full, listens meanwhile, since that one may be telling too."""
         message, deadline = bytes([what]) + row, time.monotonic() + timeout_s
         for other, connection in self._peers.items():
             while True:
                 try:
-                    connection.send(message)
+                    socket.send_fds(connection, [message], descriptors)
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetseq.balance import Balancer, CostMeter
+from hetseq.balance import Balancer, CostMeter, complete_costs
 from hetseq.capacity import Cost, assign_shares, balance_shares, slowed_by, step_seconds
 from hetseq.commit import CommitRow, Measured
 from hetseq.loader import StepLoader
@@ -44,12 +44,18 @@ class Shift:
 class Pace(Protocol):
     """Who gets how much of a step; every rank calls all of it, with the same rows."""
 
+    meter: CostMeter  # of this rank
+
     def learn(self, part: Part, *, overhead_s: float) -> Cost | None:
         """Take in what this rank has just done; gives what a share costs it by now."""
         ...
 
     def follow(self, plan: StepPlan, rows: Sequence[CommitRow]) -> Shift | None:
         """Change the shares of coming steps, or not."""
+        ...
+
+    def cost(self) -> Cost | None:
+        """What a share costs this rank by now; None while that is not known."""
         ...
 
     def divide(self, total: int) -> tuple[int, ...]:
@@ -60,14 +66,23 @@ class Pace(Protocol):
 class FixedPace:
     """`--balance equal` and fixed weights: costs are measured and shown, and change nothing."""
 
-    def __init__(self, weights: Sequence[float], *, micro_batch: Callable[[], int | None] = lambda: None) -> None:
-        self._weights, self._meter, self._micro_batch = tuple(weights), CostMeter(), micro_batch
+    def __init__(
+        self,
+        weights: Sequence[float],
+        *,
+        meter: CostMeter | None = None,
+        micro_batch: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        self._weights, self.meter, self._micro_batch = tuple(weights), meter or CostMeter(), micro_batch
 
     def learn(self, part: Part, *, overhead_s: float) -> Cost | None:
-        return learn(self._meter, part, overhead_s=overhead_s, micro_batch=self._micro_batch())
+        return learn(self.meter, part, overhead_s=overhead_s, micro_batch=self._micro_batch())
 
     def follow(self, plan: StepPlan, rows: Sequence[CommitRow]) -> Shift | None:
         return None
+
+    def cost(self) -> Cost | None:
+        return self.meter.cost(self._micro_batch())
 
     def divide(self, total: int) -> tuple[int, ...]:
         return assign_shares(total, self._weights)
@@ -76,7 +91,8 @@ class FixedPace:
 class MeasuredPace:
     """`--balance auto`: shares that give the shortest step by the costs of all ranks.
 
-    `micro_batch` gives the most work that this rank does at once by now, None for a whole share.
+    `micro_batch` gives the most work that this rank does at once by now, None for a whole share. `meter` and `costs`,
+    one by rank as far as they are known, are what an earlier generation has learned.
     """
 
     def __init__(
@@ -86,15 +102,21 @@ class MeasuredPace:
         *,
         rank: int,
         world_size: int,
+        meter: CostMeter | None = None,
+        costs: Sequence[Cost | None] = (),
         micro_batch: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._planner, self._loader, self._rank, self._world_size = planner, loader, rank, world_size
-        self._meter, self._balancer, self._micro_batch = CostMeter(), Balancer(world_size), micro_batch
+        self.meter, self._balancer, self._micro_batch = meter or CostMeter(), Balancer(world_size), micro_batch
+        self._balancer.costs = complete_costs(costs)
         self._presence: list[deque[float]] = [deque(maxlen=_RECENT) for _ in range(world_size)]
         self._advised: set[int] = set()
 
     def learn(self, part: Part, *, overhead_s: float) -> Cost | None:
-        return learn(self._meter, part, overhead_s=overhead_s, micro_batch=self._micro_batch())
+        return learn(self.meter, part, overhead_s=overhead_s, micro_batch=self._micro_batch())
+
+    def cost(self) -> Cost | None:
+        return self.meter.cost(self._micro_batch())
 
     def follow(self, plan: StepPlan, rows: Sequence[CommitRow]) -> Shift | None:
         if self._world_size == 1:

@@ -72,6 +72,11 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def first_stop_signal(signals: bytes) -> int | None:
+    """The first stop signal among those that came; others are somebody else's in this process."""
+    return next((number for number in signals if number in STOP_SIGNALS), None)
+
+
 @contextmanager
 def ringing_on_signals() -> Iterator[int]:
     """A pipe that is readable once a stop signal has come, with the signals' numbers as bytes.

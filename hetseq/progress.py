@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # rich is imported where there is a terminal to draw on
 logger = logging.getLogger(__name__)
 
 _PLAIN_INTERVAL_S = 10.0
+_PATIENCE_S = 1.0  # with a reader that takes nothing; less than any deadline of a step
 _REFRESH_INTERVAL_S = 0.1
 _TABLE_INTERVAL_S = 0.5  # numbers in columns are read more slowly than a line
 _CHOICE_INTERVAL_S = 5.0  # how long the same ranks stay in a table that has no room for all
@@ -125,8 +126,9 @@ class PlainProgress:
 
     def _write(self, text: str) -> None:
         with self._guard.watch():
-            self._stream.write(text + "\n")
-            self._stream.flush()
+            if takes_text(self._stream, patience_s=_PATIENCE_S):
+                self._stream.write(text + "\n")
+                self._stream.flush()
 
 
 class LiveProgress:
@@ -177,7 +179,7 @@ class LiveProgress:
         if self._every_steps is not None and _is_due(row, self._every_steps):
             self.message(step_text(row, self._total_steps))
         is_last = row.get("step") == self._total_steps
-        if (now_s < self._next_s and not is_last) or not _takes_text(self._console.file):
+        if (now_s < self._next_s and not is_last) or not takes_text(self._console.file):
             return
         self._next_s = now_s + (_TABLE_INTERVAL_S if row.get("ranks") else _REFRESH_INTERVAL_S)
         with self._guard.watch():
@@ -190,7 +192,8 @@ class LiveProgress:
     def message(self, text: str) -> None:
         """Leave `text` above the live line; may be called from any thread."""
         with self._guard.watch():
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            if takes_text(self._console.file, patience_s=_PATIENCE_S):
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Draw the last step, end the live line and show the cursor again."""
@@ -280,24 +283,24 @@ class LiveProgress:
 class ProgressHandler(logging.Handler):
     """Log records for people: above the live line while there is one, else on standard error.
 
-    Installed by the worker as it sets up logging; `progress` may be None on ranks that show none.
+    Installed by the worker as it sets up logging; `progress` may be None on ranks that show none, and may change.
     """
 
     def __init__(self, progress: Progress | None) -> None:
         super().__init__()
-        self._progress = progress
+        self.progress = progress
         self._pid = os.getpid()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record; trouble is logging's to handle, as in every handler."""
         try:
             text = self.format(record)
-            live = self._progress
+            live = self.progress
             # A forked loader process has a copy of the line, and of locks that nobody will ever release.
             is_here = os.getpid() == self._pid
             if isinstance(live, LiveProgress) and live.is_live and is_here and sys.stderr.isatty():
                 live.message(text)
-            else:
+            elif takes_text(sys.stderr, patience_s=_PATIENCE_S):
                 sys.stderr.write(text + "\n")
                 sys.stderr.flush()
         except Exception:  # the contract of logging.Handler
@@ -383,12 +386,13 @@ def _number(value: Any, digits: int) -> str:
     return f"{value:.{digits}g}" if isinstance(value, (int, float)) else str(value)
 
 
-def _takes_text(stream: IO[str]) -> bool:
-    """Whether a write returns at once, as far as that is known: not while a terminal is stopped or far behind."""
+def takes_text(stream: IO[str], *, patience_s: float = 0.0) -> bool:
+    """Whether a write returns at once, now or within a while, as far as that is known: not where a terminal is stopped,
+    or whoever reads is. What is not shown stands in files: a run is not to wait for the end of a Ctrl-S."""
     poller = select.poll()
     try:
         poller.register(stream, select.POLLOUT)
-        return bool(poller.poll(0))
+        return bool(poller.poll(1000 * patience_s))
     except (OSError, ValueError):  # no descriptor, or a closed one: the write will tell
         return True
 

@@ -32,6 +32,7 @@ class RankSummary:
 
     steps: int
     names: tuple[str, ...]
+    slots: tuple[int, ...]  # by rank: what it is called
     share: Numbers
     samples_per_s: Numbers
     compute_s: Numbers
@@ -74,6 +75,7 @@ def summarise(rows: Iterable[Row]) -> RankSummary | None:
     return RankSummary(
         steps=len(rows),
         names=_names(newest),
+        slots=_slots(newest),
         share=_medians([np.asarray(row["shares"], float) for row in rows]),
         samples_per_s=_medians([rank_speeds(row) for row in rows]),
         compute_s=median("compute_s"),
@@ -133,10 +135,18 @@ def _of_one_world(rows: Sequence[Row]) -> list[Row]:
     """The newest rows that tell of the same ranks as the newest one."""
     same: list[Row] = []
     for row in reversed(rows):
-        if not row.get("ranks") or not row.get("shares") or (same and _names(row) != _names(same[0])):
+        if not row.get("ranks") or not row.get("shares") or (same and _who(row) != _who(same[0])):
             break
         same.append(row)
     return same[::-1]
+
+
+def _who(row: Row) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    return _names(row), _slots(row)
+
+
+def _slots(row: Row) -> tuple[int, ...]:
+    return tuple(row.get("slots") or range(len(row["shares"])))
 
 
 def _names(row: Row) -> tuple[str, ...]:
@@ -183,7 +193,7 @@ def _columns(summary: RankSummary, chosen: Sequence[int]) -> list[_Column]:
         return _Column(head, [_cell(numbers[rank], text) for rank in chosen], width, importance)
 
     columns = [
-        _Column(" rank", [f"{'>' if rank == summary.pace else ' '}{rank:>4}" for rank in chosen], 5, 0),
+        _Column(" rank", [f"{'>' if rank == summary.pace else ' '}{summary.slots[rank]:>4}" for rank in chosen], 5, 0),
         _Column("where", [summary.names[rank] for rank in chosen], 0, 4, is_name=True),
         column("share", summary.share, "{:.0f}".format, 6, 1),
         column("samples/s", summary.samples_per_s, _speed, 9, 5),

@@ -42,14 +42,24 @@ logger = logging.getLogger(__name__)
 RESETS = ("dataloader", "lr_scheduler", "meters", "optimizer")
 
 
-def open_checkpoints(config: CheckpointConfig, directory: RunDirectory, group: AnyGroup) -> CheckpointManager:
-    """The run's checkpoints, those that only lacked their commit completed. Collective."""
-    retention = Retention(config.keep_interval_updates, config.keep_last_epochs)
+def open_checkpoints(
+    config: CheckpointConfig, directory: RunDirectory, group: AnyGroup, *, known: Sequence[int] | None = None
+) -> CheckpointManager:
+    """The run's checkpoints, those that only lacked their commit completed. Collective.
+
+    With `known`, the nonces of the commits that the state of now follows, the run goes on and nothing is looked for.
+    """
+    retention = Retention(
+        config.keep_interval_updates, config.keep_last_epochs, keep_every=config.keep_every_updates
+    )  # fmt: skip
     manager = CheckpointManager(
         directory.path, run_id=directory.run_id, group=group, retention=retention,
-        memory_bytes=config.memory_buffer_bytes(),
+        memory_bytes=config.memory_buffer_bytes(), keeps_states=config.memory_interval_updates != 0,
     )  # fmt: skip
-    manager.recover()
+    if known is None:
+        manager.recover()
+    else:
+        manager.succeed(known)
     return manager
 
 
@@ -140,9 +150,8 @@ def _look_around(manager: CheckpointManager, which: str, directory: RunDirectory
     row, trouble = [0, 0, 0, 0], ""
     if sharing.is_writer:
         try:
-            newest = manager.latest()
             is_inside = _is_below(which, str(directory.path))
-            row = [0, newest.identity.step if newest else 0, os.path.isdir(which), is_inside]
+            row = [0, manager.newest_step(), os.path.isdir(which), is_inside]
         except (OSError, ValueError, CheckpointError) as error:
             row, trouble = [1, 0, 0, 0], f"{directory.path} cannot be read: {error}"
     seen = sharing.gather(row)  # (directory groups, 4)
@@ -272,13 +281,18 @@ def begin_from(
     A directory that lacked the checkpoint, or rows of the steps before it, gets them: it is then complete again.
     """
     loaded = beginning.loaded
-    saver.last_step = loaded.identity.step
     complete_rows(
         directory, sharing, step=loaded.identity.step, source=beginning.source, is_received=beginning.is_received
     )
-    fields = {"path": str(loaded.path), "refused": loaded.skipped, "received": beginning.is_received}
+    fields = {
+        "path": None if loaded.is_from_memory else str(loaded.path),
+        "refused": loaded.skipped,
+        "received": beginning.is_received,
+    }
+    metrics.complete(loaded.state.get("rows", ()) if beginning.is_own else ())
     metrics.event("resume", step=loaded.identity.step, **fields)
-    saver.keep(loaded if beginning.is_received and beginning.is_own else None)
+    is_lacking = beginning.is_received or loaded.is_from_memory
+    saver.adopt(loaded if is_lacking and beginning.is_own else None, step=loaded.identity.step)
 
 
 def resume(
@@ -314,7 +328,7 @@ def resume(
     if "meters" in resets:
         state.best = None
     state.resets = {**(state.resets if is_own else {}), **dict.fromkeys(resets, loaded.identity.step)}
-    logger.info("going on after step %d (%s)", loaded.identity.step, loaded.path)
+    logger.info("going on after step %d (%s)", loaded.identity.step, loaded.place)
     return state, here
 
 

@@ -199,6 +199,26 @@ class RunDirectory:
             raise _trouble(self.path, error) from error
 
     @contextlib.contextmanager
+    def restore(self, config_yaml: bytes) -> Iterator[None]:
+        """Make anew what `prepare` and `lock` had made, which was deleted; locked as long as the block lasts.
+
+        Called by the launcher that had made it. Raises RunDirectoryError where it cannot be, or is another run's now.
+        """
+        _make_root(self.path)
+        with RunDirectory(self.path).lock():
+            first_line = _first_line(self.config_file)
+            if first_line and first_line != _first_line_of(config_yaml):
+                raise RunDirectoryError(f"{self.path} is another run's: stop one of the two")
+            try:
+                for name in _SUBDIRECTORIES:
+                    (self.path / name).mkdir(mode=0o700, exist_ok=True)
+                if not first_line:
+                    replace_file(self.config_file, config_yaml, is_durable=True)
+            except OSError as error:
+                raise _trouble(self.path, error) from error
+            yield
+
+    @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Keep other runs out; held by the launcher for its life, and freed by the kernel however it ends.
 
@@ -319,7 +339,7 @@ def replace_file(path: Path, data: bytes, *, is_durable: bool) -> None:
 
 def json_line(row: Mapping[str, Any]) -> bytes:
     """One line of strict JSON: floats at full precision, NaN and infinity as null, NumPy and tensors as numbers."""
-    return json.dumps(_jsonable(row), allow_nan=False).encode() + b"\n"
+    return json.dumps(jsonable(row), allow_nan=False).encode() + b"\n"
 
 
 def utc_now() -> str:
@@ -327,17 +347,18 @@ def utc_now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _jsonable(value: Any) -> Any:
+def jsonable(value: Any) -> Any:
+    """As strict JSON has it: NaN and infinity as null, NumPy and tensors as numbers, anything else as text."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _jsonable(item) for key, item in value.items()}
+        return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_jsonable(item) for item in value]
+        return [jsonable(item) for item in value]
     if hasattr(value, "tolist"):  # NumPy and torch, neither of which is imported here
-        return _jsonable(value.tolist())
+        return jsonable(value.tolist())
     return str(value)
 
 
@@ -423,9 +444,13 @@ def _first_line(config_file: Path) -> str:
     """The first line of `config.yaml`; empty if there is none that can be read."""
     try:
         with config_file.open("rb") as file:
-            return file.readline(200).decode(errors="replace")
+            return _first_line_of(file.read(200))
     except OSError:
         return ""
+
+
+def _first_line_of(config_yaml: bytes) -> str:
+    return config_yaml[:200].partition(b"\n")[0].decode(errors="replace")
 
 
 def _with_header(config_yaml: str, run_id: str) -> str:

@@ -8,26 +8,33 @@ consumed and the history say it all.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from hetseq import faults
 from hetseq.checkpoint import CheckpointManager, Identity, Loaded, SaveResult
 from hetseq.commit import parse_lineage
 from hetseq.config import CheckpointConfig
 from hetseq.controller import TrainingState
 from hetseq.plan import GlobalBatch, Position
 from hetseq.replica import Replica
+from hetseq.run_directory import jsonable
 from hetseq.sharing import Sharing
 
 logger = logging.getLogger(__name__)
 
+Rows = Sequence[Mapping[str, Any]]
+
 STATE_VERSION = 1
 _LARGE_BYTES = 64 << 20
+_LEAST_KEEPING_S = 1.0
+_KEEPING_SHARE = 100  # times as long as a copy to memory takes, until the next one
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Saver:
     """Decides when a checkpoint is due and has it written; one per rank, and all ranks save together.
 
     A save goes on while the next steps are trained: `save` begins it, and `go_on` after each later step ends it.
+    `before` is this rank's saver of the generation before, whose clock and failures go on.
     """
 
     def __init__(
@@ -69,24 +77,60 @@ class Saver:
         *,
         sharing: Sharing,
         generation: int = 0,
+        before: Saver | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._manager, self._config, self._provenance, self._replica = manager, config, provenance, replica
         self._sharing, self._generation, self._now = sharing, generation, now
-        self._last_s = now()
+        self._last_s: float = now() if before is None else before._last_s
+        self._kept_s: float | None = None  # when a state was last kept in memory
         self._is_prepared = False
+        self._has_said_too_large = False
         self._underway: tuple[int, list[str]] | None = None  # step and kinds; the same on all ranks
         self._result: SaveResult | None = None  # of the save under way in this rank's directory, once it is known
         self._hook = replica.optimizer.register_step_pre_hook(self._before_update)
+        self.is_owing = False  # a checkpoint, because the one that was due before was given up
         self.last_step = 0  # the newest step that some directory group has committed, or that was resumed from
         self.last_error: str | None = None  # of the last save into the directory of this rank
-        self.failures: list[tuple[int, str]] = []  # step and reason of each save that failed there
+        #: step and reason of each save that failed there
+        self.failures: list[tuple[int, str]] = [] if before is None else before.failures
+
+    @property
+    def owes(self) -> bool:
+        """A save was under way when the generation ended, and what became of it nobody knows."""
+        return self._underway is not None or self.is_owing
 
     def is_overdue(self) -> bool:
         """Rank zero's clock: --persistent-time-interval has passed since the last save, which is over."""
         interval = self._config.persistent_time_interval
         is_free = self._underway is None and not self._config.no_save
+        if self.is_owing and is_free:
+            return True
         return bool(interval) and is_free and self._now() - self._last_s >= interval
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """The nonces of the commits that the state follows, as far as this rank knows."""
+        return self._manager.known
+
+    def settle(self) -> None:
+        """Return when nothing of the state is being copied. Any rank, alone."""
+        self._manager.settle()
+
+    def is_keep_due(self, step: int) -> bool:
+        """Rank zero: the state after this step should stay in memory, by --memory-interval-updates."""
+        every = self._config.memory_interval_updates
+        if not self._manager.keeps_states:
+            return False
+        if self._kept_s is None:
+            return True
+        if every > 0:
+            return step % every == 0
+        return self._now() - self._kept_s >= max(_LEAST_KEEPING_S, _KEEPING_SHARE * self._manager.keeping_s)
+
+    def is_sealed(self) -> bool:
+        """Whether the newest state in memory would be believed after the death of this rank."""
+        return self._manager.is_sealed
 
     def is_writing(self) -> bool:
         """Whether this rank still writes its part of the save under way."""
@@ -129,11 +173,16 @@ class Saver:
 
         A small one is prepared in a moment, and many short runs never save but at their end.
         """
-        if not self._is_prepared and not self._config.no_save and self._replica.state_bytes() >= _LARGE_BYTES:
+        is_wanted = self._config.memory_interval_updates > 0 or self._replica.state_bytes() >= _LARGE_BYTES
+        if not self._is_prepared and not self._config.no_save and is_wanted:
             self._prepare(self._content()[0])
 
-    def save(self, state: TrainingState, *, nonce: int, kinds: list[str], is_last: bool) -> list[Saved]:
+    def save(
+        self, state: TrainingState, *, nonce: int, kinds: list[str], is_last: bool, rows: Rows = ()
+    ) -> list[Saved]:
         """Begin to write the state into every run directory, once an earlier save is over; collective.
+
+        `rows` are the last ones of `metrics.jsonl`: whoever goes on from the state may find that file without them.
 
         Gives the saves that are over now: with `is_last` this one too. A failure of this rank's one is in its result.
         """
@@ -141,17 +190,39 @@ class Saver:
         tensors, numbers = self._content()
         if not is_last and not self._is_prepared:
             self._prepare(tensors)
-        step = state.position.step - 1
-        identity = Identity(step=step, generation=self._generation, lineage=str(state.lineage))
+        identity, step = self._identity(state), state.position.step - 1
         self._lend_patience()
-        self._underway, self._result = (step, kinds), None
+        self._underway, self._result, self.is_owing = (step, kinds), None, False
         result = self._manager.begin(
-            tensors, describe(state, self._provenance, numbers), identity=identity, nonce=nonce, kinds=kinds,
+            tensors, describe(state, self._provenance, numbers, rows), identity=identity, nonce=nonce, kinds=kinds,
             at_once=self._replica.changed_by_forward(),
         )  # fmt: skip
+        faults.point("snapshot")
         self._last_s = self._now()
         over += self._take(result)
         return over + self.finish() if is_last else over
+
+    def keep(self, state: TrainingState, *, nonce: int, rows: Rows = ()) -> None:
+        """Copy the state to the memory of the nodes, where it outlives a kill; once all ranks were sealed. Collective.
+
+        A directory group that has no room for it does nothing.
+        """
+        self._kept_s = self._now()
+        if not self._manager.keeps_states:
+            return
+        self._lend_patience()
+        tensors, numbers = self._content()
+        is_kept = self._manager.keep(
+            tensors, describe(state, self._provenance, numbers, rows), identity=self._identity(state), nonce=nonce,
+            at_once=self._replica.changed_by_forward(),
+        )  # fmt: skip
+        faults.point("snapshot")
+        if not is_kept and not self._manager.is_underway and not self._has_said_too_large:
+            self._has_said_too_large = True
+            logger.info("too many numbers besides tensors for a state in memory: a kill costs the steps since a save")
+
+    def _identity(self, state: TrainingState) -> Identity:
+        return Identity(step=state.position.step - 1, generation=self._generation, lineage=str(state.lineage))
 
     def go_on(self, *, is_anyone_writing: bool) -> list[Saved]:
         """After each step: one event further with the save under way, unless a rank still writes. Collective."""
@@ -167,10 +238,14 @@ class Saver:
         self._lend_patience()
         return self._take(self._manager.finish() if self._manager.is_underway else None)
 
-    def close(self) -> None:
-        """Give memory and processes back; the writers finish what is under way, if they can."""
+    def close(self, *, has_failed: bool = False, is_hasty: bool = False) -> None:
+        """Give memory and processes back. The writers finish what is under way, if they can; `is_hasty` waits for none,
+        and those that depend on another rank's are ended.
+
+        With `has_failed` the newest state stays in memory, and the next start of the run finds it there.
+        """
         self._hook.remove()
-        self._manager.close()
+        self._manager.close(has_failed=has_failed, is_hasty=is_hasty)
 
     def _take(self, result: SaveResult | None) -> list[Saved]:
         """The save under way, if it is over in every directory now; `result`: it just ended in this one. Collective."""
@@ -207,7 +282,12 @@ class Saver:
         refusal = self._manager.prepare(tensors)
         if refusal is None:
             memory_mb = self._manager.node_memory_bytes / 1e6
-            logger.info("checkpoints wait in %.1f MB of this node's shared memory until they are written", memory_mb)
+            logger.info(
+                "checkpoints wait in %.1f MB of this node's shared memory until they are written%s", memory_mb,
+                ", and the newest state stays there for a restart after a kill" if self._manager.keeps_states else "",
+            )  # fmt: skip
+            if self._config.memory_interval_updates and not self._manager.keeps_states:
+                logger.info("there is no room for a second state in memory: after a kill the run goes on from the disk")
         elif self._config.memory_buffer_bytes() == 0:
             logger.info("training waits while a checkpoint is written: --memory-buffer-size 0")
         elif self._sharing.is_writer:
@@ -220,23 +300,27 @@ class Saver:
     def _before_update(self, *_: Any) -> None:
         self._manager.settle()
 
-    def keep(self, received: Loaded | None) -> None:
-        """Write a checkpoint that came from another directory into this one; None: nothing came. Collective.
+    def adopt(self, received: Loaded | None, *, step: int) -> None:
+        """Write what this run goes on from, the state of `step`, into this directory where it lacks it. Collective.
 
-        The copy has the name of the original, unless something damaged stands there. A failure is only a warning: the
-        next save makes up for it.
+        It came from another directory, or from memory; None: it is there. The copy has the name of the original, unless
+        something damaged stands there. A failure is only a warning: the next save makes up for it, soon.
         """
+        is_there = received is None
         if received is not None and not self._config.no_save:
             self._lend_patience()
-            step = received.identity.step
             for nonce in (received.nonce, received.nonce ^ 1):
                 result = self._manager.save(
                     received.tensors, received.state, identity=received.identity, nonce=nonce, kinds=received.kinds
                 )
                 if result.ok:
                     logger.info("step %d, which this directory lacked, is in %s now", step, result.path)
+                    is_there = True
                     break
-        self._sharing.gather([0])  # the others wait here, patiently
+            if not is_there:
+                self._last_s = -math.inf
+        if self._sharing.gather([is_there])[:, 0].any():  # the others wait here, patiently
+            self.last_step = step
 
     def _lend_patience(self) -> None:
         """A directory group of its own waits as long as the group of all ranks does now."""
@@ -249,7 +333,7 @@ def draw_nonce() -> int:
 
 
 def describe(
-    state: TrainingState, provenance: Provenance, optimizer_numbers: Mapping[str, Any] | None
+    state: TrainingState, provenance: Provenance, optimizer_numbers: Mapping[str, Any] | None, rows: Rows = ()
 ) -> dict[str, Any]:
     """The content of `state.json`; `optimizer_numbers` is None where the optimizer's state is left out."""
     return {
@@ -272,13 +356,15 @@ def describe(
         "curriculum": provenance.curriculum,
         "precision": provenance.precision,
         "unit_size": provenance.unit_size,
-        "global_batch": {
-            "samples": provenance.batch.samples,
-            "tokens": provenance.batch.tokens,
-            "update_freq": list(provenance.batch.update_freq),
-        },
+        "global_batch": batch_record(provenance.batch),
+        "rows": [jsonable(row) for row in rows],
         "optimizer_numbers": None if optimizer_numbers is None else dict(optimizer_numbers),
     }
+
+
+def batch_record(batch: GlobalBatch) -> dict[str, Any]:
+    """As JSON has it."""
+    return {"samples": batch.samples, "tokens": batch.tokens, "update_freq": list(batch.update_freq)}
 
 
 def saved_batch(saved: Mapping[str, Any]) -> GlobalBatch:

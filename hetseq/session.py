@@ -8,81 +8,147 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hetseq import probe, registry
+from hetseq import registry
+from hetseq.balance import complete_costs
 from hetseq.boundary import RunBoundary, StatusFiles
 from hetseq.buffers import BufferKeeper
+from hetseq.capacity import Cost
 from hetseq.comm import AnyGroup
 from hetseq.commit import Wish
 from hetseq.config import CheckpointConfig, Config, DataConfig, ValidationConfig
-from hetseq.controller import Controller, TrainingState
+from hetseq.controller import Controller, Halt, TrainingState
 from hetseq.device_memo import DeviceMemo
-from hetseq.errors import ConfigError, MissingSplitError
-from hetseq.loader import Source, StepLoader, base_order, place_on, seed_everything
+from hetseq.errors import ConfigError, DisagreementError
+from hetseq.loader import StepLoader
+from hetseq.material import Material
+from hetseq.membership import Update
 from hetseq.memory import in_use_bytes, limit_bytes
 from hetseq.metrics import Metrics
 from hetseq.micro_batches import MicroBatchSizes
 from hetseq.optim import parameter_groups
-from hetseq.pace import FixedPace, MeasuredPace, Pace, assigner_by
-from hetseq.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planner, steps_in_epoch
+from hetseq.pace import FixedPace, MeasuredPace, Pace, assigner, assigner_by
+from hetseq.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
+from hetseq.planning import make_validators, planner_of
 from hetseq.reduction import GradientReducer
-from hetseq.replica import Replica, check_model, trained_parameters
+from hetseq.replica import Replica, trained_parameters
 from hetseq.replica_check import ReplicaCheck, ReplicasDiffer, kind_of
-from hetseq.resuming import begin_from, choose_checkpoint, open_checkpoints, resume
+from hetseq.resuming import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory
 from hetseq.saving import Provenance, Saver
 from hetseq.share import ShareComputer
 from hetseq.sharing import Sharing, everything_shared, send_tensor
-from hetseq.task import Task, build_model, collater_of, counts_of, lengths_of, load_split, make_task
+from hetseq.succession import Carried, Due, Inherited, Succession, hand_over
 from hetseq.throttle import Throttle
 from hetseq.validation import Validator
 
 logger = logging.getLogger(__name__)
 
 _START_DEADLINE_S = 1800.0  # data may take minutes to read; a rank that dies meanwhile is seen by its launcher
-_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+_NEXT_DEADLINE_S = 120.0  # for ranks that have everything but the state
+_SLOWEST_NETWORK = 5e6  # bytes per second
 _MIB = 1 << 20
 
 
 @dataclass
 class Session:
-    """A rank that is ready to train."""
+    """A rank that is ready to train in one generation of its run."""
 
     controller: Controller
     saver: Saver
     status: StatusFiles
     boundary: RunBoundary
+    _provenance: Provenance
+    _metrics: Metrics
+    _is_last: bool = False  # nothing is trained in this generation
+    _due: Due | None = None  # left over from the generation before
+    _is_trusted: bool = True  # all ranks hold the same state
+    _is_open: bool = True
 
     @property
     def last_step(self) -> int:
         return self.controller.state.position.step - 1
 
-    def train(self) -> bool:
-        """To the end (True), or until a rank was asked to stop (False). Collective; raises what ended it on all ranks.
+    def train(self) -> Halt:
+        """To the end, or until a rank wishes for something else. Collective; raises what ended it on all ranks.
 
         Where replicas differ, a checkpoint under way is waited for: it was begun when they were equal.
         """
         try:
-            has_ended = self.controller.fit()
-        except ReplicasDiffer:
-            self.boundary.finish()
+            self._make_up()
+            halt = self._stop_here() if self._is_last else self.controller.fit()
+        except (ReplicasDiffer, DisagreementError) as error:
+            self._is_trusted = False
+            if isinstance(error, ReplicasDiffer):
+                self.boundary.finish()
             raise
-        self.status.write(0.0, force=True, step=self.last_step, state="done" if has_ended else "stopped")
-        return has_ended
+        if halt is not Halt.CHANGING:
+            word = {Halt.ENDED: "done", Halt.STOPPED: "stopped", Halt.LEAVING: "gone"}[halt]
+            self.status.write(0.0, force=True, step=self.last_step, state=word)
+        return halt
 
-    def close(self) -> None:
-        self.saver.close()
+    def _make_up(self) -> None:
+        """Whatever followed from the last step, and was interrupted."""
+        if self._due is not None:
+            controller = self.controller
+            with controller.patience_for(samples=0):
+                self.boundary.make_up(controller, self._due, ends_run=controller.has_ended())
+            self._due = None
+
+    def _stop_here(self) -> Halt:
+        """Save the state as it is: too few ranks are left to go on."""
+        if self.controller.has_ended():
+            return Halt.ENDED
+        self.boundary.save_now(self.controller)
+        return Halt.STOPPED
+
+    def carry(self, last: Update | None) -> Carried:
+        """What is kept for the next generation, once this one is over; `last` is the update that made its base.
+
+        The session is closed by it.
+        """
+        controller, unsettled = self.controller, self.controller.unsettled
+        controller.catch_up(last)
+        due = self._due
+        if controller.unsettled is not None:
+            due = self.boundary.due(controller, controller.unsettled)
+            if controller.unsettled is not unsettled:
+                self._metrics.step(due.row)
+        carried = Carried(
+            controller.replica.optimizer, controller.state, self._provenance, self.saver, controller.pace.meter, due,
+            self._metrics.last_rows(),
+        )  # fmt: skip
+        self.close()
+        return carried
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        # else what was trained is in files now; parts of states that differ are nothing to go on from
+        self.close(has_failed=self._is_trusted and (kind is not None or self.saver.last_error is not None))
+
+    def suspend(self) -> None:
+        """The generation is over: end what works beside the training thread. The model stays as it is."""
+        self.saver.close(is_hasty=True)
         self.controller.loader.close()
-        self.controller.replica.reducer.close()
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Give everything back but model and optimizer; may be called twice."""
+        if self._is_open:
+            self._is_open = False
+            self.saver.close(has_failed=has_failed)
+            self.controller.loader.close()
+            self.controller.replica.reducer.close()
 
 
 def build_session(
@@ -94,38 +160,60 @@ def build_session(
     metrics: Metrics,
     wish: Callable[[], Wish] = lambda: Wish.NONE,
     sharing: Sharing | None = None,
+    slots: tuple[int, ...] | None = None,
+    succession: Succession | None = None,
 ) -> Session:
     """Build what one rank needs; collective. Raises HetSeqError for whatever cannot be meant or read.
 
-    `sharing` says which ranks use `directory` together with this one (default: all of them).
+    `sharing` says which ranks use `directory` together with this one (default: all of them), `slots` what each rank is
+    called (default: by its number). With a `succession` the state comes from the generation before, else from the
+    newest checkpoint if there is one.
     """
     device, sharing = material.device, sharing or everything_shared(group)
-    with _patience(group), _patience(sharing.group):
-        replica = _build_replica(config, material, group)
-        weights_of_ranks = _weights_of_ranks(config, group.world_size)
+    slots = slots or tuple(range(group.world_size))
+    carried, is_first = succession.carried if succession else None, succession is None
+    with ExitStack() as undo, _patience(group, is_first, material), _patience(sharing.group, is_first, material):
+        replica = _build_replica(config, material, group, carried.optimizer if carried else None)
+        undo.callback(replica.reducer.close)
+        weights_of_ranks = _weights_of_ranks(config, slots)
         validators = make_validators(config, material)
         _check_best_metric(config.validation, validators, material)
 
-        manager = open_checkpoints(config.checkpoint, directory, sharing.group)
         asked = global_batch(config.data, group)
-        provenance = _provenance(config, material, replica, asked)
-        beginning, state = choose_checkpoint(manager, config.checkpoint, directory, sharing), TrainingState()
-        is_explicit = config.data.global_batch_size is not None
-        if beginning is not None:
-            state, provenance = resume(beginning, config.checkpoint, replica, provenance, is_explicit_batch=is_explicit)
-        if beginning is None or (config.checkpoint.reset_dataloader and provenance.batch == asked):
-            _check_batch_of_join(config, is_explicit=is_explicit)
-        if beginning is None:
-            _begin_alike(material.model, group)
-        _override(replica.optimizer, config.checkpoint)
+        provenance = carried.provenance if carried else _provenance(config, material, replica, asked)
+        inherited: Inherited | None = None
+        beginning: Beginning | None = None
+        if succession is not None:
+            inherited = hand_over(succession, replica, provenance, sharing)
+            provenance, state = inherited.provenance, inherited.state
+            manager = open_checkpoints(config.checkpoint, directory, sharing.group, known=inherited.known)
+        else:
+            manager = open_checkpoints(config.checkpoint, directory, sharing.group)
+            is_explicit, state = config.data.global_batch_size is not None, TrainingState()
+            target = Target(replica, provenance, is_explicit)
+            beginning = choose_checkpoint(manager, config.checkpoint, directory, sharing, target)
+            if beginning is not None:
+                state, provenance = resume(
+                    beginning, config.checkpoint, replica, provenance, is_explicit_batch=is_explicit
+                )  # fmt: skip
+            if beginning is None or (config.checkpoint.reset_dataloader and provenance.batch == asked):
+                _check_batch_of_join(config, is_explicit=is_explicit)
+            if beginning is None:
+                _begin_alike(material.model, group)
+            _override(replica.optimizer, config.checkpoint)
         saver = Saver(
-            manager, config.checkpoint, provenance, replica, sharing=sharing, generation=group.generation
+            manager, config.checkpoint, provenance, replica, sharing=sharing, generation=group.generation,
+            before=carried.saver if carried else None,
         )  # fmt: skip
+        undo.callback(saver.close)
 
-        planner = _planner(config, material.train, provenance.batch, assigner_by(weights_of_ranks))
-        sizes = _micro_batch_sizes(config.data, device, DeviceMemo(directory, device))
         is_balanced = config.distributed.balance == "auto" and group.world_size > 1
-        is_first_measured = (is_balanced or sizes.is_learning) and not sizes.is_fixed
+        costs = tuple(Cost(*cost) if cost else None for cost in succession.record.costs) if succession else ()
+        table = complete_costs(costs) if is_balanced else None
+        assign = assigner(table) if table is not None else assigner_by(weights_of_ranks)
+        planner = planner_of(config, material.train, provenance.batch, assign)
+        sizes = _micro_batch_sizes(config.data, device, DeviceMemo(directory, device))
+        is_first_measured = (is_balanced or sizes.is_learning) and not sizes.is_fixed and carried is None
         if _batch_norms(material.model):
             is_first_measured = False  # which fails on a micro-batch of one sample
         loader = StepLoader(
@@ -133,22 +221,27 @@ def build_session(
             first_cap=sizes.first() if is_first_measured else None,
             num_workers=_num_workers(config.data.num_workers, device),
         )  # fmt: skip
-        status = StatusFiles(directory, sharing, device=str(device))
+        undo.callback(loader.close)
+        status = StatusFiles(directory, sharing, device=str(device), slots=slots)
         replicas = _replica_check(config, replica, group, metrics, device)
         boundary = RunBoundary(
             config=config.validation, validators=validators, saver=saver, metrics=metrics, status=status,
             replicas=replicas,
         )  # fmt: skip
         weights = tuple(float(material.task.term_weights.get(term, 1.0)) for term in material.terms)
+        own_slot = slots[group.rank]
         computer = ShareComputer(
             material.task, replica, terms=material.terms, weights=weights, seed=config.task.seed, sizes=sizes,
-            device=device, name=f"rank {group.rank} on {socket.gethostname()}",
-            throttle=Throttle(config.distributed.throttle_factors().get(group.rank, 1.0)),
+            device=device, name=f"rank {own_slot} on {socket.gethostname()}",
+            throttle=Throttle(config.distributed.throttle_factors().get(own_slot, 1.0)),
         )  # fmt: skip
-        at_once = functools.partial(_most_work_at_once, planner, sizes)
-        pace: Pace = FixedPace(weights_of_ranks, micro_batch=at_once)
+        at_once, meter = functools.partial(_most_work_at_once, planner, sizes), carried.meter if carried else None
+        pace: Pace = FixedPace(weights_of_ranks, meter=meter, micro_batch=at_once)
         if is_balanced:
-            pace = MeasuredPace(planner, loader, rank=group.rank, world_size=group.world_size, micro_batch=at_once)
+            pace = MeasuredPace(
+                planner, loader, rank=group.rank, world_size=group.world_size, meter=meter, costs=costs,
+                micro_batch=at_once,
+            )  # fmt: skip
         controller = Controller(
             computer=computer, group=group, planner=planner, loader=loader, pace=pace, schedule=_schedule(config),
             config=config.optimization, boundary=boundary, terms=material.terms, weights=weights, state=state,
@@ -157,14 +250,21 @@ def build_session(
         # Only now, when nothing is left to refuse, does the run directory learn of this start.
         if beginning is not None:
             begin_from(beginning, directory, saver, sharing, metrics=metrics)
-        if replicas is not None:
+        if inherited is not None:
+            saver.last_step, saver.is_owing = inherited.last_saved, inherited.owes
+            metrics.complete(inherited.rows)
+        if replicas is not None and is_first:
             replicas.check(state.position.step - 1, (1,) * group.world_size)
+        undo.pop_all()
     metrics.set_total(_total_steps(config, len(material.train), provenance.batch))
-    status.write(0.0, force=True, step=state.position.step - 1, state="start")
-    _say_what_runs(controller, material)
-    if config.data.unit_size is None:
+    status.write(0.0, force=True, step=state.position.step - 1, state="start" if is_first else "train")
+    if is_first or carried is None:
+        _say_what_runs(controller, material)
+    if config.data.unit_size is None and is_first:
         _warn_of_batch_norm(controller)
-    return Session(controller, saver, status, boundary)
+    is_last = succession is not None and succession.record.is_last
+    due = inherited.due if inherited is not None else None
+    return Session(controller, saver, status, boundary, provenance, metrics, is_last, due)
 
 
 def _replica_check(
@@ -177,80 +277,36 @@ def _replica_check(
     return ReplicaCheck(replica, group, metrics, every=every, kind=kind_of(device))
 
 
-@dataclass(frozen=True)
-class Material:
-    """The user's part of a run on this rank."""
-
-    task: Task
-    train: Any
-    valid: dict[str, Any]  # by split
-    model: torch.nn.Module
-    terms: tuple[str, ...]
-    place: Callable[[Any], Any]
-    seed: int
-    device: torch.device
-
-    def source(self, dataset: Any) -> Source:
-        def count(sample: Any, size: int) -> tuple[float, ...]:
-            counts = counts_of(self.task, sample, size)
-            if set(counts) != set(self.terms):
-                raise probe.changed_terms(self.task, counts, self.terms)
-            return tuple(counts[term] for term in self.terms)
-
-        collate = collater_of(self.task, dataset)
-        return Source(dataset, collate, count, self.place, len(self.terms), self.seed, self.device.type == "cuda")
-
-
-def load_material(config: Config, device: torch.device, task: Task | None = None) -> Material:
-    """The task, its data and its model for this rank; every rank calls it, without a collective. Raises HetSeqError."""
-    dtype, seed = _DTYPES[config.optimization.precision], config.task.seed
-    task = task or make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
-    train = load_split(task, config.data.train_subset)
-    valid = {} if config.validation.disable_validation else _validation_splits(task, config.data)
-    place = place_on(device, dtype)
-    collate = collater_of(task, train)
-    terms = probe.find_terms(task, train, collate)
-    seed_everything(seed)
-    model = build_model(task)
-    check_model(model)
-    model.to(device, dtype)
-    probe.check_loss(task, model, train, collate=collate, place=place, terms=terms, seed=seed)
-    return Material(task, train, valid, model, terms, place, seed, device)
-
-
-def _validation_splits(task: Task, config: DataConfig) -> dict[str, Any]:
-    """The splits of --valid-subset; the default one may be absent, a given one may not."""
-    splits = {}
-    for name in config.valid_subsets:
-        try:
-            splits[name] = load_split(task, name)
-        except MissingSplitError as error:
-            if config.valid_subset != DataConfig.valid_subset:
-                raise
-            logger.info("no validation: the data have no split %r (%s)", name, error)
-    return splits
-
-
-def _build_replica(config: Config, material: Material, group: AnyGroup) -> Replica:
+def _build_replica(
+    config: Config, material: Material, group: AnyGroup, optimizer: torch.optim.Optimizer | None = None
+) -> Replica:
+    """The replica of this rank; with the `optimizer` of the generation before, if this rank has one."""
     parameters = [parameter for _, parameter in trained_parameters(material.model)]
     if not parameters:
         raise ConfigError(
             f"the model of {type(material.task).__name__} has no parameter to train: expected at least one"
         )
-    groups = parameter_groups(material.model, config.optimization)
-    optimizer = material.task.build_optimizer(groups)
     if optimizer is None:
-        build = registry.find_optimizer(config.optimization.optimizer)
-        optimizer = build(groups, config.optimization, config.extras.get("optimizer"))
+        groups = parameter_groups(material.model, config.optimization)
+        optimizer = material.task.build_optimizer(groups)
+        if optimizer is None:
+            build = registry.find_optimizer(config.optimization.optimizer)
+            optimizer = build(groups, config.optimization, config.extras.get("optimizer"))
     bucket_bytes = int(config.distributed.bucket_cap_mb * _MIB)
     reducer = GradientReducer(parameters, group, bucket_bytes=bucket_bytes)
     return Replica(material.model, optimizer, reducer, BufferKeeper(material.model, group))
 
 
-def _weights_of_ranks(config: Config, world_size: int) -> tuple[float, ...]:
-    """What shares are in proportion to: the fixed weights, or equal ones, which `auto` begins with."""
-    config.distributed.check_world(world_size)
-    return config.distributed.balance_weights() or (1.0,) * world_size
+def _weights_of_ranks(config: Config, slots: Sequence[int]) -> tuple[float, ...]:
+    """What shares are in proportion to: the fixed weights of these slots, or equal ones, which `auto` begins with.
+
+    A slot that the weights do not name has the mean of those that they do.
+    """
+    named = config.distributed.balance_weights()
+    if named is None:
+        return (1.0,) * len(slots)
+    weights = [named[slot] if slot < len(named) else math.fsum(named) / len(named) for slot in slots]
+    return tuple(weights) if sum(weights) > 0 else (1.0,) * len(slots)
 
 
 def global_batch(config: DataConfig, group: AnyGroup) -> GlobalBatch:
@@ -338,69 +394,8 @@ def _override(optimizer: torch.optim.Optimizer, config: CheckpointConfig) -> Non
         group.update(overrides)
 
 
-def _planner(config: Config, dataset: Any, batch: GlobalBatch, assign: Assign) -> Planner:
-    counts_tokens = config.data.max_tokens or batch.tokens
-    lengths = _needed_lengths(dataset, "use --max-sentences") if counts_tokens else None
-    _check_longest(dataset, config.data.max_tokens)
-    return Planner(
-        len(dataset), config.task.seed, batch, assign, config.data.curriculum, lengths, config.data.unit_size or 1
-    )
-
-
-def _check_longest(dataset: Any, max_tokens: int | None) -> None:
-    """Raise ConfigError for a sample that is longer than a micro-batch of this node may be.
-
-    Only where the lengths are at hand; asking a data set for each would take as long as reading it.
-    """
-    if max_tokens is None or not hasattr(dataset, "lengths"):
-        return
-    lengths = np.asarray(dataset.lengths)
-    longest = int(lengths.argmax())
-    if lengths[longest] > max_tokens:
-        raise ConfigError(
-            f"--max-tokens {max_tokens} does not hold sample {longest} of the training data, which has"
-            f" {lengths[longest]} tokens: give at least so many, or shorten the samples"
-        )
-
-
-def _needed_lengths(dataset: Any, remedy: str) -> Lengths:
-    """The lengths of a data set whose batches are counted in tokens. Raises ConfigError where it has none."""
-    lengths = _lengths_by_place(dataset)
-    if lengths is None:
-        raise ConfigError(
-            f"--max-tokens needs the length of every sample, but {type(dataset).__name__} has neither `lengths` nor"
-            f" `num_tokens(index)`: give it one of them, or {remedy}"
-        )
-    return lengths
-
-
-def _lengths_by_place(dataset: Any) -> Lengths | None:
-    """Tokens of samples by their place in the data set's listed order, which is what a plan knows of them."""
-    lengths, base = lengths_of(dataset), base_order(dataset)
-    if lengths is None or base is None:
-        return lengths
-    return lambda places: lengths(base[places])
-
-
 def _num_workers(asked: int, device: torch.device) -> int:
     return asked if asked >= 0 else 2 if device.type == "cuda" else 0
-
-
-def make_validators(config: Config, material: Material) -> list[Validator]:
-    """One validator per validation split, in the order of --valid-subset."""
-    samples = config.validation.max_sentences_valid or config.data.max_sentences
-    tokens = config.validation.max_tokens_valid or config.data.max_tokens
-    if not samples and not tokens:
-        samples = config.data.global_batch_size
-    weights = tuple(float(material.task.term_weights.get(term, 1.0)) for term in material.terms)
-    validators = []
-    for name, dataset in material.valid.items():
-        lengths = _lengths_by_place(dataset) if tokens and samples else None
-        if tokens and not samples:
-            lengths = _needed_lengths(dataset, "add --max-sentences-valid")
-        cap = MicroBatchCap(samples, tokens if lengths is not None else None)
-        validators.append(Validator(name, material.source(dataset), cap, lengths, material.terms, weights))
-    return validators
 
 
 def _check_best_metric(config: ValidationConfig, validators: list[Validator], material: Material) -> None:
@@ -466,8 +461,11 @@ def _warn_of_batch_norm(controller: Controller) -> None:
 
 
 @contextmanager
-def _patience(group: AnyGroup) -> Iterator[None]:
-    before, group.deadline_s = group.deadline_s, _START_DEADLINE_S
+def _patience(group: AnyGroup, is_first: bool, material: Material) -> Iterator[None]:
+    """Wait for peers that read data, or send the state."""
+    size = sum(parameter.numel() * parameter.element_size() for parameter in material.model.parameters())
+    deadline_s = _START_DEADLINE_S if is_first else _NEXT_DEADLINE_S + 3 * size / _SLOWEST_NETWORK
+    before, group.deadline_s = group.deadline_s, deadline_s
     try:
         yield
     finally:

@@ -16,7 +16,8 @@ import torch
 
 from hetseq import memory
 from hetseq.errors import DeviceMemoryError
-from hetseq.loader import MicroBatch, StepData, seed_everything
+from hetseq.fetching import seed_everything
+from hetseq.loader import MicroBatch, StepData
 from hetseq.micro_batches import MicroBatchSizes
 from hetseq.plan import MicroBatchCap, derive_seed
 from hetseq.replica import Replica

@@ -69,6 +69,19 @@ def free_connections(port: int) -> None:
                 connection.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
+def cut(doors: Collection[tuple[str, int]]) -> None:
+    """Shut the connections of this process that came in at one of these doors (address, port), or that lead to one.
+
+    Whoever reads from them, here or at the other end, sees their end.
+    """
+    for _, connection in _sockets():
+        with connection, contextlib.suppress(OSError):
+            if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                continue
+            if _name(connection) in doors or _name(connection, of_peer=True) in doors:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
 def _program(addresses: Collection[str]) -> bytes:
     """A filter that passes what one of the addresses has sent; of one socket all are of one kind."""
     program = []
@@ -99,6 +112,6 @@ def _sockets() -> Iterator[tuple[int, socket.socket]]:
             handle.close()
 
 
-def _name(open_socket: socket.socket) -> tuple[str, int]:
-    address, port = open_socket.getsockname()[:2]
+def _name(open_socket: socket.socket, *, of_peer: bool = False) -> tuple[str, int]:
+    address, port = (open_socket.getpeername() if of_peer else open_socket.getsockname())[:2]
     return str(address), int(port)

@@ -1,26 +1,22 @@
-"""The life of one rank's process: load, agree with its peers, connect, build, train, and say how it ended.
+"""The life of one rank's process: load, agree with its peers, then generation after generation connect, build, train.
 
-A worker is started by the launcher and ends with it. They speak JSON over a pipe (`Line`): the worker presents what its
-ranks must agree on and waits for `go`, asks for what its peers have put into the run's store, says `ready` before its
-first step, and sends one `end` with its exit code and, if something went wrong, the reason. It always leaves by
-`os._exit`: after a lost peer the transport's destructors may abort the process, which would look like a second failure.
+A worker is started by the launcher and ends with it. They speak JSON over a pipe (`line.Line`): the worker presents
+what its ranks must agree on and waits for `go`, asks for what its peers have put into the run's store, says `ready`
+before its first step, and sends one `end` with its exit code and, if something went wrong, the reason. When it has lost
+a peer it reports what it holds, and goes on as the record of the next generation says. It always leaves by `os._exit`:
+after a lost peer the transport's destructors may abort the process, which would look like a second failure.
 """
 
 from __future__ import annotations
 
-import base64
-import contextlib
-import json
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,9 +25,11 @@ from typing import Any
 
 import torch
 
+from hetseq import faults
 from hetseq.comm import AnyGroup, LocalGroup, Meeting, connect
 from hetseq.commit import Wish
 from hetseq.config import CheckpointConfig, Config
+from hetseq.controller import Halt
 from hetseq.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -43,68 +41,26 @@ from hetseq.errors import (
     TaskError,
 )
 from hetseq.fingerprint import rank_fields
+from hetseq.line import Alone, Line
+from hetseq.material import load_material
+from hetseq.membership import Record, Report
+from hetseq.memory import is_exhausted
 from hetseq.metrics import Metrics
 from hetseq.options import with_own_options
-from hetseq.placement import Placement
+from hetseq.placement import Crew, Placement
 from hetseq.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_with_pipe, keep_freed_memory
+from hetseq.rank_output import RankOutput
 from hetseq.replica_check import ReplicasDiffer
-from hetseq.run_directory import RunDirectory, open_appending
+from hetseq.run_directory import RunDirectory
 from hetseq.saving import Saver
-from hetseq.session import Session, build_session, load_material
-from hetseq.sharing import everything_shared, share
+from hetseq.session import Session, build_session
+from hetseq.sharing import Sharing, everything_shared, share
+from hetseq.succession import Carried, Succession
 
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 120.0  # all have loaded by then and connect within seconds; launchers see one that dies
-_GO_TIMEOUT_S = 3600.0  # the head waits half as long for the slowest rank to load
-
-
-class Line:
-    """A worker's end of the pipe to its launcher; also the store over which ranks find each other."""
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def send(self, kind: str, **facts: Any) -> None:
-        self._connection.send_bytes(json.dumps({"kind": kind, **facts}).encode())
-
-    def present(self, fields: Mapping[str, str]) -> None:
-        """Show what this rank would train; returns when all ranks have shown the same. Raises RendezvousError."""
-        self.send("present", fields=dict(fields))
-        self._await("go", _GO_TIMEOUT_S, "the other ranks to have loaded their data")
-
-    def ready(self) -> None:
-        self.send("ready")
-
-    def set(self, key: str, value: bytes) -> None:
-        self.send("set", key=key, value=base64.b64encode(value).decode())
-
-    def get(self, key: str, timeout_s: float) -> bytes:
-        self.send("get", key=key)
-        return base64.b64decode(self._await("value", timeout_s, f"a peer ({key})")["value"])
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def _await(self, kind: str, timeout_s: float, what: str) -> dict[str, Any]:
-        if not self._connection.poll(timeout_s):
-            raise RendezvousError(f"waited {timeout_s:.0f} s for {what}")
-        try:
-            record: dict[str, Any] = json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            raise RendezvousError("the launcher of this rank is gone") from None
-        assert record["kind"] == kind, record
-        return record
-
-
-class Alone:
-    """In place of a Line where the only rank runs without a launcher; `on_ready` is what a launcher would do then."""
-
-    def __init__(self, on_ready: Callable[[], None]) -> None:
-        self.ready = on_ready
-
-    def present(self, fields: Mapping[str, str]) -> None:
-        pass
+_RECONNECT_TIMEOUT_S = 20.0  # ranks that were told to in the same moment
 
 
 class StopRequest:
@@ -114,14 +70,21 @@ class StopRequest:
         self.is_set = False
         self._has_launcher = has_launcher
         self._first_s = 0.0
+        self._has_told = False
 
     def install(self) -> None:
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the fork server holds them back, see launch
 
-    def wish(self) -> Wish:
-        return Wish.STOP if self.is_set else Wish.NONE
+    def wish(self, line: Line | Alone) -> Wish:
+        """What this rank asks of the run. Its launcher is told, who knows whether others were asked as well."""
+        if isinstance(line, Alone):
+            return Wish.LEAVE if self.is_set else Wish.NONE
+        if self.is_set and not self._has_told:
+            self._has_told = True
+            line.send("leave")
+        return line.wish()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.is_set and not self._has_launcher and time.monotonic() - self._first_s > ECHO_S:
@@ -166,60 +129,232 @@ def run_worker(
 
     It says `line.ready` before the first step, when nothing is left that this rank could refuse.
     """
-    is_ready = False
+    life: _Life | None = None
     with ExitStack() as closing:
         try:
-            config = with_own_options(config, own or {})
-            build = _start(config, directory, placement, stop, line, closing)
-            gone_back_to = 0
-            while True:
-                with contextlib.closing(build(config)) as session:
-                    if not is_ready:
-                        line.ready()
-                        is_ready = True
-                    try:
-                        return _train(session)
-                    except ReplicasDiffer as error:
-                        gone_back_to = _newest_to_go_back_to(session, error, gone_back_to)
-                del session  # its tensors, before there are others
-                config = _as_for_a_restart(config)
+            life = _Life(with_own_options(config, own or {}), directory, placement, stop, line, closing)
+            return life.run()
         except SystemExit as error:
             return {"code": EXIT_FAILED, "message": f"the task's code called sys.exit({error.code!r}) during the run"}
         except Exception as error:
-            return _describe(error, is_ready=is_ready)
+            if life is not None:
+                life.output.write_last_words(_text_of(error))
+            return _describe(error, is_ready=life is not None and life.is_ready)
 
 
-def _start(
-    config: Config,
-    directory: RunDirectory,
-    placement: Placement,
-    stop: StopRequest,
-    line: Line | Alone,
-    closing: ExitStack,
-) -> Callable[[Config], Session]:
-    torch.set_num_threads(placement.threads)
-    device = torch.device(placement.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    else:
-        keep_freed_memory()
-    is_writer = placement.rank == placement.writer
-    if placement.rank > 0:
-        _send_output_to(directory.logs / f"rank-{placement.rank}.out")
-    files = directory if is_writer else None
-    has_display = placement.rank == 0
-    metrics = Metrics(files, config.log, is_writer=is_writer, has_display=has_display, total_steps=None)
-    closing.callback(metrics.close)
-    _set_up_logging(directory, placement, metrics, closing)
-    material = load_material(config, device)
-    line.present(rank_fields(config, material))
-    group = _connect(placement, line)
-    closing.callback(group.close)
-    sharing = share(group, placement.parts) if placement.parts else everything_shared(group)
-    closing.callback(sharing.close)
-    return lambda config: build_session(
-        config, directory, group, material, metrics=metrics, wish=stop.wish, sharing=sharing
-    )
+class _Life:
+    """One rank through the generations of its run."""
+
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDirectory,
+        placement: Placement,
+        stop: StopRequest,
+        line: Line | Alone,
+        closing: ExitStack,
+    ) -> None:
+        self._config, self._directory, self._placement, self._line = config, directory, placement, line
+        self._stop, self._closing = stop, closing
+        self.is_ready = False
+        torch.set_num_threads(placement.threads)
+        device = torch.device(placement.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        else:
+            keep_freed_memory()
+        faults.arm(placement.faults, slot=placement.slot, incarnation=placement.starts)
+        self.output = RankOutput(directory, placement.slot)
+        crew = None if placement.is_replacement else placement.crew
+        rank = None if crew is None else crew.rank_of(placement.slot)
+        self.output.show(rank == 0)
+        self._metrics = Metrics(
+            directory, config.log, is_writer=crew is not None and rank is not None and crew.writer_of(rank) == rank,
+            has_display=rank == 0, total_steps=None,
+        )  # fmt: skip
+        closing.callback(self._metrics.close)
+        self.output.log_to(self._metrics.log_handler, closing)
+        self._material = load_material(config, device)
+        faults.point("loading")
+        line.present(rank_fields(config, self._material))
+        self._gone_back_to = 0
+
+    def run(self) -> dict[str, Any]:
+        """All generations that this rank takes part in; its report."""
+        generation = _Generation(self._placement.crew, None)
+        if self._placement.is_replacement:
+            faults.point("join")
+            generation = self._read(self._line_of_record(), None)
+        while True:
+            lost = self._live(generation)
+            if not isinstance(lost, str):
+                return lost
+            generation = self._succeed(generation, lost)
+
+    def _live(self, generation: _Generation) -> dict[str, Any] | str:
+        """One generation to its end: the report of this rank, or why there has to be another generation.
+
+        What was open in it stays open in `generation`: an exception is left before anything else happens, because it
+        would keep the frames of whatever failed.
+        """
+        try:
+            self._form(generation)
+            return self._train(generation)
+        except (PeerLostError, RendezvousError) as error:
+            if not self.is_ready and not self._placement.is_replacement:
+                raise
+            lost = str(error)
+        return lost
+
+    def _form(self, generation: _Generation) -> None:
+        """Connect to the peers of the generation."""
+        crew, placement, line = generation.crew, self._placement, self._line
+        rank = crew.rank_of(placement.slot)
+        faults.point("form")
+        line.begin(crew.generation, None)
+        generation.group = _connect(placement, crew, line, is_first=not self.is_ready)
+        line.begin(crew.generation, generation.group)
+        generation.sharing = share(generation.group, crew.parts) if crew.parts else everything_shared(generation.group)
+        self.output.show(rank == 0)
+        self._metrics.lead(is_writer=crew.writer_of(rank) == rank, has_display=rank == 0)
+
+    def _train(self, generation: _Generation) -> dict[str, Any] | str:
+        config = self._config
+        while True:
+            generation.session = session = self._build(config, generation)
+            self._tell(generation, session)
+            if not self.is_ready:
+                self._line.ready()
+                self.is_ready = True
+            if generation.succession is None and session.controller.has_ended():
+                logger.info("nothing left to do: step %d was the last one", session.last_step)
+                session.close()
+                return {"code": EXIT_DONE}
+            differing = None
+            try:
+                report = self._finish(session, session.train())
+                session.close(has_failed=session.saver.last_error is not None)
+                return report
+            except ReplicasDiffer as error:
+                self._gone_back_to = _newest_to_go_back_to(session, error, self._gone_back_to)
+                differing = error
+            except PeerLostError:
+                raise
+            except BaseException:
+                session.__exit__(*sys.exc_info())
+                raise
+            session.__exit__(type(differing), differing, None)
+            generation.session, generation.succession = None, None
+            del session  # its tensors, before there are others
+            config = _as_for_a_restart(config)
+
+    def _tell(self, generation: _Generation, session: Session) -> None:
+        """Say what has become of the run: once on the terminal, and in every log."""
+        crew, lost_s = generation.crew, generation.lost_s
+        if crew.generation == 0:
+            return
+        seconds = None if lost_s is None else round(time.monotonic() - lost_s, 3)
+        slots = list(crew.slots)
+        self._metrics.event(
+            "generation", generation=crew.generation, step=session.last_step, ranks=slots, story=generation.story,
+            seconds=seconds,
+        )  # fmt: skip
+        level = logging.WARNING if generation.group is not None and generation.group.rank == 0 else logging.INFO
+        took = "" if seconds is None else f" ({seconds:.2f} s)"
+        who = f"rank {slots[0]} goes" if len(slots) == 1 else f"{len(slots)} ranks go"
+        story = generation.story or "a step could not be finished in time"
+        logger.log(level, "%s: %s on after step %d%s", story, who, session.last_step, took)
+
+    def _build(self, config: Config, generation: _Generation) -> Session:
+        assert generation.group is not None
+        return build_session(
+            config, self._directory, generation.group, self._material, metrics=self._metrics, wish=self._wish,
+            sharing=generation.sharing, slots=generation.crew.slots, succession=generation.succession,
+        )  # fmt: skip
+
+    def _wish(self) -> Wish:
+        return self._stop.wish(self._line)
+
+    def _finish(self, session: Session, halt: Halt) -> dict[str, Any] | str:
+        """The report of a rank that is done, or why it is not."""
+        if halt is Halt.CHANGING:
+            return "others leave, or want to be taken in"
+        if halt is Halt.LEAVING:
+            message = f"left after step {session.last_step}, and the others go on; the same command takes part again"
+            return {"code": EXIT_STOPPED, "message": message, "has_left": True}
+        return _last_words(session, has_ended=halt is Halt.ENDED)
+
+    def _succeed(self, generation: _Generation, lost: str) -> _Generation:
+        """From a generation that is over to the next one that this rank has a place in. Raises PeerLostError."""
+        line, session, now_s = self._line, generation.session, time.monotonic()
+        assert isinstance(line, Line), "nobody to go on with"
+        logger.debug("generation %d is over: %s", generation.crew.generation, lost)
+        faults.point("regroup")
+        generation.sever()
+        if session is not None:
+            report = session.controller.report(self._placement.incarnation)
+            session.suspend()
+        else:
+            carried = generation.succession.carried if generation.succession is not None else None
+            report = _report_of(self._placement.incarnation, generation.crew.generation, carried)
+        record = line.report(report.to_record())
+        next_record = Record.from_record(record["record"])
+        carried = self._carry(generation, next_record)
+        generation.close()
+        return replace(self._read(record, carried), lost_s=now_s)
+
+    def _carry(self, generation: _Generation, record: Record) -> Carried | None:
+        """What this rank takes over, if by the record it holds the state."""
+        session, succession = generation.session, generation.succession
+        if self._placement.incarnation in record.fresh:
+            if session is not None:
+                session.close()
+            return None
+        if session is not None:
+            return session.carry(record.last)
+        assert succession is not None
+        return succession.carried
+
+    def _line_of_record(self) -> dict[str, Any]:
+        assert isinstance(self._line, Line)
+        return self._line.await_record()
+
+    def _read(self, told: dict[str, Any], carried: Carried | None) -> _Generation:
+        """The generation of a record; if nobody holds a state it begins as a start does."""
+        record, crew = Record.from_record(told["record"]), Crew.from_record(told["crew"])
+        return _Generation(crew, None if record.base is None else Succession(record, carried), told["story"])
+
+
+@dataclass
+class _Generation:
+    """What a rank has open in one generation."""
+
+    crew: Crew
+    succession: Succession | None
+    story: str = ""  # of what has happened
+    lost_s: float | None = None  # when the one before it was over
+    group: AnyGroup | None = None
+    sharing: Sharing | None = None
+    session: Session | None = None
+
+    def sever(self) -> None:
+        if self.group is not None:
+            self.group.sever()
+
+    def close(self) -> None:
+        self.sever()
+        if self.sharing is not None:
+            self.sharing.close()
+        if self.group is not None:
+            self.group.close()
+        self.session = self.sharing = self.group = None
+
+
+def _report_of(incarnation: str, generation: int, carried: Carried | None) -> Report:
+    """The report of a rank whose session was not built in this generation: what it carried into it is as it was."""
+    if carried is None:
+        return Report(incarnation, generation)
+    return Report(incarnation, generation, lineage=carried.state.lineage)
 
 
 def _newest_to_go_back_to(session: Session, error: ReplicasDiffer, gone_back_to: int) -> int:
@@ -239,11 +374,9 @@ def _as_for_a_restart(config: Config) -> Config:
     return config
 
 
-def _train(session: Session) -> dict[str, Any]:
-    if session.controller.has_ended():
-        logger.info("nothing left to do: step %d was the last one", session.last_step)
-        return {"code": EXIT_DONE}
-    has_ended, saver = session.train(), session.saver
+def _last_words(session: Session, *, has_ended: bool) -> dict[str, Any]:
+    """The report of a rank whose run is over."""
+    saver = session.saver
     _repeat_failures(saver, has_ended=has_ended)
     if has_ended and saver.last_error is None:
         return {"code": EXIT_DONE}
@@ -269,11 +402,25 @@ def _repeat_failures(saver: Saver, *, has_ended: bool) -> None:
 
 
 def _describe(error: Exception, *, is_ready: bool) -> dict[str, Any]:
-    """The report of a failure. What HetSeq raises explains itself; anything else comes with its traceback."""
-    is_ours = isinstance(error, HetSeqError)
-    text = str(error) if is_ours else "".join(traceback.format_exception(error)).rstrip()
+    """The report of a failure."""
+    if is_ready and _has_lost_device(error):
+        reason = str(error).partition("\n")[0]
+        return {"code": EXIT_FAILED, "message": f"its device failed ({reason})", "has_lost_device": True}
     code = _exit_code(error, is_ready=is_ready)
-    return {"code": code, "message": text, "is_secondary": isinstance(error, PeerLostError)}
+    return {"code": code, "message": _text_of(error), "is_secondary": isinstance(error, PeerLostError)}
+
+
+def _text_of(error: Exception) -> str:
+    """What HetSeq raises explains itself; anything else comes with its traceback."""
+    return str(error) if isinstance(error, HetSeqError) else "".join(traceback.format_exception(error)).rstrip()
+
+
+def _has_lost_device(error: Exception) -> bool:
+    """Whether a device has failed under this process, which cannot use it any more, as another one perhaps can.
+
+    An assertion that fails on a device, for an index out of range, is the fault of the code, and would fail again.
+    """
+    return isinstance(error, torch.AcceleratorError) and not is_exhausted(error) and "assert" not in str(error)
 
 
 def _exit_code(error: Exception, *, is_ready: bool) -> int:
@@ -287,46 +434,14 @@ def _exit_code(error: Exception, *, is_ready: bool) -> int:
     return error.exit_code
 
 
-def _connect(placement: Placement, line: Line | Alone) -> AnyGroup:
-    if placement.world_size == 1 or isinstance(line, Alone):
-        return LocalGroup()
+def _connect(placement: Placement, crew: Crew, line: Line | Alone, *, is_first: bool) -> AnyGroup:
+    if crew.world_size == 1 or isinstance(line, Alone):
+        return LocalGroup(generation=crew.generation)
+    name = f"{placement.name}/{crew.generation}"
+    sources = tuple(sorted({*placement.sources, *crew.addresses}))  # nodes may have come since the start
     meeting = Meeting(
-        line, placement.name, placement.key, placement.host, placement.sources, shares_memory=placement.is_only_node
-    )
-    rank, world_size = placement.rank, placement.world_size
-    return connect(rank=rank, world_size=world_size, meeting=meeting, timeout_s=_CONNECT_TIMEOUT_S)
-
-
-def _set_up_logging(directory: RunDirectory, placement: Placement, metrics: Metrics, closing: ExitStack) -> None:
-    """Everything into log/rank-N.txt; on the terminal, what rank zero says and what any rank warns of."""
-    rank, root = placement.rank, logging.getLogger()
-    log = closing.enter_context(open_appending(directory.logs / f"rank-{rank}.txt"))
-    to_file = logging.StreamHandler(log)
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    to_terminal = metrics.log_handler
-    to_terminal.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    where = f"[rank {rank} {socket.gethostname()}] "
-    to_terminal.setFormatter(_TerminalFormatter(where))
-    root.setLevel(logging.INFO)
-    for handler in (to_file, to_terminal):
-        root.addHandler(handler)
-        closing.callback(root.removeHandler, handler)
-
-
-class _TerminalFormatter(logging.Formatter):
-    """Plain lines, with rank and node before a warning."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self._where = where
-
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        return text if record.levelno < logging.WARNING else f"{self._where}{record.levelname.lower()}: {text}"
-
-
-def _send_output_to(path: Path) -> None:
-    """What the user's code prints is wanted once, from rank zero; the other ranks' goes to a file."""
-    with open_appending(path) as file:
-        sys.stdout.flush()
-        os.dup2(file.fileno(), 1)
+        line.store(crew.generation), name, placement.key, placement.host, sources,
+        generation=crew.generation, shares_memory=crew.is_only_node,
+    )  # fmt: skip
+    timeout_s = _CONNECT_TIMEOUT_S if is_first else _RECONNECT_TIMEOUT_S
+    return connect(rank=crew.rank_of(placement.slot), world_size=crew.world_size, meeting=meeting, timeout_s=timeout_s)

@@ -1,65 +1,108 @@
 """This node's worker processes: started from a warm fork server, heard over pipes, ended with their launcher.
 
 Responsible for processes and pipes alone. What the workers' words and ends mean is for the launcher.
+
+No wait for the end of a process is without a bound: one that waits inside the kernel for a disk or a network mount that
+does not answer cannot even be killed (`Worker.is_held`). It is left behind, and ends when it gets its answer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import multiprocessing
 import os
 import signal
+import socket
+import struct
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hetseq import faults
 from hetseq.config import Config
 from hetseq.ending import WorkerEnd
 from hetseq.placement import Placement
 from hetseq.processes import STOP_SIGNALS
 
+logger = logging.getLogger(__name__)
+
+_HALF_S = 5.0  # for the rest of a message; whoever is stopped in the middle of one is killed
+_SECONDS = struct.Struct("ll")  # and microseconds, as setsockopt(2) has them
+_HELD_S = 10.0  # for a killed process to end: it may have to give back much memory
+
 
 class Worker:
     """One worker process and the pipe between it and the launcher."""
 
-    def __init__(self, rank: int, process: Any, channel: Connection) -> None:
-        self.rank, self._process, self._channel = rank, process, channel
+    def __init__(self, rank: int, starts: int, process: Any, channel: Connection) -> None:
+        self.rank, self.starts = rank, starts  # its slot, and how often that was started before
+        self._process, self._channel = process, channel
+        _set_deadline(channel, _HALF_S)
         self.sentinel: int = process.sentinel
         self.is_ready = False  # it has accepted what it was told, and what was saved before, and begins to train
         self._report: dict[str, Any] = {}
+        self._killed_s: float | None = None
         self._is_closed = False
 
     def sources(self) -> list[Any]:
         """What to wait for: its end, and its next word until it has said the last one."""
         return [self.sentinel] if self._channel.closed else [self.sentinel, self._channel]
 
-    def ask_to_stop(self) -> None:
-        if not self._is_closed and self._process.is_alive():
-            os.kill(self._process.pid, signal.SIGTERM)
+    @property
+    def is_held(self) -> bool:
+        """It was killed, and the kernel has not let go of it in all the time that an end may take."""
+        if self._is_closed or self._killed_s is None or time.monotonic() - self._killed_s < _HELD_S:
+            return False
+        return bool(self._process.is_alive())
 
-    def kill(self) -> None:
-        """End it if it lives, and give back what was open for it; may be called twice, and is the last thing called."""
-        if self._is_closed:
-            return
-        if self._process.is_alive():
+    def why_held(self) -> str:
+        """What there is to say of one that is held."""
+        return (
+            f"rank {self.rank} (pid {self._process.pid}) was killed and has not ended within {_HELD_S:.0f} s: the"
+            " kernel holds it, as for a disk or a network mount that does not answer; it is left behind until that does"
+        )
+
+    def fence(self) -> None:
+        """Kill it, since the run goes on without it; its end is noticed as any other."""
+        if self._killed_s is None and not self._is_closed and self._process.is_alive():
             self._process.kill()
-        self._process.join()
-        self._channel.close()
-        self._process.close()  # now, and not when the interpreter finds the time
+            self._killed_s = time.monotonic()
+
+    def kill(self) -> bool:
+        """End it if it lives, and give back what was open for it; may be called twice, and is the last thing called.
+
+        Waits for its end, but not for that of one that is held: then False.
+        """
+        if self._is_closed:
+            return True
+        self.fence()
         self._is_closed = True
+        self._process.join(max(0.0, (self._killed_s or 0.0) + _HELD_S - time.monotonic()))
+        self._channel.close()
+        if self._process.exitcode is None:
+            return False
+        self._process.close()  # now, and not when the interpreter finds the time
+        return True
 
     def tell(self, kind: str, **facts: Any) -> None:
-        """Say something to it; one that has ended hears nothing."""
-        with suppress(OSError):
+        """Say something to it; one that has ended hears nothing, one that reads nothing is killed."""
+        try:
             self._channel.send_bytes(json.dumps({"kind": kind, **facts}).encode())
+        except BlockingIOError:
+            self._give_up("has read nothing")
+        except OSError:
+            pass
 
     def listen(self) -> list[dict[str, Any]]:
-        """What it has said since, except what is kept here: `ready` and its last words. Never waits."""
+        """What it has said since, except what is kept here: `ready` and its last words. Waits for the rest of a message
+        alone, and not long."""
         said = []
         try:
             while not self._channel.closed and self._channel.poll():
@@ -69,22 +112,40 @@ class Worker:
                     self._report = message
                 elif message["kind"] != "ready":
                     said.append(message)
+        except BlockingIOError:
+            self._give_up("has stopped in the middle of a message")
         except (EOFError, OSError):  # everything it said has been read
             self._channel.close()
         return said
 
+    def _give_up(self, why: str) -> None:
+        """Nothing that follows in the pipe would be understood."""
+        logger.warning("the process of rank %d %s for %.0f s and is killed", self.rank, why, _HALF_S)
+        self._channel.close()
+        self.fence()
+
     def end(self) -> WorkerEnd:
-        """How the process, which has ended, ended."""
-        self._process.join()
+        """How the process, which has ended or is held, ended."""
         self.listen()
         self._channel.close()
+        code = self._process.exitcode
         return WorkerEnd(
             self.rank,
-            self._process.exitcode,
+            -signal.SIGKILL if code is None else code,
             self._report.get("code"),
             self._report.get("message", ""),
             self._report.get("is_secondary", False),
+            self._report.get("has_left", False),
+            self._report.get("has_lost_device", False),
         )
+
+
+def _set_deadline(channel: Connection, seconds: float) -> None:
+    """Have the kernel end whatever waits for the other end of a pipe with BlockingIOError: a launcher has others to
+    listen to."""
+    with socket.socket(fileno=os.dup(channel.fileno())) as pipe:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            pipe.setsockopt(socket.SOL_SOCKET, option, _SECONDS.pack(int(seconds), int(seconds % 1 * 1e6)))
 
 
 def start_worker(config: Config, run_path: Path, placement: Placement) -> Worker:
@@ -93,12 +154,22 @@ def start_worker(config: Config, run_path: Path, placement: Placement) -> Worker
     end, end_of_worker = context.Pipe(duplex=True)
     # the user's own Options classes are unknown to a fresh process, so their values travel alone
     own = {kind: dataclasses.asdict(values) for kind, values in config.extras.items()}
+    placement = dataclasses.replace(placement, faults=os.environ.get(faults.VARIABLE, ""))
     arguments = (dataclasses.replace(config, extras={}), own, str(run_path), placement, end_of_worker)
-    process = context.Process(target=_enter, args=arguments, name=f"rank-{placement.rank}")
+    process = context.Process(target=_enter, args=arguments, name=f"rank-{placement.slot}")
     with _no_main_module():
         process.start()
     end_of_worker.close()
-    return Worker(placement.rank, process, end)
+    return Worker(placement.slot, placement.starts, process, end)
+
+
+def end_all(workers: Sequence[Worker], tell: Callable[[str], None]) -> None:
+    """End all of these, and tell of each that is held; some may have been ended before."""
+    for worker in workers:
+        worker.fence()  # all at once, so that their ends take the time of one
+    for worker in workers:
+        if not worker.kill():
+            tell(worker.why_held())
 
 
 def _enter(*arguments: Any) -> None:
@@ -152,17 +223,22 @@ def warm_forkserver() -> Any:
 def ending_server() -> Iterator[None]:
     """Kill the fork server that the block starts: by itself it takes seconds to tear down what it had imported.
 
-    For a process that is about to end; its workers have ended before. A server that ran before stays.
+    For a process that is about to end; its workers have ended before, or are held: then the interpreter would wait for
+    them at its end, and the resource tracker too, which holds on as long as any of them. A server that ran before
+    stays.
     """
-    from multiprocessing import forkserver
+    from multiprocessing import forkserver, process, resource_tracker
 
-    server = forkserver._forkserver
+    server, tracker = forkserver._forkserver, resource_tracker._resource_tracker
     before = getattr(server, "_forkserver_pid", None)
     try:
         yield
     finally:
-        pid = getattr(server, "_forkserver_pid", None)
-        if pid is not None and before is None:
+        helpers = [getattr(server, "_forkserver_pid", None)]
+        if held := multiprocessing.active_children():
+            process._children.difference_update(held)  # type: ignore[attr-defined]
+            helpers.append(tracker._pid)  # type: ignore[attr-defined]
+        for pid in filter(None, helpers if before is None else ()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 

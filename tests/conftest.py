@@ -14,6 +14,10 @@ from tests.support.police import Scene, adopt_orphans
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shared-runs", type=int, default=1, help="runs over a cached directory; the bar is 20 of 20")
+
+
 def pytest_configure() -> None:
     adopt_orphans()
 

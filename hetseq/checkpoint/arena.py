@@ -4,9 +4,13 @@ Responsible for: named memory that is there before it is needed, says itself wha
 to know tensors, torch and ranks. The one idea: the image in an arena is the part's file, byte for byte, and a header
 that is written last tells whether it is whole, so that whoever finds the memory of a killed trainer knows what it has.
 
-    0        header: magic, version, status, serial, bytes and CRC-32 of the record
+    0        header: magic, version, status, serial, bytes and CRC-32 of the record, the seal
     4096     record: JSON, what the image is and what is to become of it
+    ...      sums: four bytes for every 8 MiB of the image
     ...      image
+
+The seal says for which serial the sums were computed, after the image was whole. An image is believed after its
+process's death if it is sealed and every sum is right, and not before: a process dies between any two stores.
 
 A process that uses an arena holds a lock on it (flock), which the kernel takes away when it dies: an arena that nobody
 holds was left behind. Names begin with user and run, so that the next start of the run finds what the last one left.
@@ -21,21 +25,22 @@ import json
 import mmap
 import os
 import secrets
-import stat
 import struct
-import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hetseq.checkpoint.files import lock
+from hetseq.checkpoint.records import CHUNK_BYTES
+
 SHARED_MEMORY = Path("/dev/shm")
 PAGE = 4096
 RECORD_BYTES = 1 << 20  # what the record may take; a larger state is saved without an arena
+SUMS_BYTES = 1 << 18  # enough for an image of 512 GiB
+OVERHEAD_BYTES = PAGE + RECORD_BYTES + SUMS_BYTES
 STATE_BYTES = 400_000  # of a state.json that certainly fits into a record, whatever of it has to be escaped
-ABANDONED_S = 3600.0  # so long the arenas of other runs stay after their owner's death
-
 EMPTY, FILLING, READY, WRITTEN = range(4)
 
 _CGROUPS = (
@@ -45,9 +50,12 @@ _CGROUPS = (
 _MAGIC = b"hetseq-a"
 _HEADER = struct.Struct("<8sIIQQI")  # magic, version, status, serial, bytes and CRC-32 of the record
 _STATUS = slice(12, 16)  # of the header
-_VERSION = 1
+_SEAL = struct.Struct("<IQ")  # CRC-32 of the sums, and the serial that they belong to; written in this order
+_SEAL_AT = 64  # in the header
+_VERSION = 2
 _POPULATE_WRITE = 23  # madvise, Linux 5.14: give every page now
 _TOUCHED_AT_ONCE = 16 << 20  # bytes
+_PATIENCE_S = 10.0
 
 
 class Arena:
@@ -61,7 +69,7 @@ class Arena:
         self.descriptor, self.path = descriptor, path
         self.size = os.fstat(descriptor).st_size
         self._map = mmap.mmap(descriptor, self.size)
-        self.image_bytes = self.size - PAGE - RECORD_BYTES
+        self.image_bytes = self.size - OVERHEAD_BYTES
 
     @staticmethod
     def create(run_id: str, image_bytes: int) -> Arena:
@@ -73,17 +81,32 @@ class Arena:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor, fcntl.LOCK_EX, patience_s=_PATIENCE_S)  # somebody else's sweep may be looking at it
+            if not os.fstat(descriptor).st_nlink:
+                raise FileNotFoundError(
+                    errno.ENOENT, "removed by the start of another run in the same instant", str(path)
+                )
             # without it a full /dev/shm is a SIGBUS in the middle of a copy, and not an error here
             os.posix_fallocate(descriptor, 0, arena_bytes(image_bytes))
             arena = Arena(descriptor, path)
         except BaseException:
-            os.unlink(path)
+            with suppress(FileNotFoundError):
+                os.unlink(path)
             os.close(descriptor)
             raise
         arena._touch()
         arena._set(EMPTY, 0, b"")
         return arena
+
+    @staticmethod
+    def look_into(descriptor: int, path: Path | None) -> Arena:
+        """An arena by a descriptor that stays the caller's; ValueError or OSError for a file that cannot be one."""
+        own = os.dup(descriptor)
+        try:
+            return Arena(own, path)
+        except BaseException:
+            os.close(own)
+            raise
 
     @staticmethod
     def prefix(run_id: str) -> str:
@@ -93,11 +116,13 @@ class Arena:
     @property
     def image(self) -> memoryview:
         """The bytes of the part's file, and what is left behind them."""
-        return memoryview(self._map)[PAGE + RECORD_BYTES :]
+        return memoryview(self._map)[OVERHEAD_BYTES:]
 
     @property
     def status(self) -> tuple[int, int]:
         """Status and serial; EMPTY and 0 for what is no arena of this version."""
+        if self.size < OVERHEAD_BYTES:
+            return (EMPTY, 0)
         magic, version, status, serial, _, _ = _HEADER.unpack_from(self._map)
         return (status, serial) if (magic, version) == (_MAGIC, _VERSION) else (EMPTY, 0)
 
@@ -127,6 +152,40 @@ class Arena:
         record: dict[str, Any] = json.loads(content)
         return record
 
+    def seal(self, serial: int, sums: Sequence[int]) -> None:
+        """The image of this serial, whole by now, has these sums. An image that has too many of them is not sealed."""
+        content = struct.pack(f"<{len(sums)}I", *sums)
+        if len(content) > SUMS_BYTES or self.status[1] != serial:
+            return
+        begin = PAGE + RECORD_BYTES
+        self._map[begin : begin + len(content)] = content
+        # the serial last, in one store: whoever finds it finds all that was stored before
+        self._map[_SEAL_AT : _SEAL_AT + _SEAL.size] = _SEAL.pack(zlib.crc32(content), 0)
+        self._map[_SEAL_AT + 4 : _SEAL_AT + _SEAL.size] = serial.to_bytes(8, "little")
+        os.utime(self.descriptor)  # so old is what is found later
+
+    def sums(self, serial: int, *, image_bytes: int) -> tuple[int, ...] | None:
+        """The sums of an image of this serial and so many bytes; None where it was never sealed, or is no more."""
+        if not self.is_sealed or self.status[1] != serial or not 0 < image_bytes <= self.image_bytes:
+            return None
+        count, begin = -(-image_bytes // CHUNK_BYTES), PAGE + RECORD_BYTES
+        content = self._map[begin : begin + 4 * count]
+        if zlib.crc32(content) != self._seal()[0]:
+            return None
+        return struct.unpack(f"<{count}I", content)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the image is whole and has its sums, of whatever serial."""
+        status, serial = self.status
+        return status in (READY, WRITTEN) and self._seal()[1] == serial
+
+    def give_back(self) -> None:
+        """Free the memory, whoever else maps it: zeros are there from now on. Nothing happens if somebody holds it."""
+        with suppress(OSError, ValueError):  # ValueError: a map cannot be smaller than a page
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._map.madvise(mmap.MADV_REMOVE)
+
     def close(self, *, unlink: bool) -> None:
         """Give up this process's hold; with `unlink` the memory goes as soon as nobody else holds it."""
         if unlink and self.path is not None:
@@ -142,7 +201,13 @@ class Arena:
             # one store: `pack_into` begins with zeros, and the other process may be reading the header just then
             self._map[_STATUS] = after.to_bytes(4, "little")
 
+    def _seal(self) -> tuple[int, int]:
+        """CRC-32 of the sums, and the serial that they belong to."""
+        crc32, serial = _SEAL.unpack_from(self._map, _SEAL_AT)
+        return crc32, serial
+
     def _set(self, status: int, serial: int, record: bytes) -> None:
+        self._map[_SEAL_AT : _SEAL_AT + _SEAL.size] = bytes(_SEAL.size)
         _HEADER.pack_into(self._map, 0, _MAGIC, _VERSION, status, serial, len(record), zlib.crc32(record))
 
     def _touch(self) -> None:
@@ -156,7 +221,7 @@ class Arena:
 
 def arena_bytes(image_bytes: int) -> int:
     """What an arena for such an image takes."""
-    return PAGE + RECORD_BYTES + image_bytes
+    return OVERHEAD_BYTES + image_bytes
 
 
 def check_memory(needs: Sequence[int], *, allowed: int | None) -> None:
@@ -172,12 +237,15 @@ def check_memory(needs: Sequence[int], *, allowed: int | None) -> None:
 
 
 def available_bytes() -> int:
-    """Memory that this node, or the control group that a queue has put us into, could still give; 0 if not known."""
+    """Shared memory that this node, or the control group we are in, could still give; 0 if not known."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError):
         return 0
+    with suppress(OSError):  # a container often gives 64 MB, which loader processes use as well
+        about = os.statvfs(SHARED_MEMORY)
+        available = min(available, about.f_bavail * about.f_frsize)
     for limit, current in _CGROUPS:
         with suppress(OSError, ValueError):  # absent, or "max"
             available = min(available, int(Path(limit).read_text()) - int(Path(current).read_text()))
@@ -195,42 +263,3 @@ def node_name() -> str:
 def encoded(record: dict[str, Any]) -> bytes:
     """A record as it stands in an arena."""
     return json.dumps(record, separators=(",", ":")).encode()
-
-
-def sweep(run_id: str, *, now_s: float) -> list[Path]:
-    """Remove the arenas of this user that nobody holds: those of this run, and older ones of other runs.
-
-    Gives those of this run that somebody does hold: a writer that still finishes what a killed trainer has left.
-    """
-    held = []
-    for path in sorted(_own_arenas()):
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                about = os.fstat(descriptor)
-                if about.st_uid != os.getuid() or not stat.S_ISREG(about.st_mode):
-                    continue
-                is_ours = path.name.startswith(Arena.prefix(run_id))
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    held += [path] if is_ours else []
-                    continue
-                if is_ours or now_s - about.st_ctime > ABANDONED_S:
-                    os.unlink(path)
-            finally:
-                os.close(descriptor)
-    return held
-
-
-def await_writers(run_id: str, *, patience_s: float) -> list[Path]:
-    """Wait for the writers that an earlier start of this run has left on this node; the arenas of those that go on."""
-    deadline = time.monotonic() + patience_s
-    while (held := sweep(run_id, now_s=time.time())) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return held
-
-
-def _own_arenas() -> Iterator[Path]:
-    with suppress(FileNotFoundError):
-        yield from SHARED_MEMORY.glob(f"hetseq-{os.getuid()}-*")

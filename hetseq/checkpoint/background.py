@@ -7,6 +7,11 @@ ranks tell each other with the commit of every step, and once nobody's is, all o
     begin     all exchange a row: the attempt, and rank zero's state; the writers begin, the copy begins
     go_on     all exchange how the parts went; rank zero's writer commits
     go_on     all exchange how that went: the save is over
+
+With two slots a state may also stay in memory, for a restart after a kill (`keep`): no writer and no exchange takes
+part. It begins once the newest copy is sealed on all ranks, and goes into the slot of the older one, or of the one that
+is not being written out, so that at any instant some state is whole on all of them: the last but one at the least, or
+the one that is being written out.
 """
 
 from __future__ import annotations
@@ -19,10 +24,12 @@ from typing import Any
 
 from torch import Tensor
 
-from hetseq.checkpoint.arena import STATE_BYTES, Arena
+from hetseq.checkpoint.arena import EMPTY, STATE_BYTES, Arena
 from hetseq.checkpoint.layout import Piece
+from hetseq.checkpoint.memory_sums import image_sums
 from hetseq.checkpoint.publishing import Publisher
 from hetseq.checkpoint.records import Attempt, PartRecord, sha256, state_bytes, utc_text
+from hetseq.checkpoint.remains import directory_mark
 from hetseq.checkpoint.rows import Row, exchange, failure_row, first_failure
 from hetseq.checkpoint.saving import Plan, Save, SaveResult, check_agreement, history_row, say
 from hetseq.checkpoint.setting import Setting
@@ -45,33 +52,46 @@ class _Underway:
     write_s: float = 0.0
     size_bytes: int = 0
     parts: list[PartRecord] = field(default_factory=list)
+    slot: int | None = None
     is_committing: bool = False
 
 
 class Background:
     """Saves of states of one layout, one after the other; on every rank, which all make the same calls.
 
-    `parts` are the pieces of each rank. Raises OSError where this node has no memory for them.
+    `parts` are the pieces of each rank; `slots` is 1, or 2 for states that stay in memory. Raises OSError where this
+    node has no memory for them.
     """
 
     def __init__(
-        self, setting: Setting, parts: Sequence[Sequence[Piece]], publisher: Publisher, *, is_polite: bool
+        self, setting: Setting, parts: Sequence[Sequence[Piece]], publisher: Publisher, *, is_polite: bool, slots: int
     ) -> None:
         self._setting, self._group, self._publisher = setting, setting.group, publisher
         self._parts = [list(part) for part in parts]
+        self._directory = directory_mark(setting.run_directory)
         pieces = self._parts[self._group.rank]
-        self._arena = Arena.create(setting.run_id, image_bytes(pieces))
+        self._arenas: list[Arena] = []
+        self._snapshots: list[Snapshot] = []
         try:
-            self._snapshot = Snapshot(self._arena, pieces)
+            for _ in range(slots):
+                self._arenas.append(Arena.create(setting.run_id, image_bytes(pieces)))
+                self._snapshots.append(Snapshot(self._arenas[-1], pieces))
             self._writer = WriterProcess(
                 "hetseq.checkpoint.writer",
-                setting_of(setting.place, [self._arena], is_polite=is_polite),
-                [self._arena.descriptor],
+                setting_of(setting.place, self._arenas, is_polite=is_polite),
+                [arena.descriptor for arena in self._arenas],
             )
         except BaseException:
-            self._arena.close(unlink=True)
+            for snapshot in self._snapshots:
+                snapshot.close()
+            for arena in self._arenas:
+                arena.close(unlink=True)
             raise
+        self._newest = 0  # the slot that was filled last; the same on all ranks
         self._serial = 0
+        self._copied_step = self._committed_step = -1  # the newest ones
+        #: seconds from the beginning of the last copy that stays in memory until it was sealed
+        self.keeping_s = 0.0
         self._save: _Underway | None = None
         self._answer: dict[str, Any] | None = None
         #: bytes of each rank's part and seconds it took, in the last save that went so far; the same on all ranks
@@ -99,8 +119,85 @@ class Background:
             self._answer = self._writer.answer()
         return self._writer.is_busy
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether there is room for a state that stays in memory; the same on all ranks."""
+        return len(self._arenas) > 1
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the newest copy of this rank would be believed after its death; True where there is none."""
+        arena = self._arenas[self._newest]
+        return arena.status == (EMPTY, 0) or arena.is_sealed
+
+    def keep(
+        self,
+        plan: Plan,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        *,
+        at_once: Collection[str],
+        known: Sequence[int],
+    ) -> bool:
+        """Begin to copy a state that stays in memory; every rank calls it, after `is_sealed` was True on all of them.
+
+        The tensors that `at_once` names may change when this returns, the others only after `settle`. `known` are the
+        nonces of the commits that the state follows. False where the state is too large for it.
+        """
+        assert self.keeps_states
+        began = time.perf_counter()
+        content = state_bytes(plan.attempt, state)  # equal on all ranks
+        if len(content) > STATE_BYTES:
+            return False
+        serial, slot = self._next_serial(), self._choose_slot()
+        underway = [] if self._save is None else [self._save.attempt.nonce]
+        record = {**self._record(plan, plan.attempt, content), "is_kept": True, "known": [*known, *underway]}
+        self._arenas[slot].begin(serial, record)
+        self._copied_step = plan.attempt.identity.step
+
+        def finish() -> None:
+            self._arenas[slot].finish(serial)
+            self._seal(slot, serial)
+            self.keeping_s = time.perf_counter() - began
+
+        self._snapshots[slot].begin(tensors, at_once=at_once, when_whole=finish)
+        return True
+
+    def _next_serial(self) -> int:
+        self._serial += 1
+        return self._serial
+
+    def _choose_slot(self) -> int:
+        """That of the older copy, whose image may change from now on; never the one that is being written out."""
+        written = None if self._save is None else self._save.slot
+        slot = self._newest = ((self._newest if written is None else written) + 1) % len(self._arenas)
+        self._snapshots[slot].finish()  # at its end a copy writes to the header
+        return slot
+
+    def _seal(self, slot: int, serial: int) -> None:
+        if self.keeps_states:  # else there is one slot, which is mostly being overwritten or written out
+            self._arenas[slot].seal(serial, image_sums(self._arenas[slot].image[: self._snapshots[slot].image_bytes]))
+
+    def _record(self, plan: Plan, attempt: Attempt, content: bytes) -> dict[str, Any]:
+        """What is said of an image, for the writer and for the next start of the run."""
+        return {
+            "attempt": attempt.to_json(),
+            "plan": plan.digest,
+            "directory": self._directory,
+            "part": self._group.rank,
+            "image_bytes": self._snapshots[0].image_bytes,
+            "size_bytes": plan.bytes,
+            "state": content.decode() if self._setting.is_rank_zero else None,
+        }
+
     def begin(
-        self, plan: Plan, tensors: Mapping[str, Tensor], state: Mapping[str, Any], *, at_once: Collection[str]
+        self,
+        plan: Plan,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        *,
+        at_once: Collection[str],
+        known: Sequence[int],
     ) -> SaveResult | None:
         """Begin to save; collective. A result only where it failed at once.
 
@@ -108,6 +205,8 @@ class Background:
         """
         assert self._save is None, "one save at a time"
         began = time.perf_counter()
+        for snapshot in self._snapshots:
+            snapshot.finish()  # so that the newest is sealed on all ranks after the exchange, and the older one may go
         now = int(self._setting.clock())
         row = Row(time=now, plan=plan.digest)
         content, error = b"", None
@@ -129,41 +228,43 @@ class Background:
             return Save(self._setting, plan, self._publisher).run(tensors, state)
         if opening.failed:
             return self._conclude(f"rank 0: {opening.text}")
-        self._hand_over(tensors, content, at_once)
+        self._hand_over(tensors, content, at_once, known)
         self._save.stall_s = time.perf_counter() - began
         return None
 
-    def _hand_over(self, tensors: Mapping[str, Tensor], content: bytes, at_once: Collection[str]) -> None:
+    def _hand_over(
+        self, tensors: Mapping[str, Tensor], content: bytes, at_once: Collection[str], known: Sequence[int]
+    ) -> None:
         save = self._save
         assert save is not None
-        self._serial += 1
-        serial = self._serial
+        serial, slot = self._next_serial(), self._choose_slot()
+        save.slot, self._copied_step = slot, save.attempt.identity.step
         record = {
-            "attempt": save.attempt.to_json(),
-            "part": self._group.rank,
-            "image_bytes": self._snapshot.image_bytes,
-            "size_bytes": save.plan.bytes,
+            **self._record(save.plan, save.attempt, content),
             "state_sha256": save.opening.digest,
-            "state": content.decode() if self._setting.is_rank_zero else None,
+            "known": list(known),
         }
-        self._snapshot.finish()  # of a save that failed early; it writes to the arena's header when it ends
+        arena = self._arenas[slot]
         try:
-            self._arena.begin(serial, record)
+            arena.begin(serial, record)
         except ValueError as error:
             self._answer = {"failed": str(error)}
             return
         # first the request: it then stands in the arena what is to be done, whatever happens to this process
-        self._writer.ask({"do": "write", "slot": 0, "serial": serial})
-        self._snapshot.begin(tensors, at_once=at_once, when_whole=lambda: self._say_whole(serial))
+        self._writer.ask({"do": "write", "slot": slot, "serial": serial})
 
-    def _say_whole(self, serial: int) -> None:
-        self._arena.finish(serial)
-        self._writer.say({"do": "go"})
+        def say_whole() -> None:
+            arena.finish(serial)
+            self._writer.say({"do": "go"})
+            self._seal(slot, serial)
+
+        self._snapshots[slot].begin(tensors, at_once=at_once, when_whole=say_whole)
 
     def settle(self) -> None:
-        """Return when all tensors of the save that began last may change again; this rank alone."""
+        """Return when all tensors of the copy that began last may change again; this rank alone."""
         began = time.perf_counter()
-        self._snapshot.settle()
+        for snapshot in self._snapshots:
+            snapshot.settle()
         if self._save is not None:
             self._save.stall_s += time.perf_counter() - began
 
@@ -184,11 +285,10 @@ class Background:
         self.last_seconds = [row.time / 1e6 for row in rows]
         save.is_committing = True
         if self._setting.is_rank_zero:
-            self._serial += 1
             self._writer.ask(
                 {
                     "do": "commit",
-                    "serial": self._serial,
+                    "serial": self._next_serial(),
                     "attempt": save.attempt.to_json(),
                     "state_sha256": save.opening.digest,
                     "state_bytes": save.opening.bytes,
@@ -210,18 +310,29 @@ class Background:
             result = self.go_on()
         return result
 
-    def close(self) -> None:
-        """Give everything back; a save that is not over is left to the writer, and to the next start of the run."""
-        try:
-            self._snapshot.close()
-        except Exception as error:
-            logger.warning("the copy of a checkpoint failed: %s", error)
-        self._writer.close()
-        self._arena.close(unlink=True)
+    def close(self, *, keep: bool, is_hasty: bool = False) -> None:
+        """Give everything back; a save that is not over is left to the writer, and to the next start of the run.
+
+        With `keep` what is sealed stays in memory for the next start, unless a file holds the newest state.
+        """
+        for snapshot in self._snapshots:
+            try:
+                snapshot.close()
+            except Exception as error:
+                logger.warning("the copy of a checkpoint failed: %s", error)
+        if is_hasty and self._writer.is_busy and not self._setting.is_rank_zero:
+            self._writer.kill()  # it may wait for a folder that nobody makes; rank zero's waits for nobody
+        self._writer.close(is_hasty=is_hasty)
+        if keep and self._copied_step > self._committed_step:
+            logger.info("the newest states stay in this node's memory for the next start of this run")
+        for arena in self._arenas:
+            arena.close(unlink=not (keep and arena.is_sealed and self._copied_step > self._committed_step))
 
     def _conclude(self, failure: str | None) -> SaveResult:
         save, self._save = self._save, None
         assert save is not None
+        if failure is None:
+            self._committed_step = save.attempt.identity.step
         seconds = time.perf_counter() - save.began
         size = 0 if failure else save.size_bytes
         result = SaveResult(save.plan.directory, failure is None, failure, size, seconds, save.stall_s)

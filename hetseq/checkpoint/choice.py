@@ -18,7 +18,7 @@ from hetseq.checkpoint.records import Commit
 from hetseq.errors import CheckpointError, CheckpointRefused
 
 # where the folder of a checkpoint lies, seen from the run directory or from the path that was given
-NOWHERE, IN_CHECKPOINTS, INSIDE, ITSELF = range(4)
+NOWHERE, IN_CHECKPOINTS, INSIDE, ITSELF, IN_MEMORY = range(5)
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,19 @@ from typing import Any
 
 from torch import Tensor
 
-from hetseq.checkpoint.arena import arena_bytes, await_writers, check_memory, node_name
+from hetseq.checkpoint.arena import arena_bytes, check_memory, node_name
 from hetseq.checkpoint.background import Background
 from hetseq.checkpoint.bandwidth import better_weights
 from hetseq.checkpoint.choice import describe
 from hetseq.checkpoint.directory import scan, write_latest
+from hetseq.checkpoint.layout import Piece
 from hetseq.checkpoint.loading import Load, Loaded
 from hetseq.checkpoint.publishing import Place, Publisher
 from hetseq.checkpoint.reader import verify
+from hetseq.checkpoint.recall import LeftState, believed, find_states
 from hetseq.checkpoint.records import Commit, Identity, check_state
 from hetseq.checkpoint.recovery import complete_newer, newest_verified, remove_litter, remove_temporaries
+from hetseq.checkpoint.remains import Remains, await_writers
 from hetseq.checkpoint.retention import Retention
 from hetseq.checkpoint.rows import Row, RowGroup, exchange, failure_row, first_failure
 from hetseq.checkpoint.saving import Layout, Save, SaveResult, lay_out, make_plan
@@ -36,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 WRITERS_S = 60.0  # so long a start waits for what an earlier one has left
 
+Parts = Sequence[Sequence[Piece]]
 # `list` is a method below, and would be found before the type
 Commits = list[Commit]
 Sentences = list[str]
@@ -45,9 +49,11 @@ class CheckpointManager:
     """The checkpoints in `<run_directory>/checkpoints`; one on every rank, all with the same arguments.
 
     `weights` are the relative bytes each rank writes (default: equal). `patience_s` is how long a rank waits for a file
-    that another rank says is there, as network file systems show new files late. `clock` gives seconds since 1970 and
-    only labels things. With `is_polite` what writes in the background leaves the processors to others. `memory_bytes`
-    is what the ranks of this node may use together for states that wait to be written (default: half of what is free).
+    that another rank says is there, as network file systems show new files late. What was never committed goes after a
+    later commit, unless a node that stops, perhaps on its own, changed it within `underway_s`. `clock` gives seconds
+    since 1970 and only labels things. With `is_polite` what writes in the background leaves the processors to others.
+    `memory_bytes` is what the ranks of this node may use together for states that wait to be written (default: half of
+    what is free). With `keeps_states` it is used for states that stay there too, if there is room for two.
     A rank that dies during a collective method surfaces as the group's own exception.
     """
 
@@ -60,20 +66,27 @@ class CheckpointManager:
         retention: Retention,
         weights: Sequence[float] | None = None,
         patience_s: float = 15.0,
+        underway_s: float = 600.0,
         clock: Callable[[], float] = time.time,
         is_polite: bool = True,
         memory_bytes: int | None = None,
+        keeps_states: bool = False,
     ) -> None:
         if weights is not None and len(weights) != group.world_size:
             raise ValueError(f"{len(weights)} weights for {group.world_size} ranks: expected one for each rank")
         shares = tuple(float(weight) for weight in weights or [1.0] * group.world_size)
-        place = Place(Path(run_directory), retention, patience_s)
+        place = Place(Path(run_directory), retention, patience_s, underway_s)
         self._setting = Setting(place, run_id, group, shares, clock)
         self._publisher = Publisher(place)  # only rank zero's does anything
-        self._is_polite, self._memory_bytes = is_polite, memory_bytes
+        self._is_polite, self._memory_bytes, self._wants_to_keep = is_polite, memory_bytes, keeps_states
         self._background: Background | None = None
         self._node_bytes = 0
         self._layout: Layout | None = None  # of the tensors that came last
+        self._nonce = 0  # of the save that was begun last
+        self._known: list[int] = []  # the nonce of the newest commit, as far as this manager knows
+        self._remains: Remains | None = None  # what earlier starts have left in memory
+        self._left: list[LeftState] = []  # the states in it, the same on all ranks
+        self._needs_remains = False  # this start has gone on from one of them
 
     def save(
         self,
@@ -95,7 +108,9 @@ class CheckpointManager:
         check_state(state)
         self._layout = lay_out(self._setting, tensors, self._layout)
         plan = make_plan(self._setting, self._layout, identity=identity, nonce=nonce, kinds=kinds)
-        return Save(self._setting, plan, self._publisher).run(tensors, state)
+        result = Save(self._setting, plan, self._publisher).run(tensors, state)
+        self._heed(result, nonce)
+        return result
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> str | None:
         """Make ready to save tensors like these while training goes on: memory for them, and a process that writes.
@@ -103,21 +118,33 @@ class CheckpointManager:
         Every rank calls it. Gives the reason why there will be none, equal on all ranks, where a node has no memory for
         it or nothing to share it by; `begin` then saves while training waits. It may be called again for other tensors.
         """
-        self.close()
+        self._release()
         self._layout = lay_out(self._setting, tensors, self._layout)
-        parts = self._layout.parts
-        size = arena_bytes(image_bytes(parts[self._setting.group.rank]))
+        size = arena_bytes(image_bytes(self._layout.parts[self._setting.group.rank]))
         needs = exchange(self._setting.group, Row(bytes=size, text=node_name()))
         sizes = [need.bytes for need in needs if need.text == node_name()]
-        row, self._node_bytes = Row(), sum(sizes)
+        refusal = None
+        for slots in (2, 1) if self._wants_to_keep else (1,):
+            refusal = self._take_memory(self._layout.parts, sizes, slots)
+            exchange(self._setting.group, Row())  # all have given back what some could not get
+            if refusal is None:
+                break
+        return refusal
+
+    def _take_memory(self, parts: Parts, sizes: Sequence[int], slots: int) -> str | None:
+        """So many slots on every rank, or none on any of them and the reason; collective."""
+        row = Row()
         try:
-            check_memory(sizes, allowed=self._memory_bytes)
-            self._background = Background(self._setting, parts, self._publisher, is_polite=self._is_polite)
+            check_memory([slots * size for size in sizes], allowed=self._memory_bytes)
+            self._background = Background(
+                self._setting, parts, self._publisher, is_polite=self._is_polite, slots=slots
+            )  # fmt: skip
         except OSError as error:
             row = failure_row(error)
         refusal = first_failure(exchange(self._setting.group, row))
         if refusal is not None:
-            self.close()
+            self._release()
+        self._node_bytes = slots * sum(sizes)
         return refusal
 
     def begin(
@@ -142,13 +169,61 @@ class CheckpointManager:
         if self._background is not None and not self._background.fits(plan):
             self.prepare(tensors)  # an optimizer has other state now, or the bytes are divided otherwise
         background = self._background
+        self._nonce = nonce
         if background is None:
-            return Save(self._setting, plan, self._publisher).run(tensors, state)
-        return background.begin(plan, tensors, state, at_once=at_once)
+            return self._heed(Save(self._setting, plan, self._publisher).run(tensors, state), nonce)
+        return self._heed(background.begin(plan, tensors, state, at_once=at_once, known=self._known), nonce)
 
-    def _heed_speeds(self, result: SaveResult | None) -> SaveResult | None:
-        """After a save: where disks are unequal, the next one divides the bytes otherwise; the same on all ranks."""
+    def keep(
+        self,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+        *,
+        identity: Identity,
+        nonce: int,
+        at_once: Collection[str],
+    ) -> bool:
+        """Copy a state to this node's memory, where the next start finds it if this one is killed; nothing is written.
+
+        Every rank calls it with equal arguments, where `keeps_states` and after `is_sealed` was True on all of them:
+        two states are there, and the older one goes. `at_once` as in `begin`, and `settle` as after it. False where it
+        is not kept: there is too much besides tensors, or the layout is another one than that of a save under way.
+        """
+        check_state(state)
+        self._layout = lay_out(self._setting, tensors, self._layout)
+        plan = make_plan(self._setting, self._layout, identity=identity, nonce=nonce, kinds=["time"])
+        background = self._background
+        if self.is_underway and background is not None and not background.fits(plan):
+            return False
+        if background is None or not background.fits(plan):
+            self.prepare(tensors)
+            background = self._background
+        if background is None or not background.keeps_states:
+            return False
+        return background.keep(plan, tensors, state, at_once=at_once, known=self._known)
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether there is room for a state that stays in memory; the same on all ranks."""
+        return self._background is not None and self._background.keeps_states
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the newest state in memory, if there is one, would be believed after the death of this rank."""
+        return not self.keeps_states or (self._background is not None and self._background.is_sealed)
+
+    @property
+    def keeping_s(self) -> float:
+        """Seconds that the last `keep` took on this rank, with its checksums; 0 before the first one is over."""
+        return self._background.keeping_s if self._background is not None else 0.0
+
+    def _heed(self, result: SaveResult | None, nonce: int) -> SaveResult | None:
+        """After a save, or an event of it: what follows from its success, the same on all ranks."""
+        if result is not None and result.ok:
+            self._known = [nonce]
+            self._release_remains()  # a file is newer
         if result is not None and result.ok and self._background is not None:
+            # where disks are unequal, the next one divides the bytes otherwise
             weights = better_weights(self._background.last_sizes, self._background.last_seconds)
             if weights is not None:
                 self._setting = replace(self._setting, weights=weights)
@@ -182,17 +257,36 @@ class CheckpointManager:
     def go_on(self) -> SaveResult | None:
         """One event further with the save under way, once no rank is busy. Every rank calls it."""
         assert self._background is not None, "nothing is under way"
-        return self._heed_speeds(self._background.go_on())
+        return self._heed(self._background.go_on(), self._nonce)
 
     def finish(self) -> SaveResult | None:
         """Wait for the end of the save under way, if there is one; its result. Every rank calls it."""
-        return self._heed_speeds(self._background.finish()) if self._background is not None else None
+        return self._heed(self._background.finish(), self._nonce) if self._background is not None else None
 
-    def close(self) -> None:
-        """Give memory and process back. What is under way is not awaited, and completed by the next start if it can."""
+    def close(self, *, has_failed: bool = False, is_hasty: bool = False) -> None:
+        """Give memory and process back. What is under way is completed by the next start if it can: `is_hasty` for
+        ranks that go on, and will save anew what is given up.
+
+        With `has_failed` the newest state stays in memory for the next start. What an earlier start has left there
+        stays too if this one went on from it and has saved nothing since.
+        """
+        self._release(keep=has_failed, is_hasty=is_hasty)
+        # what another rank had made when it was killed, and no writer of its own had heard of yet
+        await_writers(self._setting.run_id, patience_s=0.0)
+        if has_failed or self._needs_remains:
+            self._release_remains(remove=False)
+        else:
+            self._release_remains()
+
+    def _release(self, *, keep: bool = False, is_hasty: bool = False) -> None:
         if self._background is not None:
-            self._background.close()
+            self._background.close(keep=keep, is_hasty=is_hasty)
             self._background = None
+
+    def _release_remains(self, *, remove: bool = True) -> None:
+        if self._remains is not None:
+            self._remains.close(remove=remove)
+            self._remains, self._left, self._needs_remains = None, [], False
 
     def load(
         self,
@@ -213,7 +307,10 @@ class CheckpointManager:
         False leaves `into` out of it. Where this raises, and under names that the result lacks, `into` may hold what
         nobody has verified: do not go on with it. Where this gives None, `into` is as it was.
         """
-        return Load(self._setting, which, into=into or {}, fits=fits).run()
+        load = Load(self._setting, which, into=into or {}, fits=fits, remains=self._remains, left=self._left)
+        loaded = load.run()
+        self._needs_remains = loaded is not None and loaded.is_from_memory
+        return loaded
 
     def list(self) -> Commits:
         """All commits of this run, newest first, believed but not verified. Any rank, alone."""
@@ -234,7 +331,8 @@ class CheckpointManager:
         """At the start of a run, before `load`: complete what lacks only its commit, remove what never will be whole.
 
         Every rank calls it, rank zero acts and gets one sentence for each thing it did; the others get none. What the
-        disk refuses is a warning. Waits for the writers that a killed start of this run has left on this node.
+        disk refuses is a warning. Waits for the writers that a killed start of this run has left on this node; what it
+        has left in memory is what "latest" may mean from now on.
         """
         done: Sentences = []
         for path in await_writers(self._setting.run_id, patience_s=WRITERS_S):
@@ -244,8 +342,38 @@ class CheckpointManager:
         exchange(self._setting.group, Row())  # on every node
         if self._setting.is_rank_zero:
             self._setting.place.quietly("tidy up", lambda: self._recover(done))
-        exchange(self._setting.group, Row())  # nobody looks for a checkpoint before this is over
+        self._remains = Remains(self._setting.run_id, self._setting.run_directory)
+        row = Row()
+        if self._setting.is_rank_zero:
+            commits: Commits = []
+            self._setting.place.quietly(
+                "look for checkpoints", lambda: commits.extend(scan(self._setting.root).commits)
+            )
+            row = Row(place=1, nonce=commits[0].attempt.nonce) if commits else row
+        told = exchange(self._setting.group, row)[0]  # nobody looks for a checkpoint before this is over
+        self._known = [told.nonce] if told.place else []
+        self._left = find_states(self._setting.group, self._remains.parts)
         return done
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """The nonces of the commits that the state of now follows, as far as this rank knows."""
+        return tuple(self._known)
+
+    def succeed(self, known: Sequence[int]) -> None:
+        """In place of `recover`, where others went on from an earlier manager of this very run: nothing is read.
+
+        `known` is that manager's. What ranks that have died have left in memory goes with the next save. Any rank,
+        alone.
+        """
+        self._known = list(known)
+        self._remains = Remains(self._setting.run_id, self._setting.run_directory)
+
+    def newest_step(self) -> int:
+        """That of the newest checkpoint, or of a newer state in memory that follows it; 0: none. Rank zero, alone."""
+        newest, listed = self.latest(), scan(self._setting.root).commits
+        steps = [state.order[0] for state in believed(self._left, listed[0] if listed else None)]
+        return max([newest.identity.step if newest is not None else 0, *steps])
 
     def _recover(self, done: Sentences) -> None:
         root = self._setting.root

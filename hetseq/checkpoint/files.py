@@ -8,13 +8,17 @@ again, because the kernel may have dropped the pages it could not write.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 COMMIT_NAME = "COMMIT.json"
+_LOOK_S = 0.01
 
 
 @contextmanager
@@ -30,6 +34,20 @@ def creating(path: Path) -> Iterator[int]:
             os.close(descriptor)
         raise
     os.close(descriptor)  # NFS reports a full disk here at the latest, so an error counts
+
+
+def lock(descriptor: int, kind: int, *, patience_s: float) -> None:
+    """Take a lock (`fcntl.LOCK_EX` or `LOCK_SH`) that others hold for moments. OSError where somebody, who may have
+    been stopped, keeps it for longer, and where the file system knows no locks."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                text = f"another process has held the lock for {patience_s:g} s: is it stopped?"
+                raise BlockingIOError(errno.EWOULDBLOCK, text) from None
+        time.sleep(_LOOK_S)
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
@@ -55,7 +73,8 @@ def publish(path: Path, data: bytes) -> None:
         os.unlink(beside)
     write_new(beside, data)
     os.rename(beside, path)
-    sync_directory(path.parent)
+    with suppress(FileNotFoundError):  # somebody has seen it by now, and has removed the folder with it
+        sync_directory(path.parent)
 
 
 def make_directory(path: Path) -> None:

@@ -19,12 +19,14 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hetseq.checkpoint.choice import NOWHERE, Choice, choose, describe, locate, none_verifies
+from hetseq.checkpoint.choice import IN_MEMORY, NOWHERE, Choice, choose, describe, locate, none_verifies
 from hetseq.checkpoint.directory import part_name, read_commit
 from hetseq.checkpoint.layout import TensorSpec
 from hetseq.checkpoint.parts import allocate, can_be_filled, read_part
 from hetseq.checkpoint.reader import Inspected, inspect, patiently, reason_of, verify
-from hetseq.checkpoint.records import DamagedError, Identity
+from hetseq.checkpoint.recall import LeftState, believed, choose_state, recall
+from hetseq.checkpoint.records import Attempt, DamagedError, Identity, TooNewError
+from hetseq.checkpoint.remains import Remains
 from hetseq.checkpoint.rows import Row, exchange, failure_row, first_failure
 from hetseq.checkpoint.setting import Setting
 from hetseq.errors import CheckpointError, CheckpointRefused
@@ -50,16 +52,32 @@ class Loaded:
     skipped: list[str]
     run_id: str
     nonce: int  # of the attempt, which with run and identity names this checkpoint among all
+    is_from_memory: bool = False  # then `path` is where it would stand, had it been written
+
+    @property
+    def place(self) -> str:
+        """Where it came from, in words."""
+        return "the memory of this run's nodes" if self.is_from_memory else str(self.path)
 
 
 class Load:
     """One load on one rank; `into` and `fits` as in `CheckpointManager.load`."""
 
     def __init__(
-        self, setting: Setting, which: str, *, into: Mapping[str, Tensor], fits: Callable[[Loaded], bool] | None
+        self,
+        setting: Setting,
+        which: str,
+        *,
+        into: Mapping[str, Tensor],
+        fits: Callable[[Loaded], bool] | None,
+        remains: Remains | None = None,
+        left: Sequence[LeftState] = (),
     ) -> None:
         self._setting = setting
         self._which = which
+        self._remains = remains
+        self._believed: list[LeftState] = []  # rank zero's
+        self._left = list(left) if which == "latest" and remains is not None else []  # the same on all ranks
         self._into, self._fits = into, fits
         self._skipped: list[str] = []
         self._choice: Choice | None = None
@@ -88,19 +106,31 @@ class Load:
             self._refusal = error
         except OSError as error:
             self._refusal = CheckpointRefused(f"{where}: {error}: make it readable, or {_REMEDY}")
-        for sentence in self._choice.skipped if self._choice is not None else ():
+        choice = self._choice
+        for sentence in choice.skipped if choice is not None else ():
             self._skip(sentence)
+        self._believed = believed(self._left, choice.commits[0] if choice is not None and choice.commits else None)
+        for state in self._left:
+            if state not in self._believed:
+                self._skip(f"the state of step {state.order[0]} in memory does not follow the newest checkpoint")
 
     def _propose(self) -> Row:
         """Rank zero: the next candidate whose small files agree. `fatal` in it: there will be no other one."""
         if self._refusal is not None:
-            return Row(failed=True, text=str(self._refusal))
+            if not self._believed or isinstance(self._refusal, TooNewError):
+                return Row(failed=True, text=str(self._refusal))
+            self._skip(str(self._refusal))
+            return Row(place=IN_MEMORY, plan=self._believed.pop(0).plan)
         choice = self._choice
         if choice is None:
             return Row()
         while choice.commits:
-            commit = choice.commits.pop(0)
+            commit = choice.commits[0]
             problems = verify(commit, deep=False)
+            if not problems and (left := choose_state(self._believed, commit)) is not None:
+                self._believed.remove(left)
+                return Row(place=IN_MEMORY, plan=left.plan)  # of equal ones that in memory: it is faster
+            choice.commits.pop(0)
             if not problems:
                 return Row(
                     step=commit.identity.step,
@@ -113,22 +143,22 @@ class Load:
             if choice.is_explicit:
                 return Row(failed=True, text=f"{sentence}: {_REMEDY}")
             self._skip(sentence)
+        if (left := choose_state(self._believed, None)) is not None:
+            self._believed.remove(left)
+            return Row(place=IN_MEMORY, plan=left.plan)
         if self._skipped:
             return Row(failed=True, text=none_verifies(self._setting.root, self._skipped))
         return Row(place=NOWHERE)
 
     def _read_together(self, proposal: Row) -> Loaded | None:
         """The proposed checkpoint if every rank could read all of it; else None, or an exception if it is the last."""
-        path = locate(
-            self._which,
-            self._setting.run_directory,
-            place=proposal.place,
-            step=proposal.step,
-            nonce=proposal.nonce,
-        )
         loaded, row, unexpected = None, Row(), None
+        left = None
+        if proposal.place == IN_MEMORY:
+            left = next(state for state in self._left if state.plan == proposal.plan)
+        path = Path(f"of step {left.order[0]} in memory") if left is not None else self._locate(proposal)
         try:
-            loaded = self._read(path, proposal.digest)
+            loaded = self._recall(left) if left is not None else self._read(path, proposal.digest)
         except (OSError, CheckpointError) as error:
             row = failure_row(error)
         except Exception as error:  # the others are told before it is raised, or they would wait for this rank
@@ -145,6 +175,23 @@ class Load:
         self._skip(sentence)
         return None
 
+    def _locate(self, proposal: Row) -> Path:
+        where = self._setting.run_directory
+        return locate(self._which, where, place=proposal.place, step=proposal.step, nonce=proposal.nonce)
+
+    def _recall(self, left: LeftState) -> Loaded:
+        """What killed processes have left in memory. DamagedError after all ranks have had what they need."""
+        assert self._remains is not None
+        outlines: list[Loaded] = []
+
+        def allocate(attempt: Attempt, state: dict[str, Any], specs: Sequence[TensorSpec]) -> Mapping[str, Tensor]:
+            path = self._setting.place.folder(attempt)
+            outlines.append(replace(self._outline(attempt, state, specs, path), is_from_memory=True))
+            return self._targets(outlines[0], specs)
+
+        recalled = recall(self._setting.group, self._remains, left, allocate)
+        return replace(outlines[0], tensors=dict(recalled.tensors))
+
     def _read(self, path: Path, digest: str) -> Loaded:
         def look() -> Inspected:
             commit = read_commit(path)
@@ -154,25 +201,31 @@ class Load:
 
         patience_s = 0.0 if self._setting.is_rank_zero else self._setting.patience_s
         inspected = patiently(look, patience_s=patience_s)
-        commit = inspected.commit
-        outline = Loaded(
-            allocate(inspected.specs, device="meta"), inspected.state, commit.identity, commit.kinds, path,
-            self._skipped, commit.attempt.run_id, commit.attempt.nonce,
+        outline = self._outline(inspected.commit.attempt, inspected.state, inspected.specs, path)
+        return replace(outline, tensors=read(inspected, self._targets(outline, inspected.specs)))
+
+    def _outline(self, attempt: Attempt, state: dict[str, Any], specs: Sequence[TensorSpec], path: Path) -> Loaded:
+        """What is going to be loaded; of its tensors shapes and types alone."""
+        return Loaded(
+            allocate(specs, device="meta"), state, attempt.identity, attempt.kinds, path, self._skipped,
+            attempt.run_id, attempt.nonce,
         )  # fmt: skip
+
+    def _targets(self, outline: Loaded, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
+        """Memory for each tensor: what the caller lent, where that is fit for it, else new."""
         may_fill = self._fits is None or self._fits(outline)
-        return replace(outline, tensors=read(inspected, self._into if may_fill else {}))
+        return memory_for(specs, self._into if may_fill else {})
 
     def _skip(self, sentence: str) -> None:
         self._skipped.append(sentence)
         logger.warning("rank %d: %s", self._setting.group.rank, sentence)
 
 
-def read(inspected: Inspected, into: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name, contiguous and on the CPU; DamagedError where a byte is not what it was.
+def read(inspected: Inspected, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Fill `tensors`, which are all of a checkpoint by name, contiguous and on the CPU; gives them back.
 
-    Those that are fit for it are the ones of `into`; where this raises, they hold what nobody has verified.
+    DamagedError where a byte is not what it was: then they hold what nobody has verified.
     """
-    tensors = _targets(inspected.specs, into)
     directory = inspected.commit.path
     for index, (manifest, header) in enumerate(zip(inspected.manifests, inspected.headers)):
         try:
@@ -182,7 +235,7 @@ def read(inspected: Inspected, into: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def _targets(specs: Sequence[TensorSpec], into: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def memory_for(specs: Sequence[TensorSpec], into: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Memory for each tensor: that of `into` where it can be filled, else new."""
     outlines = allocate(specs, device="meta")
     lent = {name: into[name] for name, like in outlines.items() if name in into and can_be_filled(into[name], like)}

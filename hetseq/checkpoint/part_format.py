@@ -105,17 +105,33 @@ def header_bytes(pieces: Sequence[Piece]) -> bytes:
 def read_header(path: Path) -> PartHeader:
     """What a part says it holds, checked against its size; DamagedError names what is wrong. Allocates only that."""
     with reading(path) as (descriptor, size):
-        if size < 8:
-            raise DamagedError(f"{path.name}: {size} bytes are too few for a part")
-        start = bytearray(8)
+        start = bytearray(min(size, 8))
         read_into(descriptor, memoryview(start))
-        length = int.from_bytes(start, "little")
-        if length > min(size - 8, HEADER_LIMIT):
-            raise DamagedError(f"{path.name}: its header claims {length} bytes, of {size} in the file")
-        raw = bytearray(length)
+        raw = bytearray(_header_length(start, size, path))
         read_into(descriptor, memoryview(raw))
-    pieces = _parse(parse_json(bytes(raw), source=path), payload=size - 8 - length, source=path)
-    return PartHeader(pieces, bytes(start + raw))
+    return _header_of(bytes(start), bytes(raw), size, path)
+
+
+def parse_header(content: memoryview, *, source: Path) -> PartHeader:
+    """As `read_header`, of a part that is in memory; an error calls it `source`."""
+    start = bytes(content[:8])
+    raw = bytes(content[8 : 8 + _header_length(start, len(content), source)])
+    return _header_of(start, raw, len(content), source)
+
+
+def _header_length(start: bytes | bytearray, size: int, source: Path) -> int:
+    """Of the part's JSON, given its first bytes and the size of all of it."""
+    if len(start) < 8:
+        raise DamagedError(f"{source.name}: {size} bytes are too few for a part")
+    length = int.from_bytes(start, "little")
+    if length > min(size - 8, HEADER_LIMIT):
+        raise DamagedError(f"{source.name}: its header claims {length} bytes, of {size} in the file")
+    return length
+
+
+def _header_of(start: bytes, raw: bytes, size: int, source: Path) -> PartHeader:
+    pieces = _parse(parse_json(raw, source=source), payload=size - 8 - len(raw), source=source)
+    return PartHeader(pieces, start + raw)
 
 
 def check_sums(path: Path, crc32: Sequence[int]) -> None:

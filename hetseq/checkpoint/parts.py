@@ -22,21 +22,25 @@ import os
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hetseq.checkpoint.files import creating, reading, write_all
 from hetseq.checkpoint.layout import Piece, TensorSpec
+from hetseq.checkpoint.memory_sums import chunk_sum
 from hetseq.checkpoint.part_format import ChunkSums, PartHeader, header_bytes, in_file_order
 from hetseq.checkpoint.records import CHUNK_BYTES, DamagedError
 
 #: threads that check what one reads: from a warm cache the checksum of a chunk takes 1.5 times as long as reading it
 CHECKERS = 2
 CHUNKS_AT_ONCE = 4  # that one call reads
+_COPIERS = 4  # threads that copy from memory and check
 _MOST_VIEWS = 1024  # of one preadv; IOV_MAX of Linux
 
 _DTYPE = {
@@ -108,6 +112,41 @@ def read_part(path: Path, header: PartHeader, crc32: Sequence[int], tensors: Map
         raise DamagedError(f"{path.name}: its header changed while it was read")
 
 
+def copy_part(
+    source: Path, image: memoryview, header: PartHeader, sums: Sequence[int], tensors: Mapping[str, Tensor]
+) -> None:
+    """As `read_part`, from memory that holds the whole part; `sums` are its `memory_sums`, an error calls it `source`.
+
+    A chunk is compared and then copied, while it is in the processor's cache.
+    """
+    raw = bytearray(len(header.raw))
+    flats = (tensors[piece.spec.name].detach().view(-1)[piece.begin : piece.end] for piece in header.pieces)
+    views = [memoryview(raw), *map(_view, flats)]
+    if sum(map(len, views)) != len(image) or len(sums) != -(-len(image) // CHUNK_BYTES):
+        raise DamagedError(f"{source.name}: it has another size than was said of it")
+    unread = iter(list(enumerate(_cut(views, CHUNK_BYTES))))  # the threads share it, under the interpreter's lock
+
+    def work() -> None:
+        for index, targets in unread:
+            chunk = image[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+            if chunk_sum(chunk) != sums[index]:
+                raise _other_sum(source.name, index)
+            for target in targets:
+                np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(chunk[: len(target)], np.uint8))
+                chunk = chunk[len(target) :]
+
+    threads = min(_COPIERS, len(os.sched_getaffinity(0)))
+    with ThreadPoolExecutor(threads, "checkpoint-copier") as pool:
+        for done in [pool.submit(work) for _ in range(threads)]:
+            done.result()
+    if raw != header.raw:
+        raise DamagedError(f"{source.name}: its header changed while it was read")
+
+
+def _other_sum(name: str, index: int) -> DamagedError:
+    return DamagedError(f"{name}: the {CHUNK_BYTES} bytes from byte {index * CHUNK_BYTES} on have another checksum")
+
+
 class _Pass:
     """One pass over a part: the caller's thread reads it from front to back, others check behind it."""
 
@@ -167,8 +206,7 @@ class _Pass:
         for view in self._chunks[index]:
             found = zlib.crc32(view, found)
         if found != self._crc32[index]:
-            begin = index * CHUNK_BYTES
-            raise DamagedError(f"{self._name}: the {CHUNK_BYTES} bytes from byte {begin} on have another checksum")
+            raise _other_sum(self._name, index)
 
 
 def _cut(views: Iterable[memoryview], chunk_bytes: int) -> Iterator[list[memoryview]]:

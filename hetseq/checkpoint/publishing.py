@@ -40,11 +40,16 @@ FREE_MARGIN = 1.1  # a save begins only where this many times its bytes are free
 
 @dataclass(frozen=True)
 class Place:
-    """Where the checkpoints of a run are, and which of them stay; `patience_s`: how late a file may become visible."""
+    """Where the checkpoints of a run are, and which of them stay.
+
+    `patience_s` is how late a file may become visible; what a stopping node, which may have lost the others and save
+    on its own, has changed within `underway_s` is still being written.
+    """
 
     run_directory: Path
     retention: Retention
     patience_s: float
+    underway_s: float
 
     @property
     def root(self) -> Path:
@@ -102,12 +107,14 @@ class Publisher:
         self._place.quietly(f"write {HISTORY_NAME}", lambda: append_history(path, dict(row)))
 
     def _make_room(self, attempt: Attempt, needed: int) -> None:
-        """Delete what this save would supersede while the disk is too full for it and another valid one remains."""
+        """On a full disk: delete what came to nothing, then what this save supersedes while a valid one remains."""
         root = self._place.root
         if free_bytes(root) >= needed:
             return
         commits = [commit for commit in scan(root, self._known).commits if not verify(commit, deep=False)]
         expected: list[Kept] = sorted([attempt, *commits], key=_age, reverse=True)
+        if commits:
+            remove_litter(root, commits[0], generation=attempt.identity.generation)
         goes = superseded(expected, self._place.retention, generation=attempt.identity.generation)
         oldest_first = [kept for kept in (expected[index] for index in goes) if isinstance(kept, Commit)]
         if oldest_first and verify(commits[0], deep=True):
@@ -132,7 +139,7 @@ class Publisher:
         goes = superseded(commits, self._place.retention, generation=generation)
         # after a restart from an older step `own` need not be the newest: what was just promised stays all the same
         remove_all(commits[index].path for index in goes if commits[index] is not own)
-        remove_litter(root, own, generation=generation)
+        remove_litter(root, own, generation=generation, quiet_s=self._place.underway_s)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> str:

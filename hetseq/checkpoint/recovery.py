@@ -9,6 +9,7 @@ newest commit is only litter, whole or not, because retention takes a checkpoint
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterable
 from contextlib import suppress
@@ -95,12 +96,18 @@ def newest_verified(root: Path) -> Commit | None:
     return next((commit for commit in scan(root).commits if not verify(commit, deep=False)), None)
 
 
-def remove_litter(root: Path, newest: Commit, *, generation: int) -> list[Path]:
-    """Delete the uncommitted attempts that are older than `newest`, except those of a generation above one's own."""
+def remove_litter(root: Path, newest: Commit, *, generation: int, quiet_s: float = 0.0) -> list[Path]:
+    """Delete the uncommitted attempts that are older than `newest`, except those of a generation above one's own.
+
+    Those of nodes that stop, and of nobody knows whom, stay for `quiet_s`: a node that lost the others saves what it
+    has on its own, while they go on and save as well.
+    """
     litter = [
         directory
         for directory in attempts(root)
-        if not is_committed(directory) and _is_older(directory, newest, generation=generation)
+        if not is_committed(directory)
+        and _is_older(directory, newest, generation=generation)
+        and not (quiet_s > 0 and _may_be_alone(directory) and _changed(directory) > _changed(newest.path) - quiet_s)
     ]
     return remove_all(litter)
 
@@ -147,6 +154,11 @@ def _belongs(attempt: Attempt, directory: Path) -> bool:
     return attempt_name(attempt.identity.step, attempt.nonce) == directory.name
 
 
+def _may_be_alone(directory: Path) -> bool:
+    intent = _intent(directory)
+    return intent is None or "signal" in intent.kinds
+
+
 def _is_newer(directory: Path, newest: Commit) -> bool:
     intent = _intent(directory)
     if intent is None:
@@ -161,3 +173,11 @@ def _is_older(directory: Path, newest: Commit, *, generation: int) -> bool:
         return step_of(directory) < newest.identity.step
     identity = intent.identity
     return identity.generation <= generation and (identity.step, identity.generation) <= newest.order[:2]
+
+
+def _changed(directory: Path) -> float:
+    """When something in it changed last, by the clock of its file system; infinity where it cannot be seen."""
+    try:
+        return max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
+    except OSError:
+        return math.inf

@@ -17,17 +17,20 @@ TIMED_KINDS = frozenset({"time", "final", "signal"})
 
 @dataclass(frozen=True)
 class Retention:
-    """How many checkpoints of each kind are kept; -1 means all."""
+    """How many checkpoints of each kind are kept; -1 means all. `keep_every`: a number of steps, see `superseded`."""
 
     keep_interval_updates: int = -1
     keep_last_epochs: int = -1
     keep_timed: int = 2  # of the kinds time, final and signal together
+    keep_every: int = 0
 
     def __post_init__(self) -> None:
         for name in ("keep_interval_updates", "keep_last_epochs", "keep_timed"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < -1:
                 raise ValueError(f"{name} {value!r}: expected -1 (all) or a number of checkpoints")
+        if self.keep_every < 0:
+            raise ValueError(f"keep_every {self.keep_every!r}: expected a number of steps, or 0 for none")
 
 
 class Kept(Protocol):
@@ -43,7 +46,8 @@ class Kept(Protocol):
 def superseded(commits: Sequence[Kept], retention: Retention, *, generation: int) -> list[int]:
     """Positions in `commits` (newest first) that may be deleted, oldest first.
 
-    Never the newest, and never one of a generation newer than `generation`, the caller's own.
+    Never the newest, never one of a step that is a multiple of `keep_every`, whatever its kind, and never one of a
+    generation newer than `generation`, the caller's own.
     """
     rules = (
         (frozenset({"epoch"}), retention.keep_last_epochs),
@@ -53,6 +57,8 @@ def superseded(commits: Sequence[Kept], retention: Retention, *, generation: int
     )
     keep = {index for index, commit in enumerate(commits) if commit.identity.generation > generation}
     keep.add(0)
+    if retention.keep_every:
+        keep.update(index for index, commit in enumerate(commits) if commit.identity.step % retention.keep_every == 0)
     for kinds, count in rules:
         matching = [index for index, commit in enumerate(commits) if kinds & set(commit.kinds)]
         keep.update(matching if count == -1 else matching[:count])

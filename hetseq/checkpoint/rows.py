@@ -10,10 +10,13 @@ from __future__ import annotations
 import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:  # processes without torch read rows too
+    from torch import Tensor
 
 _TEXT_BYTES = 256
 _ROW = np.dtype(
@@ -43,6 +46,8 @@ class RowGroup(Protocol):
     def world_size(self) -> int: ...
 
     def all_gather_rows(self, row: NDArray[np.int64]) -> NDArray[np.int64]: ...
+
+    def broadcast(self, tensor: Tensor, *, source: int) -> None: ...
 
 
 @dataclass(frozen=True)

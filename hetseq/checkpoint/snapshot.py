@@ -57,7 +57,8 @@ class Snapshot:
     def begin(self, tensors: Mapping[str, Tensor], *, at_once: Collection[str], when_whole: Callable[[], None]) -> None:
         """Copy the tensors that `at_once` names, and begin to copy the others, which stay as they are until `settle`.
 
-        `when_whole` is called once, by another thread, when the image is whole; not if the copy failed.
+        `when_whole` is called once, by another thread, when the image is whole; not if the copy failed. `settle` does
+        not wait for it, `finish` does.
         """
         self.finish()
         now: list[tuple[Tensor, Tensor]] = []
@@ -110,15 +111,19 @@ class _Copying:
     def __init__(self, pairs: list[tuple[Tensor, Tensor]], when_whole: Callable[[], None]) -> None:
         self._error: BaseException | None = None
         self._pairs, self._when_whole = pairs, when_whole
-        self._is_over = threading.Event()
+        self._is_copied, self._is_over = threading.Event(), threading.Event()
         self._prepare()
 
     def settle(self) -> None:
-        self.join()
+        """Wait until the tensors were copied; raises what ended that early."""
+        self._wait(self._is_copied)
 
     def join(self) -> None:
-        """Wait for the end of the copy; raises what ended it early."""
-        self._is_over.wait()
+        """Wait for the end of the copy and of what follows from it; raises what ended it early."""
+        self._wait(self._is_over)
+
+    def _wait(self, event: threading.Event) -> None:
+        event.wait()
         if self._error is not None:
             raise self._error
 
@@ -132,11 +137,14 @@ class _Copying:
         """All of it, in another thread."""
         try:
             self._work()
+            self._pairs = []
+            self._is_copied.set()
             self._when_whole()
         except BaseException as error:  # raised where the copy is awaited
             self._error = error
         finally:
             self._pairs = []
+            self._is_copied.set()
             self._is_over.set()
 
 

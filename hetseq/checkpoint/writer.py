@@ -27,6 +27,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hetseq import faults
 from hetseq.checkpoint.arena import READY, WRITTEN, Arena
 from hetseq.checkpoint.directory import STATE_NAME, manifest_name, part_name
 from hetseq.checkpoint.files import sync_directory, write_new
@@ -52,24 +53,31 @@ def setting_of(place: Place, arenas: Sequence[Arena], *, is_polite: bool) -> dic
         "run_directory": str(place.run_directory),
         "retention": asdict(place.retention),
         "patience_s": place.patience_s,
+        "underway_s": place.underway_s,
         "is_polite": is_polite,
+        "faults": faults.handed_down(),
     }
 
 
 class Line:
-    """JSON lines over a socket; `has_ended` once the other end is gone."""
+    """JSON lines over a socket; `has_ended` once the other end is gone, `is_stuck` once it has taken nothing for as
+    long as the socket's SO_SNDTIMEO says, if it says any."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._received = b""
         self._requests: deque[dict[str, Any]] = deque()
         self._sending = threading.Lock()
-        self.has_ended = False
+        self.has_ended = self.is_stuck = False
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Tell the other end; nothing happens if it is gone."""
+        """Tell the other end; nothing happens if it is gone, or stuck."""
         with self._sending, suppress(OSError):
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
+            if not self.is_stuck:
+                try:
+                    self._connection.sendall(json.dumps(message).encode() + b"\n")
+                except BlockingIOError:
+                    self.is_stuck = True
 
     def hint(self, message: Mapping[str, Any]) -> None:
         """Tell the other end unless it has long not listened: what nobody waits for is not to hold anybody up."""
@@ -151,6 +159,7 @@ class Writer:
         else:
             self._await_folder(folder)
         self._await_image(arena, serial)
+        faults.point("persist")
         began = time.perf_counter()
         writing = PartWriting(folder / part_name(index), arena.image[: record["image_bytes"]])
         try:
@@ -224,6 +233,7 @@ class Writer:
     def _commit(self, request: Mapping[str, Any]) -> dict[str, Any]:
         attempt = Attempt.from_json(request["attempt"], source=ARENA_SOURCE)
         parts = [PartRecord(size, digest) for size, digest in request["parts"]]
+        faults.point("rename")
         self._publisher.commit(
             attempt, state_sha256=request["state_sha256"], state_bytes=request["state_bytes"], parts=parts
         )  # fmt: skip
@@ -266,13 +276,19 @@ def main() -> None:
     setting = line.take(None)
     if setting is None:
         return
-    place = Place(Path(setting["run_directory"]), Retention(**setting["retention"]), setting["patience_s"])
+    if setting.get("faults") is not None:
+        faults.arm(**setting["faults"])
+    waits = {name: setting[name] for name in ("patience_s", "underway_s")}
+    place = Place(Path(setting["run_directory"]), Retention(**setting["retention"]), **waits)
     arenas = [Arena(descriptor, None) for descriptor in setting["arenas"]]
     line.send({"started": os.getpid()})
     Writer(line, arenas, place, is_polite=setting["is_polite"]).serve()
     if line.has_ended:  # without a word: the trainer was killed, and has left its arenas to us
-        for path in setting["paths"]:
+        for arena, path in zip(arenas, setting["paths"]):
             with suppress(OSError):
-                os.unlink(path)
+                if arena.is_sealed:  # for the next start; so old is what is found later
+                    os.utime(arena.descriptor)
+                else:
+                    os.unlink(path)
     sys.stdout.flush()
     os._exit(0)  # nothing to tear down, and the arenas' maps may still be looked into

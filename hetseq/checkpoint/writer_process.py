@@ -2,13 +2,15 @@
 
 Responsible for: one request being carried out although the process that does it may be killed. Refuses to know what
 the requests mean. The one idea: a request is repeated to a new process until one of them answers, so whoever asks only
-ever sees an answer, or that three processes in a row have died over it.
+ever sees an answer, or that three processes in a row have died over it, or that one has fallen silent: on a file system
+that hangs, another one would hang too.
 """
 
 from __future__ import annotations
 
 import logging
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -25,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 _DEATHS = 3  # processes that one request may cost
 _END_S, _EXIT_S = 5.0, 1.0
+_SILENCE_S = 900.0  # it says something with every chunk that it has written
+_TAKING_S = 10.0  # it may take nothing of what it is told: a disk that hangs, and many tags that stay in memory
+_LOOK_S = 60.0  # what passes between two looks counts for no more: this process may have been stopped itself
 _HOME = str(Path(hetseq.__file__).resolve().parents[1])
 # -I -S: no packages of the user's, which take a second to look for and could bring torch
 _PROGRAM = "import importlib, sys; sys.path.append(sys.argv[1]); importlib.import_module(sys.argv[2]).main()"
@@ -42,6 +47,7 @@ class WriterProcess:
         self._module, self._setting, self._descriptors = module, dict(setting), tuple(descriptors)
         self._request: dict[str, Any] | None = None
         self._deaths = 0
+        self._silent_s, self._looked_s = 0.0, 0.0
         self.share = 0.0  # of the open request, as far as the process has told
         self._lock = threading.Lock()  # around what says which process it is
         self._start()
@@ -60,26 +66,35 @@ class WriterProcess:
         """Have it do something that it answers."""
         assert self._request is None, "one request at a time"
         self._request, self._deaths, self.share = dict(request), 0, 0.0
-        self._line.send(self._request)
+        self._silent_s, self._looked_s = 0.0, time.monotonic()
+        self._tell(self._request)
 
     def say(self, message: Mapping[str, Any]) -> None:
         """Tell it something that needs no answer; a process that has died does not hear it."""
         with self._lock:
-            self._line.send(message)
+            self._tell(message)
+
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        self._line.send(message)
+        if self._line.is_stuck:  # and half a line may be out
+            self._process.kill()
 
     def answer(self, timeout_s: float | None = 0.0) -> dict[str, Any] | None:
         """The answer to the open request, once: None if it does not come within this time (None: wait for it).
 
-        An answer with "failed" says that processes died over it.
+        An answer with "failed" says that processes died over it, or that one fell silent.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._request is not None:
-            rest = None if deadline is None else max(0.0, deadline - time.monotonic())
+            rest = _LOOK_S if deadline is None else max(0.0, deadline - time.monotonic())
             message = self._line.take(rest)
             if message is None and self._line.has_ended:
                 message = self._begin_again()
-            elif message is None:
+            elif message is None and (self._line.is_stuck or self._is_silent()):
+                message = self._give_up()
+            elif message is None and deadline is not None:
                 return None
+            self._silent_s = 0.0 if message is not None else self._silent_s
             self.share = (message or {}).get("written", self.share)
             if message is None or self._is_log(message) or message.get("serial") != self._request["serial"]:
                 continue
@@ -87,23 +102,29 @@ class WriterProcess:
             return message
         return None
 
-    def close(self) -> None:
-        """Let it finish what it has been told, for some seconds; afterwards it finishes on its own."""
+    def close(self, *, is_hasty: bool = False) -> None:
+        """Let it finish what it has been told, for some seconds unless `is_hasty`; then it finishes on its own."""
         self.say({"do": "end"})
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + (0.0 if is_hasty else _END_S)
         while not self._line.has_ended and (rest := deadline - time.monotonic()) > 0:
             message = self._line.take(rest)
             if message is not None:
                 self._is_log(message)
-        self._hang_up()
+        self._hang_up(0.0 if is_hasty else _EXIT_S)
 
-    def _hang_up(self) -> None:
+    def kill(self) -> None:
+        """End it in the middle of whatever it does; `close` has to follow."""
+        self._process.kill()
+
+    def _hang_up(self, patience_s: float = _EXIT_S) -> None:
         self._connection.close()
         with suppress(subprocess.TimeoutExpired):  # it still has something to finish, and does so on its own
-            self._process.wait(_EXIT_S)
+            self._process.wait(patience_s)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
+        line = Line(ours)
+        line.send({**self._setting, "arenas": self._descriptors})  # it is heard even if we are killed meanwhile
         with theirs:
             try:
                 process = subprocess.Popen(
@@ -116,9 +137,10 @@ class WriterProcess:
             except OSError:
                 ours.close()
                 raise
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _time_of(_TAKING_S))
         with self._lock:
-            self._process, self._connection, self._line = process, ours, Line(ours)
-            self._line.send({**self._setting, "arenas": self._descriptors})
+            self._process, self._connection, self._line = process, ours, line
+        self._setting.pop("faults", None)  # which a test had meant for the first one
 
     def _begin_again(self) -> dict[str, Any] | None:
         """Another process for the open request; an answer in its place where too many have died."""
@@ -136,8 +158,32 @@ class WriterProcess:
         self._line.send({**self._request, "again": True})
         return None
 
+    def _is_silent(self) -> bool:
+        now_s = time.monotonic()
+        self._silent_s += min(now_s - self._looked_s, _LOOK_S)
+        self._looked_s = now_s
+        return self._silent_s >= _SILENCE_S
+
+    def _give_up(self) -> dict[str, Any]:
+        """Another process for later requests; an answer to the open one in place of that of the silent one."""
+        assert self._request is not None
+        logger.warning("the process %d that writes checkpoints has fallen silent and is killed", self._process.pid)
+        self._process.kill()  # where it waits for a disk for ever, it dies when that is back, and writes no more
+        self._hang_up()
+        with suppress(OSError):  # the next request tries again
+            self._start()
+        is_stuck = self._silent_s < _SILENCE_S
+        silence = f"taken nothing for {_TAKING_S:.0f} s" if is_stuck else f"said nothing for {_SILENCE_S:.0f} s"
+        reason = f"the process that writes has {silence}: does --save-dir answer?"
+        return {"serial": self._request["serial"], "failed": reason}
+
     @staticmethod
     def _is_log(message: Mapping[str, Any]) -> bool:
         if "log" in message:
             logger.log(message["log"], "%s", message["text"])
         return "log" in message or "started" in message
+
+
+def _time_of(seconds: float) -> bytes:
+    """As setsockopt(2) has it: seconds and microseconds."""
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))

@@ -30,7 +30,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hetseq.cluster.election import BEAT_S, LEASE_S, NOTHING, UNKNOWN, Action, Kind, Record, Sight, Watch, decide
+from hetseq.cluster.election import (
+    BEAT_S,
+    LEASE_S,
+    NOTHING,
+    UNKNOWN,
+    Action,
+    Kind,
+    Record,
+    Sight,
+    Standing,
+    Watch,
+    decide,
+    standing_of,
+)
 from hetseq.cluster.heart import Heart, read_pulse
 from hetseq.cluster.identity import is_alive, this_process
 from hetseq.cluster.shared_directory import POLL_S, DirectoryGone, PlaceError, SharedDirectory, Version, trouble
@@ -79,6 +92,22 @@ class Attempt:
     _chain: _Chain
     _sleep: Sleep
     _is_closed: bool = False
+    _has_successor: bool = False  # by the last look
+
+    def show_life(self) -> None:
+        """Raise the counter, and look whether somebody has taken this head for dead; called by it about twice a second.
+
+        May hang as long as the file system does, for which `standing` does not wait.
+        """
+        if self.heart is not None:
+            self.heart.beat()
+            with contextlib.suppress(OSError, RendezvousError):
+                self._has_successor = self.is_superseded()
+
+    def standing(self) -> Standing:
+        """How sure this head can be that it still leads."""
+        assert self.heart is not None
+        return standing_of(self.heart.silence_s, is_superseded=self._has_successor)
 
     def is_superseded(self) -> bool:
         """Whether another launcher has taken this attempt for dead and replaced it; asked by a head now and then."""

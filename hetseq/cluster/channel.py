@@ -44,6 +44,7 @@ from hetseq.cluster.sockets import (
     bind,
     dial,
     fill,
+    make_ready,
     say,
     send_all,
     shut,
@@ -110,8 +111,7 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, *, session: bytes, is_client: bool) -> None:
-        connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a record is wanted now
+        make_ready(connection)
         self._connection = connection
         self.host, self.peer_host = (str(end()[0]) for end in (connection.getsockname, connection.getpeername))
         self.peer = address_text(connection.getpeername())

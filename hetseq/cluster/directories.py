@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetseq.config import CheckpointConfig
+from hetseq.errors import ConfigError
 from hetseq.run_directory import RunDirectory, open_private, write_all
 
 logger = logging.getLogger(__name__)
@@ -48,13 +50,13 @@ class Mark:
     standing: str  # a folder of the path that was there before this start, so that no cache can hide it
 
 
-def leave_mark(directory: RunDirectory) -> Mark:
-    """Write a mark into a run directory; called by the launcher that holds its lock. Raises OSError.
+def leave_mark(directory: RunDirectory, *, is_owner: bool = True) -> Mark:
+    """Write a mark into a run directory. Raises OSError.
 
-    Marks that a killed launcher left there are removed: whoever wrote them cannot hold the lock any more.
+    An owner, the launcher that holds the directory's lock, removes the marks that a killed one has left there.
     """
     with contextlib.suppress(OSError):
-        for name in filter(_MARK.fullmatch, os.listdir(directory.path)):
+        for name in filter(_MARK.fullmatch, os.listdir(directory.path) if is_owner else ()):
             os.unlink(directory.path / name)
     mark = Mark(
         str(directory.path), f".mark-{secrets.token_hex(16)}", secrets.token_hex(16), str(directory.standing)
@@ -129,21 +131,40 @@ def is_local(path: str, mountinfo: str) -> bool:
 
 def newest_step(directory: RunDirectory) -> int | None:
     """The step of the newest commit by its name, believed but not verified; None where there is none."""
-    try:
-        names = os.listdir(directory.checkpoints)
-    except OSError:
-        return None
-    steps = [
-        int(match[1])
-        for name in names
-        if (match := _COMMITTED.fullmatch(name)) and os.path.lexists(directory.checkpoints / name / "COMMIT.json")
-    ]
-    return max(steps, default=None)
+    return next((step for step, path in reversed(_attempts(directory)) if _is_committed(path)), None)
+
+
+def check_own_place(config: CheckpointConfig, path: str) -> None:
+    """Raise ConfigError where this node was told of another directory, and checkpoints there would be forgotten."""
+    own = RunDirectory(Path(os.path.abspath(config.save_dir)))
+    newest = None if config.save_dir == type(config).save_dir or str(own.path) == path else newest_step(own)
+    if newest is not None:
+        raise ConfigError(
+            f"--save-dir {config.save_dir} holds checkpoints up to step {newest}, but the run directory is {path}, the"
+            " --save-dir of the node with rank 0, which this node shares: give all nodes the same --save-dir"
+        )
 
 
 def has_commits(directory: RunDirectory) -> bool:
-    """Whether a run directory holds a checkpoint."""
-    return newest_step(directory) is not None
+    """Whether a run directory holds a checkpoint; the newest folder is looked into last.
+
+    A folder in which a writer hangs, as on a mount that does not answer, holds whoever looks into it.
+    """
+    return any(_is_committed(path) for _, path in _attempts(directory))
+
+
+def _attempts(directory: RunDirectory) -> list[tuple[int, Path]]:
+    """Steps and folders of all attempts to save, oldest first."""
+    try:
+        names = os.listdir(directory.checkpoints)
+    except OSError:
+        return []
+    found = [(int(match[1]), directory.checkpoints / name) for name in names if (match := _COMMITTED.fullmatch(name))]
+    return sorted(found)
+
+
+def _is_committed(attempt: Path) -> bool:
+    return os.path.lexists(attempt / "COMMIT.json")
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,24 @@ class Watch:
         return (self.kind, self.number, self.nonce) == (sight.kind, sight.number, sight.nonce)
 
 
+class Standing(enum.Enum):
+    """How sure a head can be that nobody else leads."""
+
+    SURE = "sure"
+    UNSURE = "unsure"  # its counter may be standing still, for those who look
+    OVERDUE = "overdue"  # they will soon take it for dead
+    REPLACED = "replaced"
+
+
+def standing_of(silence_s: float, *, is_superseded: bool) -> Standing:
+    """Of a head that could raise its counter so long ago for the last time; who looks waits longer, for SILENCE_S."""
+    if is_superseded:
+        return Standing.REPLACED
+    if silence_s > LEASE_S:
+        return Standing.OVERDUE
+    return Standing.UNSURE if silence_s > 3 * BEAT_S else Standing.SURE
+
+
 def decide(watch: Watch, sight: Sight, now_s: float) -> tuple[Watch, Action]:
     """From what was seen before and what is seen now to the next step; pure, `now_s` is one's own monotonic clock."""
     if not watch.is_of(sight):

@@ -32,6 +32,7 @@ class Heart:
         self._now = now
         self._count = 0
         self._next_s = -1.0
+        self._written_s = now()
         self._has_warned = False
 
     def beat(self) -> None:
@@ -52,10 +53,16 @@ class Heart:
                 write_all(descriptor, counter + _pulse_mac(self._key, counter))
             finally:
                 os.close(descriptor)
+            self._written_s = self._now()
         except OSError as error:
             if not self._has_warned:
                 logger.warning("cannot write %s (%s): other nodes may take this run for dead", self.path, error)
             self._has_warned = True
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the counter could be raised last; right also while `beat` hangs in another thread."""
+        return self._now() - self._written_s
 
 
 def read_pulse(path: Path, key: bytes) -> int | None:

@@ -5,8 +5,8 @@ Members are the launchers, the head's own being member 0; a run on one node is a
 their launcher alone, and the small store over which they find each other is kept here.
 
 The one idea: a start is a row of phases that all members pass together, and each has a deadline. Whatever cannot be
-mended ends the run on every node with the same code and reason; after the start, the ends of all workers are collected
-until everybody has reported, and judged once (`ending.judge`).
+mended ends the run on every node with the same code and reason; after the start `crews` leads the ranks from generation
+to generation, the ends of all workers are collected until everybody has reported, and judged once (`ending.judge`).
 
     member: claim              reached  owned | seen            present, set, get      ready           end, over
     hub:            reach               own | see       begin                    go           begun       ebb  ending
@@ -15,24 +15,23 @@ until everybody has reported, and judged once (`ending.judge`).
 
 from __future__ import annotations
 
-import enum
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from hetseq.cluster.assembly import TELL_EVERY_S, Phase, Place, Record
 from hetseq.cluster.contract import difference
+from hetseq.cluster.crews import Crews, Site
 from hetseq.cluster.directories import Found, choose_run_id
-from hetseq.cluster.roster import Claim, Roster, Seat
+from hetseq.cluster.latecomers import Latecomers
+from hetseq.cluster.roster import Claim, Roster
 from hetseq.ending import Ending, WorkerEnd, judge, lost
 from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
+from hetseq.membership import SplitBrainError
 
 logger = logging.getLogger(__name__)
 
-Record = dict[str, Any]
-
-TELL_EVERY_S = 10.0
 _REACH_S = 30.0  # a probe gives up after 8 s
 _DIRECTORY_S = 60.0  # one answer; a look at a network file system takes 15 s
 _LOAD_S = 1800.0  # data may take minutes to read; a worker that dies meanwhile is reported
@@ -41,64 +40,21 @@ _CUT_S = 20.0  # after an end that was none in peace: launchers wait 5 s for the
 _END_S = 90.0  # after the first end, for the others to finish their step and their save
 
 
-class Phase(enum.Enum):
-    """What the members are doing together."""
-
-    GATHERING = "waiting for the nodes"
-    REACHING = "trying the connections between the nodes"
-    DIRECTORIES = "looking for the run directory"
-    STARTING = "loading the data"
-    RUNNING = "training"
-    ENDING = "ending"
-    OVER = "over"
-
-
 _BEFORE_WORKERS = (Phase.GATHERING, Phase.REACHING, Phase.DIRECTORIES)
 
 
-@dataclass
-class _Member:
-    """One launcher, as far as it has told."""
-
-    host: str
-    pid: int
-    wanted: int  # of its workers, those that the run waits for
-    address: str  # of its interface, and the port where it lets its peers knock
-    door: int
-    fields: Mapping[str, str]
-    build: str
-    save_dir: str
-    place: _Place | None = None  # the run directory it uses
-    is_heard: bool = False  # in this phase
-    is_gone: bool = False
-
-
-@dataclass
-class _Place:
-    """A run directory, and the members that use it; its owner, the first of them, made it."""
-
-    path: str
-    mark: Any
-    found: Found
-    members: list[int]
-
-
-class Hub:
+class Hub(Latecomers):
     """All decisions of a start and of an end. `outbox` holds (member, record) for the caller to send, in order."""
 
-    def __init__(self, *, join_timeout_s: float, paste: str, now_s: float, hint: str = "") -> None:
-        self.outbox: list[tuple[int, Record]] = []
-        self.phase = Phase.GATHERING
+    def __init__(self, *, join_timeout_s: float, paste: str, now_s: float, hint: str = "", min_ranks: int = 1) -> None:
+        super().__init__(now_s=now_s, patience_s=join_timeout_s)
         self.ending: Ending | None = None
         self._wanted = 0  # ranks, as the first node has it
         self.sent_away = 0  # times that somebody with another secret was; the caller counts
         self._hint = hint  # where to look if a node waits elsewhere
-        self._paste, self._deadline_s, self._next_word_s = paste, now_s + join_timeout_s, now_s
-        self._now_s = now_s
+        self._min_ranks, self._join_timeout_s, self._paste = min_ranks, join_timeout_s, paste
+        self._is_polite = True  # the end, if it has begun
         self._roster = Roster()
-        self._members: dict[int, _Member] = {}
-        self._seats: list[Seat] = []
-        self._places: list[_Place] = []
         self._presented: dict[int, Mapping[str, str]] = {}  # rank -> contract
         self._store: dict[str, str] = {}
         self._awaited: dict[str, list[tuple[int, int]]] = {}  # key -> (member, rank) that wait for it
@@ -118,6 +74,8 @@ class Hub:
             handler, phases = _HANDLERS[kind]
             if self.phase in phases:
                 handler(self, member, record)
+        except SplitBrainError as error:
+            self._end(Ending(EXIT_FAILED, str(error)))
         except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
             if not known:  # whoever says so is none of this run, but for example another version
                 text = f"the head cannot read what this node claims ({error!r}): install the same HetSeq on both"
@@ -141,8 +99,21 @@ class Hub:
         if self.phase in (Phase.REACHING, Phase.DIRECTORIES):
             self._end(Ending(EXIT_FAILED, f"{self._name(member)} left before the start ({why})"))
             return
-        self._lost.append(f"the connection to {self._name(member)} was lost ({why})")
-        self._begin_ending(is_polite=False)
+        if self._members[member].is_heard and self.phase is Phase.RUNNING:
+            return  # it had told that it has nothing left to do
+        if member in self._late:
+            self._late.discard(member)
+            return
+        told = f"the connection to {self._name(member)} was lost ({why})"
+        if self._crews is None or not self._is_training:
+            self._lost.append(told)
+            self._begin_ending(is_polite=False)
+        else:
+            if self._crews.living & set(self._ranks(member)):
+                self._lost.append(told)
+            for rank in self._ranks(member):
+                self._crews.gone(rank, told, now_s)
+            self._after_crews()
         self._end_if_all_are_heard()
 
     @property
@@ -161,6 +132,9 @@ class Hub:
         if now_s >= self._deadline_s:
             self._give_up()
         next_s = self._next_word_s if self.phase in _BEFORE_WORKERS else now_s + 60
+        if self._crews is not None and self._is_training:
+            next_s = min(next_s, now_s + self._crews.tick(now_s))
+            self._after_crews()
         return max(0.0, min(self._deadline_s, next_s) - now_s)
 
     def _tell_what_is_awaited(self) -> None:
@@ -183,17 +157,17 @@ class Hub:
         if self.phase in (Phase.ENDING, Phase.OVER):
             self._send(member, "tell", text="a run is ending there; waiting for its place")
             return
+        if self.phase is not Phase.GATHERING and self._crews is not None and self._is_training:
+            self._claim_late(member, claim, self._member_of(claim, record))
+            return
         if self.phase is not Phase.GATHERING:
             here = ", ".join(f"{seat.host} ({seat.workers})" for seat in self._seats)
             self._send(member, "ending", code=EXIT_FAILED, message=(
-                f"{claim.host} came too late: the run has begun with {here}, and this version takes nobody in later."
-                " Stop it and start all nodes again (it goes on from its newest checkpoint), or wait for its end"
+                f"{claim.host} came while {here} are starting, without it: give the command again in a minute, when"
+                " they train"
             ))  # fmt: skip
             return
-        new = _Member(
-            claim.host, claim.pid, claim.wanted, str(record["address"]), int(record["door"]), dict(record["fields"]),
-            str(record["build"]), str(record["save_dir"]),
-        )  # fmt: skip
+        new = self._member_of(claim, record)
         first = next(iter(self._members), None)
         if first is None:
             self._wanted = claim.world_size or claim.min_ranks or 0
@@ -257,10 +231,13 @@ class Hub:
             self._begin_starting()
 
     def _owned(self, member: int, record: Record) -> None:
+        if member in self._late:
+            self._owned_late(member, record)
+            return
         found = Found(
             self._members[member].host, str(record["path"]), str(record["run_id"]), record["newest"]
         )  # fmt: skip
-        place = _Place(str(record["path"]), record["mark"], found, [member])
+        place = Place(str(record["path"]), record["mark"], found, [member])
         self._members[member].place = place
         self._members[member].is_heard = True
         self._places.append(place)
@@ -271,12 +248,15 @@ class Hub:
         if not lookers:
             self._settle_next_directory()
 
-    def _may_look(self, member: int, place: _Place) -> bool:
+    def _may_look(self, member: int, place: Place) -> bool:
         """The run directory is looked for by all; one of a group, by those whose own has the same path."""
         looker = self._members[member]
         return looker.place is None and (place is self._places[0] or looker.save_dir == place.path)
 
     def _seen(self, member: int, record: Record) -> None:
+        if member in self._late:
+            self._seen_late(member, record)
+            return
         self._members[member].is_heard = True
         if record["is_shared"] is True:
             self._members[member].place = self._places[-1]
@@ -293,9 +273,10 @@ class Hub:
             return
         # alone a node needs no limit: its launcher sees a worker that dies
         self._enter(Phase.STARTING, _LOAD_S if len(self._seats) > 1 else float("inf"))
-        parts = [[rank for member in place.members for rank in self._ranks(member)] for place in self._places]
+        parts = [self._ranks_at(place) for place in self._places]
         nodes = [self._members[seat.member].host for seat in self._seats for _ in seat.ranks]
-        name = secrets.token_hex(8)
+        name = self._run_name = secrets.token_hex(8)
+        self._run_id = run_id
         for seat in self._seats:
             place = self._members[seat.member].place
             assert place is not None
@@ -306,6 +287,12 @@ class Hub:
 
     def _present(self, member: int, record: Record) -> None:
         rank = self._own_rank(member, record)
+        if self.phase is Phase.ENDING:
+            self._send(member, "dismiss", rank=rank, starts=record["starts"], why="the run is ending")
+            return
+        if self.phase is not Phase.STARTING:
+            self._of_crews(member, record)
+            return
         self._presented[rank] = dict(record["fields"])
         if len(self._presented) < len(self._hosts):
             return
@@ -335,19 +322,89 @@ class Hub:
         if self.phase is Phase.STARTING and self._all_are_heard():
             self._enter(Phase.RUNNING, float("inf"))
             self._send_all("begun")
+            places = {rank: self._places.index(place) for place in self._places for rank in self._ranks_at(place)}
+            nodes = {rank: seat.member for seat in self._seats for rank in seat.ranks}
+            sites = {
+                rank: Site(host, places[rank], nodes[rank], self._members[nodes[rank]].address)
+                for rank, host in self._hosts.items()
+            }
+            self._crews = Crews(sites, self._presented, min_ranks=self._min_ranks, wait_s=self._join_timeout_s)
+
+    # Training
+
+    @property
+    def _is_training(self) -> bool:
+        """Whether a rank that is lost is one that the others can do without."""
+        return self.phase is Phase.RUNNING or (self.phase is Phase.ENDING and self._is_polite)
+
+    def _of_crews(self, member: int, record: Record) -> None:
+        """What a rank says of generations."""
+        rank = self._own_rank(member, record)
+        if self._crews is not None and self._is_training:
+            self._crews.handle(rank, record, self._now_s)
+            self._after_crews()
+        elif record["kind"] == "report":
+            self._send(member, "dismiss", rank=rank, why="the run is ending")
+
+    def _leave(self, member: int, record: Record) -> None:
+        """A rank is asked to go, or a node is to be taken away. The head's own takes the hub with it: all stop."""
+        if self._crews is not None:
+            is_rank = "rank" in record
+            slots = [self._own_rank(member, record)] if is_rank else list(self._ranks(member))
+            self._crews.leave(slots, is_everybody=member == 0 and not is_rank, now_s=self._now_s)
+            self._after_crews()
+
+    def _after_crews(self) -> None:
+        """Send what `crews` has to say, and see whether anybody is left."""
+        assert self._crews is not None
+        while self._crews.outbox:
+            rank, kind, facts = self._crews.outbox.pop(0)
+            if kind == "record" and self._crews.is_hopeless:
+                kind, facts = "dismiss", {"starts": facts["starts"], "why": "a step has crashed two processes"}
+            elif kind == "record":
+                self._ends = [end for end in self._ends if not end.is_loss]  # the run has survived the others
+                self._lost.clear()
+            member = next((seat.member for seat in self._seats if rank in seat.ranks), None)
+            if member is not None and not self._members[member].is_gone:
+                self._send(member, kind, rank=rank, **facts)
+        if (self._crews.is_extinct or self._crews.is_hopeless) and self.phase is Phase.RUNNING:
+            self._begin_ending(is_polite=False)
 
     # Ending
 
     def _worker_end(self, member: int, record: Record) -> None:
-        end = WorkerEnd(**record["end"])
+        end, starts = WorkerEnd(**record["end"]), int(record["starts"])
         self._own_rank(member, {"rank": end.rank})
-        self._ends.append(end)
-        if end.code != EXIT_DONE:
-            self._begin_ending(is_polite=end.code == EXIT_STOPPED and not end.is_secondary)
+        if self._crews is None or end.is_peaceful or self._crews.is_member(end.rank, starts):
+            self._ends.append(end)
+        if self._crews is None or not self._is_training:
+            if end.code != EXIT_DONE:
+                self._begin_ending(is_polite=end.code == EXIT_STOPPED and not end.is_secondary)
+            return
+        if end.is_peaceful:
+            self._crews.finished(end.rank, starts)
+            self._begin_ending(is_polite=True)
+        elif end.is_loss or not self._crews.is_member(end.rank, starts):
+            self._crews.left(end, starts, is_restarting=record["is_restarting"], now_s=self._now_s)
+            self._after_crews()
+        else:
+            self._ends = [known for known in self._ends if not known.is_loss]  # which the run was about to survive
+            self._begin_ending(is_polite=False)
 
     def _over(self, member: int, record: Record) -> None:
-        self._begin_ending(is_polite=not record["cut_short"])
         self._members[member].is_heard = True
+        is_last = all(self._is_excused(other) for other in self._members)
+        is_head = member == 0 and bool(record["cut_short"])  # the hub goes with it
+        if self.phase is not Phase.RUNNING or is_last or is_head or self._crews is None:
+            self._begin_ending(is_polite=not record["cut_short"])
+            self._members[member].is_heard = True
+        else:
+            if record["cut_short"]:
+                self._lost.append(f"{self._name(member)}: {record['cut_short']}")
+                record = {**record, "cut_short": ""}
+            for rank in self._ranks(member):
+                self._crews.gone(rank, f"{self._name(member)} has left", self._now_s)
+            self._after_crews()
         self._silent.extend(int(rank) for rank in record["silent"])
         self._has_commit = self._has_commit or bool(record["has_commit"])
         if record["cut_short"] and not self._cut_short:
@@ -358,7 +415,10 @@ class Hub:
     def _refused(self, member: int, record: Record) -> None:
         """A member cannot take part, for a reason that it has found by itself."""
         where = f"{self._name(member)}: " if len(self._members) > 1 else ""
-        if self.phase is Phase.GATHERING:
+        if member in self._late:
+            self._send(member, "ending", code=int(record["code"]), message=str(record["message"]))
+            self.gone(member, "it cannot take part", self._now_s)
+        elif self.phase is Phase.GATHERING:
             self.gone(member, "it left", self._now_s)
         else:
             self._end(Ending(int(record["code"]), where + str(record["message"])))
@@ -367,8 +427,17 @@ class Hub:
         """Tell all that somebody has ended: `is_polite` if the others may finish what they do in peace."""
         if self.phase in (Phase.ENDING, Phase.OVER):
             return
+        over = [member for member, known in self._members.items() if known.is_heard and self.phase is Phase.RUNNING]
+        over += self._late
+        over += [m for m in self._order if self._crews is not None and not self._crews.counts(self._slots_of(m))]
         self._enter(Phase.ENDING, _END_S if is_polite else _CUT_S)
+        for member in over:
+            self._members[member].is_heard = True
+        self._is_polite = is_polite
         self._send_all("ebb", is_polite=is_polite)
+        if self._crews is not None and is_polite:
+            self._crews.dismiss_waiting("the run is ending")
+            self._after_crews()
 
     def _end_if_all_are_heard(self) -> None:
         if self.phase is Phase.ENDING and self._all_are_heard():
@@ -408,74 +477,23 @@ class Hub:
         self.phase, self.ending, self._deadline_s = Phase.OVER, ending, float("inf")
         self._send_all("ending", code=ending.code, message=ending.message)
 
-    # What all of them need
-
-    @property
-    def _order(self) -> list[int]:
-        """The members in the order of their ranks."""
-        return [seat.member for seat in self._seats] if self._seats else list(self._members)
-
-    @property
-    def _hosts(self) -> dict[int, str]:
-        return {rank: seat.host for seat in self._seats for rank in seat.ranks}
-
-    def _ranks(self, member: int) -> range:
-        return next(seat.ranks for seat in self._seats if seat.member == member)
-
-    def _own_rank(self, member: int, record: Record) -> int:
-        rank = int(record["rank"])
-        if rank not in self._ranks(member):
-            raise ValueError(f"rank {rank} is not its own")
-        return rank
-
-    def _name(self, member: int) -> str:
-        """`labA`, with what tells it from another launcher of that host."""
-        if member not in self._members:
-            return f"member {member}"
-        host = self._members[member].host
-        twins = [other for other in self._members.values() if other.host == host]
-        if len(twins) == 1:
-            return host
-        return f"{host} ({_span(self._ranks(member)) if self._seats else f'pid {self._members[member].pid}'})"
-
-    def _is_excused(self, member: int) -> bool:
-        return self._members[member].is_heard or self._members[member].is_gone
-
-    def _all_are_heard(self) -> bool:
-        return all(self._is_excused(member) for member in self._members)
-
-    def _enter(self, phase: Phase, patience_s: float) -> None:
-        self.phase, self._deadline_s = phase, self._now_s + patience_s
-        self._next_word_s = self._now_s + TELL_EVERY_S
-        for member in self._members.values():
-            member.is_heard = False
-
-    def _send(self, member: int, kind: str, **facts: Any) -> None:
-        self.outbox.append((member, {"kind": kind, **facts}))
-
-    def _send_all(self, kind: str, **facts: Any) -> None:
-        for member in self._order:
-            if not self._members[member].is_gone:
-                self._send(member, kind, **facts)
-
 
 _BEFORE = (Phase.GATHERING, Phase.REACHING, Phase.DIRECTORIES, Phase.STARTING)
 _AT_WORK = (Phase.STARTING, Phase.RUNNING)
 #: how a record of each kind is taken in, and in which phases; in others it comes too late to matter
 _HANDLERS: dict[Any, tuple[Callable[[Hub, int, Record], None], tuple[Phase, ...]]] = {
     "claim": (Hub._claim, tuple(Phase)),
-    "refused": (Hub._refused, _BEFORE),
+    "refused": (Hub._refused, (*_BEFORE, Phase.RUNNING)),
     "reached": (Hub._reached, (Phase.REACHING,)),
-    "owned": (Hub._owned, (Phase.DIRECTORIES,)),
-    "seen": (Hub._seen, (Phase.DIRECTORIES,)),
-    "present": (Hub._present, (Phase.STARTING,)),
-    "set": (Hub._set, _AT_WORK),
-    "get": (Hub._get, _AT_WORK),
+    "owned": (Hub._owned, (Phase.DIRECTORIES, Phase.RUNNING)),
+    "seen": (Hub._seen, (Phase.DIRECTORIES, Phase.RUNNING)),
+    "present": (Hub._present, (*_AT_WORK, Phase.ENDING)),
+    "set": (Hub._set, (*_AT_WORK, Phase.ENDING)),
+    "get": (Hub._get, (*_AT_WORK, Phase.ENDING)),
     "ready": (Hub._ready, (Phase.STARTING,)),
+    "report": (Hub._of_crews, (*_AT_WORK, Phase.ENDING)),
+    "frozen": (Hub._of_crews, (*_AT_WORK, Phase.ENDING)),
+    "leave": (Hub._leave, (Phase.RUNNING,)),
     "end": (Hub._worker_end, (*_AT_WORK, Phase.ENDING)),
     "over": (Hub._over, (*_AT_WORK, Phase.ENDING)),
 }
-
-
-def _span(ranks: range) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"

@@ -1,8 +1,8 @@
 """The hub at work: a thread of the head's launcher that owns the listener and the channels to all members.
 
 Responsible for taking records in, in the order in which they come, and handing the hub's answers out; for telling the
-hub when a channel ends and when time has passed. It decides nothing. The head's own launcher is member 0, over a pair
-of pipes within the process (`local_pair`).
+hub when a channel ends and when time has passed. It decides nothing. The head's own launcher is member 0, over a
+channel within the process (`local_pair`).
 
 A peer that has proven the key and then sends half a record holds the thread for `_PATIENCE_S` at most.
 """
@@ -16,12 +16,13 @@ import os
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any, Protocol
 
 from hetseq.cluster.channel import ChannelClosed, ChannelError, ChannelTimeout, Listener
+from hetseq.cluster.election import Standing
 from hetseq.cluster.hub import Hub
 from hetseq.errors import EXIT_FAILED
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 _PATIENCE_S = 10.0
 _LAST_WORDS_S = 1.0  # for a peer to read them
 _BEAT_S = 0.5
+_MOST_AT_ONCE = 100  # rounds of listening, until the clock is looked at all the same
 
 
 class RecordChannel(Protocol):
@@ -44,40 +46,72 @@ class RecordChannel(Protocol):
     def close(self, *, linger_s: float = ...) -> None: ...
 
 
-class LocalChannel:
-    """One end of a channel within this process; raises what `Channel` raises."""
+class _Tray:
+    """Records on their way to one end of a local channel; `bell` is readable while `take` has something to say."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._sending = threading.Lock()
+    def __init__(self) -> None:
+        self._records: deque[str] = deque()
+        self._turn = threading.Lock()
+        self._is_shut = self._is_gone = False
+        self.bell, self._hammer = os.pipe()
+
+    def put(self, text: str) -> None:
+        with self._turn:
+            if self._is_shut:
+                raise ChannelClosed("the head's launcher has closed its end")
+            self._records.append(text)
+            if len(self._records) == 1:
+                os.write(self._hammer, b"!")
+
+    def take(self, timeout_s: float) -> str:
+        if not wait([self.bell], timeout_s):
+            raise ChannelTimeout(f"nothing for {timeout_s:.1f} s")
+        with self._turn:
+            if not self._records:
+                raise ChannelClosed("the head's launcher has closed its end")
+            text = self._records.popleft()
+            if not (self._records or self._is_shut):
+                os.read(self.bell, 1)
+            return text
+
+    def shut(self, *, is_gone: bool = False) -> None:
+        """Take in nothing more; with `is_gone` nobody takes anything out any more either."""
+        with self._turn:
+            if not (self._is_shut or self._records):
+                os.write(self._hammer, b"!")  # and stays there
+            self._is_shut = True
+            if is_gone and not self._is_gone:
+                self._is_gone = True
+                os.close(self.bell)
+                os.close(self._hammer)
+
+
+class LocalChannel:
+    """One end of a channel within this process; raises what `Channel` raises. Sending never waits: a pipe would, and
+    each end could wait for the other to read."""
+
+    def __init__(self, inbox: _Tray, outbox: _Tray) -> None:
+        self._inbox, self._outbox = inbox, outbox
 
     def send(self, record: Mapping[str, Any], *, timeout_s: float = _PATIENCE_S) -> None:
-        with self._sending:
-            try:
-                self._connection.send_bytes(json.dumps(record, separators=(",", ":")).encode())
-            except OSError as error:
-                raise ChannelClosed(f"the head's launcher has closed its end ({error})") from None
+        self._outbox.put(json.dumps(record, separators=(",", ":")))
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        try:
-            if not self._connection.poll(timeout_s):
-                raise ChannelTimeout(f"nothing for {timeout_s:.1f} s")
-            record: dict[str, Any] = json.loads(self._connection.recv_bytes())
-            return record
-        except (EOFError, OSError):
-            raise ChannelClosed("the head's launcher has closed its end") from None
+        record: dict[str, Any] = json.loads(self._inbox.take(timeout_s))
+        return record
 
     def fileno(self) -> int:
-        return self._connection.fileno()
+        return self._inbox.bell
 
     def close(self, *, linger_s: float = 0.0) -> None:
-        self._connection.close()
+        self._outbox.shut()
+        self._inbox.shut(is_gone=True)
 
 
 def local_pair() -> tuple[LocalChannel, LocalChannel]:
     """Two ends of one channel."""
-    one, other = Pipe()
-    return LocalChannel(one), LocalChannel(other)
+    one, other = _Tray(), _Tray()
+    return LocalChannel(one, other), LocalChannel(other, one)
 
 
 class HubServer:
@@ -89,11 +123,14 @@ class HubServer:
     def __init__(self, hub: Hub, own: RecordChannel, *, listener: Listener | None = None) -> None:
         self._hub, self._listener = hub, listener
         self.beat: Callable[[], None] | None = None
+        #: how sure it is that nobody else leads; set before the start where a directory may elect somebody
+        self.standing: Callable[[], Standing] | None = None
         self._channels: dict[int, RecordChannel] = {0: own}
         self.notes = 0  # that nodes with another secret have left in the shared directory
         self._count = 0  # of the members that ever came from elsewhere
         self._admitted: list[RecordChannel] = []
         self._is_open, self._is_over = True, threading.Event()
+        self._left_s = 0.0  # until the hub has to be told what time it is
         self._bell, self._hammer = os.pipe()
         # apart from the others and waited for by nobody: a file system that hangs cannot be waited for
         self._beating = threading.Thread(target=self._keep_beating, name="hub's heart", daemon=True)
@@ -157,12 +194,24 @@ class HubServer:
             thread.join()
 
     def _turn(self) -> None:
+        # first all that has come: who has answered is not to be taken for silent because this thread was held up
+        left_s = self._left_s
+        for _ in range(_MOST_AT_ONCE):
+            if not self._hear(left_s):
+                break
+            left_s = 0.0
         if self._listener is not None:
             self._hub.sent_away = self._listener.refused["secret"] + self.notes
+        if self.standing is not None:
+            self._hub.stand(self.standing())
         left_s = self._hub.tick(time.monotonic())
+        self._left_s = left_s if self.standing is None else min(left_s, _BEAT_S)
         self._deliver()
+
+    def _hear(self, timeout_s: float) -> bool:
+        """A record of each member that has something to say, and new members; whether there was anything."""
         by_descriptor = {channel.fileno(): number for number, channel in self._channels.items()}
-        ready = wait([self._bell, *by_descriptor], timeout=left_s)
+        ready = wait([self._bell, *by_descriptor], timeout=timeout_s)
         if self._bell in ready:
             os.read(self._bell, 64)
             while self._admitted:
@@ -172,6 +221,7 @@ class HubServer:
             if descriptor in by_descriptor:
                 self._listen(by_descriptor[descriptor])
         self._deliver()
+        return bool(ready)
 
     def _listen(self, member: int) -> None:
         try:

@@ -26,6 +26,7 @@ from hetseq.cluster.reach import Doorstep, Peer, probe
 from hetseq.cluster.rendezvous import Meeting, meet
 from hetseq.cluster.roster import Claim
 from hetseq.cluster.secret import copy_command, secret_file
+from hetseq.cluster.sockets import ask_when_idle
 from hetseq.config import DistributedConfig
 
 _CLOSE_S = 10.0
@@ -60,6 +61,17 @@ class Member:
         """Connect to each of the peers as gloo will; one sentence for each that cannot be reached."""
         return probe([Peer(**peer) for peer in peers], self._key, secret_file=self._secret_file) if peers else []
 
+    def become_head(self, hub: Hub, meeting: Meeting | None, tell: Callable[[str], None]) -> None:
+        """From now on talk to a hub in this process: the one before is gone. With a meeting others may come to it."""
+        if meeting is not None:
+            self._closing.callback(_in_time, meeting.close)
+        self.channel, self.is_head = _start(hub, meeting, self._secret_file, self._closing, tell), True
+
+    def ask_when_idle(self) -> None:
+        """From now on notice it too when the head's machine is silent while nothing is said to it."""
+        if not self.is_head:
+            ask_when_idle(self.channel.fileno())
+
     def close_door(self) -> None:
         """Once all have tried, nobody is to knock any more."""
         if self._door is not None:
@@ -77,7 +89,7 @@ def claim_of(config: DistributedConfig, workers: int) -> Claim:
     """What this node brings, as the options say it."""
     host, pid = socket.gethostname(), os.getpid()
     if config.join is not None:
-        return Claim(host, pid, workers, None, None, config.min_ranks)
+        return Claim(host, pid, workers, None, None, config.min_ranks, config.max_ranks)
     return Claim(host, pid, workers, config.distributed_rank, config.distributed_world_size or workers, None)
 
 
@@ -115,8 +127,7 @@ def join(
 
 def _show_life(attempt: Attempt, server: HubServer, secret: Path, tell: Callable[[str], None]) -> None:
     """What the head of a shared directory does twice a second."""
-    if attempt.heart is not None:
-        attempt.heart.beat()
+    attempt.show_life()
     for host in attempt.strangers():
         server.notes += 1
         tell(
@@ -147,14 +158,23 @@ def _serve(
 ) -> RecordChannel:
     """Start the hub of the run in this process; gives this launcher's own end."""
     hint = _hint_of(config.meeting_url or "")
-    hub = Hub(join_timeout_s=config.join_timeout, paste=command, now_s=time.monotonic(), hint=hint)
+    hub = Hub(
+        join_timeout_s=config.join_timeout, paste=command, now_s=time.monotonic(), hint=hint,
+        min_ranks=config.min_ranks or 1,
+    )  # fmt: skip
+    return _start(hub, meeting, secret_file(config.secret_file), closing, tell)
+
+
+def _start(
+    hub: Hub, meeting: Meeting | None, secret: Path, closing: ExitStack, tell: Callable[[str], None]
+) -> RecordChannel:
     hubs_end, own_end = local_pair()
     listener = None if meeting is None else meeting.listener
     attempt = None if meeting is None else meeting.attempt
     server = HubServer(hub, hubs_end, listener=listener)
     if attempt is not None:
-        secret = secret_file(config.secret_file)
         server.beat = functools.partial(_show_life, attempt, server, secret, tell)
+        server.standing = attempt.standing
     server.start()
     closing.callback(own_end.close)
     closing.callback(server.close)

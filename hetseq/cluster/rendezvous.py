@@ -99,9 +99,13 @@ def meet(
     command: str = "",
     interface: str | None = None,
     name: str = "run",
+    is_again: bool = False,
     now: Callable[[], float] = time.monotonic,
 ) -> Meeting:
     """Meet the other launchers at `config.meeting_url`; called once by every launcher.
+
+    `is_again`: the connection to the head of a run that trains was lost. A directory elects somebody, this launcher
+    perhaps; at an address the head that was there gets one try, and nobody else can take its place.
 
     `pause(seconds)` sleeps, and raises when the launcher is to stop; nothing here blocks for more than a second without
     it. `tell` prints a line. `command` is the command line of this launcher, `interface` what GLOO_SOCKET_IFNAME says;
@@ -114,7 +118,9 @@ def meet(
     if config.meeting_url is None:
         raise ValueError("no meeting place: a run on one node meets nobody")
     search = _Search(config, config.meeting_url, _Calls(pause, tell, now), command, interface, name)
-    return search.at_address() if config.meeting_url.startswith("tcp://") else search.in_directory()
+    if config.meeting_url.startswith("file://"):
+        return search.in_directory()
+    return search.at_address_again() if is_again else search.at_address()
 
 
 def host_and_port(url: str) -> tuple[str, int]:
@@ -227,6 +233,11 @@ class _Search:
             except (StrangerError, ChannelTimeout) as error:
                 raise self._with_holder(error, target, port, taken) from error
             self._wait()
+
+    def at_address_again(self) -> Meeting:
+        """Go to the head that listened there, if it still does."""
+        host, port = host_and_port(self._url)
+        return self._as_follower(self._connect(self._target(host), port), None)
 
     def _try_to_listen(self, host: str, port: int) -> tuple[Listener | None, AddressError | None]:
         """The listener, or why not: the port is taken, or the address another machine's."""

@@ -24,7 +24,10 @@ _MOST = 2**20  # ranks; a claim beyond is nonsense, and nobody is to count that 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a launcher says of its node: with given ranks `rank` and `world_size`, with --join `min_ranks` alone."""
+    """What a launcher says of its node: with given ranks `rank` and `world_size`, with --join `min_ranks`.
+
+    `max_ranks` (None: any number) is of --join too. The contract sees to it that all nodes were told the same.
+    """
 
     host: str
     pid: int
@@ -32,6 +35,7 @@ class Claim:
     rank: int | None = None
     world_size: int | None = None
     min_ranks: int | None = None
+    max_ranks: int | None = None
 
     def __post_init__(self) -> None:
         if type(self.host) is not str or not self.host.isprintable() or not 0 < len(self.host) <= _LONGEST_HOST:
@@ -42,7 +46,11 @@ class Claim:
             _require_number("min_ranks", self.min_ranks, 1, _MOST)
             if self.rank is not None or self.world_size is not None:
                 raise ValueError("no claim: both given ranks and min_ranks")
+            if self.max_ranks is not None:
+                _require_number("max_ranks", self.max_ranks, 1, _MOST)
         else:
+            if self.max_ranks is not None:
+                raise ValueError("no claim: max_ranks without min_ranks")
             _require_number("rank", self.rank, 0, _MOST)
             _require_number("world_size", self.world_size, 1, _MOST)
 
@@ -53,7 +61,7 @@ class Claim:
     @classmethod
     def from_record(cls, record: object) -> Claim:
         """The claim in a record of a peer; ValueError for anything else."""
-        names = {"host", "pid", "workers", "rank", "world_size", "min_ranks"}
+        names = {"host", "pid", "workers", "rank", "world_size", "min_ranks", "max_ranks"}
         if not isinstance(record, Mapping) or set(record) != names:
             raise ValueError(f"no claim: {str(record)[:200]}")
         return cls(**record)
@@ -67,6 +75,15 @@ class Claim:
     def ranks(self) -> range:
         """The ranks that were given to this node; none with --join."""
         return range(0) if self.rank is None else range(self.rank, self.rank + self.workers)
+
+    def too_many(self, here: int) -> str | None:
+        """Why this node cannot come where `here` ranks are; None where it can."""
+        if self.max_ranks is None or here + self.workers <= self.max_ranks:
+            return None
+        return (
+            f"{self.name} would make it {here + self.workers} ranks, and --max-ranks is {self.max_ranks}: let it bring"
+            " fewer workers (--distributed-gpus), come when others have left, or raise --max-ranks on all nodes"
+        )
 
     @property
     def wanted(self) -> int:
@@ -193,7 +210,7 @@ class Roster:
             if reason is not None:
                 return reason
         if claim.min_ranks is not None:
-            return self._too_late(claim) if self.is_complete else None
+            return self._too_late(claim) if self.is_complete else claim.too_many(self._here)
         world_size = claim.world_size or 0
         if claim.ranks[-1] >= world_size:
             return f"{claim.name} claims {_ranks(claim.ranks)}, and {_beyond(world_size)}"

@@ -26,6 +26,15 @@ _BACKLOG = 1024
 _RESOLVE_S = 10.0
 _LONGEST_POLL_S = 3600.0
 
+#: How long the kernel repeats what the other end does not acknowledge, until it ends the connection: its own figure is
+#: a quarter of an hour. While ranks train nothing passes between launchers and hub, whatever the network does. The
+#: first word after a cut is that somebody has lost a peer, and by then the deadline of the step has passed; so a cut
+#: is known this long after the deadline, and one that is shorter than the deadline ends nothing, whatever that is.
+#: Long enough for a roaming laptop, a port of a switch that learns its neighbours, and four or five repetitions.
+_UNACKNOWLEDGED_S = 20.0
+#: until an idle peer is asked, and between two questions; with them it is missed after _UNACKNOWLEDGED_S as well
+_IDLE_S, _AGAIN_S = 10, 5
+
 #: what socket.getaddrinfo gives: family, kind, protocol, canonical name, address
 _Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 
@@ -213,6 +222,33 @@ def _wait(connection: socket.socket, event: int, deadline: float) -> None:
     poll = select.poll()  # knows descriptors above 1023, unlike select()
     poll.register(connection, event)
     poll.poll(math.ceil(min(left_s, _LONGEST_POLL_S) * 1000))
+
+
+def make_ready(connection: socket.socket) -> None:
+    """For records: it never blocks, sends at once, and ends, ETIMEDOUT here, when they have not arrived for 20 s.
+
+    The machine at the other end has to acknowledge them, not its process: one that is stopped loses nothing.
+    """
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_UNACKNOWLEDGED_S * 1000))
+
+
+def ask_when_idle(descriptor: int) -> None:
+    """From now on this connection also ends when the other machine is silent for 20 s with nothing to acknowledge.
+
+    For whoever waits and has no ranks in training. With some, a question in the midst of a step would end what the
+    deadline of the step lets live: beside the limit on silence the kernel does not count its questions, and a single
+    one that is lost ends a connection that has been idle for longer than that.
+    """
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            questions = round((_UNACKNOWLEDGED_S - _IDLE_S) / _AGAIN_S)
+            options = {"TCP_KEEPIDLE": _IDLE_S, "TCP_KEEPINTVL": _AGAIN_S, "TCP_KEEPCNT": questions}
+            for name, value in options.items():
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def shut(connection: socket.socket, how: int) -> None:

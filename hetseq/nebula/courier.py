@@ -87,7 +87,10 @@ class Courier:
                 if not self._jobs:
                     return
                 make, then = self._jobs.popleft()
-            then(self._carry(make()))
+            try:
+                then(self._carry(make()))
+            except Exception:  # whoever has asked for something else still waits for it
+                logger.exception("what follows from a save has failed")
 
     def _carry(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """The answer to a request, or why there is none."""

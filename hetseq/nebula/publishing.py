@@ -21,6 +21,7 @@ from typing import Any
 from hetseq.checkpoint.files import (
     COMMIT_NAME,
     free_bytes,
+    lock,
     publish,
     read_bounded,
     remove_attempt,
@@ -55,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 FREE_MARGIN = 1.1  # a file is begun only where this many times its bytes are free
 RETRY_S = 0.05
+_LOCKED_S = 10.0  # by a process that tidies up, for a moment
 COLUMNS = (
     "time_utc",
     "tag",
@@ -106,8 +108,8 @@ class Publisher:
             sync_directory(folder.parent)
         if attempt.folder_name not in self._locks:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            with suppress(OSError):  # a file system without locks: then nobody tidies up there
-                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            with suppress(OSError):  # a file system without locks, where nobody tidies up; or a tidier that was stopped
+                lock(descriptor, fcntl.LOCK_SH, patience_s=_LOCKED_S)
             self._locks[attempt.folder_name] = descriptor
         return folder
 
@@ -115,7 +117,8 @@ class Publisher:
         """Give up the hold on a folder."""
         descriptor = self._locks.pop(attempt.folder_name, None)
         if descriptor is not None:
-            os.close(descriptor)
+            with suppress(OSError):  # nothing was written by it
+                os.close(descriptor)
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Say what is in a file that is on the disk; and with several ranks commit, if it was the last one."""

@@ -18,18 +18,20 @@ from typing import Any
 
 from torch import Tensor
 
-from hetseq.checkpoint.arena import PAGE, READY, RECORD_BYTES, SHARED_MEMORY, WRITTEN, Arena, sweep
+from hetseq.checkpoint.arena import OVERHEAD_BYTES, READY, SHARED_MEMORY, WRITTEN, Arena
+from hetseq.checkpoint.files import lock
 from hetseq.checkpoint.layout import Piece
 from hetseq.checkpoint.part_format import in_file_order
+from hetseq.checkpoint.remains import sweep
 from hetseq.checkpoint.snapshot import Snapshot
 from hetseq.nebula.budget import Budget
 from hetseq.nebula.publishing import Place
 
 logger = logging.getLogger(__name__)
 
-_OVERHEAD_BYTES = PAGE + RECORD_BYTES
 _GRAIN_BYTES = 1 << 20  # so that a state that grows by a few numbers needs no new arena
 _LOOK_S = 0.05
+_PATIENCE_S = 60.0  # for a process that takes memory, about a gigabyte in a second
 
 
 class Slot:
@@ -144,11 +146,16 @@ class Slots:
                     return None
                 self._free.pop(0).close()
             try:
-                arena = Arena.create(self._place.run_id, wanted - _OVERHEAD_BYTES)
+                arena = Arena.create(self._place.run_id, wanted - OVERHEAD_BYTES)
             except OSError as error:
                 logger.info("no shared memory of %d bytes: %s", wanted, error.strerror)
                 return None
-        fcntl.flock(arena.descriptor, fcntl.LOCK_SH)  # the writer process holds it too
+        try:
+            lock(arena.descriptor, fcntl.LOCK_SH, patience_s=_PATIENCE_S)  # the writer process holds it too
+        except OSError as error:
+            logger.info("no shared memory of %d bytes: %s", wanted, error.strerror)
+            arena.close(unlink=True)
+            return None
         logger.info(
             "%.1f MB of shared memory for saved states, at most %.1f MB (%s)",
             (self.memory_bytes + arena.size) / 1e6,
@@ -227,7 +234,7 @@ def _start_of(pid: int) -> str:
 
 
 def _arena_bytes(size_bytes: int) -> int:
-    return -(-(size_bytes + _OVERHEAD_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES
+    return -(-(size_bytes + OVERHEAD_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES
 
 
 @contextmanager
@@ -235,8 +242,8 @@ def _one_at_a_time(root: Path) -> Iterator[None]:
     """Between looking at the account and drawing from it no other process of this node does the same."""
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # a file system without locks: the account may be overdrawn by one slot
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with suppress(OSError):  # without locks, or after a long wait: the account may be overdrawn by one slot
+            lock(descriptor, fcntl.LOCK_EX, patience_s=_PATIENCE_S)
         yield
     finally:
         os.close(descriptor)

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from hetseq.checkpoint import SaveResult
+from hetseq.checkpoint.recall import find_states
+from hetseq.checkpoint.remains import Remains
 from hetseq.errors import CheckpointRefused, PeerLostError
-from tests.support.checkpoints import contents, folder, loaded_step, manager, save
+from tests.support.checkpoints import checked_step, contents, folder, keep, keeping, loaded_step, manager, save
 from tests.support.ranks import run_ranks
 
 
@@ -54,6 +56,33 @@ def die_while_saving(group: Any, run: str) -> str:
     with pytest.raises(PeerLostError):
         save(Path(run), 2, group=group)
     return "told"
+
+
+def keep_and_fail(group: Any, run: str, step: int) -> None:
+    own = keeping(Path(run), group, elements=5_000_000)
+    keep(own, step, elements=5_000_000)
+    own.close(has_failed=True)
+
+
+def load_as_nodes_of_their_own(group: Any, run: str) -> tuple[int, bool]:
+    """Each rank as if its node held one part alone."""
+    own = manager(Path(run), group, run_id=run)
+    own.recover()
+    assert own._remains is not None
+    own._remains.parts[:] = [part for part in own._remains.parts if part.index == group.rank]
+    own._left = find_states(group, own._remains.parts)
+    loaded = own.load()
+    own.close(has_failed=True)
+    assert loaded is not None
+    return checked_step(loaded), loaded.is_from_memory
+
+
+def test_parts_in_the_memory_of_other_nodes_travel_over_the_real_group(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run_ranks(keep_and_fail, 3, str(run), 7)
+    assert run_ranks(load_as_nodes_of_their_own, 3, str(run)) == [(7, True)] * 3
+    assert loaded_step(run) is None  # on the disk there is nothing
+    Remains(str(run), run).close(remove=True)
 
 
 def test_two_ranks_save_and_three_load(tmp_path: Path) -> None:

@@ -101,6 +101,9 @@ class Crowded:
                 self.strangers += [self._come(place, pair) for pair in range(2)]
         self._store.set(key, value)
 
+    def check(self) -> None:
+        pass
+
     def get(self, key: str, timeout_s: float) -> bytes:
         return self._store.get(key, timeout_s)
 

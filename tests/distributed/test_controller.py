@@ -15,9 +15,10 @@ from hetseq import Task, options
 from hetseq.comm import AnyGroup
 from hetseq.errors import DisagreementError, HetSeqError, NonFiniteError
 from hetseq.loader import StepData
+from hetseq.material import load_material
 from hetseq.plan import MicroBatchCap, StepPlan
 from hetseq.run_directory import RunDirectory
-from hetseq.session import Session, build_session, load_material
+from hetseq.session import Session, build_session
 from hetseq.task import make_task
 from tests.support import oracle, toys
 from tests.support.logs import Keeping
@@ -209,6 +210,7 @@ def poisoned_words(**flags: Any) -> Words:
     return toy_words("Integers", balance="1,1", global_batch_size=10, **flags)
 
 
+@pytest.mark.fault("FT-14")
 @pytest.mark.parametrize(
     ("task_class", "brought"),
     [

@@ -226,6 +226,28 @@ def test_who_has_said_all_and_left_is_not_missed(has_read: bool) -> None:
     met.close()
 
 
+def test_a_rank_that_dies_when_memory_is_handed_out_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    met = Neighbours(0, {1: ours})
+    theirs.send(bytes([neighbours._ROW, True]))
+    new_memory = neighbours._new_memory
+    gathered = met.all_gather
+
+    def die_after_it(row: bytes, *, timeout_s: float) -> list[bytes]:
+        rows = gathered(row, timeout_s=timeout_s)
+        theirs.close()
+        return rows
+
+    monkeypatch.setattr(met, "all_gather", die_after_it)
+    made = list[int]()
+    monkeypatch.setattr(neighbours, "_new_memory", lambda size: made.append(new_memory(size) or 0) or made[-1])
+    with pytest.raises(neighbours.NeighbourError, match="rank 1 of this machine is gone"):
+        met.zeros(10, torch.float32, timeout_s=5)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(made[0])
+    met.close()
+
+
 def test_who_answers_at_a_door_without_the_key_is_no_rank() -> None:
     door, name = Door(), os.urandom(16)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as false_door:

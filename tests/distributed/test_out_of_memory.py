@@ -24,14 +24,14 @@ from hetseq import session as session_module
 from hetseq.buffers import BufferKeeper
 from hetseq.comm import AnyGroup
 from hetseq.errors import DeviceMemoryError, HetSeqError, PeerLostError
+from hetseq.material import load_material
 from hetseq.micro_batches import MicroBatchSizes
 from hetseq.plan import MicroBatchCap
 from hetseq.run_directory import RunDirectory
-from hetseq.session import build_session, load_material
+from hetseq.session import build_session
 from hetseq.share import ShareComputer
 from hetseq.task import make_task
 from tests.support import toys
-from tests.support.commands import run_command
 from tests.support.hungry import (
     CALM,
     LAST,
@@ -56,7 +56,6 @@ from tests.support.hungry import (
     worst_error,
 )
 from tests.support.ranks import RankRaised, run_ranks
-from tests.support.refusals import BASE, COLD_S, SQUARES, check_refusal, write_task
 from tests.support.training import Recorder
 
 # At chosen moments. The bucket of the second term is the first that can leave; samples 0 to 5 have no such term.
@@ -362,19 +361,6 @@ def test_what_holds_a_unit_is_enough(tmp_path: Path) -> None:
 def test_another_failure_is_not_taken_for_one_of_memory(tmp_path: Path) -> None:
     with pytest.raises(RankRaised, match="RuntimeError: mat1 and mat2 shapes cannot be multiplied"):
         dine(tmp_path, words_of(10), Appetite(has_bug=True))
-
-
-@pytest.mark.slow
-def test_a_rank_that_holds_nothing_ends_a_real_run_with_one_message(tmp_path: Path) -> None:
-    # the third step has the samples 24 to 35, and rank 1 of 3 its 28 to 31
-    body = f'bad = (sample["index"] == 30).any(); return {{"loss": {SQUARES}.sum() if not bad else exhausted()}}'
-    task = write_task(tmp_path, loss=body)
-    task.write_text(task.read_text() + "\ndef exhausted():\n    raise torch.OutOfMemoryError('CUDA out of memory.')\n")
-    args = [*BASE, "--task", task, "--distributed-world-size", "3", "--balance", "equal", "--curriculum", "9"]
-    finished = run_command([*map(str, args), "--disable-validation", "--save-dir", str(tmp_path / "run")])
-    words = (f"rank 1 on {socket.gethostname()}: the memory of cpu does not hold even one sample", "in use", "smaller")
-    check_refusal(finished, *words, code=1, within_s=COLD_S)
-    assert "PeerLostError" not in finished.err + finished.out
 
 
 # No exception of ours: the system refuses.

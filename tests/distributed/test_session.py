@@ -14,9 +14,10 @@ import torch
 
 from hetseq import options
 from hetseq.comm import AnyGroup
+from hetseq.material import load_material
 from hetseq.pace import Shift
 from hetseq.run_directory import RunDirectory
-from hetseq.session import build_session, load_material
+from hetseq.session import build_session
 from hetseq.task import make_task
 from tests.support import toys
 from tests.support.logs import Keeping

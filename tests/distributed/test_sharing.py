@@ -25,10 +25,11 @@ from hetseq.comm import AnyGroup
 from hetseq.config import LogConfig
 from hetseq.errors import HetSeqError
 from hetseq.handover import complete_rows, send_checkpoint
+from hetseq.material import load_material
 from hetseq.metrics import Metrics, read_events, read_rows
 from hetseq.resuming import Offer, best_offer
 from hetseq.run_directory import RunDirectory
-from hetseq.session import build_session, load_material
+from hetseq.session import build_session
 from hetseq.sharing import everything_shared, send_bytes, send_tensor, share
 from hetseq.task import make_task
 from tests.support.lives import Line, flat, words

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from hetseq.checkpoint.remains import Remains
+from hetseq.errors import HetSeqError
+from hetseq.run_directory import RunDirectory
 from tests.support.commands import WarmLauncher
 from tests.support.nodes import Nodes, Stock
 from tests.support.refusals import TWO, train
+
+
+@pytest.fixture(autouse=True)
+def forgotten_memory(tmp_path: Path) -> Iterator[None]:
+    """What killed runs have left in shared memory goes with the test, as it would with their next start."""
+    yield
+    for config in tmp_path.rglob("config.yaml"):
+        with suppress(HetSeqError):
+            Remains(RunDirectory(config.parent).run_id, config.parent).close(remove=True)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 
 from hetseq import cli
+from hetseq.checkpoint.remains import Remains
+from hetseq.run_directory import RunDirectory
 from tests.support.commands import TRAIN, Finished, WarmLauncher, run_command, start_command
 from tests.support.refusals import BASE, COLD_S, TWO, check_refusal, contents, rows, train, write_task
 
@@ -354,16 +356,21 @@ def test_a_device_that_is_not_there(warm: WarmLauncher, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- the run directory
 
 
+@pytest.mark.fault("FT-12")
 @pytest.mark.slow
 def test_a_file_system_that_fills_up_during_the_run(warm: WarmLauncher, tmp_path: Path) -> None:
     with mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs", at=tmp_path):  # one checkpoint of 0.6 MB fits
         finished = train(warm, tmp_path, "--save-interval-updates", "1")
         steps = [row["step"] for row in rows(tmp_path / "run") if "loss" in row]
         commits = list((tmp_path / "run").glob("checkpoints/step-*/COMMIT.json"))
+        left = Remains(RunDirectory(tmp_path / "run").run_id, tmp_path / "run")
+        in_memory = {part.attempt.identity.step for part in left.parts}
+        left.close(remove=True)
     check_refusal(finished, "the final save failed", "ENOSPC", "checkpoint is of step 1", "--save-dir", code=1)
     assert finished.err.count("checkpoint of step 2 failed") == 1
     assert steps == [1, 2, 3]  # training never stopped for it
     assert [path.parent.name[:14] for path in commits] == ["step-000000001"]
+    assert max(in_memory) == 3  # nothing is lost: the same command goes on from there, and writes it
 
 
 @pytest.mark.slow

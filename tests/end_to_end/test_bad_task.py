@@ -6,6 +6,7 @@ Exit codes: 2 for what is found before the first step, 1 for what the task does 
 from __future__ import annotations
 
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,17 @@ def test_a_task_that_raises_on_one_rank_is_told_once_with_that_rank(warm: WarmLa
     finished = train(warm, tmp_path, "--task", task, *EQUAL_THREE)
     check_root_cause(finished, tmp_path / "run")
     assert finished.seconds < PROMISE_S
+
+
+@pytest.mark.slow
+def test_a_rank_that_holds_not_one_sample_ends_the_run_with_one_message(warm: WarmLauncher, tmp_path: Path) -> None:
+    body = f'bad = (sample["index"] == 30).any(); return {{"loss": {SQUARES}.sum() if not bad else exhausted()}}'
+    task = write_task(tmp_path, loss=body)
+    task.write_text(task.read_text() + "\ndef exhausted():\n    raise torch.OutOfMemoryError('CUDA out of memory.')\n")
+    words = (f"rank 1 on {socket.gethostname()}: the memory of cpu does not hold even one sample", "in use", "smaller")
+    finished = train(warm, tmp_path, "--task", task, *EQUAL_THREE)
+    check_refusal(finished, *words, code=1)
+    assert "PeerLostError" not in finished.err + finished.out
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from hetseq.checkpoint import CheckpointManager, Identity, Retention, SaveResult
 from hetseq.checkpoint.arena import Arena
 from hetseq.checkpoint.rows import Row, exchange
 from hetseq.errors import CheckpointError
-from tests.support.checkpoints import LINEAGE, fork, loaded_step, manager, save, tensors_of
+from tests.support.checkpoints import LINEAGE, checked_step, fork, loaded_step, manager, save, tensors_of
 from tests.support.police import adopt_orphans
 
 RANKS = 3
@@ -95,7 +95,7 @@ class Rank:
             for step in count(first):
                 self._train(step, state)
         except ConnectionError:
-            self._manager.close()
+            self._manager.close(has_failed=True)
             os._exit(GROUP_LOST)
 
     def _train(self, step: int, state: dict[str, Any]) -> None:
@@ -118,12 +118,17 @@ class Rank:
             return
         self._tell(own.go_on())
 
-    def _tell(self, result: SaveResult | None) -> None:
+    def _name_writer(self) -> None:
         background = self._manager._background
         assert background is not None
         if background._writer.pid != self._writer:
             self._writer = background._writer.pid
             self._say(WRITER, self._writer)
+
+    def _tell(self, result: SaveResult | None) -> None:
+        self._name_writer()
+        background = self._manager._background
+        assert background is not None
         if result is not None:
             step = int(result.path.name.split(".")[0].removeprefix("step-"))
             self._say(SAVED if result.ok else FAILED, step)
@@ -145,8 +150,54 @@ class HastyRank(Rank):
             self._say(SAVED, background._save.attempt.identity.step)
 
 
+class KeepingRank(Rank):
+    """A rank whose states stay in memory, every one; now and then one is saved too.
+
+    A state is promised once all ranks have told each other that theirs is sealed; while one is being written out only
+    that one is, for the others take turns in the slot beside it.
+    """
+
+    _kept = 0
+    _saves_every = 7
+
+    def _train(self, step: int, state: dict[str, Any]) -> None:
+        own = self._manager
+        own.settle()
+        self._name_writer()
+        for name, tensor in tensors_of(step, ELEMENTS).items():
+            state[name].copy_(tensor)
+        # the end of a step: all know whether every newest state is sealed, and whether somebody's writer is at work
+        rows = exchange(self._group, Row(bytes=int(own.is_busy), step=int(own.is_sealed)))
+        if all(row.step for row in rows):
+            if self._kept and not own.is_underway:
+                self._say(SAVED, self._kept)
+            identity, content = Identity(step, 0, LINEAGE), {"step": step}
+            if step % self._saves_every == 0 and not own.is_underway:
+                self._tell(
+                    own.begin(
+                        state, content, identity=identity, nonce=self._trial << 32 | step, kinds=["time"],
+                        at_once=["model.b"],
+                    )
+                )  # fmt: skip
+            else:
+                own.keep(state, content, identity=identity, nonce=self._trial << 32 | step, at_once=["model.b"])
+            self._kept = step
+        state["model.b"].zero_()  # what a forward changes
+        if own.is_underway and not any(row.bytes for row in rows) and step % self._saves_every:
+            self._tell(own.go_on())
+
+
+class HastyKeepingRank(KeepingRank):
+    """A rank that is promised each state before its copy has begun; it saves none: a save would keep promises back."""
+
+    _saves_every = 1 << 40
+
+    def _say(self, kind: int, value: int) -> None:
+        super()._say(kind, value + 1 if kind == SAVED else value)
+
+
 def kept_one(run: Path, group: Any = None) -> CheckpointManager:
-    return manager(run, group, run_id=str(run), retention=Retention(keep_timed=1), patience_s=3.0)
+    return manager(run, group, run_id=str(run), retention=Retention(keep_timed=1), patience_s=3.0, keeps_states=True)
 
 
 # -- a trial -----------------------------------------------------------------------------------------------------------
@@ -282,9 +333,10 @@ def carry_out(
             crew.bury_writers()  # else the next start comes while they are at work
         in_between = [path for path in run.glob("checkpoints/step-*") if not (path / "COMMIT.json").exists()]
         newest = max(crew.newest, found)
-        first_look, problem = look(run)
-        done = kept_one(run).recover() if generator.random() < 0.7 else []
-        second_look, second_problem = look(run)
+        look_at = look_in_memory if issubclass(make_rank, KeepingRank) else look
+        first_look, problem = look_at(run)
+        done = recover(run) if generator.random() < 0.7 else []
+        second_look, second_problem = look_at(run)
         torn = first_look is None or second_look is None or second_look < first_look
     return Fact(
         kind, newest, None if torn else first_look, crew.said[SAVED], crew.said[FAILED], bool(in_between),
@@ -300,6 +352,28 @@ def look(run: Path) -> tuple[int | None, str]:
         return None, f"{type(error).__name__}: {error}"
 
 
+def recover(run: Path) -> list[str]:
+    """What a start does first; it takes nothing from the next one."""
+    own = kept_one(run)
+    try:
+        return own.recover()
+    finally:
+        own.close(has_failed=True)
+
+
+def look_in_memory(run: Path) -> tuple[int | None, str]:
+    """As `look`, for a start on the node of the ranks, which finds what they have left in its memory."""
+    own = kept_one(run)
+    try:
+        own.recover()
+        loaded = own.load()
+        return (None, "nothing") if loaded is None else (checked_step(loaded), "")
+    except (AssertionError, CheckpointError) as error:
+        return None, f"{type(error).__name__}: {error}"
+    finally:
+        own.close(has_failed=True)
+
+
 def carry_out_all(
     run: Path, trials: int, seed: int, *, kinds: Sequence[str] = KINDS, make_rank: type[Rank] = Rank
 ) -> Iterator[Fact]:
@@ -312,8 +386,10 @@ def carry_out_all(
         yield fact
         if fact.found is None:
             return  # the directory is evidence now
-        found = loaded_step(run) or 1
-    kept_one(run).recover()  # sweeps what the last trial has left in memory
+        found = fact.found
+    last = kept_one(run)
+    last.recover()
+    last.close()  # with what the last trial has left in memory
 
 
 def _kill(pids: Sequence[int]) -> None:
@@ -334,6 +410,23 @@ def test_kills_at_random_instants_tear_nothing_and_lose_nothing(tmp_path: Path, 
     assert sum(fact.was_in_between for fact in facts) > trials // 10  # the kills did hit saves in the middle
     assert any(fact.was_completed for fact in facts)
     assert not list(Path("/dev/shm").glob(f"{Arena.prefix(str(tmp_path / 'run'))}*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_states_that_stay_in_memory_outlive_kills_at_random_instants(tmp_path: Path) -> None:
+    facts = list(carry_out_all(tmp_path / "run", 50, seed=5, make_rank=KeepingRank))
+    assert [fact for fact in facts if fact.found is None] == []
+    assert [fact for fact in facts if fact.is_lost] == []
+    assert len(facts) == 50
+    assert not list(Path("/dev/shm").glob(f"{Arena.prefix(str(tmp_path / 'run'))}*"))
+
+
+@pytest.mark.slow
+def test_a_promise_made_before_the_seal_would_be_caught(tmp_path: Path) -> None:
+    """The twin: a state is not there as soon as it has been computed."""
+    facts = list(carry_out_all(tmp_path / "run", 8, seed=6, kinds=["everything"], make_rank=HastyKeepingRank))
+    assert any(fact.is_lost for fact in facts)
 
 
 @pytest.mark.slow

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_USAGE
+from hetseq.drop import drop
+from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_USAGE, ConfigError
 from hetseq.metrics import read_rows
 from tests.support.hosts import Host, two_hosts
 from tests.support.nodes import Ended, Node, Nodes, Process, Stock
@@ -207,13 +208,34 @@ def test_what_one_host_finds_by_itself_ends_the_other_with_its_words(nodes: Node
 
 def test_a_worker_that_is_killed_is_named_with_its_host(nodes: Nodes, lab: Lab) -> None:
     place = f"tcp://10.77.0.1:{free_port()}"
-    _, other = lab.start(nodes, place, "--max-update", 100_000, "--no-save", "--save-dir", nodes.folder / "run")
+    head, other = lab.start(nodes, place, "--max-update", 100_000, "--no-save", "--save-dir", nodes.folder / "run")
     rows = nodes.folder / "run" / "metrics.jsonl"
     nodes.wait_until(lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 3, "three steps")
     (worker,) = other.workers()
     other.signal(signal.SIGKILL, worker)
+    nodes.wait_until_said(head, "rank 1 on labB was killed (SIGKILL", "rank 0 goes on after step")
+    nodes.wait_until_said(head, "rank 1 on labB is back: 2 ranks go on after step", within_s=30)
+    head.signal(signal.SIGTERM)
     for ended in nodes.finish(timeout_s=20):
-        check_end(nodes, ended, EXIT_FAILED, "rank 1 on labB was killed (SIGKILL")
+        check_end(nodes, ended, EXIT_FAILED, "nothing was ever saved")
+
+
+def test_a_node_is_dropped_by_its_name_and_ends_with_0(nodes: Nodes, lab: Lab) -> None:
+    place, run = f"tcp://10.77.0.1:{free_port()}", nodes.folder / "run"
+    head, other = lab.start(nodes, place, "--max-update", 100_000, "--no-save", "--save-dir", run)
+    rows = run / "metrics.jsonl"
+    nodes.wait_until(lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 3, "three steps")
+    with pytest.raises(ConfigError, match="no rank of this run is on labC: its nodes are labA, labB"):
+        drop([str(run), "labC"])
+    assert drop([str(run), "labB"]).startswith("labB (rank 1) is asked to leave")
+    (dropped,) = nodes.finish(other, timeout_s=30)
+    assert dropped.code == 0, nodes.story()
+    nodes.wait_until_said(head, "rank 1 on labB has left: rank 0 goes on after step")
+    head.signal(signal.SIGTERM)
+    nodes.finish(head, timeout_s=20)
+    assert not list((run / "status").glob("drop-*"))
+    with pytest.raises(ConfigError, match="no run that is under way"):
+        drop([str(run), "labA"])
 
 
 # -------------------------------------------------------------------------------------------- folders of their own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,18 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
 ]
+BUFFERS = "deepspeed_allreduce_buffer_*"
 SCRIPT = str(ROOT / "tests/support/nebula_deepspeed.py")
+
+
+@pytest.fixture(autouse=True)
+def no_buffers() -> Iterator[None]:
+    """DeepSpeed leaves the shared memory of its ranks behind, 69 MB each."""
+    folder = Path("/dev/shm")
+    before = set(folder.glob(BUFFERS))
+    yield
+    for path in set(folder.glob(BUFFERS)) - before:
+        path.unlink(missing_ok=True)
 
 
 def facts_of(folder: Path, stage: int, world_size: int) -> list[dict[str, Any]]:

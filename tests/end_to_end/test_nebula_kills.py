@@ -74,7 +74,8 @@ def test_a_tag_in_memory_survives_the_death_of_its_script(tmp_path: Path) -> Non
     slots.await_orphans(tmp_path, patience_s=60)
     steps = whole_steps(tmp_path)
     assert steps[0] in (complete, complete + 1)
-    assert steps[1:] == [1]  # nothing between the first one, which was due, and the last one was ever written
+    # the first one was due; of the others the last one only, or two when the kill came before one took another's place
+    assert steps[1:] in ([1], [steps[0] - 1, 1])
 
 
 def test_a_second_start_goes_on_from_the_newest_tag(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ factor, sample or order shows beside the rounding of another summation.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -20,7 +20,7 @@ import pytest
 from hetseq.metrics import read_rows
 from tests.support import bert
 from tests.support.commands import ROOT
-from tests.support.nodes import Nodes, Stock, listening
+from tests.support.nodes import Node, Nodes, Stock, listening
 from tests.support.places import PLACES, Place, directory, tcp
 from tests.unit.test_golden_commands import arguments, published
 from tests.unit.test_mnist_data import write_idx
@@ -165,7 +165,8 @@ def test_both_nodes_end_with_one_reason_and_listen_on_loopback_alone(nodes: Node
     for node in (head, other):
         found = listening(node.workers() | {node.pid})
         assert {address for address, _ in found} <= {"127.0.0.1"}, found
-    other.signal(signal.SIGTERM)
+    assert other.poll() is None
+    head.signal(signal.SIGTERM)  # the hub goes with it, so all stop
     ends = nodes.finish()
     assert [ended.code for ended in ends] == [75, 75], nodes.story()
     step = max(row["step"] for row in read_rows(rows))
@@ -174,19 +175,161 @@ def test_both_nodes_end_with_one_reason_and_listen_on_loopback_alone(nodes: Node
     assert place.leftovers() == []
 
 
-def test_a_worker_killed_on_one_node_is_named_on_both(nodes: Nodes) -> None:
-    place = directory(nodes.folder)
-    endless = [*DIGITS, "--max-update", 100_000, "--no-save", "--save-dir", nodes.folder / "run"]
-    _, other = (nodes.start(*endless, *words) for words in with_given_ranks(place, (2, 1)))
+def begin_endless(nodes: Nodes, spread: Sequence[int], *words: object) -> tuple[list[Node], Path]:
+    """Nodes that train for ever, in their third step or later, and the rows that they write."""
+    endless = [*DIGITS, "--max-update", 100_000, "--no-epoch-checkpoints", "--save-dir", nodes.folder / "run", *words]
+    started = [nodes.start(*endless, *given) for given in with_given_ranks(tcp(), spread)]
     rows = nodes.folder / "run" / "metrics.jsonl"
     nodes.wait_until(lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 3, "three steps")
+    return started, rows
+
+
+def stop(nodes: Nodes, head: Node, rows: Path) -> None:
+    """End a run, once it has made some steps more; each step has its row."""
+    steps = max(row["step"] for row in read_rows(rows))
+    nodes.wait_until(lambda: max(row["step"] for row in read_rows(rows)) >= steps + 3, "three steps more")
+    head.signal(signal.SIGTERM)
+    (ended,) = nodes.finish(head, timeout_s=30)
+    assert ended.code == 75, nodes.story()
+    assert "Traceback" not in ended.err
+    made = [row["step"] for row in read_rows(rows)]
+    assert made == list(range(1, len(made) + 1))
+
+
+def test_a_worker_killed_on_one_node_is_named_and_comes_back(nodes: Nodes) -> None:
+    (head, other), rows = begin_endless(nodes, (2, 1))
     (worker,) = other.workers()
     other.signal(signal.SIGKILL, worker)
-    for ended in nodes.finish(timeout_s=20):
-        assert ended.code == 1, nodes.story()
-        assert ended.err.count(f"rank 2 on {socket.gethostname()} was killed (SIGKILL") == 1, nodes.story()
+    nodes.wait_until_said(head, "rank 2 on", "was killed (SIGKILL", "2 ranks go on after step")
+    nodes.wait_until_said(head, "is back: 3 ranks go on", within_s=30)
+    stop(nodes, head, rows)
+    assert head.err.count("was killed (SIGKILL") == 1, nodes.story()
+
+
+@pytest.mark.fault("FT-10")
+def test_a_node_that_is_asked_to_leave_ends_with_75_and_the_others_go_on(nodes: Nodes) -> None:
+    (head, other), rows = begin_endless(nodes, (1, 2))
+    other.signal(signal.SIGUSR1)
+    (left,) = nodes.finish(other, timeout_s=30)
+    assert left.code == 75, nodes.story()
+    assert "and the others go on" in left.message
+    nodes.wait_until_said(head, "rank 1 on", "rank 2 on", "has left", "rank 0 goes on after step")
+    stop(nodes, head, rows)
+
+
+@pytest.mark.fault("FT-8")
+def test_a_node_whose_launcher_is_killed_is_missed_and_the_others_go_on(nodes: Nodes) -> None:
+    (head, other), rows = begin_endless(nodes, (2, 1))
+    os.kill(other.pid, signal.SIGKILL)
+    nodes.wait_until_said(head, "2 ranks go on after step")
+    stop(nodes, head, rows)
+
+
+@pytest.mark.fault("FT-2")
+@pytest.mark.parametrize("spread", [(2, 1, 1)])
+def test_without_the_head_every_other_node_saves_what_it_has_and_the_same_commands_go_on(
+    nodes: Nodes, spread: tuple[int, ...]
+) -> None:
+    (head, *others), rows = begin_endless(nodes, spread)
+    os.kill(head.pid, signal.SIGKILL)
+    for ended in nodes.finish(*others, timeout_s=40):
+        assert ended.code == 75, nodes.story()
+        assert "goes on from step" in ended.message
         assert "Traceback" not in ended.err
+    made = [row["step"] for row in read_rows(rows)]
+    assert made == list(range(1, len(made) + 1))
+    nodes.forget(head)
+    again = [nodes.start(*node.args[: node.args.index("--secret-file")]) for node in (head, *others)]
+    nodes.wait_until(lambda: read_rows(rows)[-1]["step"] > made[-1] + 3, "going on", within_s=40)
+    assert read_rows(rows)[len(made)]["step"] == made[-1] + 1, "nothing that was trained is lost"
+    again[0].signal(signal.SIGTERM)
+    assert {ended.code for ended in nodes.finish(*again)} == {75}
+
+
+@pytest.mark.fault("FT-2")
+@pytest.mark.parametrize("spread", [(2, 1, 1)])
+def test_in_a_directory_the_head_may_die_and_the_others_go_on_with_another_one(
+    nodes: Nodes, spread: tuple[int, ...]
+) -> None:
+    place, run = directory(nodes.folder), nodes.folder / "run"
+    words = [*DIGITS, "--max-update", 100_000, "--no-epoch-checkpoints", "--save-dir", run]
+    head_words, *other_words = with_given_ranks(place, spread)
+    head = nodes.start(*words, *head_words)
+    nodes.wait_until_said(head, "waiting: ")
+    others = [nodes.start(*words, *those) for those in other_words]
+    rows = run / "metrics.jsonl"
+    nodes.wait_until(lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 3, "three steps")
+    os.kill(head.pid, signal.SIGKILL)
+
+    def world_size() -> int:
+        return int(read_rows(rows)[-1]["world_size"])
+
+    nodes.wait_until(lambda: world_size() == sum(spread[1:]), "all the others", within_s=60)
+    nodes.forget(head)
+    again = nodes.start(*head.args[: head.args.index("--secret-file")])
+    nodes.wait_until(lambda: world_size() == sum(spread), "the one that was the head", within_s=60)
+    made = [row["step"] for row in read_rows(rows)]
+    assert made == list(range(1, len(made) + 1))
+    for node in (*others, again):
+        assert node.poll() is None, nodes.story()
+        node.signal(signal.SIGTERM)
+    ends = nodes.finish()
+    assert {ended.code for ended in ends} == {75}, nodes.story()
+    assert not any("Traceback" in ended.err for ended in ends), nodes.story()
     assert place.leftovers() == []
+
+
+def test_a_node_that_has_left_comes_back_with_the_same_command(nodes: Nodes) -> None:
+    (head, other), rows = begin_endless(nodes, (1, 2))
+    other.signal(signal.SIGTERM)
+    (left,) = nodes.finish(other, timeout_s=30)
+    assert left.code == 75, nodes.story()
+    nodes.wait_until_said(head, "rank 0 goes on after step")
+    again = nodes.start(*other.args[: other.args.index("--secret-file")])
+    nodes.wait_until_said(head, "rank 1 on", "rank 2 on", "is back: 3 ranks go on", within_s=40)
+    nodes.wait_until_said(again, "the run has begun")
+    stop(nodes, head, rows)
+    (ended,) = nodes.finish(again, timeout_s=30)
+    assert ended.code == 75
+
+
+def test_a_node_whose_launcher_was_killed_comes_back(nodes: Nodes) -> None:
+    (head, other), rows = begin_endless(nodes, (1, 1))
+    os.kill(other.pid, signal.SIGKILL)
+    nodes.wait_until_said(head, "rank 0 goes on after step")
+    nodes.start(*other.args[: other.args.index("--secret-file")])
+    nodes.wait_until_said(head, "is back: 2 ranks go on", within_s=40)
+    stop(nodes, head, rows)
+
+
+@pytest.mark.fault("FT-18")
+def test_nodes_join_a_run_that_has_begun(nodes: Nodes, calm: list[float]) -> None:
+    """Beside each other, into new slots; the curve is that of one process."""
+    place, run = tcp(), nodes.folder / "run"
+    words = [*DIGITS, "--max-update", 100_000, "--no-epoch-checkpoints", "--save-dir", run]
+    words += ["--join", place.url, "--min-ranks", 1]
+    head = nodes.start(*words)
+    rows = run / "metrics.jsonl"
+    nodes.wait_until(lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 3, "three steps")
+    nodes.start(*words, "--distributed-gpus", 2)
+    nodes.wait_until_said(head, "is new", within_s=40)
+    nodes.start(*words)
+    nodes.wait_until(lambda: read_rows(rows)[-1]["world_size"] == 4, "all four ranks", within_s=40)
+    stop(nodes, head, rows)
+    assert {row["world_size"] for row in read_rows(rows)} >= {1, 4}
+    assert distance([row["loss"] for row in read_rows(rows)][: len(calm)], calm) < TOLERANCE
+
+
+def test_a_latecomer_that_fits_nowhere_is_sent_away_and_nobody_else_notices(nodes: Nodes) -> None:
+    (head, other), rows = begin_endless(nodes, (1, 1))
+    words = other.args[: other.args.index("--secret-file")]
+    (twin,) = nodes.finish(nodes.start(*words), timeout_s=30)
+    assert twin.code == 1, nodes.story()
+    assert "claims rank 1, which trains on" in twin.message
+    (stranger,) = nodes.finish(nodes.start(*words, "--lr", "0.7"), timeout_s=30)
+    assert stranger.code == 78, nodes.story()
+    assert "lr" in stranger.message
+    stop(nodes, head, rows)
 
 
 # ---------------------------------------------------------------------------------------- the published commands

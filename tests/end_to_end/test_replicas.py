@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from hetseq.checkpoint.remains import has_remains
 from hetseq.metrics import read_events, read_rows
+from hetseq.run_directory import RunDirectory
 from tests.support.commands import Finished, WarmLauncher
 from tests.support.refusals import TWO
 
@@ -72,8 +74,11 @@ def test_a_run_of_two_whose_replicas_differ_goes_back_by_itself(warm: WarmLaunch
 
 @pytest.mark.slow
 def test_it_does_not_go_back_to_the_same_checkpoint_again(warm: WarmLauncher, tmp_path: Path) -> None:
-    hurt = train(warm, tmp_path / "hurt", ("hit", "miss", "hit2", "miss2"), "--save-interval-updates", "4")
+    options = ("--save-interval-updates", "4", "--memory-interval-updates", "1")
+    hurt = train(warm, tmp_path / "hurt", ("hit", "miss", "hit2", "miss2"), *options)
     assert hurt.code == 1, hurt.err
+    run = tmp_path / "hurt" / "run"
+    assert not has_remains(RunDirectory(run).run_id, run)  # parts of both
     assert hurt.err.count("going back to the checkpoint of step 4") == 1
     assert hurt.err.count("no majority is right") == 2  # when it went back, and as the reason of its end
 
@@ -86,6 +91,7 @@ def test_without_a_checkpoint_it_ends_and_says_why(warm: WarmLauncher, tmp_path:
     assert "no majority is right (bad memory does that" in hurt.err
 
 
+@pytest.mark.fault("FT-15")
 @pytest.mark.slow
 def test_a_third_rank_settles_it(warm: WarmLauncher, tmp_path: Path) -> None:
     three = ("--distributed-world-size", "3")

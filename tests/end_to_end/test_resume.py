@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from hetseq.checkpoint import read_history
+from hetseq.checkpoint.arena import Arena
+from hetseq.run_directory import RunDirectory
 from tests.support import forked
 from tests.support.trials import (
     checkpoints,
@@ -93,6 +95,27 @@ def test_kill_9_of_everything_at_random_steps_changes_no_bit(tmp_path: Path, cal
     assert run_trial([*DIGITS, "--seed", 2], changed).code == 0
     assert curve(changed) != curve(calm), "the comparison sees a difference"
     assert not is_bit_equal(last_state(changed), last_state(calm))
+
+
+def test_a_run_that_was_killed_goes_on_from_the_memory_of_its_node(tmp_path: Path, calm: Path) -> None:
+    """Nothing was ever written to the disk but the ends of epochs; still, a kill costs at most the newest two steps."""
+    words, hurt = [*DIGITS, *SLOWLY, "--memory-interval-updates", 1], tmp_path / "hurt"
+    for first, last in ((4, 8), (12, 14), (17, 19)):
+        with start_trial(words, hurt) as trial:
+            trial.wait_for_step(random.randint(first, last))
+            trial.kill_everything()
+            reached, on_disk = max(curve(hurt)), max(kept(hurt), default=0)
+        with start_trial(words, hurt) as trial:
+            trial.wait_for_step(reached)
+            begun = events(hurt, "resume")[-1]
+            trial.kill_everything()
+        assert on_disk <= 15 < STEPS
+        assert begun["path"] is None
+        assert reached - 2 <= begun["step"] <= reached
+        assert begun["step"] > on_disk
+    assert run_trial([*DIGITS, "--save-interval-updates", 3], hurt, is_cold=True).code == 0
+    assert_same_run(hurt, calm)
+    assert not list(Path("/dev/shm").glob(f"{Arena.prefix(RunDirectory(hurt).run_id)}*"))
 
 
 def test_killed_runs_on_3_then_2_then_1_ranks_are_one_run(tmp_path: Path) -> None:
@@ -269,6 +292,7 @@ def test_the_command_line_wins_for_the_optimizer_and_is_refused_for_the_rest(tmp
     assert run_trial([*words, "--restore-file", 15], run).code == 2
 
 
+@pytest.mark.fault("FT-11")
 @pytest.mark.parametrize("world", [1, 2])
 def test_kill_9_during_a_save_6_times_by_command_line(tmp_path: Path, world: int) -> None:
     draw, run, torn_off = random.Random(), tmp_path / "run", 0

@@ -101,6 +101,7 @@ def run_on_all_worlds(folder: Path, seed: int, *, spoil: str | None = None) -> l
     for number, (world, death) in enumerate(zip(WORLDS, deaths)):
         write_plan(folder, deaths, spoil=spoil if world == 5 else None)
         shares = ["--distributed-world-size", world, "--balance", draw_weights(draw, world)]
+        shares += ["--memory-interval-updates", 0]  # what is gone on from is a save
         start_to_death(folder, death, *shares, resumes=number, is_cold=number == 0 and seed == 3)
     write_plan(folder, deaths)
     start_to_end(folder)
@@ -125,14 +126,16 @@ def test_a_run_killed_on_4_then_3_then_5_ranks_ends_on_1_as_if_it_had_never_left
     print(f"seed {seed}: {deaths}; largest relative error {worst:.1e}")
 
 
-def test_so_does_one_that_is_killed_at_any_instants(tmp_path: Path, calm: Result) -> None:
-    """Also in the middle of a save or of a sum of the ranks."""
+@pytest.mark.parametrize("every", [0, 1])
+def test_so_does_one_that_is_killed_at_any_instants(tmp_path: Path, calm: Result, every: int) -> None:
+    """Also in the middle of a save or of a sum of the ranks; from the disk, or from memory after each step."""
     draw, run, deaths = random.Random(), tmp_path / "run", list[int]()
     write_plan(tmp_path)
     for world, (first, last) in zip(WORLDS, ((10, 20), (25, 45), (50, 70))):
         shares = ["--distributed-world-size", world, "--balance", draw_weights(draw, world)]
         slowly = ["--throttle", ",".join(f"{rank}:20" for rank in range(world))]  # to be caught in the middle
-        with start_trial([*WORDS, "--data", tmp_path, *shares, *slowly], run, program=HETSEQ) as trial:
+        memory = ["--memory-interval-updates", every]
+        with start_trial([*WORDS, "--data", tmp_path, *shares, *slowly, *memory], run, program=HETSEQ) as trial:
             trial.wait_for_step(draw.randint(first, last))
             trial.kill_everything()
         deaths.append(max(curve(run)))
@@ -140,7 +143,11 @@ def test_so_does_one_that_is_killed_at_any_instants(tmp_path: Path, calm: Result
     resumed_from = [event["step"] for event in events(run, "resume")]
     worst = assert_same_result(result_of(run), calm)
     print(f"killed after steps {deaths}, went on from {resumed_from}; largest relative error {worst:.1e}")
-    assert len(resumed_from) >= 2  # of 3: before the first save a run begins anew
+    if every:
+        assert all(death - 2 <= step <= death for death, step in zip(deaths, resumed_from))
+        assert len(resumed_from) == 3
+    else:
+        assert len(resumed_from) >= 2  # of 3: before the first save a run begins anew
 
 
 @pytest.mark.parametrize("spoil", ["dropout", "sample"])

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetseq.checkpoint import CheckpointManager, Identity, Retention, SaveResult
+from hetseq.checkpoint import CheckpointManager, Identity, Loaded, Retention, SaveResult
 from hetseq.comm import LocalGroup
 
 LINEAGE = "00112233445566aa"
@@ -36,6 +36,14 @@ class ThreadGroup:
         gathered = np.stack(self._rows)
         self._barrier.wait()
         return gathered
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
+        self._rows[self.rank] = tensor
+        self._barrier.wait()
+        assert tensor.nbytes == self._rows[source].nbytes  # gloo would read or write past the end
+        if self.rank != source:
+            tensor.copy_(self._rows[source])
+        self._barrier.wait()
 
 
 def together(world_size: int, fn: Callable[[Any], Any]) -> list[Any]:
@@ -60,7 +68,8 @@ def together(world_size: int, fn: Callable[[Any], Any]) -> list[Any]:
 
 def manager(run: Path, group: Any = None, **settings: Any) -> CheckpointManager:
     """A manager that waits for nothing and has a clock that stands still."""
-    settings = {"run_id": "a-run", "retention": Retention(), "patience_s": 0.0, "clock": lambda: 1.7e9, **settings}
+    waits = {"patience_s": 0.0, "underway_s": 0.0}
+    settings = {"run_id": "a-run", "retention": Retention(), "clock": lambda: 1.7e9, **waits, **settings}
     return CheckpointManager(run, group=group or LocalGroup(), **settings)
 
 
@@ -98,8 +107,11 @@ def save(
 def loaded_step(run: Path, which: str = "latest") -> int | None:
     """The step of the state that is loaded, after a check that no number in it is of another step."""
     loaded = manager(run).load(which)
-    if loaded is None:
-        return None
+    return None if loaded is None else checked_step(loaded)
+
+
+def checked_step(loaded: Loaded) -> int:
+    """The step of a state, after a check that no number in it is of another step."""
     step = loaded.identity.step
     expected = tensors_of(step, loaded.tensors["model.a"].numel())
     assert loaded.state == {"step": step}
@@ -108,6 +120,68 @@ def loaded_step(run: Path, which: str = "latest") -> int | None:
     }
     assert all(torch.equal(loaded.tensors[name], expected[name]) for name in expected)
     return step
+
+
+def keeping(run: Path, group: Any = None, *, elements: int = 1000, **settings: Any) -> CheckpointManager:
+    """A manager with room for two states in memory; its run has an id of its own."""
+    own = manager(run, group, **{"run_id": str(run), "keeps_states": True, **settings})
+    run.mkdir(exist_ok=True)
+    own.recover()
+    assert own.prepare(tensors_of(0, elements)) is None
+    return own
+
+
+def keep(own: CheckpointManager, step: int, *, elements: int = 1000, generation: int = 0, notes: str = "") -> bool:
+    """Keep the state of `step` in memory; sealed when this returns."""
+    state = {"step": step, "notes": notes} if notes else {"step": step}
+    is_kept = own.keep(
+        tensors_of(step, elements),
+        state,
+        identity=Identity(step, generation, LINEAGE),
+        nonce=step * 16 + 8 + generation,
+        at_once=["model.b"],
+    )
+    own.settle()
+    seal(own)
+    return is_kept
+
+
+def seal(own: CheckpointManager) -> None:
+    """Wait until what was copied last is sealed."""
+    assert own._background is not None
+    for snapshot in own._background._snapshots:
+        snapshot.finish()
+
+
+def leave(run: Path, *steps: int, ranks: int = 1, **settings: Any) -> None:
+    """A run whose ranks kept these states, and failed."""
+
+    def live(group: Any) -> None:
+        own = keeping(run, group, **settings)
+        for step in steps:
+            keep(own, step, elements=settings.get("elements", 1000))
+        own.close(has_failed=True)
+
+    assert together(ranks, live) == [None] * ranks
+
+
+def started(run: Path, group: Any = None, **settings: Any) -> CheckpointManager:
+    """The manager of the next start, which has looked into the memory; to be closed."""
+    own = manager(run, group, **{"run_id": str(run), "keeps_states": True, **settings})
+    own.recover()
+    return own
+
+
+class NoWriter:
+    """In place of the process that writes, where nothing is written."""
+
+    is_busy, share = False, 0.0
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def close(self, *, is_hasty: bool = False) -> None:
+        pass
 
 
 def folder(run: Path, step: int) -> Path:

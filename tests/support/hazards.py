@@ -64,6 +64,11 @@ class Hazard(Task):
         (self.folder / f"reached-{key}-{os.getpid()}").touch()
         if what == "raise":
             raise ValueError(f"sample {key} is poisoned")
+        is_first = len(list(self.folder.glob(f"reached-{key}-*"))) == 1
+        if what == "lose the device" or (what == "lose the device once" and is_first):
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nand more")
+        if what == "fail on the device":
+            raise torch.AcceleratorError("CUDA error: device-side assert triggered\nand more")
         if what == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         if what == "exit":

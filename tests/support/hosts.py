@@ -1,8 +1,9 @@
-"""Two hosts on this machine: namespaces with a name, a network and a folder of their own, joined by a cable.
+"""Two hosts on this machine: namespaces with a name, a network and a folder each, and a switch between them.
 
 `two_hosts(folder)` gives labA (10.77.0.1) and labB (10.77.0.2). What lies under `folder / "local"` each of them has to
-itself; everything else they share, as over a network file system. Needs no root where user namespaces are allowed;
-where they are not, the test is skipped.
+itself; everything else they share, as over a network file system. The switch can stop to pass anything on: nobody is
+told, for all cables stay plugged in. Needs no root where user namespaces are allowed; where they are not, the test is
+skipped.
 """
 
 from __future__ import annotations
@@ -29,12 +30,26 @@ class Host:
     name: str
     address: str
     enter: tuple[str, ...]
+    switch: tuple[str, ...]  # the prefix of a command that runs in the switch
 
     def run(self, *command: str) -> str:
         """What a command says there; AssertionError if it fails."""
         done = subprocess.run([*self.enter, *command], capture_output=True, text=True, timeout=_WITHIN_S)
         assert done.returncode == 0, f"{self.name}: {command}: {done.stderr}"
         return done.stdout
+
+    def cut(self) -> None:
+        """From now on nothing arrives that it sends or is sent, and no end of a connection notices."""
+        self._port("0")  # disabled
+
+    def heal(self) -> None:
+        """What is sent arrives again."""
+        self._port("3")  # forwarding
+
+    def _port(self, state: str) -> None:
+        command = [*self.switch, "bridge", "link", "set", "dev", self.name, "state", state]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_WITHIN_S)
+        assert done.returncode == 0, done.stderr
 
 
 @contextmanager
@@ -47,25 +62,35 @@ def two_hosts(folder: Path) -> Iterator[tuple[Host, Host]]:
     try:
         _hold(holders, ["unshare", "-rmnu"], os.getpid())
         inside = ["nsenter", "-t", str(holders[0].pid), "-U", "--preserve-credentials"]
-        _hold(holders, [*inside, "unshare", "-mnu"], holders[0].pid)
-        hosts = []
-        for number, (name, holder) in enumerate(zip(("labA", "labB"), holders, strict=True), start=1):
-            enter = ("nsenter", "-t", str(holder.pid), "-U", "-m", "-n", "-u", "--preserve-credentials")
-            hosts.append(Host(name, f"10.77.0.{number}", enter))
-        hosts[0].run("ip", "link", "add", "cable", "type", "veth", "peer", "name", "other")
-        hosts[0].run("ip", "link", "set", "other", "netns", str(holders[1].pid))
-        hosts[1].run("ip", "link", "set", "other", "name", "cable")
-        for host in hosts:
-            host.run("hostname", host.name)
-            host.run("mount", "-t", "tmpfs", "none", str(folder / "local"))
-            host.run("ip", "link", "set", "lo", "up")
-            host.run("ip", "address", "add", f"{host.address}/24", "dev", "cable")
-            host.run("ip", "link", "set", "cable", "up")
-        yield hosts[0], hosts[1]
+        for flags in ("-mnu", "-nu"):
+            _hold(holders, [*inside, "unshare", flags], holders[0].pid)
+        enters = [("nsenter", "-t", str(holder.pid), "-U", "--preserve-credentials", "-n", "-u") for holder in holders]
+        one, other = (
+            Host(name, f"10.77.0.{number}", (*enters[number - 1], "-m"), enters[2])
+            for number, name in enumerate(("labA", "labB"), start=1)
+        )
+        _wire((one, holders[0].pid), (other, holders[1].pid), folder / "local")
+        yield one, other
     finally:
         for holder in holders:
             holder.kill()
             holder.wait()
+
+
+def _wire(one: tuple[Host, int], other: tuple[Host, int], local: Path) -> None:
+    """Give each host its name, its folder and its cable; the pids are of processes in them."""
+    switch = Host("switch", "", one[0].switch, ())
+    switch.run("ip", "link", "add", "switch", "type", "bridge")
+    switch.run("ip", "link", "set", "switch", "up")
+    for host, pid in (one, other):
+        host.run("hostname", host.name)
+        host.run("mount", "-t", "tmpfs", "none", str(local))
+        host.run("ip", "link", "set", "lo", "up")
+        switch.run("ip", "link", "add", host.name, "type", "veth", "peer", "name", "cable")
+        switch.run("ip", "link", "set", host.name, "master", "switch", "up")
+        switch.run("ip", "link", "set", "cable", "netns", str(pid))
+        host.run("ip", "address", "add", f"{host.address}/24", "dev", "cable")
+        host.run("ip", "link", "set", "cable", "up")
 
 
 def _hold(holders: list[subprocess.Popen[bytes]], prefix: Sequence[str], outside: int) -> None:

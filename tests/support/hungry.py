@@ -20,9 +20,10 @@ import torch
 
 from hetseq import options
 from hetseq.comm import AnyGroup
+from hetseq.material import load_material
 from hetseq.plan import Position
 from hetseq.run_directory import RunDirectory
-from hetseq.session import Session, build_session, load_material
+from hetseq.session import Session, build_session
 from hetseq.task import make_task
 from tests.support import oracle, toys
 from tests.support.ranks import run_ranks

@@ -285,21 +285,23 @@ class Stepwise:
             self._go.release()
             self._stopped.acquire()
 
-    def get(self) -> Any:
-        for _ in range(5000):
-            item = self.poll()
+    def get(self, timeout_s: float) -> Any:
+        for _ in range(5000 if timeout_s else 1):
+            item = self._poll()
             if item is not None:
                 return item
+            if not timeout_s:
+                return None
             self.advance(1)
         raise AssertionError("the drain searches without end")
 
-    def poll(self) -> Any:
+    def _poll(self) -> Any:
         item, self._item, self.is_full = self._item, None, False
         if isinstance(item, BaseException):
             raise item
         return item
 
-    def close(self) -> None:
+    def close(self, patience_s: float) -> None:
         self._is_closing = True
         self._go.release()
         self._thread.join()

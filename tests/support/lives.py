@@ -12,8 +12,9 @@ import torch
 from hetseq import Task, options
 from hetseq.comm import AnyGroup
 from hetseq.errors import HetSeqError
+from hetseq.material import load_material
 from hetseq.run_directory import RunDirectory
-from hetseq.session import Session, build_session, load_material
+from hetseq.session import Session, build_session
 from hetseq.task import make_task
 from tests.support import toys
 from tests.support.training import Recorder

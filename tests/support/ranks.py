@@ -47,6 +47,7 @@ WARM = (
     "hetseq.optim",
     "hetseq.lr_scheduler",
     "hetseq.registry",
+    "hetseq.fetching",
     "hetseq.loader",
     "hetseq.reduction",
     "hetseq.checkpoint",
@@ -154,6 +155,9 @@ class TestStore:
 
     def set(self, key: str, value: bytes) -> None:
         self._client.set(key, value)
+
+    def check(self) -> None:
+        pass
 
     def get(self, key: str, timeout_s: float) -> bytes:
         self._client.wait([key], timedelta(seconds=timeout_s))

@@ -66,11 +66,11 @@ def compiler() -> str | None:
     return shutil.which("cc") or shutil.which("gcc")
 
 
-def compiled(folder: Path) -> Path:
+def compiled(folder: Path, source: Path = _SOURCE) -> Path:
     """The library, made in `folder`."""
-    library, program = folder / "shim.so", compiler()
+    library, program = folder / f"{source.stem}.so", compiler()
     assert program is not None, "no C compiler"
-    subprocess.run([program, "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-o", library, _SOURCE, "-ldl"], check=True)
+    subprocess.run([program, "-O1", "-Wall", "-Wextra", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
     return library
 
 

@@ -11,9 +11,10 @@ import torch
 from hetseq import options
 from hetseq.comm import AnyGroup
 from hetseq.config import LogConfig
+from hetseq.material import load_material
 from hetseq.metrics import Metrics
 from hetseq.run_directory import RunDirectory
-from hetseq.session import Session, build_session, load_material
+from hetseq.session import Session, build_session
 from tests.support import toys
 
 TOYS = Path(__file__).with_name("toys.py")

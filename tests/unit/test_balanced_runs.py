@@ -46,6 +46,7 @@ def test_equal_machines_keep_equal_shares() -> None:
     assert unlike.excess(first=150) < 1.005
 
 
+@pytest.mark.fault("FT-7")
 def test_a_rank_that_becomes_three_times_slower_costs_three_slow_steps() -> None:
     for seed in range(5):
         machines = unlike_machines(random.Random(seed), 1024)

@@ -22,7 +22,9 @@ from typing import Any
 
 import pytest
 
+from hetseq import wall
 from hetseq.cluster import channel as channel_module
+from hetseq.cluster import sockets
 from hetseq.cluster.channel import (
     HEAD,
     MAC_BYTES,
@@ -337,6 +339,40 @@ def test_the_death_of_a_peer_is_seen_at_once(door: Door) -> None:
         peer.receive(PATIENCE_S)
     assert time.monotonic() - began < 0.5
     until_closed(lambda: peer.send({"n": 1}))
+
+
+def cut(channel: Channel) -> None:
+    """From now on nothing reaches this end, not even what the kernels say to each other."""
+    assert wall.admit(channel.fileno(), ())
+
+
+def test_a_network_that_loses_everything_ends_a_channel_that_something_was_said_to(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no other one: while ranks train nobody speaks, and their own deadline may be longer."""
+    monkeypatch.setattr(sockets, "_UNACKNOWLEDGED_S", 0.2)
+    with dial(door.listener) as spoken, dial(door.listener) as quiet:
+        for end in (quiet, spoken):
+            cut(end)
+        spoken.send({"has": "lost a peer"})
+        with pytest.raises(ChannelClosed, match="timed out"):
+            spoken.receive(PATIENCE_S)
+        with pytest.raises(ChannelTimeout):
+            quiet.receive(0.0)
+
+
+@pytest.mark.slow  # the kernel counts whole seconds
+def test_who_asks_an_idle_peer_learns_that_its_machine_is_silent(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("_UNACKNOWLEDGED_S", 2.0), ("_IDLE_S", 1), ("_AGAIN_S", 1)):
+        monkeypatch.setattr(sockets, name, seconds)
+    with dial(door.listener) as asking, dial(door.listener) as heard:
+        for end in (asking, heard):
+            sockets.ask_when_idle(end.fileno())
+        cut(asking)
+        with pytest.raises(ChannelClosed, match="timed out"):
+            asking.receive(PATIENCE_S)
+        with pytest.raises(ChannelTimeout):
+            heard.receive(0.0)
 
 
 def test_what_a_peer_said_last_is_heard_although_sending_to_it_fails(middle: Middle) -> None:

@@ -1,34 +1,25 @@
-"""Arenas: what they say of themselves, which of them are swept, and what a memory that is too small does."""
+"""Arenas: what they say of themselves, when they are sealed, and what a memory that is too small does."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import os
 import signal
 import stat
-import time
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from hetseq.checkpoint import Identity
 from hetseq.checkpoint import arena as arena_module
-from hetseq.checkpoint.arena import (
-    ABANDONED_S,
-    EMPTY,
-    FILLING,
-    PAGE,
-    READY,
-    RECORD_BYTES,
-    WRITTEN,
-    Arena,
-    await_writers,
-    sweep,
-)
+from hetseq.checkpoint.arena import EMPTY, FILLING, PAGE, READY, RECORD_BYTES, SUMS_BYTES, WRITTEN, Arena
+from hetseq.checkpoint.files import lock
+from hetseq.checkpoint.records import CHUNK_BYTES
 from tests.support.checkpoints import LINEAGE, fork, loaded_step, manager, reap, save, tensors_of
 
 SMALL = 1000  # bytes of an image
@@ -56,13 +47,6 @@ def held(run_id: str, image_bytes: int = SMALL) -> Iterator[Arena]:
         arena.close(unlink=False)
 
 
-def abandoned(run_id: str) -> Path:
-    """An arena that nobody uses any more."""
-    with held(run_id) as arena:
-        assert arena.path is not None
-        return arena.path
-
-
 # -- what an arena says ------------------------------------------------------------------------------------------------
 
 
@@ -86,7 +70,7 @@ def test_an_arena_is_all_there_when_it_is_created_and_is_nobody_elses(memory: Pa
     with held("run", 1 << 20) as arena:
         assert arena.path is not None
         about = arena.path.stat()
-        assert about.st_blocks * 512 >= about.st_size == PAGE + RECORD_BYTES + (1 << 20)
+        assert about.st_blocks * 512 >= about.st_size == PAGE + RECORD_BYTES + SUMS_BYTES + (1 << 20)
         assert stat.S_IMODE(about.st_mode) == 0o600
         assert len(arena.image) == arena.image_bytes == 1 << 20
 
@@ -168,119 +152,121 @@ def test_a_planted_name_is_not_followed(memory: Path, tmp_path: Path, monkeypatc
         assert planted.is_file()
 
 
-# -- which arenas go ---------------------------------------------------------------------------------------------------
+# -- what is sealed ----------------------------------------------------------------------------------------------------
 
 
-def test_what_a_dead_start_of_this_run_has_left_goes_at_once(memory: Path) -> None:
-    def job(pipe: int) -> None:
-        Arena.create("run", SMALL)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert reap(*fork(job)) == (-signal.SIGKILL, [])
-    assert len(list(memory.iterdir())) == 1
-    assert sweep("run", now_s=time.time()) == []
-    assert list(memory.iterdir()) == []
-
-
-def test_what_another_run_has_left_stays_for_an_hour(memory: Path) -> None:
-    path, now_s = abandoned("another"), time.time()
-    assert sweep("run", now_s=now_s) == []
-    assert sweep("run", now_s=now_s + ABANDONED_S - 60) == []
-    assert path.exists()
-    assert sweep("run", now_s=now_s + ABANDONED_S + 60) == []
-    assert not path.exists()
-
-
-def test_an_arena_whose_holder_lives_stays_however_old_it_is(memory: Path) -> None:
-    late_s = time.time() + 2 * ABANDONED_S
-    with held("run") as own, held("another") as other:
-        assert sweep("run", now_s=late_s) == [own.path]  # only those of this run are somebody to wait for
-        assert own.path is not None
-        assert other.path is not None
-        assert own.path.exists()
-        assert other.path.exists()
-    assert sweep("run", now_s=late_s) == []
-    assert list(memory.iterdir()) == []
-
-
-def test_an_arena_is_held_by_the_process_that_writes_it_out_after_its_trainer_has_ended(memory: Path) -> None:
-    def trainer(pipe: int) -> None:
-        Arena.create("run", SMALL)
-        if os.fork():
-            os.kill(os.getpid(), signal.SIGKILL)
-        os.write(pipe, (os.getpid()).to_bytes(4, "little"))
-        signal.pause()  # the writer, which has the same descriptor
-
-    pid, pipe = fork(trainer)
-    writer = int.from_bytes(os.read(pipe, 4), "little")
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    assert [path.parent for path in sweep("run", now_s=time.time())] == [memory]
-    os.kill(writer, signal.SIGKILL)
-    os.waitpid(writer, 0)  # orphans are ours: tests/conftest.py
-    os.close(pipe)
-    assert sweep("run", now_s=time.time()) == []
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder", "foreign owner", "foreign name"])
-def test_a_sweep_takes_nothing_but_arenas_of_this_user(memory: Path, tmp_path: Path, kind: str) -> None:
-    treasure, path = tmp_path / "treasure", memory / f"{Arena.prefix('run')}0"
-    treasure.write_text("mine")
-    if kind == "link":
-        path.symlink_to(treasure)
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "folder":
-        path.mkdir()
-    elif kind == "foreign name":
-        path = memory / "hetseq-arena"
-        path.write_text("")
-    else:
-        if os.getuid() != 0:
-            pytest.skip("only root can give a file away")
-        path.write_text("")
-        os.chown(path, 4711, 4711)
-    gone = abandoned("run")
-    assert sweep("run", now_s=time.time() + 2 * ABANDONED_S) == []
-    assert os.path.lexists(path)
-    assert treasure.read_text() == "mine"
-    assert not gone.exists()
-
-
-def test_a_start_waits_until_the_last_writer_of_its_run_has_ended(
-    memory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arenas = [Arena.create("run", SMALL) for _ in range(3)]
-    naps = 0
-
-    def nap(seconds: float) -> None:
-        nonlocal naps
-        naps += 1
-        arenas.pop().close(unlink=False)
-
-    clock = SimpleNamespace(time=time.time, monotonic=lambda: 0.0, sleep=nap)
-    monkeypatch.setattr(arena_module, "time", clock)
-    assert await_writers("run", patience_s=60.0) == []
-    assert (naps, list(memory.iterdir())) == (3, [])
-
-
-def test_a_start_waits_no_longer_than_it_was_told_to(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 0.0
-
-    def nap(seconds: float) -> None:
-        nonlocal now_s
-        now_s += seconds
-
-    monkeypatch.setattr(arena_module, "time", SimpleNamespace(time=time.time, monotonic=lambda: now_s, sleep=nap))
+def test_an_image_is_sealed_with_its_sums_until_the_next_one_begins(memory: Path) -> None:
     with held("run") as arena:
-        assert await_writers("run", patience_s=60.0) == [arena.path]
-    assert 60.0 <= now_s < 61.0
+        seen = []
+
+        def look() -> None:
+            seen.append((arena.is_sealed, arena.sums(arena.status[1], image_bytes=SMALL)))
+
+        look()
+        arena.begin(7, {})
+        look()
+        arena.finish(7)
+        look()
+        arena.seal(7, [5])
+        look()
+        arena.mark_written(7)
+        look()
+        assert arena.sums(6, image_bytes=SMALL) is None
+        arena.begin(8, {})
+        look()
+        arena.finish(8)
+        look()
+    nothing, sealed = (False, None), (True, (5,))
+    assert seen == [nothing, nothing, nothing, sealed, sealed, nothing, nothing]
 
 
-def test_without_shared_memory_there_is_nothing_to_sweep_and_no_arena(memory: Path) -> None:
-    memory.rmdir()
-    assert sweep("run", now_s=0.0) == []
-    with pytest.raises(FileNotFoundError):
-        Arena.create("run", SMALL)
+def test_the_seal_of_an_image_that_is_no_longer_there_is_not_set(memory: Path) -> None:
+    with held("run") as arena:
+        arena.begin(8, {})
+        arena.finish(8)
+        arena.seal(7, [5])
+        assert not arena.is_sealed
+        arena.seal(8, [5])
+        arena.seal(7, [6])  # too late: its image has gone
+        assert arena.sums(8, image_bytes=SMALL) == (5,)
+
+
+def test_a_serial_that_is_used_again_has_no_seal_yet(memory: Path) -> None:
+    with held("run") as arena:
+        for _ in range(2):
+            arena.begin(7, {})
+            arena.finish(7)
+            assert not arena.is_sealed
+            arena.seal(7, [5])
+            assert arena.is_sealed
+
+
+def test_an_image_that_is_not_whole_is_not_sealed(memory: Path) -> None:
+    with held("run") as arena:
+        arena.begin(7, {})
+        arena.seal(7, [5])
+        assert not arena.is_sealed
+        assert arena.sums(7, image_bytes=SMALL) is None
+
+
+def test_sums_are_those_of_an_image_of_one_size(memory: Path) -> None:
+    with held("run", 2 * CHUNK_BYTES) as arena:
+        arena.begin(7, {})
+        arena.finish(7)
+        arena.seal(7, [5, 6])
+        known = {size: arena.sums(7, image_bytes=size) for size in (CHUNK_BYTES + 1, 2 * CHUNK_BYTES)}
+        others = (-1, 0, 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 1, 3 * CHUNK_BYTES, 2**70)
+        unknown = {size: arena.sums(7, image_bytes=size) for size in others}
+    assert set(known.values()) == {(5, 6)}
+    assert set(unknown.values()) == {None}
+
+
+def test_an_image_with_more_sums_than_there_is_room_for_is_not_sealed(memory: Path) -> None:
+    with held("run") as arena:
+        arena.begin(7, {})
+        arena.finish(7)
+        arena.image[:4] = b"part"
+        arena.seal(7, [1] * (SUMS_BYTES // 4 + 1))
+        assert (arena.is_sealed, bytes(arena.image[:4])) == (False, b"part")
+        arena.seal(7, [1] * (SUMS_BYTES // 4))
+        assert (arena.is_sealed, bytes(arena.image[:4])) == (True, b"part")
+
+
+SEAL, SUMS = 64, PAGE + RECORD_BYTES
+
+
+@pytest.mark.parametrize("at", [0, 8, 12, 16, SEAL, SEAL + 4, SUMS, SUMS + 3])
+def test_a_seal_that_was_damaged_is_not_believed(memory: Path, at: int) -> None:
+    with held("run") as arena:
+        arena.begin(7, {})
+        arena.finish(7)
+        arena.seal(7, [5])
+        assert arena.sums(7, image_bytes=SMALL) == (5,)
+        arena._map[at] ^= 4
+        assert arena.sums(7, image_bytes=SMALL) is None
+
+
+def test_who_seals_an_arena_says_that_he_lives(memory: Path) -> None:
+    """What sweeps old arenas away goes by the time of the last change, and stores to a map are none."""
+    with held("run") as arena:
+        assert arena.path is not None
+        arena.begin(7, {})
+        arena.finish(7)
+        os.utime(arena.path, (1, 1))
+        arena.image[:] = bytes(SMALL)
+        assert arena.path.stat().st_mtime == 1
+        arena.seal(7, [5])
+        assert arena.path.stat().st_mtime > 1
+
+
+@pytest.mark.parametrize("size", [1, 10, 35, 36, 70, PAGE])
+def test_a_file_that_is_too_short_is_an_empty_arena(memory: Path, size: int) -> None:
+    (memory / "a-file").write_bytes(b"hetseq-a"[:size].ljust(size, b"\0"))
+    other = Arena(os.open(memory / "a-file", os.O_RDWR), None)
+    try:
+        assert (other.status, other.is_sealed, other.sums(0, image_bytes=1)) == ((EMPTY, 0), False, None)
+    finally:
+        other.close(unlink=False)
 
 
 # -- too little memory -------------------------------------------------------------------------------------------------
@@ -329,10 +315,39 @@ def test_a_run_with_too_little_memory_is_told_so_and_saves_all_the_same(tmp_path
     save(tmp_path, 1)
 
     def job(pipe: int) -> None:
-        own, tensors = manager(tmp_path), tensors_of(2, 500_000)
+        own, tensors = manager(tmp_path, memory_bytes=1 << 30), tensors_of(2, 500_000)
         os.write(pipe, bytes(["No space left on device" in str(own.prepare(tensors)), own.is_underway]))
         result = own.begin(tensors, {"step": 2}, identity=Identity(2, 0, LINEAGE), nonce=2, kinds=["time"], at_once=[])
         os.write(pipe, bytes([result is not None and result.ok]))
 
     assert inside_small_memory(job) == [1, 0, 1]
     assert loaded_step(tmp_path) == 2
+
+
+def test_a_lock_that_somebody_keeps_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    ours, other = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
+    try:
+        lock(other, fcntl.LOCK_EX, patience_s=0.0)
+        with pytest.raises(BlockingIOError, match=r"another process has held the lock for 0.02 s: is it stopped\?"):
+            lock(ours, fcntl.LOCK_SH, patience_s=0.02)
+        releasing = threading.Timer(0.01, os.close, [other])
+        releasing.start()
+        lock(ours, fcntl.LOCK_SH, patience_s=60.0)  # as soon as it is free
+        releasing.join()
+    finally:
+        os.close(ours)
+
+
+def test_an_arena_on_which_somebody_stopped_is_an_error_and_leaves_nothing(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, kind: int, *, patience_s: float) -> None:
+        assert patience_s < 60.0
+        raise BlockingIOError(errno.EWOULDBLOCK, "held")
+
+    monkeypatch.setattr("hetseq.checkpoint.arena.lock", refuse)
+    with pytest.raises(BlockingIOError, match="held"):
+        Arena.create("run", SMALL)
+    assert list(memory.iterdir()) == []

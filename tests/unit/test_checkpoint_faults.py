@@ -34,6 +34,7 @@ def calls_of_a_save(run: Path, **settings: Any) -> list[str]:
     return disk.calls
 
 
+@pytest.mark.fault("FT-12")
 @pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_call_of_the_disk_may_fail_once_and_no_save_lies(tmp_path: Path, stride: int) -> None:
     calls = calls_of_a_save(tmp_path / "count", retention=Retention(keep_timed=1))
@@ -55,6 +56,28 @@ def test_each_call_of_the_disk_may_fail_once_and_no_save_lies(tmp_path: Path, st
     assert len(hits) // 3 < failed < len(hits)
 
 
+@pytest.mark.parametrize("steps", [(3, 4), (4, 3), (4, 4), (3, 30)])
+def test_two_nodes_that_lost_each_other_save_each_its_own_step(tmp_path: Path, steps: tuple[int, int]) -> None:
+    mine, theirs = steps
+    settings = {"underway_s": 60.0, "kinds": ["signal"], "retention": Retention(keep_timed=1)}
+    count = len(calls_of_a_save(tmp_path / "count"))
+    for moment in range(1, count + 1):
+        run = tmp_path / str(moment)
+        save(run, 1)
+
+        def save_theirs(*_: Any, run: Path = run) -> None:
+            assert save(run, theirs, nonce=77, **settings).ok
+
+        def is_hit(number: int, name: str, moment: int = moment) -> bool:
+            return number == moment
+
+        with Disk(run, is_hit, save_theirs).between():
+            result = save(run, mine, nonce=66, **settings)
+        assert result.ok, f"another node saved before call {moment}: {result.error}"
+        assert loaded_step(run) == max(steps)
+
+
+@pytest.mark.fault("FT-12")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ESTALE])
 def test_a_disk_that_stays_full_keeps_what_it_has(tmp_path: Path, number: int) -> None:
     calls = calls_of_a_save(tmp_path / "count")
@@ -185,3 +208,14 @@ def test_kept_checkpoints_are_not_given_up_for_a_new_one(tmp_path: Path, monkeyp
     assert [commit.identity.step for commit in manager(tmp_path).list()] == [2, 1]
     assert save(tmp_path, 3, kinds=["epoch"], retention=Retention(keep_last_epochs=2)).ok
     assert [commit.identity.step for commit in manager(tmp_path).list()] == [3, 2]
+
+
+def test_room_is_made_of_attempts_that_came_to_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = save(tmp_path, 1, nonce=99, kinds=["signal"]).bytes
+    (folder(tmp_path, 1) / "COMMIT.json").unlink()
+    save(tmp_path, 1, underway_s=60.0)
+    assert len(contents(tmp_path)) == 2, "it changed just now, so somebody who stops may be at it"
+    monkeypatch.setattr(publishing, "free_bytes", Room(tmp_path, int(2.5 * size)).free_bytes)
+    assert save(tmp_path, 2, underway_s=60.0).ok
+    assert [commit.identity.step for commit in manager(tmp_path).list()] == [2, 1]
+    assert len(contents(tmp_path)) == 2

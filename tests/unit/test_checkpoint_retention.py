@@ -41,6 +41,8 @@ EPOCHS = [(step, "epoch") for step in range(1, 7)]
         (Retention(keep_last_epochs=1), [(1, "epoch best"), (2, "epoch"), (3, "epoch")], [1, 3]),
         (Retention(keep_last_epochs=1), [(1, "epoch time"), (2, "epoch"), (3, "time"), (4, "time")], [2, 3, 4]),
         (Retention(keep_timed=0), [(1, "time"), (2, "time")], [2]),
+        (Retention(keep_interval_updates=1, keep_every=3), [(n, "interval") for n in range(1, 9)], [3, 6, 8]),
+        (Retention(keep_every=4), [(4, "time"), (5, "time"), (6, "time"), (7, "time"), (8, "signal")], [4, 7, 8]),
         (Retention(), [], []),
     ],
 )

@@ -144,6 +144,37 @@ def test_a_copy_that_fails_is_not_whole_and_says_so_where_it_is_awaited(
     assert whole == [True]
 
 
+def test_what_follows_a_copy_is_waited_for_by_finish_and_not_by_settle(taken: Snapshot) -> None:
+    """Checksums take their time, and an update need not wait for them."""
+    may_end, told = threading.Event(), []
+
+    def tell() -> None:
+        assert may_end.wait(20)
+        told.append(threading.current_thread().name)
+
+    tensors = {"weight": torch.ones(1000), "buffer": torch.ones(1000)}
+    taken.begin(tensors, at_once=[], when_whole=tell)
+    taken.settle()
+    taken.settle()
+    assert told == []
+    may_end.set()
+    taken.finish()
+    assert told == ["snapshot"]
+    taken.finish()
+    assert told == ["snapshot"]
+
+
+def test_what_goes_wrong_after_a_copy_is_raised_by_finish_and_once(taken: Snapshot) -> None:
+    tensors = {"weight": torch.ones(1000), "buffer": torch.ones(1000)}
+    taken.begin(tensors, at_once=[], when_whole=lambda: [][1])
+    with pytest.raises(IndexError):
+        taken.finish()
+    taken.finish()
+    taken.settle()
+    taken.begin(tensors, at_once=[], when_whole=lambda: None)
+    taken.finish()
+
+
 # -- the file ----------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,9 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,19 +33,26 @@ from hetseq.checkpoint import (
     snapshot,
     writer_process,
 )
+from hetseq.checkpoint import arena as arena_module
 from hetseq.checkpoint import writer as writer_module
-from hetseq.checkpoint.arena import READY
+from hetseq.checkpoint.arena import READY, Arena
+from hetseq.checkpoint.history import HISTORY_NAME, read_history
 from hetseq.checkpoint.part_writing import PartWriting
 from hetseq.checkpoint.publishing import Place
 from hetseq.checkpoint.records import CHUNK_BYTES
-from hetseq.checkpoint.writer import Line, Writer
+from hetseq.checkpoint.writer import Line, Writer, setting_of
+from hetseq.checkpoint.writer_process import WriterProcess
 from tests.support.checkpoints import (
     LINEAGE,
+    checked_step,
     fork,
+    keep,
+    keeping,
     loaded_step,
     manager,
     reap,
     save,
+    started,
     tensors_of,
     together,
 )
@@ -122,6 +131,81 @@ def test_a_message_that_comes_in_halves_is_one_message(monkeypatch: pytest.Monke
     theirs.close()
 
 
+def test_a_writer_that_falls_silent_fails_its_save_and_no_other(
+    own: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_process, "_SILENCE_S", 0.2)
+    monkeypatch.setattr(writer_process, "_LOOK_S", 0.05)
+    silent = writer_of(own).pid
+    os.kill(silent, signal.SIGSTOP)  # as where its disk does not answer
+    failed = save_meanwhile(own, 1)
+    assert (failed.ok, "has said nothing for" in (failed.error or "")) == (False, True)
+    assert writer_of(own).pid != silent
+    monkeypatch.setattr(writer_process, "_SILENCE_S", 60.0)  # the next one has to start first
+    assert save_meanwhile(own, 2).ok
+    assert loaded_step(tmp_path) == 2
+
+
+def test_a_writer_that_takes_nothing_of_what_it_is_told_is_replaced_and_nobody_waits_for_it(
+    own: CheckpointManager, tmp_path: Path
+) -> None:
+    """Tags that stay in memory are told and need no answer: after some of them the kernel keeps no more for it."""
+    assert save_meanwhile(own, 1).ok
+    writer = writer_of(own)
+    deaf = writer.pid
+    os.kill(deaf, signal.SIGSTOP)
+    writer._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, writer_process._time_of(0.02))
+    for _ in range(1000):
+        writer.say({"do": "note", "row": "x" * 1000})
+    assert writer._line.is_stuck
+    assert save_meanwhile(own, 2).ok
+    assert writer.pid != deaf
+    assert loaded_step(tmp_path) == 2
+
+
+def test_a_writer_that_takes_nothing_and_cannot_be_killed_fails_its_save_at_once(
+    own: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel waits for its disk."""
+    writer = writer_of(own)
+    deaf, process = writer.pid, writer._process
+    os.kill(deaf, signal.SIGSTOP)
+    monkeypatch.setattr(process, "kill", lambda: None)
+    monkeypatch.setattr(writer_process, "_LOOK_S", 0.05)
+    monkeypatch.setattr(writer_process, "_EXIT_S", 0.0)
+    writer._line.is_stuck = True
+    failed = save_meanwhile(own, 1)
+    assert (failed.ok, "has taken nothing for 10 s" in (failed.error or "")) == (False, True)
+    assert writer.pid != deaf
+    assert save_meanwhile(own, 2).ok
+    os.kill(deaf, signal.SIGKILL)
+    process.wait(10.0)
+
+
+def test_silence_is_not_counted_while_the_trainer_stood_still_itself(
+    own: CheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that a queue has suspended for a night finds its writer as it left it."""
+    now_s = 0.0
+    monkeypatch.setattr(writer_process, "time", SimpleNamespace(monotonic=lambda: now_s))
+    silent = writer_of(own).pid
+    os.kill(silent, signal.SIGSTOP)
+    assert begin(own, tensors_of(1), 1) is None
+    own.settle()
+    for _ in range(3):
+        now_s += 36_000
+        assert own.is_busy
+    for _ in range(11):
+        now_s += writer_process._LOOK_S
+        assert own.is_busy
+    now_s += writer_process._LOOK_S
+    assert not own.is_busy
+    monkeypatch.undo()
+    result = own.finish()
+    assert result is not None
+    assert not result.ok
+
+
 def test_who_is_spoken_to_after_his_end_hears_nothing_and_nobody_is_hurt() -> None:
     ours, theirs = socket.socketpair()
     line = Line(ours)
@@ -142,9 +226,9 @@ def test_a_writer_that_died_after_its_last_byte_is_repeated_and_gets_the_same_pa
     assert own._background is not None
     answer = writer_of(own).answer(None)
     ours, theirs = socket.socketpair()
-    line, arena = Line(theirs), own._background._arena
+    line, arena = Line(theirs), own._background._arenas[0]
     assert arena.status[0] != READY
-    writer = Writer(line, [arena], Place(tmp_path, Retention(), 0.0), is_polite=False)
+    writer = Writer(line, [arena], Place(tmp_path, Retention(), 0.0, 0.0), is_polite=False)
     ours.sendall(json.dumps({"do": "write", "slot": 0, "serial": 1, "again": True}).encode() + b"\n")
     ours.shutdown(socket.SHUT_WR)
     writer.serve()
@@ -278,6 +362,12 @@ def test_a_part_is_the_same_past_the_page_cache_and_through_it(
 # -- the end of the trainer --------------------------------------------------------------------------------------------
 
 
+def say_over(copying: snapshot._Copying) -> None:
+    """In place of a copy."""
+    copying._is_copied.set()
+    copying._is_over.set()
+
+
 def train_until_killed(run: Path, *, ranks: int, is_whole: bool) -> None:
     """Ranks as threads of a child that is killed in the middle of the save of step 2, before or after the copy."""
 
@@ -293,7 +383,7 @@ def train_until_killed(run: Path, *, ranks: int, is_whole: bool) -> None:
 
     def job(pipe: int) -> None:
         if not is_whole:
-            snapshot._Copying.run = lambda self: self._is_over.set()  # type: ignore[method-assign]
+            snapshot._Copying.run = say_over  # type: ignore[assignment, method-assign]
         together(ranks, live)
 
     assert reap(*fork(job)) == (-signal.SIGKILL, [])
@@ -332,7 +422,7 @@ def test_a_writer_whose_trainer_was_killed_does_not_wait_long_for_a_folder_that_
 
     monkeypatch.setattr(reader, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=nap))
     trainer, theirs = socket.socketpair()
-    writer = Writer(Line(theirs), [], Place(tmp_path, Retention(), 10.0), is_polite=True)
+    writer = Writer(Line(theirs), [], Place(tmp_path, Retention(), 10.0, 0.0), is_polite=True)
     with pytest.raises(FileNotFoundError):
         writer._await_folder(tmp_path / "checkpoints")
     theirs.close()
@@ -348,6 +438,102 @@ def test_a_trainer_that_ends_in_the_middle_of_a_save_leaves_it_to_the_next_start
     assert loaded_step(tmp_path) == 1
     assert len(recover(tmp_path)) == 1
     assert loaded_step(tmp_path) == 2
+
+
+def test_who_goes_on_without_rank_zero_leaves_no_process_that_waits_for_its_folder(tmp_path: Path) -> None:
+    def live(group: Any) -> int:
+        own = prepared(tmp_path, group, patience_s=60.0)
+        process = writer_of(own)._process
+        if group.rank == 0:
+            os.kill(process.pid, signal.SIGSTOP)  # so that there is no folder, nor will be for long
+        begin(own, tensors_of(2), 2)
+        own.settle()
+        own.close(is_hasty=True)
+        if group.rank == 1:
+            assert process.wait(10.0) == -signal.SIGKILL
+        group.all_gather_rows(torch.zeros(1, dtype=torch.int64).numpy())
+        if group.rank == 0:
+            os.kill(process.pid, signal.SIGCONT)
+        return process.wait(10.0)
+
+    assert together(2, live) == [0, -signal.SIGKILL]
+    assert sorted(path.name for path in tmp_path.glob("checkpoints/*/*.json")) == ["part-00000.json", "state.json"]
+
+
+def test_who_goes_on_without_a_peer_lets_the_last_save_be_concluded(tmp_path: Path) -> None:
+    """The twin: nothing is under way."""
+    own = prepared(tmp_path)
+    process = writer_of(own)._process
+    assert save_meanwhile(own, 1).ok
+    own.close(is_hasty=True)
+    assert process.wait(5.0) == 0
+    assert [row["step"] for row in read_history(tmp_path / HISTORY_NAME)] == ["1"]
+
+
+def test_a_writer_whose_trainer_was_killed_before_it_began_gives_back_what_it_never_saw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_module, "SHARED_MEMORY", tmp_path)
+
+    def job(pipe: int) -> None:
+        start = subprocess.Popen
+
+        def start_and_die(*words: Any, **how: Any) -> None:
+            start(*words, **how)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        subprocess.Popen = start_and_die  # type: ignore[assignment, misc]
+        arena, place = Arena.create("run", 1000), Place(tmp_path, Retention(), 10.0, 0.0)
+        WriterProcess("hetseq.checkpoint.writer", setting_of(place, [arena], is_polite=False), [arena.descriptor])
+
+    assert reap(*fork(job)) == (-signal.SIGKILL, [])
+    end_s = time.monotonic() + 20
+    while list(tmp_path.iterdir()):
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_writer_whose_trainer_was_killed_gives_back_what_is_not_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_whole: bool
+) -> None:
+    """Without it the memory would be gone until the run starts again, or another one an hour later."""
+    memory, run = tmp_path / "memory", tmp_path / "run"
+    memory.mkdir()
+    run.mkdir()
+    monkeypatch.setattr(arena_module, "SHARED_MEMORY", memory)
+
+    def job(pipe: int) -> None:
+        own = keeping(run)
+        keep(own, 1)
+        if not is_whole:
+            snapshot._Copying.run = say_over  # type: ignore[assignment, method-assign]
+        keep(own, 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pid, pipe = fork(job)
+    assert reap(pid, pipe) == (-signal.SIGKILL, [])
+    end_s = time.monotonic() + 20
+    while held_in(memory) and time.monotonic() < end_s:  # the writer is at its end
+        os.sched_yield()
+    assert len(list(memory.iterdir())) == (2 if is_whole else 1)
+    own = started(run)
+    loaded = own.load()
+    own.close()
+    assert loaded is not None
+    assert checked_step(loaded) == (2 if is_whole else 1)
+
+
+def held_in(memory: Path) -> int:
+    """How many arenas somebody uses."""
+    held = 0
+    for path in memory.iterdir():
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                held += 1
+    return held
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------

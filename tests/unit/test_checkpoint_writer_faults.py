@@ -141,6 +141,7 @@ def start(tmp_path: Path, library: Path) -> Start:
     return started
 
 
+@pytest.mark.fault("FT-12")
 @pytest.mark.parametrize("stride", [18, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("action", [Action.REFUSE, Action.REPORT])
@@ -164,6 +165,7 @@ def test_short_writes_are_continued(start: Start, stride: int) -> None:
         assert ranks.save_with_fault(1, Action.SHORTEN, is_for_good=True)
 
 
+@pytest.mark.fault("FT-11")
 @pytest.mark.parametrize("stride", [25, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("action", [Action.KILL, Action.TEAR])
 def test_a_writer_killed_once_at_any_call_is_replaced_and_the_save_succeeds(

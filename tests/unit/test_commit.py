@@ -51,7 +51,8 @@ def bits(row: CommitRow) -> tuple[object, ...]:
     floats = (*row.next_counts, *row.sums, *seconds)
     exact = struct.pack(f"{len(floats)}d", *floats)
     whole = (row.digest, row.vote, row.next_samples, memory_bytes, limit_bytes, row.wish, row.save, row.nonce)
-    return (*whole, len(row.next_counts), exact, row.used.tolist())
+    flags = (row.writing, row.keep, row.sealed)
+    return (*whole, *flags, len(row.next_counts), exact, row.used.tolist())
 
 
 # Rows.
@@ -65,6 +66,9 @@ def bits(row: CommitRow) -> tuple[object, ...]:
         replace(ROW, vote=Vote.NON_FINITE, wish=Wish.STOP, save=True, nonce=0, digest=-(2**63)),
         replace(ROW, vote=Vote.REDO, save=True, digest=2**63 - 1, nonce=2**63 - 1, next_samples=0),
         replace(ROW, used=np.array([False, False, False])),
+        replace(ROW, writing=True, keep=True, sealed=False),
+        replace(ROW, wish=Wish.STOP, save=True, keep=True, sealed=True),
+        replace(ROW, save=True, writing=True, sealed=False),
     ],
 )
 def test_a_row_comes_back_bit_for_bit(row: CommitRow) -> None:
@@ -99,6 +103,9 @@ def test_a_row_that_differs_anywhere_has_other_words() -> None:
         replace(ROW, wish=Wish.STOP),
         replace(ROW, save=True),
         replace(ROW, nonce=0),
+        replace(ROW, writing=True),
+        replace(ROW, keep=True),
+        replace(ROW, sealed=False),
     ]
     assert len({FORMAT.pack(row).tobytes() for row in [ROW, *twins]}) == len(twins) + 1
     assert all(bits(through_words(row)) != bits(ROW) for row in twins)
@@ -164,6 +171,21 @@ def test_rank_zero_alone_says_whether_to_save_and_under_which_name() -> None:
     assert (saved.save, saved.nonce) == (True, 5)
     not_saved = resolve([other, zero], next_samples=0)
     assert (not_saved.save, not_saved.nonce) == (False, 9)
+
+
+def test_a_state_is_kept_if_rank_zero_says_so_and_the_one_before_is_sealed_on_every_rank() -> None:
+    zero, other = replace(ROW, keep=True), ROW
+    assert resolve([zero, other, other], next_samples=0).keep
+    assert not resolve([other, zero, zero], next_samples=0).keep
+    for rank in range(3):
+        rows = [zero, other, other]
+        rows[rank] = replace(rows[rank], sealed=False)
+        assert not resolve(rows, next_samples=0).keep
+
+
+def test_a_save_goes_on_once_no_rank_writes() -> None:
+    assert not resolve([ROW, ROW], next_samples=0).writing
+    assert resolve([ROW, replace(ROW, writing=True)], next_samples=0).writing
 
 
 def test_ranks_that_computed_different_steps_are_told_apart() -> None:

@@ -227,6 +227,27 @@ def test_what_was_never_committed_does_not_count(owned: RunDirectory, tmp_path: 
     assert has_commits(owned)
 
 
+# FAULT: the launcher looked into all of them, also into the newest, in which a writer hung on a mount that did not
+# answer; so it hung there too, after the run had ended (tests/chaos/test_unkillable.py)
+def test_a_folder_in_which_a_writer_may_hang_is_looked_into_last(
+    owned: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (9, 20):
+        commit(owned, step)
+    commit(owned, 30, is_whole=False)
+    looked_into: list[int] = []
+
+    def lexists(path: Path) -> bool:
+        looked_into.append(int(path.parent.name[5:14]))
+        return path.exists()
+
+    monkeypatch.setattr("os.path.lexists", lexists)
+    assert has_commits(owned)
+    assert looked_into == [9]
+    assert newest_step(owned) == 20
+    assert looked_into[1:] == [30, 20]
+
+
 # Which run.
 
 

@@ -9,7 +9,19 @@ from dataclasses import replace
 import pytest
 
 from hetseq.cluster import identity
-from hetseq.cluster.election import SILENCE_S, UNKNOWN, Action, Kind, Record, Sight, Watch, decide
+from hetseq.cluster.election import (
+    LEASE_S,
+    SILENCE_S,
+    UNKNOWN,
+    Action,
+    Kind,
+    Record,
+    Sight,
+    Standing,
+    Watch,
+    decide,
+    standing_of,
+)
 from hetseq.cluster.identity import Process, is_alive, this_machine, this_process
 
 HEAD = Sight(Kind.HEAD, number=3, nonce="n")
@@ -85,6 +97,23 @@ def test_a_pulse_that_cannot_be_read_for_a_moment_is_no_beat() -> None:
 def test_the_clock_starts_anew_when_something_else_is_seen(other: Sight) -> None:
     assert seen(HEAD, (14.0, other), (20.0, other), (28.9, other)) == [Action.WAIT] * 4
     assert seen(HEAD, (14.0, other), (29.0, other))[-1] is Action.CLAIM
+
+
+@pytest.mark.parametrize(
+    ("silence_s", "is_superseded", "standing"),
+    [
+        (0.0, False, Standing.SURE),
+        (3.0, False, Standing.SURE),
+        (3.1, False, Standing.UNSURE),
+        (10.0, False, Standing.UNSURE),
+        (10.1, False, Standing.OVERDUE),
+        (0.0, True, Standing.REPLACED),
+        (99.0, True, Standing.REPLACED),
+    ],
+)
+def test_a_head_knows_how_sure_it_can_be(silence_s: float, is_superseded: bool, standing: Standing) -> None:
+    assert standing_of(silence_s, is_superseded=is_superseded) is standing
+    assert standing is not Standing.OVERDUE or SILENCE_S > LEASE_S, "it yields before others take its place"
 
 
 def test_a_record_survives_the_directory_and_another_version_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -140,4 +141,32 @@ def test_a_local_channel_says_what_a_channel_says() -> None:
     with pytest.raises(ChannelClosed):
         other.send({})
     assert isinstance(one, LocalChannel)
+    other.close()
+
+
+def test_two_ends_that_tell_each_other_much_at_once_do_not_wait_for_each_other() -> None:
+    """The commits of a large world, to a launcher that has just as much to say: either could have read nothing yet."""
+    one, other = local_pair()
+    large = {"rows": "x" * 1_000_000}
+    for _ in range(3):
+        one.send(large)
+        other.send(large)
+    for _ in range(3):
+        assert one.receive(1.0) == other.receive(1.0) == large
+    for end in (one, other):
+        with pytest.raises(ChannelTimeout):
+            end.receive(0.0)
+        assert not wait([end], 0.0), "nothing is left to be heard"
+    one.close()
+    other.close()
+
+
+def test_an_end_that_was_closed_is_heard_of_again_and_again() -> None:
+    one, other = local_pair()
+    one.close()
+    for _ in range(2):
+        assert wait([other], 0.0)
+        with pytest.raises(ChannelClosed):
+            other.receive(0.0)
+    other.close()
     other.close()

@@ -170,18 +170,33 @@ class Watched(Itinerary):
         return super().work(*args)
 
 
-def asked_ahead(requests: int) -> Callable[..., Iterator[Any]]:
-    """In place of a DataLoader with worker processes: so many requests lie between the sampler and the drain."""
+class AskedAhead:
+    """In place of loader processes: so many requests lie between the sampler and the drain."""
 
-    def fetched(fetcher: Any, collate: Any, sampler: Any, num_workers: int, pin_memory: bool) -> Iterator[Any]:
-        asking = iter(sampler)
-        asked = deque(next(asking) for _ in range(requests))
+    requests = 1
+
+    def __init__(self, fetcher: Any, collate: Any, sampler: Any, **how: Any) -> None:
+        self._samples = self._fetch(fetcher, collate, iter(sampler))
+
+    def __next__(self) -> Any:
+        return next(self._samples)
+
+    def _fetch(self, fetcher: Any, collate: Any, asking: Iterator[Any]) -> Iterator[Any]:
+        asked = deque(next(asking) for _ in range(self.requests))
         while True:
             request = asked.popleft()
             asked.append(next(asking))
             yield collate(fetcher.__getitems__(request))
 
-    return fetched
+    def check(self) -> None:
+        """Nobody can die."""
+
+    def close(self) -> None:
+        self._samples.close()  # type: ignore[attr-defined]
+
+
+def asked_ahead(requests: int) -> type[AskedAhead]:
+    return type("So", (AskedAhead,), {"requests": requests})
 
 
 @contextmanager
@@ -189,10 +204,10 @@ def stepwise(journey: Journey, rank: int, requests: int) -> Iterator[tuple[StepL
     """A loader whose drain goes on only when it is told to."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader_module, "Itinerary", Watched)
-        patch.setattr(loader_module, "_fetched", asked_ahead(requests))
+        patch.setattr(loader_module, "Fetched", asked_ahead(requests))
         patch.setattr(loader_module, "_Drain", Stepwise)
         with journey.loading(rank, num_workers=1) as loader:
-            drain: Any = loader._thread
+            drain: Any = loader._stream._thread
             loader._itinerary.point = drain.point  # type: ignore[attr-defined]
             yield loader, drain
 
@@ -288,7 +303,7 @@ def test_threads_that_switch_all_the_time_give_the_steps_of_the_plan(monkeypatch
             generator = random.Random(seed)
             journey = some_journey(generator, steps=20, changes=20)
             rank = generator.randrange(len(journey.weights))
-            monkeypatch.setattr(loader_module, "_fetched", asked_ahead(generator.randint(1, 8)))
+            monkeypatch.setattr(loader_module, "Fetched", asked_ahead(generator.randint(1, 8)))
             with journey.loading(rank, num_workers=1) as loader:
                 assert drive(loader, journey) == expected(journey, rank), (seed, journey)
     finally:
@@ -317,7 +332,7 @@ def test_a_change_that_nobody_is_beyond_costs_no_batch() -> None:
 
 def test_of_a_step_that_is_not_wanted_any_more_no_further_batch_is_asked_for() -> None:
     way = itinerary(replace(TWO, weights=(1, 0), cap=MicroBatchCap(1)))
-    requests = loader_module._Requests(way, None)
+    requests = loader_module._Requests(way, way.walk(), None)
     asking = iter(requests)
     next(asking), next(asking)
     way.change(2, cap=MicroBatchCap(3))  # of a step that it has not come to

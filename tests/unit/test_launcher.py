@@ -9,10 +9,11 @@ from typing import Any, cast
 
 import pytest
 
+from hetseq.cluster.channel import ChannelClosed
 from hetseq.cluster.directories import leave_mark
 from hetseq.cluster.member import Member
-from hetseq.errors import ConfigError
-from hetseq.launcher import Launcher
+from hetseq.errors import ConfigError, RunDirectoryError
+from hetseq.launcher import Launcher, _Stopped
 from hetseq.options import parse
 from hetseq.run_directory import RunDirectory
 
@@ -53,3 +54,57 @@ def test_checkpoints_in_a_directory_of_ones_own_are_not_forgotten(
     assert look(launcher(own), own)["is_shared"] is True
     monkeypatch.chdir(commit(tmp_path / "checkpoints").parent)
     assert look(launcher(None), tmp_path / "run")["is_shared"] is True  # nobody named that directory
+
+
+def test_a_node_that_takes_part_again_may_use_its_run_directory_again(tmp_path: Path) -> None:
+    """Its lock is its own, and no other launcher's."""
+    node = launcher(tmp_path / "run")
+    nobody = cast(Member, SimpleNamespace(close=lambda: None))
+    first = node._answer(nobody, {"kind": "own"})
+    node._start_over(nobody)
+    assert [path.name for path in (tmp_path / "run").glob(".mark-*")] == []
+    again = node._answer(nobody, {"kind": "own"})
+    assert first is not None
+    assert again is not None
+    assert first["run_id"] == again["run_id"]
+    with pytest.raises(RunDirectoryError, match="in use by another run"):
+        launcher(tmp_path / "run")._answer(nobody, {"kind": "own"})
+    node._leave_directory()
+
+
+@pytest.mark.parametrize("was_part", [False, True])
+def test_the_head_that_is_lost_again_on_the_way_back_is_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was_part: bool
+) -> None:
+    """At a first start the other nodes end too: nobody could be found."""
+    node = launcher(tmp_path / "run")
+    node._was_part = was_part
+    members = [cast(Member, SimpleNamespace(close=lambda: None)) for _ in range(2)]
+    ways = iter(members)
+
+    def prepare(member: Member) -> dict[str, Any]:
+        node._own()
+        if member is members[0]:
+            raise ChannelClosed("the network has failed again")
+        return {"kind": "begin"}
+
+    monkeypatch.setattr("hetseq.launcher.join", lambda *_, **__: next(ways))
+    monkeypatch.setattr(node, "_claim", lambda member: None)
+    monkeypatch.setattr(node, "_prepare", prepare)
+    if was_part:
+        assert node._take_part() == (members[1], {"kind": "begin"})
+    else:
+        with pytest.raises(ChannelClosed):
+            node._take_part()
+    node._leave_directory()
+
+
+def test_a_stop_signal_while_another_head_is_looked_for_does_not_keep_from_saving(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: Any, **__: Any) -> None:
+        raise _Stopped("SIGTERM")
+
+    monkeypatch.setattr("hetseq.launcher.meet", stopped)
+    assert launcher(None)._meet_again() is None
+    assert "no other node could be found to lead the run (SIGTERM)" in capsys.readouterr().err

@@ -65,9 +65,9 @@ def test_a_loader_that_is_as_far_ahead_as_it_can_be_is_sent_back(rank: int) -> N
             nonlocal furthest
             if where == "change":
                 # the next step is at hand, another one in the queue, one waits for its place, and six are asked for
-                thread: Any = loader._thread
+                thread: Any = loader._stream._thread
                 await_that(thread._queue.full)
-                furthest = max(furthest, loader._requests._walker.next_step - loader._ahead.plan.step)  # type: ignore[union-attr]
+                furthest = max(furthest, loader._stream._requests.walker.next_step - loader._ahead.plan.step)  # type: ignore[union-attr]
 
         assert drive(loader, journey, pause=pause, look=await_peek) == expected(journey, rank)
     assert furthest >= 6
@@ -118,7 +118,7 @@ def test_many_changes_leave_nothing_behind(num_workers: int) -> None:
     )
     journey, asked = Journey(n=9, batch=4, weights=(1, 1), changes=changes, steps=120), []
     with journey.loading(0, num_workers=num_workers) as loader:
-        steps = drive(loader, journey, pause=lambda where: asked.append(len(loader._requests.asked)))
+        steps = drive(loader, journey, pause=lambda where: asked.append(len(loader._stream._requests.asked)))
         assert len(loader._itinerary._walkers) == 2
         assert len(loader._itinerary._positions) <= 12
     assert steps == expected(journey, 0)

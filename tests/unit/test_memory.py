@@ -30,6 +30,8 @@ class OddError(RuntimeError):
         (RuntimeError("CUDA error: device-side assert triggered"), False),
         (OddError("DefaultCPUAllocator: can't allocate memory"), False),
         (ValueError("out of memory"), False),
+        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be"), True),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
     ],
 )
 def test_memory_that_ran_out_is_told_from_other_failures(error: BaseException, is_exhausted: bool) -> None:

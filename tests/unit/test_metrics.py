@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from hetseq import append_file as append_module
+from hetseq import board as board_module
 from hetseq import metrics as metrics_module
 from hetseq.config import LogConfig
 from hetseq.metrics import Metrics, read_events, read_rows
@@ -69,7 +71,7 @@ class Disk:
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     disk = Disk()
-    monkeypatch.setattr(metrics_module, "write_all", disk.write_all)
+    monkeypatch.setattr(append_module, "write_all", disk.write_all)
     return disk
 
 
@@ -199,7 +201,8 @@ def test_close_gives_up_on_a_file_system_that_hangs(
 def test_a_queue_that_overflows_is_warned_about_once(
     make: Make, disk: Disk, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(metrics_module, "_MOST_WAITING_BYTES", sum(len(json_line(row(step))) for step in range(2, 12)))
+    for module in (metrics_module, append_module):
+        monkeypatch.setattr(module, "MOST_WAITING_BYTES", sum(len(json_line(row(step))) for step in range(2, 12)))
     disk.goes_on.clear()
     metrics = make()
     metrics.step(row(1))
@@ -246,7 +249,8 @@ def test_a_disk_that_stays_full_is_said_at_the_end(
 def test_memory_stays_bounded_while_a_disk_is_full(
     make: Make, disk: Disk, monkeypatch: pytest.MonkeyPatch, directory: RunDirectory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(metrics_module, "_MOST_WAITING_BYTES", 3 * len(json_line(row(1))))
+    for module in (metrics_module, append_module):
+        monkeypatch.setattr(module, "MOST_WAITING_BYTES", 3 * len(json_line(row(1))))
     disk.is_full = True
     metrics = make()
     for step in range(1, 7):
@@ -434,13 +438,13 @@ def test_a_row_that_tensorboard_cannot_show_ends_only_its_log(
 
 def test_rows_do_not_wait_for_tensorboard(make: Make, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     # a run killed in its first seconds would have a checkpoint, and no row of the steps before it
-    is_open, real = threading.Event(), metrics_module._open_board
+    is_open, real = threading.Event(), board_module.open_board
 
     def slowly(folder: Path) -> Any:
         assert is_open.wait(20)
         return real(folder)
 
-    monkeypatch.setattr(metrics_module, "_open_board", slowly)
+    monkeypatch.setattr(board_module, "open_board", slowly)
     metrics = make(has_tensorboard=True)
     for step in (1, 2):
         metrics.step(row(step, loss=1.0))

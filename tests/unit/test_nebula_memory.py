@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,23 @@ import hetseq.nebula as nm
 from hetseq.checkpoint.arena import SHARED_MEMORY
 from hetseq.errors import ConfigError
 from hetseq.nebula.budget import Budget, budget, parse_size
-from hetseq.nebula.publishing import Place
+from hetseq.nebula.publishing import Place, Publisher
 from hetseq.nebula.slots import Slots
+from hetseq.nebula.tags import Attempt
 from tests.support.nebula import begun, save, service, state_of, step_in, stopped_writer, tags
 
 MB = 10**6
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """As a process leaves it that was stopped in an instant in which it keeps others out."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def test_nebulas_variable_gives_a_process_half_of_the_limit_divided_by_the_processes() -> None:
@@ -107,6 +122,28 @@ def test_processes_of_one_node_draw_from_one_account(tmp_path: Path) -> None:
     finally:
         for slots in (*shared, alone):
             slots.close()
+
+
+def test_a_process_that_stops_while_it_looks_at_the_account_holds_nobody_up_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetseq.nebula.slots._PATIENCE_S", 0.0)
+    slots = Slots(Place(tmp_path, -1, 0, 1.0), Budget(10 << 20, True, "test"))
+    with locked(tmp_path):
+        taken = slots.take(1 << 20)
+        slots.close()
+    assert taken is not None
+
+
+def test_a_process_that_stops_while_it_tidies_up_holds_no_tag_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hetseq.nebula.publishing._LOCKED_S", 0.0)
+    attempt, publisher = Attempt("one", f"{1:016x}", 1, 1, 1, False), Publisher(Place(tmp_path, -1, 0, 1.0))
+    (tmp_path / attempt.folder_name).mkdir()
+    with locked(tmp_path / attempt.folder_name):
+        assert publisher.open(attempt, size_bytes=1) == tmp_path / attempt.folder_name
+    publisher.close(attempt)
 
 
 def test_a_free_arena_is_used_again_or_makes_way(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import re
 import subprocess
 import sys
 import typing
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from hetseq import registry
-from hetseq.config import SECTIONS, Config, DataConfig, flag
+from hetseq.config import SECTIONS, Config, DataConfig, DistributedConfig, flag
 from hetseq.errors import ConfigError, TaskFileError
 from hetseq.options import (
     FIRST_LINE,
@@ -102,6 +103,7 @@ OPTIONS_OF_2020 = [
     ("--ddp-backend c10d", "ddp_backend", "c10d"),
     ("--bucket-cap-mb 25", "bucket_cap_mb", 25.0),
     ("--memory-buffer-size 2GB", "memory_buffer_size", "2GB"),
+    ("--memory-interval-updates 100", "memory_interval_updates", 100),
     ("--fix-batches-to-gpus", "fix_batches_to_gpus", True),
     ("--find-unused-parameters", "find_unused_parameters", True),
     ("--fast-stat-sync", "fast_stat_sync", True),
@@ -141,6 +143,7 @@ OPTIONS_OF_2020 = [
     ("--save-interval 2", "save_interval", 2),
     ("--save-interval-updates 1000", "save_interval_updates", 1000),
     ("--keep-interval-updates -1", "keep_interval_updates", -1),
+    ("--keep-every-updates 1000", "keep_every_updates", 1000),
     ("--keep-interval-updates 5", "keep_interval_updates", 5),
     ("--keep-last-epochs 5", "keep_last_epochs", 5),
     ("--no-save", "no_save", True),
@@ -449,7 +452,11 @@ def candidates(hint: Any, choices: tuple[str, ...], draw: random.Random) -> list
 
 
 #: options that mean something only beside others
-COMPANIONS: dict[str, dict[str, Any]] = {"join": {"min_ranks": 2}, "min_ranks": {"join": "tcp://node-1:29400"}}
+COMPANIONS: dict[str, dict[str, Any]] = {
+    "join": {"min_ranks": 2},
+    "min_ranks": {"join": "tcp://node-1:29400"},
+    "max_ranks": {"join": "tcp://node-1:29400", "min_ranks": 1},
+}
 
 
 def accepted_sections(section: type, draw: random.Random) -> Iterator[Any]:
@@ -721,3 +728,17 @@ def test_own_options_that_cannot_become_flags_are_refused(own_task: Path, line: 
     )
     with pytest.raises(ConfigError, match=said):
         parse(["--task", "spirals.py", "--turns", "3"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_ranks": 2}, "--max-ranks 2: expected --join URL beside it"),
+        ({"max_ranks": 2, "join": "tcp://a:1", "min_ranks": 3}, "--max-ranks 2: expected --min-ranks 3 or more"),
+        ({"max_ranks": 0, "join": "tcp://a:1", "min_ranks": 1}, "--max-ranks 0: expected"),
+    ],
+)
+def test_limits_of_ranks_that_cannot_be_meant(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        DistributedConfig(**changes)
+    assert DistributedConfig(join="tcp://a:1", min_ranks=2, max_ranks=2).max_ranks == 2

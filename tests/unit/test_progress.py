@@ -7,10 +7,13 @@ import logging
 import os
 import sys
 import termios
-from typing import Any, TextIO
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, BinaryIO, TextIO, cast
 
 import pytest
 
+from hetseq import launcher
 from hetseq.config import LogConfig
 from hetseq.progress import (
     LiveProgress,
@@ -301,6 +304,43 @@ def test_a_terminal_that_is_stopped_is_not_waited_for() -> None:
         shown = screen.read(65536)
     assert b"step 2/938" in shown
     assert b"step 1/938" not in shown
+
+
+@contextmanager
+def full_pipe() -> Iterator[tuple[TextIO, BinaryIO]]:
+    """A stream into a pipe that nobody reads for now, and the other end."""
+    ours, theirs = os.pipe()
+    with open(theirs, "w", encoding="utf-8") as stream, open(ours, "rb", buffering=0) as reader:
+        os.set_blocking(theirs, False)  # so that a write, which would wait for ever, fails
+        with suppress(BlockingIOError):
+            while True:
+                os.write(theirs, b"." * 4096)
+        yield stream, cast(BinaryIO, reader)
+
+
+def test_a_reader_that_has_stopped_is_waited_for_a_moment_and_misses_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetseq.progress._PATIENCE_S", 0.01)
+    with full_pipe() as (stream, reader):
+        progress = PlainProgress(stream, total_steps=None, every_steps=1, now=Clock())
+        progress.step(row(1))
+        progress.validation({"step": 1, "valid_loss": 0.5})
+        reader.read(1 << 20)
+        progress.step(row(2))
+        shown = reader.read(1 << 20).decode()
+    assert shown.startswith("step 2 ")
+    assert shown.count("\n") == 1
+
+
+def test_a_launcher_does_not_wait_for_a_reader_that_has_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_LOOK_S", 0.01)
+    with full_pipe() as (stream, reader):
+        monkeypatch.setattr(sys, "stderr", stream)
+        launcher._tell("rank 1 is gone")
+        reader.read(1 << 20)
+        launcher._tell("rank 2 is gone")
+        stream.flush()
+        assert reader.read(1 << 20) == b"rank 2 is gone\n"
+        monkeypatch.undo()
 
 
 def test_a_narrow_terminal_gets_one_line_without_the_bar() -> None:

@@ -217,6 +217,28 @@ def test_two_launchers_with_rank_zero_meet_so_that_the_roster_can_name_both(port
         assert second.channel is not None
 
 
+def test_a_head_that_was_lost_and_still_answers_leads(port: int, secret: Path) -> None:
+    head = Launcher(secret).meet(tcp(port), 0)
+    with welcoming(head):
+        for rank in (None, 1):
+            with contextlib.closing(Launcher(secret).meet(tcp(port), rank, is_again=True)) as again:
+                assert again.channel is not None
+                assert not again.is_head
+
+
+@pytest.mark.parametrize("rank", [None, 1], ids=["join", "rank 1"])
+def test_a_head_that_was_lost_and_does_not_answer_gets_one_try_and_nobody_takes_its_place(
+    port: int, launcher: Launcher, rank: int | None
+) -> None:
+    """Who finds no head with --join leads, at a start: the port is free, and so is this machine's address."""
+    with pytest.raises(UnreachableError, match="connection refused"):
+        launcher.meet(tcp(port), rank, is_again=True)
+    assert launcher.passed_s == 0.0
+    assert launcher.told == []
+    with contextlib.closing(launcher.meet(tcp(port))) as first:
+        assert first.is_head
+
+
 def test_a_head_that_is_not_started_yet_is_said_at_once_and_every_ten_seconds(port: int, launcher: Launcher) -> None:
     with pytest.raises(RendezvousError, match=r"gave up after 35 s \(--join-timeout\)") as refusal:
         launcher.meet(tcp(port), 1, timeout_s=35)

@@ -32,6 +32,7 @@ def flipped(tensor: Tensor, bit: int) -> Tensor:
 # One tensor.
 
 
+@pytest.mark.fault("FT-15")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_flipped_bit_shows(dtype: torch.dtype) -> None:
     tensor = torch.arange(5).to(dtype)

@@ -16,8 +16,8 @@ def given(host: str, rank: int, workers: int = 1, *, world: int = 4, pid: int = 
     return Claim(host, pid, workers, rank=rank, world_size=world)
 
 
-def joins(host: str, workers: int = 1, *, least: int = 4, pid: int = 1) -> Claim:
-    return Claim(host, pid, workers, min_ranks=least)
+def joins(host: str, workers: int = 1, *, least: int = 4, most: int | None = None, pid: int = 1) -> Claim:
+    return Claim(host, pid, workers, min_ranks=least, max_ranks=most)
 
 
 def roster_of(*claims: Claim) -> Roster:
@@ -119,6 +119,16 @@ def test_unequal_min_ranks_are_refused_with_both() -> None:
     assert reason.startswith("labA pid 1 was told --min-ranks 4, labB pid 2 6: ")
 
 
+def test_a_node_with_which_there_would_be_more_than_max_ranks_is_refused_and_a_smaller_one_is_not() -> None:
+    roster = Roster()
+    assert roster.admit(0, joins("labA", 3, least=5, most=5)) is None
+    reason = roster.admit(1, joins("labB", 3, least=5, most=5, pid=2))
+    assert reason is not None
+    assert reason.startswith("labB pid 2 would make it 6 ranks, and --max-ranks is 5: ")
+    assert roster.admit(2, joins("labC", 2, least=5, most=5)) is None
+    assert roster.is_complete
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_given_ranks_beside_join_are_refused_whoever_was_first(turned: bool) -> None:
     pair = joins("labA"), given("labB", 1, pid=2)
@@ -195,7 +205,7 @@ def test_a_claim_comes_back_from_json_as_it_was() -> None:
     [
         {"host": ""}, {"host": 5}, {"host": "a" * 300}, {"host": "lab\nA"}, {"pid": 0}, {"pid": "1"}, {"pid": True},
         {"workers": 0}, {"workers": 1.0}, {"workers": 2**40}, {"rank": -1}, {"rank": None}, {"world_size": None},
-        {"world_size": 0}, {"min_ranks": 4}, {"more": 1},
+        {"world_size": 0}, {"min_ranks": 4}, {"max_ranks": 4}, {"more": 1},
     ],
 )  # fmt: skip
 def test_nonsense_is_no_claim(change: dict[str, Any]) -> None:

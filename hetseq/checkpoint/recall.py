@@ -1,0 +1,185 @@
+"""A state that killed processes have left in memory, read back: verified as from a disk, and much faster.
+
+Responsible for: agreeing on a state of which every part is still there on some node, and reading it on all ranks.
+Refuses to decide whether a checkpoint on the disk is newer. The one idea: first all ranks tell each other which parts
+their nodes hold, so all know who gives which part to whom; a part that some node lacks travels from the lowest rank
+that has it, and whatever a rank has read or received is compared with the part's checksums.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hetseq.checkpoint.layout import TensorSpec, whole_tensors
+from hetseq.checkpoint.part_format import parse_header
+from hetseq.checkpoint.parts import copy_part
+from hetseq.checkpoint.records import Attempt, Commit, DamagedError, parse_state
+from hetseq.checkpoint.remains import LeftPart, Remains
+from hetseq.checkpoint.rows import Row, RowGroup, exchange
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 16 << 20  # bytes that travel in one piece, so that a deadline is for a piece
+
+#: gives memory for the tensors of a checkpoint, from the attempt, the state and the tensors' shapes
+Allocate = Callable[[Attempt, dict[str, Any], Sequence[TensorSpec]], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class LeftState:
+    """A state of which every part is in the memory of some node; equal on all ranks."""
+
+    plan: str
+    order: tuple[int, int]  # step and generation
+    sizes: tuple[int, ...]  # of the parts' images, in bytes
+    holders: tuple[frozenset[int], ...]  # the ranks on whose nodes each part is
+    nonce: int = 0
+    is_kept: bool = True  # it was only to stay in memory; else the disk should have it
+    known: tuple[int, ...] = ()  # nonces of the newest commit that the run knew of, and of the one under way
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """What was read on this rank."""
+
+    attempt: Attempt
+    state: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+def find_states(group: RowGroup, parts: Sequence[LeftPart]) -> list[LeftState]:
+    """The states that are whole over all nodes, newest first; every rank calls it with what its node holds."""
+    facts = [
+        [part.plan, part.attempt.identity.step, part.attempt.identity.generation, part.attempt.number_of_parts,
+         part.index, part.image_bytes, part.attempt.nonce, part.is_kept, part.known]
+        for part in parts
+    ]  # fmt: skip
+    return whole_states([json.loads(text) for text in _exchange_texts(group, json.dumps(facts))])
+
+
+def whole_states(facts_by_rank: Sequence[Sequence[Sequence[Any]]]) -> list[LeftState]:
+    """`find_states`, from what all ranks have told: of each part what stands in its `LeftPart`."""
+    found: dict[tuple[Any, ...], dict[int, tuple[int, set[int]]]] = {}
+    besides: dict[str, Sequence[Any]] = {}
+    for rank, facts in enumerate(facts_by_rank):
+        for plan, step, generation, number, index, size, *others in facts:
+            parts = found.setdefault((step, generation, plan, number), {})
+            parts.setdefault(index, (size, set()))[1].add(rank)
+            besides[plan] = others
+    states = []
+    for (step, generation, plan, number), parts in sorted(found.items(), reverse=True):
+        if len(parts) < number:
+            lacking = [str(index) for index in range(number) if index not in parts]
+            logger.info("of the state of step %d in memory part %s of %d is lacking", step, ", ".join(lacking), number)
+            continue
+        ordered = [parts[index] for index in range(number)]
+        sizes, holders = tuple(size for size, _ in ordered), tuple(frozenset(ranks) for _, ranks in ordered)
+        states.append(LeftState(plan, (step, generation), sizes, holders, *besides[plan]))
+    return states
+
+
+def believed(states: Sequence[LeftState], newest: Commit | None) -> list[LeftState]:
+    """Those that knew of the newest commit on the disk, or are that one; all of them where there is none.
+
+    Others belong to a past that somebody has left: checkpoints were deleted or restored, or another node went on.
+    """
+    if newest is None:
+        return list(states)
+    return [state for state in states if newest.attempt.nonce in (state.nonce, *state.known)]
+
+
+def choose_state(states: Sequence[LeftState], newest: Commit | None) -> LeftState | None:
+    """The state to go on from rather than from a commit, None if there is none; `states` newest first.
+
+    One that was being written out comes before later ones: what follows it is trained again, and it gets its file.
+    """
+    found = [state for state in states if newest is None or state.order >= newest.order[:2]]
+    for place, state in enumerate(found):
+        is_unsaved = not state.is_kept and (newest is None or state.order > newest.order[:2])
+        # those that were kept once it had failed do not know it
+        if is_unsaved and all(state.nonce in later.known for later in found[:place]):
+            return state
+    return found[0] if found else None
+
+
+def recall(group: RowGroup, remains: Remains, wanted: LeftState, allocate: Allocate) -> Recalled:
+    """Read a state on this rank; every rank calls it. DamagedError where this rank could not: the others may have.
+
+    What travels does so on all ranks, whatever befalls one of them, so nobody waits for a rank that has failed.
+    """
+    own = {part.index: part for part in remains.parts if part.plan == wanted.plan}
+    images = _gather_images(group, own, wanted)
+    try:
+        return _read([images[index] for index in range(len(wanted.sizes))], allocate)
+    except ValueError as error:  # the parts do not make up whole tensors
+        raise DamagedError(f"the parts in memory do not fit together: {error}") from None
+
+
+@dataclass(frozen=True)
+class _Image:
+    """One part in memory, and what it should be."""
+
+    index: int
+    content: memoryview
+    sums: Sequence[int]
+    state: str | None
+
+
+def _gather_images(group: RowGroup, own: Mapping[int, LeftPart], wanted: LeftState) -> dict[int, _Image]:
+    """All parts on this rank: those of its node where they are, the others received."""
+    images: dict[int, _Image] = {}
+    everybody = frozenset(range(group.world_size))
+    for index, (size, holders) in enumerate(zip(wanted.sizes, wanted.holders)):
+        part = own.get(index)
+        if part is not None:
+            images[index] = _Image(index, part.arena.image[:size], part.sums, part.state)
+        if holders != everybody:
+            images[index] = _send(group, images.get(index), index, size, source=min(holders))
+    return images
+
+
+def _send(group: RowGroup, own: _Image | None, index: int, size: int, *, source: int) -> _Image:
+    """The part that rank `source` has, on every rank; whoever has it too keeps its own."""
+    is_source = group.rank == source
+    head = json.dumps([list(own.sums), own.state] if own is not None and is_source else None)
+    sums, state = json.loads(_exchange_texts(group, head)[source])
+    content = own.content if own is not None else memoryview(bytearray(size))
+    scratch = torch.empty(min(size, _AT_ONCE), dtype=torch.uint8)
+    for begin in range(0, size, _AT_ONCE):
+        piece = content[begin : begin + _AT_ONCE]
+        is_used = is_source or own is None
+        flat = torch.from_numpy(np.frombuffer(piece, np.uint8)) if is_used else scratch[: len(piece)]
+        group.broadcast(flat, source=source)
+    return own or _Image(index, content, sums, state)
+
+
+def _read(images: Sequence[_Image], allocate: Allocate) -> Recalled:
+    headers = [parse_header(image.content, source=_place(image)) for image in images]
+    attempt, state = parse_state((images[0].state or "").encode(), source=_place(images[0]))
+    specs = whole_tensors(piece for header in headers for piece in header.pieces)
+    tensors = allocate(attempt, state, specs)
+    for image, header in zip(images, headers):
+        copy_part(_place(image), image.content, header, image.sums, tensors)
+    return Recalled(attempt, state, tensors)
+
+
+def _place(image: _Image) -> Path:
+    """What an error calls the part."""
+    return Path(f"part {image.index} in memory")
+
+
+def _exchange_texts(group: RowGroup, text: str) -> list[str]:
+    """The texts of all ranks, in their order; every rank calls it."""
+    content = text.encode()
+    most = max(row.bytes for row in exchange(group, Row(bytes=len(content))))
+    padded = np.frombuffer(content.ljust(-(-most // 8) * 8), np.int64)
+    return [row.tobytes().rstrip(b" ").decode() for row in group.all_gather_rows(padded.copy())]

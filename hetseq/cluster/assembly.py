@@ -1,0 +1,129 @@
+"""Who takes part in a start, what they are called, and what is said to them: what every phase of the hub needs.
+
+Pure, like the hub, which is made of it. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetseq.cluster.directories import Found
+from hetseq.cluster.roster import Seat
+
+Record = dict[str, Any]
+
+TELL_EVERY_S = 10.0
+
+
+class Phase(enum.Enum):
+    """What the members are doing together."""
+
+    GATHERING = "waiting for the nodes"
+    REACHING = "trying the connections between the nodes"
+    DIRECTORIES = "looking for the run directory"
+    STARTING = "loading the data"
+    RUNNING = "training"
+    ENDING = "ending"
+    OVER = "over"
+
+
+@dataclass
+class Member:
+    """One launcher, as far as it has told."""
+
+    host: str
+    pid: int
+    wanted: int  # of its workers, those that the run waits for
+    address: str  # of its interface, and the port where it lets its peers knock
+    door: int
+    fields: Mapping[str, str]
+    build: str
+    save_dir: str
+    place: Place | None = None  # the run directory it uses
+    is_heard: bool = False  # in this phase
+    is_gone: bool = False
+
+
+@dataclass
+class Place:
+    """A run directory, and the members that use it; its owner, the first of them, made it."""
+
+    path: str
+    mark: Any
+    found: Found
+    members: list[int]
+
+
+class Assembly:
+    """The members of a run in their phase, and its deadline; `outbox` holds (member, record) for the caller to send."""
+
+    def __init__(self, *, now_s: float, patience_s: float) -> None:
+        self.outbox: list[tuple[int, Record]] = []
+        self.phase = Phase.GATHERING
+        self._now_s = self._next_word_s = now_s
+        self._deadline_s = now_s + patience_s
+        self._members: dict[int, Member] = {}
+        self._seats: list[Seat] = []
+
+    @property
+    def _order(self) -> list[int]:
+        """The members in the order of their ranks."""
+        seated = [seat.member for seat in self._seats]
+        return seated + [member for member in self._members if member not in seated]
+
+    @property
+    def _hosts(self) -> dict[int, str]:
+        return {rank: seat.host for seat in self._seats for rank in seat.ranks}
+
+    def _ranks_at(self, place: Place) -> list[int]:
+        return [rank for member in place.members for rank in self._ranks(member)]
+
+    def _ranks(self, member: int) -> range:
+        return next(seat.ranks for seat in self._seats if seat.member == member)
+
+    def _slots_of(self, member: int) -> set[int]:
+        """The ranks that sit with a member; none if another one has taken its place."""
+        return {rank for seat in self._seats if seat.member == member for rank in seat.ranks}
+
+    def _own_rank(self, member: int, record: Record) -> int:
+        rank = int(record["rank"])
+        if rank not in self._ranks(member):
+            raise ValueError(f"rank {rank} is not its own")
+        return rank
+
+    def _name(self, member: int) -> str:
+        """`labA`, with what tells it from another launcher of that host."""
+        if member not in self._members:
+            return f"member {member}"
+        host = self._members[member].host
+        twins = [other for other in self._members.values() if other.host == host]
+        if len(twins) == 1:
+            return host
+        return f"{host} ({_span(self._ranks(member)) if self._seats else f'pid {self._members[member].pid}'})"
+
+    def _is_excused(self, member: int) -> bool:
+        return self._members[member].is_heard or self._members[member].is_gone
+
+    def _all_are_heard(self) -> bool:
+        return all(self._is_excused(member) for member in self._members)
+
+    def _enter(self, phase: Phase, patience_s: float) -> None:
+        self.phase, self._deadline_s = phase, self._now_s + patience_s
+        self._next_word_s = self._now_s + TELL_EVERY_S
+        for member in self._members.values():
+            member.is_heard = False
+
+    def _send(self, member: int, kind: str, **facts: Any) -> None:
+        self.outbox.append((member, {"kind": kind, **facts}))
+
+    def _send_all(self, kind: str, **facts: Any) -> None:
+        for member in self._order:
+            if not self._members[member].is_gone:
+                self._send(member, kind, **facts)
+
+
+def _span(ranks: range) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]}-{ranks[-1]}"

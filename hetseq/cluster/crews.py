@@ -1,0 +1,278 @@
+"""The generations of a run as its hub leads them: from slots and processes to incarnations, and to words for users.
+
+Pure, like the hub. It translates: workers are known here by their slot and by how often that slot was started, and by
+one name to `generations`; a record goes out together with the crew that it means (hosts, directory groups), and with
+the story of what happened.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hetseq.cluster.contract import difference
+from hetseq.cluster.election import Standing
+from hetseq.cluster.generations import Generations
+from hetseq.ending import WorkerEnd, how_it_ended
+from hetseq.membership import Record, Report
+from hetseq.placement import Crew
+
+_TOGETHER_S = 5.0  # nodes that are asked to leave within it are asked together
+
+
+def incarnation(slot: int, starts: int) -> str:
+    """What a process is called: the slot it sits in, and how often that had been started before."""
+    return f"{slot}.{starts}"
+
+
+def slot_of(name: str) -> int:
+    """The slot of an incarnation."""
+    return int(name.partition(".")[0])
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where the worker of a slot is."""
+
+    host: str
+    place: int  # the number of the run directory that it uses
+    node: int  # the number of its launcher
+    address: str = "127.0.0.1"  # of its interface
+
+
+class Crews:
+    """What becomes of the workers once they train. `outbox` holds (slot, kind, facts) for the hub to send.
+
+    `presented` is what each rank has shown at the start that it would train: its replacement has to show the same. The
+    rest is as for `Generations`.
+    """
+
+    def __init__(
+        self, sites: Mapping[int, Site], presented: Mapping[int, Mapping[str, str]], *, min_ranks: int, wait_s: float
+    ) -> None:  # fmt: skip
+        self.outbox: list[tuple[int, str, dict[str, Any]]] = []
+        self._sites, self._presented, self._min_ranks = dict(sites), dict(presented), min_ranks
+        self._hosts = {slot: site.host for slot, site in sites.items()}
+        self._starts = dict.fromkeys(sites, 0)
+        names = {incarnation(slot, 0): slot for slot in sorted(sites)}
+        self._generations = Generations(
+            Record(0, tuple(names)), names, min_ranks=min_ranks, wait_s=wait_s, home=self._node_of
+        )  # fmt: skip
+        self._story: list[str] = []
+        self._told = 0  # the newest generation whose record was sent
+        self._has_crashed = False  # somebody, in the newest generation, by a fault of its own
+        self._crashed_after: set[int | None] = set()  # steps; None: of the newest checkpoint
+        #: the same step has crashed a second process: it would crash them all
+        self.is_hopeless = False
+        self._new: set[int] = set()  # slots that nobody had before
+        self._leaving: set[int] = set()  # slots that were asked to
+        self._leave_s = math.inf  # when they do, at the latest
+        self._has_yielded = False
+
+    @classmethod
+    def amid(
+        cls,
+        newest: Record,
+        sites: Mapping[int, Site],
+        presented: Mapping[int, Mapping[str, str]],
+        starts: Mapping[int, int],
+        *,
+        min_ranks: int,
+        wait_s: float,
+    ) -> Crews:
+        """The crews of a run that has come to the generation `newest`, of which only the slots of `starts` are left."""
+        crews = cls(sites, presented, min_ranks=min_ranks, wait_s=wait_s)
+        names = {name: slot_of(name) for name in newest.roster}
+        crews._generations = Generations(newest, names, min_ranks=min_ranks, wait_s=wait_s, home=crews._node_of)
+        crews._starts = {slot: starts.get(slot, 0) for slot in sites}
+        return crews
+
+    def _node_of(self, slot: int) -> int:
+        return self._sites[slot].node
+
+    def bereave(self, slots: Collection[int], how: str, now_s: float) -> None:
+        """All but the workers of these slots are out of reach."""
+        self._story.append(how)
+        for name in self._generations.members:
+            if self._generations.slots[name] not in slots:
+                self._generations.ended(name, now_s)
+        self._pass_on()
+
+    @property
+    def generation(self) -> int:
+        return self._generations.newest.generation
+
+    @property
+    def is_extinct(self) -> bool:
+        """Nobody is left, and nobody is on the way."""
+        return self._generations.is_extinct
+
+    @property
+    def living(self) -> set[int]:
+        """The slots of the ranks that take part."""
+        return {self._generations.slots[name] for name in self._generations.members}
+
+    def counts(self, slots: Collection[int]) -> bool:
+        """Whether one of these slots is a part of the newest generation, or somebody is on the way to it."""
+        newest = {self._generations.slots[name] for name in self._generations.newest.roster}
+        return bool(set(slots) & (newest | self.taken))
+
+    @property
+    def taken(self) -> set[int]:
+        """The slots in which somebody trains, or that somebody is on the way to."""
+        return (
+            self.living | self._generations.expected | {self._generations.slots[n] for n in self._generations.waiting}
+        )
+
+    def seat(self, slot: int, site: Site) -> int:
+        """A node that has come late starts a worker for this slot; gives how often that was started before."""
+        starts = self._starts[slot] + 1 if slot in self._starts else 0
+        if slot not in self._starts:
+            self._new.add(slot)
+        self._starts[slot], self._sites[slot], self._hosts[slot] = starts, site, site.host
+        self._leaving.discard(slot)
+        self._generations.expect(slot)
+        return starts
+
+    def handle(self, slot: int, record: Mapping[str, Any], now_s: float) -> None:
+        """Take in what a worker says. Raises KeyError, TypeError or ValueError for what none would say."""
+        name, kind = incarnation(slot, int(record["starts"])), record["kind"]
+        if kind == "report":
+            self._generations.reported(Report.from_record({**record["report"], "incarnation": name}), now_s)
+        elif kind == "frozen":
+            self._generations.answered(name, float(record["patience_s"]), now_s)
+        elif kind == "present":
+            self._admit(slot, int(record["starts"]), dict(record["fields"]), now_s)
+        self._pass_on()
+
+    def _admit(self, slot: int, starts: int, fields: Mapping[str, str], now_s: float) -> None:
+        """A replacement has to train what the one before it did."""
+        if slot in self._leaving:
+            self.dismiss(slot, starts, "its node was asked to leave", now_s)
+            return
+        known = slot if slot in self._presented else min(self._presented)
+        refusal = difference([(f"rank {known} at first", self._presented[known]), (f"rank {slot} now", fields)])
+        if refusal is not None:
+            self.dismiss(slot, starts, refusal, now_s)
+            return
+        self._starts[slot] = starts
+        word = "is new" if slot in self._new else "is back"
+        self._new.discard(slot)
+        self._presented.setdefault(slot, fields)
+        self._story.append(f"rank {slot} on {self._hosts[slot]} {word}")
+        self.outbox.append((slot, "go", {"starts": starts}))
+        self._generations.arrived(incarnation(slot, starts), slot, now_s)
+
+    def dismiss(self, slot: int, starts: int, why: str, now_s: float) -> None:
+        """Send a replacement away."""
+        self.outbox.append((slot, "dismiss", {"starts": starts, "why": why}))
+        self._generations.do_not_expect(slot, now_s)
+
+    def dismiss_waiting(self, why: str) -> None:
+        """Send all away that wait to be taken in."""
+        for name in self._generations.waiting:
+            facts = {"starts": int(name.partition(".")[2]), "why": why}
+            self.outbox.append((self._generations.slots[name], "dismiss", facts))
+
+    def leave(self, slots: Collection[int], *, is_everybody: bool, now_s: float) -> None:
+        """A node is asked to go. Its ranks leave a little later, since a queue may take all nodes in the same moment;
+        with `is_everybody`, or if too few would be left, all stop together."""
+        self._leaving.update(slots)
+        if is_everybody or len(self.living - self._leaving) < self._min_ranks:
+            self._leave_s = math.inf
+            self._wish(self.living, "STOP")
+        elif self._leave_s == math.inf:
+            self._leave_s = now_s + _TOGETHER_S
+
+    def _wish(self, slots: Collection[int], what: str) -> None:
+        self.outbox.extend((slot, "wish", {"what": what}) for slot in sorted(slots))
+
+    def is_member(self, slot: int, starts: int) -> bool:
+        """Whether this process takes part: the end of another one changes nothing for the run."""
+        return self._generations.is_member(incarnation(slot, starts))
+
+    def stand(self, standing: Standing, now_s: float) -> bool:
+        """Take in how sure this hub can be that it leads; whether all have just been asked to stop since it is not."""
+        self._generations.standing = standing
+        if self._has_yielded or not self._generations.has_yielded:
+            return False
+        self._has_yielded = True
+        self.leave(self.living, is_everybody=True, now_s=now_s)
+        return True
+
+    def finished(self, slot: int, starts: int) -> None:
+        """A worker has ended in peace."""
+        self._generations.finished(incarnation(slot, starts))
+
+    def left(self, end: WorkerEnd, starts: int, *, is_restarting: bool, now_s: float) -> None:
+        """A worker has ended before the run has; with `is_restarting` another one will take its place."""
+        if self._generations.is_member(incarnation(end.rank, starts)):  # else it was fenced, or had yet to come
+            self._story.append(how_it_ended(end, self._hosts))
+            self._has_crashed = self._has_crashed or end.is_own_fault
+        self._generations.heard_of(end.rank)
+        if is_restarting:
+            self._generations.expect(end.rank)
+        self._generations.ended(incarnation(end.rank, starts), now_s)
+        if not is_restarting:
+            self._generations.do_not_expect(end.rank, now_s)
+        self._pass_on()
+
+    def gone(self, slot: int, how: str, now_s: float) -> None:
+        """Whatever process sits in this slot is out of reach."""
+        if slot in self.living or any(self._generations.slots[name] == slot for name in self._generations.waiting):
+            self._story.extend([how] if how not in self._story else [])  # once for all ranks of a node
+        self._generations.do_not_expect(slot, now_s)
+        self._generations.ended(incarnation(slot, self._starts.get(slot, 0)), now_s)
+        self._pass_on()
+
+    def tick(self, now_s: float) -> float:
+        """Do what time has made due; gives the seconds until there may be something again."""
+        left_s = self._generations.tick(now_s)
+        if now_s >= self._leave_s:
+            self._leave_s = math.inf
+            self._wish(self.living & self._leaving, "LEAVE")
+        self._pass_on()
+        return min(left_s, self._leave_s - now_s)
+
+    def _pass_on(self) -> None:
+        story = "; ".join(self._story)
+        has_record = False
+        for name, order in self._generations.outbox:
+            slot, kind = self._generations.slots[name], order.pop("kind")
+            facts = {"starts": int(name.partition(".")[2]), **order}
+            if kind == "wish":
+                facts["what"] = "CHANGE"
+            elif kind == "record":
+                facts |= {"crew": self._crew().to_record(), "story": story}
+                has_record = True
+            elif kind == "fence":
+                self._story.append(f"rank {slot} on {self._hosts[slot]} fell silent")
+                story = "; ".join(self._story)
+            self.outbox.append((slot, kind, facts))
+        self._generations.outbox.clear()
+        if has_record and self.generation > self._told:
+            self._told = self.generation
+            self._story.clear()
+            self._judge_crash()
+
+    def _judge_crash(self) -> None:
+        base = self._generations.newest.base
+        step = None if base is None else base.step
+        if self._has_crashed:
+            self.is_hopeless = step in self._crashed_after or (step is None and bool(self._crashed_after))
+            self._crashed_after.add(step)
+        self._has_crashed = False
+
+    def _crew(self) -> Crew:
+        newest = self._generations.newest
+        slots = [self._generations.slots[name] for name in newest.roster]
+        by_place: dict[int, list[int]] = {}
+        for rank, slot in enumerate(slots):
+            by_place.setdefault(self._sites[slot].place, []).append(rank)
+        hosts = tuple(self._hosts[slot] for slot in slots)
+        parts = tuple(sorted(tuple(part) for part in by_place.values()))
+        is_only_node = len({self._sites[slot].node for slot in slots}) == 1
+        addresses = tuple(sorted({self._sites[slot].address for slot in slots}))
+        return Crew(newest.generation, tuple(slots), hosts, parts, is_only_node, addresses)

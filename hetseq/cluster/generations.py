@@ -1,0 +1,266 @@
+"""The rounds by which a run goes from one generation to the next: who is asked, who is waited for, and for how long.
+
+Pure: what workers say and how they end goes in with the time, orders to workers come out of `outbox`. It knows
+incarnations (one start of one process each) and the slots they sit in, and nothing of nodes, sockets or steps. What the
+reports mean is for `membership.decide`.
+
+A round begins with the first report, with the end of a member, or with a wish that has ridden on a commit, which shows
+as reports too. All members are told to freeze. A live process answers that at once, whatever its training thread does;
+who does not answer is stopped or cut off, so the round does not wait for it. Who is left out is fenced: its launcher
+ends the process before it can take part in anything again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from hetseq.cluster.election import Standing
+from hetseq.membership import Record, Report, decide
+
+Order = dict[str, Any]
+
+ANSWER_S = 1.5  # for a process to show that it lives
+_BARREN = 2  # generations that are not formed, until those who came last are left out
+_HOPELESS = 6  # ... until only one node goes on, if nobody came last
+_REPLACED_S = 1800.0  # a replacement may take to load its data, from the last that was heard of anybody
+_SLACK_S = 0.5  # after the deadline of a collective, for its failure to be reported
+
+
+class Generations:
+    """The generations of one run, from the first one on.
+
+    `slots` are those of the first roster. `min_ranks`: with fewer the run waits for newcomers, `wait_s` at most, and
+    then stops with what it has. `home` tells of a slot where it is: who is at one place reaches each other most likely.
+    `outbox` holds (incarnation, order) for the caller to send, in order: `freeze`,
+    `record`, `wish`, and for the launcher of a worker `fence`.
+    """
+
+    def __init__(
+        self,
+        first: Record,
+        slots: Mapping[str, int],
+        *,
+        min_ranks: int = 1,
+        wait_s: float = 0.0,
+        home: Callable[[int], object] = lambda slot: slot,
+    ) -> None:
+        self.newest = first
+        self.outbox: list[tuple[str, Order]] = []
+        self.slots = dict(slots)  # of everybody who ever came
+        self._min_ranks, self._wait_s, self._home = min_ranks, wait_s, home
+        self._alive = set(first.roster)
+        self._newcomers: list[str] = []  # ready to take part, in the order of their coming
+        self._expected: set[int] = set()  # slots whose replacement is being started
+        self._reports: dict[str, Report] = {}
+        self._patience: dict[str, float] = {}  # of members that have answered: until when they are waited for
+        self._began_s: float | None = None  # of the round that is open
+        self._has_wished = False
+        self._has_lost = False  # somebody, since the newest record
+        #: how sure it is that nobody else leads this run
+        self.standing = Standing.SURE
+        self._out_of_reach: set[int] = set()  # slots of members that fell silent: they may live, and be led elsewhere
+        self._barren = 0  # generations in a row that were never formed although all their members live
+        self._barren_with_late = 0  # of them, with somebody who was given the state
+        self._counted = 0  # the newest generation of which that is known
+        self._heard_s = 0.0  # when somebody ended or came, last
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a round is under way: the run does not train."""
+        return self._began_s is not None
+
+    @property
+    def members(self) -> list[str]:
+        """The members of the newest generation that have not ended."""
+        return [name for name in self.newest.roster if name in self._alive]
+
+    def is_member(self, name: str) -> bool:
+        """Whether it takes part in the newest generation, and has not ended."""
+        return name in self._alive and name in self.newest.roster
+
+    @property
+    def expected(self) -> set[int]:
+        """Slots whose replacement is being started."""
+        return set(self._expected)
+
+    @property
+    def waiting(self) -> list[str]:
+        """Those that wait to be taken in."""
+        return list(self._newcomers)
+
+    @property
+    def is_extinct(self) -> bool:
+        """Nobody is left, and nobody is on the way."""
+        return not (self.members or self._newcomers or self._expected)
+
+    @property
+    def has_yielded(self) -> bool:
+        """Whether others may train without this side by now, or soon: nothing is to be committed here any more."""
+        may_lead = self.standing is Standing.OVERDUE and bool(self._out_of_reach)
+        return may_lead or self.standing is Standing.REPLACED
+
+    def heard_of(self, slot: int) -> None:
+        """The launcher of this slot is in reach."""
+        self._out_of_reach.discard(slot)
+
+    def reported(self, report: Report, now_s: float) -> None:
+        """A frozen worker says what it holds."""
+        name = report.incarnation
+        if name not in self._alive:
+            return
+        if report.generation < self.newest.generation and name in self.newest.roster:
+            self._send_record(name)  # it has not heard of it
+        elif report.generation == self.newest.generation and name in self.newest.roster:
+            self._reports[name] = report
+            self._open(now_s)
+            self._close_if_possible(now_s)
+
+    def answered(self, name: str, patience_s: float, now_s: float) -> None:
+        """The process of a member lives, and its training thread is to be waited for so long at most."""
+        if self._began_s is not None and name in self._alive:
+            self._patience[name] = now_s + patience_s + _SLACK_S
+
+    def expect(self, slot: int) -> None:
+        """A replacement for the worker of this slot is being started."""
+        self._expected.add(slot)
+
+    def do_not_expect(self, slot: int, now_s: float) -> None:
+        """There will be no replacement after all."""
+        self._expected.discard(slot)
+        self._close_if_possible(now_s)
+
+    def arrived(self, name: str, slot: int, now_s: float) -> None:
+        """A new process is ready to take part: it holds no state."""
+        if name in self.slots:
+            return
+        self.slots[name] = slot
+        self._heard_s = now_s
+        self._alive.add(name)
+        self._newcomers.append(name)
+        self._out_of_reach.discard(slot)
+        self._expected.discard(slot)
+        self._wish()
+        self._close_if_possible(now_s)
+
+    def finished(self, name: str) -> None:
+        """The process has done all there was to do: nobody misses it."""
+        self._alive.discard(name)
+
+    def ended(self, name: str, now_s: float) -> None:
+        """The process is gone."""
+        was_alive = name in self._alive
+        self._heard_s = now_s
+        self._has_lost = self._has_lost or was_alive
+        self._alive.discard(name)
+        self._reports.pop(name, None)
+        if name in self._newcomers:
+            self._newcomers.remove(name)
+        if was_alive and name in self.newest.roster:
+            self._open(now_s)
+        self._close_if_possible(now_s)
+
+    def tick(self, now_s: float) -> float:
+        """Do what time has made due; gives the seconds until there may be something again."""
+        self._close_if_possible(now_s)
+        if self._began_s is None:
+            return 60.0
+        wait_until_s = self._began_s + self._wait_s
+        if missing := self._missing():
+            due_s = max(self._due(name) for name in missing)  # nothing happens before the last of them
+        elif self._is_waiting_for_more and wait_until_s > now_s:
+            due_s = wait_until_s
+        else:
+            due_s = now_s + 60.0
+        return max(0.0, due_s - now_s)
+
+    def _open(self, now_s: float) -> None:
+        if self._began_s is not None:
+            return
+        self._began_s, self._patience = now_s, {}
+        for name in self._missing():
+            self.outbox.append((name, {"kind": "freeze", "generation": self.newest.generation}))
+
+    def _missing(self) -> list[str]:
+        """Members whose report may still come."""
+        return [name for name in self.members if name not in self._reports]
+
+    def _due(self, name: str) -> float:
+        assert self._began_s is not None
+        return self._patience.get(name, self._began_s + ANSWER_S)
+
+    @property
+    def _is_waiting_for_more(self) -> bool:
+        """Fewer than `min_ranks` would be left."""
+        return len(self._reports) + len(self._newcomers) < self._min_ranks
+
+    def _close_if_possible(self, now_s: float) -> None:
+        if self._began_s is None or any(now_s < self._due(name) for name in self._missing()):
+            return
+        for name in self._missing():
+            self._fence(name)
+        self._drop_the_unreachable()
+        has_state = any(report.lineage is not None for report in self._reports.values())
+        if not has_state and self._expected:
+            if now_s < self._heard_s + _REPLACED_S:
+                return  # all begin from the newest checkpoint, so nobody hurries
+            self._expected.clear()
+        if self._out_of_reach and self.standing is Standing.UNSURE:
+            return  # a moment later it is known: sure again, or overdue
+        is_late = now_s >= self._began_s + self._wait_s or self.has_yielded
+        is_last = self._is_waiting_for_more or self.has_yielded
+        if not (self._reports or self._newcomers) or (is_last and not is_late):
+            return
+        self._close(is_last=is_last)
+
+    def _fence(self, name: str) -> None:
+        self._has_lost = True
+        self._alive.discard(name)
+        self._reports.pop(name, None)
+        self._out_of_reach.add(self.slots[name])
+        self.outbox.append((name, {"kind": "fence"}))
+
+    def _drop_the_unreachable(self) -> None:
+        """Go on without some, where a generation cannot be formed again and again and nobody has died: not all can
+        reach all others. Without those who came last; if all did, or none, with one node; then with one rank, which has
+        nobody to reach."""
+        self._count_barren()
+        here = [name for name in self.slots if name in self._reports]  # in the order of their coming
+        late = [name for name in here if name in self.newest.fresh]
+        if 0 < len(late) < len(here):
+            is_enough, dropped = self._barren_with_late >= _BARREN, late
+        else:
+            homes = {name: self._home(self.slots[name]) for name in here}
+            away = [name for name in here if homes[name] != homes[here[0]]]
+            is_enough, dropped = self._barren >= _HOPELESS, away or here[1:]
+        if is_enough:
+            for name in sorted(dropped):
+                self._fence(name)
+            self._barren = self._barren_with_late = 0
+
+    def _count_barren(self) -> None:
+        """Whether the newest generation came to nothing, once for each: a round may stay open for long."""
+        if self._counted < self.newest.generation:
+            self._counted = self.newest.generation
+            is_same = all(report.lineage in (self.newest.base, None) for report in self._reports.values())
+            is_barren = is_same and not self._has_lost
+            self._barren = self._barren + 1 if is_barren else 0
+            self._barren_with_late = self._barren_with_late + 1 if is_barren and self.newest.fresh else 0
+
+    def _close(self, *, is_last: bool) -> None:
+        self._has_lost = False
+        record = decide(self.newest, self._reports, self._newcomers, order=self.slots)
+        self.newest = replace(record, is_last=is_last)
+        self._reports, self._newcomers, self._began_s, self._has_wished = {}, [], None, False
+        for name in record.roster:
+            self._send_record(name)
+
+    def _send_record(self, name: str) -> None:
+        self.outbox.append((name, {"kind": "record", "record": self.newest.to_record()}))
+
+    def _wish(self) -> None:
+        """Have the members stop after a step, since somebody wants to join; one is asked, all see it in the commit."""
+        if self._began_s is None and self._newcomers and self.members and not self._has_wished:
+            self._has_wished = True
+            self.outbox.append((self.members[0], {"kind": "wish", "generation": self.newest.generation}))

@@ -1,0 +1,136 @@
+"""Nodes that come when the run has begun: back after a loss, or for the first time.
+
+Pure, a part of the hub. A latecomer passes what the others have passed together, alone: its claim, the contract, the
+run directory. It then starts its workers as replacements, and `crews` takes them in like any other newcomer.
+
+The one idea: a slot is empty when nobody trains in it and nobody is on the way to it. With given ranks a node gets
+those it claims, if they are empty; with --join the first empty ones that lie together, else new ones.
+"""
+
+from __future__ import annotations
+
+from hetseq.cluster.assembly import Assembly, Member, Phase, Place, Record
+from hetseq.cluster.contract import difference
+from hetseq.cluster.crews import Crews, Site
+from hetseq.cluster.directories import Found, choose_run_id
+from hetseq.cluster.election import Standing
+from hetseq.cluster.roster import Claim, Seat
+from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED
+
+_DEPOSED = (
+    "other nodes are out of reach, and so is the shared directory, where they elect another head, or they have done so:"
+    " this side stops, and the same command takes part again"
+)
+
+
+class Latecomers(Assembly):
+    """The part of the hub that takes in nodes while the others train."""
+
+    def __init__(self, *, now_s: float, patience_s: float) -> None:
+        super().__init__(now_s=now_s, patience_s=patience_s)
+        self._crews: Crews | None = None  # once they train
+        self._places: list[Place] = []
+        self._run_name = ""
+        self._run_id = ""
+        self._late: set[int] = set()  # members that have yet to begin
+
+    def go_on(
+        self, member: Member, seat: Seat, place: Place, crews: Crews, *, name: str, run_id: str, now_s: float
+    ) -> None:  # fmt: skip
+        """Be the hub of a run that trains already; `member` is its only one."""
+        self._now_s, self._members, self._seats, self._crews = now_s, {0: member}, [seat], crews
+        self._places, self._run_name, self._run_id = [place], name, run_id
+        self._enter(Phase.RUNNING, float("inf"))
+
+    def stand(self, standing: Standing) -> None:
+        """Be told, again and again, how sure it is that no other node leads this run; a `tick` follows."""
+        if self._crews is not None and self._crews.stand(standing, self._now_s):
+            self._send_all("tell", text=_DEPOSED)
+
+    def _member_of(self, claim: Claim, record: Record) -> Member:
+        return Member(
+            claim.host, claim.pid, claim.wanted, str(record["address"]), int(record["door"]), dict(record["fields"]),
+            str(record["build"]), str(record["save_dir"]),
+        )  # fmt: skip
+
+    def _claim_late(self, member: int, claim: Claim, new: Member) -> None:
+        """Give a latecomer its slots, or send it away with the reason."""
+        assert self._crews is not None
+        self._members[member] = new
+        living = next(other for other in self._order if not self._members[other].is_gone)
+        refusal = difference([(self._name(living), self._members[living].fields), (new.host, new.fields)])
+        first, why = self._find_slots(claim)
+        if refusal is not None or first is None:
+            del self._members[member]
+            code = EXIT_FAILED if refusal is None else EXIT_DISAGREE
+            self._send(member, "ending", code=code, message=refusal or why)
+            return
+        slots = range(first, first + claim.workers)
+        self._seats = [seat for seat in self._seats if not set(seat.ranks) & set(slots)]
+        self._seats.append(Seat(member, claim.host, claim.pid, first, claim.workers))
+        self._late.add(member)
+        self._send(member, "tell", text=f"the run has begun; {claim.host} joins it as it goes on")
+        self._send(member, "see", mark=self._places[0].mark)
+
+    def _find_slots(self, claim: Claim) -> tuple[int | None, str]:
+        """The first slot for a claim; or None and why there is none."""
+        assert self._crews is not None
+        taken = self._crews.taken | {
+            slot for seat in self._seats if seat.member in self._late for slot in seat.ranks
+        }  # fmt: skip
+        if claim.min_ranks is None:
+            busy = sorted(taken & set(claim.ranks))
+            if busy:
+                who = next(seat.host for seat in self._seats if busy[0] in seat.ranks)
+                return None, (
+                    f"{claim.host} claims rank {busy[0]}, which trains on {who}: give --distributed-rank of a rank that"
+                    " is gone (status/ in the run directory tells), or stop that one first"
+                )
+            return claim.rank, ""
+        refusal = claim.too_many(len(taken))
+        if refusal is not None:
+            return None, refusal
+        first = 0
+        while taken & set(range(first, first + claim.workers)) or self._cuts_a_node(first, claim.workers, taken):
+            first += 1
+        return first, ""
+
+    def _cuts_a_node(self, first: int, workers: int, taken: set[int]) -> bool:
+        """Whether these slots are only some of those of a node of which others train."""
+        wanted = set(range(first, first + workers))
+        return any(set(seat.ranks) & wanted and set(seat.ranks) & taken for seat in self._seats)
+
+    def _seen_late(self, member: int, record: Record) -> None:
+        """It has looked for the run directory of the others; one that does not see it makes its own."""
+        if record["is_shared"] is True:
+            self._settle_late(member, self._places[0])
+        else:
+            self._send(member, "own")
+
+    def _owned_late(self, member: int, record: Record) -> None:
+        found = Found(
+            self._members[member].host, str(record["path"]), str(record["run_id"]), record["newest"]
+        )  # fmt: skip
+        _, refusal = choose_run_id([Found("the run", self._places[0].path, self._run_id, 0), found])
+        if refusal is not None:
+            self._send(member, "ending", code=EXIT_DISAGREE, message=refusal)
+            return
+        place = Place(str(record["path"]), record["mark"], found, [])
+        self._places.append(place)
+        self._settle_late(member, place)
+
+    def _settle_late(self, member: int, place: Place) -> None:
+        """Everything is known: its workers may start."""
+        assert self._crews is not None
+        known, seat = self._members[member], next(seat for seat in self._seats if seat.member == member)
+        self._late.discard(member)
+        place.members.append(member)
+        known.place = place
+        site = Site(known.host, self._places.index(place), member, known.address)
+        starts = {slot: self._crews.seat(slot, site) for slot in seat.ranks}
+        addresses = sorted({other.address for other in self._members.values() if not other.is_gone})
+        self._send(
+            member, "begin", name=self._run_name, first_rank=seat.first_rank, nodes=[], parts=[], path=place.path,
+            run_id=self._run_id, starts=[starts[slot] for slot in seat.ranks], addresses=addresses,
+        )  # fmt: skip
+        self._send(member, "begun")

@@ -1,0 +1,67 @@
+"""`hetseq drop RUN NODE`: take a node out of a run that goes on without it.
+
+Responsible for the request, a file in the run's `status/` folder, and for finding out whether it is meant for a
+launcher. Leaving is the launcher's affair. A request needs no address and no port: whoever may write into the run
+directory may ask.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from hetseq.errors import ConfigError
+from hetseq.run_directory import RunDirectory, open_private
+
+USAGE = """usage: hetseq drop RUN NODE
+
+  RUN    the --save-dir of a run that is under way
+  NODE   the name of a node, as status/rank-N.json and the table of the ranks have it
+
+The node finishes its step, leaves, and ends with exit code 0; the others go on. The node that was first of all takes
+the run with it: all stop after a checkpoint. The same command on that node takes part again.
+"""
+
+
+def drop(words: Sequence[str]) -> str:
+    """Ask a node to leave; a sentence for the user. Raises ConfigError for a run or a node that is not there."""
+    if len(words) != 2:
+        raise ConfigError("expected `hetseq drop RUN NODE`, with RUN the --save-dir of a run that is under way")
+    directory, node = RunDirectory(Path(os.path.abspath(words[0]))), words[1]
+    nodes = living_nodes(directory)
+    if not nodes:
+        raise ConfigError(f"{directory.path} is no run that is under way: its status/ names no living rank")
+    if node not in nodes:
+        raise ConfigError(f"no rank of this run is on {node}: its nodes are {', '.join(sorted(nodes))}")
+    os.close(open_private(request_path(directory, node), os.O_WRONLY | os.O_CREAT))
+    ranks = ", ".join(map(str, sorted(nodes[node])))
+    return f"{node} (rank {ranks}) is asked to leave: it finishes its step and ends with exit code 0"
+
+
+def living_nodes(directory: RunDirectory) -> dict[str, list[int]]:
+    """The nodes that train in a run, each with its ranks, by the files in `status/`."""
+    found: dict[str, list[int]] = {}
+    for path in directory.status.glob("rank-*.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            status = json.loads(path.read_text())
+            if status["pid"] is not None and status["state"] in ("start", "train"):
+                found.setdefault(str(status["node"]), []).append(int(path.stem.partition("-")[2]))
+    return found
+
+
+def request_path(directory: RunDirectory, node: str) -> Path:
+    """The file that asks a node to leave."""
+    return directory.status / f"drop-{re.sub(r'[^A-Za-z0-9._-]', '_', node)[:200]}"
+
+
+def is_asked(directory: RunDirectory, node: str) -> bool:
+    """Whether this node is asked to leave; it is told once."""
+    try:
+        os.unlink(request_path(directory, node))
+    except OSError:
+        return False
+    return True

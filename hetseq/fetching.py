@@ -1,0 +1,251 @@
+"""Collated samples of one request after another, from this process or from loader processes: a stock DataLoader.
+
+Responsible for seeds and for loader processes: how they start, that they end, and that one which has died is noticed.
+It knows nothing of steps. The one idea: what has been asked for comes in the order of asking, or `LoaderDied` says that
+it will not come; then somebody asks a new `Fetched`. Randomness in a data set is seeded by sample, never by rank or
+process, so the samples are the same on any cluster; where a data set answers whole batches (`__getitems__`), by the
+first sample of the batch, so that a resume repeats it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import multiprocessing
+import multiprocessing.queues
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from hetseq.errors import HetSeqError, TaskFileError
+from hetseq.plan import Indices, derive_seed
+from hetseq.processes import die_with_parent, ignore_stop_signals
+
+_LOOK_S = 1.0  # after so long without a sample the processes are looked at
+_BEGIN_S = 20.0  # a process that was forked from one with threads may hang before its first instruction
+_REAPED_S = 1.0  # a process closes its pipes before its parent can see that it has ended
+
+
+class LoaderDied(HetSeqError):
+    """A loader process that has ended without being asked to, or never began; what it was to fetch is lost."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for; it travels to a loader process."""
+
+    epoch: int
+    indices: Indices  # (samples,)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What a data set refuses in words, carried out of a loader process: torch would wrap it into a traceback."""
+
+    error: HetSeqError
+
+
+class Fetcher(torch.utils.data.Dataset[Any]):
+    """Answers requests from a data set: all at once if it has `__getitems__`, else one seeded sample at a time."""
+
+    def __init__(self, dataset: Any, seed: int, *, epoch: int = -1) -> None:
+        self._dataset, self._seed, self._epoch = dataset, seed, epoch
+
+    def __getitems__(self, request: Request) -> Any:
+        try:
+            return self.samples(request)
+        except HetSeqError as error:
+            return Refused(error)
+
+    def samples(self, request: Request) -> Any:
+        if not len(request.indices):
+            return []
+        if request.epoch != self._epoch:
+            self._epoch = request.epoch
+            if hasattr(self._dataset, "set_epoch"):
+                self._dataset.set_epoch(request.epoch)
+        if hasattr(self._dataset, "__getitems__"):
+            seed_everything(derive_seed(self._seed, self._epoch, int(request.indices[0])))
+            return self._dataset.__getitems__(request.indices.tolist())
+        return [self._sample(index) for index in request.indices.tolist()]
+
+    def _sample(self, index: int) -> Any:
+        seed_everything(derive_seed(self._seed, self._epoch, index))
+        return self._dataset[index]
+
+
+class Collate:
+    """The user's collate function, which never sees a batch without samples."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        if isinstance(samples, Refused):
+            return samples
+        try:
+            return self._collate(samples) if len(samples) else None
+        except HetSeqError as error:
+            return Refused(error)
+
+
+class Fetched:
+    """The collated sample of each request, or `Refused`, in the order of the requests, which are read ahead of it.
+
+    Loader processes, if there are any, are forked here and now; whoever has it calls `close` in the end.
+    """
+
+    def __init__(
+        self, fetcher: Fetcher, collate: Collate, requests: Iterable[Request], *, num_workers: int, pin_memory: bool
+    ) -> None:
+        self._begun = mmap.mmap(-1, max(1, num_workers))  # shared: each process marks its place in it
+        before = set(multiprocessing.active_children())
+        with warnings.catch_warnings(), _no_handler_of_torch():
+            # ranks share the cores on purpose; torch counts the loaders of one of them, here and as they start
+            warnings.filterwarnings("ignore", message="This DataLoader will create")
+            loader: DataLoader[Any] = DataLoader(
+                fetcher,
+                batch_sampler=requests,  # type: ignore[arg-type]
+                collate_fn=collate,
+                num_workers=num_workers,
+                # a user's task file has no importable name in a process that starts from nothing
+                multiprocessing_context="fork" if num_workers else None,
+                worker_init_fn=_WorkerInit(os.getpid(), self._begun) if num_workers else None,
+                persistent_workers=num_workers > 0,
+                pin_memory=pin_memory,
+                timeout=_LOOK_S if num_workers else 0.0,
+                generator=torch.Generator(),  # the default one would lose a number to it
+            )
+            self._batches: Iterator[Any] = iter(loader)
+        started = set(multiprocessing.active_children()) - before
+        self._processes = [child for child in started if isinstance(child, ForkProcess)]
+        self._forked_s = time.monotonic()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """The next one; raises LoaderDied, and whatever data set and collate function raise."""
+        while True:
+            try:
+                return next(self._batches)
+            except Exception as error:
+                # what a data set raises leaves its process alive; one that dies breaks pipes, in errors of many kinds
+                is_late = str(error).startswith("DataLoader timed out")
+                if not is_late and not self._dead(_REAPED_S):
+                    raise
+            self.check()  # outside: the error would keep the processes' pipes
+
+    def check(self) -> None:
+        """Raise LoaderDied if a loader process has ended, or has not begun; may be called from another thread."""
+        if time.monotonic() - self._forked_s > _BEGIN_S and not self._have_begun():
+            raise LoaderDied(f"a process that loads data has not begun within {_BEGIN_S:.0f} s")
+        for child in self._dead(0.0):
+            child.join(_REAPED_S)
+            raise LoaderDied(f"a process that loads data (pid {child.pid}) {_how_it_ended(child.exitcode)}")
+
+    def close(self) -> None:
+        """End the loader processes; may be called twice."""
+        held, self._batches = [self._batches], iter(())
+        deadline = time.monotonic() + _REAPED_S  # for those that are only just starting
+        while not self._have_begun() and not self._dead(0.001) and time.monotonic() < deadline:
+            pass
+        if not self._have_begun() or self._dead(0.0):
+            for child in self._processes:
+                child.kill()
+            # torch tidies up when it is forgotten, and then waits for locks that a killed process may have held
+            threading.Thread(target=held.clear, name="lost-loader", daemon=True).start()
+
+    def _have_begun(self) -> bool:
+        return sum(self._begun[:]) >= len(self._processes)
+
+    def _dead(self, patience_s: float) -> list[ForkProcess]:
+        if not self._processes:
+            return []
+        ended = wait([child.sentinel for child in self._processes], patience_s)
+        return [child for child in self._processes if child.sentinel in ended]
+
+
+class _WorkerInit:
+    def __init__(self, parent_pid: int, begun: mmap.mmap) -> None:
+        self._parent_pid, self._begun = parent_pid, begun
+
+    def __call__(self, worker_id: int) -> None:
+        self._begun[worker_id] = 1
+        ignore_stop_signals()
+        die_with_parent(self._parent_pid)
+        multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_unsent)  # type: ignore[attr-defined]
+
+
+def _end_unsent(error: Exception, item: object) -> None:
+    """End a loader process that cannot send a batch (shared memory or descriptors have run out).
+
+    The standard library prints the error and forgets the batch, and training would wait for it for ever. A process that
+    has died is noticed.
+    """
+    traceback.print_exception(error)
+    sys.stderr.write(f"a loader process could not send its batch ({error}); is /dev/shm too small? --num-workers 0\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+@contextmanager
+def _no_handler_of_torch() -> Iterator[None]:
+    """Without the handler by which torch raises, in whatever the training thread does, when a loader process has died.
+
+    A loader of the user's own may have brought it before.
+    """
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # no other one may have brought it
+            is_torchs = str(getattr(before, "__module__", "")).startswith("torch.")
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL if is_torchs or before is None else before)
+
+
+def _how_it_ended(exit_code: int | None) -> str:
+    if exit_code is None or exit_code >= 0:
+        return f"ended with {exit_code}"
+    hint = ", as the kernel does when memory runs out" if -exit_code == signal.SIGKILL else ""
+    return f"was killed by signal {-exit_code}{hint}"
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, NumPy and Python; cheap enough for every micro-batch."""
+    # torch.manual_seed asks every backend: 0.1 ms
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
+def base_order(dataset: Any) -> Indices | None:
+    """The indices a 2020 data set lists in `ordered_indices`, or None where they are simply 0..n-1.
+
+    Raises TaskFileError where it does not list each of its samples once.
+    """
+    if not hasattr(dataset, "ordered_indices"):
+        return None
+    listed = np.asarray(dataset.ordered_indices(), np.int64)
+    if not np.array_equal(np.sort(listed), np.arange(len(dataset))):
+        raise TaskFileError(
+            f"{type(dataset).__name__}.ordered_indices lists {len(listed)} numbers: expected each of its {len(dataset)}"
+            " samples once; leave samples out of the data set itself"
+        )
+    return None if np.array_equal(listed, np.arange(len(dataset))) else listed

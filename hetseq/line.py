@@ -1,0 +1,199 @@
+"""A worker's end of the pipe to its launcher: what it says, what it is told, and the store by which ranks meet.
+
+A thread of its own listens, so that a freeze is answered by a process that lives, whatever its training thread does,
+and so that the group is cut under a collective that would wait for somebody who is not there any more. What the
+training thread waits for comes out of a queue; values of the store, which any thread may wait for, by their key.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from hetseq.comm import AnyGroup
+from hetseq.commit import Wish
+from hetseq.errors import PeerLostError, RendezvousError
+
+Record = dict[str, Any]
+
+_GO_TIMEOUT_S = 3600.0  # the head waits half as long for the slowest rank to load
+_RECORD_TIMEOUT_S = 7200.0  # a run may wait for newcomers for as long as --join-timeout says; launchers end a round
+_PATIENCE_S = 20.0  # of a rank that is between two generations
+
+
+class Line:
+    """One worker's pipe. `send` may be called by any thread, the rest by the training thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._heard: queue.SimpleQueue[Record] = queue.SimpleQueue()
+        self._wish = Wish.NONE
+        self._unanswered: Record | None = None  # a report, for whoever takes the place of the one that was told
+        self._changed = threading.Condition()  # around the three below
+        self._values: dict[str, str] = {}
+        self._frozen = -1  # the newest generation that is over
+        self._is_gone = False  # the launcher
+        self._group: AnyGroup | None = None
+        threading.Thread(target=self._listen, name="launcher-line", daemon=True).start()
+
+    def send(self, kind: str, **facts: Any) -> None:
+        with self._sending:
+            self._connection.send_bytes(json.dumps({"kind": kind, **facts}).encode())
+
+    def present(self, fields: Mapping[str, str]) -> None:
+        """Show what this rank would train; returns when all ranks have shown the same. Raises RendezvousError."""
+        self.send("present", fields=dict(fields))
+        self._await(("go",), _GO_TIMEOUT_S, "the other ranks to have loaded their data")
+
+    def ready(self) -> None:
+        self.send("ready")
+
+    def store(self, generation: int) -> StoreOf:
+        """Where the ranks of a generation find each other."""
+        return StoreOf(self, generation)
+
+    def value(self, key: str, generation: int, timeout_s: float) -> bytes:
+        """What a rank of this generation has put into the store. Raises PeerLostError once it is over."""
+        self.send("get", key=key)
+        with self._changed:
+            has_come = self._changed.wait_for(
+                lambda: key in self._values or self._is_gone or generation <= self._frozen, timeout_s
+            )
+            if key in self._values:
+                return base64.b64decode(self._values.pop(key))
+        self.check(generation)
+        raise RendezvousError(
+            "the launcher of this rank is gone" if has_come else f"waited {timeout_s:.0f} s for a peer ({key})"
+        )
+
+    def check(self, generation: int) -> None:
+        """Raise PeerLostError if that generation is over."""
+        if generation <= self._frozen:
+            raise PeerLostError("a peer was lost while the ranks met")
+
+    def wish(self) -> Wish:
+        """What the launcher wants of the run, for the rows of commits."""
+        return self._wish
+
+    def begin(self, generation: int, group: AnyGroup | None) -> None:
+        """From now on `group` (None: yet to be formed) is what a freeze cuts. Raises PeerLostError if it is over."""
+        self._group = group
+        if generation <= self._frozen and group is not None:
+            group.sever()
+        self.check(generation)
+
+    def report(self, report: Mapping[str, Any]) -> Record:
+        """Say what this frozen rank holds; gives the record of the next generation.
+
+        Raises PeerLostError if this rank has no place in it.
+        """
+        self._wish &= ~Wish.CHANGE
+        self._unanswered = dict(report)
+        self.send("report", report=self._unanswered)
+        record = self.await_record()
+        while record["record"]["generation"] <= report["generation"]:  # one that was told twice
+            record = self.await_record()
+        self._unanswered = None
+        return record
+
+    def await_record(self) -> Record:
+        """The record of the generation that this rank is to take part in."""
+        return self._await(("record",), _RECORD_TIMEOUT_S, "the other ranks to be told of")
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._connection.close()
+
+    def _await(self, kinds: tuple[str, ...], timeout_s: float, what: str) -> Record:
+        """The next record of these kinds; others are what nobody waits for any more."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                record = self._heard.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise RendezvousError(f"waited {timeout_s:.0f} s for {what}") from None
+            if record["kind"] in kinds:
+                return record
+            if record["kind"] == "gone":
+                self._heard.put(record)
+                raise RendezvousError("the launcher of this rank is gone")
+            if record["kind"] == "dismiss":
+                self._heard.put(record)
+                raise PeerLostError(record["why"])
+
+    def _listen(self) -> None:
+        handlers: dict[str, Callable[[Record], None]] = {
+            "freeze": self._freeze, "wish": self._take_wish, "value": self._take_value,
+        }  # fmt: skip
+        while True:
+            try:
+                record: Record = json.loads(self._connection.recv_bytes())
+            except (EOFError, OSError, ValueError, TypeError):
+                with self._changed:
+                    self._is_gone = True
+                    self._changed.notify_all()
+                self._heard.put({"kind": "gone"})
+                return
+            handlers.get(record["kind"], self._heard.put)(record)
+
+    def _freeze(self, record: Record) -> None:
+        with self._changed:
+            self._frozen = max(self._frozen, record["generation"])
+            self._changed.notify_all()
+        if (report := self._unanswered) is not None:
+            with suppress(OSError):
+                self.send("report", report=report)
+        group = self._group
+        is_met = group is not None and group.generation <= self._frozen
+        with suppress(OSError):
+            self.send("frozen", patience_s=min(group.deadline_s, 3600.0) if group and is_met else _PATIENCE_S)
+        if group is not None and is_met:
+            group.sever()
+
+    def _take_value(self, record: Record) -> None:
+        with self._changed:
+            self._values[record["key"]] = record["value"]
+            self._changed.notify_all()
+
+    def _take_wish(self, record: Record) -> None:
+        self._wish |= Wish[record["what"]]
+
+
+class StoreOf:
+    """The store, as the ranks of one generation use it; from any thread."""
+
+    def __init__(self, line: Line, generation: int) -> None:
+        self._line, self._generation = line, generation
+
+    def set(self, key: str, value: bytes) -> None:
+        self._line.send("set", key=key, value=base64.b64encode(value).decode())
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        return self._line.value(key, self._generation, timeout_s)
+
+    def check(self) -> None:
+        self._line.check(self._generation)
+
+
+class Alone:
+    """In place of a Line where the only rank runs without a launcher; `on_ready` is what a launcher would do then."""
+
+    def __init__(self, on_ready: Callable[[], None]) -> None:
+        self.ready = on_ready
+
+    def present(self, fields: Mapping[str, str]) -> None:
+        pass
+
+    def wish(self) -> Wish:
+        return Wish.NONE
+
+    def begin(self, generation: int, group: AnyGroup | None) -> None:
+        pass

@@ -1,0 +1,80 @@
+"""The user's part of a run on one rank: the task, its data sets, its model, and what they must be to be trained.
+
+Responsible for loading them once per process, without a word to other ranks. What is made of them again for each
+generation of the run is for `session`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hetseq import probe, registry
+from hetseq.config import Config, DataConfig
+from hetseq.errors import MissingSplitError
+from hetseq.fetching import seed_everything
+from hetseq.loader import Source, place_on
+from hetseq.replica import check_model
+from hetseq.task import Task, build_model, collater_of, counts_of, load_split, make_task
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Material:
+    """The user's part of a run on this rank."""
+
+    task: Task
+    train: Any
+    valid: dict[str, Any]  # by split
+    model: torch.nn.Module
+    terms: tuple[str, ...]
+    place: Callable[[Any], Any]
+    seed: int
+    device: torch.device
+
+    def source(self, dataset: Any) -> Source:
+        def count(sample: Any, size: int) -> tuple[float, ...]:
+            counts = counts_of(self.task, sample, size)
+            if set(counts) != set(self.terms):
+                raise probe.changed_terms(self.task, counts, self.terms)
+            return tuple(counts[term] for term in self.terms)
+
+        collate = collater_of(self.task, dataset)
+        return Source(dataset, collate, count, self.place, len(self.terms), self.seed, self.device.type == "cuda")
+
+
+def load_material(config: Config, device: torch.device, task: Task | None = None) -> Material:
+    """The task, its data and its model for this rank; every rank calls it, without a collective. Raises HetSeqError."""
+    dtype, seed = DTYPES[config.optimization.precision], config.task.seed
+    task = task or make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
+    train = load_split(task, config.data.train_subset)
+    valid = {} if config.validation.disable_validation else _validation_splits(task, config.data)
+    place = place_on(device, dtype)
+    collate = collater_of(task, train)
+    terms = probe.find_terms(task, train, collate)
+    seed_everything(seed)
+    model = build_model(task)
+    check_model(model)
+    model.to(device, dtype)
+    probe.check_loss(task, model, train, collate=collate, place=place, terms=terms, seed=seed)
+    return Material(task, train, valid, model, terms, place, seed, device)
+
+
+def _validation_splits(task: Task, config: DataConfig) -> dict[str, Any]:
+    """The splits of --valid-subset; the default one may be absent, a given one may not."""
+    splits = {}
+    for name in config.valid_subsets:
+        try:
+            splits[name] = load_split(task, name)
+        except MissingSplitError as error:
+            if config.valid_subset != DataConfig.valid_subset:
+                raise
+            logger.info("no validation: the data have no split %r (%s)", name, error)
+    return splits

@@ -1,0 +1,156 @@
+"""From one generation to the next: what a rank keeps, and how one that holds nothing is given the state by a peer.
+
+Responsible for carrying model, optimizer, position and whatever else a session has learned over the end of a
+generation. Refuses to decide who survives (`membership`) and to form groups (`comm`).
+
+The one idea: nobody trains before everybody holds the same state, so the transfer is an ordinary broadcast from the
+survivor of the lowest rank, of a state that does not move. Who holds the state takes part and drops what comes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hetseq import faults
+from hetseq.balance import CostMeter
+from hetseq.checkpoint import Identity, Loaded
+from hetseq.controller import TrainingState
+from hetseq.errors import DisagreementError
+from hetseq.handover import send_checkpoint
+from hetseq.membership import Record
+from hetseq.replica import Replica
+from hetseq.replica_check import checksums
+from hetseq.saving import Provenance, Saver, batch_record, describe, read_state, saved_batch
+from hetseq.sharing import Sharing, send_bytes
+
+logger = logging.getLogger(__name__)
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Due:
+    """What follows from a step besides training, as far as its commit decided it; the same on all ranks."""
+
+    step: int
+    epoch: int
+    ends_epoch: bool
+    is_overdue: bool  # a timed checkpoint
+    nonce: int  # the name of the checkpoint, if there is to be one
+    best: float | None  # as it was before
+    row: Row = field(default_factory=dict)  # of `metrics.jsonl`
+
+
+@dataclass
+class Carried:
+    """What a rank keeps when a generation ends; of the model the numbers are where they were."""
+
+    optimizer: torch.optim.Optimizer
+    state: TrainingState
+    provenance: Provenance
+    saver: Saver
+    meter: CostMeter
+    due: Due | None = None  # interrupted
+    rows: tuple[Row, ...] = ()  # the last ones, for a writer that comes to it without them
+
+
+@dataclass(frozen=True)
+class Succession:
+    """A rank's way into a generation after the first one; `carried` is None on a rank that is given the state."""
+
+    record: Record
+    carried: Carried | None
+
+    @property
+    def source(self) -> int:
+        """The rank that gives the state."""
+        return self.record.roster.index(self.record.donors[0])
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """What all ranks of a generation begin with."""
+
+    state: TrainingState
+    provenance: Provenance
+    due: Due | None
+    rows: tuple[Row, ...]
+    last_saved: int
+    owes: bool  # a checkpoint
+    known: tuple[int, ...]  # commits that the state follows
+
+
+def hand_over(succession: Succession, replica: Replica, provenance: Provenance, sharing: Sharing) -> Inherited:
+    """Bring every rank to the state of the generation: fresh ones are given it, and it is compared. Collective.
+
+    Raises DisagreementError where something else arrived than was sent, PeerLostError.
+    """
+    carried, source = succession.carried, succession.source
+    told = json.loads(send_bytes(sharing.whole, _words(carried).encode(), source=source))
+    provenance = replace(provenance, batch=saved_batch(told))
+    state = carried.state if carried is not None else TrainingState()
+    faults.point("transfer")
+    if succession.record.fresh:
+        state = _send_state(succession, replica, provenance, sharing, state)
+    due = Due(**told["due"]) if told["due"] is not None else None
+    if due is not None:
+        state.best = due.best  # what it was validated to be is found again
+    rows = tuple(told["rows"])
+    return Inherited(state, provenance, due, rows, told["last_saved"], told["owes"], tuple(told["known"]))
+
+
+def _words(carried: Carried | None) -> str:
+    """What the source tells besides the state; the others' words are not listened to."""
+    if carried is None:
+        return "{}"
+    return json.dumps(
+        {
+            "due": None if carried.due is None else asdict(carried.due),
+            "rows": carried.rows,
+            "last_saved": carried.saver.last_step,
+            "owes": carried.saver.owes,
+            "known": carried.saver.known,
+            "global_batch": batch_record(carried.provenance.batch),
+        }
+    )
+
+
+def _send_state(
+    succession: Succession, replica: Replica, provenance: Provenance, sharing: Sharing, state: TrainingState
+) -> TrainingState:
+    """Give the fresh ranks model, optimizer and state; the state of this rank afterwards."""
+    group, is_fresh = sharing.whole, succession.carried is None
+    loaded = None
+    if group.rank == succession.source:
+        loaded = _describe(replica, provenance, state)
+    received = send_checkpoint(
+        sharing, loaded, source=succession.source, has_it=not is_fresh, into=replica.model_tensors()
+    )  # fmt: skip
+    if not is_fresh:
+        return state
+    if checksums(received.tensors.values()) != received.state["sums"]:
+        raise DisagreementError(f"the state that rank {succession.source} sent arrived as something else")
+    replica.load_model(received.tensors)
+    replica.load_optimizer(received.tensors, received.state["optimizer_numbers"] or {})
+    logger.info("got the state after step %d from rank %d", received.identity.step, succession.source)
+    return read_state(received.state)
+
+
+def _describe(replica: Replica, provenance: Provenance, state: TrainingState) -> Loaded:
+    """The state of this rank as if it had been loaded."""
+    optimizer_tensors, numbers = replica.optimizer_tensors()
+    tensors = {
+        name: tensor.cpu().contiguous() for name, tensor in {**replica.model_tensors(), **optimizer_tensors}.items()
+    }
+    content: Mapping[str, Any] = describe(state, provenance, numbers)
+    identity = Identity(step=state.position.step - 1, generation=0, lineage=str(state.lineage))
+    return Loaded(
+        tensors, {**content, "sums": checksums(tensors.values())}, identity, (), Path(), [], run_id="", nonce=0
+    )

@@ -1,0 +1,75 @@
+"""What a launcher knows of its workers while they run, who has ended and how, until when they may; what they leave.
+
+Responsible for that alone. What follows from it is for the launcher.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from hetseq.checkpoint.recovery import complete_newer
+from hetseq.checkpoint.remains import await_writers, has_remains
+from hetseq.cluster.directories import has_commits
+from hetseq.ending import WorkerEnd
+from hetseq.errors import HetSeqError
+from hetseq.run_directory import RunDirectory
+from hetseq.workers import Worker
+
+_WRITERS_S = 3.0
+
+
+def may_go_on(directory: RunDirectory) -> bool:
+    """Whether there is a checkpoint to go on from; one that lacks nothing but its commit gets it now."""
+    if has_commits(directory) or not directory.checkpoints.is_dir():
+        return has_commits(directory)
+    is_in_memory = False
+    with suppress(OSError, HetSeqError):
+        await_writers(directory.run_id, patience_s=_WRITERS_S)  # they outlive their trainers to finish
+        is_in_memory = has_remains(directory.run_id, directory.path)
+        complete_newer(directory.checkpoints, None)
+    return is_in_memory or has_commits(directory)
+
+
+class Watch:
+    """What is known of this node's workers while they run."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.running = list(workers)
+        self.ends: list[WorkerEnd] = []
+        self.is_ready_told = False
+        self.is_training = False  # the run has begun, and has not begun to end
+        self.hub_is_there = True
+        self._deadline_s: float | None = None
+
+    @property
+    def has_left(self) -> bool:
+        """All workers of this node have gone as they were asked to."""
+        return bool(self.ends) and all(end.has_left for end in self.ends)
+
+    def named(self, record: Mapping[str, Any]) -> list[Worker]:
+        """The workers that a record is for: all, those of a slot, or one process."""
+        return [
+            worker
+            for worker in self.running
+            if record.get("rank", worker.rank) == worker.rank and record.get("starts", worker.starts) == worker.starts
+        ]
+
+    def left_s(self) -> float:
+        return math.inf if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
+
+    def set_deadline(self, seconds: float) -> None:
+        """The others must have ended by then; the first deadline stands."""
+        if self._deadline_s is None:
+            self._deadline_s = time.monotonic() + seconds
+
+    def ended(self, happened: set[Any]) -> list[tuple[Worker, WorkerEnd]]:
+        """The workers whose processes have just ended, or were killed and are held by the kernel, and how."""
+        ended = [worker for worker in self.running if worker.sentinel in happened or worker.is_held]
+        ends = [worker.end() for worker in ended]
+        self.running = [worker for worker in self.running if worker not in ended]
+        self.ends.extend(ends)
+        return list(zip(ended, ends))

@@ -1,0 +1,35 @@
+"""What the chaos tests of one module share: warm processes for whole runs, and the run that nothing disturbs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.chaos import runs
+from tests.chaos.runs import Chaos, Outcome
+from tests.support.nodes import Stock
+
+
+@pytest.fixture(scope="module")
+def chaos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chaos]:
+    """Warm processes for runs on this node."""
+    chaos = Chaos(tmp_path_factory.mktemp("chaos"))
+    yield chaos
+    chaos.close()
+
+
+@pytest.fixture(scope="module")
+def calm(chaos: Chaos, request: pytest.FixtureRequest) -> Outcome:
+    """The run of one process, undisturbed, as long as the runs of the module: its STEPS, if it has some."""
+    calm = chaos.run(ranks=1, steps=getattr(request.module, "STEPS", runs.STEPS))
+    assert calm.code == 0, calm.said
+    return calm
+
+
+@pytest.fixture(scope="module")
+def stock() -> Iterator[Stock]:
+    """Warm processes for the launchers of several nodes; none is started before it is asked for."""
+    stock = Stock(0)
+    yield stock
+    stock.close()

@@ -1,0 +1,104 @@
+"""When a state is kept in memory, and what a start that goes on from memory does first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hetseq import options
+from hetseq.comm import LocalGroup
+from hetseq.saving import Saver
+from hetseq.sharing import everything_shared
+from tests.support.replicas import HERE, trained
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def saver_of(run: Path, words: str, *, clock: Clock | None = None, **manager: Any) -> Saver:
+    """A saver whose manager is only facts."""
+    facts: Any = SimpleNamespace(**{"keeps_states": True, "is_sealed": True, "keeping_s": 0.0, **manager})
+    config = options.parse(["--save-dir", str(run), *words.split()]).checkpoint
+    return Saver(facts, config, HERE, trained(), sharing=everything_shared(LocalGroup()), now=clock or Clock())
+
+
+def has_kept(saver: Saver) -> Saver:
+    """As if it had just kept a state."""
+    facts = saver._manager.__dict__
+    has_room, facts["keeps_states"] = facts["keeps_states"], False
+    saver.keep(None, nonce=1)  # type: ignore[arg-type]
+    facts["keeps_states"] = has_room
+    return saver
+
+
+@pytest.mark.parametrize("words", ["", "--memory-interval-updates 100"])
+def test_the_first_state_is_kept_at_once_since_what_an_earlier_start_left_is_gone(tmp_path: Path, words: str) -> None:
+    saver = saver_of(tmp_path, words)
+    assert saver.is_keep_due(1)
+    assert not has_kept(saver).is_keep_due(1)
+
+
+@pytest.mark.parametrize(("every", "due"), [(1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (7, [])])
+def test_a_state_is_kept_every_so_many_steps_where_that_was_said(tmp_path: Path, every: int, due: list[int]) -> None:
+    clock = Clock()
+    saver = has_kept(saver_of(tmp_path, f"--memory-interval-updates {every}", clock=clock))
+    clock.now_s += 1e6  # the clock has nothing to do with it
+    assert [step for step in range(1, 7) if saver.is_keep_due(step)] == due
+
+
+@pytest.mark.parametrize(("keeping_s", "wait_s"), [(0.0, 1.0), (0.005, 1.0), (0.3, 30.0)])
+def test_else_as_often_as_it_takes_a_hundredth_of_the_time(tmp_path: Path, keeping_s: float, wait_s: float) -> None:
+    clock = Clock()
+    saver = has_kept(saver_of(tmp_path, "", clock=clock, keeping_s=keeping_s))
+    clock.now_s += wait_s - 0.01
+    assert not saver.is_keep_due(1)
+    clock.now_s += 0.02
+    assert saver.is_keep_due(2)
+    assert saver.is_keep_due(2)  # until it was kept
+
+
+@pytest.mark.parametrize("words", ["", "--memory-interval-updates 1"])
+def test_no_state_is_kept_where_there_is_no_room(tmp_path: Path, words: str) -> None:
+    clock = Clock()
+    with_room, without = (saver_of(tmp_path, words, clock=clock, keeps_states=has_room) for has_room in (True, False))
+    clock.now_s += 100
+    assert with_room.is_keep_due(1)
+    assert not without.is_keep_due(1)
+
+
+def test_the_wait_begins_anew_when_a_state_is_kept_or_cannot_be(tmp_path: Path) -> None:
+    """Else a directory group that lost its memory would be asked after each step."""
+    clock = Clock()
+    saver = saver_of(tmp_path, "", clock=clock)
+    clock.now_s += 100
+    assert saver.is_keep_due(1)
+    assert not has_kept(saver).is_keep_due(2)
+    clock.now_s += 1
+    assert saver.is_keep_due(3)
+
+
+@pytest.mark.parametrize("is_ok", [False, True])
+def test_what_was_found_in_memory_is_written_after_the_next_step_if_it_could_not_be_before(
+    tmp_path: Path, is_ok: bool
+) -> None:
+    result = SimpleNamespace(ok=is_ok, path=tmp_path)
+    saver = saver_of(tmp_path, "", save=lambda *_, **__: result)
+    found: Any = SimpleNamespace(tensors={}, state={}, identity=None, nonce=4, kinds=("time",))
+    assert not saver.is_overdue()
+    saver.adopt(found, step=7)
+    assert saver.is_overdue() is not is_ok
+    assert saver.last_step == (7 if is_ok else 0)
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+def test_a_rank_says_whether_its_newest_state_is_sealed(tmp_path: Path, is_sealed: bool) -> None:
+    assert saver_of(tmp_path, "", is_sealed=is_sealed).is_sealed() is is_sealed

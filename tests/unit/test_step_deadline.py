@@ -1,0 +1,64 @@
+"""How long a rank waits for the others: pure arithmetic over the last steps, no clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+
+from hetseq.comm import LocalGroup
+from hetseq.controller import Controller
+from hetseq.plan import StepPlan
+
+FIRST_S, LEAST_S = 120.0, 5.0
+
+
+def deadline(recent: list[tuple[float, int]], samples: int, *, start: int = 100, given: float | None = None) -> float:
+    """The deadline of a step of `samples` samples after steps of (seconds, samples)."""
+    controller: Any = Controller.__new__(Controller)
+    controller.group, controller._step_deadline_s = LocalGroup(), given
+    controller._recent = deque(recent, maxlen=21)
+    controller._set_deadline(StepPlan(9, 2, start, start + samples, (samples,), ends_epoch=False))
+    seconds: float = controller.group.deadline_s
+    return seconds
+
+
+def test_until_three_steps_were_seen_nothing_is_known() -> None:
+    assert deadline([], 10) == deadline([(0.1, 10)] * 2, 10) == FIRST_S
+    assert deadline([(0.1, 10)] * 3, 10) == LEAST_S
+
+
+def test_quick_steps_are_waited_for_as_long_as_a_process_may_stall() -> None:
+    assert deadline([(0.001, 10)] * 21, 10) == LEAST_S
+
+
+def test_slow_steps_are_waited_for_longer() -> None:
+    assert deadline([(20.0, 10)] * 21, 10) == pytest.approx(200.0)
+
+
+def test_a_step_of_more_samples_is_waited_for_in_proportion() -> None:
+    # --update-freq 1,60: after short steps comes one of sixty times their samples
+    assert deadline([(0.2, 10)] * 21, 600) == pytest.approx(120.0)
+    assert deadline([(0.2, 10)] * 21, 10) == LEAST_S
+
+
+def test_a_step_of_fewer_samples_is_waited_for_as_long_as_the_last_ones() -> None:
+    assert deadline([(20.0, 100)] * 21, 1) == pytest.approx(200.0)
+
+
+def test_one_slow_step_among_quick_ones_changes_nothing() -> None:
+    assert deadline([*[(0.1, 10)] * 20, (900.0, 10)], 10) == LEAST_S
+
+
+def test_the_first_step_of_an_epoch_may_read_its_data_anew() -> None:
+    assert deadline([(0.1, 10)] * 21, 10, start=0) == FIRST_S
+    assert deadline([(0.1, 10)] * 21, 10, start=10) == LEAST_S
+
+
+def test_a_slow_run_does_not_wait_less_at_the_start_of_an_epoch() -> None:
+    assert deadline([(40.0, 10)] * 21, 10, start=0) == pytest.approx(400.0)
+
+
+def test_a_deadline_that_was_given_holds_always() -> None:
+    assert deadline([], 10, given=7.0) == deadline([(99.0, 10)] * 21, 600, start=0, given=7.0) == 7.0

@@ -1,0 +1,85 @@
+"""What passes between a launcher and its worker, where the worker stops at the worst instant: in the middle of it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import struct
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+
+from hetseq import workers
+from hetseq.workers import Worker
+
+LARGE = "x" * 300_000  # more than the kernel keeps for somebody who reads nothing
+
+
+class Process:
+    """A worker's process, as far as a launcher looks at it."""
+
+    sentinel = -1
+    kills = 0
+
+    def is_alive(self) -> bool:
+        return not self.kills
+
+    def kill(self) -> None:
+        self.kills += 1
+
+
+class Pair:
+    """A launcher's `worker`, its process, and that one's end of the pipe."""
+
+    def __init__(self) -> None:
+        ours, self.end = multiprocessing.Pipe()
+        self.ours: Connection = ours
+        self.process = Process()
+        self.worker = Worker(3, 0, self.process, ours)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    monkeypatch.setattr(workers, "_HALF_S", 0.02)
+    pair = Pair()
+    yield pair
+    pair.ours.close()
+    pair.end.close()
+
+
+def test_what_a_worker_says_is_heard_and_it_lives(pair: Pair) -> None:
+    for kind in ("present", "ready", "get"):
+        pair.end.send_bytes(json.dumps({"kind": kind}).encode())
+    assert pair.worker.listen() == [{"kind": "present"}, {"kind": "get"}]
+    assert pair.worker.is_ready
+    pair.worker.tell("go")
+    assert json.loads(pair.end.recv_bytes()) == {"kind": "go"}
+    assert pair.process.kills == 0
+    assert pair.worker.sources() == [-1, pair.ours]
+
+
+def test_a_worker_that_stops_in_the_middle_of_a_message_is_killed(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    pair.end.send_bytes(b'{"kind": "get"}')
+    os.write(pair.end.fileno(), struct.pack("!i", len(LARGE)) + b"{")
+    assert pair.worker.listen() == [{"kind": "get"}], "what it had said before counts"
+    assert pair.process.kills == 1
+    assert pair.worker.sources() == [-1], "only its end is awaited"
+    assert "rank 3 has stopped in the middle of a message for 0 s and is killed" in caplog.text
+
+
+def test_a_worker_that_reads_nothing_is_killed_and_its_launcher_goes_on(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):  # the second one is told nothing any more
+        pair.worker.tell("record", record=LARGE)
+    assert pair.process.kills == 1
+    assert "rank 3 has read nothing for 0 s and is killed" in caplog.text
+
+
+def test_a_worker_that_has_ended_hears_nothing_and_nobody_is_killed(pair: Pair) -> None:
+    pair.end.close()
+    pair.worker.tell("go")
+    assert pair.worker.listen() == []
+    assert pair.process.kills == 0
