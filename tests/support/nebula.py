@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,12 @@ def begun(path: Path, *args: Any, **options: Any) -> Iterator[None]:
 def service() -> Service:
     """What saves the tags of this process."""
     return facade.service()
+
+
+def kill_writer() -> None:
+    """The process that writes now; the one before may be dead and gone, and the next one not there yet."""
+    with suppress(ProcessLookupError):
+        os.kill(service().writer_pid, signal.SIGKILL)
 
 
 def state_of(step: int) -> dict[str, Any]:
