@@ -170,7 +170,7 @@ def test_a_rank_that_dies_is_missed_at_once(when: str) -> None:
     for fate in run_ranks(lose, 3, "SIGKILL", when, dies=[1])[::2]:
         assert "lost a peer while waiting up to 2 s for" in fate[0]
         assert "of this machine is gone" in fate[0]
-        assert fate[1] < 1
+        assert fate[1] < 2, "not by the deadline"
 
 
 @pytest.mark.parametrize("when", ["before", "ready", "summed"])

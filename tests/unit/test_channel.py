@@ -47,6 +47,7 @@ from hetseq.errors import RendezvousError
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
 FILE, OTHER_FILE = Path("/srv/head/secret"), Path("/srv/node/secret")
 PATIENCE_S = 10.0
+AT_ONCE_S = 5.0  # a machine that stands still for a second is no fault; what waits in vain waits for PATIENCE_S
 
 CLIENT = """
 import sys, time
@@ -223,10 +224,10 @@ def test_records_arrive_both_ways_and_in_order(pair: tuple[Channel, Channel]) ->
     for record in records:
         client.send(record)
     head.send({"answer": -1})
-    assert [head.receive(1.0) for _ in records] == records
-    assert client.receive(1.0) == {"answer": -1}
+    assert [head.receive(PATIENCE_S) for _ in records] == records
+    assert client.receive(PATIENCE_S) == {"answer": -1}
     client.send({})
-    assert head.receive(1.0) == {}
+    assert head.receive(PATIENCE_S) == {}
 
 
 def test_each_end_knows_both_addresses(pair: tuple[Channel, Channel], door: Door) -> None:
@@ -253,7 +254,7 @@ def test_a_record_over_the_limit_is_not_sent_and_the_channel_stays(pair: tuple[C
     with pytest.raises(TypeError):
         client.send({"bytes": b""})
     client.send({"n": 1})
-    assert head.receive(1.0) == {"n": 1}
+    assert head.receive(PATIENCE_S) == {"n": 1}
 
 
 def test_records_of_two_threads_stay_whole_and_each_thread_in_its_order(
@@ -295,16 +296,16 @@ def test_a_wait_for_a_record_ends_in_time_and_loses_nothing(middle: Middle) -> N
         began = time.monotonic()
         with pytest.raises(ChannelTimeout, match=r"nothing from 127\.0\.0\.1:\d+ for 0\.0 s"):
             middle.listener.receive(0.02)
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < AT_ONCE_S
     middle.from_listener.sendall(frame[-1:])
-    assert middle.listener.receive(1.0) == {"n": 1}
+    assert middle.listener.receive(PATIENCE_S) == {"n": 1}
 
 
 def test_a_peer_that_reads_nothing_does_not_hold_the_sender(middle: Middle) -> None:
     began = time.monotonic()
     with pytest.raises(ChannelTimeout, match="has read nothing"):
         middle.client.send({"text": "x" * (15 * 2**20)}, timeout_s=0.05)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < AT_ONCE_S
     with pytest.raises(ChannelClosed):
         middle.client.send({"n": 1})  # half a record is out: nothing may follow it
 
@@ -337,7 +338,7 @@ def test_the_death_of_a_peer_is_seen_at_once(door: Door) -> None:
         process.communicate()
     with pytest.raises(ChannelClosed, match="is gone"):
         peer.receive(PATIENCE_S)
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < AT_ONCE_S
     until_closed(lambda: peer.send({"n": 1}))
 
 
@@ -380,9 +381,9 @@ def test_what_a_peer_said_last_is_heard_although_sending_to_it_fails(middle: Mid
     middle.from_listener.sendall(frame)
     middle.from_listener.close()
     until_closed(lambda: middle.listener.send({"heartbeat": 1}))
-    assert middle.listener.receive(1.0) == {"refused": "learning rate"}
+    assert middle.listener.receive(PATIENCE_S) == {"refused": "learning rate"}
     with pytest.raises(ChannelClosed):
-        middle.listener.receive(1.0)
+        middle.listener.receive(PATIENCE_S)
 
 
 def test_last_words_arrive_although_the_speaker_has_not_read_everything(
@@ -393,17 +394,17 @@ def test_last_words_arrive_although_the_speaker_has_not_read_everything(
         client.send({"heartbeat": "x" * 1000})
     head.send({"refused": "learning rate"})
     closing = in_thread(head.close, linger_s=PATIENCE_S)
-    assert client.receive(1.0) == {"refused": "learning rate"}
+    assert client.receive(PATIENCE_S) == {"refused": "learning rate"}
     with pytest.raises(ChannelClosed):
         client.receive(PATIENCE_S)
     client.close()
-    closing.result(1.0)  # and not PATIENCE_S: the end of the peer ends it
+    closing.result(AT_ONCE_S)  # and not PATIENCE_S: the end of the peer ends it
 
 
 def test_lingering_for_a_peer_that_stays_has_an_end(pair: tuple[Channel, Channel]) -> None:
     began = time.monotonic()
     pair[1].close(linger_s=0.05)
-    assert 0.04 < time.monotonic() - began < 1.0
+    assert 0.04 < time.monotonic() - began < AT_ONCE_S
 
 
 def test_closing_wakes_who_waits(pair: tuple[Channel, Channel], in_thread: Callable[..., Future[Any]]) -> None:
@@ -412,7 +413,7 @@ def test_closing_wakes_who_waits(pair: tuple[Channel, Channel], in_thread: Calla
     until(client._receiving.locked)
     client.close()
     with pytest.raises(ChannelClosed, match="this end is closed"):
-        waiting.result(1.0)
+        waiting.result(AT_ONCE_S)
     for call in (lambda: client.send({}), lambda: client.receive(0.0)):
         with pytest.raises(ChannelClosed, match="this end is closed"):
             call()
@@ -426,7 +427,7 @@ def test_closing_a_listener_wakes_accept_and_leaves_channels_alone(door: Door) -
         with pytest.raises(ChannelClosed, match="the listener at"):
             door.listener.accept(PATIENCE_S)
         client.send({"n": 1})
-        assert peer.receive(1.0) == {"n": 1}
+        assert peer.receive(PATIENCE_S) == {"n": 1}
         with pytest.raises(UnreachableError):
             dial(door.listener)
 
@@ -437,7 +438,7 @@ def test_accept_has_a_deadline() -> None:
             began = time.monotonic()
             with pytest.raises(ChannelTimeout, match=r"no peer came to 127\.0\.0\.1:\d+"):
                 listener.accept(seconds)
-            assert seconds <= time.monotonic() - began < 0.5
+            assert seconds <= time.monotonic() - began < AT_ONCE_S
 
 
 def test_two_peers_that_come_at_once_are_given_out_one_by_one(in_thread: Callable[..., Future[Any]]) -> None:
@@ -460,7 +461,7 @@ def test_a_flipped_bit_is_seen_wherever_it_is(middle: Middle, at: int, bit: int)
     frame[at] ^= bit
     middle.from_listener.sendall(frame + bytes(300))  # enough for a length that grew
     with pytest.raises(StrangerError, match="was not sent by it in this place"):
-        middle.listener.receive(1.0)
+        middle.listener.receive(PATIENCE_S)
     for call in (lambda: middle.listener.receive(0.0), lambda: middle.listener.send({})):
         with pytest.raises(ChannelClosed):  # for good: what follows cannot be told apart
             call()
@@ -469,29 +470,29 @@ def test_a_flipped_bit_is_seen_wherever_it_is(middle: Middle, at: int, bit: int)
 def test_a_replayed_record_is_refused(middle: Middle) -> None:
     frame = middle.frame({"n": 1})
     middle.from_listener.sendall(frame + frame)
-    assert middle.listener.receive(1.0) == {"n": 1}
+    assert middle.listener.receive(PATIENCE_S) == {"n": 1}
     with pytest.raises(StrangerError):
-        middle.listener.receive(1.0)
+        middle.listener.receive(PATIENCE_S)
 
 
 def test_a_reordered_record_is_refused(middle: Middle) -> None:
     first, second = middle.frame({"n": 1}), middle.frame({"n": 2})
     middle.from_listener.sendall(second + first)
     with pytest.raises(StrangerError):
-        middle.listener.receive(1.0)
+        middle.listener.receive(PATIENCE_S)
 
 
 def test_a_missing_record_is_noticed(middle: Middle) -> None:
     middle.frame({"n": 1})
     middle.from_listener.sendall(middle.frame({"n": 2}))
     with pytest.raises(StrangerError):
-        middle.listener.receive(1.0)
+        middle.listener.receive(PATIENCE_S)
 
 
 def test_a_reflected_record_is_refused(middle: Middle) -> None:
     middle.from_client.sendall(middle.frame({"n": 1}))
     with pytest.raises(StrangerError):
-        middle.client.receive(1.0)
+        middle.client.receive(PATIENCE_S)
 
 
 def test_a_record_of_another_session_is_refused(middle: Middle) -> None:
@@ -499,28 +500,28 @@ def test_a_record_of_another_session_is_refused(middle: Middle) -> None:
     middle.from_listener.sendall(older.frame({"n": 1}))
     older.close()
     with pytest.raises(StrangerError):
-        middle.listener.receive(1.0)
+        middle.listener.receive(PATIENCE_S)
 
 
 def test_records_in_their_order_pass_the_same_middle(middle: Middle) -> None:
     """The twin of the five above."""
     for number in range(3):
         middle.from_listener.sendall(middle.frame({"n": number}))
-        assert middle.listener.receive(1.0) == {"n": number}
+        assert middle.listener.receive(PATIENCE_S) == {"n": number}
 
 
 def test_a_truncated_record_is_an_end_and_no_record(middle: Middle) -> None:
     middle.from_listener.sendall(middle.frame({"n": 1})[:-1])
     middle.from_listener.close()
     with pytest.raises(ChannelClosed):
-        middle.listener.receive(1.0)
+        middle.listener.receive(PATIENCE_S)
 
 
 @pytest.mark.parametrize("size", [RECORD_BYTES + 1, 2**31, 2**32 - 1])
 def test_an_oversized_record_is_refused_by_its_length(middle: Middle, size: int) -> None:
     middle.from_listener.sendall(struct.pack("!I", size))
     with pytest.raises(StrangerError, match=f"announced a record of {size} bytes"):
-        middle.listener.receive(1.0)
+        middle.listener.receive(PATIENCE_S)
 
 
 @pytest.mark.parametrize("payload", [b"[1]", b"null", b"{", b"\xff", b"[" * 100_000])
@@ -529,7 +530,7 @@ def test_a_peer_with_the_key_that_sends_no_object_is_refused(middle: Middle, pay
     mac = channel_module._record_mac(middle.client._send_key, 0, length, payload)
     middle.from_listener.sendall(length + payload + mac)
     with pytest.raises(StrangerError, match="is no JSON"):
-        middle.listener.receive(1.0)
+        middle.listener.receive(PATIENCE_S)
 
 
 # Handshakes.
@@ -538,7 +539,7 @@ def test_a_peer_with_the_key_that_sends_no_object_is_refused(middle: Middle, pay
 def test_an_honest_peer_is_admitted(door: Door) -> None:
     with dial(door.listener) as client:
         client.send({"n": 1})
-        assert door.peer().receive(1.0) == {"n": 1}
+        assert door.peer().receive(PATIENCE_S) == {"n": 1}
     assert door.listener.refused == {}
 
 
@@ -549,7 +550,7 @@ def test_a_client_with_another_secret_learns_both_addresses_and_the_line_to_type
     with caplog.at_level(logging.WARNING), pytest.raises(SecretMismatch) as caught:
         dial(door.listener, OTHER_KEY)
     assert door.refusals("secret") == 1
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < AT_ONCE_S
     assert door.admitted == []
     said, place = str(caught.value), door.listener.place
     assert said.startswith("127.0.0.1:")
@@ -774,7 +775,7 @@ def test_a_port_where_nobody_listens_is_told_at_once() -> None:
     port = free_port()
     began = time.monotonic()
     error = unreachable("127.0.0.1", port, seconds=PATIENCE_S)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < AT_ONCE_S
     assert error.reason == "refused"
     assert f"{socket.gethostname()} cannot reach 127.0.0.1:{port}: connection refused" in str(error)
 
@@ -884,7 +885,7 @@ def test_ipv6_is_listened_at_alone_and_written_in_brackets(in_thread: Callable[.
         with dial(listener) as client, accepting.result(PATIENCE_S) as peer:
             assert client.peer == listener.place == f"[::1]:{listener.port}"
             peer.send({"n": 1})
-            assert client.receive(1.0) == {"n": 1}
+            assert client.receive(PATIENCE_S) == {"n": 1}
 
 
 def test_a_port_that_is_taken_is_told_with_who_has_it(door: Door) -> None:
@@ -955,7 +956,7 @@ def test_an_idle_stranger_is_sent_away_in_time_and_one_that_dribbles_too() -> No
         for stranger in (idle, dribbling, halfway):
             with contextlib.suppress(ConnectionResetError):
                 assert stranger.recv(1) == b""
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < AT_ONCE_S
         assert door.refusals("silent", at_least=3) == 3
 
 
@@ -1051,7 +1052,7 @@ def test_a_thousand_strangers_admit_nobody_and_an_honest_peer_hardly_waits(
             with dial(door.listener, seconds=5.0) as client:
                 waits.append(time.monotonic() - began)
                 client.send({"honest": number})
-                assert door.peer(number).receive(2.0) == {"honest": number}
+                assert door.peer(number).receive(PATIENCE_S) == {"honest": number}
         for thread in attacking:
             thread.result(PATIENCE_S)
         began = time.monotonic()
@@ -1069,5 +1070,5 @@ def test_a_strangers_json_is_not_parsed_even_after_an_honest_handshake(middle: M
     payload = b'{"n":1}'
     middle.from_listener.sendall(struct.pack("!I", len(payload)) + payload + bytes(MAC_BYTES))
     with pytest.raises(StrangerError):
-        middle.listener.receive(1.0)
+        middle.listener.receive(PATIENCE_S)
     assert parsed == []
