@@ -35,6 +35,7 @@ Rows = npt.NDArray[np.int64]
 _LOOK_S = 0.005  # between two looks at whether a group that is being built is still wanted
 _MOST_DOORS, _DOORS_BYTES = 4, 256
 _MEET_S = 10.0  # for ranks of one machine to find each other, once they are a group
+_END_S = 2.0  # for the transport to end; milliseconds, as a rule
 
 
 class Pending(Protocol):
@@ -160,9 +161,16 @@ class Group:
 
     def close(self) -> None:
         """Give the sockets back; peers that still wait see this rank as gone."""
+        left = [self._process_group]
         self._process_group = None
         if self._neighbours is not None:
             self._neighbours.close()
+        # the transport's end waits for its own threads, and has no deadline: nobody here waits longer than that
+        ending = threading.Thread(target=left.clear, name="transport's end", daemon=True)
+        ending.start()
+        ending.join(_END_S)
+        if ending.is_alive():
+            logger.info("the transport of generation %d has not ended after %g s: left alone", self.generation, _END_S)
 
     def learn_ports(self, own: Collection[tuple[str, int]]) -> None:
         """Tell each other at which doors the transport's connections came in, which is how they are known. Collective.

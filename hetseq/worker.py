@@ -212,7 +212,7 @@ class _Life:
         rank = crew.rank_of(placement.slot)
         faults.point("form")
         line.begin(crew.generation, None)
-        generation.group = _connect(placement, crew, line, is_first=not self.is_ready)
+        generation.group = _connect(placement, crew, line)
         line.begin(crew.generation, generation.group)
         generation.sharing = share(generation.group, crew.parts) if crew.parts else everything_shared(generation.group)
         self.output.show(rank == 0)
@@ -434,7 +434,7 @@ def _exit_code(error: Exception, *, is_ready: bool) -> int:
     return error.exit_code
 
 
-def _connect(placement: Placement, crew: Crew, line: Line | Alone, *, is_first: bool) -> AnyGroup:
+def _connect(placement: Placement, crew: Crew, line: Line | Alone) -> AnyGroup:
     if crew.world_size == 1 or isinstance(line, Alone):
         return LocalGroup(generation=crew.generation)
     name = f"{placement.name}/{crew.generation}"
@@ -443,5 +443,5 @@ def _connect(placement: Placement, crew: Crew, line: Line | Alone, *, is_first: 
         line.store(crew.generation), name, placement.key, placement.host, sources,
         generation=crew.generation, shares_memory=crew.is_only_node,
     )  # fmt: skip
-    timeout_s = _CONNECT_TIMEOUT_S if is_first else _RECONNECT_TIMEOUT_S
+    timeout_s = _RECONNECT_TIMEOUT_S if crew.generation else _CONNECT_TIMEOUT_S
     return connect(rank=crew.rank_of(placement.slot), world_size=crew.world_size, meeting=meeting, timeout_s=timeout_s)

@@ -87,6 +87,24 @@ def test_a_rank_without_the_key_is_found_by_every_other_before_anything_is_sent_
     assert "who connected as rank 0 does not hold the key of this run" in report
 
 
+def close_amid_a_sum(group: Group, deadline_s: float) -> float:
+    """The seconds that rank 0 needs to leave a sum in which the others, who live, never take part."""
+    group.deadline_s = deadline_s
+    seconds = 0.0
+    if group.rank == 0:
+        group.all_reduce_sum(torch.zeros(8))
+        began = time.monotonic()
+        group.close()
+        seconds = time.monotonic() - began
+        group._meeting.store.set("left", b"")
+    group._meeting.store.get("left", 2 * deadline_s)
+    return seconds
+
+
+def test_who_closes_a_group_does_not_wait_for_what_its_transport_still_waits_for() -> None:
+    assert max(run_ranks(close_amid_a_sum, 2, 20.0)) < 10.0, "not by the deadline of the sum"
+
+
 class Crowded:
     """A store that lets strangers come to gloo's port, and say that they are ranks, before a peer knows of it."""
 
