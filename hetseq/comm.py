@@ -353,7 +353,8 @@ def _connect(rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> 
         options._timeout = timeout
         others = wall.listening()
         options._devices = [gloo.create_device(hostname=meeting.host)]
-        doors = {descriptor: at for descriptor, at in wall.listening().items() if descriptor not in others}
+        # a group that ends meanwhile, in another thread, may give back a number that the new door is given
+        doors = {descriptor: at for descriptor, at in wall.listening().items() if others.get(descriptor) != at}
         if meeting.sources:
             _admit(doors, {meeting.host, *meeting.sources})
         store = _StoreForGloo(meeting, timeout_s)

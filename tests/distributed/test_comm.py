@@ -6,6 +6,7 @@ import contextlib
 import socket
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -103,6 +104,20 @@ def close_amid_a_sum(group: Group, deadline_s: float) -> float:
 
 def test_who_closes_a_group_does_not_wait_for_what_its_transport_still_waits_for() -> None:
     assert max(run_ranks(close_amid_a_sum, 2, 20.0)) < 10.0, "not by the deadline of the sum"
+
+
+def find_doors(group: Group) -> int:
+    """How many doors the ranks of a second group know, if every free number had been a listener's before."""
+    before = dict.fromkeys(range(1024), ("127.0.0.1", 1)) | wall.listening()
+    with mock.patch.object(wall, "listening", listen := mock.Mock(wraps=wall.listening)):
+        listen.side_effect = [before, mock.DEFAULT]
+        meeting = comm.Meeting(group._meeting.store, group._meeting.name + "/doors", b"key")
+        other = comm.connect(rank=group.rank, world_size=group.world_size, meeting=meeting, timeout_s=5)
+    return len(other._ports)
+
+
+def test_a_door_is_found_under_a_number_that_another_one_has_given_back() -> None:
+    assert run_ranks(find_doors, 2) == [2, 2]
 
 
 class Crowded:
