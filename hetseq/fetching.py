@@ -36,7 +36,9 @@ from hetseq.plan import Indices, derive_seed
 from hetseq.processes import die_with_parent, ignore_stop_signals
 
 _LOOK_S = 1.0  # after so long without a sample the processes are looked at
-_BEGIN_S = 20.0  # a process that was forked from one with threads may hang before its first instruction
+# A process may hang before its first instruction: threads of the transport take the interpreter to let go of tensors,
+# and a fork in that instant copies a lock of CPython that nobody gives back (python/cpython#112275, before 3.12).
+_BEGIN_S = 20.0
 _REAPED_S = 1.0  # a process closes its pipes before its parent can see that it has ended
 
 
