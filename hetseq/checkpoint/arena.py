@@ -180,6 +180,11 @@ class Arena:
         status, serial = self.status
         return status in (READY, WRITTEN) and self._seal()[1] == serial
 
+    @property
+    def is_given_up(self) -> bool:
+        """Whether it has no name any more, so that no later start will find what is in it."""
+        return os.fstat(self.descriptor).st_nlink == 0
+
     def give_back(self) -> None:
         """Free the memory, whoever else maps it: zeros are there from now on. Nothing happens if somebody holds it."""
         with suppress(OSError, ValueError):  # ValueError: a map cannot be smaller than a page

@@ -157,7 +157,7 @@ class Writer:
         if record["state"] is not None:
             self._open(attempt, record, is_again=is_again)
         else:
-            self._await_folder(folder)
+            self._await_folder(folder, arena)
         self._await_image(arena, serial)
         faults.point("persist")
         began = time.perf_counter()
@@ -182,7 +182,7 @@ class Writer:
             os.unlink(folder / STATE_NAME)
         write_new(folder / STATE_NAME, content)
 
-    def _await_folder(self, folder: Path) -> None:
+    def _await_folder(self, folder: Path, arena: Arena) -> None:
         """Rank zero may have to make room first; after a crash there may be nobody any more who makes the folder."""
 
         def look() -> None:
@@ -190,9 +190,14 @@ class Writer:
             if not self._line.has_ended:
                 sync_directory(folder)
 
+        def look_alone() -> None:
+            if arena.is_given_up:
+                raise OSError(0, "the run has gone on without this save")
+            sync_directory(folder)
+
         patiently(look, patience_s=_OPENING * self._place.patience_s)
         if self._line.has_ended:  # the next start waits for this process
-            patiently(lambda: sync_directory(folder), patience_s=self._place.patience_s)
+            patiently(look_alone, patience_s=self._place.patience_s)
 
     def _await_image(self, arena: Arena, serial: int) -> None:
         deadline = time.monotonic() + _FILLING_S

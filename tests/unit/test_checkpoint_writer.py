@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import mmap
 import os
 import select
@@ -409,24 +410,38 @@ def test_a_trainer_killed_before_its_copy_was_whole_has_saved_nothing(tmp_path: 
     assert not list(tmp_path.glob("checkpoints/step-000000002.*"))
 
 
+@pytest.mark.parametrize(
+    ("goes_on_s", "waits_s", "reason"),
+    [
+        (math.inf, 22, "No such file"),  # 12 with a trainer, 10 without; 40 if it had lived
+        (0, 12, "the run has gone on without this save"),
+        (15, 15, "the run has gone on without this save"),
+    ],
+)
 def test_a_writer_whose_trainer_was_killed_does_not_wait_long_for_a_folder_that_nobody_makes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, goes_on_s: float, waits_s: float, reason: str
 ) -> None:
-    """Rank zero was killed with its writer; the next start waits for the writer of rank one."""
+    """Rank zero was killed with its writer; the next start waits for the writer of rank one, or others go on."""
     clock = SimpleNamespace(now_s=0.0)
 
     def nap(seconds: float) -> None:
         clock.now_s += seconds
         if clock.now_s > 12:
             trainer.close()
+        if clock.now_s > goes_on_s:
+            arena.path.unlink(missing_ok=True)
 
     monkeypatch.setattr(reader, "time", SimpleNamespace(monotonic=lambda: clock.now_s, sleep=nap))
+    monkeypatch.setattr(arena_module, "SHARED_MEMORY", tmp_path)
+    arena = Arena.create("run", 1000)
+    assert arena.path is not None
     trainer, theirs = socket.socketpair()
     writer = Writer(Line(theirs), [], Place(tmp_path, Retention(), 10.0, 0.0), is_polite=True)
-    with pytest.raises(FileNotFoundError):
-        writer._await_folder(tmp_path / "checkpoints")
+    with pytest.raises(OSError, match=reason):
+        writer._await_folder(tmp_path / "checkpoints", arena)
     theirs.close()
-    assert 22 <= clock.now_s < 23  # 12 with a trainer, 10 without; 40 if it had lived
+    arena.close(unlink=True)
+    assert waits_s <= clock.now_s < waits_s + 1
 
 
 def test_a_trainer_that_ends_in_the_middle_of_a_save_leaves_it_to_the_next_start(tmp_path: Path) -> None:
