@@ -215,7 +215,7 @@ def _check_names(
         )
     known = layout.expected.keys() | layout.tied.keys()
     surplus = {name: own for name, own in stored.items() if name not in known and not _NO_WEIGHTS.search(name)}
-    left_out = [own for own in surplus.values() if _OTHER_HEADS.match(own)]
+    left_out = sorted(own for own in surplus.values() if _OTHER_HEADS.match(own))
     foreign = [own for own in surplus.values() if own not in left_out]
     if foreign:
         raise DataError(

@@ -7,7 +7,6 @@ nothing else. The one idea: an index says in which file a tensor is, and where t
 
 from __future__ import annotations
 
-import pickle  # for the name of an error
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -81,10 +80,10 @@ class TensorFiles:
         self._last = None
         try:
             found = torch.load(path, map_location="cpu", weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        except Exception as error:  # a list of what damaged bytes make it raise would not be complete
             raise DataError(
-                f"{path} cannot be read as tensors alone ({str(error).splitlines()[0]}): expected the state_dict of a"
-                " model; nothing else is unpickled, since it could run any code"
+                f"{path} cannot be read as tensors alone ({str(error).partition('. ')[0] or 'it ends too early'}):"
+                " expected the state_dict of a model; nothing else is unpickled, since it could run any code"
             ) from error
         if not isinstance(found, Mapping) or not all(isinstance(each, Tensor) for each in found.values()):
             raise DataError(f"{path} holds no tensors by name: expected the state_dict of a model")
