@@ -500,6 +500,7 @@ def test_an_export_of_another_error_leaves_nothing_either(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: Any, **named: Any) -> None:
+        assert not arguments[0].training
         (arguments[1] / "half").write_text("x")
         raise ZeroDivisionError
 
