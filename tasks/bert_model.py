@@ -171,7 +171,8 @@ class BertForPreTraining(nn.Module):
     """BERT with a head for masked tokens and one for the next sentence.
 
     The vocabulary head is tied: its matrix *is* the word embeddings, so it is no parameter of its own and stands once
-    in `state_dict()`. To load a Hugging Face file leave out `TIED_NAMES`; to write one add them:
+    in `state_dict()`. `tasks/pretrained.py` reads and writes directories of Hugging Face. Of a `state_dict()` of theirs
+    leave out `TIED_NAMES`; to make one add them:
 
         model.load_state_dict({name: tensor for name, tensor in theirs.items() if name not in TIED_NAMES})
         theirs = ours | {name: ours[same] for name, same in TIED_NAMES.items()}

@@ -43,7 +43,9 @@ class GptConfig:
 
     `norm` is "layer" or "rms"; `positions` is "learned" or "rotary". `is_gated`: the feed-forward part multiplies by a
     gate (SwiGLU where `hidden_act` is silu). `num_key_value_heads` below `num_attention_heads`: groups of heads share
-    their keys and values. `is_tied`: the vocabulary head is the word embeddings.
+    their keys and values. `is_tied`: the vocabulary head is the word embeddings. The ids of special tokens are kept for
+    whoever generates text, and change nothing here: padding behind a row gives no gradient to any word, but a word that
+    also serves as padding is learned where it stands as a word (in Hugging Face's Llama it is not).
 
     Raises DataError for a value that no model can have.
     """

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tasks.gpt_config import GptConfig
 from tasks.network_json import ACTIVATIONS
 
-__all__ = ["GptConfig", "GptForCausalLM", "from_hugging_face", "to_hugging_face"]
+__all__ = ["GptConfig", "GptForCausalLM", "from_hugging_face", "their_names", "to_hugging_face"]
 
 Rotation = tuple[Tensor, Tensor]
 
