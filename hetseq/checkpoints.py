@@ -39,7 +39,8 @@ _FLAGS: dict[str, dict[str, bool]] = {
     "prune": {"--keep": True, "--keep-best": False, "--drop-best": False, "--dry-run": False},
     "export": {"--format": True, "--to": True, "--step": True},
 }
-FORMS = ("safetensors", "torch", "dcp")
+#: the last one is written by the run's own task
+FORMS = ("safetensors", "torch", "dcp", "hf")
 
 
 # the command line
@@ -280,10 +281,15 @@ def _export(arguments: Arguments) -> Iterator[str]:
     if not target.parent.is_dir():
         raise ConfigError(f"--to {target}: there is no folder {target.parent}: make it first")
     inspected, passed_over = _inspected(arguments.run, arguments.which or "latest")
-    from hetseq.checkpoint.exporting import export
-
     yield from passed_over
-    path = export(inspected.commit, target, form=arguments.form)
+    if arguments.form == "hf":
+        from hetseq.model_export import export_model
+
+        path = export_model(arguments.run, inspected.commit, target)
+    else:
+        from hetseq.checkpoint.exporting import export
+
+        path = export(inspected.commit, target, form=arguments.form)
     yield f"step {inspected.commit.identity.step} of {arguments.run} is in {path} ({arguments.form})"
 
 

@@ -68,7 +68,8 @@ _CHECKPOINTS_USAGE = """usage: hetseq checkpoints list   RUN [--json]
   --keep N       the newest N stay, the newest that verifies, and the best
   --drop-best    the best may go like any other (--keep-best, the default, says the opposite)
   --dry-run      say what would go, remove nothing
-  --format FORM  safetensors (a folder), torch (a .pt file) or dcp (a folder of torch.distributed.checkpoint)
+  --format FORM  safetensors (a folder), torch (a .pt file), dcp (a folder of torch.distributed.checkpoint) or
+                 hf (a folder that transformers opens, where the run's task writes one, as bert does)
   --to PATH      where to; nothing is overwritten
 
 verify ends with 1 where anything is damaged.

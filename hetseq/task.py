@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -110,6 +111,15 @@ class Task:
 
         What a task remembers must follow from `num_updates`: no checkpoint holds its attributes.
         """
+
+    def export(self, model: torch.nn.Module, folder: Path) -> None:
+        """Write the trained model into `folder`, an empty directory, as other programs open it.
+
+        `hetseq checkpoints export RUN --format hf --to DIR` calls it, in one process, with what `build_model` made, in
+        evaluation mode, on the CPU, with the weights of the checkpoint. DIR appears when it returns. No data set is
+        loaded before.
+        """
+        raise TaskFileError(f"{type(self).__name__} has no export(model, folder)")
 
     def build_optimizer(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer | None:
         """An optimizer of the task's own; None: the one that --optimizer names."""

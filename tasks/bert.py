@@ -22,6 +22,7 @@ from hetseq import DataError, Task, register_task
 from tasks.bert_data import Batch, BertDataset, folder_of, load_bert
 from tasks.bert_model import BertConfig, BertForPreTraining
 from tasks.bert_vocab import check_vocab, read_vocab
+from tasks.pretrained import write_pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,10 @@ class BertTask(Task):
         """The network of the configuration."""
         config, rate = self._bert_config(), self.config.task.dropout
         return BertForPreTraining(config if rate is None else config.with_dropout(rate))
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """A directory for transformers, with the vocabulary if there is one. Raises DataError."""
+        write_pretrained(model, folder, vocab_file=self._vocab_file())
 
     def count(self, sample: Batch) -> dict[str, float]:
         """Masked words and sentence pairs."""

@@ -12,11 +12,7 @@ time for what is tied, `TIED_NAMES`: leave them out on the way in, and repeat th
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetseq import DataError
+from tasks.network_json import (
+    ACTIVATIONS,
+    LARGEST_SIZE,
+    MOST_LAYERS,
+    MOST_PARAMETERS,
+    WITHOUT_EFFECT,
+    OtherModels,
+    check_activation,
+    check_divides,
+    check_fraction,
+    check_whole,
+    own_keys,
+    read_object,
+)
 
 #: names in Hugging Face's state_dict that ours has not -> the name of the same tensor in both
 TIED_NAMES = {
@@ -32,30 +42,10 @@ TIED_NAMES = {
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
 
-
-def _tanh_gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-#: what hidden_act may be
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_new": _tanh_gelu,
-    "gelu_pytorch_tanh": _tanh_gelu,
-    "relu": F.relu,
-    "silu": F.silu,
-    "swish": F.silu,
-}
-
-_LARGEST_SIZE = 2**31 - 1
-_MOST_LAYERS = 10_000  # ten times the deepest ever trained
-_MOST_PARAMETERS = 2**36  # in fp32 with gradients and Adam's averages: 1 TiB
-#: bytes; one with names for a hundred thousand labels has a few million
-_LARGEST_FILE = 1 << 24
 _EXAMPLE = 'a JSON object such as {"vocab_size": 30522, "hidden_size": 256, ...}'
 
 #: keys that ask for another model unless they have one of these values -> what they would ask for
-_OTHER_MODELS: dict[str, tuple[tuple[object, ...], str]] = {
+_OTHER_MODELS: OtherModels = {
     "model_type": (("bert",), "a model that is not BERT"),
     "position_embedding_type": (("absolute", None), "positions relative to each other"),
     "is_decoder": ((False, None), "a decoder, where a token sees only those before it"),
@@ -65,33 +55,8 @@ _OTHER_MODELS: dict[str, tuple[tuple[object, ...], str]] = {
     "pruned_heads": (({}, [], None), "layers with fewer heads than the others"),
 }
 
-#: patterns of keys in files of Google, NVIDIA and Hugging Face that have no effect on this model
-_WITHOUT_EFFECT = (
-    "_*",
-    "architectures",
-    "auto_map",
-    "chunk_size_feed_forward",
-    "classifier_dropout",
-    "directionality",
-    "dtype",
-    "finetuning_task",
-    "gradient_checkpointing",
-    "id2label",
-    "label2id",
-    "name_or_path",
-    "num_labels",
-    "output_*",
-    "pooler_*",
-    "problem_type",
-    "return_dict",
-    "tokenizer_class",
-    "torch_dtype",
-    "torchscript",
-    "transformers_version",
-    "use_cache",
-    "xla_device",
-    "*_token_id",
-)
+#: patterns of keys that have no effect on this model
+_WITHOUT_EFFECT = (*WITHOUT_EFFECT, "classifier_dropout", "directionality", "pooler_*", "xla_device", "*_token_id")
 
 
 @dataclass(frozen=True)
@@ -117,24 +82,25 @@ class BertConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
             if field.type == "float":
-                self._check_fraction(field.name, is_rate=field.name.endswith("_prob"))
+                check_fraction(field.name, value, may_be_zero=field.name.endswith("_prob"))
+                object.__setattr__(self, field.name, float(value))  # 0 and 0.0 are the same configuration on all nodes
             elif field.type == "int":
-                self._check_whole(field.name)
-        if self.hidden_act not in list(ACTIVATIONS):  # a list, since what is in the file need not be hashable
-            raise DataError(_wrong("hidden_act", self.hidden_act, f"one of {', '.join(ACTIVATIONS)}"))
-        if self.hidden_size % self.num_attention_heads:
-            raise DataError(
-                f"hidden_size {self.hidden_size} cannot be divided among num_attention_heads"
-                f" {self.num_attention_heads}: expected a multiple; change one of them (64 a head is usual)"
-            )
-        if self.parameters > _MOST_PARAMETERS:
+                # vocab_size is the first field, so it is a number by the time that pad_token_id is looked at
+                low, high = (0, self.vocab_size - 1) if field.name == "pad_token_id" else (1, LARGEST_SIZE)
+                check_whole(field.name, value, low, MOST_LAYERS if field.name == "num_hidden_layers" else high)
+        check_activation("hidden_act", self.hidden_act)
+        check_divides(
+            "num_attention_heads", self.num_attention_heads, "hidden_size", self.hidden_size, "64 a head is usual"
+        )
+        if self.parameters > MOST_PARAMETERS:
             sizes = self._sizes()
             # the one without which the model would be smallest: a product has no largest term
             key = min(_USUAL_SIZES, key=lambda key: _count_parameters(**sizes | {key: _USUAL_SIZES[key]}))
             raise DataError(
                 f"{key} is {sizes[key]}: the model would have {self.parameters:,} parameters; expected at most"
-                f" {_MOST_PARAMETERS:,} parameters, and {_USUAL_SIZES[key]} is usual for {key}"
+                f" {MOST_PARAMETERS:,} parameters, and {_USUAL_SIZES[key]} is usual for {key}"
             )
 
     @property
@@ -145,23 +111,6 @@ class BertConfig:
     def _sizes(self) -> dict[str, int]:
         return {key: getattr(self, key) for key in _USUAL_SIZES}
 
-    def _check_whole(self, name: str) -> None:
-        value = getattr(self, name)
-        # vocab_size is the first field, so it is a number by the time that pad_token_id is looked at
-        low, high = (0, self.vocab_size - 1) if name == "pad_token_id" else (1, _LARGEST_SIZE)
-        high = min(high, _MOST_LAYERS) if name == "num_hidden_layers" else high
-        if type(value) is not int or not low <= value <= high:
-            raise DataError(_wrong(name, value, f"a whole number from {low} to {high}, without quotes"))
-
-    def _check_fraction(self, name: str, *, is_rate: bool) -> None:
-        value = getattr(self, name)
-        is_number = type(value) in (int, float)
-        # not a number (NaN) is in no interval; a range or an epsilon of 1 is a minus sign that was forgotten
-        if not is_number or not (0 <= value < 1 if is_rate else 0 < value < 1):
-            low = "from 0" if is_rate else "above 0"
-            raise DataError(_wrong(name, value, f"a number {low} and below 1, without quotes"))
-        object.__setattr__(self, name, float(value))  # 0 and 0.0 are the same configuration on all nodes
-
     @classmethod
     def from_json_file(cls, path: str | Path) -> BertConfig:
         """Read a file of Google, NVIDIA or Hugging Face, or one of your own with a few of the keys above.
@@ -170,7 +119,7 @@ class BertConfig:
         asks for a model which this one is not.
         """
         try:
-            return cls(**_own_keys(_read_object(Path(path))))
+            return cls(**_own_keys(read_object(Path(path), _EXAMPLE)))
         except DataError as error:
             raise DataError(f"{path}: {error}") from error
 
@@ -207,71 +156,23 @@ def _count_parameters(
     return embeddings + num_hidden_layers * layer + square + heads
 
 
-def _wrong(key: str, value: object, expected: str) -> str:
-    shown = json.dumps(value, default=repr)
-    return f"{key} is {shown if len(shown) <= 60 else shown[:60] + '...'}: expected {expected}"
-
-
 def _own_keys(values: dict[str, Any]) -> dict[str, Any]:
     """The keys that `BertConfig` has, once all others are known to change nothing."""
     fields = [field.name for field in dataclasses.fields(BertConfig)]
-    for key, (harmless, meaning) in _OTHER_MODELS.items():
-        if key in values and values[key] not in harmless:
-            expected = f"{json.dumps(harmless[0])}, or no such key"
-            raise DataError(_wrong(key, values[key], f"{expected}, because it asks for {meaning}"))
-    for key in values:
-        if key in fields or key in _OTHER_MODELS or any(fnmatchcase(key, pattern) for pattern in _WITHOUT_EFFECT):
-            continue
-        nearest = difflib.get_close_matches(key.casefold(), fields, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else "take it out if the model is the same without it."
-        raise DataError(f"the key {key!r} is unknown: {hint} Expected keys: {', '.join(fields)}")
-    if "vocab_size" not in values:
+    own = own_keys(values, fields, other_models=_OTHER_MODELS, without_effect=_WITHOUT_EFFECT)
+    if "vocab_size" not in own:
         raise DataError(
             'the key vocab_size is missing: expected the lines of the vocabulary, as in "vocab_size": 30522'
         )
-    return {key: value for key, value in values.items() if key in fields}
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_FILE + 1)
-    except FileNotFoundError as error:
-        raise DataError(f"does not exist: expected {_EXAMPLE}; check the path, or write the file") from error
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}; expected a file you may read") from error
-    if len(content) > _LARGEST_FILE:
-        raise DataError(f"is longer than {_LARGEST_FILE >> 20} MiB: expected {_EXAMPLE}; are these weights or data?")
-    try:
-        text = content.decode("utf-8-sig")  # editors on Windows put a mark in front
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"is not UTF-8 (byte {error.start} is 0x{content[error.start]:02x}): expected {_EXAMPLE}; save it as UTF-8,"
-            " for example with iconv -t UTF-8"
-        ) from error
-    try:
-        found = json.loads(text, object_pairs_hook=_without_repetition)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"is no JSON ({error}): expected {_EXAMPLE}; correct it there") from error
-    if not isinstance(found, dict):
-        raise DataError(f"holds {_wrong('the JSON value', found, _EXAMPLE)}")
-    return found
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise DataError(f"the key {twice!r} stands there more than once: expected it once; take the wrong one out")
-    return values
+    return own
 
 
 class BertForPreTraining(nn.Module):
     """BERT with a head for masked tokens and one for the next sentence.
 
     The vocabulary head is tied: its matrix *is* the word embeddings, so it is no parameter of its own and stands once
-    in `state_dict()`. To load a Hugging Face file leave out `TIED_NAMES`; to write one add them:
+    in `state_dict()`. `tasks/pretrained.py` reads and writes directories of Hugging Face. Of a `state_dict()` of theirs
+    leave out `TIED_NAMES`; to make one add them:
 
         model.load_state_dict({name: tensor for name, tensor in theirs.items() if name not in TIED_NAMES})
         theirs = ours | {name: ours[same] for name, same in TIED_NAMES.items()}

@@ -1,8 +1,9 @@
 """One of our checkpoints in the formats of others.
 
-Responsible for: the three forms of an export, and that a target is there complete or not at all. Refuses to know which
-checkpoint is wanted. The one idea: everything is written into the folder `<target>.tmp` beside the target, from spans
-that are verified as they are read, and takes its name by one rename at the end; whatever goes wrong removes the folder.
+Responsible for: the three forms of an export that need no model, and that a target of any form is there complete or not
+at all. Refuses to know which checkpoint is wanted. The one idea: everything is written into the folder `<target>.tmp`
+beside the target, from spans that are verified as they are read, and takes its name by one rename at the end; whatever
+goes wrong removes the folder.
 """
 
 from __future__ import annotations
@@ -48,6 +49,15 @@ def export(commit: Commit, target: Path, *, form: str) -> Path:
     write = _FORMS.get(form)
     if write is None:
         raise ConfigError(f"export in the form {form!r}: expected one of {', '.join(_FORMS)}")
+    return export_by(write, commit, target)
+
+
+def export_by(write: Callable[[Spans, Path], Path], commit: Commit, target: Path) -> Path:
+    """Let `write` make the target from the tensors of a checkpoint in a folder that it is given, which is empty.
+
+    It returns the path of what becomes the target: that folder, or one file in it. The rest is as in `export`, which
+    raises the same; what else `write` raises passes, and nothing is left behind then either.
+    """
     target = Path(os.path.abspath(target))
     _check_target(target, commit)
     beside = target.with_name(target.name + ".tmp")

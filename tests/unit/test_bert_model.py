@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 
 from hetseq import DataError
 from tasks.bert_model import ACTIVATIONS, TIED_NAMES, BertConfig, BertForPreTraining, BertModel
+from tests.support.parity import Facts, distance, import_transformers
 
-Facts = dict[str, Tensor]
 Batch = dict[str, Tensor]
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
@@ -89,41 +88,12 @@ def facts_of(model: nn.Module, batch: Batch, logits: Callable[[nn.Module, Batch]
     return {name: fact.detach() for name, fact in facts.items()}
 
 
-def distance(found: Facts, expected: Facts) -> float:
-    """The largest difference, relative to the largest element of its tensor or to 1 % of that of its kind.
-
-    The second because the gradient of a key's bias is zero: softmax forgets what all keys have in common.
-    """
-    assert found.keys() == expected.keys()
-    assert [fact.shape for fact in found.values()] == [fact.shape for fact in expected.values()]
-    largest: dict[str, float] = {}
-    for name, fact in expected.items():
-        kind = name.split(":")[0]
-        largest[kind] = max(largest.get(kind, 0.0), _peak(fact))
-    worst = 0.0
-    for name, fact in expected.items():
-        apart = _peak(found[name] - fact)
-        if math.isnan(apart):
-            return math.inf
-        if apart:
-            worst = max(worst, apart / max(_peak(fact), 0.01 * largest[name.split(":")[0]]))
-    return worst
-
-
-def _peak(tensor: Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
-
-
 # Against Hugging Face. The import takes three seconds, so these are slow; the recorded numbers below are not.
 
 
 @pytest.fixture(scope="module")
 def transformers() -> ModuleType:
-    with warnings.catch_warnings():  # what its import has to say is not about our code
-        warnings.simplefilter("ignore")
-        import transformers
-
-        return transformers
+    return import_transformers()
 
 
 MakeTheirs = Callable[..., nn.Module]

@@ -95,7 +95,7 @@ def fail_a_save(run: Path, step: int, error: str) -> None:
         ("export RUN --format torch", "--to is missing"),
         ("export RUN --format torch --to=", "--to is missing"),
         ("export RUN --format tensors --to x", "--format tensors: did you mean safetensors?"),
-        ("export RUN --format onnx --to x", "--format onnx: expected safetensors, torch, dcp"),
+        ("export RUN --format onnx --to x", "--format onnx: expected safetensors, torch, dcp, hf"),
     ],
 )
 def test_a_command_line_that_cannot_be_meant_is_answered_with_a_remedy(words: str, told: str) -> None:

@@ -1,0 +1,53 @@
+"""A checkpoint of a run in the form that the run's own task writes: `--format hf`.
+
+Responsible for the task and the model of a run, made from its `config.yaml`, and for the weights in it. Refuses to know
+what the task writes. The one idea: what others open is the task's affair (`Task.export`), so the framework knows no
+architecture; that the directory is there complete or not at all is the affair of `checkpoint.exporting`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hetseq import options, registry
+from hetseq.checkpoint import Commit
+from hetseq.checkpoint.exporting import export_by
+from hetseq.checkpoint.files import sync_file
+from hetseq.checkpoint.spans import Spans
+from hetseq.errors import ConfigError
+from hetseq.material import DTYPES
+from hetseq.replica import load_model_
+from hetseq.task import build_model, is_overridden, make_task
+
+
+def export_model(run: Path, commit: Commit, target: Path) -> Path:
+    """Have the task of a run write its model, with the weights of one of its checkpoints; the path of the directory.
+
+    Loads no data set, but what the task's `build_model` reads must still be there. Raises ConfigError for a run without
+    config.yaml and for a task that writes nothing; CheckpointError as `export` does, and for another model; and what
+    the task raises.
+    """
+    config_file = run / "config.yaml"
+    if not config_file.is_file():
+        raise ConfigError(
+            f"{run} has no config.yaml, which says what model it is: export with --format safetensors, which needs none"
+        )
+    config = options.complete(options.parse(["--config", str(config_file), "--save-dir", str(run)]))
+    task = make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
+    if not is_overridden(task, "export"):
+        raise ConfigError(
+            f"the task {config.task.task} has no export(model, folder), which --format hf calls: write one, or export"
+            " with --format safetensors"
+        )
+    model = build_model(task).to(dtype=DTYPES[config.optimization.precision]).eval()
+
+    def write(spans: Spans, folder: Path) -> Path:
+        names = [name for name in spans.specs if name.startswith("model.")]
+        load_model_(model, {name: spans.whole(name) for name in names})
+        task.export(model, folder)
+        for path in folder.rglob("*"):
+            if path.is_file():
+                sync_file(path)
+        return folder
+
+    return export_by(write, commit, target)

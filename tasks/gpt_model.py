@@ -1,0 +1,272 @@
+"""A causal language model, in the layout of GPT-2 or of Llama.
+
+Responsible for the arithmetic, for where parameters begin, and for their names and forms in Hugging Face's files; knows
+no files, losses or ranks. The one idea: both layouts are the same tree of modules, a stack of layers that normalise,
+mix tokens and mix features; what differs is an option of a module. Only positions that have a target reach the last
+norm and the vocabulary head, and nothing in forward looks at a value, so nothing in it waits for a device.
+
+A token sees only itself and what stands before it, so padding at the end of a row changes nothing and needs no mask.
+
+The arithmetic is that of Hugging Face's `GPT2LMHeadModel` and `LlamaForCausalLM`. Their names and forms differ from
+each other, so ours are neither: GPT-2's matrices are stored there as (in, out), and Llama's queries, keys and values
+stand apart. Here every matrix is that of an `nn.Linear`, (out, in), and the three are one, as in GPT-2. Both are
+changed once, when a file is read or written, and not in every step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tasks.gpt_config import GptConfig
+from tasks.network_json import ACTIVATIONS
+
+__all__ = ["GptConfig", "GptForCausalLM", "from_hugging_face", "their_names", "to_hugging_face"]
+
+Rotation = tuple[Tensor, Tensor]
+
+
+class GptForCausalLM(nn.Module):
+    """Scores of every word of the vocabulary for the token that follows.
+
+    Freshly made, it is initialised as GPT-2 was: weights normal with `initializer_range`, those that add to the stream
+    around the layers divided by the root of how many there are (2 a layer), biases zero, norms the identity. The first
+    cross entropy is then about ln vocab_size. Parameters depend on torch's seed alone.
+
+    A head that is tied is no parameter of its own: its matrix *is* the word embeddings.
+    """
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embeddings = _Embeddings(config)
+        self.rotation = _Rotation(config) if config.positions == "rotary" else None
+        self.layers = nn.ModuleList([_Layer(config) for _ in range(config.num_hidden_layers)])
+        self.norm = _norm(config)
+        self.head = None if config.is_tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        _initialise_(self, config)
+
+    def forward(self, input_ids: Tensor, target_positions: Tensor) -> Tensor:
+        """Logits (m, vocab_size) at the positions that have a target, the token that follows there.
+
+        input_ids: (n, L) int64, padded at the end of rows with any token; target_positions: (m,) int64, row * L +
+        column. m may be 0: the sum of no cross entropies is 0, with zero gradients. Raises ValueError for shapes that
+        do not fit each other or the model, never for values.
+        """
+        _check_shapes(input_ids, target_positions, self.config.max_position_embeddings)
+        hidden = self.embeddings(input_ids)  # (n, L, hidden_size)
+        rotation = None if self.rotation is None else self.rotation(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden, rotation)
+        targeted = hidden.flatten(0, 1).index_select(0, target_positions)  # (m, hidden_size)
+        head = self.embeddings.tokens if self.head is None else self.head
+        return F.linear(self.norm(targeted), head.weight)
+
+
+def _check_shapes(input_ids: Tensor, target_positions: Tensor, max_length: int) -> None:
+    shape = tuple(input_ids.shape)
+    if len(shape) != 2 or shape[1] < 1:
+        raise ValueError(f"input_ids has shape {shape}, expected (n, L) with L of at least 1")
+    if shape[1] > max_length:
+        raise ValueError(
+            f"input_ids has shape {shape}, rows of {shape[1]} tokens: expected at most {max_length}, which is the most"
+            " positions of the model's configuration; make shorter rows, or a model with more positions"
+        )
+    if target_positions.ndim != 1:
+        raise ValueError(
+            f"target_positions has shape {tuple(target_positions.shape)}, expected (m,): row * L + column of each"
+        )
+
+
+class _Embeddings(nn.Module):
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        is_learned = config.positions == "learned"
+        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if is_learned else None
+        self.dropout = nn.Dropout(config.embedding_dropout)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.tokens(input_ids)  # (n, L, hidden_size)
+        if self.positions is not None:
+            hidden = hidden + self.positions.weight[: input_ids.shape[1]]
+        return cast(Tensor, self.dropout(hidden))
+
+
+class _Rotation(nn.Module):
+    """Cosines and sines (L, head_dim) of the angles by which positions turn pairs of features.
+
+    Su et al. 2021, arXiv 2104.09864, equation 15; feature i is paired with i + head_dim / 2, as in Hugging Face's
+    Llama. Angles are in fp32 whatever the model is in: so are those that published weights were trained with, and at
+    position 8,000 more or fewer digits are a difference of 1e-4.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        self.register_buffer("frequencies", 1.0 / config.rope_theta**exponents, persistent=False)  # (head_dim / 2,)
+
+    def forward(self, hidden: Tensor) -> Rotation:
+        places = torch.arange(hidden.shape[1], dtype=torch.float32, device=hidden.device)
+        angles = torch.outer(places, self.frequencies.float()).repeat(1, 2)
+        return angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
+
+
+def _turned(x: Tensor, rotation: Rotation) -> Tensor:
+    # x: (n, heads, L, head_dim)
+    cosines, sines = rotation
+    first, second = x.chunk(2, dim=-1)
+    return x * cosines + torch.cat((-second, first), dim=-1) * sines
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.attention_norm = _norm(config)
+        self.attention = _Attention(config)
+        self.mlp_norm = _norm(config)
+        self.mlp = _Mlp(config)
+
+    def forward(self, hidden: Tensor, rotation: Rotation | None) -> Tensor:
+        hidden = hidden + self.attention(self.attention_norm(hidden), rotation)
+        return cast(Tensor, hidden + self.mlp(self.mlp_norm(hidden)))
+
+
+def _norm(config: GptConfig) -> nn.Module:
+    kind = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
+    return kind(config.hidden_size, eps=config.norm_eps)
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.heads, self.groups, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        self.widths = qkv_widths(config)
+        self.qkv = nn.Linear(config.hidden_size, sum(self.widths), bias=config.attention_bias)
+        self.output = nn.Linear(self.heads * size, config.hidden_size, bias=config.attention_bias)
+        self.dropout_rate = config.attention_dropout
+        self.dropout = nn.Dropout(config.residual_dropout)
+
+    def forward(self, hidden: Tensor, rotation: Rotation | None) -> Tensor:
+        query, key, value = (
+            part.unflatten(2, (heads, -1)).transpose(1, 2)  # (n, heads or groups, L, head_dim)
+            for part, heads in zip(
+                self.qkv(hidden).split(self.widths, dim=2), (self.heads, self.groups, self.groups), strict=True
+            )
+        )
+        if rotation is not None:
+            query, key = _turned(query, rotation), _turned(key, rotation)
+        if self.groups < self.heads:
+            # written out, since not every kernel of SDPA takes groups: head h listens to group h // (heads / groups)
+            key, value = (part.repeat_interleave(self.heads // self.groups, dim=1) for part in (key, value))
+        rate = self.dropout_rate if self.training else 0.0
+        attended = F.scaled_dot_product_attention(query, key, value, dropout_p=rate, is_causal=True)
+        return cast(Tensor, self.dropout(self.output(attended.transpose(1, 2).flatten(2))))
+
+
+def qkv_widths(config: GptConfig) -> list[int]:
+    """The rows of queries, keys and values in the one matrix that makes all three."""
+    shared = config.num_key_value_heads * config.head_dim
+    return [config.num_attention_heads * config.head_dim, shared, shared]
+
+
+class _Mlp(nn.Module):
+    """Two dense layers and an activation between them; with a gate, Shazeer 2020, arXiv 2002.05202, equation 6."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        size, wide, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate = nn.Linear(size, wide, bias) if config.is_gated else None
+        self.up = nn.Linear(size, wide, bias)
+        self.down = nn.Linear(wide, size, bias)
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.dropout = nn.Dropout(config.residual_dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.activation(self.up(x)) if self.gate is None else self.activation(self.gate(x)) * self.up(x)
+        return cast(Tensor, self.dropout(self.down(wide)))
+
+
+@torch.no_grad()
+def _initialise_(model: GptForCausalLM, config: GptConfig) -> None:
+    # Radford et al. 2019, section 2.3: the stream is a sum of two terms a layer, and its variance is to stay
+    smaller = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            adds = name.endswith((".attention.output", ".mlp.down"))
+            nn.init.normal_(module.weight, std=smaller if adds else config.initializer_range)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+# Names and forms in Hugging Face's files.
+
+#: ours -> GPT-2's, without and within a layer
+_GPT2_NAMES = {
+    "embeddings.tokens": "transformer.wte",
+    "embeddings.positions": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+    "layers": "transformer.h",
+    "attention_norm": "ln_1",
+    "attention.qkv": "attn.c_attn",
+    "attention.output": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
+_LLAMA_NAMES = {
+    "embeddings.tokens": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "layers": "model.layers",
+    "attention_norm": "input_layernorm",
+    "attention.output": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+_LLAMA_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+def their_names(config: GptConfig, name: str) -> tuple[str, ...]:
+    """The name of a parameter of ours in files of Hugging Face; three where theirs are in three pieces."""
+    module, _, kind = name.rpartition(".")
+    is_llama = config.norm == "rms"
+    names = _LLAMA_NAMES if is_llama else _GPT2_NAMES
+    if not module.startswith("layers."):
+        return (f"{names[module]}.{kind}",)
+    _, number, within = module.split(".", 2)
+    inner = _LLAMA_QKV if is_llama and within == "attention.qkv" else (names[within],)
+    return tuple(f"{names['layers']}.{number}.{each}.{kind}" for each in inner)
+
+
+def _is_turned_over(config: GptConfig, name: str) -> bool:
+    """GPT-2's dense layers stand there as (in, out)."""
+    return config.norm == "layer" and name.startswith("layers.") and name.endswith(".weight") and "norm" not in name
+
+
+def to_hugging_face(config: GptConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor, as Hugging Face's class for that configuration has them, of each of ours; a view if it can be.
+
+    A tied head has no name of its own there either.
+    """
+    for name, tensor in tensors.items():
+        theirs = their_names(config, name)
+        pieces = tensor.split(qkv_widths(config)) if len(theirs) > 1 else (tensor,)
+        for their_name, piece in zip(theirs, pieces, strict=True):
+            yield their_name, piece.t() if _is_turned_over(config, name) else piece
+
+
+def from_hugging_face(config: GptConfig, name: str, pieces: tuple[Tensor, ...]) -> Tensor:
+    """Our parameter of that name from what stands in a file under `their_names`; a view if it can be."""
+    tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    return tensor.t() if _is_turned_over(config, name) else tensor

@@ -1,0 +1,162 @@
+"""What the configuration file of a network may be: one JSON object whose keys are known and whose values are possible.
+
+Responsible for reading such a file, for refusing keys that would make another network, and for the words in which a
+value is refused; knows no network. The one idea: whatever a file says and we do not do is an error that names file, key
+and remedy, because a network that is trained for a week as another one than was meant costs that week.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from hetseq import DataError
+
+#: keys that ask for another network unless they have one of these values -> what they would ask for
+OtherModels = Mapping[str, tuple[tuple[object, ...], str]]
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+#: activations by the names that Hugging Face has for them
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": _tanh_gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+}
+
+LARGEST_SIZE = 2**31 - 1
+MOST_LAYERS = 10_000  # ten times the deepest ever trained
+MOST_PARAMETERS = 2**36  # in fp32 with gradients and Adam's averages: 1 TiB
+#: bytes; one with names for a hundred thousand labels has a few million
+_LARGEST_FILE = 1 << 24
+
+#: patterns of keys in files of Google, NVIDIA and Hugging Face that have no effect on any network
+WITHOUT_EFFECT = (
+    "_*",
+    "architectures",
+    "auto_map",
+    "chunk_size_feed_forward",
+    "dtype",
+    "finetuning_task",
+    "gradient_checkpointing",
+    "id2label",
+    "label2id",
+    "name_or_path",
+    "num_labels",
+    "output_*",
+    "problem_type",
+    "return_dict",
+    "tokenizer_class",
+    "torch_dtype",
+    "torchscript",
+    "transformers_version",
+    "use_cache",
+)
+
+
+def wrong(key: str, value: object, expected: str) -> str:
+    """`KEY is VALUE: expected ...`, with a long value cut off."""
+    shown = json.dumps(value, default=repr)
+    return f"{key} is {shown if len(shown) <= 60 else shown[:60] + '...'}: expected {expected}"
+
+
+def check_whole(key: str, value: object, low: int, high: int) -> None:
+    """Raise DataError unless the value is a whole number from `low` to `high`."""
+    if type(value) is not int or not low <= value <= high:
+        raise DataError(wrong(key, value, f"a whole number from {low} to {high}, without quotes"))
+
+
+def check_fraction(key: str, value: object, *, may_be_zero: bool) -> None:
+    """Raise DataError unless the value is a number below 1 and above 0, or from 0."""
+    # not a number (NaN) is in no interval; a range or an epsilon of 1 is a minus sign that was forgotten
+    if type(value) not in (int, float) or not (0 <= value < 1 if may_be_zero else 0 < value < 1):  # type: ignore[operator]
+        low = "from 0" if may_be_zero else "above 0"
+        raise DataError(wrong(key, value, f"a number {low} and below 1, without quotes"))
+
+
+def check_positive(key: str, value: object) -> None:
+    """Raise DataError unless the value is a finite number above 0."""
+    if type(value) not in (int, float) or not 0 < value < math.inf:  # type: ignore[operator]
+        raise DataError(wrong(key, value, "a number above 0, without quotes"))
+
+
+def check_activation(key: str, value: object) -> None:
+    """Raise DataError unless the value is the name of one of `ACTIVATIONS`."""
+    if value not in list(ACTIVATIONS):  # a list, since what is in the file need not be hashable
+        raise DataError(wrong(key, value, f"one of {', '.join(ACTIVATIONS)}"))
+
+
+def check_divides(parts_key: str, parts: int, whole_key: str, whole: int, hint: str) -> None:
+    """Raise DataError unless `whole` is a multiple of `parts`."""
+    if whole % parts:
+        raise DataError(
+            f"{whole_key} {whole} cannot be divided among {parts_key} {parts}: expected a multiple; change one of them"
+            f" ({hint})"
+        )
+
+
+def own_keys(
+    values: Mapping[str, Any], fields: Sequence[str], *, other_models: OtherModels, without_effect: Sequence[str]
+) -> dict[str, Any]:
+    """The keys of a file that are in `fields`, once all others are known to change nothing. Raises DataError."""
+    for key, (harmless, meaning) in other_models.items():
+        if key in values and values[key] not in harmless:
+            expected = f"{json.dumps(harmless[0])}, or no such key"
+            raise DataError(wrong(key, values[key], f"{expected}, because it asks for {meaning}"))
+    for key in values:
+        if key in fields or key in other_models or any(fnmatchcase(key, pattern) for pattern in without_effect):
+            continue
+        nearest = difflib.get_close_matches(key.casefold(), fields, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else "take it out if the model is the same without it."
+        raise DataError(f"the key {key!r} is unknown: {hint} Expected keys: {', '.join(fields)}")
+    return {key: value for key, value in values.items() if key in fields}
+
+
+def read_object(path: Path, example: str) -> dict[str, Any]:
+    """The JSON object in a file. Raises DataError, without the path, where there is none; `example` is shown then."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_FILE + 1)
+    except FileNotFoundError as error:
+        raise DataError(f"does not exist: expected {example}; check the path, or write the file") from error
+    except OSError as error:
+        raise DataError(f"cannot be read: {error.strerror}; expected a file you may read") from error
+    if len(content) > _LARGEST_FILE:
+        raise DataError(f"is longer than {_LARGEST_FILE >> 20} MiB: expected {example}; are these weights or data?")
+    try:
+        text = content.decode("utf-8-sig")  # editors on Windows put a mark in front
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"is not UTF-8 (byte {error.start} is 0x{content[error.start]:02x}): expected {example}; save it as UTF-8,"
+            " for example with iconv -t UTF-8"
+        ) from error
+    try:
+        found = json.loads(text, object_pairs_hook=_without_repetition)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"is no JSON ({error}): expected {example}; correct it there") from error
+    if not isinstance(found, dict):
+        raise DataError(f"holds {wrong('the JSON value', found, example)}")
+    return found
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise DataError(f"the key {twice!r} stands there more than once: expected it once; take the wrong one out")
+    return values

@@ -1,0 +1,256 @@
+"""Networks in directories of Hugging Face: `config.json`, weights, and for BERT the vocabulary; read and written.
+
+Responsible for which tensor of theirs becomes which of ours, for what may be missing or left over, and for directories
+that `from_pretrained` opens; the arithmetic is the affair of `tasks/bert_model.py` and `tasks/gpt_model.py`, the files
+that of `tasks/tensor_files.py`. Needs no transformers. The one idea: every tensor is accounted for. What has no place
+here, has no file there, or has another shape is an error, because a network of which one layer has been left as it was
+initialised trains well enough for nobody to notice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hetseq import DataError
+from tasks.bert_model import TIED_NAMES, BertConfig, BertForPreTraining
+from tasks.bert_vocab import SPECIAL_TOKENS, read_vocab
+from tasks.gpt_model import GptConfig, GptForCausalLM, from_hugging_face, their_names, to_hugging_face
+from tasks.tensor_files import TensorFiles, tensor_files
+
+logger = logging.getLogger(__name__)
+
+_CONFIG_NAME, _WEIGHTS_NAME, _VOCAB_NAME = "config.json", "model.safetensors", "vocab.txt"
+
+#: what older files store besides weights: positions, the triangle of causal attention, frequencies
+_NO_WEIGHTS = re.compile(r"(^|\.)(position_ids|attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
+#: heads of tasks that are not here
+_OTHER_HEADS = re.compile(r"^(classifier|qa_outputs|score)\.")
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """What a directory has to hold for one model."""
+
+    expected: Mapping[str, torch.Size]  # shape by their name
+    sources: Callable[[str], tuple[str, ...]]  # our name -> theirs
+    convert: Callable[[str, tuple[Tensor, ...]], Tensor]  # our name, their tensors -> our tensor
+    tied: Mapping[str, str]  # a second name of theirs -> the first
+    base: str  # what all names but those of heads begin with, unless the file is of the model without heads
+    heads: Mapping[str, str]  # what the names of a head begin with -> what it is called
+
+
+def read_bert(folder: str | Path, *, heads_may_be_missing: bool = False) -> BertForPreTraining:
+    """The BERT in a directory, in fp32 and in training mode.
+
+    With `heads_may_be_missing`, for fine-tuning, the pooler and the heads of pre-training may be absent: they stay as
+    they are initialised, from torch's random numbers, and a line of the log names them. Heads of other tasks are left
+    out, and named too.
+
+    Raises DataError naming directory, file and tensor: another architecture, a tensor that is missing, left over or of
+    another shape, a file that is damaged or holds more than tensors.
+    """
+    folder = _existing(folder)
+    model = BertForPreTraining(BertConfig.from_json_file(folder / _CONFIG_NAME))
+    _fill_(model, folder, _bert_layout(model), heads_may_be_missing=heads_may_be_missing)
+    return model
+
+
+def read_gpt(folder: str | Path, *, heads_may_be_missing: bool = False) -> GptForCausalLM:
+    """The GPT-2 or Llama in a directory, as `read_bert`; the head that may be missing is one that is not tied."""
+    folder = _existing(folder)
+    model = GptForCausalLM(GptConfig.from_json_file(folder / _CONFIG_NAME))
+    _fill_(model, folder, _gpt_layout(model), heads_may_be_missing=heads_may_be_missing)
+    return model
+
+
+def write_pretrained(model: nn.Module, folder: str | Path, *, vocab_file: Path | None = None) -> None:
+    """Write a directory that `from_pretrained` of transformers opens, for a BERT or a causal language model.
+
+    `folder` is empty or not there yet. With the vocabulary of a BERT, `AutoTokenizer` opens it too; it makes words
+    lower case unless a token of the vocabulary has an upper-case letter. Raises DataError.
+    """
+    folder, config = Path(folder), _config_of(model)
+    weights = _their_tensors(model)
+    files: dict[str, bytes] = {}
+    if vocab_file is not None:
+        files["tokenizer_config.json"] = _json(_tokenizer_config(read_vocab(vocab_file)))
+        files[_VOCAB_NAME] = vocab_file.read_bytes()
+    files[_CONFIG_NAME] = _json(config)
+    try:
+        folder.mkdir(exist_ok=True)
+        if any(folder.iterdir()):
+            raise DataError(f"{folder} is not empty: expected a folder without files; nothing is overwritten")
+        # save_file wants no views: a transposed one would be written in the order of its memory
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / _WEIGHTS_NAME, _METADATA)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{folder} cannot be written: {error}; make room, or name another folder") from error
+
+
+#: without it transformers refuses a file
+_METADATA = {"format": "pt"}
+
+
+def _existing(folder: str | Path) -> Path:
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no directory: expected one of Hugging Face, with {_CONFIG_NAME} and weights")
+    return folder
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=2).encode() + b"\n"
+
+
+def _tokenizer_config(tokens: Iterable[str]) -> dict[str, Any]:
+    is_cased = any(token != token.lower() for token in tokens if token not in SPECIAL_TOKENS)
+    return {"tokenizer_class": "BertTokenizer", "do_lower_case": not is_cased}
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    if isinstance(model, BertForPreTraining):
+        return {"model_type": "bert", "architectures": ["BertForPreTraining"], **dataclasses.asdict(model.config)}
+    if isinstance(model, GptForCausalLM):
+        return model.config.to_hugging_face()
+    raise DataError(f"a {type(model).__name__} has no class in Hugging Face: expected a BERT or a GPT of tasks/")
+
+
+def _their_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The weights by their names, without second names, which transformers ties by itself."""
+    own = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
+    return dict(to_hugging_face(model.config, own)) if isinstance(model, GptForCausalLM) else own
+
+
+def _bert_layout(model: BertForPreTraining) -> _Layout:
+    return _Layout(
+        expected={name: tensor.shape for name, tensor in _their_tensors(model).items()},
+        sources=lambda name: (name,),
+        convert=lambda _, pieces: pieces[0],
+        tied=TIED_NAMES,
+        base="bert.",
+        heads={
+            "cls.predictions.": "the head for masked words",
+            "cls.seq_relationship.": "the head for next sentences",
+            "bert.pooler.": "the pooler",
+        },
+    )
+
+
+def _gpt_layout(model: GptForCausalLM) -> _Layout:
+    config = model.config
+    (words,) = their_names(config, "embeddings.tokens.weight")
+    return _Layout(
+        expected={name: tensor.shape for name, tensor in _their_tensors(model).items()},
+        sources=lambda name: their_names(config, name),
+        convert=lambda name, pieces: from_hugging_face(config, name, pieces),
+        tied={"lm_head.weight": words} if config.is_tied else {},
+        base=f"{words.split('.')[0]}.",
+        heads={} if config.is_tied else {"lm_head.": "the vocabulary head"},
+    )
+
+
+@torch.no_grad()
+def _fill_(model: nn.Module, folder: Path, layout: _Layout, *, heads_may_be_missing: bool) -> None:
+    """Copy the weights of a directory into the model."""
+    with tensor_files(folder) as files:
+        stored = _by_full_name(files, layout)
+        initialised = _missing_heads(stored, layout) if heads_may_be_missing else {}
+        _check_names(files, stored, layout, initialised)
+        for name, parameter in model.named_parameters():
+            theirs = layout.sources(name)
+            if initialised.keys().isdisjoint(theirs):
+                pieces = tuple(_read(files, stored[each], layout.expected[each]) for each in theirs)
+                parameter.copy_(layout.convert(name, pieces))
+        _check_tied(files, stored, layout)
+    if initialised:
+        logger.warning("%s: left as initialised: %s", folder, ", ".join(dict.fromkeys(initialised.values())))
+
+
+def _by_full_name(files: TensorFiles, layout: _Layout) -> dict[str, str]:
+    """Full name -> name in the file. A model without heads is stored without the beginning of its names."""
+    plain = {re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name): name for name in files.names}
+    plain = {re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name): stored for name, stored in plain.items()}
+    if any(name.startswith(layout.base) for name in plain):
+        found = plain
+    else:
+        found = {name if name in layout.expected else layout.base + name: stored for name, stored in plain.items()}
+    # of tied names a file may have either
+    return {first: found[second] for second, first in layout.tied.items() if second in found} | found
+
+
+def _missing_heads(stored: Mapping[str, str], layout: _Layout) -> dict[str, str]:
+    """The tensors of heads of which nothing is there -> what the head is called."""
+    return {
+        name: title
+        for beginning, title in layout.heads.items()
+        if not any(name.startswith(beginning) and name in stored for name in layout.expected)
+        for name in layout.expected
+        if name.startswith(beginning)
+    }
+
+
+def _check_names(
+    files: TensorFiles, stored: Mapping[str, str], layout: _Layout, initialised: Mapping[str, str]
+) -> None:
+    missing = [name for name in layout.expected if name not in stored and name not in initialised]
+    if missing:
+        head = next((title for beginning, title in layout.heads.items() if missing[0].startswith(beginning)), None)
+        hint = f"{head} is not there whole" if head else "are these the weights of another model?"
+        raise DataError(
+            f"{files.folder}: {_file_names(files)} lacks the tensor {missing[0]}{_others(missing)}, which"
+            f" {_CONFIG_NAME} asks for: {hint}"
+        )
+    known = layout.expected.keys() | layout.tied.keys()
+    surplus = {name: own for name, own in stored.items() if name not in known and not _NO_WEIGHTS.search(name)}
+    left_out = sorted(own for own in surplus.values() if _OTHER_HEADS.match(own))
+    foreign = [own for own in surplus.values() if own not in left_out]
+    if foreign:
+        raise DataError(
+            f"{files.names[foreign[0]]} has the tensor {foreign[0]}{_others(foreign)}, for which the model of"
+            f" {files.folder / _CONFIG_NAME} has no place: are these the weights of another model?"
+        )
+    if left_out:
+        logger.warning("%s: left out, since there is no such head here: %s", files.folder, ", ".join(left_out))
+
+
+def _file_names(files: TensorFiles) -> str:
+    return ", ".join(sorted({path.name for path in files.names.values()}))
+
+
+def _others(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def _read(files: TensorFiles, stored: str, shape: torch.Size) -> Tensor:
+    tensor = files.read(stored)
+    if tensor.shape != shape:
+        raise DataError(
+            f"{files.names[stored]}: the tensor {stored} has shape {tuple(tensor.shape)}: expected {tuple(shape)} by"
+            f" {files.folder / _CONFIG_NAME}"
+        )
+    return tensor
+
+
+def _check_tied(files: TensorFiles, stored: Mapping[str, str], layout: _Layout) -> None:
+    """Raise DataError where a second name is not of the same numbers: then the head has weights of its own."""
+    for second, first in layout.tied.items():
+        if second in stored and first in stored and stored[second] != stored[first]:
+            shape = layout.expected[first]
+            if not torch.equal(_read(files, stored[second], shape), _read(files, stored[first], shape)):
+                raise DataError(
+                    f"{files.names[stored[second]]}: the tensor {stored[second]} is not {stored[first]}, and by"
+                    f" {files.folder / _CONFIG_NAME} it should be (tie_word_embeddings): one of the two files is wrong"
+                )

@@ -1,0 +1,121 @@
+"""The tensors in a directory of Hugging Face, by name, from whichever files it has.
+
+Responsible for finding the files, for one tensor at a time, and for errors that name directory, file and tensor; knows
+no network. Refuses to unpickle: a `pytorch_model.bin` is opened with `weights_only=True`, which makes tensors and
+nothing else. The one idea: an index says in which file a tensor is, and where there is no index the one file is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hetseq import DataError
+from tasks.network_json import read_object, wrong
+
+#: what a directory may have, in the order in which they are looked for; transformers has the same order
+_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+_INDEX = 'an index such as {"weight_map": {"TENSOR": "model-00001-of-00002.safetensors", ...}}'
+
+
+class TensorFiles:
+    """The tensors of a directory. `names`: of all tensors, with the file of each."""
+
+    def __init__(self, folder: Path, opened: ExitStack) -> None:
+        self.folder = folder
+        self._opened = opened
+        self._safe: dict[Path, Any] = {}
+        self._last: tuple[Path, Mapping[str, Tensor]] | None = None  # of files that are read whole, the last one
+        self.names = self._find()
+
+    def read(self, name: str) -> Tensor:
+        """One of `names`, on the CPU. Raises DataError where it cannot be read or is no tensor of floats."""
+        path = self.names[name]
+        try:
+            tensor = self._open(path).get_tensor(name) if _is_safe(path) else self._load(path)[name]
+        except (SafetensorError, KeyError) as error:
+            raise DataError(f"{path}: the tensor {name} cannot be read: {error}; copy the file once more") from error
+        if not tensor.is_floating_point():
+            raise DataError(
+                f"{path}: the tensor {name} is {tensor.dtype}: expected numbers of 16, 32 or 64 bits; weights of fewer"
+                " bits have to be unpacked first"
+            )
+        return tensor
+
+    def _find(self) -> dict[str, Path]:
+        found = next((self.folder / name for name in _FILES if (self.folder / name).is_file()), None)
+        if found is None:
+            raise DataError(f"{self.folder} has no weights: expected one of the files {', '.join(_FILES)}")
+        if found.suffix != ".json":
+            return dict.fromkeys(self._names_in(found), found)
+        files = _files_of(found)
+        inside = {path: self._names_in(path) for path in sorted(set(files.values()))}
+        for name, path in files.items():
+            if name not in inside[path]:
+                raise DataError(f"{path}: there is no tensor {name}, and {found.name} says it is there")
+        return files
+
+    def _names_in(self, path: Path) -> set[str]:
+        if not path.is_file():
+            raise DataError(f"{path} does not exist, and the index of {self.folder} names it: copy all of the files")
+        return set(self._open(path).keys() if _is_safe(path) else self._load(path))
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._safe:
+            try:
+                self._safe[path] = self._opened.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise DataError(f"{path} is no safetensors file: {error}; copy it once more") from error
+        return self._safe[path]
+
+    def _load(self, path: Path) -> Mapping[str, Tensor]:
+        if self._last is not None and self._last[0] == path:
+            return self._last[1]
+        self._last = None
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a list of what damaged bytes make it raise would not be complete
+            raise DataError(
+                f"{path} cannot be read as tensors alone ({str(error).partition('. ')[0] or 'it ends too early'}):"
+                " expected the state_dict of a model; nothing else is unpickled, since it could run any code"
+            ) from error
+        if not isinstance(found, Mapping) or not all(isinstance(each, Tensor) for each in found.values()):
+            raise DataError(f"{path} holds no tensors by name: expected the state_dict of a model")
+        self._last = path, found
+        return found
+
+
+def _is_safe(path: Path) -> bool:
+    return path.suffix == ".safetensors"
+
+
+def _files_of(index: Path) -> dict[str, Path]:
+    """The file of each tensor by an index file. Raises DataError."""
+    try:
+        found = read_object(index, _INDEX).get("weight_map")
+        if not isinstance(found, dict) or not found:
+            raise DataError(wrong("weight_map", found, _INDEX))
+        for name, file in found.items():
+            # a path would lead out of the directory that was named
+            if (
+                not isinstance(file, str)
+                or Path(file).name != file
+                or Path(file).suffix not in (".safetensors", ".bin")
+            ):
+                raise DataError(wrong(f"the file of {name}", file, "the name of a file of weights beside the index"))
+    except DataError as error:
+        raise DataError(f"{index}: {error}") from error
+    return {name: index.parent / file for name, file in found.items()}
+
+
+@contextmanager
+def tensor_files(folder: Path) -> Iterator[TensorFiles]:
+    """The tensors of a directory, until the end of the block. Raises DataError."""
+    with ExitStack() as opened:
+        yield TensorFiles(folder, opened)
