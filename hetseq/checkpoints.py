@@ -39,6 +39,7 @@ _FLAGS: dict[str, dict[str, bool]] = {
     "prune": {"--keep": True, "--keep-best": False, "--drop-best": False, "--dry-run": False},
     "export": {"--format": True, "--to": True, "--step": True},
 }
+_ALSO = {"--output": "--to"}
 #: the last one is written by the run's own task
 FORMS = ("safetensors", "torch", "dcp", "hf")
 
@@ -98,6 +99,8 @@ def _split(action: str, argv: Sequence[str]) -> tuple[str, dict[str, str]]:
     while words:
         word = words.pop(0)
         flag, equals, value = word.partition("=")
+        if _ALSO.get(flag) in flags:
+            flag = _ALSO[flag]
         if not word.startswith("-"):
             targets.append(word)
             continue

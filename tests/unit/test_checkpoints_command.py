@@ -94,6 +94,8 @@ def fail_a_save(run: Path, step: int, error: str) -> None:
         ("export RUN --to x", "--format is missing"),
         ("export RUN --format torch", "--to is missing"),
         ("export RUN --format torch --to=", "--to is missing"),
+        ("export RUN --format torch --to x --output y", "--to stands there twice"),
+        ("list RUN --output y", "unknown option --output"),
         ("export RUN --format tensors --to x", "--format tensors: did you mean safetensors?"),
         ("export RUN --format onnx --to x", "--format onnx: expected safetensors, torch, dcp, hf"),
     ],
@@ -112,6 +114,10 @@ def test_a_command_line_says_it_all() -> None:
         "verify", Path("RUN"), "best", is_shallow=True
     )
     assert parse(["prune", "RUN", "--keep", "3", "--keep-best"]) == Arguments("prune", Path("RUN"), keep=3)
+    for to in (["--to", "DIR"], ["--output", "DIR"], ["--output=DIR"]):
+        assert parse(["export", "RUN", "--format", "hf", *to]) == Arguments(
+            "export", Path("RUN"), form="hf", target=Path("DIR")
+        )
     assert parse(["prune", "RUN", "--keep", "3", "--drop-best", "--dry-run"]) == Arguments(
         "prune", Path("RUN"), keep=3, keeps_best=False, is_dry_run=True
     )
