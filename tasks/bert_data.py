@@ -43,7 +43,7 @@ from tasks.bert_hdf5 import (
     open_table,
     shown,
 )
-from tasks.mapped import Indices, PerProcess, by_file
+from tasks.mapped import Indices, PerProcess, by_file, positive
 
 logger = logging.getLogger(__name__)
 
@@ -145,10 +145,7 @@ class BertDataset(Dataset[Row]):
 
     def _rows(self, indices: Sequence[int] | Indices) -> Row:
         """Samples (n, ...) by data set, checked."""
-        wanted = np.asarray(indices, np.int64)  # (n,)
-        if wanted.size and not -len(self) <= wanted.min() <= wanted.max() < len(self):
-            raise IndexError(f"samples {wanted.min()} to {wanted.max()} of {len(self)}")
-        wanted = wanted % len(self)
+        wanted = positive(indices, len(self))
         rows = self._gather(wanted)
         self._check(rows, wanted)
         return rows
@@ -245,6 +242,14 @@ def folder_of(data: Path) -> Path:
     """The folder of `--data`, which may name one file in it. Raises DataError where nothing can be read there."""
     with _reading(data):
         return data if stat.S_ISDIR(data.stat().st_mode) else data.parent
+
+
+def hdf5_names(data: Path) -> list[str]:
+    """The names of the HDF5 files in the folder `data`, in order; none where it is no folder. Raises DataError."""
+    with _reading(data):
+        if not stat.S_ISDIR(data.stat().st_mode):
+            return []
+        return sorted(path.name for path in data.iterdir() if _is_hdf5_name(path.name) and path.is_file())
 
 
 def _find(data: Path, split: str) -> list[Path]:

@@ -94,6 +94,14 @@ class PerProcess(Generic[Made]):
         return {"_make": self._make, "held": None, "_pid": 0}
 
 
+def positive(indices: Sequence[int] | Indices, count: int) -> Indices:
+    """Numbers of samples (n,) of `count`, where those below 0 count from the end. Raises IndexError for others."""
+    wanted = np.asarray(indices, np.int64)
+    if wanted.size and not -count <= wanted.min() <= wanted.max() < count:
+        raise IndexError(f"samples {wanted.min()} to {wanted.max()} of {count}")
+    return wanted % count
+
+
 def by_file(ends: Sequence[int], wanted: Indices) -> Iterator[tuple[int, Indices, Indices]]:
     """Of samples (n,), file by file: the number of the file, their places in `wanted`, their rows there, ascending.
 
