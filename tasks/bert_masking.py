@@ -2,7 +2,8 @@
 
 Pure: arrays in, arrays out; it knows no file, no tensor and no clock. The recipe is that of Devlin et al. (2018,
 section 3.1): 15 % of the words of a row are to be predicted, of these 80 % are replaced by [MASK], 10 % by a random
-word, 10 % stay. Nothing is drawn for the special tokens, of which [UNK] is one: there is nothing to be predicted.
+word, 10 % stay. Nothing is drawn for the special tokens, of which [UNK] is one: there is nothing to be predicted. Nor
+for the first position, which is that of [CLS].
 
 The one idea: chance is no stream but a function. Every position of every row has a number of 64 bits, computed from
 (seed, epoch, sample, position) alone, so masks are the same on any cluster, in any batch, in any order and in any
@@ -81,6 +82,7 @@ class Words:
         """
         kinds = self._kinds.take(ids)  # (n, W)
         is_word = kinds != _SPECIAL
+        is_word[:, 0] = False  # the place of [CLS], and of no word in HDF5, where position 0 ends a list
         words = np.count_nonzero(is_word, axis=1)  # (n,)
         positions = np.arange(ids.shape[1], dtype=np.uint64)
         keys = (numbers >> _POSITION_BITS << _POSITION_BITS) | positions  # (n, W), all of a row different
