@@ -15,6 +15,7 @@ positions. The masked words of a row are those with the smallest numbers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,17 +86,20 @@ class Words:
         is_word[:, 0] = False  # the place of [CLS], and of no word in HDF5, where position 0 ends a list
         words = np.count_nonzero(is_word, axis=1)  # (n,)
         positions = np.arange(ids.shape[1], dtype=np.uint64)
-        keys = (numbers >> _POSITION_BITS << _POSITION_BITS) | positions  # (n, W), all of a row different
+        keys = numbers >> _POSITION_BITS  # (n, W), all of a row different
+        keys <<= _POSITION_BITS
+        keys |= positions
         if not masking.whole_words:
             count = np.maximum(np.floor(words * masking.share + 0.5).astype(np.int64), np.minimum(words, 1))  # (n,)
             count = np.minimum(count, masking.max_predictions or MOST_POSITIONS)
-            return np.flatnonzero(_smallest(np.where(is_word, keys, _NEVER), count))
+            np.copyto(keys, _NEVER, where=~is_word)
+            return np.flatnonzero(_smallest(keys, count))
         # pieces that go on with nothing, because the row was cut there, are a word
         before = np.concatenate([np.zeros((len(ids), 1), bool), is_word[:, :-1]], axis=1)
         is_first = is_word & ((kinds == _BEGIN) | ~before)
         lengths = _lengths(is_word, is_first)
         is_first &= lengths <= (masking.max_predictions or MOST_POSITIONS)
-        keys = np.where(is_first, keys, _NEVER)
+        np.copyto(keys, _NEVER, where=~is_first)
         taken = _smallest(keys, _whole(keys, lengths, words * masking.share, masking.max_predictions or MOST_POSITIONS))
         pieces = lengths[taken]  # (words that are taken,)
         begins = np.flatnonzero(taken) - (np.cumsum(pieces) - pieces)
@@ -111,19 +115,23 @@ class Words:
 
 def numbers_of(seed: int, epoch: int, samples: npt.NDArray[np.int64], width: int) -> Numbers:
     """A number of 64 bits for each position of the samples (n,), (n, width)."""
-    of_epoch = draw(draw(np.array([seed], np.uint64), 0), epoch)
-    of_samples = draw(of_epoch, samples)
+    of_samples = draw(_of_epoch(seed, epoch), samples)
     return draw(of_samples[:, None], np.arange(width))
+
+
+@functools.lru_cache(maxsize=8)
+def _of_epoch(seed: int, epoch: int) -> Numbers:
+    return draw(draw(np.array([seed], np.uint64), 0), epoch)
 
 
 def draw(states: Numbers, numbers: int | Integers) -> Numbers:
     """Output by number, from 0, of the generator SplitMix64 that begins with a state; arrays are broadcast."""
     drawn = states + _GAMMA * (np.atleast_1d(np.asarray(numbers, np.uint64)) + np.uint64(1))
-    drawn ^= drawn >> _SHIFTS[0]
-    drawn *= _FACTORS[0]
-    drawn ^= drawn >> _SHIFTS[1]
-    drawn *= _FACTORS[1]
-    drawn ^= drawn >> _SHIFTS[2]
+    shifted = np.empty_like(drawn)  # one array in place of seven: half of the time was new memory
+    for shift, factor in zip(_SHIFTS, _FACTORS):
+        drawn ^= np.right_shift(drawn, shift, out=shifted)
+        drawn *= factor
+    drawn ^= np.right_shift(drawn, _SHIFTS[2], out=shifted)
     return drawn
 
 
@@ -131,7 +139,8 @@ def _smallest(keys: Numbers, count: Integers) -> Flags:
     """Which of the keys (n, W) are among the `count` (n,) smallest of their row; none where that is 0."""
     ascending = np.sort(keys, axis=1)
     last = ascending[np.arange(len(keys)), np.maximum(count - 1, 0)]
-    return (keys <= last[:, None]) & (count > 0)[:, None]
+    last[count == 0] = 0  # less than any key but that of position 0, which is never taken
+    return keys <= last[:, None]
 
 
 def _lengths(is_word: Flags, is_first: Flags) -> Integers:
