@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path, problem in problems.items():
         console.print(printable(f"{path}: {problem}"), markup=False)
     if not problems:
-        console.print(f"{len(files)} files are as {index.path.name} states them", markup=False)
+        console.print(f"all files are as {index.path.name} states them: {len(files)}", markup=False)
     return 1 if problems else 0
 
 

@@ -131,9 +131,10 @@ class BertRecords(Dataset[Batch]):
             self._read(np.concatenate([first, last]))
 
     def _read(self, wanted: Indices) -> tuple[npt.NDArray[np.integer], Indices, Indices, npt.NDArray[np.integer]]:
-        ids, lengths = self._records.padded(IDS, wanted, self.length, self._pad)
-        first = self._records.fixed(FIRST_LENGTHS, wanted).astype(np.int64)
-        labels = self._records.fixed(LABEL, wanted)
+        found = self._records.find(wanted)
+        ids, lengths = self._records.padded(IDS, found, self.length, self._pad)
+        first = self._records.fixed(FIRST_LENGTHS, found).astype(np.int64)
+        labels = self._records.fixed(LABEL, found)
         if ids.size and ids.max() >= self._vocab_tokens:
             at = int(np.argmax((ids >= self._vocab_tokens).any(axis=1)))
             expected = f"0 to {self._vocab_tokens - 1}, as {INDEX} states; the file is damaged: {AGAIN}"

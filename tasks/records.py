@@ -52,6 +52,14 @@ class Shard:
     places: dict[str, Place]  # by column, and by column.offsets
 
 
+@dataclass(frozen=True)
+class Found:
+    """Rows that are asked for, by file."""
+
+    count: int
+    parts: list[tuple[int, Indices, Indices]]  # of a file: its number, places among the rows asked for, rows in it
+
+
 class Records:
     """Rows of all files one after another, read when they are asked for.
 
@@ -72,23 +80,27 @@ class Records:
         at = bisect.bisect_right(self._ends, index)
         return f"{self._shards[at].path}, row {index - self._ends[at] + self._shards[at].rows}"
 
-    def fixed(self, name: str, wanted: Indices) -> Numbers:
-        """Rows (n,) of a column that is not ragged, (n, ...), in the order of `wanted`: an array of the caller's."""
+    def find(self, wanted: Indices) -> Found:
+        """Where rows (n,) are, for the methods below: found once for all columns of a batch."""
+        return Found(len(wanted), list(by_file(self._ends, wanted)))
+
+    def fixed(self, name: str, wanted: Found) -> Numbers:
+        """Rows (n,) of a column that is not ragged, (n, ...), in the order asked for: an array of the caller's."""
         place = self._shards[0].places[name]
-        found = np.empty((len(wanted), *place.shape[1:]), TYPES[place.dtype])
-        for at, places, rows in by_file(self._ends, wanted):
+        found = np.empty((wanted.count, *place.shape[1:]), TYPES[place.dtype])
+        for at, places, rows in wanted.parts:
             found[places] = self._maps.get().views(at)[name].take(rows, axis=0)
         return found
 
-    def padded(self, name: str, wanted: Indices, width: int, fill: int) -> tuple[Numbers, Indices]:
+    def padded(self, name: str, wanted: Found, width: int, fill: int) -> tuple[Numbers, Indices]:
         """Rows (n,) of a ragged column, (n, width) with `fill` behind each, and how many values each has, (n,).
 
         `width` is the longest row's at least. Raises DataError for offsets that cannot be meant.
         """
-        found = np.full((len(wanted), width), fill, TYPES[self._shards[0].places[name].dtype])
-        lengths = np.zeros(len(wanted), np.int64)
+        found = np.full((wanted.count, width), fill, TYPES[self._shards[0].places[name].dtype])
+        lengths = np.zeros(wanted.count, np.int64)
         column = np.arange(width)
-        for at, places, rows in by_file(self._ends, wanted):
+        for at, places, rows in wanted.parts:
             views = self._maps.get().views(at)
             values, offsets = views[name], views[name + OFFSETS]
             begins, ends = (offsets.take(rows + after).astype(np.int64) for after in (0, 1))

@@ -64,11 +64,13 @@ def test_any_rows_are_read_as_they_were_written(tmp_path: Path, rows_per_file: i
     records = load(write(tmp_path, rows, rows_per_file=rows_per_file))
     assert len(records) == 20
     for wanted in ([*range(20)], [19, 0, 7, 7, 2], [2], []):
-        found, lengths = records.padded("words", np.array(wanted, np.int64), 6, 7)
+        found, lengths = records.padded("words", records.find(np.array(wanted, np.int64)), 6, 7)
         assert found.tolist() == expected_words(rows, wanted, 6)
         assert lengths.tolist() == rows["words"].lengths[wanted].tolist()
-        assert records.fixed("place", np.array(wanted, np.int64)).tolist() == rows["place"][wanted].tolist()
-        assert records.fixed("mark", np.array(wanted, np.int64)).tolist() == rows["mark"][wanted].tolist()
+        assert (
+            records.fixed("place", records.find(np.array(wanted, np.int64))).tolist() == rows["place"][wanted].tolist()
+        )
+        assert records.fixed("mark", records.find(np.array(wanted, np.int64))).tolist() == rows["mark"][wanted].tolist()
 
 
 def test_files_do_not_depend_on_how_the_rows_came(tmp_path: Path) -> None:
@@ -104,7 +106,8 @@ def test_rows_without_any_value_are_read(tmp_path: Path) -> None:
         "place": np.zeros((3, 2, 3), np.int64),
         "mark": np.zeros(3, np.int64),
     }
-    found, lengths = load(write(tmp_path, nothing), longest=0).padded("words", np.arange(3), 2, 7)
+    records = load(write(tmp_path, nothing), longest=0)
+    found, lengths = records.padded("words", records.find(np.arange(3)), 2, 7)
     assert found.tolist() == [[7, 7]] * 3
     assert lengths.tolist() == [0, 0, 0]
 
@@ -116,12 +119,12 @@ def test_a_split_without_rows_is_a_file_without_rows(tmp_path: Path) -> None:
 
 def test_a_pickle_and_a_fork_open_the_files_anew(tmp_path: Path) -> None:
     records = load(write(tmp_path, some_rows(20), rows_per_file=7))
-    here = records.padded("words", np.arange(20), 6, 7)[0].tolist()
+    here = records.padded("words", records.find(np.arange(20)), 6, 7)[0].tolist()
     before = records._maps.held
     assert before is not None
     copy = pickle.loads(pickle.dumps(records))
     assert copy._maps.held is None
-    assert copy.padded("words", np.arange(20), 6, 7)[0].tolist() == here
+    assert copy.padded("words", copy.find(np.arange(20)), 6, 7)[0].tolist() == here
     ours, theirs = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=_answer, args=(records, theirs))
     child.start()
@@ -135,7 +138,7 @@ def test_a_pickle_and_a_fork_open_the_files_anew(tmp_path: Path) -> None:
 
 def _answer(records: Records, line: Any) -> None:
     before = records._maps.held
-    line.send((records.padded("words", np.arange(20), 6, 7)[0].tolist(), records._maps.held is before))
+    line.send((records.padded("words", records.find(np.arange(20)), 6, 7)[0].tolist(), records._maps.held is before))
 
 
 def test_no_more_files_are_mapped_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +146,7 @@ def test_no_more_files_are_mapped_than_a_process_may_open(tmp_path: Path, monkey
     records = load(write(tmp_path, some_rows(20), rows_per_file=2))
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):
-        assert records.fixed("mark", np.arange(20)).tolist() == list(range(20))
+        assert records.fixed("mark", records.find(np.arange(20))).tolist() == list(range(20))
     assert len(records._maps.get()) == 2
     assert len(os.listdir("/proc/self/fd")) == before + 2
 
@@ -153,7 +156,7 @@ def test_a_file_that_changed_since_the_start_is_refused(tmp_path: Path) -> None:
     records = load([file])
     file.path.write_bytes(file.path.read_bytes()[:-1])
     with pytest.raises(DataError, match=r"train_00000.safetensors has [\d,]+ bytes now and had [\d,]+ at the start"):
-        records.fixed("mark", np.arange(2))
+        records.fixed("mark", records.find(np.arange(2)))
 
 
 @pytest.mark.parametrize("size", [1, 2, 9, 100])
@@ -237,13 +240,13 @@ def test_impossible_offsets_are_refused(tmp_path: Path, row: int, offset: int, i
     records = Records([open_shard(file, index.columns)], index.splits["train"].longest)
     for at in (row - 1, row):
         with pytest.raises(DataError, match=rf"train_00000.safetensors, row {at}: ids.offsets lets it go from"):
-            records.padded("ids", np.array([at]), 30, 0)
+            records.padded("ids", records.find(np.array([at])), 30, 0)
 
 
 def test_rows_longer_than_the_index_states_are_refused(tmp_path: Path) -> None:
     records = load(write(tmp_path, some_rows(20)), longest=3)
     with pytest.raises(DataError, match=r"row 0: words.offsets lets it go from 0 to 4, expected at most 3"):
-        records.padded("words", np.arange(1), 8, 0)
+        records.padded("words", records.find(np.arange(1)), 8, 0)
 
 
 # The index
@@ -333,7 +336,7 @@ def test_the_rows_of_the_support_are_what_is_read(tmp_path: Path) -> None:
     records = Records(
         [open_shard(file, index.columns) for file in index.splits["train"].files], index.splits["train"].longest
     )
-    ids, lengths = records.padded("ids", np.arange(20), 22, 0)
+    ids, lengths = records.padded("ids", records.find(np.arange(20)), 22, 0)
     assert [row[:length].tolist() for row, length in zip(ids, lengths)] == as_lists(rows)
     assert records.place_of(7).endswith("train_00001.safetensors, row 1")
     assert json.loads((folder / "corpus.json").read_text())["splits"]["train"]["longest"] == {"ids": 22}
