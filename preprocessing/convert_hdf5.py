@@ -148,9 +148,8 @@ def _to_records(
         batches = (_unmasked(dataset, start, advance) for start in range(0, len(dataset), _ROWS_AT_ONCE))
         found = write_split(stage, f"{_NAME}_{split}", batches, columns, rows_per_file=options.rows_per_file)
         facts["splits"][split] = found
-        say(
-            f"{split}: {found['rows']:,} rows of up to {found['longest'][IDS]} tokens, from HDF5 files: {len(dataset.files)}"
-        )
+        longest, files = found["longest"][IDS], len(dataset.files)
+        say(f"{split}: {found['rows']:,} rows of up to {longest} tokens, from HDF5 files: {files}")
     if not facts["splits"]:
         raise DataError(
             f"{options.source} has no files of the splits {', '.join(options.splits)}: expected HDF5 files whose names"
