@@ -1,11 +1,13 @@
-"""How fast rows of BERT are read from HDF5: here, and as in 2020, when the file was opened for every row.
+"""How fast rows of BERT are read: from HDF5 and from records here, and as in 2020, opening the file for every row.
 
     python bench/rows.py [--packed-rows 400000] [--rounds 5]
 
 Writes three files, made up, in the types of NVIDIA's scripts: a plain one, one packed with gzip that fits unpacked into
-what HetSeq keeps of a split (20,000 rows both), and one that does not. Prints the CPU time of a row, in batches of 64
-rows of 128 tokens at random, with the files in the page cache; the ratio is taken round by round. Ends with a line of
-JSON.
+what HetSeq keeps of a split (20,000 rows both), and one that does not; the rows of the first also as records. Prints
+the CPU time of a row, in batches of 64 rows of 128 tokens at random, with the files in the page cache; the ratio is
+taken round by round. Rows of records are masked as they are read, those of HDF5 were when they were made. A record is
+compared with the plain file and with the packed one, as NVIDIA's scripts and the 2020 HetSeq have it. Ends with a line
+of JSON.
 """
 
 from __future__ import annotations
@@ -22,10 +24,15 @@ import h5py
 import numpy as np
 from figures import json_line, paired, spread, table
 
-from tasks.bert_data import load_bert
+from preprocessing.convert_hdf5 import Options, convert
+from tasks.bert_data import BertDataset, load_bert
 from tasks.bert_hdf5 import NAMES
+from tasks.bert_masking import Masking
+from tasks.bert_records import BertRecords, load_records
+from tasks.bert_vocab import SPECIAL_TOKENS
+from tasks.record_index import read_index
 
-LENGTH, PREDICTIONS, BATCH, ROWS = 128, 20, 64, 20_000
+LENGTH, PREDICTIONS, BATCH, ROWS, VOCAB = 128, 20, 64, 20_000, 30_522
 #: the width and the type of each data set; the last one has a number a row
 COLUMNS = {
     "input_ids": (LENGTH, "i4"), "input_mask": (LENGTH, "i1"), "segment_ids": (LENGTH, "i1"),
@@ -47,7 +54,13 @@ def main() -> None:
         ):  # fmt: skip
             path = Path(folder) / f"{len(found)}_train.hdf5"
             write(path, rows, is_packed=is_packed)
-            found.append({"file": f"{name}: {rows:,} rows", **measured(path, rows, options.rounds)})
+            dataset = load_bert(path, "train", vocab_size=VOCAB, max_positions=LENGTH, type_vocab_size=2)
+            found.append({"file": f"{name}: {rows:,} rows", **measured(dataset, path, rows, options.rounds)})
+        for name, number in (("plain", 0), ("gzip", 1)):
+            path, records = Path(folder) / f"{number}_train.hdf5", Path(folder) / f"records {name}"
+            as_records = read_records(path, records)
+            label = f"records, against {name}: {ROWS:,} rows"
+            found.append({"file": label, **measured(as_records, path, ROWS, options.rounds)})
     shown = [
         [
             row["file"],
@@ -69,17 +82,27 @@ def write(path: Path, rows: int, *, is_packed: bool) -> None:
         for name, (width, kind) in COLUMNS.items():
             shape = (rows, width) if width else (rows,)
             if name.endswith("_ids") and name != "segment_ids":
-                numbers = np.minimum(1000 + generator.zipf(1.2, shape), 30_521)
+                numbers = np.minimum(1000 + generator.zipf(1.2, shape), VOCAB - 1)
             elif name == "masked_lm_positions":
                 numbers = np.broadcast_to(np.arange(1, 6 * PREDICTIONS, 6), shape)
             else:
                 numbers = np.ones(shape, np.int8)
+                if name == "segment_ids":
+                    numbers[:, : LENGTH // 2] = 0
             file.create_dataset(name, data=numbers.astype(kind), **storage)
 
 
-def measured(path: Path, rows: int, rounds: int) -> dict[str, Any]:
-    """Seconds of CPU time a row of both ways, round by round in turn, and how many times faster ours is."""
-    dataset = load_bert(path, "train", vocab_size=30_522, max_positions=LENGTH, type_vocab_size=2)
+def read_records(path: Path, folder: Path) -> BertRecords:
+    """The rows of a file as records."""
+    vocab = path.parent / "vocab.txt"
+    words = [*SPECIAL_TOKENS, *(f"word{number}" for number in range(VOCAB - len(SPECIAL_TOKENS)))]
+    vocab.write_text("".join(f"{word}\n" for word in words))
+    convert(Options(path, vocab), folder, say=lambda _: None, track=lambda *_: lambda _: None)
+    return load_records(read_index(folder), "train", words, seed=0, masking=Masking())
+
+
+def measured(dataset: BertDataset | BertRecords, path: Path, rows: int, rounds: int) -> dict[str, Any]:
+    """Seconds of CPU time a row, of `dataset` and of `path` as in 2020, round by round in turn, and their ratio."""
     generator = np.random.default_rng(0)
     ways: dict[str, Callable[[list[int]], object]] = {
         "here": dataset.__getitems__,

@@ -26,14 +26,15 @@ from typing import Any
 import numpy as np
 import tokenizers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from hetseq import ConfigError, DataError, HetSeqError, __version__
+from tasks.record_index import FORMAT
 
 from . import bert_hdf5, bert_pairs, plain_text, wordpiece
 from .bert_pairs import Documents, Integers, Pairs, Recipe
-from .corpus_folder import FACTS, FORMAT, MODEL, VOCABULARY, staged
+from .corpus_folder import FACTS, MODEL, VOCABULARY, staged
 from .plain_text import Document, Source
+from .progress import Track, bar, bars
 from .python_text import python_documents
 from .wordpiece import Encoder, Vocabulary
 
@@ -42,9 +43,6 @@ _NAME = "corpus"
 _SPLITS = ("train", "test")
 _SENTENCES_AT_ONCE = 4096
 _ROWS_AT_ONCE = 4096
-
-Advance = Callable[[int], None]  # so many more
-Track = Callable[[str, int], Advance]  # a piece of work, and how much it is
 
 
 @dataclass(frozen=True)
@@ -110,13 +108,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f" {arguments.vocab_file} is there already; give one of the two"
             )
         options = _options(arguments)
-        with _progress(console) as progress:
+        with bars(console) as progress:
             facts = make_corpus(
                 options,
                 folder,
                 overwrite=arguments.overwrite,
                 say=lambda line: console.print(plain_text.printable(line), markup=False),
-                track=lambda work, total: _bar(progress, work, total),
+                track=lambda work, total: bar(progress, work, total),
             )
     except HetSeqError as error:
         errors.print(plain_text.printable(f"error: {error}"), markup=False)
@@ -401,17 +399,6 @@ def _many(count: int, thing: str) -> str:
 
 
 # The command line
-
-
-def _progress(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # only where somebody watches: in a log the lines are enough
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
-def _bar(progress: Progress, work: str, total: int) -> Advance:
-    bar = progress.add_task(work, total=total)
-    return lambda count: progress.advance(bar, count)
 
 
 def _path(text: str) -> Path:

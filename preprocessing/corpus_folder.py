@@ -14,17 +14,17 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from hetseq import DataError
+from tasks.record_index import FORMAT, INDEX, SUFFIX
 
 from .folders import flush, locked
 
 #: the files that every corpus has, besides its data
-FACTS, VOCABULARY, MODEL = "corpus.json", "vocab.txt", "bert_config.json"
+FACTS, VOCABULARY, MODEL = INDEX, "vocab.txt", "bert_config.json"
 
-#: what a corpus is called in its facts
-FORMAT = "hetseq BERT corpus"
-
+_DATA = (".hdf5", ".h5", SUFFIX)
 _STAGE = ".unfinished-corpus"
 
 
@@ -63,12 +63,12 @@ def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
 
 def _previous(folder: Path, *, overwrite: bool) -> list[Path]:
     """The files of the corpus that is in `folder`; DataError if it may not be replaced."""
-    data = sorted(path for path in folder.iterdir() if path.suffix in (".hdf5", ".h5"))
+    data = sorted(path for path in folder.iterdir() if path.suffix in _DATA)
     others = [folder / name for name in (VOCABULARY, MODEL, FACTS) if os.path.lexists(folder / name)]
     listed, hashes = _listed(folder / FACTS)
     if foreign := [path.name for path in data if path.name not in listed]:
         raise DataError(
-            f"{folder} has HDF5 files that are not of the corpus in its {FACTS} ({', '.join(foreign[:3])}), which"
+            f"{folder} has data files that are not of the corpus in its {FACTS} ({', '.join(foreign[:3])}), which"
             " would be trained on with the new ones; remove them or give another folder"
         )
     # somebody may have put them there, or worked on them since
@@ -91,10 +91,16 @@ def _listed(facts: Path) -> tuple[set[str], dict[str, str]]:
         stated = json.loads(content)
         if stated["format"]["name"] == FORMAT:
             hashes[FACTS] = _sha256(content)
-            files = set(stated["files"])
+            files = set(stated["files"] if "files" in stated else _names_of(stated["splits"]))
             hashes[VOCABULARY] = stated["vocabulary"]["sha256"]
             hashes[MODEL] = stated["configuration"]["sha256"]
     return files, hashes
+
+
+def _names_of(splits: dict[str, Any]) -> Iterator[str]:
+    """The files of records, which belong to splits."""
+    for split in splits.values():
+        yield from (file["name"] for file in split["files"])
 
 
 def _sha256(content: bytes) -> str:

@@ -1,8 +1,8 @@
 """BERT pre-training: masked words and next sentences, two loss terms with a count each.
 
 Responsible for which files a run needs, for the two sums and for the two accuracies. What is in the files is the affair
-of `tasks/bert_data.py`, the network that of `tasks/bert_model.py`; how text becomes such files, that of
-`preprocessing/bert_corpus.py`.
+of `tasks/bert_data.py` and `tasks/bert_records.py`, the network that of `tasks/bert_model.py`; how text becomes such
+files, that of `preprocessing/bert_corpus.py`.
 
 The one idea: masked words are many and unequally spread, sentences are few. So the mean loss of masked words is their
 sum over *all* masked words of a step, wherever they were computed, and a worker's own mean never appears.
@@ -13,20 +13,25 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetseq import DataError, Task, register_task
-from tasks.bert_data import Batch, BertDataset, folder_of, load_bert
+from tasks.bert_data import Batch, BertDataset, folder_of, hdf5_names, load_bert
+from tasks.bert_masking import Masking
 from tasks.bert_model import BertConfig, BertForPreTraining
+from tasks.bert_records import BertRecords, find_records, load_records
 from tasks.bert_vocab import check_vocab, read_vocab
 from tasks.pretrained import write_pretrained
+from tasks.record_index import Index
 
 logger = logging.getLogger(__name__)
 
 _CONFIG_NAME, _VOCAB_NAME = "bert_config.json", "vocab.txt"
+_VALIDATION_SEED = 0
 _MAKE_DATA = (
     "`python -m preprocessing.bert_corpus --output DIR` makes such a folder, from your text with --input, else from the"
     " text that comes with Python"
@@ -35,20 +40,31 @@ _MAKE_DATA = (
 
 @register_task("bert")
 class BertTask(Task):
-    """`--task bert`: HDF5 files in `--data`, the network in `--config-file`.
+    """`--task bert`: records or HDF5 files in `--data`, the network in `--config-file`.
 
     Where `--config-file` or `--dict` is left out, `bert_config.json` and `vocab.txt` in the folder of the data are
     taken. `--dropout P` stands for both rates of the configuration.
     """
 
-    def load_dataset(self, split: str) -> BertDataset:
-        """The rows of the files whose names contain `split`. Raises DataError and MissingSplitError."""
-        config = self._bert_config()
-        dataset = load_bert(
-            self._data(), split, vocab_size=config.vocab_size, max_positions=config.max_position_embeddings,
-            type_vocab_size=config.type_vocab_size, num_file=self.config.data.num_file,
-        )  # fmt: skip
-        self._check_other_splits(dataset.files, split)
+    #: what is masked of a row of records; a subclass may have `masking = Masking(whole_words=True)`
+    masking: ClassVar[Masking] = Masking()
+
+    def load_dataset(self, split: str) -> BertDataset | BertRecords:
+        """The rows of a split: that the index names, or of the HDF5 files whose names contain it.
+
+        Raises DataError and MissingSplitError.
+        """
+        data, config = self._data(), self._bert_config()
+        index = find_records(data, hdf5_names(data))
+        dataset: BertDataset | BertRecords
+        if index is None:
+            dataset = load_bert(
+                data, split, vocab_size=config.vocab_size, max_positions=config.max_position_embeddings,
+                type_vocab_size=config.type_vocab_size, num_file=self.config.data.num_file,
+            )  # fmt: skip
+            self._check_other_splits(dataset.files, split)
+        else:
+            dataset = self._records(index, split, config)
         # for the nodes of a run to compare; what options name is compared by itself
         own = [self._config_file() if self.config.task.config_file is None else None]
         own += [self._vocab_file() if self.config.task.vocab_file is None else None]
@@ -95,6 +111,25 @@ class BertTask(Task):
             "hidden_accuracy": _hits(hidden, hidden_labels),
         }
 
+    def _records(self, index: Index, split: str, config: BertConfig) -> BertRecords:
+        vocab = self._vocab_file()
+        if vocab is None:
+            raise DataError(
+                f"{index.path.parent} has no {_VOCAB_NAME}, without which the words of records cannot be masked: give"
+                " --dict FILE"
+            )
+        if config.type_vocab_size < 2:
+            raise DataError(
+                f"{self._config_file()} has type_vocab_size {config.type_vocab_size}, and rows of records have two"
+                " segments: give a --config-file with 2 or more"
+            )
+        # what is validated with is masked in the same way in every run, whatever its seed, so that runs compare
+        seed = self.config.task.seed if split == self.config.data.train_subset else _VALIDATION_SEED
+        return load_records(
+            index, split, read_vocab(vocab), max_positions=config.max_position_embeddings, seed=seed,
+            masking=self.masking, num_file=self.config.data.num_file,
+        )  # fmt: skip
+
     def _bert_config(self) -> BertConfig:
         path = self._config_file()
         config = BertConfig.from_json_file(path)
@@ -118,7 +153,7 @@ class BertTask(Task):
 
     def _data(self) -> Path:
         if self.config.data.data is None:
-            raise DataError(f"the task bert needs --data, a folder of HDF5 files: {_MAKE_DATA}")
+            raise DataError(f"the task bert needs --data, a folder of records or of HDF5 files: {_MAKE_DATA}")
         return Path(self.config.data.data).expanduser()
 
     def _config_file(self) -> Path:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
 import logging
 import operator
-import os
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -37,13 +37,13 @@ from tasks.bert_hdf5 import (
     PREDICTIONS,
     TOKENS,
     Column,
-    Indices,
     Numbers,
     Reader,
     Table,
     open_table,
     shown,
 )
+from tasks.mapped import Indices, PerProcess, by_file, positive
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +81,10 @@ class BertDataset(Dataset[Row]):
     ) -> None:
         self.files = list(files)
         self.length = tables[0].columns["input_ids"].width
-        self._tables, self._limits, self._cache_bytes = list(tables), limits, cache_bytes
+        self._tables, self._limits = list(tables), limits
         self._ends = list(itertools.accumulate(table.rows for table in tables))
         self._shapes = {name: _common([table.columns[name] for table in tables]) for name in NAMES}
-        self._forget()
+        self._open = PerProcess(functools.partial(Reader, self._tables, cache_bytes))
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -131,54 +131,33 @@ class BertDataset(Dataset[Row]):
             last = np.arange(max(len(first), table.rows - _CHECKED_ROWS), table.rows)
             self._rows(np.concatenate([first, last]) + self._start(at))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_open"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._open: Reader | None = None
+    def place_of(self, index: int) -> str:
+        """Where a sample comes from, for messages: its file and its row there."""
+        at = bisect.bisect_right(self._ends, index)
+        return f"{self._tables[at].path}, row {index - self._start(at)}"
 
     @property
     def _reader(self) -> Reader:
-        # after a fork the parent's is dropped: two processes must not share what h5py has open
-        if self._open is None or self._open.pid != os.getpid():
-            self._open = None
-            self._open = Reader(self._tables, self._cache_bytes)
-        return self._open
+        return self._open.get()
 
     def _start(self, at: int) -> int:
         return self._ends[at] - self._tables[at].rows
 
     def _rows(self, indices: Sequence[int] | Indices) -> Row:
         """Samples (n, ...) by data set, checked."""
-        wanted = np.asarray(indices, np.int64)  # (n,)
-        if wanted.size and not -len(self) <= wanted.min() <= wanted.max() < len(self):
-            raise IndexError(f"samples {wanted.min()} to {wanted.max()} of {len(self)}")
-        wanted = wanted % len(self)
+        wanted = positive(indices, len(self))
         rows = self._gather(wanted)
         self._check(rows, wanted)
         return rows
 
     def _gather(self, wanted: Indices) -> Row:
         reader = self._reader
-        order = np.argsort(wanted, kind="stable")
-        ascending = wanted[order]
-        files = np.searchsorted(self._ends, ascending, side="right")  # (n,)
-        cuts = [0, *(np.flatnonzero(np.diff(files)) + 1).tolist(), len(files)]
         # a shorter list of masked tokens than in other files ends with a 0
         found = {name: np.zeros((len(wanted), width), dtype) for name, (width, dtype) in self._shapes.items()}
-        for start, stop in itertools.pairwise(cuts) if len(files) else []:
-            at = int(files[start])
-            rows = ascending[start:stop] - self._start(at)
+        for at, places, rows in by_file(self._ends, wanted):
             for name, numbers in found.items():
                 piece = reader.take(at, name, rows)
-                numbers[start:stop, : piece.shape[1]] = piece
-        back = np.empty_like(order)
-        back[order] = np.arange(len(order))
-        found = {name: numbers[back] for name, numbers in found.items()}
+                numbers[places, : piece.shape[1]] = piece
         found[LABEL] = found[LABEL][:, 0]
         return found
 
@@ -217,9 +196,7 @@ class BertDataset(Dataset[Row]):
             self._refuse(indices, np.argmax(is_empty), found, "at least one; leave such rows out of the file")
 
     def _refuse(self, indices: Indices, row: Any, found: str, expected: str) -> NoReturn:
-        index = int(indices[row])
-        at = bisect.bisect_right(self._ends, index)
-        raise DataError(f"{self._tables[at].path}, row {index - self._start(at)}: {found}, expected {expected}")
+        raise DataError(f"{self.place_of(int(indices[row]))}: {found}, expected {expected}")
 
 
 def load_bert(
@@ -265,6 +242,14 @@ def folder_of(data: Path) -> Path:
     """The folder of `--data`, which may name one file in it. Raises DataError where nothing can be read there."""
     with _reading(data):
         return data if stat.S_ISDIR(data.stat().st_mode) else data.parent
+
+
+def hdf5_names(data: Path) -> list[str]:
+    """The names of the HDF5 files in the folder `data`, in order; none where it is no folder. Raises DataError."""
+    with _reading(data):
+        if not stat.S_ISDIR(data.stat().st_mode):
+            return []
+        return sorted(path.name for path in data.iterdir() if _is_hdf5_name(path.name) and path.is_file())
 
 
 def _find(data: Path, split: str) -> list[Path]:

@@ -24,12 +24,9 @@ files; `h5repack -f NONE -l CONTI` makes such a file plain.
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import logging
 import mmap
-import os
-import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -41,12 +38,11 @@ import numpy as np
 import numpy.typing as npt
 
 from hetseq import DataError
+from tasks.mapped import Indices, Maps, NotMapped, Views, check_size, most_open, refusal
 
 logger = logging.getLogger(__name__)
 
 Numbers = npt.NDArray[Any]  # of a stored integer type
-Indices = npt.NDArray[np.int64]
-Views = dict[str, npt.NDArray[np.uint8]]  # by data set: its bytes as they lie in its file, (rows, bytes a row)
 
 TOKENS = ("input_ids", "input_mask", "segment_ids")  # (N, L)
 PREDICTIONS = ("masked_lm_positions", "masked_lm_ids")  # (N, P)
@@ -59,10 +55,7 @@ CACHE_BYTES = 128 << 20
 MAKE = "`python -m preprocessing.bert_corpus --help` says how to make such files from text"
 _BLOCK_BYTES = 16 << 20  # of rows unpacked together: a chunk may hold a column of all rows
 _BLOCK_ROWS = 128  # read together where the file does not say how many belong together
-# most open at once in a process: a map keeps a descriptor of its file. A process may have two splits open
-_OPEN_MAPS = 1024  # a sample of 1,472 shards at the usual limit, so 128 maps: 74 us
-_OPEN_FILES = 32  # of h5py
-_SHARE = 8  # of the files that a process may open, at most one in so many is a map, and one a file of h5py
+_OPEN_FILES = 32  # most of h5py at once in a process
 
 
 @dataclass(frozen=True)
@@ -218,18 +211,8 @@ def _reading(path: Path, what: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno == errno.EMFILE:
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            told = (
-                f"cannot be opened: {os.strerror(error.errno)}; expected one to be left of the {limit} that this"
-                " process may have open at once: raise that with `ulimit -n`"
-            )
-        elif error.errno == errno.ENFILE:
-            told = f"cannot be opened: {os.strerror(error.errno)}; expected a machine with fewer processes on it"
-        elif error.errno is not None and error.strerror:
-            told = f"cannot be read: {error.strerror}; expected a file you may read and that nobody is writing"
-        else:  # of HDF5
-            told = f"is incomplete or damaged ({error}): copy or make it again"
+        # without a number: of HDF5
+        told = refusal(error) or f"is incomplete or damaged ({error}): copy or make it again"
         raise DataError(f"{path}{what} {told}") from error
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         # measured: what h5py makes of files with a few changed bytes
@@ -240,12 +223,11 @@ class Reader:
     """What one process has open of some files: maps, files of h5py, and blocks of unpacked rows, the latest last."""
 
     def __init__(self, tables: Sequence[Table], cache_bytes: int) -> None:
-        self.pid = os.getpid()
         self._tables, self._cache_bytes = tables, cache_bytes
-        self._maps: OrderedDict[int, Views] = OrderedDict()  # a map is closed when its last view is gone
+        self._maps = Maps([(table.path, table.size) for table in tables], self._plain)
         self._without_map: set[int] = set()  # files that this process could not map
         self._files: OrderedDict[int, Any] = OrderedDict()
-        self._most_maps, self._most_files = _most_open(_OPEN_MAPS), _most_open(_OPEN_FILES)
+        self._most_files = most_open(_OPEN_FILES)
         self._blocks: OrderedDict[tuple[int, str, int], Numbers] = OrderedDict()
         self._block_bytes = 0
         self._lock = threading.Lock()  # a step loader's thread and others may ask for rows
@@ -253,8 +235,7 @@ class Reader:
     def take(self, at: int, name: str, rows: Indices) -> Numbers:
         """Rows (n,), ascending, of a data set of file `at`: (n, width), an array of the caller's own."""
         column = self._tables[at].columns[name]
-        with self._lock:
-            view = None if column.offset is None else self._views(at).get(name)
+        view = None if column.offset is None else self._views(at).get(name)
         if view is not None:
             # as bytes: NumPy would first copy the whole data set where numbers are not aligned
             return view.take(rows, axis=0).view(column.dtype)
@@ -269,24 +250,23 @@ class Reader:
 
     def _views(self, at: int) -> Views:
         """The plain data sets of a file as bytes; none where it cannot be mapped."""
-        if at in self._maps:
-            self._maps.move_to_end(at)
-            return self._maps[at]
         if at in self._without_map:
             return {}
-        while len(self._maps) >= self._most_maps:
-            self._maps.popitem(last=False)
-        table = self._tables[at]
-        mapped = _map(table)
-        if mapped is None:
+        try:
+            return self._maps.views(at)
+        except NotMapped as error:
+            logger.info("%s cannot be mapped (%s) and is read by h5py, which is slower", error.path, error.why)
             self._without_map.add(at)
             return {}
-        self._maps[at] = {
+
+    def _plain(self, at: int, mapped: mmap.mmap) -> Views:
+        """The bytes of each plain data set as they lie in the file, (rows, bytes a row)."""
+        table = self._tables[at]
+        return {
             name: np.ndarray((table.rows, column.row_bytes), np.uint8, mapped, column.offset)
             for name, column in table.columns.items()
             if column.offset is not None
         }
-        return self._maps[at]
 
     def _block(self, at: int, name: str, block: int) -> Numbers:
         """A block of unpacked rows (at most block_rows, width)."""
@@ -317,35 +297,6 @@ class Reader:
             while len(self._files) >= self._most_files:
                 _, oldest = self._files.popitem(last=False)
                 oldest.close()
-            _check_size(self._tables[at])
+            check_size(self._tables[at].path, self._tables[at].size)
             self._files[at] = _open_hdf5(self._tables[at].path)
         return self._files[at]
-
-
-def _most_open(most: int) -> int:
-    """How many of a kind this process has open at once: `most`, or its share of what it may open."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return most if limit == resource.RLIM_INFINITY else max(1, min(most, limit // _SHARE))
-
-
-def _map(table: Table) -> mmap.mmap | None:
-    """A file in memory; None where this process may not have so much of it."""
-    with _reading(table.path), table.path.open("rb") as file:
-        _check_size(table)  # who reads a map past the end of its file is killed
-        try:
-            # private, because some file systems in user space refuse to share
-            return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                raise
-            logger.info("%s cannot be mapped (%s) and is read by h5py, which is slower", table.path, error.strerror)
-            return None
-
-
-def _check_size(table: Table) -> None:
-    """Raise DataError for a file that is another one than at the start, when this process opens it later."""
-    size = table.path.stat().st_size
-    if size != table.size:
-        raise DataError(
-            f"{table.path} has {size:,} bytes now and had {table.size:,} at the start: start again when it is whole"
-        )

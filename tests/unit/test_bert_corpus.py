@@ -433,7 +433,7 @@ def test_data_of_somebody_else_is_never_overwritten(
     (folder / "wiki_train.h5").write_bytes(b"x")
     before = contents(folder)
     assert run(folder, *arguments) == 2
-    assert "HDF5 files that are not of the corpus" in capsys.readouterr().err
+    assert "data files that are not of the corpus" in capsys.readouterr().err
     assert contents(folder) == before
 
 

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 from hetseq import DataError, MissingSplitError
 from hetseq.task import collater_of, lengths_of
-from tasks import bert_data, bert_hdf5
+from tasks import bert_data, bert_hdf5, mapped
 from tasks.bert_data import BertDataset, load_bert
 from tasks.bert_hdf5 import NAMES
 from tasks.bert_vocab import check_vocab, read_vocab
@@ -334,7 +334,7 @@ def test_asking_for_lengths_reads_nothing(tmp_path: Path) -> None:
     write_hdf5(tmp_path / "x_train.hdf5")
     dataset = pickle.loads(pickle.dumps(load(tmp_path)))
     assert dataset.num_tokens(3) == LENGTH
-    assert dataset._open is None
+    assert dataset._open.held is None
 
 
 # Which files
@@ -894,7 +894,7 @@ def test_no_more_files_are_open_than_a_process_may_open(tmp_path: Path, monkeypa
 
 
 def test_no_more_files_are_mapped_than_a_process_may_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bert_hdf5, "_OPEN_MAPS", 2)
+    monkeypatch.setattr(mapped, "_OPEN_MAPS", 2)
     files = [write_hdf5(tmp_path / f"{n}_train.hdf5", rows=3, seed=n) for n in range(5)]
     whole = load(tmp_path)
     before = len(os.listdir("/proc/self/fd"))
@@ -906,7 +906,7 @@ def test_no_more_files_are_mapped_than_a_process_may_open(tmp_path: Path, monkey
 
 
 def test_the_map_that_was_read_longest_ago_is_dropped_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bert_hdf5, "_OPEN_MAPS", 2)
+    monkeypatch.setattr(mapped, "_OPEN_MAPS", 2)
     for number in range(4):
         write_hdf5(tmp_path / f"{number}_train.hdf5", rows=3, seed=number)
     whole = load(tmp_path)
@@ -962,7 +962,7 @@ def test_an_eighth_of_the_files_a_process_may_open_is_kept_for_maps(
     limit: int, allowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))
-    assert bert_hdf5._most_open(1024) == allowed
+    assert mapped.most_open(1024) == allowed
 
 
 TOO_MANY = r"cannot be opened: Too many open files; expected one to be left of the \d+ .*: raise that with `ulimit -n`"
@@ -1012,7 +1012,7 @@ def test_a_pickled_data_set_is_small_and_the_same(tmp_path: Path, storage: dict[
     pickled = pickle.dumps(dataset)
     assert len(pickled) == unread < 4000
     copy = pickle.loads(pickled)
-    assert copy._open is None
+    assert copy._open.held is None
     assert_is(copy, files)
     assert_is(dataset, files)
 
@@ -1024,7 +1024,7 @@ def test_a_forked_child_reads_the_same_from_files_of_its_own(
     files = [write_hdf5(tmp_path / f"{n}_train.hdf5", rows=20, seed=n, storage=storage) for n in range(3)]
     dataset = load(tmp_path)
     dataset.__getitems__(range(60))
-    before = dataset._open
+    before = dataset._open.held
     opened: list[str] = []
     file = h5py.File
     monkeypatch.setattr(h5py, "File", lambda path, *a, **k: (opened.append(path.name), file(path, *a, **k))[1])
@@ -1032,7 +1032,7 @@ def test_a_forked_child_reads_the_same_from_files_of_its_own(
 
     def child(line: Any) -> None:
         batch = as_lists(dataset.__getitems__(indices))
-        line.send((batch, opened, dataset._open is before))
+        line.send((batch, opened, dataset._open.held is before))
 
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -1046,7 +1046,7 @@ def test_a_forked_child_reads_the_same_from_files_of_its_own(
     assert not is_the_same
     assert opened_there == ([f"{n}_train.hdf5" for n in range(3)] if storage else [])
     assert not opened
-    assert dataset._open is before
+    assert dataset._open.held is before
     assert_is(dataset, files)
 
 

@@ -1,0 +1,244 @@
+"""BERT pre-training data from records: rows that hold their words as they stand in the text, masked when they are read.
+
+Responsible for the columns of BERT's rows, for refusing numbers that cannot be meant, and for batches; how rows are
+found is the affair of `records`, which words are masked that of `bert_masking`.
+
+The one idea: a sample is a pure function of (seed, epoch, number). So the masks change from epoch to epoch and are the
+same on any cluster; whoever never calls `set_epoch`, as validation does, sees the same masks each time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hetseq import DataError, MissingSplitError
+from tasks.bert_masking import MOST_POSITIONS, Masking, Words, numbers_of
+from tasks.mapped import Indices, positive
+from tasks.record_index import AGAIN, INDEX, SUFFIX, VERSION, Column, Index, read_index, version_of, vocab_digest
+from tasks.records import Records, open_shard
+
+Batch = dict[str, Tensor]
+
+IDS, FIRST_LENGTHS, LABEL = "ids", "first_lengths", "next_sentence_labels"
+#: the remedy where there are no such folders
+MAKE = "`python -m preprocessing.convert_hdf5 --help` says how to make such a folder"
+
+_CHECKED_ROWS = 1024  # at both ends of each file, before the first step
+_MULTIPLE = 8  # of the length of a batch, for the tensor cores of GPUs
+_WIDE = 65_536  # the first number of tokens that need four bytes a token
+_OTHER_VOCABULARY = "give the --dict that the records were made with, or make them again with this one"
+
+
+def columns_of(vocab_tokens: int) -> dict[str, Column]:
+    """The columns of BERT's rows: the words of both segments with [CLS] and [SEP], and what is not seen in them."""
+    return {
+        IDS: Column("U16" if vocab_tokens < _WIDE else "U32", is_ragged=True),
+        FIRST_LENGTHS: Column("U16"),  # tokens of the first segment, with [CLS] and its [SEP]
+        LABEL: Column("U8"),  # 0 = the second segment follows the first one in the text, 1 = it does not
+    }
+
+
+class BertRecords(Dataset[Batch]):
+    """The samples of a split; `load_records` makes it.
+
+    `files` are the paths, for the nodes of a run to compare; `length` is L: that of the longest row of the split,
+    rounded up to a multiple of 8 if the model has so many positions. Every batch is padded to it, although most rows
+    are shorter: the memory of a micro-batch of n samples is then known after the first one, and no later batch with a
+    longer row runs out of it. Rows are checked as they are read, and DataError names file and row of what is wrong.
+    """
+
+    def __init__(
+        self, records: Records, files: Sequence[Path], words: Words, masking: Masking, *, length: int,
+        vocab_tokens: int, pad: int, seed: int,
+    ) -> None:  # fmt: skip
+        self.files, self.length = list(files), length
+        self._records, self._words, self._masking = records, words, masking
+        self._vocab_tokens, self._pad, self._seed = vocab_tokens, pad, seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """From now on the masks are those of this epoch, 0 or more."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Batch:
+        """One sample, by the names of a batch and without its first dimension; its positions count from 0."""
+        batch = self.__getitems__([operator.index(index)])
+        return {name: numbers if name.startswith("masked") else numbers[0] for name, numbers in batch.items()}
+
+    def __getitems__(self, indices: Sequence[int] | Indices) -> Batch:
+        """Many at once, as the finished batch, in the order of `indices`; an index may come twice."""
+        wanted = positive(indices, len(self))
+        ids, lengths, first, labels = self._read(wanted)
+        column = np.arange(self.length)
+        numbers = numbers_of(self._seed, self._epoch, wanted, self.length)  # (n, L)
+        masked = self._words.choose(ids, numbers, self._masking)  # (m,)
+        shown = ids.astype(np.int64)
+        originals = shown.ravel()[masked]
+        shown.ravel()[masked] = self._words.instead(originals, numbers.ravel()[masked])
+        is_real = column < lengths[:, None]
+        return {
+            "input_ids": torch.from_numpy(shown),
+            "token_type_ids": torch.from_numpy((is_real & (column >= first[:, None])).astype(np.int64)),
+            "attention_mask": torch.from_numpy(is_real),
+            "masked_positions": torch.from_numpy(masked),
+            "masked_ids": torch.from_numpy(originals),
+            "next_sentence_labels": torch.from_numpy(labels.astype(np.int64)),
+        }
+
+    def collater(self, samples: Batch | list[Batch]) -> Batch:
+        """A batch from what either of the two above returns; names, shapes and types are `BertDataset.collater`'s."""
+        if isinstance(samples, dict):
+            return samples
+        if not samples:
+            return self.__getitems__([])
+        batch = {}
+        for name in samples[0]:
+            columns = [sample[name] for sample in samples]
+            if name == "masked_positions":
+                columns = [column + at * self.length for at, column in enumerate(columns)]
+            batch[name] = torch.cat(columns) if name.startswith("masked") else torch.stack(columns)
+        return batch
+
+    def num_tokens(self, index: int) -> int:
+        """What a sample costs in tokens: L for every one, however few of them are real.
+
+        A batch is (n, L) and the network computes its padding too, so only this caps memory and time; as with HDF5.
+        """
+        return self.length
+
+    def rows(self, indices: Sequence[int] | Indices) -> tuple[npt.NDArray[np.int64], ...]:
+        """What is stored: words (n, L) without masks, lengths, tokens of the first segments, and labels, (n,) each."""
+        ids, lengths, first, labels = self._read(positive(indices, len(self)))
+        return ids.astype(np.int64), lengths, first, labels.astype(np.int64)
+
+    def check_ends(self, ends: Sequence[int]) -> None:
+        """Read and check the first and the last rows of every file, which are up to `ends`. Raises DataError."""
+        for start, stop in zip([0, *ends], ends):
+            first = np.arange(start, min(start + _CHECKED_ROWS, stop))
+            last = np.arange(max(start + len(first), stop - _CHECKED_ROWS), stop)
+            self._read(np.concatenate([first, last]))
+
+    def _read(self, wanted: Indices) -> tuple[npt.NDArray[np.integer], Indices, Indices, npt.NDArray[np.integer]]:
+        found = self._records.find(wanted)
+        ids, lengths = self._records.padded(IDS, found, self.length, self._pad)
+        first = self._records.fixed(FIRST_LENGTHS, found).astype(np.int64)
+        labels = self._records.fixed(LABEL, found)
+        if ids.size and ids.max() >= self._vocab_tokens:
+            at = int(np.argmax((ids >= self._vocab_tokens).any(axis=1)))
+            expected = f"0 to {self._vocab_tokens - 1}, as {INDEX} states; the file is damaged: {AGAIN}"
+            self._refuse(wanted[at], f"{IDS} holds {ids[at].max()}", expected)
+        for is_wrong, name, numbers, meant in (
+            (lengths < 1, "its length", lengths, "at least one token"),
+            ((first < 1) | (first > lengths), FIRST_LENGTHS, first, "1 to the length of the row"),
+            (labels > 1, LABEL, labels, "0 is next, 1 is not"),
+        ):
+            if is_wrong.any():
+                at = int(np.argmax(is_wrong))
+                self._refuse(wanted[at], f"{name} is {numbers[at]}", f"{meant}; the file is damaged: {AGAIN}")
+        return ids, lengths, first, labels
+
+    def _refuse(self, index: np.int64, found: str, expected: str) -> NoReturn:
+        raise DataError(f"{self._records.place_of(int(index))}: {found}, expected {expected}")
+
+
+def find_records(data: Path, hdf5_files: Sequence[str]) -> Index | None:
+    """The index of `data` where that is a folder of records, None where it is none; `hdf5_files` are beside it.
+
+    Raises DataError for a folder that is of both kinds, of an unknown version, or of records without their index.
+    """
+    if data.is_file():
+        if data.name == INDEX or data.suffix == SUFFIX:
+            raise DataError(f"--data {data} is one file of a folder of records: give the folder, {data.parent}")
+        return None
+    version = version_of(data) if data.is_dir() else None
+    if version is None or version == 1:
+        stray = [] if hdf5_files or not data.is_dir() else sorted(path.name for path in data.glob(f"*{SUFFIX}"))
+        if stray:
+            raise DataError(
+                f"--data {data} has {stray[0]} and no {INDEX} of records: expected the index, which is written last;"
+                f" {AGAIN}; {MAKE}"
+            )
+        return None
+    if version == VERSION and hdf5_files:
+        raise DataError(
+            f"--data {data} holds records ({INDEX} lists them) and HDF5 files ({', '.join(hdf5_files[:3])}): expected"
+            " one of the two; move the other to a folder of its own"
+        )
+    return read_index(data)
+
+
+def load_records(
+    index: Index,
+    split: str,
+    vocab: Sequence[str],
+    *,
+    max_positions: int | None = None,
+    seed: int,
+    masking: Masking,
+    num_file: int = 0,
+) -> BertRecords:
+    """The samples of a split; `vocab` are the tokens of the vocabulary file, `num_file` takes the first files only.
+
+    Raises MissingSplitError where the index has no such split, DataError for what is wrong with it or with its files.
+    """
+    if split not in index.splits:
+        raise MissingSplitError(
+            f"{index.path} has no split {split!r}: expected one of {', '.join(index.splits) or 'those that it lists'};"
+            " give --train-subset and --valid-subset"
+        )
+    _check_vocab(index, vocab)
+    expected = columns_of(index.vocab_tokens)
+    if index.columns != expected:
+        raise DataError(
+            f"{index.path} has the columns {_named(index.columns)}, expected those of BERT's rows,"
+            f" {_named(expected)}; {MAKE}"
+        )
+    chosen = index.splits[split]
+    longest, files = chosen.longest[IDS], chosen.files[:num_file] if num_file > 0 else chosen.files
+    most = MOST_POSITIONS if max_positions is None else min(max_positions, MOST_POSITIONS)
+    if longest > most:
+        raise DataError(
+            f"{index.path} has rows of up to {longest} tokens in {split}, more than the {most} positions of the model:"
+            f" give a --config-file with max_position_embeddings of {longest} or more, or shorter rows"
+        )
+    shards = [shard for shard in (open_shard(file, index.columns) for file in files) if shard.rows]
+    if not shards:
+        raise DataError(
+            f"no rows in the {len(files)} files of the split {split!r} of {index.path}: expected one; {MAKE}"
+        )
+    dataset = BertRecords(
+        Records(shards, chosen.longest), [index.path, *(file.path for file in files)], Words(vocab), masking,
+        length=min(-(-longest // _MULTIPLE) * _MULTIPLE, most),
+        vocab_tokens=index.vocab_tokens, pad=vocab.index("[PAD]"), seed=seed,
+    )  # fmt: skip
+    dataset.check_ends(np.cumsum([shard.rows for shard in shards]).tolist())
+    return dataset
+
+
+def _check_vocab(index: Index, vocab: Sequence[str]) -> None:
+    if len(vocab) != index.vocab_tokens:
+        raise DataError(
+            f"{index.path} was made with a vocabulary of {index.vocab_tokens:,} tokens, and the one given has"
+            f" {len(vocab):,}: expected the same; {_OTHER_VOCABULARY}"
+        )
+    if (found := vocab_digest(vocab)) != index.vocab_sha256:
+        raise DataError(
+            f"{index.path} was made with another vocabulary (sha256 {index.vocab_sha256[:16]}...) than the one given"
+            f" ({found[:16]}...): expected the same tokens in the same order; {_OTHER_VOCABULARY}"
+        )
+
+
+def _named(columns: dict[str, Column]) -> str:
+    return ", ".join(f"{name} ({column.dtype}{', ragged' * column.is_ragged})" for name, column in columns.items())

@@ -1,0 +1,234 @@
+"""The index of a folder of records, `corpus.json`: which files a split has, what is in them, and their sums.
+
+Responsible for reading and checking the index, and for comparing whole files with it. Where rows lie in a file is the
+affair of `records`, how a folder is made that of `preprocessing/records.py`; docs/design/records.md specifies both.
+
+The one idea: a folder is what its index lists. The index is written last, so a folder without one is incomplete, and
+no file is found by its name or taken because it is there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetseq import DataError
+from tasks.mapped import refusal
+
+#: the name of the index, what it says it is, and the version of the format; version 1 is a folder of HDF5 files
+INDEX, FORMAT, VERSION = "corpus.json", "hetseq BERT corpus", 2
+#: how the names of files of records end
+SUFFIX = ".safetensors"
+#: what follows the name of a ragged column in that of its offsets
+OFFSETS = ".offsets"
+#: what a column may hold, by its name in safetensors; as NumPy calls it
+TYPES = {"U8": "<u1", "I8": "<i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8"}
+#: what the offsets of a ragged column may be
+OFFSET_TYPES = ("I64", "U64")
+AGAIN = "copy the folder again, or make it again"
+
+_LARGEST_INDEX = 64 << 20  # bytes
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Column:
+    """What each row has of one kind: numbers of a shape, or, where it is ragged, a list of any length."""
+
+    dtype: str  # one of TYPES
+    is_ragged: bool = False
+    shape: tuple[int, ...] = ()  # of a row; () is one number
+
+
+@dataclass(frozen=True)
+class File:
+    """A file as the index states it."""
+
+    path: Path
+    rows: int
+    size: int  # bytes
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Split:
+    """The rows of a split, in the order of its files."""
+
+    files: tuple[File, ...]
+    longest: dict[str, int]  # values of the longest row, by ragged column
+
+
+@dataclass(frozen=True)
+class Index:
+    """What `corpus.json` states."""
+
+    path: Path
+    columns: dict[str, Column]
+    vocab_tokens: int
+    vocab_sha256: str  # of `vocab_digest`
+    splits: dict[str, Split]
+
+
+def vocab_digest(vocab: Sequence[str]) -> str:
+    """The SHA-256 of a vocabulary: of its tokens, each with a line feed behind it, in UTF-8."""
+    return hashlib.sha256("".join(f"{token}\n" for token in vocab).encode()).hexdigest()
+
+
+def version_of(folder: Path) -> int | None:
+    """The version that the index of a folder states; None where there is no index, or a foreign file of its name.
+
+    Raises DataError for an index that cannot be read.
+    """
+    facts = _facts(folder / INDEX)
+    stated = facts.get("format") if isinstance(facts, dict) else None
+    if not isinstance(stated, dict) or stated.get("name") != FORMAT:
+        return None
+    version = stated.get("version")
+    return version if isinstance(version, int) else -1
+
+
+def read_index(folder: Path) -> Index:
+    """The index of a folder of records. Raises DataError unless it is of this version and can be meant."""
+    path = folder / INDEX
+    version = version_of(folder)
+    if version != VERSION:
+        found = "is no index of records" if version is None else f"is of version {version} of the format"
+        raise DataError(
+            f"{path} {found}: expected version {VERSION}, the only one that this HetSeq reads as records; update HetSeq"
+            " or make the folder again"
+        )
+    stated = _Stated(path, _facts(path))
+    columns = {name: _column(stated, name) for name in stated.mapping("columns")}
+    if not columns:
+        raise stated.wrong("columns", {}, "one column at least")
+    return Index(
+        path, columns, vocab_tokens=stated.count("vocabulary", "tokens"),
+        vocab_sha256=stated.digest("vocabulary", "sha256"),
+        splits={name: _split(stated, name, columns) for name in stated.mapping("splits")},
+    )  # fmt: skip
+
+
+def verify(files: Sequence[File], advance: Callable[[int], None]) -> dict[Path, str]:
+    """What is wrong with whole files, by path: "missing", their bytes or their sum. Empty: nothing is.
+
+    `advance` is told of bytes as they are read. Raises DataError for a file that cannot be read.
+    """
+    problems = {}
+    for file in files:
+        try:
+            found = _sha256(file.path, advance)
+        except FileNotFoundError:
+            problems[file.path] = "missing"
+            continue
+        except OSError as error:
+            raise DataError(f"{file.path} {refusal(error)}") from error
+        if found != (file.size, file.sha256):
+            problems[file.path] = (
+                f"{found[0]:,} bytes, expected {file.size:,}"
+                if found[0] != file.size
+                else f"sha256 {found[1]}, expected {file.sha256}"
+            )
+    return problems
+
+
+def _sha256(path: Path, advance: Callable[[int], None]) -> tuple[int, str]:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+            size += len(piece)
+            advance(len(piece))
+    return size, digest.hexdigest()
+
+
+def _facts(path: Path) -> Any:
+    """What the index holds as JSON; None where there is none, or something else of its name."""
+    try:
+        if path.stat().st_size > _LARGEST_INDEX:
+            return None
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return None
+    except OSError as error:
+        raise DataError(f"{path} {refusal(error)}") from error
+
+
+def _column(stated: _Stated, name: str) -> Column:
+    dtype = stated.text("columns", name, "dtype")
+    if dtype not in TYPES:
+        raise stated.wrong(f"columns.{name}.dtype", dtype, f"one of {', '.join(TYPES)}")
+    if name.endswith(OFFSETS):
+        raise stated.wrong("columns", name, f"no name that ends in {OFFSETS}")
+    shape = stated.get("columns", name, "shape")
+    if shape is None:
+        return Column(dtype, is_ragged=True)
+    # bool is an int in Python, and 1 is meant
+    if not isinstance(shape, list) or not all(type(size) is int and 0 < size < 2**31 for size in shape):
+        raise stated.wrong(f"columns.{name}.shape", shape, "the shape of a row, [] for one number, or null for lists")
+    return Column(dtype, shape=tuple(shape))
+
+
+def _split(stated: _Stated, name: str, columns: Mapping[str, Column]) -> Split:
+    listed = stated.get("splits", name, "files")
+    if not isinstance(listed, list) or not listed:
+        raise stated.wrong(f"splits.{name}.files", listed, "a list of files")
+    files = tuple(_file(_Stated(stated.path, entry, f"splits.{name}.files.{at}")) for at, entry in enumerate(listed))
+    rows = stated.count("splits", name, "rows")
+    if rows != sum(file.rows for file in files):
+        raise stated.wrong(f"splits.{name}.rows", rows, f"{sum(file.rows for file in files)}, as its files have")
+    ragged = [column for column, kind in columns.items() if kind.is_ragged]
+    return Split(files, {column: stated.count("splits", name, "longest", column) for column in ragged})
+
+
+def _file(stated: _Stated) -> File:
+    name = stated.text("name")
+    # of this folder: an index cannot have any file of this machine read
+    if Path(name).name != name or not name.endswith(SUFFIX) or not name.isprintable():
+        raise stated.wrong("name", name, f"a name that ends in {SUFFIX}, without a folder")
+    return File(stated.path.parent / name, stated.count("rows"), stated.count("bytes"), stated.digest("sha256"))
+
+
+class _Stated:
+    """The fields of an index, each as what it should be; else DataError."""
+
+    def __init__(self, path: Path, facts: Any, within: str = "") -> None:
+        self.path, self._facts, self._within = path, facts, within
+
+    def get(self, *names: str) -> Any:
+        """A field, None where there is none."""
+        found = self._facts
+        for name in names:
+            found = found.get(name) if isinstance(found, dict) else None
+        return found
+
+    def wrong(self, field: str, found: Any, expected: str) -> DataError:
+        field = f"{self._within}.{field}" if self._within else field
+        return DataError(f"{self.path}: {field} is {json.dumps(found)[:80]}, expected {expected}; {AGAIN}")
+
+    def mapping(self, *names: str) -> dict[str, Any]:
+        found = self.get(*names)
+        if not isinstance(found, dict):
+            raise self.wrong(".".join(names), found, "names with what belongs to each")
+        return found
+
+    def text(self, *names: str) -> str:
+        found = self.get(*names)
+        if not isinstance(found, str):
+            raise self.wrong(".".join(names), found, "a text")
+        return found
+
+    def count(self, *names: str) -> int:
+        found = self.get(*names)
+        if type(found) is not int or not 0 <= found < 2**63:
+            raise self.wrong(".".join(names), found, "an integer, 0 or more")
+        return found
+
+    def digest(self, *names: str) -> str:
+        found = self.text(*names)
+        if len(found) != 64 or not set(found) <= set("0123456789abcdef"):
+            raise self.wrong(".".join(names), found, "a SHA-256 of 64 digits")
+        return found

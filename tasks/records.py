@@ -1,0 +1,235 @@
+"""Files of records: rows of integers in plain `.safetensors` files, mapped into memory and gathered a batch at a time.
+
+Responsible for where rows lie in a file and for reading any of them by number; it knows neither words nor tensors, and
+imports no torch. `record_index` says which files there are, docs/design/records.md what every byte of them means.
+
+The one idea: a column is one array in its file, so a batch is one gather. A ragged column holds the values of all rows
+one after another, and `name.offsets` says where each row begins; what is padded later is not stored.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import json
+import math
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from hetseq import DataError
+from tasks.mapped import Indices, Maps, PerProcess, Views, by_file, refusal
+from tasks.record_index import AGAIN, OFFSET_TYPES, OFFSETS, TYPES, Column, File
+
+Numbers = npt.NDArray[Any]  # of a stored integer type
+
+_LENGTH_BYTES = 8  # of the length of the header, before it
+_LARGEST_HEADER = 1 << 20  # bytes; a few columns take a few hundred
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an array lies in its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file with rows, as it was found at the start."""
+
+    path: Path
+    size: int  # bytes
+    rows: int
+    places: dict[str, Place]  # by column, and by column.offsets
+
+
+@dataclass(frozen=True)
+class Found:
+    """Rows that are asked for, by file."""
+
+    count: int
+    parts: list[tuple[int, Indices, Indices]]  # of a file: its number, places among the rows asked for, rows in it
+
+
+class Records:
+    """Rows of all files one after another, read when they are asked for.
+
+    It can be pickled and forked: each process maps the files for itself, no more of them at once than it may open.
+    """
+
+    def __init__(self, shards: Sequence[Shard], longest: Mapping[str, int]) -> None:
+        """`longest` says how many values a row may have, by ragged column; each shard has rows."""
+        self._shards, self._longest = list(shards), dict(longest)
+        self._ends = list(itertools.accumulate(shard.rows for shard in shards))
+        self._maps = PerProcess(functools.partial(_mapped, self._shards))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def place_of(self, index: int) -> str:
+        """Where a row comes from, for messages: its file and its number there."""
+        at = bisect.bisect_right(self._ends, index)
+        return f"{self._shards[at].path}, row {index - self._ends[at] + self._shards[at].rows}"
+
+    def find(self, wanted: Indices) -> Found:
+        """Where rows (n,) are, for the methods below: found once for all columns of a batch."""
+        return Found(len(wanted), list(by_file(self._ends, wanted)))
+
+    def fixed(self, name: str, wanted: Found) -> Numbers:
+        """Rows (n,) of a column that is not ragged, (n, ...), in the order asked for: an array of the caller's."""
+        place = self._shards[0].places[name]
+        found = np.empty((wanted.count, *place.shape[1:]), TYPES[place.dtype])
+        for at, places, rows in wanted.parts:
+            found[places] = self._maps.get().views(at)[name].take(rows, axis=0)
+        return found
+
+    def padded(self, name: str, wanted: Found, width: int, fill: int) -> tuple[Numbers, Indices]:
+        """Rows (n,) of a ragged column, (n, width) with `fill` behind each, and how many values each has, (n,).
+
+        `width` is the longest row's at least. Raises DataError for offsets that cannot be meant.
+        """
+        found = np.full((wanted.count, width), fill, TYPES[self._shards[0].places[name].dtype])
+        lengths = np.zeros(wanted.count, np.int64)
+        column = np.arange(width)
+        for at, places, rows in wanted.parts:
+            views = self._maps.get().views(at)
+            values, offsets = views[name], views[name + OFFSETS]
+            begins, ends = (offsets.take(rows + after).astype(np.int64) for after in (0, 1))
+            most = min(width, self._longest[name])
+            is_wrong = (begins < 0) | (ends < begins) | (ends > len(values)) | (ends - begins > most)
+            if is_wrong.any():
+                self._refuse_offsets(at, name, int(rows[is_wrong][0]), len(values))
+            lengths[places] = ends - begins
+            if len(values):
+                found[places] = values.take(begins[:, None] + column, mode="clip")
+        np.copyto(found, fill, where=column >= lengths[:, None])
+        return found, lengths
+
+    def _refuse_offsets(self, at: int, name: str, row: int, values: int) -> NoReturn:
+        begin, end = self._maps.get().views(at)[name + OFFSETS][row : row + 2].tolist()
+        raise DataError(
+            f"{self._shards[at].path}, row {row}: {name}{OFFSETS} lets it go from {begin} to {end}, expected at most"
+            f" {self._longest[name]} of the {values} values of {name}; the file is damaged: {AGAIN}"
+        )
+
+
+def open_shard(file: File, columns: Mapping[str, Column]) -> Shard:
+    """Where the columns lie in a file. Raises DataError unless it is as the index states it."""
+    try:
+        with file.path.open("rb") as raw:
+            size = raw.seek(0, 2)
+            if size != file.size:
+                raise DataError(
+                    f"{file.path} has {size:,} bytes, expected {file.size:,} as the index states; the file is"
+                    f" incomplete or another one: {AGAIN}"
+                )
+            raw.seek(0)
+            length = int.from_bytes(raw.read(_LENGTH_BYTES), "little")
+            if not 0 < length <= min(_LARGEST_HEADER, size - _LENGTH_BYTES):
+                raise _foreign(file.path, f"its header would have {length:,} bytes")
+            header = _parsed(file.path, raw.read(length))
+            begin = _LENGTH_BYTES + length
+            places = _places(file, columns, header, begin=begin, size=size)
+            for name, column in columns.items():
+                if column.is_ragged:
+                    _check_offsets(file, name, places, raw)
+    except OSError as error:
+        raise DataError(f"{file.path} {refusal(error)}") from error
+    return Shard(file.path, size, file.rows, places)
+
+
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _foreign(path, f"its header is no JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise _foreign(path, "its header is no JSON object")
+    return header
+
+
+def _places(
+    file: File, columns: Mapping[str, Column], header: Mapping[str, Any], *, begin: int, size: int
+) -> dict[str, Place]:
+    """Where each array lies; `begin` is the place of the first byte behind the header."""
+    places: dict[str, Place] = {}
+    for name, column in columns.items():
+        if column.is_ragged:
+            places[name + OFFSETS] = _place(file, name + OFFSETS, header, begin=begin, size=size)
+        places[name] = _place(file, name, header, begin=begin, size=size)
+        shape = places[name].shape
+        expected: dict[str, tuple[Any, Any]] = {f"{name}: dtype": (places[name].dtype, column.dtype)}
+        if column.is_ragged:
+            offsets = places[name + OFFSETS]
+            expected[f"{name}: dimensions"] = len(shape), 1
+            expected[f"{name}{OFFSETS}: shape"] = list(offsets.shape), [file.rows + 1]
+            if offsets.dtype not in OFFSET_TYPES:
+                expected[f"{name}{OFFSETS}: dtype"] = offsets.dtype, " or ".join(OFFSET_TYPES)
+        else:
+            expected[f"{name}: shape"] = list(shape), [file.rows, *column.shape]
+        for field, (found, stated) in expected.items():
+            if found != stated:
+                raise DataError(f"{file.path}, {field} is {found}, expected {stated}; {AGAIN}")
+    return places
+
+
+def _place(file: File, name: str, header: Mapping[str, Any], *, begin: int, size: int) -> Place:
+    entry = header.get(name)
+    if not isinstance(entry, dict):
+        there = ", ".join(sorted(header)[:6]) or "nothing"
+        raise DataError(f"{file.path} has no array {name!r}: found {there[:200]}; {AGAIN}")
+    dtype, shape, span = entry.get("dtype"), _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
+    if not isinstance(dtype, str) or dtype not in TYPES:
+        raise DataError(f"{file.path}, {name}: dtype is {dtype}, expected one of {', '.join(TYPES)}; {AGAIN}")
+    if shape is None or span is None or len(span) != 2:
+        raise _foreign(file.path, f"its header has no shape and place of {name}")
+    item = np.dtype(TYPES[dtype]).itemsize
+    if span[1] - span[0] != math.prod(shape) * item or begin + span[1] > size:
+        raise _foreign(file.path, f"{name} of shape {shape} and {dtype} would lie in the bytes {span[0]} to {span[1]}")
+    if (begin + span[0]) % item:  # NumPy would copy the whole array first
+        raise _foreign(file.path, f"{name} begins at byte {begin + span[0]}, which is no multiple of {item}")
+    return Place(dtype, tuple(shape), begin + span[0])
+
+
+def _counts(found: Any) -> list[int] | None:
+    """A list of integers, 0 or more; None where it is something else."""
+    is_right = isinstance(found, list) and all(type(count) is int and 0 <= count < 2**63 for count in found)
+    return found if is_right else None
+
+
+def _check_offsets(file: File, name: str, places: Mapping[str, Place], raw: Any) -> None:
+    """Raise DataError unless the first and the last offset enclose the values; those between are checked when read."""
+    place, values = places[name + OFFSETS], places[name].shape[0]
+    ends = []
+    for number in (0, file.rows):
+        raw.seek(place.offset + 8 * number)
+        ends.append(int.from_bytes(raw.read(8), "little"))
+    if ends != [0, values]:
+        raise DataError(
+            f"{file.path}, {name}{OFFSETS} goes from {ends[0]} to {ends[1]}, expected 0 to {values}, the values of"
+            f" {name}; the file is damaged: {AGAIN}"
+        )
+
+
+def _foreign(path: Path, why: str) -> DataError:
+    return DataError(f"{path} is no file of records, or damaged ({why}); {AGAIN}")
+
+
+def _mapped(shards: Sequence[Shard]) -> Maps:
+    def look(at: int, mapped: mmap.mmap) -> Views:
+        places = shards[at].places
+        return {  # what is empty may lie past the last byte
+            name: np.ndarray(place.shape, TYPES[place.dtype], mapped, place.offset if math.prod(place.shape) else 0)
+            for name, place in places.items()
+        }
+
+    return Maps([(shard.path, shard.size) for shard in shards], look)
