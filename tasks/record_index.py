@@ -95,6 +95,8 @@ def read_index(folder: Path) -> Index:
     """The index of a folder of records. Raises DataError unless it is of this version and can be meant."""
     path = folder / INDEX
     version = version_of(folder)
+    if version is None and not path.exists():
+        raise DataError(f"{path} does not exist: expected the index of a folder of records, which is written last")
     if version != VERSION:
         found = "is no index of records" if version is None else f"is of version {version} of the format"
         raise DataError(

@@ -289,6 +289,15 @@ def test_an_index_that_cannot_be_meant_is_refused(
         read_index(folder)
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_folder_without_an_index_is_told_from_one_with_another(tmp_path: Path, is_there: bool) -> None:
+    folder = tmp_path / "data"
+    if is_there:
+        folder.mkdir()
+    with pytest.raises(DataError, match=r"corpus\.json does not exist: expected the index of a folder of records"):
+        read_index(folder)
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 10**5, b"3"])
 def test_a_file_that_is_no_index_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "corpus.json").write_bytes(content)
