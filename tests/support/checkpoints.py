@@ -18,9 +18,21 @@ import numpy as np
 import torch
 
 from hetseq.checkpoint import CheckpointManager, Identity, Loaded, Retention, SaveResult
+from hetseq.checkpoint.arena import Arena
 from hetseq.comm import LocalGroup
 
 LINEAGE = "00112233445566aa"
+SMALL = 1000  # bytes of an image
+
+
+@contextmanager
+def held(run_id: str, image_bytes: int = SMALL) -> Iterator[Arena]:
+    """An arena that somebody uses, and whose file stays."""
+    arena = Arena.create(run_id, image_bytes)
+    try:
+        yield arena
+    finally:
+        arena.close(unlink=False)
 
 
 class ThreadGroup:

@@ -9,8 +9,6 @@ import os
 import signal
 import stat
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,8 @@ from hetseq.checkpoint import arena as arena_module
 from hetseq.checkpoint.arena import EMPTY, FILLING, PAGE, READY, RECORD_BYTES, SUMS_BYTES, WRITTEN, Arena
 from hetseq.checkpoint.files import lock
 from hetseq.checkpoint.records import CHUNK_BYTES
-from tests.support.checkpoints import LINEAGE, fork, loaded_step, manager, reap, save, tensors_of
+from tests.support.checkpoints import LINEAGE, SMALL, fork, held, loaded_step, manager, reap, save, tensors_of
 
-SMALL = 1000  # bytes of an image
 SHARED_MEMORY = Path("/dev/shm")
 _CLONE_NEWNS, _CLONE_NEWUSER = 0x00020000, 0x10000000
 _MS_PRIVATE = 0x4000 | 1 << 18  # and all mounts below
@@ -35,16 +32,6 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setattr(arena_module, "SHARED_MEMORY", folder)
     return folder
-
-
-@contextmanager
-def held(run_id: str, image_bytes: int = SMALL) -> Iterator[Arena]:
-    """An arena that somebody uses, and whose file stays."""
-    arena = Arena.create(run_id, image_bytes)
-    try:
-        yield arena
-    finally:
-        arena.close(unlink=False)
 
 
 # -- what an arena says ------------------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +19,7 @@ from hetseq.checkpoint.arena import PAGE, RECORD_BYTES, Arena
 from hetseq.checkpoint.memory_sums import image_sums
 from hetseq.checkpoint.records import CHUNK_BYTES, Attempt, Identity
 from hetseq.checkpoint.remains import ABANDONED_S, Remains, await_writers, directory_mark, has_remains, sweep
-from tests.support.checkpoints import LINEAGE, fork, manager, reap
-
-SMALL = 1000  # bytes of an image
+from tests.support.checkpoints import LINEAGE, SMALL, fork, held, manager, reap
 
 
 @pytest.fixture
@@ -41,16 +37,6 @@ def run(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     return folder
-
-
-@contextmanager
-def held(run_id: str, image_bytes: int = SMALL) -> Iterator[Arena]:
-    """An arena that somebody uses, and whose file stays."""
-    arena = Arena.create(run_id, image_bytes)
-    try:
-        yield arena
-    finally:
-        arena.close(unlink=False)
 
 
 def abandoned(run_id: str) -> Path:
