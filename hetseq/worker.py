@@ -233,7 +233,8 @@ class _Life:
             differing = None
             try:
                 report = self._finish(session, session.train())
-                session.close(has_failed=session.saver.last_error is not None)
+                if isinstance(report, dict):  # else `_succeed` suspends it: a peer that dies now is not waited for
+                    session.close(has_failed=session.saver.last_error is not None)
                 return report
             except ReplicasDiffer as error:
                 self._gone_back_to = _newest_to_go_back_to(session, error, self._gone_back_to)

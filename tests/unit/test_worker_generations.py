@@ -1,0 +1,52 @@
+"""What becomes of a session when its generation is over."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from hetseq import worker
+from hetseq.controller import Halt
+from hetseq.placement import Crew
+
+
+class FakeSession:
+    """One that trains until somebody wishes for something, and keeps a diary of how it ends."""
+
+    last_step = 7
+
+    def __init__(self, halt: Halt) -> None:
+        self.halt, self.diary = halt, list[str]()
+        self.controller = SimpleNamespace(has_ended=lambda: False)
+        self.saver = SimpleNamespace(last_error=None, failures=[], writes_here=True, last_step=6)
+
+    def train(self) -> Halt:
+        return self.halt
+
+    def close(self, *, has_failed: bool = False) -> None:
+        self.diary.append("close")
+
+
+def trained(session: FakeSession) -> dict[str, Any] | str:
+    """How one rank's only generation ends."""
+    life: Any = object.__new__(worker._Life)
+    life.__dict__.update(_config=None, _line=mock.Mock(), is_ready=True, _build=lambda config, generation: session)
+    return life._train(worker._Generation(Crew(0, (0,), ("a",)), None))
+
+
+def test_a_session_that_others_go_on_from_is_left_for_the_succession_which_waits_for_no_writer() -> None:
+    """Its save under way may hang on a peer that has just died: to wait for the writer would be to wait for that."""
+    session = FakeSession(Halt.CHANGING)
+    assert isinstance(trained(session), str)
+    assert session.diary == []
+
+
+@pytest.mark.parametrize("halt", [Halt.ENDED, Halt.STOPPED, Halt.LEAVING])
+def test_a_session_that_nobody_goes_on_from_lets_its_writers_finish(halt: Halt) -> None:
+    session = FakeSession(halt)
+    report = trained(session)
+    assert isinstance(report, dict)
+    assert session.diary == ["close"]
