@@ -232,8 +232,11 @@ class _Life:
                 return {"code": EXIT_DONE}
             differing = None
             try:
-                report = self._finish(session, session.train())
-                if isinstance(report, dict):  # else `_succeed` suspends it: a peer that dies now is not waited for
+                halt = session.train()
+                report = self._finish(session, halt)
+                if halt is Halt.LEAVING:  # others go on, and save anew what is under way: they wait for no writer
+                    session.suspend()
+                if halt is not Halt.CHANGING:  # then `_succeed` suspends it, and a peer that dies now is not waited for
                     session.close(has_failed=session.saver.last_error is not None)
                 return report
             except ReplicasDiffer as error:

@@ -26,6 +26,9 @@ class FakeSession:
     def train(self) -> Halt:
         return self.halt
 
+    def suspend(self) -> None:
+        self.diary.append("suspend")
+
     def close(self, *, has_failed: bool = False) -> None:
         self.diary.append("close")
 
@@ -44,9 +47,14 @@ def test_a_session_that_others_go_on_from_is_left_for_the_succession_which_waits
     assert session.diary == []
 
 
-@pytest.mark.parametrize("halt", [Halt.ENDED, Halt.STOPPED, Halt.LEAVING])
+def test_who_leaves_waits_for_no_writer_either_since_those_who_go_on_save_anew() -> None:
+    session = FakeSession(Halt.LEAVING)
+    assert isinstance(trained(session), dict)
+    assert session.diary == ["suspend", "close"]
+
+
+@pytest.mark.parametrize("halt", [Halt.ENDED, Halt.STOPPED])
 def test_a_session_that_nobody_goes_on_from_lets_its_writers_finish(halt: Halt) -> None:
     session = FakeSession(halt)
-    report = trained(session)
-    assert isinstance(report, dict)
+    assert isinstance(trained(session), dict)
     assert session.diary == ["close"]
