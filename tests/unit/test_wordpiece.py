@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hetseq import ConfigError, DataError
+from preprocessing import wordpiece
 from preprocessing.wordpiece import SPECIAL_TOKENS, Encoder, Vocabulary, read_vocabulary, train_vocabulary
 from tasks.bert_vocab import read_vocab
 
@@ -32,13 +34,14 @@ def write(folder: Path, *tokens: str, text: str | None = None) -> Path:
 
 
 def pieces(vocabulary: Vocabulary, sentence: str) -> list[str]:
-    (ids,) = Encoder(vocabulary).encode([sentence])
+    ids, _ = Encoder(vocabulary).encode([sentence])
     return [vocabulary.tokens[number] for number in ids]
 
 
 # Training
 
 TRAIN_AGAIN = """
+from preprocessing import wordpiece
 from preprocessing.wordpiece import train_vocabulary
 from tests.unit.test_wordpiece import SENTENCES
 import sys
@@ -180,3 +183,24 @@ def test_the_published_vocabulary_is_read_and_applied(shared_data: Callable[[str
     assert pieces(vocabulary, "“Is he married, or unmarried?”") == (
         ["“", "is", "he", "married", ",", "or", "unmarried", "?", "”"]
     )
+
+
+def test_words_that_are_remembered_have_the_ids_of_whole_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = "abcdefgxyzÉéßİΣς中́ٱ"
+    tokens = [*letters.lower(), *(f"##{c}" for c in letters.lower()), *".,!“”’—…-'[]*", "unk", "##unk", "mask"]
+    vocabulary = Vocabulary((*SPECIAL_TOKENS, *dict.fromkeys(tokens)))
+    chance = np.random.default_rng(0)
+    signs = [*letters, *".,!“”’—…-'[]*", "[UNK]", "[MASK]", "\x01", "\u200b", "\u0301", "\u3000x", "Dž"]
+    sentences = [
+        " ".join("".join(chance.choice(signs, size=chance.integers(0, 5))) for _ in range(chance.integers(1, 6)))
+        for _ in range(400)
+    ]
+    encoder = Encoder(vocabulary)
+    expected = [encoder._tokenizer.encode(sentence, add_special_tokens=False).ids for sentence in sentences]
+    for most in (1_000_000, 10):
+        monkeypatch.setattr(wordpiece, "_MOST_WORDS", most)
+        for start in range(0, 400, 50):
+            ids, lengths = encoder.encode(sentences[start : start + 50])
+            assert ids.tolist() == [number for each in expected[start : start + 50] for number in each]
+            assert lengths.tolist() == [len(each) for each in expected[start : start + 50]]
+    assert [len(part) for part in encoder.encode([])] == [0, 0]
