@@ -164,7 +164,9 @@ def _write(path: Path, rows: Rows, columns: Mapping[str, Column]) -> dict[str, A
     text += b" " * (-(8 + len(text)) % _ALIGNED)
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
-        for part in (len(text).to_bytes(8, "little"), text, *(arrays[name][1].tobytes() for name in order)):
+        # the bytes of the arrays as they lie in memory: a copy would be another file of rows
+        contents = (np.ascontiguousarray(arrays[name][1]).reshape(-1).view(np.uint8).data for name in order)
+        for part in (len(text).to_bytes(8, "little"), text, *contents):
             file.write(part)
             digest.update(part)
             size += len(part)
@@ -179,7 +181,7 @@ def _typed(path: Path, name: str, column: Column, numbers: Array) -> Array:
             f"{path.name}, {name} would hold {numbers.min()} to {numbers.max()}, expected {limits.min} to {limits.max},"
             f" as {column.dtype} can"
         )
-    return numbers.astype(kind)
+    return numbers.astype(kind, copy=False)
 
 
 # The command line
