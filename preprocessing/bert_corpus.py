@@ -9,7 +9,7 @@ processes work and which is first, or on how often the work was interrupted.
 
 Memory does not grow with the text but for about 100 bytes a document and 8 a row: each process holds a piece of 1 MiB
 of text, a million different words, or the rows of one file (150 MB with 128 tokens a row). Text, tokens and pairs lie
-in a hidden folder in DIR until the corpus is complete: about 4 bytes for each byte of text that is gone through 5 times.
+in a hidden folder in DIR until the corpus is complete: about 4 bytes for each byte of text, if --duplicate is 5.
 """
 
 from __future__ import annotations

@@ -209,6 +209,9 @@ def test_rows_are_those_of_the_whole_whoever_finds_which_part_of_them(monkeypatc
     assert ((first - begins) // 16 == (last - 1 - begins) // 16).all()
     assert len(np.unique(whole.origins, axis=0)) == len(whole)
     assert len(set(((first - begins) // 16)[whole.origins[:, 0] == 0])) == 7
+    even = replace(corpus_of(32), sentences=np.arange(0, 33 * 20, 20), ids=np.arange(FIRST, FIRST + 640))
+    one, two = (find_pairs(even, Recipe(), seed=SEED, duplicate=1, begin=at, end=at + 16).stretches for at in (0, 16))
+    assert not np.array_equal(one[:, :2], two[:, :2] - 320)
 
 
 def test_a_document_of_one_sentence_gives_no_row() -> None:

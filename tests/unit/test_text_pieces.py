@@ -60,6 +60,11 @@ def test_lines_that_are_cut_within_a_document_stay_one_document(tmp_path: Path) 
         assert sum(map(len, found)) == 100
 
 
+def test_a_line_of_odd_spaces_behind_a_cut_ends_a_document(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 60 + "\n\u00a0\n" + "another line\n" * 12)
+    assert documents(tmp_path / "a.txt", "lines", 50) == [["x" * 60], ["another line"] * 12]
+
+
 def test_no_more_than_a_few_pieces_of_an_endless_line_are_held(tmp_path: Path) -> None:
     with (tmp_path / "a.txt").open("wb") as file:
         for _ in range(40):

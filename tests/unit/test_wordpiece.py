@@ -203,4 +203,5 @@ def test_words_that_are_remembered_have_the_ids_of_whole_sentences(monkeypatch: 
             ids, lengths = encoder.encode(sentences[start : start + 50])
             assert ids.tolist() == [number for each in expected[start : start + 50] for number in each]
             assert lengths.tolist() == [len(each) for each in expected[start : start + 50]]
+    assert len(encoder._numbers) < 300  # of 50 sentences, not of 400
     assert [len(part) for part in encoder.encode([])] == [0, 0]
