@@ -166,7 +166,7 @@ def _write(path: Path, rows: Rows, columns: Mapping[str, Column]) -> dict[str, A
     with path.open("xb") as file:
         parts: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
         # the bytes of the arrays as they lie in memory: a copy would be another file of rows
-        parts += [memoryview(np.ascontiguousarray(arrays[name][1]).reshape(-1).view(np.uint8)) for name in order]
+        parts += [np.ascontiguousarray(arrays[name][1]).reshape(-1).view(np.uint8).data for name in order]
         for part in parts:
             file.write(part)
             digest.update(part)
