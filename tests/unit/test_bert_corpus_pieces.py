@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from hetseq import ConfigError, DataError
 from preprocessing import bert_corpus, bert_pieces, corpus_folder
 from preprocessing.bert_building import Shard
 from preprocessing.bert_corpus import Options
+from preprocessing.crew import LostProcess
 from tasks.bert_masking import Masking
 from tasks.bert_records import FIRST_LENGTHS, IDS, LABEL, BertRecords, columns_of, load_records
 from tasks.record_index import read_index, verify, vocab_digest
@@ -190,6 +192,21 @@ def test_a_build_that_was_killed_goes_on_and_leaves_the_same_bytes(options: Opti
     assert said[0] == f"going on with what is finished: {finished[-1]} pieces in {said[0].split(' in ')[1]}"
     assert contents(tmp_path / "hurt") == expected
     assert not (tmp_path / "hurt" / corpus_folder._PIECES).exists()
+
+
+def test_one_process_that_is_killed_ends_the_others_and_keeps_what_is_finished(
+    options: Options, tmp_path: Path
+) -> None:
+    def say(line: str) -> None:
+        if line.startswith("text:"):
+            multiprocessing.active_children()[0].kill()
+
+    with pytest.raises(LostProcess, match="was not done yet: where memory is short, give fewer --processes"):
+        bert_corpus.make_corpus(options, tmp_path / "hurt", processes=2, say=say, track=lambda *_: lambda _: None)
+    assert contents(tmp_path / "hurt") == {}
+    assert "going on with what is finished" in make(options, tmp_path / "hurt")[0]
+    make(options, tmp_path / "calm")
+    assert contents(tmp_path / "hurt") == contents(tmp_path / "calm")
 
 
 def test_a_piece_that_was_damaged_is_made_again(options: Options, tmp_path: Path) -> None:
