@@ -34,11 +34,12 @@ def no_imports() -> None:
 
 @pytest.fixture(scope="module")
 def run(warm: WarmLauncher, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run directory of a trained toy, on two ranks with shares of its own."""
+    """The run directory of a trained toy, which says things of its own that are not meant for these commands."""
     folder = tmp_path_factory.mktemp("evaluate")
     task = write_task(folder, predictions=PREDICTIONS)
-    cluster = ("--distributed-world-size", "2", "--balance", "3,1", "--throttle", "0:1.5", "--disable-validation")
-    done = warm.run(["train", "--task", f"{task}:Toy", *TRAINED, *cluster, "--save-dir", str(folder / "run")])
+    cluster = ("--distributed-world-size", "2", "--balance", "3,1", "--throttle", "0:1.5")
+    start = ("--disable-validation", "--restore-file", "none")
+    done = warm.run(["train", "--task", f"{task}:Toy", *TRAINED, *cluster, *start, "--save-dir", str(folder / "run")])
     assert done.code == 0, done.err
     return folder / "run"
 
@@ -87,6 +88,13 @@ def test_a_file_that_exists_is_replaced_only_where_that_was_asked_for(
     assert warm.run([*words, "--restore-file", "3", "--overwrite"]).code == 0
     assert output.read_text().count("\n") == SAMPLES
     assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
+
+
+def test_a_file_that_somebody_else_has_made_meanwhile_stays(warm: WarmLauncher, run: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.txt"
+    done = predict_otherwise(warm, run, tmp_path, f"open({str(output)!r}, 'w').write('theirs')")
+    check_refusal(done, "out.txt exists", "--overwrite")
+    assert output.read_text() == "theirs"
 
 
 def predict_otherwise(warm: WarmLauncher, run: Path, tmp_path: Path, at_seven: str) -> Finished:
@@ -145,7 +153,7 @@ BAD_OUTPUT = {
     "no folder": (["--output", "HERE/gone/out.txt"], "there is no folder HERE/gone; make it first"),
     "a folder": (["--output", "HERE"], "is a folder"),
     "two splits": (["--output", "HERE/out.txt", "--subset", "valid,test"], "hetseq predict writes one split"),
-    "no predictions": (["--output", "HERE/out.txt", "--task", "TASK", *on(2)], "Toy has no predictions(model, sample)"),
+    "no predictions": (["--output", "HERE/out.txt", "--task", "MUTE", *on(2)], "Toy has no predictions(model, sample)"),
 }
 
 
@@ -155,14 +163,19 @@ def refused(warm: WarmLauncher, run: Path, tmp_path: Path, command: str, words: 
     task = write_task(
         tmp_path, load_dataset='return [sample(index) for index in range(9)] if split != "gone" else None'
     )
+    mute = write_task(tmp_path, name="mute", load_dataset="raise AssertionError('nobody asks for data in vain')")
     bare.mkdir()
     (bare / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
-    places = {"RUN": run, "BARE": bare, "TASK": f"{task}:Toy", "HERE": tmp_path}
+    places = {"RUN": run, "BARE": bare, "TASK": f"{task}:Toy", "MUTE": f"{mute}:Toy", "HERE": tmp_path}
     for name, place in places.items():
         words = [word.replace(name, str(place)) for word in words]
     says = says.replace("HERE", str(tmp_path)).replace("COMMAND", command)
     check_refusal(warm.run([command, *words]), says, code=1 if "train it first" in says else 2)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["bare", "task.py"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == [
+        "bare",
+        "mute.py",
+        "task.py",
+    ]
 
 
 @pytest.mark.parametrize(("words", "says"), BAD.values(), ids=BAD)
