@@ -23,6 +23,7 @@ PREDICTIONS = (
 )
 #: of the rank that is given sample 7
 AT_SEVEN = 'if 7 in sample["index"].tolist(): {}\n        return ["x"] * len(sample["index"])'
+STOPS = "os.kill(os.getpid(), 19)"
 TRAINED = ("--cpu", "--max-sentences", "5", "--max-update", "3", "--lr", "0.001", "--precision", "fp64")
 
 
@@ -101,6 +102,7 @@ def predict_otherwise(warm: WarmLauncher, run: Path, tmp_path: Path, at_seven: s
     """The command on three ranks with a task that does something else at sample 7."""
     task = write_task(tmp_path, predictions=AT_SEVEN.format(at_seven))
     words = ["predict", run, "--task", f"{task}:Toy", "--subset", "valid", "--output", tmp_path / "out.txt", *on(3)]
+    words += ["--step-deadline", "2"] if at_seven.endswith(STOPS) else []
     return warm.run(words)
 
 
@@ -108,6 +110,7 @@ def predict_otherwise(warm: WarmLauncher, run: Path, tmp_path: Path, at_seven: s
     ("at_seven", "code", "says"),
     [
         ("import os; os.kill(os.getpid(), 9)", 1, ("rank 1 was killed (SIGKILL", "give the command again")),
+        (f"import os; {STOPS}", 1, ("rank 1 fell silent", "give the command again")),
         ("import ctypes; ctypes.string_at(0)", 1, ("rank 1 crashed (SIGSEGV)",)),
         ('return ["a\\nb"] * 5', 2, ("rank 1: Toy.predictions gave", "for sample 5: expected one line")),
         ("return []", 2, ("rank 1: Toy.predictions gave 0 of them for 5 samples",)),
