@@ -239,7 +239,11 @@ class OptimizationConfig:
     force_anneal: int | None = option(
         None, "from epoch N on keep the last learning rate of the --lr list", also=("fa",), metavar="N"
     )
-    precision: str = option("fp32", "floating-point type of model and data", choices=("fp32", "fp64"))
+    precision: str = option(
+        "fp32",
+        "floating-point type of the model; bf16 and fp16 are those of products in forward and backward alone",
+        choices=("fp32", "fp64", "bf16", "fp16"),
+    )
     max_skipped_steps: int = option(10, "stop after N steps in a row whose gradient is not finite", metavar="N")
 
     def __post_init__(self) -> None:

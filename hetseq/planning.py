@@ -5,6 +5,7 @@ It talks to no other rank, and decides nothing that the options do not say.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -70,11 +71,12 @@ def make_validators(config: Config, material: Material) -> list[Validator]:
     if not samples and not tokens:
         samples = config.data.global_batch_size
     weights = tuple(float(material.task.term_weights.get(term, 1.0)) for term in material.terms)
+    computing = functools.partial(material.precision.computing, material.device)
     validators = []
     for name, dataset in material.valid.items():
         lengths = _lengths_by_place(dataset) if tokens and samples else None
         if tokens and not samples:
             lengths = _needed_lengths(dataset, "add --max-sentences-valid")
         cap = MicroBatchCap(samples, tokens if lengths is not None else None)
-        validators.append(Validator(name, material.source(dataset), cap, lengths, material.terms, weights))
+        validators.append(Validator(name, material.source(dataset), cap, lengths, material.terms, weights, computing))
     return validators

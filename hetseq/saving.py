@@ -23,6 +23,7 @@ from hetseq.commit import parse_lineage
 from hetseq.config import CheckpointConfig
 from hetseq.controller import TrainingState
 from hetseq.plan import GlobalBatch, Position
+from hetseq.precision import LossScale
 from hetseq.replica import Replica
 from hetseq.run_directory import jsonable
 from hetseq.sharing import Sharing
@@ -345,6 +346,7 @@ def describe(
         "updates": state.updates,
         "lineage": str(state.lineage),
         "skipped_in_a_row": state.skipped_in_a_row,
+        "loss_scale": [state.loss_scale.factor, state.loss_scale.steps],
         "best": state.best,
         "train_seconds": state.train_seconds,
         "resets": state.resets,
@@ -380,6 +382,7 @@ def read_state(saved: Mapping[str, Any]) -> TrainingState:
         updates=saved["updates"],
         lineage=parse_lineage(saved["step"], saved["lineage"]),
         skipped_in_a_row=saved["skipped_in_a_row"],
+        loss_scale=LossScale(*saved.get("loss_scale", ())),  # was not written before there was fp16
         best=saved["best"],
         train_seconds=saved["train_seconds"],
         resets=dict(saved["resets"]),
