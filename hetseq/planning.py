@@ -25,7 +25,14 @@ def planner_of(config: Config, dataset: Any, batch: GlobalBatch, assign: Assign)
     lengths = _needed_lengths(dataset, "use --max-sentences") if counts_tokens else None
     _check_longest(dataset, config.data.max_tokens)
     return Planner(
-        len(dataset), config.task.seed, batch, assign, config.data.curriculum, lengths, config.data.unit_size or 1
+        len(dataset),
+        config.task.seed,
+        batch,
+        assign,
+        config.data.curriculum,
+        lengths,
+        config.data.unit_size or 1,
+        config.data.shuffle_block,
     )
 
 

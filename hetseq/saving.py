@@ -51,6 +51,7 @@ class Provenance:
     precision: str
     batch: GlobalBatch
     unit_size: int | None = None
+    shuffle_block: int | None = None
 
 
 @dataclass(frozen=True)
@@ -358,6 +359,7 @@ def describe(
         "curriculum": provenance.curriculum,
         "precision": provenance.precision,
         "unit_size": provenance.unit_size,
+        "shuffle_block": provenance.shuffle_block,
         "global_batch": batch_record(provenance.batch),
         "rows": [jsonable(row) for row in rows],
         "optimizer_numbers": None if optimizer_numbers is None else dict(optimizer_numbers),

@@ -358,6 +358,7 @@ def _provenance(config: Config, material: Material, replica: Replica, batch: Glo
         precision=config.optimization.precision,
         batch=batch,
         unit_size=config.data.unit_size,
+        shuffle_block=config.data.shuffle_block,
     )
 
 
