@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,15 +26,16 @@ from hetseq.checkpoint import CheckpointManager, Retention
 from hetseq.comm import AnyGroup
 from hetseq.config import Config
 from hetseq.errand import Errand
-from hetseq.errors import CheckpointError, ConfigError, HetSeqError, TaskError
+from hetseq.errors import CheckpointError, ConfigError, DeviceMemoryError, HetSeqError, TaskError
 from hetseq.loader import MicroBatch, load_range
 from hetseq.material import Material, load_material
+from hetseq.memory import is_exhausted
 from hetseq.plan import EpochOrder, cut
 from hetseq.planning import make_validators
 from hetseq.replica import load_model_, model_tensors
 from hetseq.run_directory import RunDirectory, json_line, write_all
 from hetseq.task import Task, is_overridden, lengths_of, make_task, no_predictions
-from hetseq.validation import Validator, judging
+from hetseq.validation import Validator
 
 logger = logging.getLogger(__name__)
 
@@ -66,13 +67,28 @@ def perform(errand: Errand, config: Config, material: Material, group: AnyGroup)
     weights = _weights(config, group)
     lines = []
     for validator in make_validators(config, material):
-        if errand.output is None:
-            values = evaluate(validator, material.task, material.model, group, weights=weights)
-            lines.append(_shown(step, validator.split, values, wants_json=errand.wants_json))
-        else:
-            count = predict(validator, material.task, material.model, group, Path(errand.output), weights=weights)
-            lines.append(f"step {step} {validator.split} predictions {count}")
+        with _refused_memory(validator, material.device):
+            if errand.output is None:
+                values = evaluate(validator, material.task, material.model, group, weights=weights)
+                lines.append(_shown(step, validator.split, values, wants_json=errand.wants_json))
+            else:
+                count = predict(validator, material.task, material.model, group, Path(errand.output), weights=weights)
+                lines.append(f"step {step} {validator.split} predictions {count}")
     return "\n".join(lines)
+
+
+@contextmanager
+def _refused_memory(validator: Validator, device: torch.device) -> Iterator[None]:
+    """A device without memory is told in words: no smaller pieces are tried, as other ranks have theirs already."""
+    try:
+        yield
+    except Exception as error:
+        if not is_exhausted(error):
+            raise
+        remedy = "add --max-sentences-valid with a smaller number, or leave this device out of --devices"
+        raise DeviceMemoryError(
+            f"the memory of {device} does not hold a micro-batch of {validator.split}: {remedy}"
+        ) from None
 
 
 def _load(errand: Errand, config: Config, material: Material, group: AnyGroup) -> int:
@@ -115,7 +131,7 @@ def evaluate(
 
     `weights`: fixed ones, by rank; None: by measured speed.
     """
-    with judging(task, model):
+    with validator.judging(task, model):
         names = validator.metric_names(task, model)
 
         def work(pieces: Sequence[Piece]) -> list[bytes]:
@@ -151,7 +167,7 @@ def predict(
         batches = load_range(source, pieces, is_listed=False)
         return [_lines(task, task.predictions(model, batch.sample), batch) for batch in batches]
 
-    with judging(task, model), ExitStack() as closing:
+    with validator.judging(task, model), ExitStack() as closing:
         file = _Output(output, closing) if group.rank == 0 else None
         pieces = cut(order, 0, size, validator.cap, lengths=lengths)
         for lines in sweep(group, pieces, work, weights=weights, what=validator.split):

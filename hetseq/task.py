@@ -70,7 +70,8 @@ class Task:
     def __init__(self, args: TaskArguments) -> None:
         self.args = args
         self.config = args.config
-        self.options: Any = args.config.extras.get("task")
+        given = args.config.extras.get("task")
+        self.options: Any = self.Options() if given is None and self.Options is not None else given
         self.datasets: dict[str, Any] = {}
 
     @classmethod

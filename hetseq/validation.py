@@ -6,8 +6,9 @@ means, and are added in rank order, so every rank knows the same result to the b
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ class Validator:
     lengths: Lengths | None
     terms: tuple[str, ...]
     weights: tuple[float, ...]
+    computing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
 
     def evaluate(
         self, task: Task, model: torch.nn.Module, group: AnyGroup, assign: Callable[[int], tuple[int, ...]]
@@ -37,21 +39,32 @@ class Validator:
 
         The loss is the weighted sum of the terms' means, in nats. Raises TaskError for metrics that change their names.
         """
-        with judging(task, model):
+        with self.judging(task, model):
             names = self.metric_names(task, model)
             totals = [0.0] * (2 * (len(self.terms) + len(names)))
             for row in self.rows(task, model, names, self._own_pieces(group, assign)):
                 totals = [total + value for total, value in zip(totals, row, strict=True)]
         return self.means(names, sum_floats(group, totals))
 
+    @contextlib.contextmanager
+    def judging(self, task: Task, model: torch.nn.Module) -> Iterator[None]:
+        """The model in evaluation mode, as precise as the run, without gradients unless losses are made of them."""
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.set_grad_enabled(task.needs_gradients_in_validation), self.computing():
+                yield
+        finally:
+            model.train(was_training)
+
     def names(self, task: Task, model: torch.nn.Module) -> list[str]:
         """What `evaluate` will give, asked of one sample; any rank, alone."""
-        with judging(task, model):
+        with self.judging(task, model):
             measured = self.metric_names(task, model)
         return list(dict.fromkeys(["loss", *self.terms, *measured]))
 
     def metric_names(self, task: Task, model: torch.nn.Module) -> list[str]:
-        """The names of the metrics, sorted, asked of one sample while `judging`; any rank, alone."""
+        """The names of the metrics, sorted, asked of one sample within `judging`; any rank, alone."""
         return sorted(self._metrics_of_first(task, model))
 
     def pieces(self) -> list[tuple[int, int]]:
@@ -61,7 +74,7 @@ class Validator:
     def rows(
         self, task: Task, model: torch.nn.Module, names: list[str], pieces: Sequence[tuple[int, int]]
     ) -> Iterator[list[float]]:
-        """For each piece sum and count of each term, then of each metric, one after the other, while `judging`."""
+        """For each piece sum and count of each term, then of each metric, one after the other, within `judging`."""
         for batch in load_range(self.source, pieces):
             yield [number for pair in self._pairs(task, model, names, batch) for number in pair]
 
@@ -104,18 +117,6 @@ class Validator:
             )
         losses = [(_number(sums[term]) if counts[term] else 0.0, counts[term]) for term in self.terms]
         return losses + [(_number(measured[name][0]), _number(measured[name][1])) for name in names]
-
-
-@contextmanager
-def judging(task: Task, model: torch.nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, without gradients unless the task's losses are made of them."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.set_grad_enabled(task.needs_gradients_in_validation):
-            yield
-    finally:
-        model.train(was_training)
 
 
 def _number(value: torch.Tensor | float) -> float:

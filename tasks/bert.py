@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +24,7 @@ from tasks.bert_masking import Masking
 from tasks.bert_model import BertConfig, BertForPreTraining
 from tasks.bert_records import BertRecords, find_records, load_records
 from tasks.bert_vocab import check_vocab, read_vocab
+from tasks.options import BertOptions
 from tasks.pretrained import write_pretrained
 from tasks.record_index import Index
 
@@ -46,8 +46,7 @@ class BertTask(Task):
     taken. `--dropout P` stands for both rates of the configuration.
     """
 
-    #: what is masked of a row of records; a subclass may have `masking = Masking(whole_words=True)`
-    masking: ClassVar[Masking] = Masking()
+    Options = BertOptions
 
     def load_dataset(self, split: str) -> BertDataset | BertRecords:
         """The rows of a split: that the index names, or of the HDF5 files whose names contain it.
@@ -127,7 +126,7 @@ class BertTask(Task):
         seed = self.config.task.seed if split == self.config.data.train_subset else _VALIDATION_SEED
         return load_records(
             index, split, read_vocab(vocab), max_positions=config.max_position_embeddings, seed=seed,
-            masking=self.masking, num_file=self.config.data.num_file,
+            masking=Masking(whole_words=self.options.whole_words), num_file=self.config.data.num_file,
         )  # fmt: skip
 
     def _bert_config(self) -> BertConfig:
