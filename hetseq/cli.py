@@ -177,7 +177,8 @@ def _do_errand(command: str, argv: Sequence[str]) -> int:
     from hetseq.workers import ending_server
 
     request = parse(command, argv)
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    if not request.config.distributed.distributed_no_spawn:
+        logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with ending_server():
         ending = run(request)
     if ending.message:

@@ -66,7 +66,9 @@ def parse(command: str, argv: Sequence[str]) -> Request:
     own, rest = _split(command, argv[1:])
     if "--subset" in own:
         rest = ["--valid-subset", own["--subset"], *rest]
-    config = options.parse(["--config", str(config_file), *rest, "--save-dir", str(run)], leave_out=_OF_THE_RUN)
+    names_devices = any(word.partition("=")[0] == "--devices" for word in rest)
+    leave_out = _OF_THE_RUN | {"cpu"} if names_devices else _OF_THE_RUN
+    config = options.parse(["--config", str(config_file), *rest, "--save-dir", str(run)], leave_out=leave_out)
     if config.distributed.meeting_url is not None:
         raise ConfigError(
             f"hetseq {command} uses the ranks of this node alone: leave {config.distributed.meeting_url} out"

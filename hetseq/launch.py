@@ -178,7 +178,8 @@ def run_here(config: Config, errand: Errand | None = None) -> Ending:
 
     directory = RunDirectory.prepare(config.checkpoint.save_dir, config_yaml=dump_yaml(config))
     stop = StopRequest(has_launcher=False)
-    stop.install()
+    if errand is None:  # one has no step to finish first
+        stop.install()
     with directory.lock(), upkeep(directory, logger.warning):
         placement = Placement(0, devices[0], threads_per_worker(1))
         report = run_worker(config, directory, placement, stop, line=Alone(directory.adopt_config), errand=errand)

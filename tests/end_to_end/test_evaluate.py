@@ -150,6 +150,7 @@ BAD = {
     "mistyped": (["RUN", "--subst", "valid"], "unknown option --subst"),
     "no value": (["RUN", "--subset"], "--subset stands without a value"),
     "several nodes": (["RUN", "--distributed-init-method", "tcp://127.0.0.1:1"], "this node alone"),
+    "no such device": (["RUN", "--devices", "cuda:99"], "--devices cuda:99 asks for cuda:99"),
     "ranks that are not there": (["RUN", "--balance", "3,1", *on(3)], "--balance"),
 }
 BAD_OUTPUT = {
