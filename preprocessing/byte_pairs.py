@@ -42,7 +42,7 @@ def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
         min_frequency=_MIN_FREQUENCY,
         show_progress=False,
         special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(ByteLevel.alphabet()),
+        initial_alphabet=ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer

@@ -150,7 +150,7 @@ def published(path: Path, *, end: str = "</s>") -> Path:
     tokenizer = byte_pairs.train_tokenizer([story(50)], 300)
     tokenizer.add_special_tokens([end, "<s>"])
     tokenizer.enable_truncation(5)
-    tokenizer.enable_padding(length=9)
+    tokenizer.enable_padding(length=20_000)
     content = json.loads(tokenizer.to_str())
     single = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     special = {"<s>": {"id": "<s>", "ids": [301], "tokens": ["<s>"]}}

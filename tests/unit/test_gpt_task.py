@@ -324,6 +324,9 @@ def test_what_stands_between_the_ends_is_refused_when_it_is_read(folder: Path, m
     assert len(dataset.__getitems__([24, 26])["input_ids"]) == 2
     with pytest.raises(DataError, match=r"train_00001.safetensors, row 5: ids holds 53"):
         dataset.__getitems__([24, 25])
+    change_numbers(folder / "train_00001.safetensors", "ids", lambda ids: ids.__setitem__(-1, VOCAB))
+    with pytest.raises(DataError, match=r"train_00001.safetensors, row 19: ids holds 53"):
+        load(folder)
 
 
 def test_records_of_bert_and_of_a_causal_model_are_told_apart(folder: Path, tmp_path: Path) -> None:
