@@ -70,7 +70,7 @@ _CHECKPOINTS_USAGE = """usage: hetseq checkpoints list   RUN [--json]
   --dry-run      say what would go, remove nothing
   --format FORM  safetensors (a folder), torch (a .pt file), dcp (a folder of torch.distributed.checkpoint) or
                  hf (a folder that transformers opens, where the run's task writes one, as bert does)
-  --to PATH      where to; nothing is overwritten
+  --to PATH      where to (--output says the same); nothing is overwritten
 
 verify ends with 1 where anything is damaged.
 """

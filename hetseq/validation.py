@@ -6,7 +6,9 @@ means, and are added in rank order, so every rank knows the same result to the b
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +30,7 @@ class Validator:
     lengths: Lengths | None
     terms: tuple[str, ...]
     weights: tuple[float, ...]
+    computing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
 
     def evaluate(
         self, task: Task, model: torch.nn.Module, group: AnyGroup, assign: Callable[[int], tuple[int, ...]]
@@ -39,7 +42,7 @@ class Validator:
         was_training = model.training
         model.eval()
         try:
-            with torch.set_grad_enabled(task.needs_gradients_in_validation):
+            with torch.set_grad_enabled(task.needs_gradients_in_validation), self.computing():
                 names = sorted(self._metrics_of_first(task, model))
                 totals = self._own_totals(task, model, names, self._own_pieces(group, assign))
         finally:
@@ -54,7 +57,7 @@ class Validator:
         was_training = model.training
         model.eval()
         try:
-            with torch.set_grad_enabled(task.needs_gradients_in_validation):
+            with torch.set_grad_enabled(task.needs_gradients_in_validation), self.computing():
                 measured = self._metrics_of_first(task, model)
         finally:
             model.train(was_training)
