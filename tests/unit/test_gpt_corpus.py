@@ -22,6 +22,7 @@ from preprocessing import bert_corpus, byte_pairs, gpt_corpus
 from preprocessing.plain_text import Document, Source
 from tasks.gpt import GptTask
 from tasks.gpt_config import GptConfig
+from tests.support.parity import import_transformers
 from tests.unit.test_bert_corpus import story
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -207,6 +208,19 @@ def test_the_facts_are_those_of_the_files(book: Path, tmp_path: Path) -> None:
         tokenizer = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
         assert stated["most_frequent"]["token"] == tokenizer.decode([ids[counts.argmax()]])
         assert stated["unigram_entropy"] == pytest.approx(-sum(p * np.log(p) for p in shares), abs=1e-6)
+
+
+@pytest.mark.slow
+def test_transformers_makes_the_same_tokens_of_a_text(tmp_path: Path) -> None:
+    text = story(40) + ODD.split("the end")[0]
+    (tmp_path / "a.txt").write_text(text)
+    assert run(tmp_path / "data", "--input", tmp_path / "a.txt", "--vocab-size", 400, "--test-share", 0) == 0
+    task = make_task(GptTask, options.parse(["--task", "gpt", "--data", str(tmp_path / "data")]))
+    task.export(task.build_model(), tmp_path / "gpt")
+    tokenizer = import_transformers().AutoTokenizer.from_pretrained(tmp_path / "gpt")
+    tokens = [token for row in rows_of(tmp_path / "data", "train") for token in row]
+    assert [*tokenizer(text.strip("\n"))["input_ids"], tokenizer.eos_token_id] == tokens
+    assert tokenizer.decode(tokens, skip_special_tokens=True) == text.strip("\n")
 
 
 # The same bytes
