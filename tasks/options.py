@@ -15,3 +15,15 @@ class BertOptions:
     """Pre-training of BERT."""
 
     whole_words: bool = option(False, "records: mask all pieces of a word or none, not single pieces")
+
+
+@dataclass(frozen=True)
+class GptOptions:
+    """Training of a causal language model."""
+
+    init_from: str | None = option(
+        None,
+        "begin with the model in a directory of Hugging Face (GPT-2 or Llama), in place of a fresh one",
+        metavar="DIR",
+        per_node=True,
+    )
