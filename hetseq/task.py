@@ -36,6 +36,12 @@ _NEW_HOOK = """{name} overrides train_step, the hook of 2020, which HetSeq no lo
 or leave both out where model(*sample) returns the mean loss of its samples."""
 
 
+_NO_PREDICTIONS = """{name} has no predictions(model, sample), which `hetseq predict` calls. Write
+
+    def predictions(self, model, sample):  # one line of text for each sample of the batch, in its order
+        return [...]"""
+
+
 class TaskArguments(SimpleNamespace):
     """Every option by its field name, flat, as `args` was in 2020; `config` is the structured form."""
 
@@ -107,6 +113,14 @@ class Task:
         """For validation: name -> (sum, count) over the micro-batch, such as {"accuracy": (correct, samples)}."""
         return {}
 
+    def predictions(self, model: torch.nn.Module, sample: Any) -> list[str]:
+        """What the model says of each sample of the micro-batch, in its order: one line of text each.
+
+        `hetseq predict` calls it, in evaluation mode, and writes the lines; labels that `sample` may lack are not asked
+        for before.
+        """
+        raise no_predictions(self)
+
     def update_step(self, num_updates: int) -> None:
         """Called on every rank after each optimizer step, and before the first one of a run or of a resumed run.
 
@@ -130,6 +144,11 @@ class Task:
 def is_overridden(task: Task, name: str) -> bool:
     """The task has a method `name` of its own."""
     return getattr(type(task), name) is not getattr(Task, name)
+
+
+def no_predictions(task: Task) -> TaskFileError:
+    """What to tell of a task that cannot predict."""
+    return TaskFileError(_NO_PREDICTIONS.format(name=type(task).__name__))
 
 
 def make_task(task_class: type[Task], config: Config) -> Task:
