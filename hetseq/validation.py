@@ -7,9 +7,10 @@ means, and are added in rank order, so every rank knows the same result to the b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -47,10 +48,15 @@ class Validator:
                 totals = self._own_totals(task, model, names, self._own_pieces(group, assign))
         finally:
             model.train(was_training)
-        sums = iter(sum_floats(group, totals))
-        means = {name: _mean(next(sums), next(sums)) for name in (*self.terms, *names)}
+        added = iter(sum_floats(group, totals))
+        sums = {name: (next(added), next(added)) for name in (*self.terms, *names)}
+        means = {term: _mean(*sums.pop(term)) for term in self.terms}
         loss = sum(weight * means[term] for weight, term in zip(self.weights, self.terms))
-        return {"loss": loss, **{name: value for name, value in means.items() if name != "loss"}}
+        return {
+            "loss": loss,
+            **{term: mean for term, mean in means.items() if term != "loss"},
+            **self._figures(task, sums),
+        }
 
     def names(self, task: Task, model: torch.nn.Module) -> list[str]:
         """What `evaluate` will give, asked of one sample; any rank, alone."""
@@ -61,7 +67,8 @@ class Validator:
                 measured = self._metrics_of_first(task, model)
         finally:
             model.train(was_training)
-        return list(dict.fromkeys(["loss", *self.terms, *sorted(measured)]))
+        sums = {name: (_number(measured[name][0]), _number(measured[name][1])) for name in sorted(measured)}
+        return list(dict.fromkeys(["loss", *self.terms, *self._figures(task, sums)]))
 
     def _own_pieces(self, group: AnyGroup, assign: Callable[[int], tuple[int, ...]]) -> list[tuple[int, int]]:
         size = len(self.source.dataset)
@@ -74,12 +81,23 @@ class Validator:
         """The names of the metrics, asked of one sample so that a rank without samples knows them too."""
         batch = next(load_range(self.source, [(0, 1)]))
         measured = task.metrics(model, batch.sample)
-        for name in ("loss", *self.terms):
-            if name in measured:
-                raise TaskError(
-                    f"{type(task).__name__}.metrics gave {name!r}, which is the name of a loss: give it another name"
-                )
+        self._check_names(task, "metrics", measured)
         return measured
+
+    def _figures(self, task: Task, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
+        """What the task makes of the sums of its metrics."""
+        figures: Any = task.summarise(sums)
+        if not isinstance(figures, dict) or not all(isinstance(value, int | float) for value in figures.values()):
+            raise TaskError(f"{type(task).__name__}.summarise returned {figures!r}: expected a dict of name to number")
+        self._check_names(task, "summarise", figures)
+        return {name: float(value) for name, value in figures.items()}
+
+    def _check_names(self, task: Task, hook: str, names: Collection[str]) -> None:
+        for name in ("loss", *self.terms):
+            if name in names:
+                raise TaskError(
+                    f"{type(task).__name__}.{hook} gave {name!r}, which is the name of a loss: give it another name"
+                )
 
     def _own_totals(
         self, task: Task, model: torch.nn.Module, names: list[str], pieces: list[tuple[int, int]]

@@ -80,3 +80,15 @@ def check_vocab(vocab: list[str], vocab_path: Path, *, config_path: Path, vocab_
             f" {padding} in {vocab_path}: the word at the former would never be learned; write"
             f' "pad_token_id": {padding} into the configuration'
         )
+
+
+def check_same_vocab(own: Path, other: Path) -> None:
+    """Raise DataError unless two vocabularies have the same tokens in the same order."""
+    tokens, others = read_vocab(own), read_vocab(other)
+    if tokens != others:
+        line = next((at for at, (one, two) in enumerate(zip(tokens, others), 1) if one != two), None)
+        line = min(len(tokens), len(others)) + 1 if line is None else line
+        raise DataError(
+            f"{other} is not the vocabulary of {own}: from line {line} on they differ, and to other tokens the weights"
+            f" beside {own.name} mean nothing; leave --dict out, or take data that were made with {own}"
+        )
