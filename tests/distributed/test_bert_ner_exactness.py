@@ -1,7 +1,7 @@
 """The loss over labelled words has the gradient of the global batch, and F1 that of all sentences, on unequal ranks.
 
 Sentences have from 1 to 9 words, so ranks and micro-batches of as many sentences have unequal numbers of words and are
-padded to unequal lengths; some words are cut off. Errors are of the whole gradient, ||g - g0|| / ||g0||.
+padded to unequal lengths. Errors are of the whole gradient, ||g - g0|| / ||g0||.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def write_data(folder: Path) -> Path:
 def words_of(folder: Path, balance: str) -> list[str]:
     return [
         "--task", f"{tagging.__file__}:RecordingNer", "--data", str(folder / "data"), "--dropout", "0",
-        *labelled.write_network(folder, initializer_range=0.1),
+        *labelled.write_network(folder, initializer_range=0.1, max_position_embeddings=32),
         "--curriculum", "1000000", "--seed", str(oracle.SEED), "--clip-norm", "0",
         "--lr", "0.1", "--lr-scheduler", "constant", "--no-save", "--global-batch-size", str(BATCH), "--max-sentences",
         "5", "--balance", balance, "--max-update", str(STEPS), "--precision", "fp64",
@@ -64,7 +64,7 @@ def reference(words: list[str]) -> tuple[list[torch.Tensor], list[dict[str, floa
         for sample in (dataset[index] for index in range(at, stop)):
             ids = sample["pieces"][None]
             logits = model(ids, torch.zeros_like(ids), torch.ones_like(ids).bool(), sample["columns"])
-            losses.append(F.cross_entropy(logits, sample["tags"][: len(logits)], reduction="none"))
+            losses.append(F.cross_entropy(logits, sample["tags"], reduction="none"))
         torch.cat(losses).mean().backward()
         at = 0 if stop == SENTENCES else stop
         gradients.append(torch.cat([p.grad.flatten() for group in optimizer.param_groups for p in group["params"]]))
