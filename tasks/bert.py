@@ -23,7 +23,7 @@ from tasks.bert_data import Batch, BertDataset, folder_of, hdf5_names, load_bert
 from tasks.bert_masking import Masking
 from tasks.bert_model import BertConfig, BertForPreTraining
 from tasks.bert_records import BertRecords, find_records, load_records
-from tasks.bert_vocab import check_same_vocab, check_vocab, read_vocab
+from tasks.bert_vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab
 from tasks.options import BertOptions
 from tasks.pretrained import init_config, read_bert, read_files, write_pretrained
 from tasks.record_index import Index
@@ -69,7 +69,7 @@ class BertTask(Task):
         own = [self._config_file() if self.config.task.config_file is None else None]
         own += [self._vocab_file() if self.config.task.vocab_file is None else None]
         own += [] if self._init_folder is None else read_files(self._init_folder)
-        dataset.files = [*dataset.files, *(path for path in own if path is not None)]
+        dataset.files = [*dataset.files, *dict.fromkeys(path for path in own if path is not None)]
         logger.info("%s: %d rows from %s", split, len(dataset), self.config.data.data)
         return dataset
 
@@ -176,8 +176,8 @@ class BertTask(Task):
         given = self.config.task.vocab_file
         path = folder_of(self._data()) / _VOCAB_NAME if given is None else Path(given).expanduser()
         found = path if given is not None or os.path.isfile(path) else None
-        own = None if self._init_folder is None else self._init_folder / _VOCAB_NAME
-        if own is None or not own.is_file():
+        own = None if self._init_folder is None else find_vocab_in(self._init_folder)
+        if own is None:
             return found
         if found is not None:
             check_same_vocab(own, found)

@@ -21,13 +21,13 @@ from hetseq import Config, ConfigError, DataError
 from preprocessing.wordpiece import Encoder, Vocabulary
 from tasks.bert_heads import Labelling
 from tasks.bert_model import BertConfig
-from tasks.bert_vocab import check_same_vocab, check_vocab, read_vocab
+from tasks.bert_vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab
 from tasks.network_json import check_fraction, read_object, wrong
 from tasks.pretrained import init_config, looks_lower_case, read_encoder_, read_files, write_pretrained
 
 logger = logging.getLogger(__name__)
 
-_TOKENIZER, _VOCAB = "tokenizer_config.json", "vocab.txt"
+_TOKENIZER = "tokenizer_config.json"
 #: what a tokenizer_config.json may say -> the values with which its word pieces are ours
 _PLAIN_PIECES = {"tokenize_chinese_chars": (True, None), "do_basic_tokenize": (True, None)}
 _LEAST_POSITIONS = 5  # [CLS], [SEP], and for two texts another [SEP] and a piece of each
@@ -85,7 +85,7 @@ def find_beginning(config: Config, init_from: str | None) -> Beginning:
         config_file = Path(task.config_file).expanduser()
     else:
         config_file = init_config(folder, task.config_file)
-    vocab_file = find_vocab(folder, task.vocab_file)
+    vocab_file = _find_vocab(folder, task.vocab_file)
     found, tokens = BertConfig.from_json_file(config_file), read_vocab(vocab_file)
     check_vocab(
         tokens, vocab_file, config_path=config_file, vocab_size=found.vocab_size, pad_token_id=found.pad_token_id
@@ -101,26 +101,26 @@ def find_beginning(config: Config, init_from: str | None) -> Beginning:
         vocabulary=Vocabulary(tuple(tokens), _is_lower_case(folder, tokens)),
         vocab_file=vocab_file,
         folder=folder,
-        files=(config_file, vocab_file, *(() if folder is None else read_files(folder))),
+        files=tuple(dict.fromkeys([config_file, vocab_file, *([] if folder is None else read_files(folder))])),
         head_dropout=_head_dropout(config_file, found) if task.dropout is None else task.dropout,
         most_pieces=most,
     )
 
 
-def find_vocab(folder: Path | None, given: str | None) -> Path:
+def _find_vocab(folder: Path | None, given: str | None) -> Path:
     """The vocabulary of a directory for --init-from, else the one `given` as --dict.
 
     Raises DataError where there is none, or where both are there and differ.
     """
     named = None if given is None else Path(given).expanduser()
-    inside = None if folder is None or not (folder / _VOCAB).is_file() else folder / _VOCAB
+    inside = None if folder is None else find_vocab_in(folder)
     if named is not None and inside is not None:
         check_same_vocab(inside, named)
     found = inside or named
     if found is None:
         raise DataError(
-            f"{folder} has no {_VOCAB}: expected the vocabulary that its weights were trained with, one token a line;"
-            " give --dict FILE"
+            f"{folder} has neither vocab.txt nor tokenizer.json: expected the vocabulary that its weights were trained"
+            " with, one token a line; give --dict FILE"
         )
     return found
 

@@ -103,9 +103,10 @@ def write_pretrained(
     weights = _their_tensors(model)
     files: dict[str, bytes] = {}
     if vocab_file is not None:
-        is_lower = looks_lower_case(read_vocab(vocab_file)) if is_lower_case is None else is_lower_case
+        tokens = read_vocab(vocab_file)
+        is_lower = looks_lower_case(tokens) if is_lower_case is None else is_lower_case
         files["tokenizer_config.json"] = _json({"tokenizer_class": "BertTokenizer", "do_lower_case": is_lower})
-        files[_VOCAB_NAME] = vocab_file.read_bytes()
+        files[_VOCAB_NAME] = "".join(f"{token}\n" for token in tokens).encode()
     files[_CONFIG_NAME] = _json(config)
     try:
         folder.mkdir(exist_ok=True)
@@ -139,7 +140,7 @@ def init_config(folder: Path, config_file: str | None) -> Path:
 
 def read_files(folder: Path) -> list[Path]:
     """The files of a directory besides its configuration and vocabulary, for the nodes of a run to compare."""
-    names = ("tokenizer_config.json", "*.safetensors", "pytorch_model*.bin", "*.index.json")
+    names = ("tokenizer*.json", "*.safetensors", "pytorch_model*.bin", "*.index.json")
     return sorted({path for name in names for path in folder.glob(name) if path.is_file()})
 
 

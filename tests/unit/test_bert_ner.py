@@ -185,7 +185,7 @@ def test_padding_changes_neither_loss_nor_tags(tmp_path: Path, network: list[str
 def test_words_that_are_cut_off_are_no_loss_and_count_as_missed(
     tmp_path: Path, network: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    text = "unwalked O\n" * 3 + "Paris B-LOC\ncat O\nAnna B-PER\n\nBob B-PER\n"
+    text = "unwalked O\n" * 3 + "Paris B-LOC\ncat O\nAnna B-PER\n\nBob S-PER\n"
     with caplog.at_level(logging.WARNING):
         task = task_of(tmp_path, [*network, "--max-pred-length", "12"], text)
         dataset = task.load_dataset("train")
@@ -194,9 +194,9 @@ def test_words_that_are_cut_off_are_no_loss_and_count_as_missed(
     assert batch["input_ids"].shape == (2, 12)
     assert labelled.TOKENS[batch["input_ids"][0, -1]] == "[SEP]"
     assert task.count(batch) == {"loss": 5}
-    tags = [task.labels.index(tag) for tag in ("O", "O", "O", "B-LOC", "B-PER")]
+    tags = [task.labels.index(tag) for tag in ("O", "O", "O", "B-LOC", "S-PER")]
     model = lambda *inputs: torch.nn.functional.one_hot(torch.tensor(tags), len(task.labels)).float()  # noqa: E731
-    assert task.predictions(model, batch) == ["O O O B-LOC O O", "B-PER"]
+    assert task.predictions(model, batch) == ["O O O B-LOC O O", "S-PER"]
     assert task.metrics(model, batch) == {
         "f1": (4.0, 5.0), "precision": (2.0, 2.0), "recall": (2.0, 3.0), "token_accuracy": (6.0, 7.0),
     }  # fmt: skip
@@ -259,10 +259,14 @@ def test_splits_are_found_by_their_words_and_by_whole_names(tmp_path: Path, netw
     with pytest.raises(DataError, match=r"several files for the split 'valid', dev.txt and valid.txt"):
         task.load_dataset("valid")
     assert task.load_dataset("valid.txt").files[0].name == "valid.txt"
+    for name in ("dev.txt", "valid.txt"):
+        (tmp_path / "data" / name).rename(tmp_path / "data" / f"my.val.{name[0]}.tsv")
+    with pytest.raises(DataError, match=r"several files for the split 'valid', my.val.d.tsv and my.val.v.tsv"):
+        task.load_dataset("valid")
     both = labelled.make("bert_ner", tmp_path / "data", [*network, "--train-subset", "a_train_dev.txt"])
     (tmp_path / "data" / "a_train_dev.txt").write_text(labelled.TAGGED)
-    (tmp_path / "data" / "dev.txt").unlink()
-    (tmp_path / "data" / "valid.txt").unlink()
+    for path in (tmp_path / "data").glob("*.tsv"):
+        path.unlink()
     with pytest.raises(DataError, match=r"a_train_dev.txt belongs to two splits"):
         both.load_dataset("valid")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -146,7 +145,26 @@ def test_what_cannot_be_begun_with_is_refused(name: str, start: Path, tmp_path: 
     save_file(tensors, start / "model.safetensors")
     assert "lacks the tensor bert.encoder.layer.1.output.dense.weight" in refusal(*init)
     (start / "vocab.txt").unlink()
-    assert "start has no vocab.txt" in refusal(*init)
+    assert "start has neither vocab.txt nor tokenizer.json" in refusal(*init)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "tokenizer.json is no JSON"),
+        (
+            '{"model": {"type": "BPE", "vocab": {}}}',
+            "tokenizer.json has model.type 'BPE': expected the tokenizer.json of a",
+        ),
+        ('{"model": {"type": "WordPiece", "vocab": {"[PAD]": 0, "a": 2}}}', "the numbers of its 2 tokens are not 0, 1"),
+        ('{"model": {"type": "WordPiece", "vocab": {"[PAD]": 0, "a": 1}}}', r"and no \[UNK\], "),
+    ],
+)
+def test_a_tokenizer_of_another_kind_is_refused(content: str, message: str, start: Path, tmp_path: Path) -> None:
+    (start / "vocab.txt").unlink()
+    (start / "tokenizer.json").write_text(content)
+    with pytest.raises(DataError, match=message):
+        task_of("bert_ner", tmp_path, "--init-from", str(start)).build_model()
 
 
 @pytest.fixture
@@ -192,7 +210,12 @@ def test_a_directory_that_transformers_has_written_is_begun_with(
     config = transformers.BertConfig(**labelled.CONFIG, id2label=labels, label2id={v: k for k, v in labels.items()})
     theirs = transformers.BertForTokenClassification(config)
     theirs.save_pretrained(tmp_path / "theirs")
-    shutil.copy(start / "vocab.txt", tmp_path / "theirs")
-    model = task_of("bert_ner", tmp_path, "--init-from", str(tmp_path / "theirs")).build_model()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(start)
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    assert not (tmp_path / "theirs" / "vocab.txt").exists()
+    task = task_of("bert_ner", tmp_path, "--init-from", str(tmp_path / "theirs"))
+    model = task.build_model()
+    task.export(model, tmp_path / "tuned")
+    assert (tmp_path / "tuned" / "vocab.txt").read_bytes() == (start / "vocab.txt").read_bytes()
     assert model.labels == tuple(labels.values())
     assert torch.equal(model.classifier.weight, theirs.classifier.weight)
