@@ -206,9 +206,9 @@ def _fitting(parts: Sequence[list[int]], room: int) -> list[list[int]]:
     if len(parts) == 1:
         return [parts[0][:room]]
     one, two = parts
-    # an odd piece goes to the first text; what the shorter one leaves free belongs to the longer one
-    keeps = [max(-(-room // 2), room - len(two)), max(room // 2, room - len(one))]
-    return [one[: keeps[0]], two[: keeps[1]]]
+    # an odd piece goes to the longer text, and so does what the shorter one leaves free
+    half = room // 2 + (room % 2 if len(one) > len(two) else 0)
+    return [one[: max(half, room - len(two))], two[: max(room - half, room - len(one))]]
 
 
 def _logits(model: nn.Module, sample: Batch) -> Tensor:

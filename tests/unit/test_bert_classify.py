@@ -104,6 +104,7 @@ def test_two_texts_are_two_segments_and_the_longer_is_cut_first(
     tmp_path: Path, network: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     pairs = "one,two,label\nthe cat,anna sat in,x\n" + f"cat sat,{'mat ' * 20},y\n{'mat ' * 20},{'cat ' * 20},y\n"
+    pairs += f"{'mat ' * 20},{'cat ' * 19},y\n"
     words = [*network, "--text-column", "one", "--text-pair-column", "two"]
     with caplog.at_level(logging.WARNING):
         dataset = task_of(tmp_path, words, train_csv=pairs).load_dataset("train")
@@ -112,11 +113,17 @@ def test_two_texts_are_two_segments_and_the_longer_is_cut_first(
     assert shown == [
         "[CLS] the cat [SEP] anna sat in [SEP] [PAD] [PAD] [PAD] [PAD]",
         "[CLS] cat sat [SEP] mat mat mat mat mat mat mat [SEP]",
+        "[CLS] mat mat mat mat [SEP] cat cat cat cat cat [SEP]",
         "[CLS] mat mat mat mat mat [SEP] cat cat cat cat [SEP]",
     ]
-    assert batch["token_type_ids"].tolist() == [[0] * 4 + [1] * 4 + [0] * 4, [0] * 4 + [1] * 8, [0] * 7 + [1] * 5]
-    assert batch["attention_mask"].sum(dim=1).tolist() == dataset.lengths.tolist() == [8, 12, 12]
-    assert "2 of 3 texts are longer than 12 pieces" in caplog.text
+    assert batch["token_type_ids"].tolist() == [
+        [0] * 4 + [1] * 4 + [0] * 4,
+        [0] * 4 + [1] * 8,
+        [0] * 6 + [1] * 6,
+        [0] * 7 + [1] * 5,
+    ]
+    assert batch["attention_mask"].sum(dim=1).tolist() == dataset.lengths.tolist() == [8, 12, 12, 12]
+    assert "3 of 4 texts are longer than 12 pieces" in caplog.text
     one_segment = labelled.write_network(tmp_path, type_vocab_size=1)
     with pytest.raises(ConfigError, match=r"--text-pair-column two makes rows of two segments, and type_vocab_size"):
         task_of(tmp_path, [*one_segment, *words[len(network) :]], train_csv=pairs).load_dataset("train")
