@@ -44,7 +44,7 @@ def rows_of(path: Path, content: str, columns: Columns = Columns()) -> list[Labe
 def test_the_three_forms_hold_the_same_rows(tmp_path: Path) -> None:
     csv = rows_of(tmp_path / "a.csv", 'text,label\n"a ""b"", c\nd",x\n\ne,y\n')
     assert csv == [Labelled(('a "b", c\nd',), "x", 2), Labelled(("e",), "y", 5)]
-    assert rows_of(tmp_path / "a.tsv", 'sentence\tlabel\na "b\tx\n') == [Labelled(('a "b',), "x", 2)]
+    assert rows_of(tmp_path / "a.tsv", 'sentence\tlabel\n"a b\tx\n') == [Labelled(('"a b',), "x", 2)]
     lines = [{"label": 3, "sentence": "a"}, {"sentence": "b", "label": "x", "more": None}]
     json_lines = rows_of(tmp_path / "a.jsonl", "\n".join(map(json.dumps, lines)))
     assert json_lines == [Labelled(("a",), "3", 1), Labelled(("b",), "x", 2)]

@@ -104,16 +104,17 @@ def test_words_are_split_as_the_directory_says(start: Path, tmp_path: Path) -> N
 
 
 def test_the_rate_of_the_head_is_its_own(start: Path, tmp_path: Path) -> None:
-    def rate(*words: str) -> float:
-        return task_of("bert_classify", tmp_path, "--init-from", str(start), *words).build_model().dropout.p
+    def rates(*words: str) -> tuple[float, float]:
+        model = task_of("bert_classify", tmp_path, "--init-from", str(start), *words).build_model()
+        return model.config.attention_probs_dropout_prob, model.dropout.p
 
-    assert rate() == 0.1
+    assert rates() == (0.1, 0.1)
     change(start / "config.json", classifier_dropout=0.4)
-    assert rate() == 0.4
-    assert rate("--dropout", "0.2") == 0.2
+    assert rates() == (0.1, 0.4)
+    assert rates("--dropout", "0.2") == (0.2, 0.2)
     change(start / "config.json", classifier_dropout=4)
     with pytest.raises(DataError, match=r"config.json: classifier_dropout is 4: expected a number from 0"):
-        rate()
+        rates()
 
 
 @pytest.mark.parametrize("name", TASKS)
