@@ -35,6 +35,7 @@ _INCLUDED: dict[str, dict[str, str]] = {
         "bert": "tasks.bert:BertTask",
         "bert_classify": "tasks.bert_classify:BertClassifyTask",
         "bert_ner": "tasks.bert_ner:BertNerTask",
+        "gpt": "tasks.gpt:GptTask",
         "mnist": "tasks.mnist:MNISTTask",
     },
     "optimizer": {name: f"hetseq.optim:{name}" for name in ("adam", "adamw", "sgd", "adadelta", "lamb")},
@@ -50,6 +51,7 @@ _INCLUDED_OPTIONS = {
     "bert": "tasks.options:BertOptions",
     "bert_classify": "tasks.options:BertClassifyOptions",
     "bert_ner": "tasks.options:BertNerOptions",
+    "gpt": "tasks.options:GptOptions",
 }
 _TASK_BASE = "hetseq.task:Task"
 _USER_PREFIX = "hetseq_user_"

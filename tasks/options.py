@@ -52,3 +52,15 @@ class BertClassifyOptions:
     label_column: str | None = option(
         None, "column of the label; default: label or category, or the other one of two columns", metavar="NAME"
     )
+
+
+@dataclass(frozen=True)
+class GptOptions:
+    """Training of a causal language model."""
+
+    init_from: str | None = option(
+        None,
+        "begin with the model in a directory of Hugging Face (GPT-2 or Llama), in place of a fresh one",
+        metavar="DIR",
+        per_node=True,
+    )

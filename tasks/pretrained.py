@@ -28,12 +28,14 @@ from tasks.bert_heads import BertForSequenceClassification, BertForTokenClassifi
 from tasks.bert_model import TIED_NAMES, BertConfig, BertForPreTraining
 from tasks.bert_vocab import SPECIAL_TOKENS, read_vocab
 from tasks.gpt_model import GptConfig, GptForCausalLM, from_hugging_face, their_names, to_hugging_face
+from tasks.gpt_tokenizer import TOKENIZER, read_tokens
 from tasks.network_json import read_object
 from tasks.tensor_files import TensorFiles, tensor_files
 
 logger = logging.getLogger(__name__)
 
 _CONFIG_NAME, _WEIGHTS_NAME, _VOCAB_NAME = "config.json", "model.safetensors", "vocab.txt"
+_TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 
 #: what older files store besides weights: positions, the triangle of causal attention, frequencies
 _NO_WEIGHTS = re.compile(r"(^|\.)(position_ids|attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
@@ -83,21 +85,32 @@ def read_encoder_(model: Labelling, folder: str | Path) -> None:
     _fill_(model, folder, _labelling_layout(model, folder), heads_may_be_missing=True)
 
 
-def read_gpt(folder: str | Path, *, heads_may_be_missing: bool = False) -> GptForCausalLM:
-    """The GPT-2 or Llama in a directory, as `read_bert`; the head that may be missing is one that is not tied."""
+def read_gpt(folder: str | Path, *, heads_may_be_missing: bool = False, dropout: float | None = None) -> GptForCausalLM:
+    """The GPT-2 or Llama in a directory, as `read_bert`; the head that may be missing is one that is not tied.
+
+    `dropout` stands for all rates of its configuration.
+    """
     folder = _existing(folder)
-    model = GptForCausalLM(GptConfig.from_json_file(folder / _CONFIG_NAME))
+    config = GptConfig.from_json_file(folder / _CONFIG_NAME)
+    model = GptForCausalLM(config if dropout is None else config.with_dropout(dropout))
     _fill_(model, folder, _gpt_layout(model), heads_may_be_missing=heads_may_be_missing)
     return model
 
 
 def write_pretrained(
-    model: nn.Module, folder: str | Path, *, vocab_file: Path | None = None, is_lower_case: bool | None = None
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    vocab_file: Path | None = None,
+    is_lower_case: bool | None = None,
+    tokenizer_file: Path | None = None,
 ) -> None:
     """Write a directory that `from_pretrained` of transformers opens, for a BERT or a causal language model.
 
     `folder` is empty or not there yet. With the vocabulary of a BERT, `AutoTokenizer` opens it too; it makes words
-    lower case if `is_lower_case`, or where that is None by `looks_lower_case`. Raises DataError.
+    lower case if `is_lower_case`, or where that is None by `looks_lower_case`. A causal language model has a
+    `tokenizer_file`, tokenizer.json; what is said of it by a tokenizer_config.json beside it is kept, else its special
+    tokens are those of the model's configuration. Raises DataError.
     """
     folder, config = Path(folder), _config_of(model)
     weights = _their_tensors(model)
@@ -105,8 +118,10 @@ def write_pretrained(
     if vocab_file is not None:
         tokens = read_vocab(vocab_file)
         is_lower = looks_lower_case(tokens) if is_lower_case is None else is_lower_case
-        files["tokenizer_config.json"] = _json({"tokenizer_class": "BertTokenizer", "do_lower_case": is_lower})
+        files[_TOKENIZER_CONFIG_NAME] = _json({"tokenizer_class": "BertTokenizer", "do_lower_case": is_lower})
         files[_VOCAB_NAME] = "".join(f"{token}\n" for token in tokens).encode()
+    if tokenizer_file is not None:
+        files |= _tokenizer_files(tokenizer_file, config)
     files[_CONFIG_NAME] = _json(config)
     try:
         folder.mkdir(exist_ok=True)
@@ -162,6 +177,32 @@ def _json(content: Mapping[str, Any]) -> bytes:
 def looks_lower_case(tokens: Iterable[str]) -> bool:
     """Whether no token of a vocabulary has an upper-case letter, save the special ones."""
     return all(token == token.lower() for token in tokens if token not in SPECIAL_TOKENS)
+
+
+def _tokenizer_files(path: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """The tokenizer of a causal language model, and what transformers is told of it."""
+    tokens = read_tokens(path)
+    if len(tokens) > config["vocab_size"]:
+        raise DataError(
+            f"{path} has {len(tokens):,} tokens, and the model has {config['vocab_size']:,}: expected as many or fewer;"
+            " give the tokenizer of this model"
+        )
+    beside = path.with_name(_TOKENIZER_CONFIG_NAME)
+    try:
+        content = path.read_bytes()
+        told = beside.read_bytes() if beside.is_file() else None
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}; expected a file you may read") from error
+    if told is None:
+        ids = {name: config.get(f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
+        special = {name: tokens[at] for name, at in ids.items() if isinstance(at, int) and at < len(tokens)}
+        # the class that takes tokenizer.json as it is; spaces before signs belong to the text
+        told = _json({
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **special,
+        })  # fmt: skip
+    return {TOKENIZER: content, _TOKENIZER_CONFIG_NAME: told}
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
