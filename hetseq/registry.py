@@ -31,7 +31,13 @@ Thing = TypeVar("Thing")
 
 #: what is included, by kind and name
 _INCLUDED: dict[str, dict[str, str]] = {
-    "task": {"bert": "tasks.bert:BertTask", "gpt": "tasks.gpt:GptTask", "mnist": "tasks.mnist:MNISTTask"},
+    "task": {
+        "bert": "tasks.bert:BertTask",
+        "bert_classify": "tasks.bert_classify:BertClassifyTask",
+        "bert_ner": "tasks.bert_ner:BertNerTask",
+        "gpt": "tasks.gpt:GptTask",
+        "mnist": "tasks.mnist:MNISTTask",
+    },
     "optimizer": {name: f"hetseq.optim:{name}" for name in ("adam", "adamw", "sgd", "adadelta", "lamb")},
     "lr_scheduler": {
         "polynomial": "hetseq.lr_scheduler:polynomial",
@@ -41,7 +47,12 @@ _INCLUDED: dict[str, dict[str, str]] = {
     },
 }
 #: dataclasses of included tasks' own options, in modules without torch; those of the rest are in `hetseq.config`
-_INCLUDED_OPTIONS = {"bert": "tasks.options:BertOptions", "gpt": "tasks.options:GptOptions"}
+_INCLUDED_OPTIONS = {
+    "bert": "tasks.options:BertOptions",
+    "bert_classify": "tasks.options:BertClassifyOptions",
+    "bert_ner": "tasks.options:BertNerOptions",
+    "gpt": "tasks.options:GptOptions",
+}
 _TASK_BASE = "hetseq.task:Task"
 _USER_PREFIX = "hetseq_user_"
 _FLAG = {"task": "--task", "optimizer": "--optimizer", "lr_scheduler": "--lr-scheduler"}

@@ -140,7 +140,7 @@ def evaluate(
         totals = [0.0] * (2 * (len(validator.terms) + len(names)))
         for row in sweep(group, validator.pieces(), work, weights=weights, what=validator.split):
             totals = [total + value for total, value in zip(totals, np.frombuffer(row).tolist(), strict=True)]
-    return validator.means(names, totals)
+    return validator.figures(task, names, totals)
 
 
 def predict(

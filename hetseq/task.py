@@ -113,6 +113,15 @@ class Task:
         """For validation: name -> (sum, count) over the micro-batch, such as {"accuracy": (correct, samples)}."""
         return {}
 
+    def summarise(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        """The figures of a split, by name, from what `metrics` gave, added up over all samples and ranks.
+
+        By default each sum divided by its count, 0 where nothing was counted. Override it for a figure that is no
+        quotient of sums, such as the mean of the F1 of several labels: `metrics` then gives the sums that it is made
+        of. Every rank calls it with the same sums. The names must not depend on them.
+        """
+        return {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
+
     def predictions(self, model: torch.nn.Module, sample: Any) -> list[str]:
         """What the model says of each sample of the micro-batch, in its order: one line of text each.
 

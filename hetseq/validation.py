@@ -7,9 +7,10 @@ means, and are added in rank order, so every rank knows the same result to the b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ class Validator:
             totals = [0.0] * (2 * (len(self.terms) + len(names)))
             for row in self.rows(task, model, names, self._own_pieces(group, assign)):
                 totals = [total + value for total, value in zip(totals, row, strict=True)]
-        return self.means(names, sum_floats(group, totals))
+        return self.figures(task, names, sum_floats(group, totals))
 
     @contextlib.contextmanager
     def judging(self, task: Task, model: torch.nn.Module) -> Iterator[None]:
@@ -60,8 +61,9 @@ class Validator:
     def names(self, task: Task, model: torch.nn.Module) -> list[str]:
         """What `evaluate` will give, asked of one sample; any rank, alone."""
         with self.judging(task, model):
-            measured = self.metric_names(task, model)
-        return list(dict.fromkeys(["loss", *self.terms, *measured]))
+            measured = self._metrics_of_first(task, model)
+        sums = {name: (_number(measured[name][0]), _number(measured[name][1])) for name in sorted(measured)}
+        return list(dict.fromkeys(["loss", *self.terms, *self._summary(task, sums)]))
 
     def metric_names(self, task: Task, model: torch.nn.Module) -> list[str]:
         """The names of the metrics, sorted, asked of one sample within `judging`; any rank, alone."""
@@ -78,12 +80,14 @@ class Validator:
         for batch in load_range(self.source, pieces):
             yield [number for pair in self._pairs(task, model, names, batch) for number in pair]
 
-    def means(self, names: list[str], totals: Sequence[float]) -> dict[str, float]:
+    def figures(self, task: Task, names: list[str], totals: Sequence[float]) -> dict[str, float]:
         """What `evaluate` gives, from the rows of all pieces, added up."""
-        sums = iter(totals)
-        means = {name: _mean(next(sums), next(sums)) for name in (*self.terms, *names)}
+        added = iter(totals)
+        sums = {name: (next(added), next(added)) for name in (*self.terms, *names)}
+        means = {term: _mean(*sums.pop(term)) for term in self.terms}
         loss = sum(weight * means[term] for weight, term in zip(self.weights, self.terms))
-        return {"loss": loss, **{name: value for name, value in means.items() if name != "loss"}}
+        others = {term: mean for term, mean in means.items() if term != "loss"}
+        return {"loss": loss, **others, **self._summary(task, sums)}
 
     def _own_pieces(self, group: AnyGroup, assign: Callable[[int], tuple[int, ...]]) -> list[tuple[int, int]]:
         shares = assign(len(self.source.dataset))
@@ -98,12 +102,23 @@ class Validator:
         """The names of the metrics, asked of one sample so that a rank without samples knows them too."""
         batch = next(load_range(self.source, [(0, 1)]))
         measured = task.metrics(model, batch.sample)
-        for name in ("loss", *self.terms):
-            if name in measured:
-                raise TaskError(
-                    f"{type(task).__name__}.metrics gave {name!r}, which is the name of a loss: give it another name"
-                )
+        self._check_names(task, "metrics", measured)
         return measured
+
+    def _summary(self, task: Task, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
+        """What the task makes of the sums of its metrics."""
+        found: Any = task.summarise(sums)
+        if not isinstance(found, dict) or not all(isinstance(value, int | float) for value in found.values()):
+            raise TaskError(f"{type(task).__name__}.summarise returned {found!r}: expected a dict of name to number")
+        self._check_names(task, "summarise", found)
+        return {name: float(value) for name, value in found.items()}
+
+    def _check_names(self, task: Task, hook: str, names: Collection[str]) -> None:
+        for name in ("loss", *self.terms):
+            if name in names:
+                raise TaskError(
+                    f"{type(task).__name__}.{hook} gave {name!r}, which is the name of a loss: give it another name"
+                )
 
     def _pairs(
         self, task: Task, model: torch.nn.Module, names: list[str], batch: MicroBatch

@@ -82,8 +82,9 @@ def test_a_name_that_is_asked_about_imports_nothing() -> None:
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     said = refusal(find_task, "ner", kind=ConfigError)
+    known = ", ".join(registry._INCLUDED["task"])
     assert said.startswith(
-        "--task ner: there is no such task; expected bert, gpt, mnist, or an address as in my_task.py:My"
+        f"--task ner: there is no such task; expected {known}, or an address as in my_task.py:MyTask"
     )
     assert "(did you mean mnist?)" in refusal(find_task, "MNITS", kind=ConfigError)
     assert "(did you mean adamw?)" in refusal(find_optimizer, "AdamW2", kind=ConfigError)
