@@ -15,6 +15,7 @@ class BertOptions:
     """Pre-training of BERT."""
 
     whole_words: bool = option(False, "records: mask all pieces of a word or none, not single pieces")
+    no_packing: bool = option(False, "compute the padding of batches too, as networks elsewhere do")
 
 
 @dataclass(frozen=True)
