@@ -44,7 +44,8 @@ class BertTask(Task):
 
     Where `--config-file` or `--dict` is left out, `bert_config.json` and `vocab.txt` in the folder of the data are
     taken. `--dropout P` stands for both rates of the configuration. `--init-from DIR` goes on with the network of a
-    directory of Hugging Face, which then says what `--config-file` would.
+    directory of Hugging Face, which then says what `--config-file` would. Batches are packed, as `bert_packing` does
+    it, unless there is `--no-packing`: losses and gradients are the same, dropout draws other numbers.
     """
 
     Options = BertOptions
@@ -61,6 +62,7 @@ class BertTask(Task):
             dataset = load_bert(
                 data, split, vocab_size=config.vocab_size, max_positions=config.max_position_embeddings,
                 type_vocab_size=config.type_vocab_size, num_file=self.config.data.num_file,
+                is_packed=not self.options.no_packing,
             )  # fmt: skip
             self._check_other_splits(dataset.files, split)
         else:
@@ -131,6 +133,7 @@ class BertTask(Task):
         return load_records(
             index, split, read_vocab(vocab), max_positions=config.max_position_embeddings, seed=seed,
             masking=Masking(whole_words=self.options.whole_words), num_file=self.config.data.num_file,
+            is_packed=not self.options.no_packing,
         )  # fmt: skip
 
     def _bert_config(self) -> BertConfig:
@@ -190,9 +193,8 @@ class BertTask(Task):
 
 
 def _logits(model: nn.Module, sample: Batch) -> tuple[Tensor, Tensor]:
-    words, pairs = model(
-        sample["input_ids"], sample["token_type_ids"], sample["attention_mask"], sample["masked_positions"]
-    )
+    layout = sample["sequences"] if "sequences" in sample else sample["attention_mask"]
+    words, pairs = model(sample["input_ids"], sample["token_type_ids"], layout, sample["masked_positions"])
     return words, pairs
 
 

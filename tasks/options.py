@@ -25,6 +25,7 @@ class BertOptions:
     """Pre-training of BERT."""
 
     whole_words: bool = option(False, "records: mask all pieces of a word or none, not single pieces")
+    no_packing: bool = option(False, "compute the padding of batches too, as networks elsewhere do")
     init_from: str | None = _init_from("the network")
 
 
@@ -58,9 +59,4 @@ class BertClassifyOptions:
 class GptOptions:
     """Training of a causal language model."""
 
-    init_from: str | None = option(
-        None,
-        "begin with the model in a directory of Hugging Face (GPT-2 or Llama), in place of a fresh one",
-        metavar="DIR",
-        per_node=True,
-    )
+    init_from: str | None = _init_from("the network")
