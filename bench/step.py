@@ -37,7 +37,7 @@ from hetseq.processes import keep_freed_memory
 from hetseq.run_directory import RunDirectory
 from hetseq.session import Session, build_session
 
-WARM_UP = {"mnist": 15, "bert-tiny": 15, "bert": 5, "bert-base": 3}
+WARM_UPS = {"mnist": 15, "bert-tiny": 15, "bert": 5, "bert-base": 3}
 BATCHES = {"mnist": 256, "bert-tiny": 64, "bert": 8, "bert-base": 4}
 ROUNDS = {"mnist": 40, "bert-tiny": 40, "bert": 20, "bert-base": 15}
 
@@ -56,6 +56,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     arguments.batch = arguments.batch or BATCHES[arguments.model]
     arguments.rounds = arguments.rounds or ROUNDS[arguments.model]
+    arguments.warm_up = WARM_UPS[arguments.model]
     if min(arguments.batch, arguments.rounds) < 1:
         parser.error("--batch and --rounds: expected numbers of at least 1")
     if arguments.network != "ours" and arguments.model not in workloads.BERTS:
@@ -122,7 +123,7 @@ Times = dict[str, list[tuple[float, float]]]  # by loop and step: seconds of CPU
 def beside(rivals: dict[str, Callable[[], Any]], peer: Peer, work: Workload, arguments: argparse.Namespace) -> Times:
     """Seconds of a peer, as "peer", and of rivals that do a step after each of its own, in changing order."""
     times: Times = {"peer": [], **{name: [] for name in rivals}}
-    mark, steps = [0.0, 0.0], int(WARM_UP[arguments.model] + arguments.rounds)
+    mark, steps = [0.0, 0.0], int(arguments.warm_up + arguments.rounds)
 
     def between() -> bool:
         times["peer"].append((time.process_time() - mark[0], time.perf_counter() - mark[1]))
@@ -136,7 +137,7 @@ def beside(rivals: dict[str, Callable[[], Any]], peer: Peer, work: Workload, arg
 
     mark[:] = time.process_time(), time.perf_counter()
     peer(work, arguments.batch, between)
-    return {name: seconds[WARM_UP[arguments.model] :] for name, seconds in times.items()}
+    return {name: seconds[arguments.warm_up :] for name, seconds in times.items()}
 
 
 def evaluate(peer: str, times: Times, *, of: Sequence[str]) -> dict[str, Any]:

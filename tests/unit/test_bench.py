@@ -149,6 +149,7 @@ def test_other_ratios_are_refused(text: str) -> None:
         ("scale", ["--rounds", "-1"], "at least 1"),
         ("step", ["--batch", "-8"], "at least 1"),
         ("step", ["--peers", "Horovod"], "invalid choice"),
+        ("step", ["--network", "transformers"], "expected a BERT, and --model mnist is none"),
         ("floor", ["--size", "0"], "at least 1"),
         ("pack", ["--rounds", "0"], "at least 1"),
         ("pack", ["--hidden", "96"], "a multiple of 64"),
@@ -260,13 +261,13 @@ def test_efficiency_counts_only_for_equal_curves(capsys: pytest.CaptureFixture[s
 
 def test_rivals_do_a_step_after_each_of_the_peers_in_changing_order() -> None:
     step = script("step")
-    arguments = argparse.Namespace(rounds=3, batch=1)
+    arguments = argparse.Namespace(rounds=3, batch=1, warm_up=2)
     steps: list[str] = []
     rivals = {"HetSeq": lambda: steps.append("ours"), "bare loop": lambda: steps.append("bare")}
     times = step.beside(rivals, step.alone(lambda: steps.append("peer")), None, arguments)
     assert steps[:6] == ["peer", "ours", "bare", "peer", "bare", "ours"]
     assert {name: len(seconds) for name, seconds in times.items()} == {"peer": 3, "HetSeq": 3, "bare loop": 3}
-    assert len(steps) == 3 * (step.WARM_UP + 3)
+    assert len(steps) == 3 * (2 + 3)
 
 
 def test_the_row_of_a_peer_is_its_time_over_that_of_its_neighbours() -> None:
