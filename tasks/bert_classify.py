@@ -81,9 +81,10 @@ class BertClassifyTask(Task):
         return {"loss": len(sample["labels"])}
 
     def metrics(self, model: nn.Module, sample: Batch) -> dict[str, tuple[float, float]]:
-        """`accuracy`, and of each label twice the texts that are rightly said to have it, and those found plus those
-        that have it.
-        """  # fmt: skip
+        """`accuracy`, and for each label what its F1 is made of, for `summarise`.
+
+        That is twice the texts rightly said to have it, and those said to have it plus those that have it.
+        """
         found, labels = _logits(model, sample).argmax(dim=1), sample["labels"]
         right = labels[found == labels]
         count = [torch.bincount(each, minlength=len(self.labels)) for each in (right, found, labels)]

@@ -56,9 +56,8 @@ class Beginning:
 
     def write(self, model: nn.Module, folder: Path) -> None:
         """A directory for transformers, with the vocabulary as it was used. Raises DataError."""
-        write_pretrained(
-            model, folder, vocab_file=self.vocab_file, is_lower_case=self.vocabulary.is_lower_case
-        )  # fmt: skip
+        is_lower_case = self.vocabulary.is_lower_case
+        write_pretrained(model, folder, vocab_file=self.vocab_file, is_lower_case=is_lower_case)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:
         """The ids of each text's pieces, without [CLS] and [SEP]; a text may have none."""
