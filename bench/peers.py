@@ -22,6 +22,8 @@ from workloads import CLIP_NORM, Workload, build_optimizer
 Between = Callable[[], bool]
 Peer = Callable[[Workload, int, Between], None]
 MOST_STEPS = 1_000_000
+#: what Lightning calls a precision
+LIGHTNINGS: dict[str, Any] = {"fp32": "32-true", "bf16": "bf16-mixed"}
 
 
 class Rows(torch.utils.data.Dataset[Any]):
@@ -63,13 +65,14 @@ def accelerate(work: Workload, batch: int, between: Between) -> None:
     """A loop with Accelerate, as its manual has it."""
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if work.precision == "bf16" else "no")
     model = work.build().train()
     model, optimizer, loader = accelerator.prepare(model, build_optimizer(model), _loader(work, batch))
     while True:
         for sample in loader:
             with accelerator.accumulate(model):
-                loss = work.loss(model, sample)
+                with accelerator.autocast():
+                    loss = work.loss(model, sample)
                 accelerator.backward(loss)
                 accelerator.clip_grad_norm_(model.parameters(), CLIP_NORM)
                 optimizer.step()
@@ -83,14 +86,15 @@ def fabric(work: Workload, batch: int, between: Between) -> None:
     """A loop with Lightning Fabric."""
     from lightning.fabric import Fabric
 
-    launched = Fabric(accelerator="cpu", devices=1)
+    launched = Fabric(accelerator="cpu", devices=1, precision=LIGHTNINGS[work.precision])
     plain = work.build().train()
     model, optimizer = launched.setup(plain, build_optimizer(plain))
     loader: Any = launched.setup_dataloaders(_loader(work, batch))
     while True:
         for sample in loader:
             optimizer.zero_grad()
-            loss = work.loss(model, sample)
+            with launched.autocast():
+                loss = work.loss(model, sample)
             launched.backward(loss)
             launched.clip_gradients(model, optimizer, max_norm=CLIP_NORM, error_if_nonfinite=False)
             optimizer.step()
@@ -113,7 +117,8 @@ def hf_trainer(work: Workload, batch: int, between: Between) -> None:
     with tempfile.TemporaryDirectory(prefix="hetseq-trainer-") as folder:
         arguments = TrainingArguments(
             output_dir=folder, max_steps=MOST_STEPS, per_device_train_batch_size=batch, max_grad_norm=CLIP_NORM,
-            use_cpu=True, report_to=[], logging_strategy="no", save_strategy="no", disable_tqdm=True,
+            use_cpu=True, bf16=work.precision == "bf16", report_to=[], logging_strategy="no", save_strategy="no",
+            disable_tqdm=True,
             remove_unused_columns=False, dataloader_drop_last=True, dataloader_pin_memory=False,
         )  # fmt: skip
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
@@ -138,7 +143,8 @@ def lightning(work: Workload, batch: int, between: Between) -> None:
             return work.loss(self.model, sample)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return build_optimizer(self)
+            # with bf16 it refuses to clip for an optimizer that is fused
+            return build_optimizer(self, is_fused=work.precision == "fp32")
 
     class Hook(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
@@ -146,7 +152,8 @@ def lightning(work: Workload, batch: int, between: Between) -> None:
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, max_steps=MOST_STEPS, logger=False, enable_checkpointing=False,
+        accelerator="cpu", devices=1, precision=LIGHTNINGS[work.precision],
+        max_steps=MOST_STEPS, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=CLIP_NORM, callbacks=[Hook()],
     )  # fmt: skip
     with warnings.catch_warnings():

@@ -1,10 +1,12 @@
 """What a step of HetSeq costs over a bare loop, and what it costs elsewhere: one process, step by step in turn.
 
     python bench/step.py [--model mnist|bert] [--batch 256] [--rounds 40] [--peers all|none|"HF Trainer" ...]
+        [--precision fp32|bf16] [--network transformers]
 
 A bare loop fetches a batch, zeroes the gradients, runs forward and backward, clips and updates. HetSeq's step does the
 same and also plans, seeds, counts, reduces, commits, and writes its row of metrics. Peers do what they do: Accelerate,
 Lightning Fabric, HF Trainer and Lightning Trainer where they are installed, with the same model, data and optimizer.
+With `--network transformers` all but HetSeq train that library's BERT of the same sizes, as their users do.
 All run in one process. After each step of a peer, in its own hook where it owns its loop, HetSeq and the bare loop do
 one as well, so that the noise of the machine hits all alike; ratios are taken neighbour by neighbour. All profit from
 memory that is kept between steps, as in a HetSeq worker; without it page faults would decide. Process CPU time stands
@@ -14,6 +16,7 @@ beside wall time: a run whose wall time exceeds its CPU time by more than a tent
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -34,9 +37,9 @@ from hetseq.processes import keep_freed_memory
 from hetseq.run_directory import RunDirectory
 from hetseq.session import Session, build_session
 
-WARM_UP = 15
-BATCHES = {"mnist": 256, "bert-tiny": 64, "bert": 8}
-ROUNDS = {"mnist": 40, "bert-tiny": 40, "bert": 20}
+WARM_UPS = {"mnist": 15, "bert-tiny": 15, "bert": 5, "bert-base": 3}
+BATCHES = {"mnist": 256, "bert-tiny": 64, "bert": 8, "bert-base": 4}
+ROUNDS = {"mnist": 40, "bert-tiny": 40, "bert": 20, "bert-base": 15}
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -48,11 +51,16 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--peers", nargs="+", choices=["all", "none", *PEERS], default=["all"], help="beside the bare loop"
     )
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of all of them")
+    parser.add_argument("--network", choices=["ours", "transformers"], default="ours", help="of all but HetSeq")
     arguments = parser.parse_args(words)
     arguments.batch = arguments.batch or BATCHES[arguments.model]
     arguments.rounds = arguments.rounds or ROUNDS[arguments.model]
+    arguments.warm_up = WARM_UPS[arguments.model]
     if min(arguments.batch, arguments.rounds) < 1:
         parser.error("--batch and --rounds: expected numbers of at least 1")
+    if arguments.network != "ours" and arguments.model not in workloads.BERTS:
+        parser.error(f"--network {arguments.network}: expected a BERT, and --model {arguments.model} is none")
     if "all" in arguments.peers or "none" in arguments.peers:
         arguments.peers = list(PEERS) if "all" in arguments.peers else []
     return arguments
@@ -67,7 +75,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hetseq-step-") as name:
         folder = Path(name)
         work = workloads.prepare(arguments.model, folder / "data", 64 * arguments.batch)
+        work = dataclasses.replace(work, precision=arguments.precision)
         ours, session = hetseq_loop(work, folder, arguments.batch)
+        work = work if arguments.network == "ours" else workloads.with_transformers(work)
         bare = workloads.bare_loop(work, arguments.batch)
         try:
             times = beside({"HetSeq": ours}, alone(bare), work, arguments)
@@ -113,7 +123,7 @@ Times = dict[str, list[tuple[float, float]]]  # by loop and step: seconds of CPU
 def beside(rivals: dict[str, Callable[[], Any]], peer: Peer, work: Workload, arguments: argparse.Namespace) -> Times:
     """Seconds of a peer, as "peer", and of rivals that do a step after each of its own, in changing order."""
     times: Times = {"peer": [], **{name: [] for name in rivals}}
-    mark, steps = [0.0, 0.0], int(WARM_UP + arguments.rounds)
+    mark, steps = [0.0, 0.0], int(arguments.warm_up + arguments.rounds)
 
     def between() -> bool:
         times["peer"].append((time.process_time() - mark[0], time.perf_counter() - mark[1]))
@@ -127,7 +137,7 @@ def beside(rivals: dict[str, Callable[[], Any]], peer: Peer, work: Workload, arg
 
     mark[:] = time.process_time(), time.perf_counter()
     peer(work, arguments.batch, between)
-    return {name: seconds[WARM_UP:] for name, seconds in times.items()}
+    return {name: seconds[arguments.warm_up :] for name, seconds in times.items()}
 
 
 def evaluate(peer: str, times: Times, *, of: Sequence[str]) -> dict[str, Any]:
@@ -147,8 +157,9 @@ def evaluate(peer: str, times: Times, *, of: Sequence[str]) -> dict[str, Any]:
 def report(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
     """A table, what is to be said against it, and the same as one line of JSON."""
     print(
-        f"one process, one thread, {arguments.model}, {arguments.batch} samples a step, AdamW,"
+        f"one process, one thread, {arguments.model} in {arguments.precision}, {arguments.batch} samples a step, AdamW,"
         f" torch {torch.__version__}"
+        + ("" if arguments.network == "ours" else f"; all but HetSeq train the network of {arguments.network}")
     )
     heads = [
         "", "step, CPU ms", "HetSeq beside it", "x HetSeq, CPU", "x HetSeq, wall", "x bare loop, CPU", "wall / CPU", "n"

@@ -6,8 +6,10 @@ optimizer; what differs is the loop. `MODELS` says what there is; the data of a 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import random_images
 import torch
 import torch.nn.functional as F
 
+from hetseq.precision import PRECISIONS
 from tasks.bert_data import load_bert
 from tasks.bert_model import BertConfig, BertForPreTraining
 
@@ -38,7 +41,10 @@ class Rows:
 
 
 #: bert-tiny is the one of `bench/het.py`: small enough for steps of many samples; bert is the smallest one of use
-BERTS = {"bert-tiny": Rows(3, 128, 2, 4096, 64, 10), "bert": Rows(4, 256, 4, 30522, 128, 20)}
+BERTS = {
+    "bert-tiny": Rows(3, 128, 2, 4096, 64, 10), "bert": Rows(4, 256, 4, 30522, 128, 20),
+    "bert-base": Rows(12, 768, 12, 30522, 128, 20),
+}  # fmt: skip
 MODELS = ("mnist", *BERTS)
 
 
@@ -54,6 +60,12 @@ class Workload:
     build: Callable[[], torch.nn.Module]
     #: model, batch -> mean loss in nats, as a loop on one device has it
     loss: Callable[[torch.nn.Module, Any], torch.Tensor]
+    #: of `hetseq train`; every loop computes in it
+    precision: str = "fp32"
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Within it a loop that nobody helps computes in that precision."""
+        return PRECISIONS[self.precision].computing(torch.device("cpu"))
 
 
 def prepare(name: str, folder: Path, rows: int) -> Workload:
@@ -85,6 +97,34 @@ def workload(name: str, folder: Path) -> Workload:
         return BertForPreTraining(BertConfig.from_json_file(folder / "bert_config.json"))
 
     return Workload(name, words, load, build, _bert_loss)
+
+
+def with_transformers(work: Workload) -> Workload:
+    """The same for whoever trains a BERT with the network of transformers; for loops that are not HetSeq."""
+
+    def build() -> torch.nn.Module:
+        from transformers import BertConfig as TheirConfig
+        from transformers import BertForPreTraining as Theirs
+
+        ours = work.build()
+        assert isinstance(ours, BertForPreTraining), f"{work.name} is no BERT"
+        return Theirs(TheirConfig(**dataclasses.asdict(ours.config)))
+
+    return dataclasses.replace(work, build=build, loss=_their_bert_loss)
+
+
+def _their_bert_loss(model: torch.nn.Module, sample: Any) -> torch.Tensor:
+    """A label for every token, -100 where there is nothing to predict."""
+    labels = torch.full((sample["input_ids"].numel(),), -100)
+    labels[sample["masked_positions"]] = sample["masked_ids"]
+    loss: torch.Tensor = model(
+        input_ids=sample["input_ids"],
+        token_type_ids=sample["token_type_ids"],
+        attention_mask=sample["attention_mask"].long(),
+        labels=labels.view_as(sample["input_ids"]),
+        next_sentence_label=sample["next_sentence_labels"],
+    ).loss
+    return loss
 
 
 def _image_loss(model: torch.nn.Module, sample: Any) -> torch.Tensor:
@@ -123,14 +163,23 @@ def write_rows(folder: Path, shape: Rows, rows: int) -> None:
             file.create_dataset(name, data=values)
 
 
-def build_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(model: torch.nn.Module, *, is_fused: bool = True) -> torch.optim.Optimizer:
     """The optimizer of every loop but ours, which makes the same one from its options."""
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=is_fused)
 
 
 def hetseq_words(work: Workload, batch: int) -> list[str]:
     """The words of a `hetseq train` that does the same, and saves and validates nothing."""
-    words = [*work.words, "--cpu", "--global-batch-size", str(batch), "--lr", str(LEARNING_RATE)]
+    words = [
+        *work.words,
+        "--cpu",
+        "--precision",
+        work.precision,
+        "--global-batch-size",
+        str(batch),
+        "--lr",
+        str(LEARNING_RATE),
+    ]
     words += ["--lr-scheduler", "constant", "--clip-norm", str(CLIP_NORM), "--disable-validation", "--no-save"]
     return [*words, "--persistent-time-interval", "0", "--log-format", "none"]
 
@@ -163,7 +212,8 @@ def bare_loop(
     def step() -> float:
         sample = next(samples)
         optimizer.zero_grad()
-        loss = work.loss(model, sample)
+        with work.computing():
+            loss = work.loss(model, sample)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()

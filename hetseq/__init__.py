@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hetseq.checkpoint import CheckpointManager
     from hetseq.checkpoint.dcp import HetSeqReader
-    from hetseq.config import Config, OptimizationConfig
+    from hetseq.config import Config, OptimizationConfig, option
     from hetseq.controller import Controller
     from hetseq.errors import (
         CheckpointError,
@@ -42,6 +42,7 @@ _HOMES = {
     "RendezvousError": "errors",
     "Task": "task",
     "TaskError": "errors",
+    "option": "config",
     "register_lr_scheduler": "registry",
     "register_optimizer": "registry",
     "register_task": "registry",
@@ -62,6 +63,7 @@ __all__ = [
     "Task",
     "TaskError",
     "__version__",
+    "option",
     "register_lr_scheduler",
     "register_optimizer",
     "register_task",

@@ -228,6 +228,8 @@ class RunBoundary:
         }
         if not is_applied:
             row["skipped"] = True
+        if result.loss_scale is not None:
+            row["loss_scale"] = result.loss_scale
         if len(plan.shares) > 1:
             told = account(outcome.rows, shares=plan.shares, work=result.work, seconds=result.seconds)
             row |= {**told, "ranks": {"names": self._status.names, **told["ranks"]}}

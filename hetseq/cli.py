@@ -20,6 +20,7 @@ _USAGE = """usage: hetseq COMMAND [options]
 
   train        train a task; `hetseq train --help` lists every option
   evaluate     evaluate a checkpoint of a run on a split
+  predict      write what a checkpoint of a run says of each sample of a split
   plan         how fast a run would be with other shares, without a rank, with another one
   simulate     how fast a cluster would be that is described in a YAML file
   checkpoints  list, show, verify, prune or export the checkpoints of a run
@@ -35,6 +36,29 @@ _DEMO_USAGE = """usage: hetseq demo [mnist | bert]
 Everything goes to a new folder in ./runs.
 """
 
+
+_EVALUATE_USAGE = """usage: hetseq evaluate RUN [--subset NAMES] [--restore-file WHICH] [--json] [options]
+
+  RUN                   the --save-dir of a run, under way or not; nothing in it is changed
+  --subset NAMES        splits, separated by commas; default: those that the run validates (also --valid-subset)
+  --restore-file WHICH  latest (the default), best, the number of a step, or the path of a checkpoint
+  --json                a line of JSON per split, in full precision, named as in metrics.jsonl
+"""
+
+_PREDICT_USAGE = """usage: hetseq predict RUN --subset NAME --output FILE [--overwrite] [--restore-file WHICH] [options]
+
+  RUN                   the --save-dir of a run, under way or not; nothing in it is changed
+  --subset NAME         the split (also --valid-subset)
+  --output FILE         where to: one line per sample, in the order of the split; there once it is complete
+  --overwrite           replace FILE if it exists
+  --restore-file WHICH  latest (the default), best, the number of a step, or the path of a checkpoint
+"""
+
+#: under both of these
+_RANKS_USAGE = """
+One rank per visible GPU, else one on the CPU; --distributed-world-size N or --devices D,D for others, on this node. The
+results are the same on any number. Options of `hetseq train`, such as --data, win over those of the run.
+"""
 
 _PLAN_USAGE = """usage: hetseq plan RUN [--without RANK]... [--add NAME:SPEED]... [--json]
 
@@ -70,7 +94,7 @@ _CHECKPOINTS_USAGE = """usage: hetseq checkpoints list   RUN [--json]
   --dry-run      say what would go, remove nothing
   --format FORM  safetensors (a folder), torch (a .pt file), dcp (a folder of torch.distributed.checkpoint) or
                  hf (a folder that transformers opens, where the run's task writes one, as bert does)
-  --to PATH      where to; nothing is overwritten
+  --to PATH      where to (--output says the same); nothing is overwritten
 
 verify ends with 1 where anything is damaged.
 """
@@ -136,11 +160,33 @@ def train(argv: Sequence[str]) -> int:
 
 def evaluate(argv: Sequence[str]) -> int:
     """`hetseq evaluate RUN --subset NAME`: a checkpoint of a run on a split."""
-    from hetseq.evaluate import evaluate_run, parse_arguments
+    if not {"-h", "--help"}.isdisjoint(argv):
+        raise options.HelpRequested(_EVALUATE_USAGE + _RANKS_USAGE)
+    return _do_errand("evaluate", argv)
 
-    for line in evaluate_run(parse_arguments(argv)):
-        print(line)
-    return 0
+
+def predict(argv: Sequence[str]) -> int:
+    """`hetseq predict RUN --subset NAME --output FILE`: a line of text per sample of a split."""
+    if not {"-h", "--help"}.isdisjoint(argv):
+        raise options.HelpRequested(_PREDICT_USAGE + _RANKS_USAGE)
+    return _do_errand("predict", argv)
+
+
+def _do_errand(command: str, argv: Sequence[str]) -> int:
+    from hetseq.evaluate import parse, run
+    from hetseq.workers import ending_server
+
+    request = parse(command, argv)
+    if not request.config.distributed.distributed_no_spawn:
+        logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    with ending_server():
+        ending = run(request)
+    if ending.message:
+        print(
+            ending.message if ending.code == 0 else f"hetseq: {ending.message}",
+            file=None if ending.code == 0 else sys.stderr,
+        )
+    return ending.code
 
 
 def demo(argv: Sequence[str]) -> int:
@@ -193,6 +239,7 @@ def checkpoints(argv: Sequence[str]) -> int:
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "evaluate": evaluate,
+    "predict": predict,
     "plan": plan,
     "simulate": simulate,
     "checkpoints": checkpoints,

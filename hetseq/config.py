@@ -140,11 +140,16 @@ class DataConfig:
         1, "round micro-batches down to a multiple of N where they hold more", metavar="N"
     )
     curriculum: int = option(0, "keep the data's own order in the first N epochs", metavar="N")
+    shuffle_block: int | None = option(
+        None,
+        "for slow file systems: shuffle blocks of N neighbouring samples, and samples within 16 blocks at a time",
+        metavar="N",
+    )
 
     def __post_init__(self) -> None:
         _check_not_negative(self, "num_file", "curriculum")
         _check_positive(self, "max_sentences", "max_tokens", "global_batch_size", "required_batch_size_multiple")
-        _check_positive(self, "unit_size")
+        _check_positive(self, "unit_size", "shuffle_block")
         _require(self.num_workers >= -1, "num_workers", self.num_workers, "-1, 0 or more")
         _require(bool(self.update_freq), "update_freq", "''", "at least one number, as in 4 or 1,2,4")
         for freq in self.update_freq:
@@ -239,7 +244,11 @@ class OptimizationConfig:
     force_anneal: int | None = option(
         None, "from epoch N on keep the last learning rate of the --lr list", also=("fa",), metavar="N"
     )
-    precision: str = option("fp32", "floating-point type of model and data", choices=("fp32", "fp64"))
+    precision: str = option(
+        "fp32",
+        "floating-point type of the model; bf16 and fp16 are those of products in forward and backward alone",
+        choices=("fp32", "fp64", "bf16", "fp16"),
+    )
     max_skipped_steps: int = option(10, "stop after N steps in a row whose gradient is not finite", metavar="N")
 
     def __post_init__(self) -> None:

@@ -44,6 +44,7 @@ from hetseq.loader import StepData, StepLoader
 from hetseq.membership import Report, Tag, Update
 from hetseq.pace import Pace, Shift
 from hetseq.plan import Planner, Position, StepPlan
+from hetseq.precision import LossScale
 from hetseq.share import Part, ShareComputer
 from hetseq.stopwatch import Stopwatch
 
@@ -72,6 +73,7 @@ class TrainingState:
     updates: int = 0  # optimizer steps applied; skipped steps consume samples but do not count here
     lineage: Lineage = field(default_factory=Lineage)
     skipped_in_a_row: int = 0
+    loss_scale: LossScale = field(default_factory=LossScale)  # used where the precision needs it
     best: float | None = None
     train_seconds: float = 0.0
     resets: dict[str, int] = field(default_factory=dict)  # what this run began anew, and after which step
@@ -90,6 +92,7 @@ class StepResult:
     seconds: float
     work: int  # what its samples weighed together where they were divided among the ranks
     shift: Shift | None  # other shares that were decided upon after it
+    loss_scale: float | None = None  # of the next step, where there is one
     best_before: float | None = None  # of the training state, before what may be validated after it
 
 
@@ -155,6 +158,7 @@ class Controller:
         self.state = state or TrainingState()
         self._computer, self._schedule, self._config, self._boundary = computer, schedule, config, boundary
         self._memory, self._wish, self._step_deadline_s = memory, wish, step_deadline_s
+        self._has_loss_scale = computer.precision.has_loss_scale
         self._format = RowFormat(len(terms), len(self.replica.reducer.used))
         self._plan = planner.plan(self.state.position)
         self._counts_ahead: tuple[float, ...] | None = None
@@ -184,6 +188,7 @@ class Controller:
         plan, clock = self._plan, self._clock
         faults.at_step(plan.step)
         clock.start()
+        self._computer.loss_scale = self._scale
         self._set_deadline(plan)
         rate = self._schedule(self.state.updates, plan.epoch)
         with phase("count"):
@@ -193,9 +198,10 @@ class Controller:
             counts = self._counts_ahead or self._gather_counts(data)
             clock.lap("idle")
         outcome = self._agree(plan, data, counts, rate)
+        is_to_blame = outcome.verdict is Verdict.SKIP and not self._is_overflow(outcome)
         result = self._resolve(outcome)
         faults.point("boundary")
-        if outcome.verdict is Verdict.SKIP:
+        if is_to_blame:
             self._explain_skip(plan, data, counts)
         with phase("checkpoint"), self._patience(_FIRST_DEADLINE_S + self.replica.state_bytes() / _SLOWEST_DISK):
             self._boundary.after_step(self, result, ends_run=self.has_ended())
@@ -220,7 +226,7 @@ class Controller:
                 self.replica.buffers.finish()
                 clock.lap("idle")
             with phase("commit"):
-                norm = self.replica.reducer.norm()
+                norm = self.replica.reducer.norm() / self._scale
                 clock.lap("other")
                 # from here on this rank holds the whole gradient of this attempt
                 self._held = _Held(plan, attempt, counts, norm, rate) if part.is_whole else None
@@ -311,8 +317,12 @@ class Controller:
         return Measured(compute_s, data_s, seconds["idle"], overhead_s, *known, *self._memory())
 
     def _clip(self, norm: float) -> None:
+        """Give the gradient the size that it is applied in."""
+        factor = 1 / self._scale
         if self._config.clip_norm and norm > self._config.clip_norm:
-            self.replica.reducer.scale_(self._config.clip_norm / norm)
+            factor *= self._config.clip_norm / norm
+        if factor != 1:
+            self.replica.reducer.scale_(factor)
 
     def _update(self, outcome: Outcome, rate: float) -> None:
         self.replica.reducer.drop_unused_(outcome.used)
@@ -321,8 +331,31 @@ class Controller:
         self.replica.optimizer.step()
         self.state.updates += 1
         self.state.skipped_in_a_row = 0
+        if self._has_loss_scale:
+            self.state.loss_scale = self.state.loss_scale.after_update()
         with self.replica.buffers.changing_alike():
             self.task.update_step(self.state.updates)
+
+    def _skip(self, outcome: Outcome) -> None:
+        state = self.state
+        self.replica.buffers.restore_()
+        if not self._is_overflow(outcome):
+            state.skipped_in_a_row += 1
+            return
+        tried, state.loss_scale = state.loss_scale, state.loss_scale.after_overflow()
+        logger.log(
+            logging.WARNING if self.group.rank == 0 else logging.INFO,
+            "step %d skipped: its gradient, times %g, is too large for fp16; the next loss is multiplied by %g",
+            state.position.step, tried.factor, state.loss_scale.factor,
+        )  # fmt: skip
+
+    @property
+    def _scale(self) -> float:
+        return self.state.loss_scale.factor if self._has_loss_scale else 1.0
+
+    def _is_overflow(self, outcome: Outcome) -> bool:
+        """Whether a gradient is not finite because the loss scale was too large for it, the losses being numbers."""
+        return self._has_loss_scale and self.state.loss_scale.may_fall and all(map(math.isfinite, outcome.sums))
 
     def _explain_skip(self, plan: StepPlan, data: StepData, counts: tuple[float, ...]) -> None:
         """Say which rank brought what is not finite. Collective."""
@@ -369,8 +402,7 @@ class Controller:
                 faults.point("optimizer")
                 self._update(outcome, held.rate)
         else:
-            self.state.skipped_in_a_row += 1
-            self.replica.buffers.restore_()
+            self._skip(outcome)
         self._clock.lap("update")
         result = self._unsettled = self._conclude(held, outcome)
         return result
@@ -394,7 +426,10 @@ class Controller:
         is_applied = outcome.verdict is Verdict.APPLY
         loss = weighted_loss(self.weights, outcome.sums, held.counts) if is_applied else None
         work = self.planner.work(plan.epoch, plan.start, plan.stop)
-        return StepResult(plan, outcome, held.counts, loss, held.rate, held.norm, seconds, work, shift, state.best)
+        scale = state.loss_scale.factor if self._has_loss_scale else None
+        return StepResult(
+            plan, outcome, held.counts, loss, held.rate, held.norm, seconds, work, shift, scale, state.best
+        )  # fmt: skip
 
     # when the generation is over
 

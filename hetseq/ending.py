@@ -6,6 +6,7 @@ launcher that has lost its head judges what it has seen itself.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,10 @@ from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 
 #: signals that a program earns by itself; a queue that restarts it would see them again
 _OWN_FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+
+_TOO_EARLY = "before the first step"  # as a launcher says when it was stopped
+_LAST_WORDS = re.compile(r"; its last words are in log/rank-\d+\.txt")
+_NOTHING_SAVED = "nothing had been saved yet"
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,13 @@ def lost(reason: str, has_commit: bool) -> Ending:
     """The end of a run that was interrupted, not one that failed."""
     if has_commit:
         return Ending(EXIT_STOPPED, f"{reason}; the same command goes on from the newest checkpoint")
-    return Ending(EXIT_FAILED, f"{reason}; nothing had been saved yet")
+    return Ending(EXIT_FAILED, f"{reason}; {_NOTHING_SAVED}")
+
+
+def of_errand(ending: Ending) -> Ending:
+    """The same end where nothing was to be trained or saved: what was interrupted can be done again."""
+    words = ending.message.replace(f" {_TOO_EARLY}", "").replace(_NOTHING_SAVED, "give the command again")
+    return Ending(ending.code, _LAST_WORDS.sub("", words))
 
 
 class _Names:

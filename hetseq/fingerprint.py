@@ -199,7 +199,9 @@ def _order_fields(train: Any, config: Config) -> Fields:
     """Which samples training takes first, by their indices in the data set, and how long some are."""
     split, count = config.data.train_subset, len(train)
     base = base_order(train)
-    order = epoch_order(count, seed=config.task.seed, epoch=1, shuffle=config.data.curriculum < 1)
+    order = epoch_order(
+        count, seed=config.task.seed, epoch=1, shuffle=config.data.curriculum < 1, block=config.data.shuffle_block
+    )
     first = order.take(0, min(_SAMPLES, count))
     fields = {f"order of {split}": listed(str(index) for index in (first if base is None else base[first]))}
     fields[f"own order of {split}"] = "0, 1, 2, ..." if base is None else digest(base.astype("<i8").tobytes())

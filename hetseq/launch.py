@@ -17,6 +17,7 @@ from pathlib import Path
 from hetseq.cluster.roster import why_ranks_do_not_fit
 from hetseq.config import Config, DistributedConfig
 from hetseq.ending import Ending
+from hetseq.errand import Errand
 from hetseq.errors import ConfigError, HetSeqError
 from hetseq.launcher import Launcher
 from hetseq.options import dump_yaml
@@ -32,8 +33,10 @@ _TELLING_S = 3.0  # for the other nodes to hear of ranks that fit nowhere
 _MOST_OF_2020 = 4  # workers of a node that says only where the nodes meet, as the HetSeq of 2020 started them
 
 
-def launch(config: Config) -> Ending:
+def launch(config: Config, errand: Errand | None = None) -> Ending:
     """Run the configuration on this node until it ends, on all nodes together if it says where they meet.
+
+    With an errand the ranks do that in place of training, on this node alone; the message is what came of it.
 
     Raises HetSeqError for what is wrong before this node has a place in the run.
     """
@@ -45,7 +48,7 @@ def launch(config: Config) -> Ending:
     command = command_line(sys.argv)
     fault = why_ranks_do_not_fit(config.distributed, len(devices))
     if fault is None:
-        return Launcher(config, devices, command=command, interface=interface).run()
+        return Launcher(config, devices, command=command, interface=interface, errand=errand).run()
     # they wait for a node that will never come, so this one goes there all the same, and is refused before their eyes
     sys.stderr.write(f"{fault}; telling the other nodes\n")
     brief = replace(config.distributed, join_timeout=min(_TELLING_S, config.distributed.join_timeout))
@@ -161,8 +164,8 @@ def check_place(config: DistributedConfig, workers: int) -> None:
     config.check_world(workers)
 
 
-def run_here(config: Config) -> Ending:
-    """Run the only rank in this process, for debuggers and profilers: --distributed-no-spawn."""
+def run_here(config: Config, errand: Errand | None = None) -> Ending:
+    """Run the only rank in this process, for debuggers and profilers: --distributed-no-spawn. Errands as `launch`."""
     devices = local_devices(config.distributed)
     if config.distributed.meeting_url is not None or len(devices) > 1:
         where = config.distributed.meeting_url or f"{len(devices)} workers"
@@ -175,8 +178,9 @@ def run_here(config: Config) -> Ending:
 
     directory = RunDirectory.prepare(config.checkpoint.save_dir, config_yaml=dump_yaml(config))
     stop = StopRequest(has_launcher=False)
-    stop.install()
+    if errand is None:  # one has no step to finish first
+        stop.install()
     with directory.lock(), upkeep(directory, logger.warning):
         placement = Placement(0, devices[0], threads_per_worker(1))
-        report = run_worker(config, directory, placement, stop, line=Alone(directory.adopt_config))
+        report = run_worker(config, directory, placement, stop, line=Alone(directory.adopt_config), errand=errand)
     return Ending(report["code"], report.get("message", ""))

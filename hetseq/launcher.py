@@ -33,6 +33,7 @@ from hetseq.cluster.rendezvous import Meeting, meet
 from hetseq.config import Config
 from hetseq.drop import is_asked
 from hetseq.ending import Ending, WorkerEnd, judge, lost
+from hetseq.errand import Errand
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, HetSeqError, RendezvousError
 from hetseq.options import dump_yaml
 from hetseq.placement import Crew, Placement
@@ -77,8 +78,12 @@ class _Over(Exception):
 class Launcher:
     """The workers of one node, from start to end."""
 
-    def __init__(self, config: Config, devices: Sequence[str], *, command: str, interface: str | None = None) -> None:
+    def __init__(
+        self, config: Config, devices: Sequence[str], *, command: str, interface: str | None = None,
+        errand: Errand | None = None,
+    ) -> None:  # fmt: skip
         self._config, self._devices, self._command, self._interface = config, devices, command, interface
+        self._errand = errand  # what the workers do in place of training
         self._member: Member | None = None
         self._directory: RunDirectory | None = None
         self._is_owner = False  # of the run directory: made and locked here
@@ -278,7 +283,7 @@ class Launcher:
 
     def _start_worker(self, placement: Placement) -> Worker:
         assert self._directory is not None
-        worker = start_worker(self._config, self._directory.path, placement)
+        worker = start_worker(self._config, self._directory.path, placement, self._errand)
         self._workers.append(worker)
         return worker
 

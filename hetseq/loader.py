@@ -16,7 +16,7 @@ import queue
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,10 +251,15 @@ def _request(itinerary: Itinerary, base: Indices | None, epoch: int, key: Key) -
     return Request(epoch, indices if base is None else base[indices])
 
 
-def load_range(source: Source, pieces: list[tuple[int, int]]) -> Iterator[MicroBatch]:
-    """Micro-batches of a data set in its own order, for validation; fetched in this thread."""
+def load_range(
+    source: Source, pieces: Sequence[tuple[int, int]], *, is_listed: bool = True
+) -> Iterator[MicroBatch]:  # fmt: skip
+    """Micro-batches of a data set in its own order, for validation; fetched in this thread.
+
+    Where `is_listed` that is the order of its `ordered_indices`, if it has them; else that of its indices.
+    """
     fetcher = Fetcher(source.dataset, source.seed, epoch=0)  # no set_epoch: it may be the training data, one step ahead
-    base = base_order(source.dataset)
+    base = base_order(source.dataset) if is_listed else None
     for start, stop in pieces:
         indices = np.arange(start, stop) if base is None else base[start:stop]
         sample = source.collate(fetcher.samples(Request(0, indices)))

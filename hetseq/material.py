@@ -18,12 +18,11 @@ from hetseq.config import Config, DataConfig
 from hetseq.errors import MissingSplitError
 from hetseq.fetching import seed_everything
 from hetseq.loader import Source, place_on
+from hetseq.precision import PRECISIONS, Precision
 from hetseq.replica import check_model
 from hetseq.task import Task, build_model, collater_of, counts_of, load_split, make_task
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -38,6 +37,7 @@ class Material:
     place: Callable[[Any], Any]
     seed: int
     device: torch.device
+    precision: Precision
 
     def source(self, dataset: Any) -> Source:
         def count(sample: Any, size: int) -> tuple[float, ...]:
@@ -52,19 +52,20 @@ class Material:
 
 def load_material(config: Config, device: torch.device, task: Task | None = None) -> Material:
     """The task, its data and its model for this rank; every rank calls it, without a collective. Raises HetSeqError."""
-    dtype, seed = DTYPES[config.optimization.precision], config.task.seed
+    precision, seed = PRECISIONS[config.optimization.precision], config.task.seed
     task = task or make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
     train = load_split(task, config.data.train_subset)
     valid = {} if config.validation.disable_validation else _validation_splits(task, config.data)
-    place = place_on(device, dtype)
+    place = place_on(device, precision.storage)
     collate = collater_of(task, train)
     terms = probe.find_terms(task, train, collate)
     seed_everything(seed)
     model = build_model(task)
     check_model(model)
-    model.to(device, dtype)
-    probe.check_loss(task, model, train, collate=collate, place=place, terms=terms, seed=seed)
-    return Material(task, train, valid, model, terms, place, seed, device)
+    model.to(device, precision.storage)
+    with precision.computing(device):
+        probe.check_loss(task, model, train, collate=collate, place=place, terms=terms, seed=seed)
+    return Material(task, train, valid, model, terms, place, seed, device, precision)
 
 
 def _validation_splits(task: Task, config: DataConfig) -> dict[str, Any]:

@@ -10,7 +10,7 @@ one helper thread writes the lines. A disk that hangs or is full delays rows, an
 A row of a step has the keys `step, epoch, loss, terms, counts, samples, lr, grad_norm, seconds, generation, world_size,
 shares`: `loss` in nats at the parameters before the update (null, with `skipped: true`, for a skipped step); `terms`
 each term's sum divided by its global denominator, which stands in `counts`, without the terms that no sample had (count
-0); `samples` of this step over all ranks, `shares` of each.
+0); `samples` of this step over all ranks, `shares` of each; with fp16 `loss_scale`, that of the next step.
 
 With more than one rank a row also has
 * `efficiency`: global speed / sum of what the ranks do alone; null while that is not known;

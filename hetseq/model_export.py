@@ -15,7 +15,7 @@ from hetseq.checkpoint.exporting import export_by
 from hetseq.checkpoint.files import sync_file
 from hetseq.checkpoint.spans import Spans
 from hetseq.errors import ConfigError
-from hetseq.material import DTYPES
+from hetseq.precision import PRECISIONS
 from hetseq.replica import load_model_
 from hetseq.task import build_model, is_overridden, make_task
 
@@ -39,7 +39,7 @@ def export_model(run: Path, commit: Commit, target: Path) -> Path:
             f"the task {config.task.task} has no export(model, folder), which --format hf calls: write one, or export"
             " with --format safetensors"
         )
-    model = build_model(task).to(dtype=DTYPES[config.optimization.precision]).eval()
+    model = build_model(task).to(dtype=PRECISIONS[config.optimization.precision].storage).eval()
 
     def write(spans: Spans, folder: Path) -> Path:
         names = [name for name in spans.specs if name.startswith("model.")]

@@ -23,6 +23,7 @@ Assign = Callable[[int], tuple[int, ...]]
 
 _ROUNDS = 6
 _BLOCK = 8192  # positions permuted at once; amortises the NumPy calls over many small micro-batches
+_WINDOW = 16  # blocks of neighbours whose samples are shuffled together
 _SCAN = 1024  # samples looked at per round when a step is filled by tokens
 _REMEMBERED = 16  # changes of the shares; nobody asks for plans of steps that lie further back
 
@@ -91,8 +92,71 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return (values ^ (values >> np.uint64(31))) >> np.uint64(16)
 
 
-def epoch_order(n: int, *, seed: int, epoch: int, shuffle: bool = True) -> EpochOrder:
-    """The order of epoch `epoch` (from 1) over `n` samples."""
+class BlockOrder:
+    """The order of an epoch that reads blocks of `block` neighbours: position -> sample index, for slow file systems.
+
+    Blocks are shuffled as samples are in `EpochOrder`. Then the samples of each 16 blocks that follow each other are
+    shuffled among themselves. So whoever reads 16 blocks ahead reads in long runs, and a step still takes its samples
+    from 16 places. The last block may be shorter than the others, and stands anywhere among them. Memory is that of the
+    indices of two windows.
+    """
+
+    def __init__(self, n: int, block: int, *, seed: int, epoch: int) -> None:
+        self.n, self.block = n, block
+        whole, self._rest = divmod(n, block)
+        self._seed, self._epoch = seed, epoch
+        self._blocks = EpochOrder(whole, seed=derive_seed(seed, block), epoch=epoch)
+        # how many whole blocks come before the short one
+        self._before = derive_seed(seed, epoch, block) % (whole + 1) if self._rest else whole
+        self._held: dict[int, Indices] = {}
+
+    def take(self, start: int, stop: int) -> Indices:
+        """Sample indices at positions start..stop-1, shape (stop - start,)."""
+        if not 0 <= start <= stop <= self.n:
+            raise IndexError(f"positions {start} to {stop} of an epoch of {self.n} samples")
+        pieces, window = [np.empty(0, np.int64)], self._window_at(start)
+        while (begin := self._begin_of(window)) < stop:
+            pieces.append(self._samples_of(window)[max(start - begin, 0) : stop - begin])
+            window += 1
+        return np.concatenate(pieces)
+
+    def _begin_of(self, window: int) -> int:
+        """The position with which a window of blocks begins; n after the last one."""
+        blocks = _WINDOW * window
+        shorter = self.block - self._rest if self._rest and blocks > self._before else 0
+        return min(blocks * self.block - shorter, self.n)
+
+    def _window_at(self, position: int) -> int:
+        window = position // (_WINDOW * self.block)
+        return window + 1 if self._begin_of(window + 1) <= position < self.n else window
+
+    def _samples_of(self, window: int) -> Indices:
+        if window not in self._held:
+            first = _WINDOW * window
+            numbers = np.arange(first, min(first + _WINDOW, self._blocks.n + bool(self._rest)))
+            listed = [np.arange(*self._range_of(number), dtype=np.int64) for number in numbers.tolist()]
+            samples = np.concatenate(listed)
+            key = np.uint64(derive_seed(self._seed, self._epoch, self.block, window))
+            order = np.argsort(_mix(samples.astype(np.uint64) ^ key), kind="stable")
+            self._held = dict([*self._held.items()][-1:]) | {window: samples[order]}
+        return self._held[window]
+
+    def _range_of(self, number: int) -> tuple[int, int]:
+        """The samples of the block that comes at place `number` of the epoch."""
+        if self._rest and number == self._before:
+            return self._blocks.n * self.block, self.n
+        place = number - 1 if self._rest and number > self._before else number
+        begin = int(self._blocks.take(place, place + 1)[0]) * self.block
+        return begin, begin + self.block
+
+
+Order = EpochOrder | BlockOrder
+
+
+def epoch_order(n: int, *, seed: int, epoch: int, shuffle: bool = True, block: int | None = None) -> Order:
+    """The order of epoch `epoch` (from 1) over `n` samples; with `block` it is shuffled in blocks of so many."""
+    if block is not None and shuffle:
+        return BlockOrder(n, block, seed=seed, epoch=epoch)
     return EpochOrder(n, seed=seed, epoch=epoch, shuffle=shuffle)
 
 
@@ -190,12 +254,13 @@ class Planner:
     curriculum: int = 0  # the first N epochs keep the data's own order
     lengths: Lengths | None = None
     unit: int = 1
-    _orders: dict[int, EpochOrder] = field(default_factory=dict)
+    block: int | None = None  # neighbours that are shuffled together; None: every sample for itself
+    _orders: dict[int, Order] = field(default_factory=dict)
     _changes: list[tuple[int, Assign]] = field(default_factory=list)  # (first step, assign), steps ascending
 
     def copy(self) -> Planner:
         """The same plans from an object of its own: planners remember orders and are not for two threads."""
-        args = (self.n, self.seed, self.batch, self.assign, self.curriculum, self.lengths, self.unit)
+        args = (self.n, self.seed, self.batch, self.assign, self.curriculum, self.lengths, self.unit, self.block)
         return Planner(*args, _changes=list(self._changes))
 
     def change(self, step: int, assign: Assign) -> None:
@@ -204,12 +269,12 @@ class Planner:
         self._changes.append((step, assign))
         del self._changes[:-_REMEMBERED]
 
-    def order(self, epoch: int) -> EpochOrder:
+    def order(self, epoch: int) -> Order:
         if epoch not in self._orders:
             for old in [known for known in self._orders if known < epoch - 1]:
                 del self._orders[old]  # a loader may still be reading the epoch before
             shuffle = epoch > self.curriculum
-            self._orders[epoch] = epoch_order(self.n, seed=self.seed, epoch=epoch, shuffle=shuffle)
+            self._orders[epoch] = epoch_order(self.n, seed=self.seed, epoch=epoch, shuffle=shuffle, block=self.block)
         return self._orders[epoch]
 
     def plan(self, position: Position) -> StepPlan:
@@ -228,7 +293,7 @@ class Planner:
 
     def digest(self, plan: StepPlan) -> int:
         """63 bits that differ where two ranks would compute different steps, or take them from other data or orders."""
-        return derive_seed(plan.digest(), self.n, self.seed, self.curriculum)
+        return derive_seed(plan.digest(), self.n, self.seed, self.curriculum, self.block or 0)
 
     def micro_batches(self, plan: StepPlan, rank: int, cap: MicroBatchCap) -> list[tuple[int, int]]:
         """This rank's micro-batches of a step as position ranges, in order; none for a share of 0."""
@@ -275,9 +340,7 @@ class Planner:
         return _fill(self.order(epoch), start, stop, tokens, self.lengths)
 
 
-def cut(
-    order: EpochOrder, start: int, stop: int, cap: MicroBatchCap, *, lengths: Lengths | None
-) -> list[tuple[int, int]]:
+def cut(order: Order, start: int, stop: int, cap: MicroBatchCap, *, lengths: Lengths | None) -> list[tuple[int, int]]:
     """Cut positions start..stop-1 into runs that respect the cap (at least one sample each)."""
     pieces: list[tuple[int, int]] = []
     largest = 0
@@ -301,7 +364,7 @@ def _next_of_ramp(largest: int, left: int) -> int:
     return largest if size >= left > largest > 0 else size
 
 
-def _fill(order: EpochOrder, start: int, stop: int, tokens: int, lengths: Lengths) -> int:
+def _fill(order: Order, start: int, stop: int, tokens: int, lengths: Lengths) -> int:
     """The end of the longest run from `start` whose lengths sum to at most `tokens`, at least one sample long."""
     used, position = 0, start
     while position < stop:

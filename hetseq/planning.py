@@ -5,6 +5,7 @@ It talks to no other rank, and decides nothing that the options do not say.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,14 @@ def planner_of(config: Config, dataset: Any, batch: GlobalBatch, assign: Assign)
     lengths = _needed_lengths(dataset, "use --max-sentences") if counts_tokens else None
     _check_longest(dataset, config.data.max_tokens)
     return Planner(
-        len(dataset), config.task.seed, batch, assign, config.data.curriculum, lengths, config.data.unit_size or 1
+        len(dataset),
+        config.task.seed,
+        batch,
+        assign,
+        config.data.curriculum,
+        lengths,
+        config.data.unit_size or 1,
+        config.data.shuffle_block,
     )
 
 
@@ -70,11 +78,12 @@ def make_validators(config: Config, material: Material) -> list[Validator]:
     if not samples and not tokens:
         samples = config.data.global_batch_size
     weights = tuple(float(material.task.term_weights.get(term, 1.0)) for term in material.terms)
+    computing = functools.partial(material.precision.computing, material.device)
     validators = []
     for name, dataset in material.valid.items():
         lengths = _lengths_by_place(dataset) if tokens and samples else None
         if tokens and not samples:
             lengths = _needed_lengths(dataset, "add --max-sentences-valid")
         cap = MicroBatchCap(samples, tokens if lengths is not None else None)
-        validators.append(Validator(name, material.source(dataset), cap, lengths, material.terms, weights))
+        validators.append(Validator(name, material.source(dataset), cap, lengths, material.terms, weights, computing))
     return validators

@@ -29,9 +29,15 @@ from hetseq.errors import ConfigError, HetSeqError, TaskFileError
 
 Thing = TypeVar("Thing")
 
-#: what is included, by kind and name; its options are fields of `hetseq.config`, so it has none of its own
+#: what is included, by kind and name
 _INCLUDED: dict[str, dict[str, str]] = {
-    "task": {"bert": "tasks.bert:BertTask", "mnist": "tasks.mnist:MNISTTask"},
+    "task": {
+        "bert": "tasks.bert:BertTask",
+        "bert_classify": "tasks.bert_classify:BertClassifyTask",
+        "bert_ner": "tasks.bert_ner:BertNerTask",
+        "gpt": "tasks.gpt:GptTask",
+        "mnist": "tasks.mnist:MNISTTask",
+    },
     "optimizer": {name: f"hetseq.optim:{name}" for name in ("adam", "adamw", "sgd", "adadelta", "lamb")},
     "lr_scheduler": {
         "polynomial": "hetseq.lr_scheduler:polynomial",
@@ -39,6 +45,13 @@ _INCLUDED: dict[str, dict[str, str]] = {
         "constant": "hetseq.lr_scheduler:constant",
         "cosine": "hetseq.lr_scheduler:cosine",
     },
+}
+#: dataclasses of included tasks' own options, in modules without torch; those of the rest are in `hetseq.config`
+_INCLUDED_OPTIONS = {
+    "bert": "tasks.options:BertOptions",
+    "bert_classify": "tasks.options:BertClassifyOptions",
+    "bert_ner": "tasks.options:BertNerOptions",
+    "gpt": "tasks.options:GptOptions",
 }
 _TASK_BASE = "hetseq.task:Task"
 _USER_PREFIX = "hetseq_user_"
@@ -111,12 +124,12 @@ def find_lr_scheduler(name: str) -> Callable[..., Any]:
 def options_of(kind: str, name: str, *, user_dir: str | None = None) -> type | None:
     """The dataclass of the flags that the named component brings along; None if it brings none.
 
-    Included names never import anything; others import `user_dir` and the module of the address. A name that is
+    Included names import no task; others import `user_dir` and the module of the address. A name that is
     unknown afterwards has no options: `find_task` and the like say so. Raises ConfigError where `Options` is no
     dataclass, and what `find_task` raises.
     """
     if name in _INCLUDED[kind]:
-        return None
+        return _find_included_options(name) if kind == "task" and name in _INCLUDED_OPTIONS else None
     import_user_dir(user_dir)
     entry = _registered[kind].get(name)
     if entry is not None:
@@ -132,6 +145,17 @@ def options_of(kind: str, name: str, *, user_dir: str | None = None) -> type | N
             " `class Options:`"
         )
     return options
+
+
+def included_options() -> dict[str, type]:
+    """The dataclasses of the flags that included tasks bring along, by the name of the task."""
+    return {name: _find_included_options(name) for name in _INCLUDED_OPTIONS}
+
+
+def _find_included_options(task: str) -> type:
+    place, _, attribute = _INCLUDED_OPTIONS[task].partition(":")
+    section: type = _get(_import_tasks(place), attribute, place)
+    return section
 
 
 def is_included(kind: str, name: str) -> bool:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hetseq.checkpoint import CheckpointManager, Loaded, Retention, TooNewError
 from hetseq.comm import AnyGroup
-from hetseq.config import CheckpointConfig
+from hetseq.config import CheckpointConfig, flag
 from hetseq.controller import TrainingState
 from hetseq.errors import CheckpointError, CheckpointMismatch, CheckpointRefused, PeerLostError
 from hetseq.handover import complete_rows, send_checkpoint
@@ -402,6 +402,7 @@ def _in_words(batch: GlobalBatch) -> str:
 
 def check_provenance(saved: Mapping[str, Any], here: Provenance, resets: list[str]) -> None:
     """Raise CheckpointMismatch where the checkpoint is of a run with another result."""
+    saved = {"shuffle_block": None, **saved}  # older ones were not shuffled in blocks
     anew = ", or begin the data anew: --reset-dataloader"
     resets_data = "dataloader" in resets
     checks: list[tuple[str, bool, str]] = [
@@ -416,7 +417,8 @@ def check_provenance(saved: Mapping[str, Any], here: Provenance, resets: list[st
         ("split", resets_data, f"give --train-subset {saved['split']}{anew}"),
         ("samples", resets_data, f"give the same --data{anew}"),
         ("curriculum", resets_data, f"give --curriculum {saved['curriculum']}{anew}"),
-        ("unit_size", resets_data, f"{_unit_size_of(saved)}{anew}"),
+        ("unit_size", resets_data, f"{_given(saved, 'unit_size')}{anew}"),
+        ("shuffle_block", resets_data, f"{_given(saved, 'shuffle_block')}{anew}"),
     ]
     for name, is_covered, remedy in checks:
         value = getattr(here, name)
@@ -428,9 +430,9 @@ def check_provenance(saved: Mapping[str, Any], here: Provenance, resets: list[st
             )
 
 
-def _unit_size_of(saved: Mapping[str, Any]) -> str:
-    size = saved.get("unit_size")
-    return "leave out --unit-size" if size is None else f"give --unit-size {size}"
+def _given(saved: Mapping[str, Any], name: str) -> str:
+    value = saved.get(name)
+    return f"leave out {flag(name)}" if value is None else f"give {flag(name)} {value}"
 
 
 def _is_below(path: str, folder: str) -> bool:

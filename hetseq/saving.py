@@ -23,6 +23,7 @@ from hetseq.commit import parse_lineage
 from hetseq.config import CheckpointConfig
 from hetseq.controller import TrainingState
 from hetseq.plan import GlobalBatch, Position
+from hetseq.precision import LossScale
 from hetseq.replica import Replica
 from hetseq.run_directory import jsonable
 from hetseq.sharing import Sharing
@@ -50,6 +51,7 @@ class Provenance:
     precision: str
     batch: GlobalBatch
     unit_size: int | None = None
+    shuffle_block: int | None = None
 
 
 @dataclass(frozen=True)
@@ -345,6 +347,7 @@ def describe(
         "updates": state.updates,
         "lineage": str(state.lineage),
         "skipped_in_a_row": state.skipped_in_a_row,
+        "loss_scale": [state.loss_scale.factor, state.loss_scale.steps],
         "best": state.best,
         "train_seconds": state.train_seconds,
         "resets": state.resets,
@@ -356,6 +359,7 @@ def describe(
         "curriculum": provenance.curriculum,
         "precision": provenance.precision,
         "unit_size": provenance.unit_size,
+        "shuffle_block": provenance.shuffle_block,
         "global_batch": batch_record(provenance.batch),
         "rows": [jsonable(row) for row in rows],
         "optimizer_numbers": None if optimizer_numbers is None else dict(optimizer_numbers),
@@ -380,6 +384,7 @@ def read_state(saved: Mapping[str, Any]) -> TrainingState:
         updates=saved["updates"],
         lineage=parse_lineage(saved["step"], saved["lineage"]),
         skipped_in_a_row=saved["skipped_in_a_row"],
+        loss_scale=LossScale(*saved.get("loss_scale", ())),  # was not written before there was fp16
         best=saved["best"],
         train_seconds=saved["train_seconds"],
         resets=dict(saved["resets"]),

@@ -232,7 +232,7 @@ def build_session(
         own_slot = slots[group.rank]
         computer = ShareComputer(
             material.task, replica, terms=material.terms, weights=weights, seed=config.task.seed, sizes=sizes,
-            device=device, name=f"rank {own_slot} on {socket.gethostname()}",
+            device=device, precision=material.precision, name=f"rank {own_slot} on {socket.gethostname()}",
             throttle=Throttle(config.distributed.throttle_factors().get(own_slot, 1.0)),
         )  # fmt: skip
         at_once, meter = functools.partial(_most_work_at_once, planner, sizes), carried.meter if carried else None
@@ -358,6 +358,7 @@ def _provenance(config: Config, material: Material, replica: Replica, batch: Glo
         precision=config.optimization.precision,
         batch=batch,
         unit_size=config.data.unit_size,
+        shuffle_block=config.data.shuffle_block,
     )
 
 

@@ -20,6 +20,7 @@ from hetseq.fetching import seed_everything
 from hetseq.loader import MicroBatch, StepData
 from hetseq.micro_batches import MicroBatchSizes
 from hetseq.plan import MicroBatchCap, derive_seed
+from hetseq.precision import Precision
 from hetseq.replica import Replica
 from hetseq.stopwatch import MicroBatchClock
 from hetseq.task import Task, check_sums
@@ -49,12 +50,15 @@ class ShareComputer:
         seed: int,
         sizes: MicroBatchSizes,
         device: torch.device,
+        precision: Precision,
         name: str,
         throttle: Throttle | None = None,
     ) -> None:
         self.task, self.replica, self.sizes = task, replica, sizes
         self._terms, self._weights, self._seed = terms, weights, seed
         self._device, self._name, self._throttle = device, name, throttle or Throttle()
+        self.precision = precision
+        self.loss_scale = 1.0  # what every gradient is multiplied by from here on; for whoever uses it to divide
         self._clock = MicroBatchClock(device)
 
     def compute(
@@ -122,7 +126,8 @@ class ShareComputer:
     def _micro_batch(self, batch: MicroBatch, counts: tuple[float, ...]) -> dict[int, torch.Tensor]:
         """Its sum of each term that has a count."""
         own = dict(zip(self._terms, batch.counts))
-        sums = check_sums(self.task, self.task.micro_step(self.replica.model, batch.sample, own), self._terms)
+        with self.precision.computing(self._device):
+            sums = check_sums(self.task, self.task.micro_step(self.replica.model, batch.sample, own), self._terms)
         # A term without any count, here or anywhere, contributes nothing: its sum may well be 0/0.
         live = [index for index in range(len(self._terms)) if batch.counts[index] and counts[index]]
         # The one division: by the count over all ranks and micro-batches. Gradients are then summed. A sum that does
@@ -130,7 +135,7 @@ class ShareComputer:
         scaled = [sums[self._terms[index]] * (self._weights[index] / counts[index]) for index in live]
         with_gradient = [term for term in scaled if term.requires_grad]
         if with_gradient:
-            torch.stack(with_gradient).sum().backward()
+            (torch.stack(with_gradient).sum() * self.loss_scale).backward()
         return {index: sums[self._terms[index]].detach().double() for index in live}
 
     def _complaint(self, samples: int) -> str:

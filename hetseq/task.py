@@ -36,6 +36,12 @@ _NEW_HOOK = """{name} overrides train_step, the hook of 2020, which HetSeq no lo
 or leave both out where model(*sample) returns the mean loss of its samples."""
 
 
+_NO_PREDICTIONS = """{name} has no predictions(model, sample), which `hetseq predict` calls. Write
+
+    def predictions(self, model, sample):  # one line of text for each sample of the batch, in its order
+        return [...]"""
+
+
 class TaskArguments(SimpleNamespace):
     """Every option by its field name, flat, as `args` was in 2020; `config` is the structured form."""
 
@@ -64,7 +70,8 @@ class Task:
     def __init__(self, args: TaskArguments) -> None:
         self.args = args
         self.config = args.config
-        self.options: Any = args.config.extras.get("task")
+        given = args.config.extras.get("task")
+        self.options: Any = self.Options() if given is None and self.Options is not None else given
         self.datasets: dict[str, Any] = {}
 
     @classmethod
@@ -106,6 +113,23 @@ class Task:
         """For validation: name -> (sum, count) over the micro-batch, such as {"accuracy": (correct, samples)}."""
         return {}
 
+    def summarise(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+        """The figures of a split, by name, from what `metrics` gave, added up over all samples and ranks.
+
+        By default each sum divided by its count, 0 where nothing was counted. Override it for a figure that is no
+        quotient of sums, such as the mean of the F1 of several labels: `metrics` then gives the sums that it is made
+        of. Every rank calls it with the same sums. The names must not depend on them.
+        """
+        return {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
+
+    def predictions(self, model: torch.nn.Module, sample: Any) -> list[str]:
+        """What the model says of each sample of the micro-batch, in its order: one line of text each.
+
+        `hetseq predict` calls it, in evaluation mode, and writes the lines; labels that `sample` may lack are not asked
+        for before.
+        """
+        raise no_predictions(self)
+
     def update_step(self, num_updates: int) -> None:
         """Called on every rank after each optimizer step, and before the first one of a run or of a resumed run.
 
@@ -129,6 +153,11 @@ class Task:
 def is_overridden(task: Task, name: str) -> bool:
     """The task has a method `name` of its own."""
     return getattr(type(task), name) is not getattr(Task, name)
+
+
+def no_predictions(task: Task) -> TaskFileError:
+    """What to tell of a task that cannot predict."""
+    return TaskFileError(_NO_PREDICTIONS.format(name=type(task).__name__))
 
 
 def make_task(task_class: type[Task], config: Config) -> Task:

@@ -6,8 +6,11 @@ means, and are added in rank order, so every rank knows the same result to the b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,6 +31,7 @@ class Validator:
     lengths: Lengths | None
     terms: tuple[str, ...]
     weights: tuple[float, ...]
+    computing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
 
     def evaluate(
         self, task: Task, model: torch.nn.Module, group: AnyGroup, assign: Callable[[int], tuple[int, ...]]
@@ -36,58 +40,85 @@ class Validator:
 
         The loss is the weighted sum of the terms' means, in nats. Raises TaskError for metrics that change their names.
         """
+        with self.judging(task, model):
+            names = self.metric_names(task, model)
+            totals = [0.0] * (2 * (len(self.terms) + len(names)))
+            for row in self.rows(task, model, names, self._own_pieces(group, assign)):
+                totals = [total + value for total, value in zip(totals, row, strict=True)]
+        return self.figures(task, names, sum_floats(group, totals))
+
+    @contextlib.contextmanager
+    def judging(self, task: Task, model: torch.nn.Module) -> Iterator[None]:
+        """The model in evaluation mode, as precise as the run, without gradients unless losses are made of them."""
         was_training = model.training
         model.eval()
         try:
-            with torch.set_grad_enabled(task.needs_gradients_in_validation):
-                names = sorted(self._metrics_of_first(task, model))
-                totals = self._own_totals(task, model, names, self._own_pieces(group, assign))
+            with torch.set_grad_enabled(task.needs_gradients_in_validation), self.computing():
+                yield
         finally:
             model.train(was_training)
-        sums = iter(sum_floats(group, totals))
-        means = {name: _mean(next(sums), next(sums)) for name in (*self.terms, *names)}
-        loss = sum(weight * means[term] for weight, term in zip(self.weights, self.terms))
-        return {"loss": loss, **{name: value for name, value in means.items() if name != "loss"}}
 
     def names(self, task: Task, model: torch.nn.Module) -> list[str]:
         """What `evaluate` will give, asked of one sample; any rank, alone."""
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.set_grad_enabled(task.needs_gradients_in_validation):
-                measured = self._metrics_of_first(task, model)
-        finally:
-            model.train(was_training)
-        return list(dict.fromkeys(["loss", *self.terms, *sorted(measured)]))
+        with self.judging(task, model):
+            measured = self._metrics_of_first(task, model)
+        sums = {name: (_number(measured[name][0]), _number(measured[name][1])) for name in sorted(measured)}
+        return list(dict.fromkeys(["loss", *self.terms, *self._summary(task, sums)]))
+
+    def metric_names(self, task: Task, model: torch.nn.Module) -> list[str]:
+        """The names of the metrics, sorted, asked of one sample within `judging`; any rank, alone."""
+        return sorted(self._metrics_of_first(task, model))
+
+    def pieces(self) -> list[tuple[int, int]]:
+        """The whole split in micro-batches."""
+        return self._cut(0, len(self.source.dataset))
+
+    def rows(
+        self, task: Task, model: torch.nn.Module, names: list[str], pieces: Sequence[tuple[int, int]]
+    ) -> Iterator[list[float]]:
+        """For each piece sum and count of each term, then of each metric, one after the other, within `judging`."""
+        for batch in load_range(self.source, pieces):
+            yield [number for pair in self._pairs(task, model, names, batch) for number in pair]
+
+    def figures(self, task: Task, names: list[str], totals: Sequence[float]) -> dict[str, float]:
+        """What `evaluate` gives, from the rows of all pieces, added up."""
+        added = iter(totals)
+        sums = {name: (next(added), next(added)) for name in (*self.terms, *names)}
+        means = {term: _mean(*sums.pop(term)) for term in self.terms}
+        loss = sum(weight * means[term] for weight, term in zip(self.weights, self.terms))
+        others = {term: mean for term, mean in means.items() if term != "loss"}
+        return {"loss": loss, **others, **self._summary(task, sums)}
 
     def _own_pieces(self, group: AnyGroup, assign: Callable[[int], tuple[int, ...]]) -> list[tuple[int, int]]:
-        size = len(self.source.dataset)
-        shares = assign(size)
+        shares = assign(len(self.source.dataset))
         start = sum(shares[: group.rank])
-        order = EpochOrder(size, seed=0, epoch=0, shuffle=False)
-        return cut(order, start, start + shares[group.rank], self.cap, lengths=self.lengths)
+        return self._cut(start, start + shares[group.rank])
+
+    def _cut(self, start: int, stop: int) -> list[tuple[int, int]]:
+        order = EpochOrder(len(self.source.dataset), seed=0, epoch=0, shuffle=False)
+        return cut(order, start, stop, self.cap, lengths=self.lengths)
 
     def _metrics_of_first(self, task: Task, model: torch.nn.Module) -> dict[str, tuple[float, float]]:
         """The names of the metrics, asked of one sample so that a rank without samples knows them too."""
         batch = next(load_range(self.source, [(0, 1)]))
         measured = task.metrics(model, batch.sample)
-        for name in ("loss", *self.terms):
-            if name in measured:
-                raise TaskError(
-                    f"{type(task).__name__}.metrics gave {name!r}, which is the name of a loss: give it another name"
-                )
+        self._check_names(task, "metrics", measured)
         return measured
 
-    def _own_totals(
-        self, task: Task, model: torch.nn.Module, names: list[str], pieces: list[tuple[int, int]]
-    ) -> list[float]:
-        """This rank's sum and count of each term, then of each metric, one after the other."""
-        totals = [0.0] * (2 * (len(self.terms) + len(names)))
-        for batch in load_range(self.source, pieces):
-            for place, (total, count) in enumerate(self._pairs(task, model, names, batch)):
-                totals[2 * place] += total
-                totals[2 * place + 1] += count
-        return totals
+    def _summary(self, task: Task, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
+        """What the task makes of the sums of its metrics."""
+        found: Any = task.summarise(sums)
+        if not isinstance(found, dict) or not all(isinstance(value, int | float) for value in found.values()):
+            raise TaskError(f"{type(task).__name__}.summarise returned {found!r}: expected a dict of name to number")
+        self._check_names(task, "summarise", found)
+        return {name: float(value) for name, value in found.items()}
+
+    def _check_names(self, task: Task, hook: str, names: Collection[str]) -> None:
+        for name in ("loss", *self.terms):
+            if name in names:
+                raise TaskError(
+                    f"{type(task).__name__}.{hook} gave {name!r}, which is the name of a loss: give it another name"
+                )
 
     def _pairs(
         self, task: Task, model: torch.nn.Module, names: list[str], batch: MicroBatch

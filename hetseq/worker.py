@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 
-from hetseq import faults
+from hetseq import faults, sweep
 from hetseq.comm import AnyGroup, LocalGroup, Meeting, connect
 from hetseq.commit import Wish
 from hetseq.config import CheckpointConfig, Config
 from hetseq.controller import Halt
+from hetseq.errand import Errand
 from hetseq.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -95,7 +96,12 @@ class StopRequest:
 
 
 def worker_main(
-    config: Config, own: dict[str, dict[str, Any]], run_path: str, placement: Placement, channel: Connection
+    config: Config,
+    own: dict[str, dict[str, Any]],
+    run_path: str,
+    placement: Placement,
+    channel: Connection,
+    errand: Errand | None,
 ) -> None:
     """Entry point of a worker process; never returns. `own` holds the values of `config.extras` by kind."""
     stop = StopRequest()
@@ -107,7 +113,7 @@ def worker_main(
         die_with_pipe(launcher.sentinel)
 
     line, directory = Line(channel), RunDirectory(Path(run_path))
-    report = run_worker(config, directory, placement, stop, own=own, line=line)
+    report = run_worker(config, directory, placement, stop, own=own, line=line, errand=errand)
     line.send("end", **report)
     line.close()
     for stream in (sys.stdout, sys.stderr):
@@ -124,15 +130,17 @@ def run_worker(
     *,
     own: dict[str, dict[str, Any]] | None = None,
     line: Line | Alone,
+    errand: Errand | None = None,
 ) -> dict[str, Any]:
     """One rank from beginning to end in this process; gives its report and never raises.
 
-    It says `line.ready` before the first step, when nothing is left that this rank could refuse.
+    It says `line.ready` before the first step, when nothing is left that this rank could refuse. With an errand it does
+    that in place of training, and never says so: who loses a peer then has nothing to go on with.
     """
     life: _Life | None = None
     with ExitStack() as closing:
         try:
-            life = _Life(with_own_options(config, own or {}), directory, placement, stop, line, closing)
+            life = _Life(with_own_options(config, own or {}), directory, placement, stop, line, closing, errand)
             return life.run()
         except SystemExit as error:
             return {"code": EXIT_FAILED, "message": f"the task's code called sys.exit({error.code!r}) during the run"}
@@ -153,9 +161,10 @@ class _Life:
         stop: StopRequest,
         line: Line | Alone,
         closing: ExitStack,
+        errand: Errand | None,
     ) -> None:
         self._config, self._directory, self._placement, self._line = config, directory, placement, line
-        self._stop, self._closing = stop, closing
+        self._stop, self._closing, self._errand = stop, closing, errand
         self.is_ready = False
         torch.set_num_threads(placement.threads)
         device = torch.device(placement.device)
@@ -174,7 +183,7 @@ class _Life:
         )  # fmt: skip
         closing.callback(self._metrics.close)
         self.output.log_to(self._metrics.log_handler, closing)
-        self._material = load_material(config, device)
+        self._material = load_material(config, device) if errand is None else sweep.prepare(errand, config, device)
         faults.point("loading")
         line.present(rank_fields(config, self._material))
         self._gone_back_to = 0
@@ -199,7 +208,7 @@ class _Life:
         """
         try:
             self._form(generation)
-            return self._train(generation)
+            return self._train(generation) if self._errand is None else self._do(self._errand, generation)
         except (PeerLostError, RendezvousError) as error:
             if not self.is_ready and not self._placement.is_replacement:
                 raise
@@ -217,6 +226,10 @@ class _Life:
         generation.sharing = share(generation.group, crew.parts) if crew.parts else everything_shared(generation.group)
         self.output.show(rank == 0)
         self._metrics.lead(is_writer=crew.writer_of(rank) == rank, has_display=rank == 0)
+
+    def _do(self, errand: Errand, generation: _Generation) -> dict[str, Any]:
+        assert generation.group is not None
+        return {"code": EXIT_DONE, "message": sweep.perform(errand, self._config, self._material, generation.group)}
 
     def _train(self, generation: _Generation) -> dict[str, Any] | str:
         config = self._config

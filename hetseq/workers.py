@@ -28,6 +28,7 @@ from typing import Any
 from hetseq import faults
 from hetseq.config import Config
 from hetseq.ending import WorkerEnd
+from hetseq.errand import Errand
 from hetseq.placement import Placement
 from hetseq.processes import STOP_SIGNALS
 
@@ -148,14 +149,14 @@ def _set_deadline(channel: Connection, seconds: float) -> None:
             pipe.setsockopt(socket.SOL_SOCKET, option, _SECONDS.pack(int(seconds), int(seconds % 1 * 1e6)))
 
 
-def start_worker(config: Config, run_path: Path, placement: Placement) -> Worker:
-    """Start one rank, which uses the run directory `run_path`."""
+def start_worker(config: Config, run_path: Path, placement: Placement, errand: Errand | None = None) -> Worker:
+    """Start one rank, which uses the run directory `run_path`, to train or to do an errand."""
     context = warm_forkserver()
     end, end_of_worker = context.Pipe(duplex=True)
     # the user's own Options classes are unknown to a fresh process, so their values travel alone
     own = {kind: dataclasses.asdict(values) for kind, values in config.extras.items()}
     placement = dataclasses.replace(placement, faults=os.environ.get(faults.VARIABLE, ""))
-    arguments = (dataclasses.replace(config, extras={}), own, str(run_path), placement, end_of_worker)
+    arguments = (dataclasses.replace(config, extras={}), own, str(run_path), placement, end_of_worker, errand)
     process = context.Process(target=_enter, args=arguments, name=f"rank-{placement.slot}")
     with _no_main_module():
         process.start()

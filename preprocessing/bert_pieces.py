@@ -112,7 +112,7 @@ def make_ids(job: EncodeJob) -> Piece:
 
     def make(folder: Path) -> dict[str, Any]:
         vocab_tokens, encoder = _encoder(job.words)
-        ids, lengths = encoder.encode(sentences_in(job.text))
+        ids, lengths = encoder.encode_joined(sentences_in(job.text))
         ids.astype(id_type(vocab_tokens)).tofile(folder / _IDS)
         lengths.astype(np.int32).tofile(folder / _LENGTHS)
         return {}

@@ -2,7 +2,7 @@
 
 Files are written into a hidden folder in it and renamed when all of them are there, `corpus.json` last. One process at
 a time works in a folder; what a killed one left in the hidden folder, the next one removes. Pieces of a corpus that is
-being made are in another hidden folder, and stay. What the files hold is the affair of `bert_corpus`.
+being made are in another hidden folder, and stay. What the files hold is the affair of `bert_corpus` and `gpt_corpus`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,36 @@ from pathlib import Path
 from typing import Any
 
 from hetseq import ConfigError, DataError
-from tasks.record_index import FORMAT, INDEX, SUFFIX
+from tasks.gpt_tokenizer import TOKENIZER
+from tasks.record_index import FORMAT, GPT_FORMAT, INDEX, SUFFIX
 
 from .folders import flush, locked
 
-#: the files that every corpus has, besides its data
+#: the files that every corpus of BERT has, besides its data
 FACTS, VOCABULARY, MODEL = INDEX, "vocab.txt", "bert_config.json"
+#: the configuration in one of a causal language model
+GPT_MODEL = "config.json"
 
 _DATA = (".hdf5", ".h5", SUFFIX)
 _STAGE, _PIECES = ".unfinished-corpus", ".unfinished-pieces"
+#: by format: its files besides data and index -> where the index states their sums
+_STATED = {
+    FORMAT: {VOCABULARY: "vocabulary", MODEL: "configuration"},
+    GPT_FORMAT: {TOKENIZER: "tokenizer", GPT_MODEL: "configuration"},
+}
 
 
 @contextlib.contextmanager
-def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
+def staged(folder: Path, *, overwrite: bool, names: Sequence[str] = (VOCABULARY, MODEL)) -> Iterator[Path]:
     """A folder to write into; what is in it when the block ends well becomes the corpus of `folder`.
 
+    `names` are the files that it will have besides its data and its index, so that nobody else's are replaced.
     Raises DataError if `folder` cannot be written, is in use, or holds what may not be replaced.
     """
     with _made(folder), locked(folder, "another corpus is being made in it"):
         stage = folder / _STAGE
         shutil.rmtree(stage, ignore_errors=True)  # of a run that was killed: ours is the only one
-        previous = _previous(folder, overwrite=overwrite)
+        previous = _previous(folder, names, overwrite=overwrite)
         stage.mkdir()
         try:
             yield stage
@@ -48,9 +57,9 @@ def staged(folder: Path, *, overwrite: bool) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def shared(folder: Path, *, overwrite: bool) -> Iterator[None]:
-    """As `staged`, for one of several who make pieces in `folder` and no corpus; none of them holds another up."""
+    """As `staged` for rows of BERT, for one of several who make pieces in `folder`; none holds another up."""
     with _made(folder):
-        _previous(folder, overwrite=overwrite)
+        _previous(folder, (VOCABULARY, MODEL), overwrite=overwrite)
         yield
 
 
@@ -118,11 +127,12 @@ def _listing(folder: Path) -> list[Path]:
     return []
 
 
-def _previous(folder: Path, *, overwrite: bool) -> list[Path]:
-    """The files of the corpus that is in `folder`; DataError if it may not be replaced."""
+def _previous(folder: Path, names: Sequence[str], *, overwrite: bool) -> list[Path]:
+    """The files of the corpus that is in `folder`, its index last; DataError if it may not be replaced."""
     data = sorted(path for path in folder.iterdir() if path.suffix in _DATA)
-    others = [folder / name for name in (VOCABULARY, MODEL, FACTS) if os.path.lexists(folder / name)]
     listed, hashes = _listed(folder / FACTS)
+    besides = dict.fromkeys([*names, *(name for name in hashes if name != FACTS), FACTS])
+    others = [folder / name for name in besides if os.path.lexists(folder / name)]
     if foreign := [path.name for path in data if path.name not in listed]:
         raise DataError(
             f"{folder} has data files that are not of the corpus in its {FACTS} ({', '.join(foreign[:3])}), which"
@@ -130,8 +140,8 @@ def _previous(folder: Path, *, overwrite: bool) -> list[Path]:
         )
     # somebody may have put them there, or worked on them since
     for path in others:
-        if not path.is_file() or _sha256(path.read_bytes()) != hashes[path.name]:
-            found = "is not as the corpus in that folder came with it" if hashes[path.name] else "is of no corpus"
+        if not path.is_file() or _sha256(path.read_bytes()) != hashes.get(path.name):
+            found = "is not as the corpus in that folder came with it" if path.name in hashes else "is of no corpus"
             raise DataError(f"{path} {found} and would be lost; move it away or give another folder")
     if not overwrite and (data or others):
         names = ", ".join(path.name for path in (*others, *data)[:3])
@@ -140,17 +150,16 @@ def _previous(folder: Path, *, overwrite: bool) -> list[Path]:
 
 
 def _listed(facts: Path) -> tuple[set[str], dict[str, str]]:
-    """The names of the data of a corpus, and the SHA-256 of its other files, "" for what is not of it."""
+    """The names of the data of a corpus, and the SHA-256 of its other files."""
     files: set[str] = set()
-    hashes = {VOCABULARY: "", MODEL: "", FACTS: ""}
+    hashes: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # whatever it is, it lists no more then
         content = facts.read_bytes()
         stated = json.loads(content)
-        if stated["format"]["name"] == FORMAT:
-            hashes[FACTS] = _sha256(content)
-            files = set(stated["files"] if "files" in stated else _names_of(stated["splits"]))
-            hashes[VOCABULARY] = stated["vocabulary"]["sha256"]
-            hashes[MODEL] = stated["configuration"]["sha256"]
+        names = _STATED[stated["format"]["name"]]
+        hashes[FACTS] = _sha256(content)
+        files = set(stated["files"] if "files" in stated else _names_of(stated["splits"]))
+        hashes.update({name: stated[field]["sha256"] for name, field in names.items() if field in stated})
     return files, hashes
 
 

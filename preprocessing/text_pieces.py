@@ -121,6 +121,13 @@ def scanned(scan: Scan) -> tuple[Source, list[Part]]:
     return Source(printable(path.name), size, digest.hexdigest()), parts
 
 
+def read_text(path: Path) -> tuple[str, Source]:
+    """A file as a whole, its ends of line made "\\n". Raises as `scanned`."""
+    source, _ = scanned(Scan(path, "lines"))
+    text = path.read_bytes().decode("utf-8-sig")
+    return text.replace("\r\n", "\n").replace("\r", "\n"), source
+
+
 def sentences_of(part: Part) -> tuple[list[list[str]], bool]:
     """The sentences of each document of a piece, and whether the first goes on with one of the piece before."""
     try:

@@ -120,7 +120,12 @@ class Encoder:
         self._tokenizer.add_special_tokens([UNK])
         self._forget()
 
-    def encode(self, sentences: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def encode(self, sentences: Sequence[str]) -> list[npt.NDArray[np.int64]]:
+        """The ids of each sentence, without [CLS] and [SEP]."""
+        ids, lengths = self.encode_joined(sentences)
+        return [ids[end - length : end] for end, length in zip(np.cumsum(lengths).tolist(), lengths.tolist())]
+
+    def encode_joined(self, sentences: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The ids of all sentences one after another, without [CLS] and [SEP], and how many each sentence has."""
         if not sentences:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +23,9 @@ from tasks.bert_data import Batch, BertDataset, folder_of, hdf5_names, load_bert
 from tasks.bert_masking import Masking
 from tasks.bert_model import BertConfig, BertForPreTraining
 from tasks.bert_records import BertRecords, find_records, load_records
-from tasks.bert_vocab import check_vocab, read_vocab
-from tasks.pretrained import write_pretrained
+from tasks.bert_vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab
+from tasks.options import BertOptions
+from tasks.pretrained import init_config, read_bert, read_files, write_pretrained
 from tasks.record_index import Index
 
 logger = logging.getLogger(__name__)
@@ -43,11 +43,12 @@ class BertTask(Task):
     """`--task bert`: records or HDF5 files in `--data`, the network in `--config-file`.
 
     Where `--config-file` or `--dict` is left out, `bert_config.json` and `vocab.txt` in the folder of the data are
-    taken. `--dropout P` stands for both rates of the configuration.
+    taken. `--dropout P` stands for both rates of the configuration. `--init-from DIR` goes on with the network of a
+    directory of Hugging Face, which then says what `--config-file` would. Batches are packed, as `bert_packing` does
+    it, unless there is `--no-packing`: losses and gradients are the same, dropout draws other numbers.
     """
 
-    #: what is masked of a row of records; a subclass may have `masking = Masking(whole_words=True)`
-    masking: ClassVar[Masking] = Masking()
+    Options = BertOptions
 
     def load_dataset(self, split: str) -> BertDataset | BertRecords:
         """The rows of a split: that the index names, or of the HDF5 files whose names contain it.
@@ -61,6 +62,7 @@ class BertTask(Task):
             dataset = load_bert(
                 data, split, vocab_size=config.vocab_size, max_positions=config.max_position_embeddings,
                 type_vocab_size=config.type_vocab_size, num_file=self.config.data.num_file,
+                is_packed=not self.options.no_packing,
             )  # fmt: skip
             self._check_other_splits(dataset.files, split)
         else:
@@ -68,13 +70,16 @@ class BertTask(Task):
         # for the nodes of a run to compare; what options name is compared by itself
         own = [self._config_file() if self.config.task.config_file is None else None]
         own += [self._vocab_file() if self.config.task.vocab_file is None else None]
-        dataset.files = [*dataset.files, *(path for path in own if path is not None)]
+        own += [] if self._init_folder is None else read_files(self._init_folder)
+        dataset.files = [*dataset.files, *dict.fromkeys(path for path in own if path is not None)]
         logger.info("%s: %d rows from %s", split, len(dataset), self.config.data.data)
         return dataset
 
     def build_model(self) -> nn.Module:
-        """The network of the configuration."""
+        """The network of the configuration, or of the directory that `--init-from` names."""
         config, rate = self._bert_config(), self.config.task.dropout
+        if self._init_folder is not None:
+            return read_bert(self._init_folder, heads_may_be_missing=True, dropout=rate)
         return BertForPreTraining(config if rate is None else config.with_dropout(rate))
 
     def export(self, model: nn.Module, folder: Path) -> None:
@@ -127,7 +132,8 @@ class BertTask(Task):
         seed = self.config.task.seed if split == self.config.data.train_subset else _VALIDATION_SEED
         return load_records(
             index, split, read_vocab(vocab), max_positions=config.max_position_embeddings, seed=seed,
-            masking=self.masking, num_file=self.config.data.num_file,
+            masking=Masking(whole_words=self.options.whole_words), num_file=self.config.data.num_file,
+            is_packed=not self.options.no_packing,
         )  # fmt: skip
 
     def _bert_config(self) -> BertConfig:
@@ -158,6 +164,8 @@ class BertTask(Task):
 
     def _config_file(self) -> Path:
         given = self.config.task.config_file
+        if self._init_folder is not None:
+            return init_config(self._init_folder, given)
         path = folder_of(self._data()) / _CONFIG_NAME if given is None else Path(given).expanduser()
         if given is None and not os.path.isfile(path):
             raise DataError(
@@ -170,13 +178,23 @@ class BertTask(Task):
         """The vocabulary, to compare with the configuration; training itself does without."""
         given = self.config.task.vocab_file
         path = folder_of(self._data()) / _VOCAB_NAME if given is None else Path(given).expanduser()
-        return path if given is not None or os.path.isfile(path) else None
+        found = path if given is not None or os.path.isfile(path) else None
+        own = None if self._init_folder is None else find_vocab_in(self._init_folder)
+        if own is None:
+            return found
+        if found is not None:
+            check_same_vocab(own, found)
+        return own
+
+    @property
+    def _init_folder(self) -> Path | None:
+        given = self.options.init_from
+        return None if given is None else Path(given).expanduser()
 
 
 def _logits(model: nn.Module, sample: Batch) -> tuple[Tensor, Tensor]:
-    words, pairs = model(
-        sample["input_ids"], sample["token_type_ids"], sample["attention_mask"], sample["masked_positions"]
-    )
+    layout = sample["sequences"] if "sequences" in sample else sample["attention_mask"]
+    words, pairs = model(sample["input_ids"], sample["token_type_ids"], layout, sample["masked_positions"])
     return words, pairs
 
 

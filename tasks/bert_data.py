@@ -25,7 +25,6 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from hetseq import DataError, MissingSplitError
@@ -43,13 +42,14 @@ from tasks.bert_hdf5 import (
     open_table,
     shown,
 )
+from tasks.bert_packing import pack
 from tasks.mapped import Indices, PerProcess, by_file, positive
 
 logger = logging.getLogger(__name__)
 
 #: one sample, or many with a dimension in front, by the names of the data sets and in their stored types
 Row = dict[str, Numbers]
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]  # tensors by name; of a packed batch also its Sequences
 
 _CHECKED_ROWS = 1024  # at both ends of each file, before the first step
 _SUFFIXES = (".hdf5", ".h5")
@@ -73,15 +73,16 @@ class BertDataset(Dataset[Row]):
 
     `files` are the paths, also of files without rows, for the nodes of a run to compare; `length` is L. Rows are
     checked as they are read, and DataError names the file and the row of what is wrong. It can be pickled and forked:
-    each process opens the files for itself.
+    each process opens the files for itself. With `is_packed` batches are those of `bert_packing`.
     """
 
     def __init__(
-        self, tables: Sequence[Table], files: Sequence[Path], limits: Limits, *, cache_bytes: int = CACHE_BYTES
-    ) -> None:
+        self, tables: Sequence[Table], files: Sequence[Path], limits: Limits, *, cache_bytes: int = CACHE_BYTES,
+        is_packed: bool = False,
+    ) -> None:  # fmt: skip
         self.files = list(files)
         self.length = tables[0].columns["input_ids"].width
-        self._tables, self._limits = list(tables), limits
+        self._tables, self._limits, self._is_packed = list(tables), limits, is_packed
         self._ends = list(itertools.accumulate(table.rows for table in tables))
         self._shapes = {name: _common([table.columns[name] for table in tables]) for name in NAMES}
         self._open = PerProcess(functools.partial(Reader, self._tables, cache_bytes))
@@ -96,14 +97,14 @@ class BertDataset(Dataset[Row]):
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Many at once, as the finished batch, in the order of `indices`; an index may come twice."""
-        return _batch(self._rows(indices))
+        return self._finished(self._rows(indices))
 
     def collater(self, samples: Batch | list[Row]) -> Batch:
         """A batch from what either of the two above returns.
 
         "input_ids", "token_type_ids" (n, L) int64; "attention_mask" (n, L) bool, True for a real token;
         "masked_positions" (m,) int64, row * L + column, ascending; "masked_ids" (m,) int64, the words that stood there;
-        "next_sentence_labels" (n,) int64, 0 for a true continuation.
+        "next_sentence_labels" (n,) int64, 0 for a true continuation. `bert_packing.pack` says what a packed one has.
         """
         if isinstance(samples, dict):
             return samples
@@ -114,15 +115,23 @@ class BertDataset(Dataset[Row]):
             rows[name] = np.zeros((len(samples), max(len(sample[name]) for sample in samples)), np.int64)
             for row, sample in zip(rows[name], samples):
                 row[: len(sample[name])] = sample[name]
-        return _batch(rows)
+        return self._finished(rows)
 
     def num_tokens(self, index: int) -> int:
-        """What a sample costs in tokens: L for every one, however few of them are real.
+        """What a sample costs in tokens: its real ones in packed batches, L for every one in padded ones.
 
-        A batch is (n, L) and the network computes its padding too, so only this caps memory and time; 2020 counted 512
-        a sample for the same reason.
+        The network computes the padding of a batch (n, L) too, so only this caps memory and time; 2020 counted 512 a
+        sample for the same reason. The real ones are counted in the file.
         """
-        return self.length
+        if not self._is_packed:
+            return self.length
+        (wanted,) = positive([index], len(self)).tolist()
+        at = bisect.bisect_right(self._ends, wanted)
+        mask = self._reader.take(at, "input_mask", np.array([wanted - self._start(at)]))
+        return int(np.count_nonzero(mask))
+
+    def _finished(self, rows: Row) -> Batch:
+        return pack(_batch(rows)) if self._is_packed else _batch(rows)
 
     def check_ends(self) -> None:
         """Read and check the first and the last rows of every file. Raises DataError."""
@@ -207,6 +216,7 @@ def load_bert(
     max_positions: int | None,
     type_vocab_size: int | None,
     num_file: int = 0,
+    is_packed: bool = False,
 ) -> BertDataset:
     """The samples of a split: of the files *.hdf5 and *.h5 in the folder `data` whose names contain `split`.
 
@@ -233,7 +243,7 @@ def load_bert(
             f" --config-file with max_position_embeddings of {length} or more, or files of shorter rows"
         )
     _say_what_is_packed(tables)
-    dataset = BertDataset(tables, files, Limits(vocab_size, type_vocab_size))
+    dataset = BertDataset(tables, files, Limits(vocab_size, type_vocab_size), is_packed=is_packed)
     dataset.check_ends()
     return dataset
 
@@ -337,7 +347,7 @@ def _outside(numbers: Numbers, limit: int | None, where: npt.NDArray[np.bool_] |
 
 
 def _batch(rows: Row) -> Batch:
-    """The tensors of `BertDataset.collater` from rows (n, ...) that nobody else uses."""
+    """The tensors of a padded batch, as `BertDataset.collater` says, from rows (n, ...) that nobody else uses."""
     count, length = rows["input_ids"].shape
     is_listed = _is_listed(rows["masked_lm_positions"])
     flat = rows["masked_lm_positions"].astype(np.int64) + np.arange(0, count * length, length)[:, None]  # (n, P)

@@ -3,7 +3,7 @@
 Responsible for what `bert_config.json` may say, for the arithmetic and for the names of the parameters; knows no files
 of data, losses or ranks. The one idea: only masked tokens are predicted, so only their rows reach the vocabulary head,
 which is 70 % of the arithmetic at 4 layers of 256 if every token goes through it. Nothing in forward looks at a value,
-so nothing in it waits for a device.
+so nothing in it waits for a device. Batches are padded, or packed as `bert_packing` does; the results are the same.
 
 The arithmetic and the names are those of Hugging Face's `BertForPreTraining`, save two names that stand there a second
 time for what is tied, `TIED_NAMES`: leave them out on the way in, and repeat the tensors on the way out.
@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetseq import DataError
+from tasks.bert_attention import Attend, among_rows, within
+from tasks.bert_packing import Sequences
 from tasks.network_json import (
     ACTIVATIONS,
     LARGEST_SIZE,
@@ -189,20 +191,22 @@ class BertForPreTraining(nn.Module):
         _initialise_(self, config.initializer_range)
 
     def forward(
-        self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor, masked_positions: Tensor
+        self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor | Sequences, masked_positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Vocabulary logits (m, vocab_size) of the masked positions only, and next-sentence logits (n, 2).
 
         input_ids, token_type_ids: (n, L) int64; attention_mask: (n, L) bool, True where there is a token and no
         padding; masked_positions: (m,) int64, row * L + column. m may be 0: the sum of no cross entropies is 0, with
-        zero gradients. Raises ValueError for shapes that do not fit each other or the model, never for values.
+        zero gradients. Of a packed batch the first two are (T,), in place of the mask there are its `Sequences`, and
+        masked_positions are 0 to T - 1. Raises ValueError for shapes that do not fit each other or the model, never for
+        values.
         """
         if masked_positions.ndim != 1:
             raise ValueError(
                 f"masked_positions has shape {tuple(masked_positions.shape)}, expected (m,): row * L + column of each"
             )
         hidden, pooled = self.bert(input_ids, token_type_ids, attention_mask)
-        masked = hidden.flatten(0, 1).index_select(0, masked_positions)  # (m, hidden_size)
+        masked = hidden.flatten(0, -2).index_select(0, masked_positions)  # (m, hidden_size)
         word_embeddings = self.bert.embeddings.word_embeddings.weight
         return self.cls.predictions(masked, word_embeddings), self.cls.seq_relationship(pooled)
 
@@ -210,7 +214,8 @@ class BertForPreTraining(nn.Module):
 class BertModel(nn.Module):
     """The encoder: ids and mask as in `BertForPreTraining` to hidden states (n, L, hidden_size) and (n, hidden_size).
 
-    The second are those of the first token after another dense layer and tanh.
+    The first are (T, hidden_size) of a packed batch, the second those of the first tokens after another dense layer and
+    tanh.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -219,11 +224,19 @@ class BertModel(nn.Module):
         self.encoder = _Encoder(config)
         self.pooler = _Pooler(config)
 
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor | Sequences
+    ) -> tuple[Tensor, Tensor]:
         """Raises ValueError as `BertForPreTraining` does."""
-        _check_shapes(input_ids, token_type_ids, attention_mask, self.embeddings.position_embeddings.num_embeddings)
-        hidden = self.encoder(self.embeddings(input_ids, token_type_ids), attention_mask[:, None, None, :])
-        return hidden, self.pooler(hidden)
+        most = self.embeddings.position_embeddings.num_embeddings
+        if isinstance(attention_mask, Sequences):
+            _check_packed(input_ids, token_type_ids, attention_mask, most)
+            embedded = self.embeddings(input_ids, token_type_ids, attention_mask.positions)
+            hidden = self.encoder(embedded, within(attention_mask))  # (T, hidden_size)
+            return hidden, self.pooler(hidden.index_select(0, attention_mask.starts))
+        _check_shapes(input_ids, token_type_ids, attention_mask, most)
+        hidden = self.encoder(self.embeddings(input_ids, token_type_ids), among_rows(attention_mask))
+        return hidden, self.pooler(hidden[:, 0])
 
 
 def _check_shapes(input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor, max_length: int) -> None:
@@ -243,6 +256,24 @@ def _check_shapes(input_ids: Tensor, token_type_ids: Tensor, attention_mask: Ten
         raise ValueError(f"attention_mask is {attention_mask.dtype}, expected torch.bool: True where there is a token")
 
 
+def _check_packed(input_ids: Tensor, token_type_ids: Tensor, sequences: Sequences, max_length: int) -> None:
+    tokens, count = sum(sequences.lengths), len(sequences.lengths)
+    shortest, longest = min(sequences.lengths, default=0), max(sequences.lengths, default=0)
+    if not 1 <= shortest <= longest <= max_length:
+        raise ValueError(
+            f"{count} sequences have {shortest} to {longest} tokens: expected 1 to {max_length}, which is"
+            " max_position_embeddings of the model's configuration; make shorter rows, or a model with more positions"
+        )
+    for name, tensor, expected in (
+        ("input_ids", input_ids, (tokens,)), ("token_type_ids", token_type_ids, (tokens,)),
+        ("positions", sequences.positions, (tokens,)), ("starts", sequences.starts, (count,)),
+    ):  # fmt: skip
+        if tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}, expected {expected}: {count} sequences of {tokens} tokens"
+            )
+
+
 class _Embeddings(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -254,10 +285,14 @@ class _Embeddings(nn.Module):
         self.LayerNorm = nn.LayerNorm(size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor) -> Tensor:
-        words = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)  # (n, L, hidden_size)
-        positions = self.position_embeddings.weight[: input_ids.shape[1]]  # (L, hidden_size)
-        return cast(Tensor, self.dropout(self.LayerNorm(words + positions)))
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        # (n, L, hidden_size), or (T, hidden_size) with the positions (T,) of the tokens
+        words = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)
+        if positions is None:
+            placed = words + self.position_embeddings.weight[: input_ids.shape[1]]
+        else:
+            placed = words + self.position_embeddings(positions)
+        return cast(Tensor, self.dropout(self.LayerNorm(placed)))
 
 
 class _Encoder(nn.Module):
@@ -265,9 +300,9 @@ class _Encoder(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList([_Layer(config) for _ in range(config.num_hidden_layers)])
 
-    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, attend: Attend) -> Tensor:
         for layer in self.layer:
-            hidden = layer(hidden, mask)
+            hidden = layer(hidden, attend)
         return hidden
 
 
@@ -278,8 +313,8 @@ class _Layer(nn.Module):
         self.intermediate = _DenseWithActivation(config, config.intermediate_size)
         self.output = _AddAndNorm(config, config.intermediate_size)
 
-    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        attended = self.attention(hidden, mask)
+    def forward(self, hidden: Tensor, attend: Attend) -> Tensor:
+        attended = self.attention(hidden, attend)
         return cast(Tensor, self.output(self.intermediate(attended), attended))
 
 
@@ -289,8 +324,8 @@ class _Attention(nn.Module):
         self.self = _SelfAttention(config)
         self.output = _AddAndNorm(config, config.hidden_size)
 
-    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        return cast(Tensor, self.output(self.self(hidden, mask), hidden))
+    def forward(self, hidden: Tensor, attend: Attend) -> Tensor:
+        return cast(Tensor, self.output(self.self(hidden, attend), hidden))
 
 
 class _SelfAttention(nn.Module):
@@ -302,15 +337,11 @@ class _SelfAttention(nn.Module):
         self.key = nn.Linear(size, size)
         self.value = nn.Linear(size, size)
 
-    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        # mask: (n, 1, 1, L), the same for all heads and all queries
+    def forward(self, hidden: Tensor, attend: Attend) -> Tensor:
         query, key, value = (
-            projection(hidden).unflatten(2, (self.heads, -1)).transpose(1, 2)  # (n, heads, L, hidden_size / heads)
-            for projection in (self.query, self.key, self.value)
+            projection(hidden).unflatten(-1, (self.heads, -1)) for projection in (self.query, self.key, self.value)
         )
-        rate = self.dropout_rate if self.training else 0.0
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=rate)
-        return attended.transpose(1, 2).flatten(2)
+        return attend((query, key, value), self.dropout_rate if self.training else 0.0).flatten(-2)
 
 
 class _AddAndNorm(nn.Module):
@@ -341,8 +372,8 @@ class _Pooler(nn.Module):
         super().__init__()
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return torch.tanh(self.dense(hidden[:, 0]))
+    def forward(self, first: Tensor) -> Tensor:
+        return torch.tanh(self.dense(first))  # (n, hidden_size)
 
 
 class _Heads(nn.Module):

@@ -12,21 +12,21 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from hetseq import DataError, MissingSplitError
 from tasks.bert_masking import MOST_POSITIONS, Masking, Words, numbers_of
+from tasks.bert_packing import pack
 from tasks.mapped import Indices, positive
 from tasks.record_index import AGAIN, INDEX, SUFFIX, VERSION, Column, Index, read_index, version_of, vocab_digest
 from tasks.records import Records, open_shard
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]  # tensors by name; of a packed batch also its Sequences
 
 IDS, FIRST_LENGTHS, LABEL = "ids", "first_lengths", "next_sentence_labels"
 #: the remedy where there are no such folders
@@ -51,18 +51,20 @@ class BertRecords(Dataset[Batch]):
     """The samples of a split; `load_records` makes it.
 
     `files` are the paths, for the nodes of a run to compare; `length` is L: that of the longest row of the split,
-    rounded up to a multiple of 8 if the model has so many positions. Every batch is padded to it, although most rows
+    rounded up to a multiple of 8 if the model has so many positions. A padded batch is padded to it, although most rows
     are shorter: the memory of a micro-batch of n samples is then known after the first one, and no later batch with a
-    longer row runs out of it. Rows are checked as they are read, and DataError names file and row of what is wrong.
+    longer row runs out of it. With `is_packed` batches are those of `bert_packing`, which take less. Rows are checked
+    as they are read, and DataError names file and row of what is wrong.
     """
 
     def __init__(
         self, records: Records, files: Sequence[Path], words: Words, masking: Masking, *, length: int,
-        vocab_tokens: int, pad: int, seed: int,
+        vocab_tokens: int, pad: int, seed: int, is_packed: bool = False,
     ) -> None:  # fmt: skip
         self.files, self.length = list(files), length
         self._records, self._words, self._masking = records, words, masking
         self._vocab_tokens, self._pad, self._seed = vocab_tokens, pad, seed
+        self._is_packed = is_packed
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -73,12 +75,18 @@ class BertRecords(Dataset[Batch]):
         return len(self._records)
 
     def __getitem__(self, index: int) -> Batch:
-        """One sample, by the names of a batch and without its first dimension; its positions count from 0."""
-        batch = self.__getitems__([operator.index(index)])
+        """One sample, by the names of a padded batch and without its first dimension; its positions count from 0."""
+        batch = self._padded([operator.index(index)])
         return {name: numbers if name.startswith("masked") else numbers[0] for name, numbers in batch.items()}
 
     def __getitems__(self, indices: Sequence[int] | Indices) -> Batch:
         """Many at once, as the finished batch, in the order of `indices`; an index may come twice."""
+        return self._finished(self._padded(indices))
+
+    def _finished(self, batch: Batch) -> Batch:
+        return pack(batch) if self._is_packed else batch
+
+    def _padded(self, indices: Sequence[int] | Indices) -> Batch:
         wanted = positive(indices, len(self))
         ids, lengths, first, labels = self._read(wanted)
         column = np.arange(self.length)
@@ -103,20 +111,22 @@ class BertRecords(Dataset[Batch]):
             return samples
         if not samples:
             return self.__getitems__([])
-        batch = {}
+        batch: Batch = {}
         for name in samples[0]:
             columns = [sample[name] for sample in samples]
             if name == "masked_positions":
                 columns = [column + at * self.length for at, column in enumerate(columns)]
             batch[name] = torch.cat(columns) if name.startswith("masked") else torch.stack(columns)
-        return batch
+        return self._finished(batch)
 
     def num_tokens(self, index: int) -> int:
-        """What a sample costs in tokens: L for every one, however few of them are real.
+        """What a sample costs in tokens: its real ones in packed batches, L for every one in padded ones.
 
-        A batch is (n, L) and the network computes its padding too, so only this caps memory and time; as with HDF5.
+        The network computes the padding of a batch (n, L) too, so only this caps memory and time; as with HDF5.
         """
-        return self.length
+        if not self._is_packed:
+            return self.length
+        return int(self._records.lengths(IDS, self._records.find(positive([index], len(self))))[0])
 
     def rows(self, indices: Sequence[int] | Indices) -> tuple[npt.NDArray[np.int64], ...]:
         """What is stored: words (n, L) without masks, lengths, tokens of the first segments, and labels, (n,) each."""
@@ -188,6 +198,7 @@ def load_records(
     seed: int,
     masking: Masking,
     num_file: int = 0,
+    is_packed: bool = False,
 ) -> BertRecords:
     """The samples of a split; `vocab` are the tokens of the vocabulary file, `num_file` takes the first files only.
 
@@ -221,7 +232,7 @@ def load_records(
     dataset = BertRecords(
         Records(shards, chosen.longest), [index.path, *(file.path for file in files)], Words(vocab), masking,
         length=min(-(-longest // _MULTIPLE) * _MULTIPLE, most),
-        vocab_tokens=index.vocab_tokens, pad=vocab.index("[PAD]"), seed=seed,
+        vocab_tokens=index.vocab_tokens, pad=vocab.index("[PAD]"), seed=seed, is_packed=is_packed,
     )  # fmt: skip
     dataset.check_ends(np.cumsum([shard.rows for shard in shards]).tolist())
     return dataset

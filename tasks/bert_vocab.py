@@ -1,15 +1,22 @@
-"""The vocabulary file of BERT: one token a line, whose number from 0 is its id; and whether it fits the network."""
+"""The vocabulary file of BERT: one token a line, whose number from 0 is its id; and whether it fits the network.
+
+A `tokenizer.json`, which is all that newer versions of transformers write, is read as well: its vocabulary says of each
+token the number.
+"""
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
+from typing import Any
 
 from hetseq import DataError
 
 _PAD = "[PAD]"
 SPECIAL_TOKENS = (_PAD, "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
+_EXPECTED_JSON = "expected the tokenizer.json of a BERT, with a vocabulary of WordPiece"
 _LARGEST_FILE = 64 << 20  # bytes
 _PADDED_TO = 128  # a vocabulary may be padded to a multiple of at most this
 
@@ -17,9 +24,12 @@ _PADDED_TO = 128  # a vocabulary may be padded to a multiple of at most this
 def read_vocab(path: Path) -> list[str]:
     """The tokens of a vocabulary file, one a line, in UTF-8; the number of a line, from 0, is the id of its token.
 
+    A file that ends in .json is read as a `tokenizer.json` with a WordPiece vocabulary.
+
     Raises DataError where the file is missing, of another encoding, empty, or no vocabulary of BERT.
     """
-    expected = "expected a vocabulary of one token a line in UTF-8, as vocab.txt of BERT"
+    is_json = path.suffix == ".json"
+    expected = _EXPECTED_JSON if is_json else "expected a vocabulary of one token a line in UTF-8, as vocab.txt of BERT"
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_FILE:
@@ -41,10 +51,35 @@ def read_vocab(path: Path) -> list[str]:
         ) from error
     if text.startswith("\ufeff"):
         raise DataError(f"{path} begins with a byte order mark, which would belong to its first token: save it without")
+    if is_json:
+        tokens = _tokens_of_json(text, path)
+        _check_tokens(tokens, path, expected)
+        return tokens
     # not splitlines: a token may be one of the characters that it takes for ends of lines
     tokens = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
     _check_tokens(tokens, path, expected)
     return tokens
+
+
+def find_vocab_in(folder: Path) -> Path | None:
+    """The vocabulary of a directory of Hugging Face, vocab.txt or else tokenizer.json; None where it has neither."""
+    return next((folder / name for name in ("vocab.txt", "tokenizer.json") if (folder / name).is_file()), None)
+
+
+def _tokens_of_json(text: str, path: Path) -> list[str]:
+    """The tokens of a tokenizer.json in the order of their numbers. Raises DataError."""
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is no JSON ({error}): {_EXPECTED_JSON}") from error
+    model = found.get("model") if isinstance(found, dict) else None
+    kind = model.get("type") if isinstance(model, dict) else None
+    numbers = model.get("vocab") if isinstance(model, dict) else None
+    if kind != "WordPiece" or not isinstance(numbers, dict):
+        raise DataError(f"{path} has model.type {kind!r}: {_EXPECTED_JSON}; are these the files of another model?")
+    if sorted(map(str, numbers.values())) != sorted(map(str, range(len(numbers)))):
+        raise DataError(f"{path}: the numbers of its {len(numbers):,} tokens are not 0, 1, 2, ...: {_EXPECTED_JSON}")
+    return sorted(numbers, key=lambda token: int(numbers[token]))
 
 
 def _check_tokens(tokens: list[str], path: Path, expected: str) -> None:
@@ -79,4 +114,16 @@ def check_vocab(vocab: list[str], vocab_path: Path, *, config_path: Path, vocab_
             f"{config_path} has pad_token_id {pad_token_id}{' (the default)' * (not pad_token_id)}, and {_PAD} is token"
             f" {padding} in {vocab_path}: the word at the former would never be learned; write"
             f' "pad_token_id": {padding} into the configuration'
+        )
+
+
+def check_same_vocab(own: Path, other: Path) -> None:
+    """Raise DataError unless two vocabularies have the same tokens in the same order."""
+    tokens, others = read_vocab(own), read_vocab(other)
+    if tokens != others:
+        line = next((at for at, (one, two) in enumerate(zip(tokens, others), 1) if one != two), None)
+        line = min(len(tokens), len(others)) + 1 if line is None else line
+        raise DataError(
+            f"{other} is not the vocabulary of {own}: from line {line} on they differ, and to other tokens the weights"
+            f" beside {own.name} mean nothing; leave --dict out, or take data that were made with {own}"
         )

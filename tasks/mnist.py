@@ -84,6 +84,11 @@ class MNISTTask(Task):
         correct = (model(images).argmax(dim=1) == labels).sum().item()  # sync, in validation only
         return {"accuracy": (float(correct), float(len(labels)))}
 
+    def predictions(self, model: nn.Module, sample: Batch) -> list[str]:
+        """The digit of each image."""
+        images, _ = sample
+        return [str(digit) for digit in model(images).argmax(dim=1).tolist()]  # sync, after training
+
 
 class MNISTNet(nn.Module):
     """The net of 2020, 1,199,882 parameters: images (n, 1, 28, 28) to logits (n, 10).

@@ -42,7 +42,7 @@ LARGEST_SIZE = 2**31 - 1
 MOST_LAYERS = 10_000  # ten times the deepest ever trained
 MOST_PARAMETERS = 2**36  # in fp32 with gradients and Adam's averages: 1 TiB
 #: bytes; one with names for a hundred thousand labels has a few million
-_LARGEST_FILE = 1 << 24
+LARGEST_FILE = 1 << 24
 
 #: patterns of keys in files of Google, NVIDIA and Hugging Face that have no effect on any network
 WITHOUT_EFFECT = (
@@ -126,17 +126,17 @@ def own_keys(
     return {key: value for key, value in values.items() if key in fields}
 
 
-def read_object(path: Path, example: str) -> dict[str, Any]:
+def read_object(path: Path, example: str, *, largest_bytes: int = LARGEST_FILE) -> dict[str, Any]:
     """The JSON object in a file. Raises DataError, without the path, where there is none; `example` is shown then."""
     try:
         with path.open("rb") as file:
-            content = file.read(_LARGEST_FILE + 1)
+            content = file.read(largest_bytes + 1)
     except FileNotFoundError as error:
         raise DataError(f"does not exist: expected {example}; check the path, or write the file") from error
     except OSError as error:
         raise DataError(f"cannot be read: {error.strerror}; expected a file you may read") from error
-    if len(content) > _LARGEST_FILE:
-        raise DataError(f"is longer than {_LARGEST_FILE >> 20} MiB: expected {example}; are these weights or data?")
+    if len(content) > largest_bytes:
+        raise DataError(f"is longer than {largest_bytes >> 20} MiB: expected {example}; are these weights or data?")
     try:
         text = content.decode("utf-8-sig")  # editors on Windows put a mark in front
     except UnicodeDecodeError as error:

@@ -23,15 +23,19 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hetseq import DataError
+from hetseq import ConfigError, DataError
+from tasks.bert_heads import BertForSequenceClassification, BertForTokenClassification, Labelling
 from tasks.bert_model import TIED_NAMES, BertConfig, BertForPreTraining
 from tasks.bert_vocab import SPECIAL_TOKENS, read_vocab
 from tasks.gpt_model import GptConfig, GptForCausalLM, from_hugging_face, their_names, to_hugging_face
+from tasks.gpt_tokenizer import TOKENIZER, read_tokens
+from tasks.network_json import read_object
 from tasks.tensor_files import TensorFiles, tensor_files
 
 logger = logging.getLogger(__name__)
 
 _CONFIG_NAME, _WEIGHTS_NAME, _VOCAB_NAME = "config.json", "model.safetensors", "vocab.txt"
+_TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 
 #: what older files store besides weights: positions, the triangle of causal attention, frequencies
 _NO_WEIGHTS = re.compile(r"(^|\.)(position_ids|attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
@@ -49,10 +53,13 @@ class _Layout:
     tied: Mapping[str, str]  # a second name of theirs -> the first
     base: str  # what all names but those of heads begin with, unless the file is of the model without heads
     heads: Mapping[str, str]  # what the names of a head begin with -> what it is called
+    unwanted: tuple[str, ...] = ()  # what the names of tensors begin with that are not asked for
 
 
-def read_bert(folder: str | Path, *, heads_may_be_missing: bool = False) -> BertForPreTraining:
-    """The BERT in a directory, in fp32 and in training mode.
+def read_bert(
+    folder: str | Path, *, heads_may_be_missing: bool = False, dropout: float | None = None
+) -> BertForPreTraining:
+    """The BERT in a directory, in fp32 and in training mode; `dropout` stands for both rates of its configuration.
 
     With `heads_may_be_missing`, for fine-tuning, the pooler and the heads of pre-training may be absent: they stay as
     they are initialised, from torch's random numbers, and a line of the log names them. Heads of other tasks are left
@@ -62,31 +69,59 @@ def read_bert(folder: str | Path, *, heads_may_be_missing: bool = False) -> Bert
     another shape, a file that is damaged or holds more than tensors.
     """
     folder = _existing(folder)
-    model = BertForPreTraining(BertConfig.from_json_file(folder / _CONFIG_NAME))
+    config = BertConfig.from_json_file(folder / _CONFIG_NAME)
+    model = BertForPreTraining(config if dropout is None else config.with_dropout(dropout))
     _fill_(model, folder, _bert_layout(model), heads_may_be_missing=heads_may_be_missing)
     return model
 
 
-def read_gpt(folder: str | Path, *, heads_may_be_missing: bool = False) -> GptForCausalLM:
-    """The GPT-2 or Llama in a directory, as `read_bert`; the head that may be missing is one that is not tied."""
+def read_encoder_(model: Labelling, folder: str | Path) -> None:
+    """Copy the weights of a BERT in a directory into one with a head of labels, whatever heads that has.
+
+    The head of labels is taken where it is of the same kind and has the same labels, and else stays as it is
+    initialised, as does a pooler that is not there; a line of the log names them. Raises DataError as `read_bert`.
+    """
     folder = _existing(folder)
-    model = GptForCausalLM(GptConfig.from_json_file(folder / _CONFIG_NAME))
+    _fill_(model, folder, _labelling_layout(model, folder), heads_may_be_missing=True)
+
+
+def read_gpt(folder: str | Path, *, heads_may_be_missing: bool = False, dropout: float | None = None) -> GptForCausalLM:
+    """The GPT-2 or Llama in a directory, as `read_bert`; the head that may be missing is one that is not tied.
+
+    `dropout` stands for all rates of its configuration.
+    """
+    folder = _existing(folder)
+    config = GptConfig.from_json_file(folder / _CONFIG_NAME)
+    model = GptForCausalLM(config if dropout is None else config.with_dropout(dropout))
     _fill_(model, folder, _gpt_layout(model), heads_may_be_missing=heads_may_be_missing)
     return model
 
 
-def write_pretrained(model: nn.Module, folder: str | Path, *, vocab_file: Path | None = None) -> None:
+def write_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    vocab_file: Path | None = None,
+    is_lower_case: bool | None = None,
+    tokenizer_file: Path | None = None,
+) -> None:
     """Write a directory that `from_pretrained` of transformers opens, for a BERT or a causal language model.
 
     `folder` is empty or not there yet. With the vocabulary of a BERT, `AutoTokenizer` opens it too; it makes words
-    lower case unless a token of the vocabulary has an upper-case letter. Raises DataError.
+    lower case if `is_lower_case`, or where that is None by `looks_lower_case`. A causal language model has a
+    `tokenizer_file`, tokenizer.json; what is said of it by a tokenizer_config.json beside it is kept, else its special
+    tokens are those of the model's configuration. Raises DataError.
     """
     folder, config = Path(folder), _config_of(model)
     weights = _their_tensors(model)
     files: dict[str, bytes] = {}
     if vocab_file is not None:
-        files["tokenizer_config.json"] = _json(_tokenizer_config(read_vocab(vocab_file)))
-        files[_VOCAB_NAME] = vocab_file.read_bytes()
+        tokens = read_vocab(vocab_file)
+        is_lower = looks_lower_case(tokens) if is_lower_case is None else is_lower_case
+        files[_TOKENIZER_CONFIG_NAME] = _json({"tokenizer_class": "BertTokenizer", "do_lower_case": is_lower})
+        files[_VOCAB_NAME] = "".join(f"{token}\n" for token in tokens).encode()
+    if tokenizer_file is not None:
+        files |= _tokenizer_files(tokenizer_file, config)
     files[_CONFIG_NAME] = _json(config)
     try:
         folder.mkdir(exist_ok=True)
@@ -98,6 +133,30 @@ def write_pretrained(model: nn.Module, folder: str | Path, *, vocab_file: Path |
             (folder / name).write_bytes(content)
     except (OSError, SafetensorError) as error:
         raise DataError(f"{folder} cannot be written: {error}; make room, or name another folder") from error
+
+
+def init_config(folder: Path, config_file: str | None) -> Path:
+    """The configuration file of a directory for --init-from.
+
+    Raises ConfigError if one is given as --config-file as well, DataError where the directory does not exist.
+    """
+    if config_file is not None:
+        raise ConfigError(
+            f"--config-file {config_file} and --init-from {folder}: expected one of them, since the directory says in"
+            f" {_CONFIG_NAME} what network it holds"
+        )
+    if not folder.is_dir():
+        raise DataError(
+            f"--init-from {folder} is no directory: expected one of Hugging Face, with {_CONFIG_NAME}, weights"
+            f" and {_VOCAB_NAME}; `hetseq checkpoints export RUN --format hf --to DIR` writes one"
+        )
+    return folder / _CONFIG_NAME
+
+
+def read_files(folder: Path) -> list[Path]:
+    """The files of a directory besides its configuration and vocabulary, for the nodes of a run to compare."""
+    names = ("tokenizer*.json", "*.safetensors", "pytorch_model*.bin", "*.index.json")
+    return sorted({path for name in names for path in folder.glob(name) if path.is_file()})
 
 
 #: without it transformers refuses a file
@@ -115,14 +174,49 @@ def _json(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, indent=2).encode() + b"\n"
 
 
-def _tokenizer_config(tokens: Iterable[str]) -> dict[str, Any]:
-    is_cased = any(token != token.lower() for token in tokens if token not in SPECIAL_TOKENS)
-    return {"tokenizer_class": "BertTokenizer", "do_lower_case": not is_cased}
+def looks_lower_case(tokens: Iterable[str]) -> bool:
+    """Whether no token of a vocabulary has an upper-case letter, save the special ones."""
+    return all(token == token.lower() for token in tokens if token not in SPECIAL_TOKENS)
+
+
+def _tokenizer_files(path: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
+    """The tokenizer of a causal language model, and what transformers is told of it."""
+    tokens = read_tokens(path)
+    if len(tokens) > config["vocab_size"]:
+        raise DataError(
+            f"{path} has {len(tokens):,} tokens, and the model has {config['vocab_size']:,}: expected as many or fewer;"
+            " give the tokenizer of this model"
+        )
+    beside = path.with_name(_TOKENIZER_CONFIG_NAME)
+    try:
+        content = path.read_bytes()
+        told = beside.read_bytes() if beside.is_file() else None
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read: {error.strerror}; expected a file you may read") from error
+    if told is None:
+        ids = {name: config.get(f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
+        special = {name: tokens[at] for name, at in ids.items() if isinstance(at, int) and at < len(tokens)}
+        # the class that takes tokenizer.json as it is; spaces before signs belong to the text
+        told = _json({
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **special,
+        })  # fmt: skip
+    return {TOKENIZER: content, _TOKENIZER_CONFIG_NAME: told}
 
 
 def _config_of(model: nn.Module) -> dict[str, Any]:
     if isinstance(model, BertForPreTraining):
         return {"model_type": "bert", "architectures": ["BertForPreTraining"], **dataclasses.asdict(model.config)}
+    if isinstance(model, BertForTokenClassification | BertForSequenceClassification):
+        return {
+            "model_type": "bert",
+            "architectures": [type(model).__name__],
+            **dataclasses.asdict(model.config),
+            "classifier_dropout": model.dropout.p,
+            "id2label": {str(number): label for number, label in enumerate(model.labels)},
+            "label2id": {label: number for number, label in enumerate(model.labels)},
+        }
     if isinstance(model, GptForCausalLM):
         return model.config.to_hugging_face()
     raise DataError(f"a {type(model).__name__} has no class in Hugging Face: expected a BERT or a GPT of tasks/")
@@ -149,6 +243,28 @@ def _bert_layout(model: BertForPreTraining) -> _Layout:
     )
 
 
+def _labelling_layout(model: Labelling, folder: Path) -> _Layout:
+    own = _config_of(model)
+    theirs = read_object(folder / _CONFIG_NAME, "the configuration of a BERT")
+    has_same_head = all(theirs.get(key) == own[key] for key in ("architectures", "id2label"))
+    expected = {name: tensor.shape for name, tensor in _their_tensors(model).items()}
+    heads = {"classifier.": "the head for labels"}
+    unwanted = ["cls."] if has_same_head else ["cls.", "classifier."]
+    if isinstance(model, BertForSequenceClassification):
+        heads["bert.pooler."] = "the pooler"
+    else:
+        unwanted.append("bert.pooler.")
+    return _Layout(
+        expected=expected,
+        sources=lambda name: (name,),
+        convert=lambda _, pieces: pieces[0],
+        tied={},
+        base="bert.",
+        heads=heads,
+        unwanted=tuple(unwanted),
+    )
+
+
 def _gpt_layout(model: GptForCausalLM) -> _Layout:
     config = model.config
     (words,) = their_names(config, "embeddings.tokens.weight")
@@ -166,7 +282,10 @@ def _gpt_layout(model: GptForCausalLM) -> _Layout:
 def _fill_(model: nn.Module, folder: Path, layout: _Layout, *, heads_may_be_missing: bool) -> None:
     """Copy the weights of a directory into the model."""
     with tensor_files(folder) as files:
-        stored = _by_full_name(files, layout)
+        found = _by_full_name(files, layout)
+        stored = {name: own for name, own in found.items() if not name.startswith(layout.unwanted)}
+        if len(stored) < len(found):
+            logger.info("%s: not asked for: %s", folder, ", ".join(sorted(found.keys() - stored.keys())))
         initialised = _missing_heads(stored, layout) if heads_may_be_missing else {}
         _check_names(files, stored, layout, initialised)
         for name, parameter in model.named_parameters():

@@ -21,6 +21,8 @@ from tasks.mapped import refusal
 
 #: the name of the index, what it says it is, and the version of the format; version 1 is a folder of HDF5 files
 INDEX, FORMAT, VERSION = "corpus.json", "hetseq BERT corpus", 2
+#: what the index of rows for causal language models says it is, which never were HDF5 files
+GPT_FORMAT = "hetseq GPT corpus"
 #: how the names of files of records end
 SUFFIX = ".safetensors"
 #: what follows the name of a ragged column in that of its offsets
@@ -85,7 +87,7 @@ def version_of(folder: Path) -> int | None:
     """
     facts = _facts(folder / INDEX)
     stated = facts.get("format") if isinstance(facts, dict) else None
-    if not isinstance(stated, dict) or stated.get("name") != FORMAT:
+    if not isinstance(stated, dict) or stated.get("name") not in (FORMAT, GPT_FORMAT):
         return None
     version = stated.get("version")
     return version if isinstance(version, int) else -1

@@ -101,18 +101,31 @@ class Records:
         lengths = np.zeros(wanted.count, np.int64)
         column = np.arange(width)
         for at, places, rows in wanted.parts:
-            views = self._maps.get().views(at)
-            values, offsets = views[name], views[name + OFFSETS]
-            begins, ends = (offsets.take(rows + after).astype(np.int64) for after in (0, 1))
-            most = min(width, self._longest[name])
-            is_wrong = (begins < 0) | (ends < begins) | (ends > len(values)) | (ends - begins > most)
-            if is_wrong.any():
-                self._refuse_offsets(at, name, int(rows[is_wrong][0]), len(values))
+            begins, ends = self._spans(name, at, rows, min(width, self._longest[name]))
+            values = self._maps.get().views(at)[name]
             lengths[places] = ends - begins
             if len(values):
                 found[places] = values.take(begins[:, None] + column, mode="clip")
         np.copyto(found, fill, where=column >= lengths[:, None])
         return found, lengths
+
+    def lengths(self, name: str, wanted: Found) -> Indices:
+        """How many values rows (n,) of a ragged column have, (n,), without reading them. Raises DataError as above."""
+        lengths = np.zeros(wanted.count, np.int64)
+        for at, places, rows in wanted.parts:
+            begins, ends = self._spans(name, at, rows, self._longest[name])
+            lengths[places] = ends - begins
+        return lengths
+
+    def _spans(self, name: str, at: int, rows: Indices, most: int) -> tuple[Indices, Indices]:
+        """Where rows (n,) of a file begin and end among its values, (n,) each."""
+        views = self._maps.get().views(at)
+        values, offsets = views[name], views[name + OFFSETS]
+        begins, ends = (offsets.take(rows + after).astype(np.int64) for after in (0, 1))
+        is_wrong = (begins < 0) | (ends < begins) | (ends > len(values)) | (ends - begins > most)
+        if is_wrong.any():
+            self._refuse_offsets(at, name, int(rows[is_wrong][0]), len(values))
+        return begins, ends
 
     def _refuse_offsets(self, at: int, name: str, row: int, values: int) -> NoReturn:
         begin, end = self._maps.get().views(at)[name + OFFSETS][row : row + 2].tolist()

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
+from hetseq import registry
 from hetseq.config import SECTIONS, Config, RetiredConfig, flag
 from hetseq.options.fields import catalogue_of, given_retired
 
@@ -53,7 +54,8 @@ def markdown() -> str:
         " `max_sentences: 32`. Flags win over the file, the file over the defaults. In names `-` and `_` are the same;"
         " a switch may be written `--cpu`, `--cpu true` or `--cpu=false`; lists are written `1,2,4`.",
     ]
-    for section in SECTIONS:
+    kept = [section for section in SECTIONS if section is not RetiredConfig]
+    for section in (*kept, *registry.included_options().values(), RetiredConfig):
         is_retired = section is RetiredConfig
         lines += ["", f"## {_name(section)}", "", _sentence(section), ""]
         lines += ["| flag | what became of it |", "|---|---|"] if is_retired else []
@@ -90,7 +92,14 @@ def title_of(section: type) -> str:
 
 
 def _name(section: type) -> str:
-    return section.__name__.removesuffix("Config") if section in SECTIONS else "Your own options"
+    if section in SECTIONS:
+        return section.__name__.removesuffix("Config")
+    return _tasks().get(section, "Your own options")
+
+
+def _tasks() -> dict[type, str]:
+    """The headings of the options of included tasks."""
+    return {section: f"--task {name}" for name, section in registry.included_options().items()}
 
 
 def _sentence(section: type) -> str:

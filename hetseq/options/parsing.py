@@ -6,7 +6,7 @@ A task of the user's is imported only for flags that nobody else knows, for `--h
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hetseq import registry
@@ -28,8 +28,10 @@ class HelpRequested(Exception):
         self.text = text
 
 
-def parse(argv: Sequence[str]) -> Config:
+def parse(argv: Sequence[str], *, leave_out: Collection[str] = ()) -> Config:
     """The configuration that `argv` (without the program and its subcommand) describes.
+
+    Keys in `leave_out` are passed over in the file, for a command that uses the file of another one.
 
     `extras` holds the options of the user's task, optimizer and schedule if any of them was given; `complete` adds
     the rest. Raises HelpRequested for `--help`, ConfigError for whatever cannot be meant, and TaskFileError where a
@@ -39,7 +41,7 @@ def parse(argv: Sequence[str]) -> Config:
     line = read_flags(argv, catalogue)
     if line.wants_help:
         raise HelpRequested(help_text(argv))
-    entries = compose(line.config_file)
+    entries = [entry for entry in compose(line.config_file) if entry[0].value not in leave_out]
     file = read_file(line.config_file, entries, catalogue)
     own: dict[str, type] = {}
     if line.unknown or file.unknown:

@@ -120,7 +120,7 @@ class Ground:
         directory = RunDirectory(self._chaos.newest)
         run.passages = table.passages(outcome.events, run.ranks)
         rows = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
-        run.steps_lost = table.steps_lost([row for row in rows if "loss" in row], run.passages)
+        run.steps_lost = table.steps_lost([row for row in rows if "loss" in row], run.passages, run.kills, run.ranks)
         run.loss_difference = table.worst_loss_difference(outcome.rows, reference.rows)
         run.distance = parameter_distance(outcome, reference)
         run.is_ledger_right = list(map(ledger, outcome.rows)) == list(map(ledger, reference.rows))

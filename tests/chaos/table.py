@@ -115,10 +115,12 @@ def worst_loss_difference(rows: Sequence[Row], reference: Sequence[Row]) -> floa
     return max((abs(loss - expected) / abs(expected) for loss, expected in pairs), default=0.0)
 
 
-def steps_lost(rows: Iterable[Row], seen: Iterable[Passage]) -> int:
+def steps_lost(rows: Iterable[Row], seen: Sequence[Passage], kills: Sequence[Kill] = (), ranks: int = 0) -> int:
     """Steps that were committed, and that a later generation has not begun after, or has committed again.
 
-    `rows` are all that were ever written, of a step perhaps several.
+    `rows` are all that were ever written, of a step perhaps several; `ranks` is how many the run began with. A step is
+    committed if a survivor has seen that it was. The row of a step whose writer was killed before the next generation
+    may be of a commit that nobody else saw: that one step is made again by who is left, from the same state.
     """
     by_step: dict[int, set[int]] = defaultdict(set)
     for row in rows:
@@ -126,7 +128,17 @@ def steps_lost(rows: Iterable[Row], seen: Iterable[Passage]) -> int:
     lost = {step for step, generations in by_step.items() if len(generations) > 1}
     for passage in seen:
         lost |= {step for step in by_step if step > passage.step and min(by_step[step]) < passage.generation}
-    return len(lost)
+    return len(lost - _seen_by_the_dead_alone(seen, kills, ranks))
+
+
+def _seen_by_the_dead_alone(seen: Sequence[Passage], kills: Sequence[Kill], ranks: int) -> set[int]:
+    """The steps after those with which a generation ended whose writer, its lowest slot, had been killed in it."""
+    found, begun_s, slots = set(), -math.inf, frozenset(range(ranks))
+    for passage in seen:
+        if any(kill.slot == min(slots, default=None) and begun_s < kill.time_s <= passage.at_s for kill in kills):
+            found.add(passage.step + 1)
+        begun_s, slots = passage.at_s, passage.ranks
+    return found
 
 
 def detections(kills: Sequence[Kill], seen: Sequence[Passage]) -> list[float]:

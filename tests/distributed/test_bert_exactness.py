@@ -61,6 +61,8 @@ def reference(data: Path, steps: int, precision: str, batch: int = BATCH) -> ora
 def check(world_size: int, path: Path, cases: list[Case], steps: int, batch: int = BATCH) -> Facts:
     """All ranks have the gradients of the loop; gives what the first saw in the first case."""
     data = bert.write_folder(path / "data", ROWS)
+    task = make_task(bert.RecordingBert, options.parse(["--data", str(data)]))
+    assert "sequences" in task.load_dataset("train").__getitems__(range(7)), "ranks pack, the loop pads"
     ranks = run_ranks(train_cases, world_size, prepared(path / "run"), data, cases, steps, batch, timeout_s=300)
     for number, case in enumerate(cases):
         curve = reference(data, steps, case[2], batch)

@@ -201,6 +201,10 @@ def test_a_reset_that_was_killed_before_its_first_save_is_done_again(tmp_path: P
     ("flags", "told"),
     [
         ("--curriculum 2", "curriculum 1000000, this command says 2"),
+        (
+            "--shuffle-block 4",
+            "shuffle_block None, this command says 4: leave out --shuffle-block, or begin the data anew",
+        ),
         ("--unit-size 2", "unit_size None, this command says 2: leave out --unit-size, or begin the data anew"),
         ("--train-subset valid", "split train, this command says valid"),
         ("--seed 8", "seed 7, this command says 8"),

@@ -30,7 +30,7 @@ def curves(group: AnyGroup, save_dir: str, words: list[str], spreads: list[str])
 
 def largest_difference(words: list[str], steps: int, spreads: list[str], path: Path) -> float:
     """Of all losses and of the last parameters, from those of one process."""
-    words = [*words, *WORDS.split(), "--max-sentences", "7", "--max-update", str(steps)]
+    words = [*WORDS.split(), *words, "--max-sentences", "7", "--max-update", str(steps)]
     ((alone,),) = run_ranks(curves, 1, prepared(path / "one"), words, spreads)
     together = run_ranks(curves, 3, prepared(path / "three"), words, spreads)[0]
     assert len(alone.losses) == steps
@@ -52,6 +52,13 @@ def test_with_units_dropout_is_the_same_on_unequal_ranks(task: list[str], tmp_pa
 def test_without_units_it_is_not(task: list[str], tmp_path: Path) -> None:
     """The twin."""
     assert largest_difference(task, 2, ["5,2,1"], tmp_path) > 1e-5
+
+
+def test_with_units_products_of_16_bits_are_rounded_alike(task: list[str], tmp_path: Path) -> None:
+    """To single precision, in which their sums are; without units each is rounded to 8 bits where a share ends."""
+    words = [*task, "--precision", "bf16", "--dropout", "0"]
+    assert largest_difference([*words, "--unit-size", "4"], 2, ["5,2,1"], tmp_path) <= 1e-6
+    assert largest_difference(words, 2, ["5,2,1"], tmp_path / "twin") > 1e-5
 
 
 @pytest.mark.slow

@@ -61,6 +61,7 @@ _HEADS = {
     "build_model": "def build_model(self):",
     "loss": "def loss(self, model, sample):",
     "count": "def count(self, sample):",
+    "predictions": "def predictions(self, model, sample):",
     "train_step": "def train_step(self, sample, model, optimizer):",
 }
 _TOP = """import torch

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -148,7 +149,11 @@ def test_other_ratios_are_refused(text: str) -> None:
         ("scale", ["--rounds", "-1"], "at least 1"),
         ("step", ["--batch", "-8"], "at least 1"),
         ("step", ["--peers", "Horovod"], "invalid choice"),
+        ("step", ["--network", "transformers"], "expected a BERT, and --model mnist is none"),
         ("floor", ["--size", "0"], "at least 1"),
+        ("pack", ["--rounds", "0"], "at least 1"),
+        ("pack", ["--hidden", "96"], "a multiple of 64"),
+        ("pack", ["--real", "0.4"], "shares from 0.52 to 1"),
         ("checkpoint_load", ["--rounds", "0"], "at least 1"),
         ("checkpoint", ["--rounds", "-1"], "at least 1"),
         ("checkpoint", ["--only", "speed"], "invalid choice"),
@@ -256,13 +261,13 @@ def test_efficiency_counts_only_for_equal_curves(capsys: pytest.CaptureFixture[s
 
 def test_rivals_do_a_step_after_each_of_the_peers_in_changing_order() -> None:
     step = script("step")
-    arguments = argparse.Namespace(rounds=3, batch=1)
+    arguments = argparse.Namespace(rounds=3, batch=1, warm_up=2)
     steps: list[str] = []
     rivals = {"HetSeq": lambda: steps.append("ours"), "bare loop": lambda: steps.append("bare")}
     times = step.beside(rivals, step.alone(lambda: steps.append("peer")), None, arguments)
     assert steps[:6] == ["peer", "ours", "bare", "peer", "bare", "ours"]
     assert {name: len(seconds) for name, seconds in times.items()} == {"peer": 3, "HetSeq": 3, "bare loop": 3}
-    assert len(steps) == 3 * (step.WARM_UP + 3)
+    assert len(steps) == 3 * (2 + 3)
 
 
 def test_the_row_of_a_peer_is_its_time_over_that_of_its_neighbours() -> None:
@@ -352,6 +357,26 @@ def test_made_up_rows_are_full_and_read_by_the_task(tmp_path: Path) -> None:
     assert batch["attention_mask"].all()
     assert batch["input_ids"].shape == (2, shape.length)
     assert len(batch["masked_ids"]) == 2 * shape.predictions
+
+
+def test_packed_steps_are_compared_pair_by_pair_and_with_what_a_token_is_worth() -> None:
+    seconds = {"padded cpu": [3.0, 6.0, 3.0], "packed cpu": [2.0, 4.0, 2.0]}  # the second pair was busy
+    seconds |= {"padded wall": [3.0, 9.0, 3.0], "packed wall": [2.0, 9.0, 2.0]}
+    row = script("pack").evaluate(seconds, 0.5)
+    assert (row["ratio_cpu"].median, row["ratio_cpu"].low, row["ratio_cpu"].high) == (1.5, 1.5, 1.5)
+    assert row["of_ideal"].median == 0.75  # half the tokens could take half the time
+    assert row["wall_to_cpu"] == pytest.approx(28 / 20)
+
+
+def test_rows_to_be_packed_have_the_share_of_real_tokens_that_is_asked() -> None:
+    pack = script("pack")
+    for share in (0.68, 1.0):
+        batch = pack.made_up(16, share, 3)
+        mask = batch["attention_mask"]
+        assert mask.float().mean().item() == pytest.approx(share, abs=0.005)
+        assert mask.flatten()[batch["masked_positions"]].all()
+        assert len(batch["masked_ids"]) == pytest.approx(0.15 * mask.sum().item(), rel=0.05)
+    assert not torch.equal(pack.made_up(16, 0.68, 0)["input_ids"], pack.made_up(16, 0.68, 1)["input_ids"])
 
 
 def test_ranks_meet_in_a_folder(tmp_path: Path) -> None:

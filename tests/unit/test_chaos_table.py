@@ -85,6 +85,18 @@ def test_a_step_that_is_repeated_before_its_commit_is_not_lost() -> None:
     assert table.steps_lost([row(1, 0), row(2, 0), row(1, 1), row(2, 1)], back) == 2
 
 
+def test_a_step_whose_only_witness_was_killed_is_made_again_and_not_lost() -> None:
+    seen = table.passages([generation(1, [1], second=1.0, step=2)], ranks=2)
+    rows = [row(1, 0), row(2, 0), row(3, 0), row(3, 1)]
+    witness = Kill(seen[0].at_s - 0.1, 0)
+    assert table.steps_lost(rows, seen, [witness], 2) == 0
+    for other in (Kill(witness.time_s, 1), Kill(seen[0].at_s + 0.1, 0)):  # who wrote it lived
+        assert table.steps_lost(rows, seen, [other], 2) == 1
+    # of two steps somebody else had seen the first one, or there would not be the second
+    further = [*rows, row(4, 0), row(4, 1)]
+    assert table.steps_lost(further, seen, [witness], 2) == 1
+
+
 def test_the_worst_loss_is_relative_and_steps_must_be_the_same() -> None:
     calm = [row(1, 0, 4.0), row(2, 0, 2.0)]
     assert table.worst_loss_difference(calm, calm) == 0

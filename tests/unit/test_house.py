@@ -36,6 +36,8 @@ WITHOUT_TORCH = (
     "hetseq.accounting",
     "hetseq.whatif",
     "hetseq.checkpoints",
+    "hetseq.errand",
+    "hetseq.evaluate",
     "hetseq.commit",
     "hetseq.membership",
     "hetseq.cluster.secret",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetseq.ending import Ending, WorkerEnd, judge
+from hetseq.ending import Ending, WorkerEnd, judge, of_errand
 
 
 def test_a_refusal_that_all_ranks_share_is_told_without_a_rank() -> None:
@@ -25,3 +25,16 @@ def test_what_one_rank_found_alone_is_told_with_its_rank() -> None:
 def test_the_only_rank_needs_no_name_and_no_words() -> None:
     assert judge([WorkerEnd(0, 1, code=1, message="broken")], has_commit=True) == Ending(1, "broken")
     assert judge([WorkerEnd(0, 1, code=1)], has_commit=True) == Ending(1, "")
+
+
+def test_where_nothing_was_to_be_saved_an_interruption_says_that_the_command_can_be_given_again() -> None:
+    killed = judge(
+        [WorkerEnd(1, -9), WorkerEnd(0, 75, code=75, message="lost a peer", is_secondary=True)], has_commit=False
+    )
+    assert of_errand(killed) == Ending(
+        1, "rank 1 was killed (SIGKILL, as the kernel does when memory runs out); give the command again"
+    )
+    stopped = judge([], has_commit=False, cut_short="stopped by SIGTERM before the first step")
+    assert of_errand(stopped) == Ending(1, "stopped by SIGTERM; give the command again")
+    assert of_errand(judge([WorkerEnd(12, -11)], has_commit=False)) == Ending(1, "rank 12 crashed (SIGSEGV)")
+    assert of_errand(Ending(0, "step 3 valid loss 0.5")) == Ending(0, "step 3 valid loss 0.5")

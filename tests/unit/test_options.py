@@ -74,6 +74,7 @@ OPTIONS_OF_2020 = [
     ("--max-sentences 32", "max_sentences", 32),
     ("--batch-size 32", "max_sentences", 32),
     ("--unit-size 8", "unit_size", 8),
+    ("--shuffle-block 4096", "shuffle_block", 4096),
     ("--required-batch-size-multiple 8", "required_batch_size_multiple", 8),
     ("--train-subset train", "train_subset", "train"),
     ("--valid-subset valid,test", "valid_subset", "valid,test"),
@@ -692,6 +693,25 @@ def test_help_shows_the_flags_of_the_task_it_is_asked_about(own_task: Path) -> N
     assert "--turns" not in help_text(["--help"])
     missing = help_text(["--task", "nowhere.py", "--help"])
     assert "The options of your own modules are missing here: --task nowhere.py: does not exist" in missing
+
+
+@pytest.mark.parametrize("name", registry._INCLUDED_OPTIONS)
+def test_an_included_task_brings_its_own_flags(name: str) -> None:
+    """The table of the registry, which spares the import of torch, says what the task says."""
+    section = registry.find_task(name).Options
+    assert section is registry.options_of("task", name)
+    assert f"\n--task {name}: " in help_text(["--task", name])
+    page = markdown()
+    for field in dataclasses.fields(section):
+        assert f"  {flag(field.name)}" in help_text(["--task", name])
+        assert f"  {flag(field.name)}\n" not in help_text(["--task", "mnist"])
+        assert f"| `{flag(field.name)}" in page
+
+
+def test_flags_of_an_included_task_belong_to_it_alone() -> None:
+    assert parse(["--task", "bert", "--whole-words"]).extras["task"].whole_words
+    assert refusal("--task", "mnist", "--whole-words").startswith("unknown option --whole-words")
+    assert complete(parse(["--task", "bert"])).extras["task"] == registry.options_of("task", "bert")()
 
 
 def test_an_optimizer_of_the_users_folder_brings_its_flags(own_task: Path) -> None:

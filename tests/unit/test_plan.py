@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from hetseq.plan import (
+    BlockOrder,
     EpochOrder,
     GlobalBatch,
     Indices,
@@ -121,6 +122,43 @@ def test_neighbours_do_not_stay_neighbours() -> None:
     assert ((observed - expected) ** 2 / expected).sum() > 1e5  # the twin: batches of neighbours are shuffled
 
 
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 64, 1000])
+def test_an_epoch_in_blocks_takes_every_sample_once_wherever_it_is_entered(block: int) -> None:
+    generator = random.Random(1)
+    for n in (1, 2, 5, 6, 7, 63, 64, 65, 1000, 1601, 20_000):
+        order = BlockOrder(n, block, seed=7, epoch=2)
+        right = order.take(0, n).tolist()
+        assert sorted(right) == list(range(n))
+        for _ in range(20):
+            start = generator.randrange(n + 1)
+            stop = min(n, start + generator.choice([0, 1, 2, 16 * block, n]))
+            assert order.take(start, stop).tolist() == right[start:stop]
+        assert order.take(n, n).tolist() == []
+        with pytest.raises(IndexError, match=f"an epoch of {n} samples"):
+            order.take(0, n + 1)
+
+
+def test_sixteen_blocks_at_a_time_are_read_and_their_samples_shuffled() -> None:
+    n, block = 100_000, 100
+    order = BlockOrder(n, block, seed=7, epoch=1)
+    first = order.take(0, 16 * block)
+    blocks, counts = np.unique(first // block, return_counts=True)
+    assert (len(blocks), set(counts.tolist())) == (16, {block})
+    assert len(np.unique(order.take(0, 64) // block)) > 10, "a step has samples of many blocks"
+    assert len(np.unique(EpochOrder(n, seed=7, epoch=1).take(0, 16 * block) // block)) > 500  # the twin
+    assert np.diff(blocks).max() > 50, "which lie all over the data"
+
+
+def test_every_sample_is_equally_likely_at_every_position_of_an_epoch_in_blocks() -> None:
+    n, block, epochs = 100, 3, 2000  # three windows, and a last block of one sample
+    table = np.zeros((n, n))
+    for epoch in range(epochs):
+        table[np.arange(n), BlockOrder(n, block, seed=7, epoch=epoch).take(0, n)] += 1
+    assert distance_from_uniform(table) < 4
+    orders = {tuple(BlockOrder(n, size, seed=seed, epoch=1).take(0, n)) for size in (2, 3) for seed in (7, 8)}
+    assert len(orders) == 4
+
+
 def test_the_order_never_changes_silently() -> None:
     # runs that resume, and published curves, depend on every one of these numbers
     golden = json.loads(GOLDEN.read_text())
@@ -130,6 +168,9 @@ def test_the_order_never_changes_silently() -> None:
         assert order.take(start, start + len(case["indices"])).tolist() == case["indices"]
         twin = EpochOrder(case["n"], seed=case["seed"] + 1, epoch=case["epoch"])
         assert case["n"] < 10 or twin.take(start, start + len(case["indices"])).tolist() != case["indices"]
+    for case in golden["blocks"]:
+        by_block = BlockOrder(case["n"], case["block"], seed=case["seed"], epoch=case["epoch"])
+        assert by_block.take(case["start"], case["start"] + len(case["indices"])).tolist() == case["indices"]
     for case in golden["seeds"]:
         assert derive_seed(*case["parts"]) == case["seed"]
 
@@ -415,8 +456,9 @@ def test_the_digest_differs_where_anything_of_the_step_does(other: StepPlan) -> 
 def test_the_digest_of_a_planner_differs_where_the_data_or_their_order_do() -> None:
     base, batch = planner(100, GlobalBatch(10)), GlobalBatch(10)
     others = [planner(99, batch), planner(100, batch, seed=8), planner(100, batch, curriculum=1)]
+    others.append(replace(planner(100, batch), block=8))
     digests = {base.digest(PLAN), base.digest(replace(PLAN, stop=21)), *(other.digest(PLAN) for other in others)}
-    assert len(digests) == 5
+    assert len(digests) == 6
     assert planner(100, batch).digest(PLAN) == base.digest(PLAN)
 
 

@@ -73,14 +73,19 @@ def test_a_name_that_is_asked_about_imports_nothing() -> None:
         "except ConfigError as error:\n"
         "    print('mnist?' in str(error))\n"
         "print(*(name for name in ('torch', 'numpy', 'yaml', 'tasks') if name in sys.modules))\n"
+        "registry.included_options()\n"
+        "print(*(name for name in ('torch', 'numpy', 'yaml') if name in sys.modules))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert (done.stderr, done.stdout) == ("", "None None\nTrue\n\n")
+    assert (done.stderr, done.stdout) == ("", "None None\nTrue\n\n\n")
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     said = refusal(find_task, "ner", kind=ConfigError)
-    assert said.startswith("--task ner: there is no such task; expected bert, mnist, or an address as in my_task.py:My")
+    known = ", ".join(registry._INCLUDED["task"])
+    assert said.startswith(
+        f"--task ner: there is no such task; expected {known}, or an address as in my_task.py:MyTask"
+    )
     assert "(did you mean mnist?)" in refusal(find_task, "MNITS", kind=ConfigError)
     assert "(did you mean adamw?)" in refusal(find_optimizer, "AdamW2", kind=ConfigError)
     assert "(did you mean cosine?)" in refusal(find_lr_scheduler, "cosin", kind=ConfigError)

@@ -190,6 +190,50 @@ def test_metrics_that_change_their_names_are_refused() -> None:
         make_validator(task, Rows()).evaluate(task, make_model(), LocalGroup(), lambda total: (total,))
 
 
+class Summarised(Judged):
+    """The root of a mean, which no quotient of sums is."""
+
+    def summarise(self, sums: Any) -> Any:
+        assert list(sums) == ["none", "positive"]
+        total, count = sums["positive"]
+        return {"root": (total / count) ** 0.5}
+
+
+def test_a_task_may_make_other_figures_of_the_sums_of_all_samples() -> None:
+    task, table = make_task(Summarised, Config()), {}
+    for _ in range(2):
+        results = [
+            make_validator(task, Rows()).evaluate(
+                task, make_model(), Recalled(rank, 3, table), lambda total: assign_shares(total, (5.0, 2.0, 1.0))
+            )
+            for rank in range(3)
+        ]
+    plain = plain_loop()
+    assert results[0] == results[1] == results[2]
+    assert results[0] == pytest.approx(
+        {name: plain[name] for name in ("loss", *TERMS)} | {"root": plain["positive"] ** 0.5}, rel=1e-12
+    )
+    assert make_validator(task, Rows()).names(task, make_model()) == list(results[0]) == ["loss", *TERMS, "root"]
+
+
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        (None, "Wrong.summarise returned None: expected a dict of name to number"),
+        ({"a": "b"}, "expected a dict of name to number"),
+        ({"square": 1.0}, "Wrong.summarise gave 'square', which is the name of a loss"),
+    ],
+)
+def test_figures_that_are_none_are_refused(figures: Any, message: str) -> None:
+    class Wrong(Judged):
+        def summarise(self, sums: Any) -> Any:
+            return figures
+
+    task = make_task(Wrong, Config())
+    with pytest.raises(TaskError, match=message):
+        make_validator(task, Rows()).evaluate(task, make_model(), LocalGroup(), lambda total: (total,))
+
+
 @pytest.mark.parametrize("name", ["loss", "square"])
 def test_a_metric_with_the_name_of_a_loss_is_refused(name: str) -> None:
     class Twice(Judged):

@@ -34,7 +34,7 @@ def write(folder: Path, *tokens: str, text: str | None = None) -> Path:
 
 
 def pieces(vocabulary: Vocabulary, sentence: str) -> list[str]:
-    ids, _ = Encoder(vocabulary).encode([sentence])
+    (ids,) = Encoder(vocabulary).encode([sentence])
     return [vocabulary.tokens[number] for number in ids]
 
 
@@ -200,8 +200,9 @@ def test_words_that_are_remembered_have_the_ids_of_whole_sentences(monkeypatch: 
     for most in (1_000_000, 10):
         monkeypatch.setattr(wordpiece, "_MOST_WORDS", most)
         for start in range(0, 400, 50):
-            ids, lengths = encoder.encode(sentences[start : start + 50])
+            ids, lengths = encoder.encode_joined(sentences[start : start + 50])
             assert ids.tolist() == [number for each in expected[start : start + 50] for number in each]
             assert lengths.tolist() == [len(each) for each in expected[start : start + 50]]
     assert len(encoder._numbers) < 300  # of 50 sentences, not of 400
-    assert [len(part) for part in encoder.encode([])] == [0, 0]
+    assert encoder.encode([]) == []
+    assert [ids.tolist() for ids in encoder.encode(sentences)] == expected

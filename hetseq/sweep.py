@@ -1,0 +1,296 @@
+"""A pass over whole splits by all ranks, in place of training: what `hetseq evaluate` and `hetseq predict` do.
+
+Responsible for dividing a split, for the numbers and for the lines of predictions. Refuses to know how the ranks were
+started and what becomes of the file. The one idea: a split is cut into pieces by its options alone, one forward each;
+ranks are dealt whole pieces, and what comes of them is put together in the order of the pieces. So every number has the
+same bits on any number of equal devices, and who computes which piece is a matter of speed only: pieces are dealt in
+rounds, by what each rank has shown before, and the rounds get shorter towards the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hetseq import registry
+from hetseq.capacity import assign_shares
+from hetseq.checkpoint import CheckpointManager, Retention
+from hetseq.comm import AnyGroup
+from hetseq.config import Config
+from hetseq.errand import Errand
+from hetseq.errors import CheckpointError, ConfigError, DeviceMemoryError, HetSeqError, TaskError
+from hetseq.loader import MicroBatch, load_range
+from hetseq.material import Material, load_material
+from hetseq.memory import is_exhausted
+from hetseq.plan import EpochOrder, cut
+from hetseq.planning import make_validators
+from hetseq.replica import load_model_, model_tensors
+from hetseq.run_directory import RunDirectory, json_line, write_all
+from hetseq.task import Task, is_overridden, lengths_of, make_task, no_predictions
+from hetseq.validation import Validator
+
+logger = logging.getLogger(__name__)
+
+Piece = tuple[int, int]  # samples start to stop - 1
+Work = Callable[[Sequence[Piece]], list[bytes]]
+
+_SILENCE_S = 1800.0  # of a rank: launchers see one that dies at once, and a large piece may take a CPU minutes
+_ROUND_S = 20.0  # at most, so that nobody waits long for who slows down, and the user hears of it
+_MOST = 256  # pieces in one round, for each rank
+_TELL_EVERY_S = 10.0
+_ANEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def prepare(errand: Errand, config: Config, device: torch.device) -> Material:
+    """The task, its data and its model on this rank. Raises HetSeqError, for a task without predictions at once."""
+    task = make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
+    if errand.output is not None and not is_overridden(task, "predictions"):
+        raise no_predictions(task)
+    material = load_material(config, device, task)
+    if not material.valid:
+        raise ConfigError(f"the data have no split {config.data.valid_subset!r}: name one with --valid-subset")
+    return material
+
+
+def perform(errand: Errand, config: Config, material: Material, group: AnyGroup) -> str:
+    """Do the errand; every rank calls it and gets the same lines for the user. Raises HetSeqError."""
+    group.deadline_s = config.distributed.step_deadline or _SILENCE_S
+    step = _load(errand, config, material, group)
+    weights = _weights(config, group)
+    lines = []
+    for validator in make_validators(config, material):
+        with _refused_memory(validator, material.device):
+            if errand.output is None:
+                values = evaluate(validator, material.task, material.model, group, weights=weights)
+                lines.append(_shown(step, validator.split, values, wants_json=errand.wants_json))
+            else:
+                count = predict(validator, material.task, material.model, group, Path(errand.output), weights=weights)
+                lines.append(f"step {step} {validator.split} predictions {count}")
+    return "\n".join(lines)
+
+
+@contextmanager
+def _refused_memory(validator: Validator, device: torch.device) -> Iterator[None]:
+    """A device without memory is told in words: no smaller pieces are tried, as other ranks have theirs already."""
+    try:
+        yield
+    except Exception as error:
+        if not is_exhausted(error):
+            raise
+        remedy = "add --max-sentences-valid with a smaller number, or leave this device out of --devices"
+        raise DeviceMemoryError(
+            f"the memory of {device} does not hold a micro-batch of {validator.split}: {remedy}"
+        ) from None
+
+
+def _load(errand: Errand, config: Config, material: Material, group: AnyGroup) -> int:
+    """Give the model the weights of the checkpoint; the number of its step."""
+    directory, which = RunDirectory(Path(errand.run)), config.checkpoint.restore_file
+    which = "latest" if which == type(config.checkpoint).restore_file else which
+    manager = CheckpointManager(
+        directory.path, run_id=directory.run_id, group=group, retention=Retention(-1, -1)
+    )  # fmt: skip
+    loaded = manager.load(which, into=model_tensors(material.model))
+    if loaded is None:
+        raise CheckpointError(f"{directory.path} holds no checkpoint that verifies: train it first")
+    load_model_(material.model, loaded.tensors)
+    return loaded.identity.step
+
+
+def _weights(config: Config, group: AnyGroup) -> tuple[float, ...] | None:
+    """What `--balance` says; None: by measured speed."""
+    if config.distributed.balance == "equal":
+        return (1.0,) * group.world_size
+    return config.distributed.balance_weights()
+
+
+def _shown(step: int, split: str, values: dict[str, float], *, wants_json: bool) -> str:
+    if wants_json:  # named as in the rows of metrics.jsonl
+        row = {"step": step, "subset": split, **{f"valid_{name}": value for name, value in values.items()}}
+        return json_line(row).decode().rstrip("\n")
+    return f"step {step} {split} " + " ".join(f"{name} {value:.6g}" for name, value in values.items())
+
+
+def evaluate(
+    validator: Validator,
+    task: Task,
+    model: torch.nn.Module,
+    group: AnyGroup,
+    *,
+    weights: Sequence[float] | None = None,
+) -> dict[str, float]:
+    """What `Validator.evaluate` gives, with the same bits whatever the shares; every rank calls it and gets the same.
+
+    `weights`: fixed ones, by rank; None: by measured speed.
+    """
+    with validator.judging(task, model):
+        names = validator.metric_names(task, model)
+
+        def work(pieces: Sequence[Piece]) -> list[bytes]:
+            return [np.array(row, np.float64).tobytes() for row in validator.rows(task, model, names, pieces)]
+
+        totals = [0.0] * (2 * (len(validator.terms) + len(names)))
+        for row in sweep(group, validator.pieces(), work, weights=weights, what=validator.split):
+            totals = [total + value for total, value in zip(totals, np.frombuffer(row).tolist(), strict=True)]
+    return validator.figures(task, names, totals)
+
+
+def predict(
+    validator: Validator,
+    task: Task,
+    model: torch.nn.Module,
+    group: AnyGroup,
+    output: Path,
+    *,
+    weights: Sequence[float] | None = None,
+) -> int:
+    """Write one line per sample of the split, in the order of the data set; rank zero writes. The number of lines.
+
+    Every rank calls it. `output` does not exist, and what stands there is on the disk once this returns. Raises
+    TaskError for predictions that are not one line per sample, HetSeqError where rank zero cannot write.
+    """
+    # labels are not needed, so nothing is counted that a split without them lacks
+    source = replace(validator.source, count=lambda sample, size: (), terms=0)
+    size = len(source.dataset)
+    lengths = lengths_of(source.dataset) if validator.lengths is not None else None
+    order = EpochOrder(size, seed=0, epoch=0, shuffle=False)
+
+    def work(pieces: Sequence[Piece]) -> list[bytes]:
+        batches = load_range(source, pieces, is_listed=False)
+        return [_lines(task, task.predictions(model, batch.sample), batch) for batch in batches]
+
+    with validator.judging(task, model), ExitStack() as closing:
+        file = _Output(output, closing) if group.rank == 0 else None
+        pieces = cut(order, 0, size, validator.cap, lengths=lengths)
+        for lines in sweep(group, pieces, work, weights=weights, what=validator.split):
+            if file is not None:
+                file.write(lines)
+        if file is not None:
+            file.finish()
+    return size
+
+
+def _lines(task: Task, predictions: object, batch: MicroBatch) -> bytes:
+    """The predictions of one batch as lines, checked."""
+    name = f"{type(task).__name__}.predictions"
+    if not isinstance(predictions, list) or len(predictions) != batch.size:
+        found = f"{len(predictions)} of them" if isinstance(predictions, list) else type(predictions).__name__
+        raise TaskError(f"{name} gave {found} for {batch.size} samples: expected a list with one text for each sample")
+    for place, text in enumerate(predictions):
+        sample = f"{name} gave {text!r:.80} for sample {batch.start + place}"
+        if not isinstance(text, str):
+            raise TaskError(f"{sample}: expected a text, such as str(...) of it")
+        if "\n" in text or "\r" in text:
+            raise TaskError(f"{sample}: expected one line, since a line stands for a sample; json.dumps makes it one")
+    try:
+        return "".join(f"{text}\n" for text in predictions).encode()
+    except UnicodeEncodeError as error:
+        raise TaskError(f"{name} gave a text that is not Unicode ({error.reason}): expected what UTF-8 has") from None
+
+
+class _Output:
+    """The file of predictions while it is written."""
+
+    def __init__(self, path: Path, closing: ExitStack) -> None:
+        self._path = path
+        try:
+            self._descriptor = os.open(path, _ANEW, 0o666)
+        except OSError as error:
+            raise self._trouble(error) from None
+        closing.callback(os.close, self._descriptor)
+
+    def write(self, lines: bytes) -> None:
+        try:
+            write_all(self._descriptor, lines)
+        except OSError as error:
+            raise self._trouble(error) from None
+
+    def finish(self) -> None:
+        """Have it on the disk."""
+        try:
+            os.fsync(self._descriptor)
+        except OSError as error:
+            raise self._trouble(error) from None
+
+    def _trouble(self, error: OSError) -> HetSeqError:
+        return HetSeqError(
+            f"the predictions cannot be written in {self._path.parent}: {error.strerror}; choose another --output"
+        )
+
+
+def sweep(
+    group: AnyGroup,
+    pieces: Sequence[Piece],
+    work: Work,
+    *,
+    weights: Sequence[float] | None = None,
+    what: str = "",
+    now: Callable[[], float] = time.monotonic,
+) -> Iterator[bytes]:
+    """What `work` makes of each piece, in the order of the pieces; every rank calls it and gets all of it.
+
+    `work` is given the pieces of this rank in one round. `now` is a clock in seconds, `weights` are fixed ones by rank.
+    """
+    world_size, begin, told_s = group.world_size, 0, now()
+    rates: list[float] = []  # pieces per second of each rank, once they are known
+    for number in range(len(pieces)):
+        left = len(pieces) - begin
+        shares = assign_shares(size_of_round(left, world_size, rates), weights or rates or [1.0] * world_size)
+        own = begin + sum(shares[: group.rank])
+        start_s = now()
+        answers = work(pieces[own : own + shares[group.rank]])
+        seconds, gathered = _exchange(group, now() - start_s, answers, most=max(shares))
+        yield from gathered
+        begin += sum(shares)
+        if begin == len(pieces):
+            return
+        if number > 0:  # the first one is spent on warming up
+            rates = [
+                share / took if share else rate
+                for share, took, rate in zip(shares, seconds, rates or [0.0] * world_size, strict=True)
+            ]
+        if group.rank == 0 and now() - told_s >= _TELL_EVERY_S:
+            told_s = now()
+            logger.info("%s: %d of %d samples", what, pieces[begin][0], pieces[-1][1])
+
+
+def size_of_round(left: int, world_size: int, rates: Sequence[float]) -> int:
+    """How many pieces the next round has: one per rank until rates are known, then half of what is left.
+
+    Halves, so that a wrong rate is made good for later; no more than all ranks do in some seconds, no fewer than one
+    for each rank while there are as many.
+    """
+    if not rates:
+        return min(left, world_size)
+    most = min(_MOST * world_size, int(sum(rates) * _ROUND_S))
+    return min(left, max(world_size, min(-(-left // 2), most)))
+
+
+def _exchange(
+    group: AnyGroup, seconds: float, answers: Sequence[bytes], *, most: int
+) -> tuple[list[float], list[bytes]]:
+    """The seconds of every rank, above 0, and the answers of all in rank order. No rank has more than `most`."""
+    head = np.zeros(1 + most, np.int64)  # nanoseconds, then 1 + bytes of each answer, 0 for none
+    head[0] = max(1, round(seconds * 1e9))
+    head[1 : 1 + len(answers)] = [1 + len(answer) for answer in answers]
+    heads = group.all_gather_rows(head)  # (world_size, 1 + most)
+    sizes = [[size - 1 for size in row[1:].tolist() if size] for row in heads]
+    longest = max(map(sum, sizes))
+    if longest:
+        text = b"".join(answers).ljust(-(-longest // 8) * 8, b"\0")
+        bodies = group.all_gather_rows(np.frombuffer(text, np.int64))
+    gathered = []
+    for rank, of_rank in enumerate(sizes):
+        body, at = bodies[rank].tobytes() if longest else b"", 0
+        for size in of_rank:
+            gathered.append(body[at : at + size])
+            at += size
+    return [row[0] / 1e9 for row in heads.tolist()], gathered

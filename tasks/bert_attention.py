@@ -1,0 +1,74 @@
+"""Attention of BERT: every token to the real tokens of its own sequence, in a padded batch or a packed one.
+
+Responsible for where the sequences are in the arithmetic of attention, and for nothing else of the network. Each
+function takes queries, keys and values, (n, L, heads, size of a head) or of a packed batch (T, heads, size of a head),
+and the rate of dropout; what it gives has the same shape.
+
+The one idea: sequences of one length need no padding, so where a kernel costs little to start, as on a CPU, each length
+has its own. Elsewhere sequences are padded for attention alone, which at 128 tokens is a small part of the arithmetic.
+All of it is exact: what is masked has a weight of 0, not a small one.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tasks.bert_packing import Sequences
+
+#: queries, keys and values
+Parts = tuple[Tensor, Tensor, Tensor]
+Attend = Callable[[Parts, float], Tensor]
+
+#: kinds of devices where each length has a kernel of its own
+_LENGTHS_APART = frozenset({"cpu"})
+_MULTIPLE = 8  # of the length of rows, for the tensor cores of GPUs
+
+
+def among_rows(is_real: Tensor) -> Attend:
+    """Attention in a padded batch whose mask, (n, L) bool, is True where there is a token."""
+    mask = is_real[:, None, None, :]  # (n, 1, 1, L): the same for all heads and all queries
+    return functools.partial(_attend, mask=mask)
+
+
+def within(sequences: Sequences) -> Attend:
+    """Attention in a packed batch."""
+    positions, count = sequences.positions, len(sequences.lengths)
+    if positions.device.type in _LENGTHS_APART:
+        runs = [(sum(1 for _ in run), length) for length, run in itertools.groupby(sequences.lengths)]
+        return functools.partial(_attend_by_length, runs=runs)
+    width = -(-max(sequences.lengths) // _MULTIPLE) * _MULTIPLE
+    rows = (positions == 0).cumsum(0) - 1  # (T,): every sequence begins with its position 0
+    places = rows * width + positions  # (T,)
+    is_real = positions.new_zeros(count * width, dtype=torch.bool).index_fill(0, places, True)
+    return functools.partial(_attend_padded, places=places, is_real=is_real.view(count, width))
+
+
+def _attend(parts: Parts, rate: float, *, mask: Tensor | None) -> Tensor:
+    query, key, value = (part.transpose(1, 2) for part in parts)  # (n, heads, L, size)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=rate).transpose(1, 2)
+
+
+def _attend_by_length(parts: Parts, rate: float, *, runs: list[tuple[int, int]]) -> Tensor:
+    # runs: (sequences, tokens of each) of those that have one length and lie beside each other
+    pieces = [part.split([count * length for count, length in runs]) for part in parts]
+    attended = []
+    for run, query, key, value in zip(runs, *pieces):
+        rows = query.unflatten(0, run), key.unflatten(0, run), value.unflatten(0, run)
+        attended.append(_attend(rows, rate, mask=None).flatten(0, 1))
+    return torch.cat(attended)
+
+
+def _attend_padded(parts: Parts, rate: float, *, places: Tensor, is_real: Tensor) -> Tensor:
+    # places: (T,), row * L + column; is_real: (n, L)
+    query, key, value = (
+        part.new_zeros(is_real.numel(), *part.shape[1:]).index_copy(0, places, part).unflatten(0, is_real.shape)
+        for part in parts
+    )
+    attended = _attend((query, key, value), rate, mask=is_real[:, None, None, :])
+    return attended.flatten(0, 1).index_select(0, places)

@@ -1,0 +1,60 @@
+"""Batches of BERT without their padding: the real tokens of all rows one after another.
+
+Responsible for the layout of a packed batch and for making one of a padded batch; it knows no files, no network and no
+losses. Attention within each sequence is the affair of `bert_model`, for which `Sequences` says where they lie.
+
+The one idea: nothing in BERT but attention looks at two tokens, so all other layers take one long row of tokens of
+whichever sequences, and padding need not exist. Sequences lie by ascending length, so that those of one length are
+neighbours and attention takes them together; the samples keep their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: the entries of a packed batch that are as in a padded one, but (T,) in place of (n, L)
+_TOKENS = ("input_ids", "token_type_ids")
+
+
+class Sequences(NamedTuple):
+    """Where n sequences lie in a row of T tokens; in place of the `attention_mask` of a padded batch.
+
+    The lengths are numbers of the host: the shapes that attention works on follow from them, and a device need not be
+    waited for.
+    """
+
+    lengths: tuple[int, ...]  # in the order in which they lie, 1 or more each, T in all
+    starts: Tensor  # (n,) int64, by sample: its first token, [CLS]
+    positions: Tensor  # (T,) int64: of each token in its own sequence, from 0
+
+
+def pack(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch without padding: `input_ids`, `token_type_ids` (T,), `sequences`, `masked_positions` in 0 to T - 1.
+
+    `masked_ids`, `next_sentence_labels` and the order of the samples are as they were. A batch without padding is given
+    back as it is; so is one with padding elsewhere than behind the tokens of a row, which no program writes that we
+    know. The result depends on nothing but the batch.
+    """
+    mask = batch["attention_mask"].numpy()  # (n, L)
+    width, lengths = mask.shape[1], mask.sum(axis=1)  # (n,)
+    is_prefix = (mask == (np.arange(width) < lengths[:, None])).all() and lengths.all()
+    if mask.all() or not is_prefix:
+        return batch
+    order = np.argsort(lengths, kind="stable")  # (n,): which sample lies where
+    ordered = lengths[order]
+    begins = np.cumsum(ordered) - ordered
+    starts = np.empty_like(begins)
+    starts[order] = begins
+    positions = np.arange(ordered.sum()) - np.repeat(begins, ordered)  # (T,)
+    places = torch.from_numpy(np.repeat(order * width, ordered) + positions)  # (T,): in the padded batch
+    row, column = np.divmod(batch["masked_positions"].numpy(), width)  # (m,)
+    packed = {name: value for name, value in batch.items() if name != "attention_mask"}
+    packed |= {name: batch[name].flatten()[places] for name in _TOKENS}
+    return packed | {
+        "sequences": Sequences(tuple(ordered.tolist()), torch.from_numpy(starts), torch.from_numpy(positions)),
+        "masked_positions": torch.from_numpy(starts[row] + column),
+    }

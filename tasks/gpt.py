@@ -1,0 +1,122 @@
+"""Causal language models: every token from those before it, one loss term that is counted in tokens.
+
+Responsible for which files a run needs, for the sum and for the accuracy. What is in the files is the affair of
+`tasks/gpt_records.py`, the network that of `tasks/gpt_model.py`; how text becomes such files, that of
+`preprocessing/gpt_corpus.py`.
+
+The one idea: the last row of a corpus is short, and rows of other makers are short everywhere. So the mean loss is the
+sum over *all* predicted tokens of a step, wherever they were computed.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hetseq import ConfigError, DataError, Task, register_task
+from tasks.gpt_model import GptConfig, GptForCausalLM
+from tasks.gpt_records import MAKE, Batch, GptRecords, check_tokens, find_records, load_records
+from tasks.gpt_tokenizer import TOKENIZER, read_tokens
+from tasks.options import GptOptions
+from tasks.pretrained import read_gpt, write_pretrained
+
+logger = logging.getLogger(__name__)
+
+_CONFIG_NAME = "config.json"
+
+
+@register_task("gpt")
+class GptTask(Task):
+    """`--task gpt`: records in `--data`, the network of GPT-2 or Llama in `--config-file`.
+
+    Where `--config-file` or `--dict` is left out, `config.json` and `tokenizer.json` in the folder of the data are
+    taken. `--init-from` names a directory of Hugging Face in their place, whose weights are where the training begins.
+    `--dropout P` stands for all rates of the configuration.
+    """
+
+    Options = GptOptions
+
+    def load_dataset(self, split: str) -> GptRecords:
+        """The rows of a split that the index names. Raises DataError and MissingSplitError."""
+        index, config_file, tokenizer = find_records(self._data()), self._config_file(), self._tokenizer_file()
+        config = GptConfig.from_json_file(config_file)
+        dataset = load_records(
+            index, split, config_file=config_file, vocab_size=config.vocab_size,
+            max_positions=config.max_position_embeddings, num_file=self.config.data.num_file,
+        )  # fmt: skip
+        # for the nodes of a run to compare; what options name is compared by itself
+        if self.config.task.config_file is None:
+            dataset.files.append(config_file)
+        if tokenizer is not None:
+            check_tokens(index, read_tokens(tokenizer), tokenizer)
+            if self.config.task.vocab_file is None:
+                dataset.files.append(tokenizer)
+        logger.info("%s: %d rows from %s", split, len(dataset), self.config.data.data)
+        return dataset
+
+    def build_model(self) -> nn.Module:
+        """The network of the configuration; with `--init-from`, that of the directory, with its weights."""
+        rate, config_file = self.config.task.dropout, self._config_file()
+        if self.options.init_from is not None:
+            return read_gpt(config_file.parent, dropout=rate)
+        config = GptConfig.from_json_file(config_file)
+        return GptForCausalLM(config if rate is None else config.with_dropout(rate))
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """A directory for transformers, with the tokenizer if there is one. Raises DataError."""
+        write_pretrained(model, folder, tokenizer_file=self._tokenizer_file())
+
+    def count(self, sample: Batch) -> dict[str, float]:
+        """Predicted tokens."""
+        return {"loss": len(sample["target_positions"])}
+
+    def loss(self, model: nn.Module, sample: Batch) -> dict[str, Tensor]:
+        """The cross entropy in nats, summed over the predicted tokens."""
+        logits, targets = _predicted(model, sample)
+        return {"loss": F.cross_entropy(logits, targets, reduction="sum")}
+
+    def metrics(self, model: nn.Module, sample: Batch) -> dict[str, tuple[float, float]]:
+        """`token_accuracy`: how often the token that is held for most likely is the right one."""
+        logits, targets = _predicted(model, sample)
+        correct = torch.sum(logits.argmax(dim=1) == targets).item()  # sync, in validation only
+        return {"token_accuracy": (float(correct), float(len(targets)))}
+
+    def _data(self) -> Path:
+        if self.config.data.data is None:
+            raise DataError(f"the task gpt needs --data, a folder of records: {MAKE}")
+        return Path(self.config.data.data).expanduser()
+
+    def _config_file(self) -> Path:
+        given, begin = self.config.task.config_file, self.options.init_from
+        if begin is not None:
+            if given is not None:
+                raise ConfigError(
+                    f"--config-file {given} and --init-from {begin} both say what the network is: give one of the two;"
+                    f" the {_CONFIG_NAME} of the directory belongs to its weights"
+                )
+            return Path(begin).expanduser() / _CONFIG_NAME
+        path = self._data() / _CONFIG_NAME if given is None else Path(given).expanduser()
+        if given is None and not path.is_file():
+            raise DataError(
+                f"the task gpt needs the sizes of its network: give --config-file a {_CONFIG_NAME} of GPT-2 or Llama,"
+                f" or --init-from a directory of Hugging Face (there is none in {path.parent} either); {MAKE}"
+            )
+        return path
+
+    def _tokenizer_file(self) -> Path | None:
+        """The tokenizer, to compare with the data and to go with the model; training itself does without."""
+        given, begin = self.config.task.vocab_file, self.options.init_from
+        if given is not None:
+            return Path(given).expanduser()
+        folders = [self._data()] if begin is None else [Path(begin).expanduser(), self._data()]
+        return next((folder / TOKENIZER for folder in folders if (folder / TOKENIZER).is_file()), None)
+
+
+def _predicted(model: nn.Module, sample: Batch) -> tuple[Tensor, Tensor]:
+    """Logits (m, vocab_size) and the tokens that are right, (m,)."""
+    ids, positions = sample["input_ids"], sample["target_positions"]
+    return model(ids, positions), ids.flatten().index_select(0, positions + 1)

@@ -1,0 +1,212 @@
+"""The data of a causal language model from records: rows of tokens in the order of the text, each predicted from those
+before it.
+
+Responsible for the one column of such rows, for refusing numbers that cannot be meant, and for batches; how rows are
+found is the affair of `records`, how text becomes rows that of `preprocessing/gpt_corpus.py`.
+
+The one idea: what is predicted where is computed here, in NumPy, from the lengths of rows. So the number of predictions
+of a batch is known before anything is on a device, and no device waits for it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hetseq import DataError, MissingSplitError
+from tasks.mapped import Indices, positive
+from tasks.record_index import AGAIN, INDEX, SUFFIX, Column, Index, read_index, vocab_digest
+from tasks.records import Records, open_shard
+
+Batch = dict[str, Tensor]
+
+IDS = "ids"
+#: the remedy where there is no such folder
+MAKE = (
+    "`python -m preprocessing.gpt_corpus --output DIR` makes such a folder, from your text with --input, else from the"
+    " text that comes with Python"
+)
+
+_CHECKED_ROWS = 1024  # at both ends of each file, before the first step
+_MULTIPLE = 8  # of the length of a batch, for the tensor cores of GPUs
+_WIDE = 65_536  # the first number of tokens that need four bytes a token
+
+
+def columns_of(vocab_tokens: int) -> dict[str, Column]:
+    """The column of rows that `gpt_corpus` makes; a reader takes unsigned integers of any width, and fixed rows too."""
+    return {IDS: Column("U16" if vocab_tokens < _WIDE else "U32", is_ragged=True)}
+
+
+class GptRecords(Dataset[Batch]):
+    """The rows of a split; `load_records` makes it.
+
+    `files` are the paths, for the nodes of a run to compare; `length` is L: that of the longest row of the split,
+    rounded up to a multiple of 8 if the model has so many positions. Every batch is padded to it, so the memory of a
+    micro-batch of n rows is known after the first one. Rows are checked as they are read, and DataError names file and
+    row of what is wrong.
+    """
+
+    def __init__(
+        self, records: Records, files: Sequence[Path], *, length: int, vocab_tokens: int, is_ragged: bool
+    ) -> None:
+        self.files, self.length = list(files), length
+        self._records, self._vocab_tokens, self._is_ragged = records, vocab_tokens, is_ragged
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Batch:
+        """One sample, by the names of a batch and without its first dimension; its positions count from 0."""
+        batch = self.__getitems__([operator.index(index)])
+        return {"input_ids": batch["input_ids"][0], "target_positions": batch["target_positions"]}
+
+    def __getitems__(self, indices: Sequence[int] | Indices) -> Batch:
+        """Many at once, as the finished batch, in the order of `indices`; an index may come twice.
+
+        `input_ids` (n, L) int64, with zeros behind a row that is shorter; `target_positions` (m,) int64, row * L +
+        column of every token that is followed by another of its row, which is what is predicted there.
+        """
+        ids, lengths = self.rows(indices)
+        has_target = np.arange(self.length) < lengths[:, None] - 1  # (n, L)
+        return {
+            "input_ids": torch.from_numpy(ids),
+            "target_positions": torch.from_numpy(np.flatnonzero(has_target)),
+        }
+
+    def collater(self, samples: Batch | list[Batch]) -> Batch:
+        """A batch from what either of the two above returns."""
+        if isinstance(samples, dict):
+            return samples
+        if not samples:
+            return self.__getitems__([])
+        places = [sample["target_positions"] + at * self.length for at, sample in enumerate(samples)]
+        return {
+            "input_ids": torch.stack([sample["input_ids"] for sample in samples]),
+            "target_positions": torch.cat(places),
+        }
+
+    def num_tokens(self, index: int) -> int:
+        """What a sample costs in tokens: L for every one, since the network computes its padding too."""
+        return self.length
+
+    def rows(self, indices: Sequence[int] | Indices) -> tuple[npt.NDArray[np.int64], Indices]:
+        """What is stored: tokens (n, L) with zeros behind, and how many each row has, (n,). Raises DataError."""
+        wanted = positive(indices, len(self))
+        found = self._records.find(wanted)
+        if self._is_ragged:
+            ids, lengths = self._records.padded(IDS, found, self.length, 0)
+        else:
+            stored = self._records.fixed(IDS, found)  # (n, tokens of every row)
+            ids = np.pad(stored, ((0, 0), (0, self.length - stored.shape[1])))
+            lengths = np.full(len(wanted), stored.shape[1], np.int64)
+        if ids.size and ids.max() >= self._vocab_tokens:
+            at = int(np.argmax((ids >= self._vocab_tokens).any(axis=1)))
+            expected = f"0 to {self._vocab_tokens - 1}, as {INDEX} states"
+            self._refuse(wanted[at], f"{IDS} holds {ids[at].max()}", expected)
+        if (lengths < 1).any():
+            self._refuse(wanted[int(np.argmax(lengths < 1))], f"{IDS} holds nothing", "at least one token")
+        return ids.astype(np.int64), lengths
+
+    def check_ends(self, ends: Sequence[int]) -> None:
+        """Read and check the first and the last rows of every file, which are up to `ends`. Raises DataError."""
+        for start, stop in zip([0, *ends], ends):
+            first = np.arange(start, min(start + _CHECKED_ROWS, stop))
+            last = np.arange(max(start + len(first), stop - _CHECKED_ROWS), stop)
+            self.rows(np.concatenate([first, last]))
+
+    def _refuse(self, index: np.int64, found: str, expected: str) -> NoReturn:
+        place = self._records.place_of(int(index))
+        raise DataError(f"{place}: {found}, expected {expected}; the file is damaged: {AGAIN}")
+
+
+def find_records(data: Path) -> Index:
+    """The index of `data`. Raises DataError for what is no folder of records."""
+    if data.is_file():
+        if data.name == INDEX or data.suffix == SUFFIX:
+            raise DataError(f"--data {data} is one file of a folder of records: give the folder, {data.parent}")
+        raise DataError(f"--data {data} is a file: expected a folder of records; {MAKE}")
+    if not (data / INDEX).exists():
+        found = "has no" if data.is_dir() else "does not exist, and so has no"
+        raise DataError(f"--data {data} {found} {INDEX}: expected the index of a folder of records; {MAKE}")
+    return read_index(data)
+
+
+def load_records(
+    index: Index, split: str, *, config_file: Path, vocab_size: int, max_positions: int, num_file: int = 0
+) -> GptRecords:
+    """The rows of a split for a model of `vocab_size` tokens and `max_positions`, which `config_file` says.
+
+    `num_file` takes the first files only. Raises MissingSplitError where the index has no such split, DataError for
+    what is wrong with it or with its files.
+    """
+    if split not in index.splits:
+        raise MissingSplitError(
+            f"{index.path} has no split {split!r}: expected one of {', '.join(index.splits) or 'those that it lists'};"
+            " give --train-subset and --valid-subset"
+        )
+    column = _column(index)
+    if index.vocab_tokens > vocab_size:
+        raise DataError(
+            f"{index.path} has ids of {index.vocab_tokens:,} tokens, and {config_file} has vocab_size {vocab_size:,}:"
+            " expected as many or more; give the --config-file that belongs to the data"
+        )
+    chosen = index.splits[split]
+    longest = chosen.longest[IDS] if column.is_ragged else column.shape[0]
+    if longest > max_positions:
+        raise DataError(
+            f"{index.path} has rows of up to {longest} tokens in {split}, more than the {max_positions} positions of"
+            f" {config_file}: give a --config-file with {longest} or more, or shorter rows"
+        )
+    files = chosen.files[:num_file] if num_file > 0 else chosen.files
+    shards = [shard for shard in (open_shard(file, index.columns) for file in files) if shard.rows]
+    if not shards:
+        raise DataError(
+            f"no rows in the {len(files)} files of the split {split!r} of {index.path}: expected one; {MAKE}"
+        )
+    dataset = GptRecords(
+        Records(shards, chosen.longest), [index.path, *(file.path for file in files)],
+        length=min(-(-longest // _MULTIPLE) * _MULTIPLE, max_positions),
+        vocab_tokens=index.vocab_tokens, is_ragged=column.is_ragged,
+    )  # fmt: skip
+    dataset.check_ends(np.cumsum([shard.rows for shard in shards]).tolist())
+    return dataset
+
+
+def check_tokens(index: Index, tokens: Sequence[str], tokenizer_file: Path) -> None:
+    """Raise DataError unless the tokens of a tokenizer are those that the rows were made with."""
+    remedy = "give the --dict FILE (tokenizer.json) that the records were made with, or make them again with this one"
+    if len(tokens) != index.vocab_tokens:
+        raise DataError(
+            f"{index.path} was made with a vocabulary of {index.vocab_tokens:,} tokens, and {tokenizer_file} has"
+            f" {len(tokens):,}: expected the same; {remedy}"
+        )
+    if (found := vocab_digest(tokens)) != index.vocab_sha256:
+        raise DataError(
+            f"{index.path} was made with another vocabulary (sha256 {index.vocab_sha256[:16]}...) than {tokenizer_file}"
+            f" has ({found[:16]}...): expected the same tokens in the same order; {remedy}"
+        )
+
+
+def _column(index: Index) -> Column:
+    column = index.columns.get(IDS)
+    is_right = column is not None and column.dtype.startswith("U") and (column.is_ragged or len(column.shape) == 1)
+    if column is None or not is_right or len(index.columns) > 1:
+        raise DataError(
+            f"{index.path} has the columns {_named(index.columns)}, expected those of a causal language model's rows:"
+            f" {IDS} alone, unsigned integers, ragged or of one length; {MAKE}"
+        )
+    return column
+
+
+def _named(columns: Mapping[str, Column]) -> str:
+    return ", ".join(
+        f"{name} ({column.dtype}{', ragged' if column.is_ragged else ''})" for name, column in columns.items()
+    )

@@ -1,0 +1,62 @@
+"""The options that included tasks have besides those of every task. Imports no torch, so that `--help` is quick.
+
+Each class is a task's `Options`; a field is a flag, a key of the YAML file and an attribute of `self.options`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hetseq import option
+
+
+def _init_from(what: str) -> Any:
+    return option(
+        None,
+        f"begin with {what} of a directory of Hugging Face, as `hetseq checkpoints export --format hf` writes it",
+        metavar="DIR",
+        per_node=True,
+    )
+
+
+@dataclass(frozen=True)
+class BertOptions:
+    """Pre-training of BERT."""
+
+    whole_words: bool = option(False, "records: mask all pieces of a word or none, not single pieces")
+    no_packing: bool = option(False, "compute the padding of batches too, as networks elsewhere do")
+    init_from: str | None = _init_from("the network")
+
+
+@dataclass(frozen=True)
+class BertNerOptions:
+    """Tags of words: columns of words and tags in `--data`, a BERT with a head for tags."""
+
+    init_from: str | None = _init_from("the encoder and the vocabulary")
+
+
+@dataclass(frozen=True)
+class BertClassifyOptions:
+    """Labels of texts: CSV, TSV or JSONL in `--data`, a BERT with a head for labels."""
+
+    init_from: str | None = _init_from("the encoder and the vocabulary")
+    text_column: str | None = option(
+        None,
+        "column of the text, by its name, or by its number from 1 in a file without a line of names; default: text or"
+        " sentence",
+        metavar="NAME",
+    )
+    text_pair_column: str | None = option(
+        None, "column of a second text that belongs to the first; default: none", metavar="NAME"
+    )
+    label_column: str | None = option(
+        None, "column of the label; default: label or category, or the other one of two columns", metavar="NAME"
+    )
+
+
+@dataclass(frozen=True)
+class GptOptions:
+    """Training of a causal language model."""
+
+    init_from: str | None = _init_from("the network")
