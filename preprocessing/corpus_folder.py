@@ -17,22 +17,22 @@ from pathlib import Path
 from typing import Any
 
 from hetseq import ConfigError, DataError
-from tasks.gpt_tokenizer import TOKENIZER
 from tasks.record_index import FORMAT, GPT_FORMAT, INDEX, SUFFIX
 
 from .folders import flush, locked
 
 #: the files that every corpus of BERT has, besides its data
 FACTS, VOCABULARY, MODEL = INDEX, "vocab.txt", "bert_config.json"
-#: the configuration in one of a causal language model
-GPT_MODEL = "config.json"
+#: the configuration and the tokenizer in one of a causal language model; tasks/gpt_tokenizer, which has the name of the
+#: latter too, imports torch, and each process that makes a corpus would
+GPT_MODEL, _TOKENIZER = "config.json", "tokenizer.json"
 
 _DATA = (".hdf5", ".h5", SUFFIX)
 _STAGE, _PIECES = ".unfinished-corpus", ".unfinished-pieces"
 #: by format: its files besides data and index -> where the index states their sums
 _STATED = {
     FORMAT: {VOCABULARY: "vocabulary", MODEL: "configuration"},
-    GPT_FORMAT: {TOKENIZER: "tokenizer", GPT_MODEL: "configuration"},
+    GPT_FORMAT: {_TOKENIZER: "tokenizer", GPT_MODEL: "configuration"},
 }
 
 

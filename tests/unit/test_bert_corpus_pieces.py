@@ -306,3 +306,8 @@ def test_a_shard_does_not_work_for_a_folder_that_has_a_corpus(options: Options, 
     make(options, tmp_path / "out")
     with pytest.raises(DataError, match="holds a corpus already"):
         make(options, tmp_path / "out", shard=Shard(0, 2))
+
+
+def test_a_process_that_makes_a_corpus_imports_no_torch() -> None:
+    code = "import sys, preprocessing.bert_corpus; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
