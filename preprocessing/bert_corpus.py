@@ -1,11 +1,15 @@
 """Raw text to the data of BERT's pre-training: `python -m preprocessing.bert_corpus --output DIR [--input FILE ...]`.
 
-Responsible for the order of work and for the files. What a sentence is, and what is held out, is decided by
+Responsible for the command, for the files of the folder and for what `corpus.json` states. `bert_building` knows the
+order of the work, `bert_options` what may be asked for; what a sentence is, and what is held out, is decided by
 `plain_text`, what a token is by `wordpiece`, what a row is by `bert_pairs`; `corpus_folder` keeps the folder whole.
-The same input, seed and versions give the same bytes: nothing depends on the clock, on paths, or on who works first.
 
-The token ids of the whole corpus are held in memory, two bytes each (four beyond 65,535 tokens of vocabulary), its
-sentences as text until they are encoded, and 64 bytes for each row; the rows themselves are made 4,096 at a time.
+The one idea: the same input, seed and versions give the same bytes. Nothing depends on the clock, on paths, on how many
+processes work and which is first, or on how often the work was interrupted.
+
+Memory does not grow with the text but for about 100 bytes a document and 8 a row: each process holds a piece of 1 MiB
+of text, a million different words, or the rows of one file (150 MB with 128 tokens a row). Text, tokens and pairs lie
+in a hidden folder in DIR until the corpus is complete: about 4 bytes for each byte of text, if --duplicate is 5.
 """
 
 from __future__ import annotations
@@ -13,13 +17,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,73 +32,22 @@ import tokenizers
 from rich.console import Console
 
 from hetseq import ConfigError, DataError, HetSeqError, __version__
-from tasks.record_index import FORMAT
+from tasks.record_index import FORMAT, VERSION
 
-from . import bert_hdf5, bert_pairs, plain_text, wordpiece
-from .bert_pairs import Documents, Integers, Pairs, Recipe
-from .corpus_folder import FACTS, MODEL, VOCABULARY, staged
-from .plain_text import Document, Source
+from . import bert_hdf5, bert_pieces, corpus_folder, plain_text, wordpiece
+from .bert_building import Builder, Shard, Text, key_of, many, text_of
+from .bert_options import HDF5, OUTPUT_FORMATS, RECORDS, Options
+from .bert_pairs import Integers
+from .bert_pieces import ROWS_AT_ONCE, RowJob
+from .corpus_folder import FACTS, MODEL, VOCABULARY
+from .crew import Crew, usable_cores
 from .progress import Track, bar, bars
-from .python_text import python_documents
-from .wordpiece import Encoder, Vocabulary
-
-# the name holds no name of a split but its own, so that one split is never taken for another
-_NAME = "corpus"
-_SPLITS = ("train", "test")
-_SENTENCES_AT_ONCE = 4096
-_ROWS_AT_ONCE = 4096
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a corpus is made of and how; ConfigError for what cannot be meant."""
-
-    inputs: tuple[Path, ...] = ()  # none: the text that ships with Python
-    form: str = "paragraphs"
-    vocab_file: Path | None = None
-    vocab_size: int = 4096
-    is_lower_case: bool = True
-    max_seq_length: int = 128
-    max_predictions: int | None = None
-    masked_share: float = 0.15
-    short_sequence_share: float = 0.1
-    duplicate: int = 5
-    test_share: float = 0.05
-    files: int = 1
-    seed: int = 19940802
-
-    def __post_init__(self) -> None:
-        checks = (
-            ("--max-seq-length", self.max_seq_length, self.max_seq_length >= 8, "at least 8"),
-            ("--masked-share", self.masked_share, 0 < self.masked_share < 1, "more than 0 and less than 1"),
-            ("--short-sequence-share", self.short_sequence_share, 0 <= self.short_sequence_share <= 1, "0 to 1"),
-            ("--test-share", self.test_share, 0 <= self.test_share <= 0.5, "0 (nothing is held out) to 0.5"),
-            ("--duplicate", self.duplicate, self.duplicate >= 1, "at least 1"),
-            ("--files", self.files, self.files >= 1, "at least 1"),
-            ("--seed", self.seed, self.seed >= 0, "0 or more"),
-            ("--vocab-size", self.vocab_size, self.vocab_size >= 1, "at least 1"),
-            (
-                "--max-predictions",
-                self.max_predictions,
-                self.max_predictions is None or 1 <= self.max_predictions <= self.max_seq_length,
-                f"1 to --max-seq-length, {self.max_seq_length}",
-            ),
-        )
-        for flag, value, is_right, expected in checks:
-            if not is_right:
-                raise ConfigError(f"{flag} {value}: expected {expected}")
-        if self.form not in plain_text.FORMATS:
-            raise ConfigError(f"--format {self.form}: expected one of {', '.join(plain_text.FORMATS)}")
-
-    @property
-    def recipe(self) -> Recipe:
-        """What a row is like; by default there is room for the masked tokens of the longest one (20 of 128)."""
-        predictions = self.max_predictions or math.ceil(self.max_seq_length * self.masked_share)
-        return Recipe(self.max_seq_length, predictions, self.masked_share, self.short_sequence_share)
+from .records import columns_in_json, split_in_json
+from .wordpiece import Vocabulary
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; gives the exit code: 0 the corpus is there, 2 it could not be made, 130 interrupted."""
+    """The command line; gives the exit code: 0 done, 1 a process was killed, 2 it cannot be done, 130 interrupted."""
     arguments = _parser().parse_args(argv)
     console = Console(highlight=False, soft_wrap=True)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -107,104 +60,67 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--vocab-size {arguments.vocab_size} is about a vocabulary that is trained, and --vocab-file"
                 f" {arguments.vocab_file} is there already; give one of the two"
             )
-        options = _options(arguments)
+        options, shard = _options(arguments), _shard(arguments.shard)
         with bars(console) as progress:
             facts = make_corpus(
                 options,
                 folder,
                 overwrite=arguments.overwrite,
+                processes=arguments.processes,
+                shard=shard,
                 say=lambda line: console.print(plain_text.printable(line), markup=False),
                 track=lambda work, total: bar(progress, work, total),
             )
-    except HetSeqError as error:
-        errors.print(plain_text.printable(f"error: {error}"), markup=False)
-        return error.exit_code
-    except KeyboardInterrupt:
-        errors.print(plain_text.printable(f"interrupted: {folder} is as it was before"), markup=False)
-        return 130
+    except (HetSeqError, KeyboardInterrupt) as error:
+        is_told = isinstance(error, HetSeqError)
+        said = f"error: {error}" if is_told else f"interrupted: {folder} is as it was before"
+        errors.print(plain_text.printable(said), markup=False)
+        if (kept := corpus_folder.kept_pieces(folder)) is not None:
+            goes_on = f"what is finished is kept in {kept}: the same command goes on with it"
+            errors.print(plain_text.printable(goes_on), markup=False)
+        return error.exit_code if isinstance(error, HetSeqError) else 130
+    if facts is None:
+        done = f"shard {arguments.shard} is done; when all are, the same command without --shard completes the corpus"
+        console.print(done, markup=False)
+        return 0
     command = plain_text.printable(training_command(folder, facts))
     console.print("the corpus is complete; train on it:", command, sep="\n", markup=False)
     return 0
 
 
 def make_corpus(
-    options: Options, folder: Path, *, overwrite: bool = False, say: Callable[[str], None], track: Track
-) -> dict[str, Any]:
-    """Make the corpus in `folder` and give what is in its `corpus.json`.
+    options: Options, folder: Path, *, overwrite: bool = False, processes: int = 1, shard: Shard | None = None,
+    say: Callable[[str], None], track: Track,
+) -> dict[str, Any] | None:  # fmt: skip
+    """Make the corpus in `folder` and give what is in its `corpus.json`; of a shard, pieces only, and None.
 
     `say` is told in a line what was found or made, `track` of each long piece of work. Raises DataError or ConfigError
-    and leaves nothing behind if it cannot be made.
+    and leaves nothing behind if it cannot be made, and LostProcess if one of the processes was killed.
     """
-    bert_hdf5.require_h5py()
+    if processes < 1:
+        raise ConfigError(f"--processes {processes}: expected at least 1")
+    if options.output_format == HDF5:
+        bert_hdf5.require_h5py()
+        if shard is not None:
+            raise ConfigError(f"--shard is about files of records: leave it out, or --output-format {HDF5}")
     if os.path.realpath(folder) in map(os.path.realpath, options.inputs):
         raise ConfigError(
             f"--input and --output are both {folder}: its vocab.txt would be text the next time; give two"
         )
-    with staged(folder, overwrite=overwrite) as stage:
-        given = options.vocab_file and wordpiece.read_vocabulary(
-            options.vocab_file, is_lower_case=options.is_lower_case
-        )
-        documents, sources = _read(options, say, track)
-        chance = np.random.default_rng((options.seed, len(_SPLITS)))  # the rows of the splits have (seed, 0 or 1, ...)
-        halves = dict(zip(_SPLITS, plain_text.hold_out(documents, options.test_share, chance)))
-        sentences = sum(len(document.sentences) for document in documents)
-        say(f"text: {_many(len(documents), 'document')}, {_many(sentences, 'sentence')}")
-        vocabulary = given or _trained(options, halves["train"], say)
-        del documents
-
-        splits: dict[str, Any] = {}
-        files: list[str] = []
-        for number, split in enumerate(_SPLITS if options.test_share else _SPLITS[:1]):
-            corpus = _encode(halves[split], vocabulary, track)
-            halves[split] = []  # from here on the ids are enough
-            pairs = bert_pairs.find_pairs(
-                corpus, options.recipe, seed=(options.seed, number), duplicate=options.duplicate
-            )
-            _check(split, corpus, len(pairs), options)
-            names = _file_names(split, options.files if split == "train" else 1)
-            masked = _write_rows(stage, names, corpus, pairs.shuffled(), options.recipe, vocabulary, track)
-            if not masked.any():
-                raise DataError(
-                    f"{_named(options)}: no word of the {split} part is in {options.vocab_file}; give another"
-                )
-            splits[split] = {
-                "documents": len(corpus),
-                "sentences": len(corpus.sentences) - 1,
-                "tokens": len(corpus.ids),
-                "unknown_tokens": int((corpus.ids == vocabulary.id_of(wordpiece.UNK)).sum()),
-                "instances": len(pairs),
-                "random_next": int(pairs.labels.sum()),
-                **_about(masked, vocabulary),
-            }
-            files += names
-            say(f"{split}: {_in_words(splits[split])}")
-
-        _write_text(stage / VOCABULARY, vocabulary.text())
-        model = _json(_model(vocabulary, options.max_seq_length))
-        _write_text(stage / MODEL, model)
-        facts = {
-            "format": {"name": FORMAT, "version": 1},
-            "versions": _versions(),
-            "options": _stated(options),
-            "sources": [asdict(source) for source in sources],
-            "vocabulary": {
-                "from": plain_text.printable(options.vocab_file.name) if options.vocab_file else "training part",
-                "tokens": len(vocabulary.tokens),
-                "lower_case": vocabulary.is_lower_case,
-                "sha256": hashlib.sha256(vocabulary.text().encode()).hexdigest(),
-            },
-            "configuration": {"sha256": hashlib.sha256(model.encode()).hexdigest()},
-            "splits": splits,
-            "files": files,
-        }
-        _write_text(stage / FACTS, _json(facts))
+    if shard is not None:
+        with corpus_folder.shared(folder, overwrite=overwrite), Crew(processes) as crew:
+            _make(options, folder, None, crew, shard, say, track)
+        return None
+    with corpus_folder.staged(folder, overwrite=overwrite) as stage, Crew(processes) as crew:
+        facts = _make(options, folder, stage, crew, None, say, track)
+    corpus_folder.forget_pieces(folder)
     return facts
 
 
 def training_command(folder: Path, facts: dict[str, Any]) -> str:
     """A command line that trains the small model of `bert_config.json` on the corpus: ten epochs, within reason."""
-    batch = 64
-    steps = min(20_000, max(200, 10 * facts["splits"]["train"]["instances"] // batch // 100 * 100))
+    batch, train = 64, facts["splits"]["train"]
+    steps = min(20_000, max(200, 10 * _rows(train) // batch // 100 * 100))
     valid = "--valid-subset test" if "test" in facts["splits"] else "--disable-validation"
     return (
         f"hetseq train --task bert --data {shlex.quote(str(folder))} {valid} --global-batch-size {batch} --lr 0.001"
@@ -212,119 +128,108 @@ def training_command(folder: Path, facts: dict[str, Any]) -> str:
     )
 
 
-# From text to ids
-
-
-def _read(options: Options, say: Callable[[str], None], track: Track) -> tuple[list[Document], list[Source]]:
-    if not options.inputs:
-        say("reading the text that ships with Python; give your own with --input")
-        documents, source = python_documents()
-        return documents, [source]
-    besides = [] if options.vocab_file is None else [options.vocab_file]
-    paths = plain_text.text_files(options.inputs, besides=besides)
-    found: list[Document] = []
-    sources = []
-    advance = track("reading", len(paths))
-    for path in paths:
-        text, source = plain_text.read_text(path)
-        found += plain_text.documents_of(text, source.name, options.form)
-        sources.append(source)
-        advance(1)
-    if not found:
-        raise DataError(f"{_named(options)}: no sentence found; expected text as --format {options.form} describes it")
-    return found, sources
-
-
-def _trained(options: Options, documents: Sequence[Document], say: Callable[[str], None]) -> Vocabulary:
-    sentences = [sentence for document in documents for sentence in document.sentences]
-    trained = wordpiece.train_vocabulary(sentences, options.vocab_size, is_lower_case=options.is_lower_case)
-    say(f"vocabulary: {len(trained.tokens):,} tokens, trained on the {len(sentences):,} sentences of the training part")
-    return trained
-
-
-def _encode(documents: Sequence[Document], vocabulary: Vocabulary, track: Track) -> Documents:
-    """The ids of a split; sentences without a token, and documents without a sentence, are left out."""
-    encoder = Encoder(vocabulary)
-    kind = bert_hdf5.id_type(len(vocabulary.tokens))
-    sentences = [sentence for document in documents for sentence in document.sentences]
-    advance = track("encoding", len(sentences))
-    lengths: list[int] = []
-    parts: list[Integers] = []
-    for start in range(0, len(sentences), _SENTENCES_AT_ONCE):
-        encoded = encoder.encode(sentences[start : start + _SENTENCES_AT_ONCE])
-        lengths += map(len, encoded)
-        parts.append(np.concatenate(encoded).astype(kind))
-        advance(len(encoded))
-    sizes = np.array(lengths, np.int64)
-    homes = np.repeat(np.arange(len(documents)), np.array([len(d.sentences) for d in documents], np.int64))
-    counts = np.bincount(homes[sizes > 0], minlength=len(documents))
-    return Documents(
-        ids=np.concatenate(parts) if parts else np.zeros(0, kind),
-        sentences=_offsets(sizes[sizes > 0]),
-        documents=_offsets(counts[counts > 0]),
-    )
-
-
-def _offsets(sizes: Integers) -> Integers:
-    return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
-
-
-def _check(split: str, corpus: Documents, rows: int, options: Options) -> None:
-    found = f"{_named(options)}: the {split} part has {_many(len(corpus.sentences) - 1, 'sentence')}"
-    if rows == 0:
-        remedy = "raise --test-share, or hold nothing out with --test-share 0" if split == "test" else "give more text"
-        raise DataError(
-            f"{found} in {_many(len(corpus), 'document')} and no two that follow each other;"
-            f" {remedy}, or name the right --format ({options.form} here)"
-        )
-    if split == "train" and rows < options.files:
-        raise DataError(f"{found}, which give {_many(rows, 'row')}, too few for --files {options.files}")
-
-
-def _named(options: Options) -> str:
-    return ", ".join(map(str, options.inputs)) or "the text of this Python"
-
-
-# From ids to files
-
-
-def _write_rows(
-    stage: Path, names: Sequence[str], corpus: Documents, pairs: Pairs, recipe: Recipe, vocabulary: Vocabulary,
+def _make(
+    options: Options, folder: Path, stage: Path | None, crew: Crew, shard: Shard | None, say: Callable[[str], None],
     track: Track,
-) -> Integers:  # fmt: skip
-    """Write the rows into the files `names`, about equally many each; how often each token is masked, (vocab_size,)."""
-    pad, unk, cls, sep, mask = map(vocabulary.id_of, wordpiece.SPECIAL_TOKENS)
-    ids = bert_pairs.Ids(pad, unk, cls, sep, mask, vocab_size=len(vocabulary.tokens))
-    masked = np.zeros(ids.vocab_size, np.int64)
-    advance = track("writing", len(pairs))
-    for number, name in enumerate(names):
-        first, last = (len(pairs) * turn // len(names) for turn in (number, number + 1))
-        with bert_hdf5.writing(stage / name, count=last - first, vocab_size=ids.vocab_size) as append:
-            for start in range(first, last, _ROWS_AT_ONCE):
-                rows = bert_pairs.fill(corpus, pairs[start : min(start + _ROWS_AT_ONCE, last)], recipe, ids)
+) -> dict[str, Any] | None:  # fmt: skip
+    """Make all pieces, and the corpus of them in `stage`, if there is one."""
+    given = options.vocab_file and wordpiece.read_vocabulary(options.vocab_file, is_lower_case=options.is_lower_case)
+    text = text_of(options, crew, say=say, track=track)
+    key = key_of(options, text.sources, given or None, _versions(options))
+    with corpus_folder.pieces_for(folder, key, is_shared=shard is not None, say=say) as root:
+        builder = Builder(options, root, crew, shard, say=say, track=track)
+        sentences = builder.sentences(text)
+        vocabulary, words = builder.vocabulary(given or None, sentences)
+        splits: dict[str, Any] = {}
+        files: list[str] = []
+        for split, rows in builder.splits(sentences, vocabulary, words):
+            if options.output_format == RECORDS:
+                made = builder.records(split, rows)
+                if stage is None:
+                    continue
+                stated = split_in_json([bert_pieces.stated_in(piece) for piece in made])
+                counts = np.sum([bert_pieces.counts_in(piece) for piece in made], axis=0)
+                masked = sum(piece.facts["masked"] for piece in made)
+                for piece in made:
+                    bert_pieces.move_file(piece, stage)
+            else:
+                assert stage is not None
+                jobs = builder.files(split, rows)
+                counts = _write_hdf5(stage, jobs, crew, track)
+                stated, masked = {"instances": rows.facts["rows"]}, int(counts.sum())
+                files += [job.name for job in jobs]
+            if not counts.any():
+                raise DataError(
+                    f"{options.named}: no word of the {split.name} part is in {options.vocab_file}; give another"
+                )
+            splits[split.name] = {
+                **stated, **split.corpus.facts, "random_next": rows.facts["random_next"], "masked_tokens": masked,
+                **_about(counts, vocabulary),
+            }  # fmt: skip
+            say(f"{split.name}: {_in_words(splits[split.name])}")
+        return None if stage is None else _write_facts(options, stage, text, vocabulary, splits, files)
+
+
+def _write_facts(
+    options: Options, stage: Path, text: Text, vocabulary: Vocabulary, splits: dict[str, Any], files: list[str]
+) -> dict[str, Any]:
+    """Write what a corpus has besides its rows; what it states of itself."""
+    _write_text(stage / VOCABULARY, vocabulary.text())
+    model = _json(_model(vocabulary, options.max_seq_length))
+    _write_text(stage / MODEL, model)
+    is_hdf5, tokens = options.output_format == HDF5, len(vocabulary.tokens)
+    facts = {
+        "format": {"name": FORMAT, "version": 1 if is_hdf5 else VERSION},
+        "versions": _versions(options),
+        "options": options.stated(),
+        "sources": [asdict(source) for source in text.sources],
+        "vocabulary": {
+            "from": plain_text.printable(options.vocab_file.name) if options.vocab_file else "training part",
+            "tokens": tokens,
+            "lower_case": vocabulary.is_lower_case,
+            "sha256": vocabulary.sha256(),
+        },
+        "configuration": {"sha256": hashlib.sha256(model.encode()).hexdigest()},
+        **({} if is_hdf5 else {"columns": columns_in_json(bert_pieces.columns_of(tokens))}),
+        "splits": splits,
+        **({"files": files} if is_hdf5 else {}),
+    }
+    _write_text(stage / FACTS, _json(facts))
+    return facts
+
+
+def _write_hdf5(stage: Path, jobs: Sequence[RowJob], crew: Crew, track: Track) -> Integers:
+    """Write the rows of a split into its files; how often each token is masked, (vocab_size,)."""
+    vocab_size = jobs[0].split.ids.vocab_size
+    masked = np.zeros(vocab_size, np.int64)
+    advance = track("writing", sum(job.end - job.begin for job in jobs))
+    for job in jobs:
+        with bert_hdf5.writing(stage / job.name, count=job.end - job.begin, vocab_size=vocab_size) as append:
+            for rows in crew.map(bert_pieces.filled, job.blocks(ROWS_AT_ONCE)):
                 append(rows)
-                masked += np.bincount(rows.masked_lm_ids[rows.masked_lm_positions > 0], minlength=ids.vocab_size)
+                masked += np.bincount(rows.masked_lm_ids[rows.masked_lm_positions > 0], minlength=vocab_size)
                 advance(len(rows.next_sentence_labels))
     return masked
-
-
-def _file_names(split: str, count: int) -> list[str]:
-    width = len(str(count - 1))  # so that the order of the names is that of the numbers
-    return [f"{_NAME}_{split}_{number:0{width}}.hdf5" for number in range(count)]
 
 
 # Facts
 
 
-def _about(masked: Integers, vocabulary: Vocabulary) -> dict[str, Any]:
-    """What a model must beat that looks at nothing: the most frequent token, and the entropy of the frequencies."""
-    total = int(masked.sum())
-    shares = masked[masked > 0] / total
+def _rows(split: dict[str, Any]) -> int:
+    return int(split["rows" if "rows" in split else "instances"])
+
+
+def _about(counts: Integers, vocabulary: Vocabulary) -> dict[str, Any]:
+    """What a model must beat that looks at nothing: the most frequent token, and the entropy of the frequencies.
+
+    `counts` says how often each token is masked or, where training draws the masks, may be.
+    """
+    total = int(counts.sum())
+    shares = counts[counts > 0] / total
     return {
-        "masked_tokens": total,
         "most_frequent": {
-            "token": vocabulary.tokens[int(masked.argmax())],
-            "share": round(float(masked.max() / total), 6),
+            "token": vocabulary.tokens[int(counts.argmax())],
+            "share": round(float(counts.max() / total), 6),
         },
         "unigram_entropy": round(float(-(shares * np.log(shares)).sum()), 6),  # nats
     }
@@ -335,7 +240,7 @@ def _in_words(split: dict[str, Any]) -> str:
     unknown = split["unknown_tokens"] / split["tokens"]
     aside = f" ({unknown:.1%} [UNK])" if unknown > 0.01 else ""  # not worth a word in English with BERT's vocabulary
     return (
-        f"{_many(split['instances'], 'row')} from {_many(split['tokens'], 'token')}{aside};"
+        f"{many(_rows(split), 'row')} from {many(split['tokens'], 'token')}{aside};"
         f" {split['masked_tokens']:,} masked, {frequent['share']:.1%} of them {frequent['token']!r},"
         f" unigram entropy {split['unigram_entropy']:.2f} nats"
     )
@@ -359,31 +264,18 @@ def _model(vocabulary: Vocabulary, max_seq_length: int) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
-    import h5py
-
-    return {
+def _versions(options: Options) -> dict[str, str]:
+    versions = {
         "hetseq": __version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
         "tokenizers": tokenizers.__version__,
-        "h5py": h5py.__version__,
-        "hdf5": h5py.version.hdf5_version,
     }
+    if options.output_format == HDF5:
+        import h5py
 
-
-def _stated(options: Options) -> dict[str, Any]:
-    """The options by the names of their flags, without what `sources` and `vocabulary` say better."""
-    recipe = options.recipe
-    return {
-        "format": options.form if options.inputs else None,
-        "vocab_size": options.vocab_size if options.vocab_file is None else None,
-        **asdict(recipe),
-        "duplicate": options.duplicate,
-        "test_share": options.test_share,
-        "files": options.files,
-        "seed": options.seed,
-    }
+        versions |= {"h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version}
+    return versions
 
 
 def _json(value: Any) -> str:
@@ -392,10 +284,6 @@ def _json(value: Any) -> str:
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
-
-
-def _many(count: int, thing: str) -> str:
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 # The command line
@@ -409,6 +297,7 @@ def _options(arguments: argparse.Namespace) -> Options:
     return Options(
         inputs=tuple(map(_path, arguments.input)),
         form=arguments.format or "paragraphs",
+        output_format=arguments.output_format,
         vocab_file=None if arguments.vocab_file is None else _path(arguments.vocab_file),
         vocab_size=Options.vocab_size if arguments.vocab_size is None else arguments.vocab_size,
         is_lower_case=arguments.lower_case,
@@ -423,16 +312,32 @@ def _options(arguments: argparse.Namespace) -> Options:
     )
 
 
+def _shard(text: str | None) -> Shard | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not int(match[1]) < int(match[2]):
+        raise ConfigError(f"--shard {text}: expected I/N, the number of this part, from 0, and how many there are")
+    return Shard(int(match[1]), int(match[2]))
+
+
 # fmt: off
 def _parser() -> argparse.ArgumentParser:
     default = Options()
     parser = argparse.ArgumentParser(
         prog="python -m preprocessing.bert_corpus",
-        description="Make the data of BERT's pre-training from text: masked tokens and next sentences, as HDF5.",
+        description="Make the data of BERT's pre-training from text: pairs of sentences, and masked words.",
     )
     add = parser.add_argument
     add("--output", required=True, metavar="DIR", help="folder of the corpus; then give it to --data")
     add("--overwrite", action="store_true", help="replace the corpus that is in it")
+    add("--output-format", choices=OUTPUT_FORMATS, default=default.output_format,
+        help="records, which training masks anew in each epoch, or HDF5 with masks for good, as other programs read it"
+        " (default: %(default)s)")
+    add("--processes", type=int, default=usable_cores(), metavar="N",
+        help="processes that work; the bytes are the same with any number (default: the cores there are, %(default)s)")
+    add("--shard", metavar="I/N",
+        help="make part I, from 0, of N, on nodes that share DIR; afterwards the command without --shard completes it")
     add("--input", nargs="+", default=[], action="extend", metavar="PATH",
         help="text files in UTF-8, or folders of *.txt; default: the manual and docstrings that ship with Python")
     add("--format", choices=list(plain_text.FORMATS),
@@ -447,18 +352,17 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-seq-length", type=int, default=default.max_seq_length, metavar="L",
         help="tokens of a row, with [CLS] and two [SEP] (default: %(default)s)")
     add("--max-predictions", type=int, metavar="P",
-        help="most masked tokens of a row; default: as many as the longest row has, 20 of 128")
-    add("--masked-share", type=float, default=default.masked_share, metavar="X",
-        help="share of the tokens that are masked (default: %(default)s)")
+        help="HDF5: most masked tokens of a row; default: as many as the longest row has, 20 of 128")
+    add("--masked-share", type=float, metavar="X", help="HDF5: share of the tokens that are masked (default: 0.15)")
     add("--short-sequence-share", type=float, default=default.short_sequence_share, metavar="X",
         help="share of the rows that are shorter on purpose (default: %(default)s)")
     add("--duplicate", type=int, default=default.duplicate, metavar="N",
-        help="times the text is gone through, with other masks and pairs each time (default: %(default)s)")
+        help="times the text is gone through, with other pairs each time (default: %(default)s)")
     add("--test-share", type=float, default=default.test_share, metavar="X",
         help="share of the text that is held out: whole documents if there are"
         f" {plain_text.WHOLE_DOCUMENTS}, else the end of each (default: %(default)s)")
-    add("--files", type=int, default=default.files, metavar="N",
-        help="files of the training part (default: %(default)s)")
+    add("--files", type=int, metavar="N",
+        help="files of the training part (default: of records one for 262,144 rows, of HDF5 1)")
     add("--seed", type=int, default=default.seed, metavar="N",
         help="the same seed gives the same bytes (default: %(default)s)")
     return parser

@@ -4,6 +4,8 @@ A row is `[CLS] A [SEP] B [SEP]`, where B follows A in its document or, in half 
 of its tokens are masked. It is made in two steps. `find_pairs` says which stretches of the corpus are A and B, so that
 rows can be shuffled before they exist; `fill` then makes the arrays of any selection of them. Chance is drawn from
 generators seeded by (seed, purpose, document, duplicate, ...), so nothing depends on who works first.
+Long documents are gone through in spans of 8,192 sentences, each with a generator of its own and by whoever has time:
+the last sentence of a span opens no pair, as the last one of a document does not.
 
 The recipe is that of Devlin et al. (2018) and of their `create_pretraining_data.py`, with four deliberate differences,
 which matter where a corpus is a book and not Wikipedia:
@@ -18,7 +20,10 @@ which matter where a corpus is a book and not Wikipedia:
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +32,12 @@ Integers = npt.NDArray[np.integer]
 
 #: sentences before A and after the true next, of the same document, that are no random next; fewer in short documents
 _NEAR = 64
+#: sentences of a long document that are gone through in one go
+SPAN = 8192
+#: of the table of pairs: stretches, label, origin
+TABLE_COLUMNS = 8
+#: rows for which chance is drawn in one go: a call for each number costs more than the number
+_DRAWN = 256
 # purposes of generators
 _PAIRS, _MASKS, _ORDER = range(3)
 
@@ -77,14 +88,18 @@ class Pairs:
     seed: tuple[int, ...]
     stretches: Integers  # (rows, 4) begin and end of A, begin and end of B, in ids
     labels: Integers  # (rows,) 0 = B follows A, 1 = B is from elsewhere
-    origins: Integers  # (rows, 3) document, duplicate, number: the seed of the row's masks
+    origins: Integers  # (rows, 3) document, duplicate, sentence in it: the seed of the row's masks
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    def table(self) -> npt.NDArray[np.int64]:
+        """All but the seed, (rows, TABLE_COLUMNS)."""
+        return np.concatenate([self.stretches, self.labels[:, None], self.origins], axis=1, dtype=np.int64)
+
     def shuffled(self) -> Pairs:
         """The same rows in an order that only the seed decides."""
-        return self[np.random.default_rng((*self.seed, _ORDER)).permutation(len(self))]
+        return self[order_of(len(self), self.seed)]
 
     def __getitem__(self, rows: slice | Integers) -> Pairs:
         return Pairs(self.seed, self.stretches[rows], self.labels[rows], self.origins[rows])
@@ -102,18 +117,36 @@ class Rows:
     next_sentence_labels: Integers  # (rows,)
 
 
-def find_pairs(corpus: Documents, recipe: Recipe, *, seed: tuple[int, ...], duplicate: int) -> Pairs:
+def find_pairs(
+    corpus: Documents, recipe: Recipe, *, seed: tuple[int, ...], duplicate: int, begin: int = 0, end: int | None = None
+) -> Pairs:
     """All rows of a split: `duplicate` times through each document, each time with other choices.
 
-    `seed` names split and corpus: non-negative integers. A document of one sentence gives no row.
+    Those of the spans that begin at the sentences `begin` to `end` of the corpus, by default of all: rows of stretches
+    of a corpus, one after another, are those of the whole. `seed` names split and corpus: non-negative integers. A
+    document of one sentence gives no row.
     """
+    end = len(corpus.sentences) - 1 if end is None else end
+    first, last = np.searchsorted(corpus.documents, [begin, end], side="left")
+    first = max(0, int(first) - 1)  # the document in which `begin` may lie
+    bounds = corpus.documents[first : int(last) + 1].tolist()
     pairs = [
-        _pairs_of(corpus, document, recipe, seed=seed, turn=turn)
-        for document in range(len(corpus))
+        _pairs_of(corpus, first + number, span, recipe, seed=seed, turn=turn)
+        for number, (start, stop) in enumerate(pairwise(bounds))
+        for span in range(start + max(0, -(-(begin - start) // SPAN)) * SPAN, min(stop, end), SPAN)
         for turn in range(duplicate)
     ]
-    table = np.concatenate([np.zeros((0, 8), np.int64), *pairs])
+    return pairs_of(np.concatenate([np.zeros((0, TABLE_COLUMNS), np.int64), *pairs]), seed)
+
+
+def pairs_of(table: npt.NDArray[np.int64], seed: tuple[int, ...]) -> Pairs:
+    """Pairs from their table, (rows, TABLE_COLUMNS)."""
     return Pairs(seed, stretches=table[:, :4], labels=table[:, 4], origins=table[:, 5:])
+
+
+def order_of(rows: int, seed: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """The numbers of the rows of a split in an order that only the seed decides."""
+    return np.random.default_rng((*seed, _ORDER)).permutation(rows)
 
 
 def fill(corpus: Documents, pairs: Pairs, recipe: Recipe, ids: Ids) -> Rows:
@@ -145,61 +178,82 @@ def fill(corpus: Documents, pairs: Pairs, recipe: Recipe, ids: Ids) -> Rows:
     return Rows(input_ids, input_mask, segment_ids, positions, masked_ids, pairs.labels.astype(np.int8))
 
 
+def unmasked(corpus: Documents, pairs: Pairs, ids: Ids) -> tuple[Integers, Integers, Integers]:
+    """The tokens of rows one after another, as they stand in the text; how many each row has, and its first segment."""
+    begins, ends = pairs.stretches[:, ::2], pairs.stretches[:, 1::2]  # (rows, 2) of A and B
+    sizes = ends - begins
+    lengths, first = sizes.sum(axis=1) + 3, sizes[:, 0] + 2
+    starts = np.cumsum(lengths) - lengths
+    tokens = np.full(int(lengths.sum()), ids.sep, corpus.ids.dtype)
+    tokens[starts] = ids.cls
+    flat = sizes.ravel()
+    steps = np.arange(flat.sum()) - np.repeat(np.cumsum(flat) - flat, flat)  # within each half
+    places = np.stack([starts + 1, starts + first], axis=1).ravel()
+    tokens[np.repeat(places, flat) + steps] = corpus.ids[np.repeat(begins.ravel(), flat) + steps]
+    return tokens, lengths, first
+
+
 def _pairs_of(
-    corpus: Documents, document: int, recipe: Recipe, *, seed: tuple[int, ...], turn: int
+    corpus: Documents, document: int, span: int, recipe: Recipe, *, seed: tuple[int, ...], turn: int
 ) -> npt.NDArray[np.int64]:
-    """Once through one document: rows of Pairs as (stretches, label, origin), (rows, 8)."""
-    generator = np.random.default_rng((*seed, _PAIRS, document, turn))
-    first, last = int(corpus.documents[document]), int(corpus.documents[document + 1])
-    starts = corpus.sentences[first : last + 1].tolist()  # of this document's sentences and of what comes after
-    room = recipe.max_seq_length - 3
+    """Once through a span of a document, which begins at sentence `span` of the corpus: a table of pairs."""
+    first, last = corpus.documents[document : document + 2].tolist()
+    before, room = span - first, recipe.max_seq_length - 3
+    starts = corpus.sentences[span : min(last, span + SPAN) + 1].tolist()  # of these sentences and of what comes after
+    generator = np.random.default_rng((*seed, _PAIRS, document, before // SPAN, turn))
+    chances = _chances(generator, min(_DRAWN, len(starts)))
     reach = max(1, min(_NEAR, (last - first) // 8))
+    end_of_span = len(starts) - 1
     rows: list[tuple[int, ...]] = []
     begin = 0
-    while begin < len(starts) - 2:  # the last sentence has no next, so it opens no pair
-        is_short = generator.random() < recipe.short_sequence_share
-        target = int(generator.integers(2, room + 1)) if is_short else room
-        end = begin + 2
-        while end < len(starts) - 1 and starts[end] - starts[begin] < target:
-            end += 1
-        middle = int(generator.integers(begin + 1, end))
+    while begin < end_of_span - 1:  # the last sentence has no next, so it opens no pair
+        short, length, half, random, place = next(chances)
+        target = 2 + int(length * (room - 1)) if short < recipe.short_sequence_share else room
+        end = min(bisect_left(starts, starts[begin] + target, begin + 2), end_of_span)
+        middle = begin + 1 + int(half * (end - begin - 1))
         a = (starts[begin], starts[middle])
         b = (starts[middle], starts[end])
         elsewhere = None
-        if generator.random() < 0.5:
+        if random < 0.5:
             wanted = min(target, starts[end] - starts[begin]) - (a[1] - a[0])
-            near = (max(first, first + begin - reach), min(last, first + end + reach))
-            elsewhere = _elsewhere(corpus, document, near, wanted, generator)
+            near = (max(first, span + begin - reach), min(last, span + end + reach))
+            elsewhere = _elsewhere(corpus, (first, last), near, wanted, place)
+        origin = before + begin
         if elsewhere is None:
             begin = end
         else:
             b, begin = elsewhere, middle
-        rows.append((*_truncated(a, b, room, generator), int(elsewhere is not None), document, turn, len(rows)))
-    return np.array(rows, np.int64).reshape(-1, 8)
+        rows.append((*_truncated(a, b, room, generator), int(elsewhere is not None), document, turn, origin))
+    return np.array(rows, np.int64).reshape(-1, TABLE_COLUMNS)
+
+
+def _chances(generator: np.random.Generator, rows: int) -> Iterator[list[float]]:
+    """Five numbers for each row, 0 to 1: is it short, how short, cut where, is its next random, whence."""
+    while True:
+        yield from generator.random((rows, 5)).tolist()
 
 
 def _elsewhere(
-    corpus: Documents, document: int, near: tuple[int, int], wanted: int, generator: np.random.Generator
+    corpus: Documents, own: tuple[int, int], near: tuple[int, int], wanted: int, chance: float
 ) -> tuple[int, int] | None:
     """A stretch of whole sentences with about `wanted` tokens that does not follow; None if the corpus has none.
 
-    From another document if those hold as much text as this one, else from anywhere but the sentences `near`: the
-    first if there are many documents, the second for a single book, or for a book beside a leaflet.
+    From another document than the one with the sentences `own` if those hold as much text as this one, else from
+    anywhere but the sentences `near`: the first if there are many documents, the second for a single book, or for a
+    book beside a leaflet.
     """
-    own = int(corpus.documents[document]), int(corpus.documents[document + 1])
     total = len(corpus.sentences) - 1
     hole = own if total - (own[1] - own[0]) >= own[1] - own[0] else near
     if total == hole[1] - hole[0]:
         return None
-    start = int(generator.integers(total - (hole[1] - hole[0])))
+    start = int(chance * (total - (hole[1] - hole[0])))
     start = start if start < hole[0] else start + hole[1] - hole[0]
-    home = int(np.searchsorted(corpus.documents, start, side="right"))
-    limit = int(corpus.documents[home])  # the end of the document in which it begins
+    limit = int(corpus.documents[corpus.documents.searchsorted(start, side="right")])  # where its document ends
     if start < hole[0]:
         limit = min(limit, hole[0])
-    begin = int(corpus.sentences[start])
-    end = start + 1 + int(np.searchsorted(corpus.sentences[start + 1 : limit], begin + wanted))
-    return begin, int(corpus.sentences[end])
+    # a sentence has one token at least
+    starts = corpus.sentences[start : min(limit, start + max(0, wanted) + 1)].tolist()
+    return starts[0], int(corpus.sentences[start + max(1, bisect_left(starts, starts[0] + wanted))])
 
 
 def _truncated(

@@ -1,8 +1,8 @@
 """The folder of a corpus: complete, or as it was before.
 
 Files are written into a hidden folder in it and renamed when all of them are there, `corpus.json` last. One process at
-a time works in a folder; what a killed one left in the hidden folder, the next one removes. What the files hold is the
-affair of `bert_corpus` and `gpt_corpus`.
+a time works in a folder; what a killed one left in the hidden folder, the next one removes. Pieces of a corpus that is
+being made are in another hidden folder, and stay. What the files hold is the affair of `bert_corpus` and `gpt_corpus`.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetseq import DataError
-from tasks.gpt_tokenizer import TOKENIZER
+from hetseq import ConfigError, DataError
 from tasks.record_index import FORMAT, GPT_FORMAT, INDEX, SUFFIX
 
 from .folders import flush, locked
 
 #: the files that every corpus of BERT has, besides its data
 FACTS, VOCABULARY, MODEL = INDEX, "vocab.txt", "bert_config.json"
-#: the configuration in one of a causal language model
-GPT_MODEL = "config.json"
+#: the configuration and the tokenizer in one of a causal language model; tasks/gpt_tokenizer, which has the name of the
+#: latter too, imports torch, and each process that makes a corpus would
+GPT_MODEL, _TOKENIZER = "config.json", "tokenizer.json"
 
 _DATA = (".hdf5", ".h5", SUFFIX)
-_STAGE = ".unfinished-corpus"
+_STAGE, _PIECES = ".unfinished-corpus", ".unfinished-pieces"
 #: by format: its files besides data and index -> where the index states their sums
 _STATED = {
     FORMAT: {VOCABULARY: "vocabulary", MODEL: "configuration"},
-    GPT_FORMAT: {TOKENIZER: "tokenizer", GPT_MODEL: "configuration"},
+    GPT_FORMAT: {_TOKENIZER: "tokenizer", GPT_MODEL: "configuration"},
 }
 
 
@@ -43,21 +43,35 @@ def staged(folder: Path, *, overwrite: bool, names: Sequence[str] = (VOCABULARY,
     `names` are the files that it will have besides its data and its index, so that nobody else's are replaced.
     Raises DataError if `folder` cannot be written, is in use, or holds what may not be replaced.
     """
+    with _made(folder), locked(folder, "another corpus is being made in it"):
+        stage = folder / _STAGE
+        shutil.rmtree(stage, ignore_errors=True)  # of a run that was killed: ours is the only one
+        previous = _previous(folder, names, overwrite=overwrite)
+        stage.mkdir()
+        try:
+            yield stage
+            _move(stage, folder, previous)
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def shared(folder: Path, *, overwrite: bool) -> Iterator[None]:
+    """As `staged` for rows of BERT, for one of several who make pieces in `folder`; none holds another up."""
+    with _made(folder):
+        _previous(folder, (VOCABULARY, MODEL), overwrite=overwrite)
+        yield
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """The folder is there; those that were made for it are gone if the block fails and leaves nothing in them."""
     missing: list[Path] = []
     try:
         try:
             missing += [path for path in (folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
-            with locked(folder, "another corpus is being made in it"):
-                stage = folder / _STAGE
-                shutil.rmtree(stage, ignore_errors=True)  # of a run that was killed: ours is the only one
-                previous = _previous(folder, names, overwrite=overwrite)
-                stage.mkdir()
-                try:
-                    yield stage
-                    _move(stage, folder, previous)
-                finally:
-                    shutil.rmtree(stage, ignore_errors=True)
+            yield
         except OSError as error:
             raise DataError(
                 f"{folder} cannot be written: {os.strerror(error.errno) if error.errno else error};"
@@ -68,6 +82,49 @@ def staged(folder: Path, *, overwrite: bool, names: Sequence[str] = (VOCABULARY,
             with contextlib.suppress(OSError):  # it holds somebody's file by now
                 path.rmdir()
         raise
+
+
+@contextlib.contextmanager
+def pieces_for(folder: Path, key: Any, *, is_shared: bool, say: Callable[[str], None]) -> Iterator[Path]:
+    """A hidden folder in `folder` for the pieces of one corpus, which is what `key` says: JSON.
+
+    It stays for the same command to go on with if this process is interrupted or killed or the disk is full, and goes
+    if the corpus cannot be made. Pieces of another corpus are removed, but by nobody who shares the folder.
+    """
+    name = _sha256(json.dumps(key, sort_keys=True).encode())[:16]
+    root = folder / _PIECES / name
+    if not is_shared and (others := [path for path in _listing(root.parent) if path.name != name]):
+        say(f"{root.parent} has pieces made of other text, options or versions: they are removed, all is made anew")
+        for path in others:
+            shutil.rmtree(path, ignore_errors=True)
+    if kept := [path for path in _listing(root) if not path.name.startswith(".")]:
+        say(f"going on with what is finished: {len(kept):,} pieces in {root}")
+    root.mkdir(parents=True, exist_ok=True)
+    try:
+        yield root
+    except (ConfigError, DataError):
+        if not is_shared:
+            forget_pieces(folder)
+        raise
+    finally:
+        if not is_shared and all(path.name.startswith(".") for path in _listing(root)):
+            forget_pieces(folder)
+
+
+def forget_pieces(folder: Path) -> None:
+    """No pieces are left in `folder`."""
+    shutil.rmtree(folder / _PIECES, ignore_errors=True)
+
+
+def kept_pieces(folder: Path) -> Path | None:
+    """Where pieces are that the same command goes on with; None: there are none."""
+    return folder / _PIECES if _listing(folder / _PIECES) else None
+
+
+def _listing(folder: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return sorted(folder.iterdir())
+    return []
 
 
 def _previous(folder: Path, names: Sequence[str], *, overwrite: bool) -> list[Path]:

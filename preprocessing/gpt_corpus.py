@@ -40,10 +40,11 @@ from tasks.record_index import GPT_FORMAT, TYPES, VERSION, vocab_digest
 
 from . import byte_pairs, plain_text
 from .corpus_folder import FACTS, GPT_MODEL, staged
-from .plain_text import Document, Source, printable
+from .plain_text import Document, printable
 from .progress import Track, bar, bars
 from .python_text import python_documents
 from .records import ROWS_PER_FILE, Ragged, Rows, columns_in_json, write_split
+from .text_pieces import Source, read_text
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -130,7 +131,11 @@ def make_corpus(
         tokenizer = None if options.tokenizer_file is None else byte_pairs.read_tokenizer(options.tokenizer_file)
         documents, sources = _read(options, say, track)
         chance = np.random.default_rng((options.seed, len(_SPLITS)))
-        halves = dict(zip(_SPLITS, plain_text.hold_out(documents, options.test_share, chance)))
+        kept = plain_text.hold_out([len(document.sentences) for document in documents], options.test_share, chance)
+        halves = {
+            split: [Document(document.name, own) for document, own in zip(documents, lines) if own]
+            for split, lines in zip(_SPLITS, _cut(documents, kept.tolist()))
+        }
         say(f"text: {_many(len(documents), 'document')}, {_many(sum(map(_characters, documents)), 'character')}")
         del documents
         tokenizer = tokenizer or _trained(options, halves["train"], say)
@@ -204,7 +209,7 @@ def _read(options: Options, say: Callable[[str], None], track: Track) -> tuple[l
     sources = []
     advance = track("reading", len(paths))
     for path in paths:
-        text, source = plain_text.read_text(path)
+        text, source = read_text(path)
         texts = [part.strip("\n") for part in _BETWEEN.split(text)]
         found += [Document(source.name, part.splitlines(keepends=True)) for part in texts if part.strip()]
         sources.append(source)
@@ -212,6 +217,12 @@ def _read(options: Options, say: Callable[[str], None], track: Track) -> tuple[l
     if not found:
         raise DataError(f"{_named(options)}: no text found but ends of documents; expected text in UTF-8")
     return found, sources
+
+
+def _cut(documents: Sequence[Document], kept: Sequence[int]) -> tuple[list[list[str]], list[list[str]]]:
+    """The first lines of each document, so many of them, and the others."""
+    pairs = list(zip(documents, kept))
+    return [document.sentences[:cut] for document, cut in pairs], [document.sentences[cut:] for document, cut in pairs]
 
 
 def _characters(document: Document) -> int:

@@ -1,4 +1,4 @@
-"""Text files to documents of sentences, some of them held out. Pure but for reading the files; knows no tokens.
+"""Text to documents of sentences, some of them held out; which files text is in. Opens none, and knows no tokens.
 
 A document is a list of sentences in reading order. Three conventions of how documents lie in a file are understood
 (`FORMATS`). The splitter goes by rules: a stop, closing quotes, a space, a capital, and not an abbreviation before the
@@ -8,8 +8,6 @@ training row some sense and nothing else.
 
 from __future__ import annotations
 
-import codecs
-import hashlib
 import os
 import re
 import stat
@@ -18,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from hetseq import DataError
 
@@ -37,15 +36,6 @@ class Document:
 
     name: str
     sentences: list[str]
-
-
-@dataclass(frozen=True)
-class Source:
-    """What was read, so that a corpus can say what it was made of."""
-
-    name: str
-    size: int  # bytes
-    sha256: str
 
 
 def text_files(inputs: Sequence[Path], *, besides: Sequence[Path] = ()) -> list[Path]:
@@ -92,39 +82,12 @@ def printable(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
-def read_text(path: Path) -> tuple[str, Source]:
-    """A UTF-8 file, with or without byte order mark, its ends of line made "\\n"; DataError for anything else."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(
-            f"{path} cannot be read: {error.strerror or error}; expected a text file you may read"
-        ) from error
-    start = len(codecs.BOM_UTF8) if content.startswith(codecs.BOM_UTF8) else 0
-    remedy = f"convert it: iconv -f LATIN1 -t UTF-8 '{path}' > NEW.txt (with its own encoding for LATIN1)"
-    try:
-        text = content[start:].decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8: byte 0x{content[start + error.start]:02x} at offset {start + error.start:,};"
-            f" {remedy}"
-        ) from None
-    # UTF-16 without a mark is valid UTF-8 as long as it is English
-    if (nul := content.find(b"\0")) >= 0:
-        raise DataError(f"{path} is not text in UTF-8: byte 0x00 at offset {nul:,}; if it is UTF-16, {remedy}")
-    if not text.strip():
-        raise DataError(f"{path} has no text: {len(content):,} bytes, none of them a letter; leave the file out")
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    return text, Source(printable(path.name), len(content), hashlib.sha256(content).hexdigest())
+def documents_of(text: str, form: str) -> list[list[str]]:
+    """The sentences of each document of a text in the convention `form`, a key of FORMATS; some may have none.
 
-
-def documents_of(text: str, name: str, form: str) -> list[Document]:
-    """The documents of one file in the convention `form`, a key of FORMATS; those without a sentence are left out."""
-    found = {"paragraphs": _paragraphs, "lines": _lines, "wikitext": _wikitext}[form](text)
-    documents = [sentences for sentences in found if sentences]
-    if len(documents) == 1:
-        return [Document(name, documents[0])]
-    return [Document(f"{name}:{number}", sentences) for number, sentences in enumerate(documents)]
+    The first one may go on with what stood before the text, where that is a part of a file.
+    """
+    return list({"paragraphs": _paragraphs, "lines": _lines, "wikitext": _wikitext}[form](text))
 
 
 def split_sentences(paragraph: str) -> list[str]:
@@ -142,26 +105,20 @@ def split_sentences(paragraph: str) -> list[str]:
     return [sentence for sentence in sentences if _has_letters(sentence)]
 
 
-def hold_out(
-    documents: Sequence[Document], share: float, generator: np.random.Generator
-) -> tuple[list[Document], list[Document]]:
-    """Train and test, with about `share` of the sentences: whole documents if there are 100, else the end of each."""
-    sizes = [len(document.sentences) for document in documents]
-    if len(documents) < WHOLE_DOCUMENTS:
-        cuts = [size - round(size * share) for size in sizes]
-        train = [Document(document.name, document.sentences[:cut]) for document, cut in zip(documents, cuts)]
-        test = [Document(document.name, document.sentences[cut:]) for document, cut in zip(documents, cuts)]
-        return train, [document for document in test if document.sentences]
-    held: set[int] = set()
+def hold_out(sizes: Sequence[int], share: float, generator: np.random.Generator) -> npt.NDArray[np.int64]:
+    """How many sentences of each document, from its first on, are for training; about `share` are left for the test.
+
+    Whole documents are held out if there are 100, else the end of each. `sizes` are the sentences of the documents.
+    """
+    if len(sizes) < WHOLE_DOCUMENTS:
+        return np.array([size - round(size * share) for size in sizes], np.int64)
+    kept = np.array(sizes, np.int64)
     room = max(sum(sizes) * share, min(sizes) if share else 0)
-    for number in generator.permutation(len(documents)).tolist():
+    for number in generator.permutation(len(sizes)).tolist():
         if sizes[number] <= room:
-            held.add(number)
+            kept[number] = 0
             room -= sizes[number]
-    return (
-        [document for number, document in enumerate(documents) if number not in held],
-        [document for number, document in enumerate(documents) if number in held],
-    )
+    return kept
 
 
 # a stop, closing quotes and brackets, spaces; then, after opening ones, a capital or a digit; or `code`

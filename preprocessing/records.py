@@ -62,14 +62,24 @@ def write_split(
     A split without rows is one file without rows. Raises DataError for numbers that a column cannot hold, and OSError
     where the files find no room.
     """
-    files, longest = [], {column: 0 for column, kind in columns.items() if kind.is_ragged}
+    files = []
     for number, rows in enumerate(_of_size(batches, columns, rows_per_file)):
         path = folder / f"{name}_{number:05}{SUFFIX}"
-        for column in longest:
-            lengths = _ragged(rows[column]).lengths
-            longest[column] = max(longest[column], int(lengths.max(initial=0)))
         files.append({"name": path.name, "rows": _count(rows), **_write(path, rows, columns)})
-    return {"rows": sum(file["rows"] for file in files), "longest": longest, "files": files}
+    return split_in_json(files)
+
+
+def write_file(path: Path, batches: Iterable[Rows], columns: Mapping[str, Column]) -> dict[str, Any]:
+    """Write all rows into one file; `name`, `rows`, `bytes`, `sha256` and `longest` of it. Raises as `write_split`."""
+    rows = _joined(list(batches), columns)
+    return {"name": path.name, "rows": _count(rows), **_write(path, rows, columns)}
+
+
+def split_in_json(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A split as the index states it, from what `write_file` says of its files, one at least, in their order."""
+    longest = {column: max(file["longest"][column] for file in files) for column in files[0]["longest"]}
+    stated = [{name: value for name, value in file.items() if name != "longest"} for file in files]
+    return {"rows": sum(file["rows"] for file in files), "longest": longest, "files": stated}
 
 
 def _of_size(batches: Iterable[Rows], columns: Mapping[str, Column], size: int) -> Iterator[Rows]:
@@ -131,11 +141,13 @@ def _plain(found: Array | Ragged) -> Array:
 
 
 def _write(path: Path, rows: Rows, columns: Mapping[str, Column]) -> dict[str, Any]:
-    """Write one file; its bytes and its sum."""
+    """Write one file; its bytes, its sum, and the values of its longest row by ragged column."""
+    longest = {}
     arrays: dict[str, tuple[str, Array]] = {}
     for name, column in columns.items():
         found = rows[name]
         if isinstance(found, Ragged):
+            longest[name] = int(found.lengths.max(initial=0))
             offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(found.lengths, dtype=np.int64)])
             arrays[name + OFFSETS] = "I64", offsets
             arrays[name] = column.dtype, _typed(path, name, column, found.values)
@@ -152,11 +164,14 @@ def _write(path: Path, rows: Rows, columns: Mapping[str, Column]) -> dict[str, A
     text += b" " * (-(8 + len(text)) % _ALIGNED)
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
-        for part in (len(text).to_bytes(8, "little"), text, *(arrays[name][1].tobytes() for name in order)):
+        parts: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
+        # the bytes of the arrays as they lie in memory: a copy would be another file of rows
+        parts += [np.ascontiguousarray(arrays[name][1]).reshape(-1).view(np.uint8).data for name in order]
+        for part in parts:
             file.write(part)
             digest.update(part)
             size += len(part)
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    return {"bytes": size, "sha256": digest.hexdigest(), "longest": longest}
 
 
 def _typed(path: Path, name: str, column: Column, numbers: Array) -> Array:
@@ -167,7 +182,7 @@ def _typed(path: Path, name: str, column: Column, numbers: Array) -> Array:
             f"{path.name}, {name} would hold {numbers.min()} to {numbers.max()}, expected {limits.min} to {limits.max},"
             f" as {column.dtype} can"
         )
-    return numbers.astype(kind)
+    return numbers.astype(kind, copy=False)
 
 
 # The command line

@@ -8,8 +8,11 @@ nothing else that could depend on an order.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import re
 import stat
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +34,8 @@ PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]",
 _ALPHABET = 1000
 #: pieces seen less often are no pieces
 _MIN_FREQUENCY = 2
+#: different words that are remembered: about 200 MB
+_MOST_WORDS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,10 @@ class Vocabulary:
         """The content of `vocab.txt`."""
         return "".join(f"{token}\n" for token in self.tokens)
 
+    def sha256(self) -> str:
+        """The sum of `vocab.txt`."""
+        return hashlib.sha256(self.text().encode()).hexdigest()
+
 
 def read_vocabulary(path: Path, *, is_lower_case: bool) -> Vocabulary:
     """The vocabulary in a file with one piece a line; DataError for what training on the corpus would refuse."""
@@ -60,8 +69,10 @@ def read_vocabulary(path: Path, *, is_lower_case: bool) -> Vocabulary:
     return Vocabulary(tuple(read_vocab(path)), is_lower_case)
 
 
-def train_vocabulary(sentences: Sequence[str], size: int, *, is_lower_case: bool) -> Vocabulary:
+def train_vocabulary(sentences: Iterable[str], size: int, *, is_lower_case: bool) -> Vocabulary:
     """At most `size` pieces for `sentences`, the same ones each time; the special tokens have the ids 0 to 4.
+
+    The sentences are gone through twice, so they are no iterator.
 
     Raises ConfigError if `size` has no room for the characters of the text.
     """
@@ -96,7 +107,9 @@ def train_vocabulary(sentences: Sequence[str], size: int, *, is_lower_case: bool
 class Encoder:
     """Sentences to ids, as BERT's own tokenizer does it: normalised, split at spaces and signs, then into pieces.
 
-    "[UNK]" in a text is the unknown word; any other special token in it is text like all the rest.
+    "[UNK]" in a text is the unknown word; any other special token in it is text like all the rest. Nothing of this
+    looks across a space, so what stands between two spaces is encoded once and remembered: a text has few different
+    words. At most a million of them are held.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -105,11 +118,58 @@ class Encoder:
         self._tokenizer.normalizer = BertNormalizer(lowercase=vocabulary.is_lower_case)
         self._tokenizer.pre_tokenizer = BertPreTokenizer()
         self._tokenizer.add_special_tokens([UNK])
+        self._forget()
 
     def encode(self, sentences: Sequence[str]) -> list[npt.NDArray[np.int64]]:
         """The ids of each sentence, without [CLS] and [SEP]."""
-        found = self._tokenizer.encode_batch_fast(list(sentences), add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.int64) for encoding in found]
+        ids, lengths = self.encode_joined(sentences)
+        return [ids[end - length : end] for end, length in zip(np.cumsum(lengths).tolist(), lengths.tolist())]
+
+    def encode_joined(self, sentences: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The ids of all sentences one after another, without [CLS] and [SEP], and how many each sentence has."""
+        if not sentences:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64)
+        if len(self._numbers) > _MOST_WORDS:
+            self._forget()
+        known = len(self._numbers)
+        words = " ".join(sentences).split(" ")
+        numbers = np.fromiter(map(self._numbers.__getitem__, words), np.int64, len(words))  # of each word
+        self._learn(list(itertools.islice(self._numbers, known, None)))
+        counts = np.fromiter((sentence.count(" ") + 1 for sentence in sentences), np.int64, len(sentences))
+        sizes = self._ends[numbers + 1] - self._ends[numbers]  # ids of each word
+        after = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        # where in self._ids each id is: the begin of its word there, and how far it is from that of its word here
+        places = np.repeat(self._ends[numbers] - after[:-1], sizes) + np.arange(after[-1])
+        lengths = np.diff(after[np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])])
+        return self._ids[places], lengths
+
+    def _forget(self) -> None:
+        self._numbers: defaultdict[str, int] = defaultdict()
+        self._numbers.default_factory = self._numbers.__len__
+        self._parts: dict[str, list[int]] = {}  # the ids of what words are made of
+        self._ids = np.zeros(0, np.int64)  # of all words, one after another
+        self._ends = np.zeros(1, np.int64)  # of each word in them, with a 0 before the first
+
+    def _learn(self, words: Sequence[str]) -> None:
+        """Append the ids of new words."""
+        if not words:
+            return
+        parts = [_PARTS.findall(word) if _is_plain(word) else [word] for word in words]
+        new = list(dict.fromkeys(part for each in parts for part in each if part not in self._parts))
+        encoded = self._tokenizer.encode_batch_fast(new, add_special_tokens=False)
+        self._parts.update(zip(new, (encoding.ids for encoding in encoded)))
+        ids = [[number for part in each for number in self._parts[part]] for each in parts]
+        ends = self._ends[-1] + np.cumsum([len(each) for each in ids], dtype=np.int64)
+        self._ids = np.concatenate([self._ids, np.fromiter(itertools.chain.from_iterable(ids), np.int64)])
+        self._ends = np.concatenate([self._ends, ends])
+
+
+# letters and signs of which `tokenizers` makes a word each: cut here, `dogs,` and `dogs.` need no call each
+_PLAIN, _PARTS = re.compile("[!-~“”‘’—–…]+"), re.compile("[A-Za-z0-9]+|[^A-Za-z0-9]")
+
+
+def _is_plain(word: str) -> bool:
+    return _PLAIN.fullmatch(word) is not None and UNK not in word
 
 
 def _without(rare: frozenset[str], sentences: Iterable[str], normalizer: BertNormalizer) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""The command that makes a corpus: what lies in the folder afterwards, and that nothing does when it fails."""
+"""The command that makes a corpus, here of HDF5: what is in the folder afterwards, and that nothing is if it fails."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ import numpy as np
 import pytest
 
 from hetseq import ConfigError, DataError
-from preprocessing import bert_corpus, bert_hdf5, bert_pairs, corpus_folder
-from preprocessing.plain_text import Document, Source
+from preprocessing import bert_building, bert_corpus, bert_hdf5, bert_pairs, bert_pieces, corpus_folder, pieces
+from preprocessing.plain_text import Document
+from preprocessing.text_pieces import Source
+from tests.support.corpora import contents, marks, restored, rows_of, story, write_vocab
 
 h5py = pytest.importorskip("h5py")
 
@@ -34,25 +36,6 @@ LAYOUT = {
     "masked_lm_ids": np.uint16,
     "next_sentence_labels": np.int8,
 }
-SYLLABLES = "ba be bi bo bu da de di do du ka ke ki ko ku la le li lo lu".split()  # noqa: SIM905
-# a letter for each digit, so that the numbers of sentences are words that no other sentence has
-DIGITS = str.maketrans("0123456789", "ghjmnpqrst")
-
-
-def story(sentences: int, *, name: str = "z") -> str:
-    """Wrapped paragraphs of sentences, each with a word of its own: `zgh` is sentence 01 of story z."""
-    generator = np.random.default_rng([sentences, *name.encode()])
-    words = np.array([first + second for first in SYLLABLES for second in SYLLABLES])
-    text = []
-    for number in range(sentences):
-        chosen = words[np.minimum(generator.geometric(0.02, size=generator.integers(4, 16)), len(words)) - 1]
-        mark = f"{name}{number:04}".translate(DIGITS)
-        text.append(f"{' '.join([mark, *chosen]).capitalize()}{'. ' if number % 9 else '.' + chr(10) * 2}")
-    return re.sub(r"(.{60}\S*) ", r"\1\n", "".join(text))
-
-
-def marks(name: str, first: int, last: int) -> set[str]:
-    return {f"{name}{number:04}".translate(DIGITS) for number in range(first, last)}
 
 
 @pytest.fixture
@@ -72,47 +55,18 @@ def long_book(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def vocab(tmp_path: Path) -> Path:
-    """A vocabulary with every word of the stories in pieces of two letters or one."""
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    pieces = [*SYLLABLES, *letters]
-    path = tmp_path / "my-vocab.txt"
-    tokens = ["[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *pieces, *(f"##{p}" for p in pieces)]
-    path.write_text("\n".join(tokens) + "\n")
-    return path
+    return write_vocab(tmp_path / "my-vocab.txt")
 
 
 def run(folder: Path, *arguments: object) -> int:
-    return bert_corpus.main(["--output", str(folder), *map(str, arguments)])
-
-
-def contents(folder: Path) -> dict[str, str]:
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    return bert_corpus.main(
+        ["--output", str(folder), "--output-format", "hdf5", "--processes", "1", *map(str, arguments)]
+    )
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "corpus.json").read_text())
     return found
-
-
-def rows_of(folder: Path, split: str) -> dict[str, np.ndarray]:
-    """All rows of a split, its files one after another."""
-    parts = []
-    for path in sorted(folder.glob(f"*{split}*.hdf5")):
-        with h5py.File(path) as file:
-            parts.append({name: file[name][:] for name in file})
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def restored(rows: dict[str, np.ndarray]) -> np.ndarray:
-    """input_ids with the masked tokens put back."""
-    ids = rows["input_ids"].copy()
-    row, column = np.nonzero(rows["masked_lm_positions"])
-    ids[row, rows["masked_lm_positions"][row, column]] = rows["masked_lm_ids"][row, column]
-    return ids
 
 
 def words_of(folder: Path, split: str) -> set[str]:
@@ -281,8 +235,8 @@ def test_blocks_are_written_one_after_another(
     long_book: Path, vocab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path / "whole", "--input", long_book, "--vocab-file", vocab)
-    monkeypatch.setattr(bert_corpus, "_ROWS_AT_ONCE", 7)
-    monkeypatch.setattr(bert_corpus, "_SENTENCES_AT_ONCE", 7)
+    monkeypatch.setattr(bert_corpus, "ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(bert_pieces, "SENTENCES_AT_ONCE", 7)
     run(tmp_path / "pieces", "--input", long_book, "--vocab-file", vocab)
     assert contents(tmp_path / "whole") == contents(tmp_path / "pieces")
 
@@ -319,11 +273,19 @@ def test_the_model_is_told_where_the_padding_is(book: Path, vocab: Path, tmp_pat
     assert set(rows["input_ids"][rows["input_mask"] == 0]) == {model["pad_token_id"]}
 
 
-def test_a_sentence_without_a_token_is_no_sentence(vocab: Path) -> None:
-    texts = [Document("a", ["", "ba be", "\u200b", "bi"]), Document("b", [""]), Document("c", ["bo."])]
-    vocabulary = bert_corpus.wordpiece.read_vocabulary(vocab, is_lower_case=True)
-    corpus = bert_corpus._encode(texts, vocabulary, lambda *_: lambda _: None)
-    assert [vocabulary.tokens[number] for number in corpus.ids] == ["ba", "be", "bi", "bo", "."]
+def test_a_sentence_without_a_token_is_no_sentence(vocab: Path, tmp_path: Path) -> None:
+    documents = [["ba be", "", "\u200b", "bi"], [""], ["bo."]]
+    text = pieces.finished(
+        tmp_path, "text", lambda folder: bert_pieces.write_sentences(folder, documents, goes_on=False)
+    )
+    sizes = np.array([4, 1, 1])
+    sentences = bert_building.Sentences([text], sizes, kept=sizes)
+    encoded = bert_pieces.make_ids(bert_pieces.EncodeJob(tmp_path, 0, text, bert_pieces.Words(vocab, "", True)))
+    tokens = vocab.read_text().split()
+    ids = bert_pairs.Ids(0, 2, 3, 4, 5, vocab_size=len(tokens))
+    chosen = ((encoded, is_chosen, homes) for _, is_chosen, homes in sentences.by_piece("train"))
+    corpus = bert_pieces.corpus_of(bert_pieces.make_corpus(tmp_path, "train", chosen, ids, 3), len(tokens))
+    assert [tokens[number] for number in corpus.ids] == ["ba", "be", "bi", "bo", "."]
     assert corpus.sentences.tolist() == [0, 2, 3, 5]
     assert corpus.documents.tolist() == [0, 2, 3]
 
@@ -540,7 +502,7 @@ FAULTS = {
     "full disk in the rows": (failing(bert_pairs, "fill", FULL), 2),
     "full disk in a text": (failing(bert_corpus, "_write_text", FULL), 2),
     "full disk at a rename": (failing(corpus_folder.os, "replace", FULL, at=3), 2),
-    "Ctrl-C while reading": (failing(bert_corpus.plain_text, "read_text", KeyboardInterrupt()), 130),
+    "Ctrl-C while reading": (failing(bert_building, "scanned", KeyboardInterrupt()), 130),
     "Ctrl-C in the second file": (failing(bert_pairs, "fill", KeyboardInterrupt(), at=2), 130),
     "Ctrl-C at the first rename": (failing(corpus_folder.os, "replace", KeyboardInterrupt()), 130),
     "Ctrl-C at a later rename": (failing(corpus_folder.os, "replace", KeyboardInterrupt(), at=8), 130),
@@ -561,20 +523,31 @@ def test_after_a_fault_the_folder_is_as_it_was(
         install(patch)
         assert run(folder, *arguments, "--overwrite", "--seed", 9) == code
     assert contents(folder) == before
-    assert sorted(path.name for path in folder.iterdir()) == sorted(before)
     said = capsys.readouterr().err
+    # what is finished waits for the same command, and the next corpus that is complete removes it
+    is_kept = (folder / corpus_folder._PIECES).exists()
+    assert is_kept == ("while reading" not in fault)
+    assert is_kept == (f"kept in {folder / corpus_folder._PIECES}: the same command goes on with it" in said)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*[corpus_folder._PIECES] * is_kept, *before])
     assert ("No space left on device; expected a folder with room" in said) == (code == 2)
     assert ("is as it was before" in said) == (code == 130)
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if "later" not in fault])
-def test_after_a_fault_a_new_folder_and_those_above_it_are_gone(
+def test_after_a_fault_a_new_folder_is_gone_or_has_nothing_but_what_is_finished(
     book: Path, vocab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     install, code = FAULTS[fault]
-    install(monkeypatch)
-    assert run(tmp_path / "new" / "deep" / "out", "--input", book, "--vocab-file", vocab) == code
-    assert not (tmp_path / "new").exists()
+    folder = tmp_path / "new" / "deep" / "out"
+    with monkeypatch.context() as patch:
+        install(patch)
+        assert run(folder, "--input", book, "--vocab-file", vocab) == code
+    if "while reading" in fault:
+        assert not (tmp_path / "new").exists()
+        return
+    assert [path.name for path in folder.iterdir()] == [corpus_folder._PIECES]
+    assert run(folder, "--input", book, "--vocab-file", vocab) == 0
+    assert not (folder / corpus_folder._PIECES).exists()
 
 
 # a limit of the system on the size of a file comes as late as a full disk does
@@ -591,7 +564,7 @@ for limit in map(int, sys.argv[1].split(",")):
 
 def test_a_disk_that_is_full_is_told_and_leaves_nothing(long_book: Path, vocab: Path, tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
-    arguments = ["--input", str(long_book), "--vocab-file", str(vocab), "--duplicate", "1"]
+    arguments = ["--input", str(long_book), "--vocab-file", str(vocab), "--duplicate", "1", "--output-format", "hdf5"]
     run(old, *arguments)
     before = contents(old)
     largest = max(path.stat().st_size for path in old.iterdir())
@@ -602,10 +575,11 @@ def test_a_disk_that_is_full_is_told_and_leaves_nothing(long_book: Path, vocab: 
     assert done.returncode == 0, done.stderr[-2000:]
     assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["2"] * 2 * len(limits)
     said = "error: {} cannot be written: File too large; expected a folder with room that you may write to"
-    assert done.stderr.splitlines() == [said.format(folder) for _ in limits for folder in (old, new)]
+    told = [line for line in done.stderr.splitlines() if not line.startswith("what is finished is kept in ")]
+    assert told == [said.format(folder) for _ in limits for folder in (old, new)]
     assert contents(old) == before
     assert not (old / corpus_folder._STAGE).exists()
-    assert not new.exists()
+    assert contents(new) == {}
 
 
 def test_ctrl_c_is_the_signal_of_the_terminal(
@@ -623,7 +597,7 @@ def test_ctrl_c_is_the_signal_of_the_terminal(
         assert run(tmp_path / "out", "--input", book, "--vocab-file", vocab) == 130
     finally:
         signal.signal(signal.SIGINT, before)
-    assert not (tmp_path / "out").exists()
+    assert contents(tmp_path / "out") == {}
 
 
 # Bad input
@@ -719,7 +693,7 @@ def test_bad_input_is_refused_with_what_to_do_and_nothing_is_left(
 def test_a_place_that_cannot_be_written_is_refused_before_any_work(
     book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bert_corpus, "_read", None)
+    monkeypatch.setattr(bert_corpus, "text_of", None)
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
         assert run(place, "--input", book) == 2
@@ -759,7 +733,7 @@ def test_a_place_that_the_system_hides_is_refused_by_its_name(
 
 
 def test_a_vocabulary_is_looked_at_before_the_text(book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bert_corpus, "_read", None)
+    monkeypatch.setattr(bert_corpus, "text_of", None)
     assert run(tmp_path / "out", "--input", book, "--vocab-file", tmp_path / "none") == 2
 
 
@@ -801,7 +775,7 @@ def test_without_input_the_text_of_python_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = [Document(name, story(9, name=name).replace("\n", " ").split(". ")) for name in ("x", "y")]
-    monkeypatch.setattr(bert_corpus, "python_documents", lambda: (texts, Source("text of Python 3.99", 7, "abc")))
+    monkeypatch.setattr(bert_building, "python_documents", lambda: (texts, Source("text of Python 3.99", 7, "abc")))
     assert run(tmp_path / "out", "--vocab-size", 200, "--test-share", "0.4") == 0
     facts = facts_of(tmp_path / "out")
     assert facts["sources"] == [{"name": "text of Python 3.99", "size": 7, "sha256": "abc"}]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from preprocessing import bert_pairs
 from preprocessing.bert_pairs import Documents, Ids, Integers, Pairs, Recipe, Rows, fill, find_pairs
 
 # token ids: five special ones, then one for each place in the corpus
@@ -190,6 +191,27 @@ def test_every_sentence_but_the_last_is_reached() -> None:
     for a0, a1, b0, b1 in pairs.stretches:
         covered[a0:a1] = covered[b0:b1] = True
     assert covered[: corpus.sentences[39]].all()
+
+
+def test_rows_are_those_of_the_whole_whoever_finds_which_part_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bert_pairs, "SPAN", 16)
+    corpus = corpus_of(100, 1, 16, 3, 17, 2, 40)
+    whole = find_pairs(corpus, Recipe(), seed=SEED, duplicate=2)
+    for step in (1, 7, 16, 50):
+        parts = [
+            find_pairs(corpus, Recipe(), seed=SEED, duplicate=2, begin=begin, end=begin + step).table()
+            for begin in range(0, 179, step)
+        ]
+        assert np.array_equal(np.concatenate(parts), whole.table())
+    # a row lies in one span, and each span has generators of its own
+    first, last = (np.searchsorted(corpus.sentences, whole.stretches[:, at], side="right") - 1 for at in (0, 1))
+    begins = corpus.documents[whole.origins[:, 0]]
+    assert ((first - begins) // 16 == (last - 1 - begins) // 16).all()
+    assert len(np.unique(whole.origins, axis=0)) == len(whole)
+    assert len(set(((first - begins) // 16)[whole.origins[:, 0] == 0])) == 7
+    even = replace(corpus_of(32), sentences=np.arange(0, 33 * 20, 20), ids=np.arange(FIRST, FIRST + 640))
+    one, two = (find_pairs(even, Recipe(), seed=SEED, duplicate=1, begin=at, end=at + 16).stretches for at in (0, 16))
+    assert not np.array_equal(one[:, :2], two[:, :2] - 320)
 
 
 def test_a_document_of_one_sentence_gives_no_row() -> None:

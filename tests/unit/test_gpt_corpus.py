@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 from hetseq import ConfigError, DataError, options
 from hetseq.task import make_task
 from preprocessing import bert_corpus, byte_pairs, gpt_corpus
-from preprocessing.plain_text import Document, Source
+from preprocessing.plain_text import Document
+from preprocessing.text_pieces import Source
 from tasks.gpt import GptTask
 from tasks.gpt_config import GptConfig
 from tests.support.parity import import_transformers

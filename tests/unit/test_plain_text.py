@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import os
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 
 from hetseq import DataError
-from preprocessing.plain_text import Document, documents_of, hold_out, read_text, split_sentences, text_files
+from preprocessing.plain_text import documents_of, hold_out, split_sentences, text_files
 from preprocessing.python_text import python_documents
 
 # The splitter
@@ -61,7 +59,7 @@ def test_what_has_neither_letter_nor_digit_is_no_sentence() -> None:
 
 
 def sentences_of(text: str, form: str) -> list[list[str]]:
-    return [document.sentences for document in documents_of(text, "x.txt", form)]
+    return [document for document in documents_of(text, form) if document]
 
 
 def test_paragraphs_end_with_a_blank_line_and_a_file_is_a_document() -> None:
@@ -72,7 +70,6 @@ def test_paragraphs_end_with_a_blank_line_and_a_file_is_a_document() -> None:
 def test_lines_are_sentences_and_a_blank_line_ends_a_document() -> None:
     text = "\nOne. Still one\n two  words\n\n\n---\n\nThree\n"
     assert sentences_of(text, "lines") == [["One. Still one", "two words"], ["Three"]]
-    assert [document.name for document in documents_of(text, "x.txt", "lines")] == ["x.txt:0", "x.txt:1"]
 
 
 WIKITEXT = """ 
@@ -108,64 +105,28 @@ def test_wikitext_begins_a_document_at_each_title_and_undoes_its_signs() -> None
 
 @pytest.mark.parametrize("form", ["paragraphs", "lines", "wikitext"])
 def test_a_text_without_words_has_no_document(form: str) -> None:
-    assert documents_of(" \n\n * * *\n", "x.txt", form) == []
+    assert sentences_of(" \n\n * * *\n", form) == []
 
 
 def test_the_books_are_split_at_a_plausible_length(shared_data: Callable[[str], Path]) -> None:
-    text, source = read_text(shared_data("text/books") / "01342_pride_and_prejudice.txt")
-    (document,) = documents_of(text, source.name, "paragraphs")
-    lengths = np.array([len(sentence.split()) for sentence in document.sentences])
+    text = (shared_data("text/books") / "01342_pride_and_prejudice.txt").read_text(encoding="utf-8-sig")
+    (document,) = documents_of(text, "paragraphs")
+    lengths = np.array([len(sentence.split()) for sentence in document])
     assert 18 < lengths.mean() < 24
     assert lengths.max() < 200
-    assert not any(sentence.endswith(("Mr.", "Mrs.")) for sentence in document.sentences)
-    assert "However little known" in document.sentences[4]
+    assert not any(sentence.endswith(("Mr.", "Mrs.")) for sentence in document)
+    assert "However little known" in document[4]
 
 
 def test_the_articles_of_wikitext_are_found(shared_data: Callable[[str], Path]) -> None:
-    text, source = read_text(shared_data("text/wikitext-2") / "valid.txt")
-    documents = documents_of(text, source.name, "wikitext")
+    text = (shared_data("text/wikitext-2") / "valid.txt").read_text(encoding="utf-8")
+    documents = sentences_of(text, "wikitext")
     assert len(documents) == 60
-    assert documents[0].sentences[0].startswith("Homarus gammarus , known as the European lobster")
-    assert not any("<unk>" in sentence or "@" in sentence for d in documents for sentence in d.sentences)
+    assert documents[0][0].startswith("Homarus gammarus , known as the European lobster")
+    assert not any("<unk>" in sentence or "@" in sentence for d in documents for sentence in d)
 
 
 # Files
-
-
-def test_a_mark_at_the_begin_and_ends_of_line_of_any_system_are_no_text(tmp_path: Path) -> None:
-    content = b"\xef\xbb\xbfOne\r\ntwo\rthree\n"
-    (tmp_path / "a.txt").write_bytes(content)
-    text, source = read_text(tmp_path / "a.txt")
-    assert text == "One\ntwo\nthree\n"
-    assert (source.name, source.size) == ("a.txt", len(content))
-    assert source.sha256 == hashlib.sha256(content).hexdigest()
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        ("naïve".encode("latin-1"), "is not UTF-8: byte 0xef at offset 2"),
-        (b"\xef\xbb\xbf" + b"x" * 2000 + b"\xe9", "is not UTF-8: byte 0xe9 at offset 2,003"),
-        ("Ada".encode("utf-16"), "is not UTF-8: byte 0xff at offset 0"),
-        ("Ada".encode("utf-16-le"), "byte 0x00 at offset 1; if it is UTF-16"),
-    ],
-)
-def test_another_encoding_is_refused_with_its_place_and_a_remedy(
-    tmp_path: Path, content: bytes, complaint: str
-) -> None:
-    path = tmp_path / "book.txt"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=complaint) as refused:
-        read_text(path)
-    assert str(path) in str(refused.value)
-    assert f"iconv -f LATIN1 -t UTF-8 '{path}'" in str(refused.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"\xef\xbb\xbf", b" \n\t\n"])
-def test_a_file_without_text_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.txt has no text"):
-        read_text(tmp_path / "a.txt")
 
 
 def test_a_folder_stands_for_its_texts_by_name_and_a_file_for_itself(tmp_path: Path) -> None:
@@ -202,15 +163,6 @@ def test_what_is_missing_or_empty_or_named_twice_is_refused(tmp_path: Path) -> N
         text_files([tmp_path, tmp_path / "empty" / ".." / "a.txt"])
 
 
-def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bytes:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(DataError, match=r"a\.txt cannot be read: Permission denied"):
-        read_text(tmp_path / "a.txt")
-
-
 def test_a_folder_that_may_not_be_listed_is_not_called_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -223,55 +175,36 @@ def test_a_folder_that_may_not_be_listed_is_not_called_empty(tmp_path: Path, mon
                 text_files([tmp_path])
 
 
-def test_a_name_that_is_no_utf_8_is_written_out(tmp_path: Path) -> None:
-    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9-\xc3\xa9.txt"))
-    path.write_text("One.")
-    assert read_text(path)[1].name == r"caf\xe9-é.txt"
-
-
 # What is held out
 
 
-def documents(*sizes: int) -> list[Document]:
-    return [Document(str(d), [f"{d}.{s}" for s in range(size)]) for d, size in enumerate(sizes)]
-
-
-def spread(found: list[Document]) -> list[str]:
-    return [sentence for document in found for sentence in document.sentences]
-
-
-def held(given: list[Document], share: float, *, seed: int = 0) -> tuple[list[Document], list[Document]]:
-    return hold_out(given, share, np.random.default_rng(seed))
+def held(*sizes: int, share: float, seed: int = 0) -> list[int]:
+    """How many sentences of each document are held out."""
+    kept = hold_out(sizes, share, np.random.default_rng(seed))
+    assert ((kept >= 0) & (kept <= sizes)).all()
+    return [size - left for size, left in zip(sizes, kept.tolist())]
 
 
 @pytest.mark.parametrize("sizes", [(200,), (40, 60, 3, 1), (7,) * 99])
 def test_of_a_few_documents_the_ends_are_held_out(sizes: tuple[int, ...]) -> None:
-    given = documents(*sizes)
-    train, test = held(given, 0.1)
-    assert sorted(spread(train) + spread(test)) == sorted(spread(given))
-    for document in test:
-        whole = given[int(document.name)]
-        assert whole.sentences == train[int(document.name)].sentences + document.sentences
-        assert len(document.sentences) == round(len(whole.sentences) * 0.1)
+    assert held(*sizes, share=0.1) == [round(size * 0.1) for size in sizes]
 
 
 def test_of_many_documents_whole_ones_are_held_out() -> None:
-    given = documents(*range(1, 201))
-    train, test = held(given, 0.1)
-    assert {document.name for document in train}.isdisjoint(document.name for document in test)
-    assert sorted(spread(train) + spread(test)) == sorted(spread(given))
-    assert all(document in given for document in (*train, *test))
-    assert 0.09 < len(spread(test)) / len(spread(given)) <= 0.1
-    assert held(given, 0.1)[1] == test
-    assert held(given, 0.1, seed=1)[1] != test
+    sizes = tuple(range(1, 201))
+    found = held(*sizes, share=0.1)
+    assert all(test in (0, size) for test, size in zip(found, sizes))
+    assert 0.09 < sum(found) / sum(sizes) <= 0.1
+    assert held(*sizes, share=0.1) == found
+    assert held(*sizes, share=0.1, seed=1) != found
     # not only the small ones
-    assert max(len(document.sentences) for document in test) > 100
+    assert max(found) > 100
 
 
 def test_with_a_share_of_nothing_nothing_is_held_out_and_with_a_small_one_something() -> None:
     for sizes in ((50,) * 120, (300,)):
-        assert held(documents(*sizes), 0.0) == (documents(*sizes), [])
-    assert len(held(documents(*(50,) * 120), 0.001)[1]) == 1
+        assert not any(held(*sizes, share=0.0))
+    assert sum(held(*(50,) * 120, share=0.001)) == 50
 
 
 # The text that ships with Python
@@ -349,7 +282,7 @@ def test_a_paragraph_is_read_once(stdlib: Path) -> None:
     (stdlib / "c.py").write_text((stdlib / "b.py").read_text())
     found, _ = python_documents(stdlib)
     assert [document.name for document in found] == ["topic again", "topic zebra", "module b", "module pack.a"]
-    everything = spread(found)
+    everything = [sentence for document in found for sentence in document.sentences]
     # the two modules of the fixture share one docstring, which the second does not repeat
     assert everything.count("A class of things that are first of all things.") == 1
 
@@ -367,5 +300,6 @@ def test_a_python_without_text_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 def test_this_python_ships_a_quarter_of_a_million_words() -> None:
     found, _ = python_documents()
     assert len(found) > 300
-    assert sum(len(sentence.split()) for sentence in spread(found)) > 200_000
-    assert not any(">>>" in sentence for sentence in spread(found))
+    everything = [sentence for document in found for sentence in document.sentences]
+    assert sum(len(sentence.split()) for sentence in everything) > 200_000
+    assert not any(">>>" in sentence for sentence in everything)

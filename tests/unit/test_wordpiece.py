@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hetseq import ConfigError, DataError
+from preprocessing import wordpiece
 from preprocessing.wordpiece import SPECIAL_TOKENS, Encoder, Vocabulary, read_vocabulary, train_vocabulary
 from tasks.bert_vocab import read_vocab
 
@@ -39,6 +41,7 @@ def pieces(vocabulary: Vocabulary, sentence: str) -> list[str]:
 # Training
 
 TRAIN_AGAIN = """
+from preprocessing import wordpiece
 from preprocessing.wordpiece import train_vocabulary
 from tests.unit.test_wordpiece import SENTENCES
 import sys
@@ -180,3 +183,26 @@ def test_the_published_vocabulary_is_read_and_applied(shared_data: Callable[[str
     assert pieces(vocabulary, "“Is he married, or unmarried?”") == (
         ["“", "is", "he", "married", ",", "or", "unmarried", "?", "”"]
     )
+
+
+def test_words_that_are_remembered_have_the_ids_of_whole_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    letters = "abcdefgxyzÉéßİΣς中́ٱ"
+    tokens = [*letters.lower(), *(f"##{c}" for c in letters.lower()), *".,!“”’—…-'[]*", "unk", "##unk", "mask"]
+    vocabulary = Vocabulary((*SPECIAL_TOKENS, *dict.fromkeys(tokens)))
+    chance = np.random.default_rng(0)
+    signs = [*letters, *".,!“”’—…-'[]*", "[UNK]", "[MASK]", "\x01", "\u200b", "\u0301", "\u3000x", "Dž"]
+    sentences = [
+        " ".join("".join(chance.choice(signs, size=chance.integers(0, 5))) for _ in range(chance.integers(1, 6)))
+        for _ in range(400)
+    ]
+    encoder = Encoder(vocabulary)
+    expected = [encoder._tokenizer.encode(sentence, add_special_tokens=False).ids for sentence in sentences]
+    for most in (1_000_000, 10):
+        monkeypatch.setattr(wordpiece, "_MOST_WORDS", most)
+        for start in range(0, 400, 50):
+            ids, lengths = encoder.encode_joined(sentences[start : start + 50])
+            assert ids.tolist() == [number for each in expected[start : start + 50] for number in each]
+            assert lengths.tolist() == [len(each) for each in expected[start : start + 50]]
+    assert len(encoder._numbers) < 300  # of 50 sentences, not of 400
+    assert encoder.encode([]) == []
+    assert [ids.tolist() for ids in encoder.encode(sentences)] == expected
