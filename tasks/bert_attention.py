@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tasks.bert_packing import Sequences
+from tasks.dropout import drop
 
 #: queries, keys and values
 Parts = tuple[Tensor, Tensor, Tensor]
@@ -51,6 +52,11 @@ def within(sequences: Sequences) -> Attend:
 
 def _attend(parts: Parts, rate: float, *, mask: Tensor | None) -> Tensor:
     query, key, value = (part.transpose(1, 2) for part in parts)  # (n, heads, L, size)
+    if rate and query.device.type == "cpu":  # torch has no kernel for it there, and a slow dropout
+        scores = query * query.shape[-1] ** -0.5 @ key.transpose(2, 3)  # (n, heads, L, L)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        return (drop(scores.softmax(dim=3), rate) @ value).transpose(1, 2)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=rate).transpose(1, 2)
 
 

@@ -12,6 +12,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from tasks.bert_model import BertConfig, BertForPreTraining
+from tasks.dropout import Dropout
 
 
 class BertForTokenClassification(nn.Module):
@@ -25,7 +26,7 @@ class BertForTokenClassification(nn.Module):
         self.config, self.labels = config, labels
         self.bert = BertForPreTraining(config).bert
         self.bert.register_module("pooler", nn.Identity())  # nobody asks for what it would give
-        self.dropout = nn.Dropout(config.hidden_dropout_prob if dropout is None else dropout)
+        self.dropout = Dropout(config.hidden_dropout_prob if dropout is None else dropout)
         self.classifier = _classifier(config, labels)
 
     def forward(
@@ -44,7 +45,7 @@ class BertForSequenceClassification(nn.Module):
         super().__init__()
         self.config, self.labels = config, labels
         self.bert = BertForPreTraining(config).bert
-        self.dropout = nn.Dropout(config.hidden_dropout_prob if dropout is None else dropout)
+        self.dropout = Dropout(config.hidden_dropout_prob if dropout is None else dropout)
         self.classifier = _classifier(config, labels)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor) -> Tensor:

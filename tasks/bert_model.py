@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from hetseq import DataError
 from tasks.bert_attention import Attend, among_rows, within
 from tasks.bert_packing import Sequences
+from tasks.dropout import Dropout
 from tasks.network_json import (
     ACTIVATIONS,
     LARGEST_SIZE,
@@ -283,7 +284,7 @@ class _Embeddings(nn.Module):
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, size)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, size)
         self.LayerNorm = nn.LayerNorm(size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         # (n, L, hidden_size), or (T, hidden_size) with the positions (T,) of the tokens
@@ -351,7 +352,7 @@ class _AddAndNorm(nn.Module):
         super().__init__()
         self.dense = nn.Linear(in_features, config.hidden_size)
         self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(self, x: Tensor, around: Tensor) -> Tensor:
         return cast(Tensor, self.LayerNorm(self.dropout(self.dense(x)) + around))
