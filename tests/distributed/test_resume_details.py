@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,11 @@ import torch
 
 from hetseq import ConfigError, HetSeqError, Task
 from hetseq.comm import AnyGroup, LocalGroup
+from hetseq.controller import TrainingState
+from hetseq.errors import CheckpointMismatch
+from hetseq.plan import GlobalBatch
+from hetseq.resuming import check_provenance
+from hetseq.saving import Provenance, describe
 from tests.support import toys
 from tests.support.lives import Life, Line, begin, live, words
 from tests.support.ranks import run_ranks
@@ -220,6 +226,15 @@ def test_what_decides_the_order_of_samples_must_stay(flags: str, told: str, tmp_
     assert told in str(other.error)
     assert "--reset-dataloader" in str(other.error)
     assert other.losses == []
+
+
+def test_an_older_checkpoint_was_not_shuffled_in_blocks() -> None:
+    here = Provenance("Line", "SGD", 1, "train", 40, 0, "fp64", GlobalBatch(8))
+    saved = describe(TrainingState(), here, None)
+    del saved["shuffle_block"]
+    check_provenance(saved, here, [])
+    with pytest.raises(CheckpointMismatch, match="leave out --shuffle-block"):
+        check_provenance(saved, dataclasses.replace(here, shuffle_block=4), [])
 
 
 def test_an_override_of_a_setting_that_the_optimizer_lacks_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -61,6 +61,22 @@ def test_a_checkpoint_holds_the_scale_and_an_older_one_begins_with_the_first() -
     assert read_state(described).loss_scale == LossScale()
 
 
+class Watching(Line):
+    """One that says in which type its validation computes."""
+
+    def metrics(self, model: Any, sample: Any) -> dict[str, tuple[float, float]]:
+        return {"bits": (8.0 * model(sample["x"]).dtype.itemsize, 1.0)}
+
+
+@pytest.mark.parametrize(("name", "bits"), [("bf16", 16), ("fp32", 32), ("fp64", 64)])
+def test_validation_computes_as_training_does(tmp_path: Path, name: str, bits: int) -> None:
+    recorder = Recorder()
+    text = f"--precision {name} --max-update 1"
+    with begin(LocalGroup(), prepared(tmp_path), words(text, validate=True), Watching, recorder) as session:
+        session.train()
+    assert [row["valid_bits"] for row in recorder.validations] == [bits]
+
+
 class Steep(Line):
     """One whose gradient is about 60: times the first scale it is no number of fp16."""
 
