@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from figures import busy_mark, json_line, paired, spread, stretch, table
+from workloads import their_bert_loss
 
 from hetseq.processes import keep_freed_memory
 from tasks.bert_model import TIED_NAMES, BertConfig, BertForPreTraining
@@ -76,20 +77,6 @@ def our_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(words, batch["masked_ids"]) + F.cross_entropy(pairs, batch["next_sentence_labels"])
 
 
-def their_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """The same, as transformers have it: a label for every token, -100 where there is nothing to predict."""
-    labels = torch.full((batch["input_ids"].numel(),), -100)
-    labels[batch["masked_positions"]] = batch["masked_ids"]
-    loss: torch.Tensor = model(
-        input_ids=batch["input_ids"],
-        token_type_ids=batch["token_type_ids"],
-        attention_mask=batch["attention_mask"].long(),
-        labels=labels.view_as(batch["input_ids"]),
-        next_sentence_label=batch["next_sentence_labels"],
-    ).loss
-    return loss
-
-
 # Speed
 
 
@@ -99,7 +86,7 @@ def report_speed(options: argparse.Namespace) -> None:
     theirs, batch = theirs_like(ours, config(options.layers, options.hidden, dropout=0)), made_up(options.rows)
     check_same(ours, theirs, batch)
     times = in_turn(
-        {"here": lambda: step(ours, our_loss, batch), "transformers": lambda: step(theirs, their_loss, batch)},
+        {"here": lambda: step(ours, our_loss, batch), "transformers": lambda: step(theirs, their_bert_loss, batch)},
         options.rounds,
     )
     found: dict[str, Any] = {}
@@ -135,7 +122,7 @@ def theirs_like(ours: BertForPreTraining, sizes: BertConfig) -> torch.nn.Module:
 
 def check_same(ours: torch.nn.Module, theirs: torch.nn.Module, batch: Batch) -> None:
     """Raises ValueError unless both have the same loss and gradients, in single precision."""
-    losses = [step(ours, our_loss, batch), step(theirs, their_loss, batch)]
+    losses = [step(ours, our_loss, batch), step(theirs, their_bert_loss, batch)]
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     apart = max(
         float((parameter.grad - gradients[name]).norm() / parameter.grad.norm().clamp(min=1e-3))

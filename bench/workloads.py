@@ -110,11 +110,11 @@ def with_transformers(work: Workload) -> Workload:
         assert isinstance(ours, BertForPreTraining), f"{work.name} is no BERT"
         return Theirs(TheirConfig(**dataclasses.asdict(ours.config)))
 
-    return dataclasses.replace(work, build=build, loss=_their_bert_loss)
+    return dataclasses.replace(work, build=build, loss=their_bert_loss)
 
 
-def _their_bert_loss(model: torch.nn.Module, sample: Any) -> torch.Tensor:
-    """A label for every token, -100 where there is nothing to predict."""
+def their_bert_loss(model: torch.nn.Module, sample: Any) -> torch.Tensor:
+    """The same mean loss as transformers have it: a label for every token, -100 where nothing is to be predicted."""
     labels = torch.full((sample["input_ids"].numel(),), -100)
     labels[sample["masked_positions"]] = sample["masked_ids"]
     loss: torch.Tensor = model(
