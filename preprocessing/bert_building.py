@@ -135,7 +135,7 @@ class Builder:
         # the rows of the splits have the seeds (seed, 0 or 1, ...)
         chance = np.random.default_rng((self._options.seed, len(SPLITS)))
         kept = plain_text.hold_out(counts, self._options.test_share, chance)
-        self._say(f"text: {many(len(counts), 'document')}, {many(sum(counts), 'sentence')}")
+        self._say(f"text: {plain_text.many(len(counts), 'document')}, {plain_text.many(sum(counts), 'sentence')}")
         return Sentences(pieces, np.array(counts, np.int64), kept)
 
     def vocabulary(self, given: Vocabulary | None, sentences: Sentences) -> tuple[Vocabulary, Words]:
@@ -216,16 +216,16 @@ class Builder:
 
     def _check(self, split: Split, rows: int) -> None:
         options, facts = self._options, split.corpus.facts
-        found = f"{options.named}: the {split.name} part has {many(facts['sentences'], 'sentence')}"
+        found = f"{options.named}: the {split.name} part has {plain_text.many(facts['sentences'], 'sentence')}"
         if rows == 0:
             is_test = split.name == SPLITS[1]
             remedy = "raise --test-share, or hold nothing out with --test-share 0" if is_test else "give more text"
             raise DataError(
-                f"{found} in {many(facts['documents'], 'document')} and no two that follow each other;"
+                f"{found} in {plain_text.many(facts['documents'], 'document')} and no two that follow each other;"
                 f" {remedy}, or name the right --format ({options.form} here)"
             )
         if split.name == SPLITS[0] and options.files is not None and rows < options.files:
-            raise DataError(f"{found}, which give {many(rows, 'row')}, too few for --files {options.files}")
+            raise DataError(f"{found}, which give {plain_text.many(rows, 'row')}, too few for --files {options.files}")
 
 
 def text_of(options: Options, crew: Crew, *, say: Callable[[str], None], track: Track) -> Text:
@@ -254,8 +254,3 @@ def key_of(options: Options, sources: Sequence[Source], vocabulary: Vocabulary |
         "sources": [asdict(source) for source in sources],
         "vocabulary": vocabulary and vocabulary.sha256(),
     }
-
-
-def many(count: int, thing: str) -> str:
-    """Some things in words."""
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"

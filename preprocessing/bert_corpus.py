@@ -35,7 +35,7 @@ from hetseq import ConfigError, DataError, HetSeqError, __version__
 from tasks.record_index import FORMAT, VERSION
 
 from . import bert_hdf5, bert_pieces, corpus_folder, plain_text, wordpiece
-from .bert_building import Builder, Shard, Text, key_of, many, text_of
+from .bert_building import Builder, Shard, Text, key_of, text_of
 from .bert_options import HDF5, OUTPUT_FORMATS, RECORDS, Options
 from .bert_pairs import Integers
 from .bert_pieces import ROWS_AT_ONCE, RowJob
@@ -240,7 +240,7 @@ def _in_words(split: dict[str, Any]) -> str:
     unknown = split["unknown_tokens"] / split["tokens"]
     aside = f" ({unknown:.1%} [UNK])" if unknown > 0.01 else ""  # not worth a word in English with BERT's vocabulary
     return (
-        f"{many(_rows(split), 'row')} from {many(split['tokens'], 'token')}{aside};"
+        f"{plain_text.many(_rows(split), 'row')} from {plain_text.many(split['tokens'], 'token')}{aside};"
         f" {split['masked_tokens']:,} masked, {frequent['share']:.1%} of them {frequent['token']!r},"
         f" unigram entropy {split['unigram_entropy']:.2f} nats"
     )

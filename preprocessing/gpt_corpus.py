@@ -40,7 +40,7 @@ from tasks.record_index import GPT_FORMAT, TYPES, VERSION, vocab_digest
 
 from . import byte_pairs, plain_text
 from .corpus_folder import FACTS, GPT_MODEL, staged
-from .plain_text import Document, printable
+from .plain_text import Document, many, printable
 from .progress import Track, bar, bars
 from .python_text import python_documents
 from .records import ROWS_PER_FILE, Ragged, Rows, columns_in_json, write_split
@@ -136,7 +136,7 @@ def make_corpus(
             split: [Document(document.name, own) for document, own in zip(documents, lines) if own]
             for split, lines in zip(_SPLITS, _cut(documents, kept.tolist()))
         }
-        say(f"text: {_many(len(documents), 'document')}, {_many(sum(map(_characters, documents)), 'character')}")
+        say(f"text: {many(len(documents), 'document')}, {many(sum(map(_characters, documents)), 'character')}")
         del documents
         tokenizer = tokenizer or _trained(options, halves["train"], say)
         end = byte_pairs.end_of_text(tokenizer, options.end_of_text)
@@ -286,7 +286,7 @@ def _check(split: str, ids: Ids, options: Options) -> None:
     if len(ids) < 2:
         remedy = "raise --test-share, or hold nothing out with --test-share 0" if split == "test" else "give more text"
         raise DataError(
-            f"{_named(options)}: the {split} part has {_many(len(ids), 'token')}, expected 2 at least; {remedy} (of"
+            f"{_named(options)}: the {split} part has {many(len(ids), 'token')}, expected 2 at least; {remedy} (of"
             f" fewer than {plain_text.WHOLE_DOCUMENTS} documents the last lines are held out, of more whole ones)"
         )
 
@@ -331,8 +331,8 @@ def _about(ids: Ids, length: int, tokenizer: Tokenizer) -> dict[str, Any]:
 def _in_words(split: dict[str, Any]) -> str:
     frequent = split["most_frequent"]
     return (
-        f"{_many(split['rows'], 'row')} from {_many(split['tokens'], 'token')} of"
-        f" {_many(split['documents'], 'document')};"
+        f"{many(split['rows'], 'row')} from {many(split['tokens'], 'token')} of"
+        f" {many(split['documents'], 'document')};"
         f" {split['predicted_tokens']:,} predicted, {frequent['share']:.1%} of them {frequent['token']!r}, unigram"
         f" entropy {split['unigram_entropy']:.2f} nats"
     )
@@ -369,10 +369,6 @@ def _stated(options: Options) -> dict[str, Any]:
 
 def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _many(count: int, thing: str) -> str:
-    return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 # The command line

@@ -82,6 +82,11 @@ def printable(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
+def many(count: int, thing: str) -> str:
+    """Some things in words."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
 def documents_of(text: str, form: str) -> list[list[str]]:
     """The sentences of each document of a text in the convention `form`, a key of FORMATS; some may have none.
 
