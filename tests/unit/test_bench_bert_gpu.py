@@ -89,6 +89,17 @@ def test_what_flash_attention_computes_anew_is_not_useful() -> None:
 # Steps.
 
 
+def test_made_up_rows_differ_in_their_words_and_not_in_their_work() -> None:
+    one, other = (batch_of(8, 0.68, seed) for seed in (0, 1))
+    assert not torch.equal(one["input_ids"], other["input_ids"])
+    for batch in (one, other):
+        lengths = batch["attention_mask"].sum(dim=1)
+        assert lengths.sort().values.equal(one["attention_mask"].sum(dim=1).sort().values)
+        assert len(batch["masked_ids"]) == len(one["masked_ids"])
+        assert batch["attention_mask"].flatten()[batch["masked_positions"]].all()
+        assert (batch["masked_positions"] % 16).all()  # [CLS] is not masked
+
+
 def test_all_that_a_step_reads_is_on_the_device() -> None:
     training, _ = training_on("meta")  # which mixes with a CPU as little as a GPU does
     model = training.model
@@ -107,7 +118,10 @@ def test_a_step_clips_and_updates(optimizer: str) -> None:
     training, _ = training_on("cpu", dropout=0.0, words=["--optimizer", optimizer])
     data = training.data(batch_of(4, 1.0), is_packed=True)
     training.clip_norm = 0.01
+    types: set[torch.dtype] = set()
+    training.model.register_forward_hook(lambda _, __, logits: types.update(each.dtype for each in logits))
     losses = [training.step(data) for _ in range(4)]
+    assert types == {torch.bfloat16}
     assert losses == sorted(losses, reverse=True)
     assert len(set(losses)) == 4
     gradients = [parameter.grad for parameter in training.model.parameters()]
