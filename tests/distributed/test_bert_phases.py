@@ -170,16 +170,16 @@ def last_steps(group: AnyGroup, first: tuple[str, list[str]], others: list[tuple
 
 def test_the_last_step_is_known_where_updates_or_epochs_are_counted_anew(tmp_path: Path) -> None:
     short, long = folder(tmp_path / "short", length=32), folder(tmp_path / "long", length=64)
-    first = prepared(tmp_path / "one")  # ends with step 5, which is an epoch
+    first = prepared(tmp_path / "one")  # ends with the first step of its second epoch
     elsewhere = f"--global-batch-size 4 --restore-file {first}"
     expected = {
-        f"{elsewhere} {ANEW} --max-update 4": 9,
+        f"{elsewhere} {ANEW} --max-update 4": 10,
         f"{elsewhere} --reset-dataloader --max-update 9": 9,
-        f"{elsewhere} {ANEW} --max-epoch 2": 25,  # two epochs of 10 steps
-        f"{elsewhere} {ANEW} --max-epoch 2 --max-update 19": 24,
+        f"{elsewhere} {ANEW} --max-epoch 2": 26,  # two epochs of 10 steps
+        f"{elsewhere} {ANEW} --max-epoch 2 --max-update 19": 25,
         f"{elsewhere} {ANEW}": None,
         f"--global-batch-size 8 --restore-file {first} --max-epoch 3": 15,
     }
     others = [(prepared(tmp_path / f"{number}"), words(long, text)) for number, text in enumerate(expected)]
-    (found,) = run_ranks(last_steps, 1, (first, words(short, ONE)), others)
+    (found,) = run_ranks(last_steps, 1, (first, words(short, f"{ONE} --max-update 6")), others)
     assert dict(zip(expected, found, strict=True)) == expected

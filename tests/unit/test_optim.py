@@ -227,11 +227,16 @@ def test_an_update_of_lamb_by_hand() -> None:
     assert alone.tolist() == pytest.approx([2.994, 3.994], abs=1e-12)
 
 
-def test_an_override_gives_biases_and_norms_a_trust_ratio_too() -> None:
-    config = config_of("lamb", decay_all=False)
-    optimizer = lamb(parameter_groups(nn.Linear(3, 2), config), config)
-    assert [group["has_trust_ratio"] for group in optimizer.param_groups] == [True, False]
-    assert "has_trust_ratio" in optimizer.defaults  # what --optimizer-overrides may name
+def test_what_is_decayed_has_a_trust_ratio_and_an_override_may_say_otherwise() -> None:
+    def ratios(model: nn.Module, *, decay_all: bool) -> list[bool]:
+        config = config_of("lamb", decay_all=decay_all)
+        return [group["has_trust_ratio"] for group in lamb(parameter_groups(model, config), config).param_groups]
+
+    assert ratios(nn.Linear(3, 2), decay_all=False) == [True, False]
+    assert ratios(nn.LayerNorm(3), decay_all=False) == [False]
+    assert ratios(nn.LayerNorm(3), decay_all=True) == [True]
+    # what --optimizer-overrides may name; a layer of one's own has the ratio of the paper
+    assert Lamb([{"params": [nn.Parameter(torch.ones(2))]}]).defaults["has_trust_ratio"] is True
 
 
 def test_a_layer_of_zeros_has_a_trust_ratio_of_one() -> None:
