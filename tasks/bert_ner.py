@@ -75,20 +75,24 @@ class BertNerTask(Task):
         return {"loss": F.cross_entropy(_logits(model, sample), tags, reduction="sum")}
 
     def metrics(self, model: nn.Module, sample: Batch) -> dict[str, tuple[float, float]]:
-        """`f1`, `precision` and `recall` of entities, and `token_accuracy` of words; words cut off were found O.
+        """`f1`, `precision` and `recall` of entities, `token_f1` and `token_accuracy` of words; cut off words were O.
 
-        Each is a quotient of sums over sentences: F1 = 2 right / (found + there), as in seqeval's micro average.
+        Each is a quotient of sums over sentences: F1 = 2 right / (found + there), as in seqeval's micro average. For
+        that of words, those tagged O are neither found nor there.
         """
-        found = there = right = hits = words = 0
+        found = there = right = hits = words = tagged = outside_hits = 0
         for predicted, expected in zip(self._tags(model, sample), self._expected(sample)):
             entities = tally(predicted, expected)
             found, there, right = found + entities.found, there + entities.there, right + entities.right
             hits += sum(one == other for one, other in zip(predicted, expected))
             words += len(expected)
+            tagged += sum(tag != OUTSIDE for tag in (*predicted, *expected))
+            outside_hits += sum(one == other == OUTSIDE for one, other in zip(predicted, expected))
         return {
             "f1": (2.0 * right, float(found + there)),
             "precision": (float(right), float(found)),
             "recall": (float(right), float(there)),
+            "token_f1": (2.0 * (hits - outside_hits), float(tagged)),
             "token_accuracy": (float(hits), float(words)),
         }
 

@@ -93,8 +93,16 @@ def validated(task: Any, model: torch.nn.Module, dataset: Any, cap: int) -> dict
 
     source = Source(dataset, dataset.collater, count, lambda sample: sample, 1, seed=7)
     validator = Validator("valid", source, MicroBatchCap(cap), None, ("loss",), (1.0,))
-    assert validator.names(task, model) == ["loss", "f1", "precision", "recall", "token_accuracy"]
+    assert validator.names(task, model) == ["loss", "f1", "precision", "recall", "token_accuracy", "token_f1"]
     return validator.evaluate(task, model, LocalGroup(), lambda total: assign_shares(total, (1.0,)))
+
+
+def token_f1(tags: list[tuple[str, str]]) -> float:
+    """The harmonic mean of precision and recall of the words that are not O, of (right, found) of each word."""
+    hits = sum(right == found != "O" for right, found in tags)
+    precision = hits / sum(found != "O" for _, found in tags)
+    recall = hits / sum(right != "O" for right, _ in tags)
+    return 2 * precision * recall / (precision + recall)
 
 
 class Numbered:
@@ -147,6 +155,7 @@ def test_the_numbers_of_a_split_are_those_of_all_its_sentences_at_once(
             "f1": 2 * precision * recall / (precision + recall),
             "precision": precision,
             "recall": recall,
+            "token_f1": token_f1(tags),
             "token_accuracy": sum(a == b for a, b in tags) / len(tags),
         }
     assert {name: numbers[name] for name in expected} == pytest.approx(expected, abs=1e-9, rel=0)
@@ -198,7 +207,8 @@ def test_words_that_are_cut_off_are_no_loss_and_count_as_missed(
     model = lambda *inputs: torch.nn.functional.one_hot(torch.tensor(tags), len(task.labels)).float()  # noqa: E731
     assert task.predictions(model, batch) == ["O O O B-LOC O O", "S-PER"]
     assert task.metrics(model, batch) == {
-        "f1": (4.0, 5.0), "precision": (2.0, 2.0), "recall": (2.0, 3.0), "token_accuracy": (6.0, 7.0),
+        "f1": (4.0, 5.0), "precision": (2.0, 2.0), "recall": (2.0, 3.0), "token_f1": (4.0, 5.0),
+        "token_accuracy": (6.0, 7.0),
     }  # fmt: skip
 
 
