@@ -19,6 +19,7 @@ from hetseq.comm import LocalGroup
 from hetseq.precision import PRECISIONS
 from tasks.bert_packing import pack
 from tasks.layer_stack import LayerStack, checkpoint_activations_
+from tasks.pretrained import write_pretrained
 from tests.support import bert, gpt, gpt_records, labelled
 from tests.support.gpt import LAYOUTS
 from tests.support.training import prepared, train
@@ -195,6 +196,9 @@ def test_every_task_with_layers_has_it_and_nodes_may_differ_in_it(name: str, tmp
         return {module.keeps_only_inputs for module in model.modules() if isinstance(module, LayerStack)}
 
     assert (stacks(), stacks(FLAG)) == ({False}, {True})
+    if not words:  # the others have one way to their network
+        write_pretrained(labelled.make(name, data, []).build_model(), tmp_path / "start")
+        assert stacks("--init-from", str(tmp_path / "start"), FLAG) == {True}
     section = registry.options_of("task", name)
     assert section is not None
     assert option_fields([section()]) == option_fields([section(activation_checkpointing=True)])
