@@ -18,18 +18,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bert_step import LENGTH, WORDS, config
+from bert_step import LENGTH, config
 from figures import busy_mark, json_line, paired, spread, stretch, table
+from made_up import Batch, made_up
 
 from hetseq.processes import keep_freed_memory
 from tasks.bert_model import BertForPreTraining
 from tasks.bert_packing import pack
 
-BATCHES, WARM_UP, MASKED_SHARE, CLIP_NORM = 4, 3, 0.15, 1.0
+BATCHES, WARM_UP, CLIP_NORM = 4, 3, 1.0
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 HEADS = ("real tokens", "precision", "padded, CPU ms", "packed, CPU ms", "x, CPU", "x, wall", "of the ideal", "n")
-
-Batch = dict[str, Any]
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -65,27 +64,6 @@ def main() -> None:
             for precision in PRECISIONS
         ]
     report(rows, arguments)
-
-
-def made_up(rows: int, share: float, seed: int) -> Batch:
-    """A padded batch of which `share` of the tokens are real, as near as whole tokens come."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.linspace((2 * share - 1) * LENGTH, LENGTH, rows).round().long() if rows > 1 else torch.tensor([128])
-    lengths = lengths[torch.randperm(rows, generator=generator)]
-    is_real = torch.arange(LENGTH) < lengths[:, None]
-    order = torch.rand(rows, LENGTH, generator=generator).masked_fill(~is_real, 2.0)
-    order[:, 0] = 2.0  # [CLS] is not masked
-    counts = (lengths * MASKED_SHARE).round().clamp(min=1)
-    is_masked = order.argsort(dim=1).argsort(dim=1) < counts[:, None]
-    places = is_masked.flatten().nonzero()[:, 0]
-    return {
-        "input_ids": torch.randint(1000, WORDS, (rows, LENGTH), generator=generator) * is_real,
-        "token_type_ids": ((torch.arange(LENGTH) >= lengths[:, None] // 2) & is_real).long(),
-        "attention_mask": is_real,
-        "masked_positions": places,
-        "masked_ids": torch.randint(1000, WORDS, (len(places),), generator=generator),
-        "next_sentence_labels": torch.arange(rows) % 2,
-    }
 
 
 def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:

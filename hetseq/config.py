@@ -234,10 +234,15 @@ class OptimizationConfig:
     )
     lr_scheduler: str = option(
         "PolynomialDecayScheduler",
-        "polynomial (PolynomialDecayScheduler), constant, cosine, or your own",
+        "polynomial (PolynomialDecayScheduler), polynomial_from_zero (as in the published recipes of BERT: the decay"
+        " counts from step 0), constant, cosine, or your own",
         metavar="NAME",
     )
-    warmup_updates: int = option(0, "raise the learning rate linearly from 0 over N steps", metavar="N")
+    warmup_updates: float = option(
+        0,
+        "raise the learning rate linearly from 0 over N steps; N below 1 is a share of the total",
+        metavar="N",
+    )
     total_num_update: int = option(1_000_000, "steps after which the decay has ended", metavar="N")
     end_learning_rate: float = option(0.0, "learning rate at the end of the decay", metavar="LR")
     power: float = option(1.0, "exponent of the polynomial decay", metavar="P")
@@ -267,13 +272,20 @@ class OptimizationConfig:
         _require(0 <= self.adadelta_rho <= 1, "adadelta_rho", self.adadelta_rho, "a number from 0 to 1")
         is_pair = len(self.adam_betas) == 2 and all(0 <= beta < 1 for beta in self.adam_betas)
         _require(is_pair, "adam_betas", self.adam_betas, "two numbers from 0 up to, not including, 1")
+        is_whole = self.warmup_updates < 1 or self.warmup_updates == int(self.warmup_updates)
+        expected = "a whole number of steps, or a share of --total-num-update, as in 0.1"
+        _require(is_whole, "warmup_updates", self.warmup_updates, expected)
         # Only the schedules that read it: one of the user's own may know nothing of a total.
-        decays = self.lr_scheduler in ("polynomial", "PolynomialDecayScheduler", "cosine")
-        if decays and self.warmup_updates >= self.total_num_update:
+        decays = self.lr_scheduler in ("polynomial", "PolynomialDecayScheduler", "polynomial_from_zero", "cosine")
+        if decays and self.warmup_steps() >= self.total_num_update:
             raise ConfigError(
-                f"--warmup-updates {self.warmup_updates} leaves nothing of --total-num-update {self.total_num_update}:"
-                " make the total larger than the warm-up"
+                f"--warmup-updates {self.warmup_updates:.0f} leaves nothing of --total-num-update"
+                f" {self.total_num_update}: make the total larger than the warm-up"
             )
+
+    def warmup_steps(self) -> float:
+        """The steps of the warm-up; a share of the total is not rounded."""
+        return self.warmup_updates * (self.total_num_update if self.warmup_updates < 1 else 1)
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,21 @@ Schedule = Callable[[int, int], float]
 
 def polynomial(config: OptimizationConfig, options: Any = None) -> Schedule:
     """From the base rate down to `end_learning_rate` at update `total_num_update`, as remaining ** power."""
+    return _warmed_up(config, _until_total(config, _power_of(config), begin=config.warmup_steps()))
 
-    def decay(base: float, remaining: float) -> float:
-        return float((base - config.end_learning_rate) * remaining**config.power + config.end_learning_rate)
 
-    return _warmed_up(config, _until_total(config, decay))
+def polynomial_from_zero(config: OptimizationConfig, options: Any = None) -> Schedule:
+    """The decay of `polynomial`, but counted from update 0 as if there were no warm-up, which only covers its begin.
+
+    So the rate falls at once where the warm-up ends, from nearly the base rate to what the decay has reached by then:
+
+        warm-up of W updates, total T:  lr n / W  for n < W,  else  (lr - end) (1 - n / T) ** power + end
+
+    for n updates made so far. It is the schedule of Google's BERT (optimization.py of google-research/bert, power 1)
+    and of NVIDIA's LAMB (PolyWarmUpScheduler of DeepLearningExamples, power 0.5; there n is 1 at the first update).
+    """
+    warmup, decay = config.warmup_steps(), _until_total(config, _power_of(config), begin=0)
+    return _warmed_up(config, decay, last=math.ceil(warmup) - 1)
 
 
 def cosine(config: OptimizationConfig, options: Any = None) -> Schedule:
@@ -34,7 +44,7 @@ def cosine(config: OptimizationConfig, options: Any = None) -> Schedule:
         end = config.end_learning_rate
         return end + (base - end) * (1 - math.cos(math.pi * remaining)) / 2
 
-    return _warmed_up(config, _until_total(config, decay))
+    return _warmed_up(config, _until_total(config, decay, begin=config.warmup_steps()))
 
 
 def constant(config: OptimizationConfig, options: Any = None) -> Schedule:
@@ -42,27 +52,42 @@ def constant(config: OptimizationConfig, options: Any = None) -> Schedule:
     return _warmed_up(config, lambda base, num_updates: base)
 
 
-def _warmed_up(config: OptimizationConfig, after: Callable[[float, int], float]) -> Schedule:
-    """Linear from 0 until `warmup_updates` (the first update has rate 0, as in 2020), then `after(base, updates)`."""
-    rates, warmup, frozen_epoch = learning_rates(config), config.warmup_updates, config.force_anneal
+def _warmed_up(
+    config: OptimizationConfig, after: Callable[[float, int], float], *, last: int | None = None
+) -> Schedule:
+    """Linear from 0 (the first update has rate 0, as in 2020) up to update `last`, then `after(base, updates)`.
+
+    The base rate is reached, or would be, at `warmup_steps`; by default that is where the warm-up ends.
+    """
+    rates, warmup, frozen_epoch = learning_rates(config), config.warmup_steps(), config.force_anneal
+    end = warmup if last is None else last
 
     def schedule(num_updates: int, epoch: int) -> float:
         base = _base_rate(rates, epoch, frozen_epoch)
-        if warmup > 0 and num_updates <= warmup:
+        if warmup > 0 and num_updates <= end:
             return base * (num_updates / warmup)
         return after(base, num_updates)
 
     return schedule
 
 
-def _until_total(config: OptimizationConfig, decay: Callable[[float, float], float]) -> Callable[[float, int], float]:
-    """`decay(base, remaining)` with remaining from 1 at the end of warm-up to 0; `end_learning_rate` ever after."""
-    warmup, total = config.warmup_updates, config.total_num_update
+def _power_of(config: OptimizationConfig) -> Callable[[float, float], float]:
+    def decay(base: float, remaining: float) -> float:
+        return float((base - config.end_learning_rate) * remaining**config.power + config.end_learning_rate)
+
+    return decay
+
+
+def _until_total(
+    config: OptimizationConfig, decay: Callable[[float, float], float], *, begin: float
+) -> Callable[[float, int], float]:
+    """`decay(base, remaining)` with remaining from 1 at update `begin` to 0; `end_learning_rate` ever after."""
+    total = config.total_num_update
 
     def after(base: float, num_updates: int) -> float:
         if num_updates >= total:
             return config.end_learning_rate
-        return decay(base, 1 - (num_updates - warmup) / (total - warmup))
+        return decay(base, 1 - (num_updates - begin) / (total - begin))
 
     return after
 

@@ -109,8 +109,12 @@ class GradientReducer:
             self._group, self._is_silent = group, False
 
     def norm(self) -> float:
-        """L2 norm of the whole gradient; not finite if any element is not (sync)."""
-        return math.hypot(*(_norm(bucket.flat) for bucket in self._buckets))
+        """L2 norm of the whole gradient; not finite if any element is not (sync, once)."""
+        norm = _hypot([torch.linalg.vector_norm(bucket.flat) for bucket in self._buckets])
+        if math.isfinite(norm):
+            return norm
+        # squares overflow long before their elements do
+        return _hypot([torch.linalg.vector_norm(bucket.flat, dtype=torch.float64) for bucket in self._buckets])
 
     def is_finite(self) -> bool:
         """Every element is finite; exact where a norm may overflow (sync)."""
@@ -182,11 +186,9 @@ class _Hook:
         self._reducer._gradient_arrived(self._index, parameter)
 
 
-def _norm(flat: torch.Tensor) -> float:
-    norm: float = torch.linalg.vector_norm(flat).item()
-    if not math.isfinite(norm):  # squares overflow long before their elements do
-        norm = torch.linalg.vector_norm(flat, dtype=torch.float64).item()
-    return norm
+def _hypot(norms: Sequence[torch.Tensor]) -> float:
+    device = norms[0].device
+    return math.hypot(*torch.stack([norm.to(device, torch.float64) for norm in norms]).tolist())
 
 
 def _divide(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[tuple[int, torch.nn.Parameter]]]:

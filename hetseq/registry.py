@@ -42,6 +42,7 @@ _INCLUDED: dict[str, dict[str, str]] = {
     "lr_scheduler": {
         "polynomial": "hetseq.lr_scheduler:polynomial",
         "PolynomialDecayScheduler": "hetseq.lr_scheduler:polynomial",
+        "polynomial_from_zero": "hetseq.lr_scheduler:polynomial_from_zero",
         "constant": "hetseq.lr_scheduler:constant",
         "cosine": "hetseq.lr_scheduler:cosine",
     },

@@ -403,10 +403,13 @@ def _in_words(batch: GlobalBatch) -> str:
 def check_provenance(saved: Mapping[str, Any], here: Provenance, resets: list[str]) -> None:
     """Raise CheckpointMismatch where the checkpoint is of a run with another result."""
     saved = {"shuffle_block": None, **saved}  # older ones were not shuffled in blocks
+    if saved.get("vocabulary") is None or here.vocabulary is None:
+        saved["vocabulary"] = here.vocabulary  # one of the two does not say
     anew = ", or begin the data anew: --reset-dataloader"
     resets_data = "dataloader" in resets
     checks: list[tuple[str, bool, str]] = [
         ("task", False, "give the same --task"),
+        ("vocabulary", False, "give the --data and the --dict that belong to it"),
         ("precision", False, f"give --precision {saved['precision']}"),
         (
             "optimizer",

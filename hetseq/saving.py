@@ -52,6 +52,7 @@ class Provenance:
     batch: GlobalBatch
     unit_size: int | None = None
     shuffle_block: int | None = None
+    vocabulary: str | None = None  # a digest of what the numbers in the samples mean; None: they do not say
 
 
 @dataclass(frozen=True)
@@ -360,6 +361,7 @@ def describe(
         "precision": provenance.precision,
         "unit_size": provenance.unit_size,
         "shuffle_block": provenance.shuffle_block,
+        "vocabulary": provenance.vocabulary,
         "global_batch": batch_record(provenance.batch),
         "rows": [jsonable(row) for row in rows],
         "optimizer_numbers": None if optimizer_numbers is None else dict(optimizer_numbers),

@@ -28,7 +28,7 @@ from hetseq.commit import Wish
 from hetseq.config import CheckpointConfig, Config, DataConfig, ValidationConfig
 from hetseq.controller import Controller, Halt, TrainingState
 from hetseq.device_memo import DeviceMemo
-from hetseq.errors import ConfigError, DisagreementError
+from hetseq.errors import CheckpointMismatch, ConfigError, DisagreementError
 from hetseq.loader import StepLoader
 from hetseq.material import Material
 from hetseq.membership import Update
@@ -247,6 +247,8 @@ def build_session(
             config=config.optimization, boundary=boundary, terms=material.terms, weights=weights, state=state,
             memory=_memory_of(device), wish=wish, step_deadline_s=config.distributed.step_deadline,
         )  # fmt: skip
+        if beginning is not None and not beginning.is_own and controller.has_ended():
+            _refuse_to_do_nothing(config.checkpoint, state)
         # Only now, when nothing is left to refuse, does the run directory learn of this start.
         if beginning is not None:
             begin_from(beginning, directory, saver, sharing, metrics=metrics)
@@ -256,7 +258,7 @@ def build_session(
         if replicas is not None and is_first:
             replicas.check(state.position.step - 1, (1,) * group.world_size)
         undo.pop_all()
-    metrics.set_total(_total_steps(config, len(material.train), provenance.batch))
+    metrics.set_total(_total_steps(config, len(material.train), provenance.batch, state))
     status.write(0.0, force=True, step=state.position.step - 1, state="start" if is_first else "train")
     if is_first or carried is None:
         _say_what_runs(controller, material)
@@ -359,6 +361,7 @@ def _provenance(config: Config, material: Material, replica: Replica, batch: Glo
         batch=batch,
         unit_size=config.data.unit_size,
         shuffle_block=config.data.shuffle_block,
+        vocabulary=getattr(material.train, "vocabulary_digest", None),
     )
 
 
@@ -395,6 +398,15 @@ def _override(optimizer: torch.optim.Optimizer, config: CheckpointConfig) -> Non
         group.update(overrides)
 
 
+def _refuse_to_do_nothing(config: CheckpointConfig, state: TrainingState) -> None:
+    """Raise CheckpointMismatch for a run that begins where another one ended, and would end there as well."""
+    raise CheckpointMismatch(
+        f"--restore-file {config.restore_file} has made {state.updates} updates and is in epoch {state.position.epoch},"
+        " where this command would end before its first step: ask for more with --max-update or --max-epoch, or count"
+        " updates anew with --reset-lr-scheduler and epochs with --reset-dataloader"
+    )
+
+
 def _num_workers(asked: int, device: torch.device) -> int:
     return asked if asked >= 0 else 2 if device.type == "cuda" else 0
 
@@ -415,14 +427,19 @@ def _schedule(config: Config) -> Callable[[int, int], float]:
     return schedule
 
 
-def _total_steps(config: Config, samples: int, batch: GlobalBatch) -> int | None:
-    """Steps of the whole run as far as they are known beforehand."""
-    limits = [config.optimization.max_update] if config.optimization.max_update else []
+def _total_steps(config: Config, samples: int, batch: GlobalBatch, state: TrainingState) -> int | None:
+    """The last step of the run as far as it is known beforehand; updates and epochs may have been counted anew."""
+    place, limits = state.position, []
+    if config.optimization.max_update:
+        limits.append(config.optimization.max_update - state.updates)
     if config.optimization.max_epoch:
-        epochs = [steps_in_epoch(samples, batch, epoch) for epoch in range(1, config.optimization.max_epoch + 1)]
+        epochs = [
+            steps_in_epoch(samples - (place.consumed if epoch == place.epoch else 0), batch, epoch)
+            for epoch in range(place.epoch, config.optimization.max_epoch + 1)
+        ]
         if None not in epochs:
             limits.append(sum(steps or 0 for steps in epochs))
-    return min(limits, default=None)
+    return place.step - 1 + min(limits) if limits else None
 
 
 def _say_what_runs(controller: Controller, material: Material) -> None:

@@ -83,7 +83,8 @@ class Task:
         """The samples of `split`, a map-style data set; None or MissingSplitError if there is no such split.
 
         On several nodes HetSeq compares a few samples before the first step. A data set may have an attribute `files`,
-        a list of the paths that it reads: then names, sizes and blocks of these files are compared as well.
+        a list of the paths that it reads: then names, sizes and blocks of these files are compared as well. One with
+        `vocabulary_digest`, text that says which word is which number, goes on from no checkpoint with another one.
         """
         raise TaskFileError(f"{type(self).__name__} has no load_dataset(split)")
 

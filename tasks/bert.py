@@ -27,7 +27,7 @@ from tasks.bert_vocab import check_same_vocab, check_vocab, find_vocab_in, read_
 from tasks.layer_stack import checkpoint_activations_
 from tasks.options import BertOptions
 from tasks.pretrained import init_config, read_bert, read_files, write_pretrained
-from tasks.record_index import Index
+from tasks.record_index import Index, vocab_digest
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ class BertTask(Task):
             self._check_other_splits(dataset.files, split)
         else:
             dataset = self._records(index, split, config)
+        vocab = self._vocab_file()
+        dataset.vocabulary_digest = None if vocab is None else vocab_digest(read_vocab(vocab))
         # for the nodes of a run to compare; what options name is compared by itself
         own = [self._config_file() if self.config.task.config_file is None else None]
         own += [self._vocab_file() if self.config.task.vocab_file is None else None]

@@ -76,6 +76,8 @@ class BertDataset(Dataset[Row]):
     each process opens the files for itself. With `is_packed` batches are those of `bert_packing`.
     """
 
+    vocabulary_digest: str | None = None  # of `vocab_digest`
+
     def __init__(
         self, tables: Sequence[Table], files: Sequence[Path], limits: Limits, *, cache_bytes: int = CACHE_BYTES,
         is_packed: bool = False,

@@ -57,6 +57,8 @@ class BertRecords(Dataset[Batch]):
     as they are read, and DataError names file and row of what is wrong.
     """
 
+    vocabulary_digest: str | None = None  # of `vocab_digest`
+
     def __init__(
         self, records: Records, files: Sequence[Path], words: Words, masking: Masking, *, length: int,
         vocab_tokens: int, pad: int, seed: int, is_packed: bool = False,

@@ -7,16 +7,16 @@ token the number.
 from __future__ import annotations
 
 import json
-import stat
 from pathlib import Path
 from typing import Any
 
 from hetseq import DataError
+from tasks.text_file import lines_of, read_text
 
 _PAD = "[PAD]"
 SPECIAL_TOKENS = (_PAD, "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
-_EXPECTED_JSON = "expected the tokenizer.json of a BERT, with a vocabulary of WordPiece"
+_EXPECTED_JSON = "the tokenizer.json of a BERT, with a vocabulary of WordPiece"
 _LARGEST_FILE = 64 << 20  # bytes
 _PADDED_TO = 128  # a vocabulary may be padded to a multiple of at most this
 
@@ -29,34 +29,11 @@ def read_vocab(path: Path) -> list[str]:
     Raises DataError where the file is missing, of another encoding, empty, or no vocabulary of BERT.
     """
     is_json = path.suffix == ".json"
-    expected = _EXPECTED_JSON if is_json else "expected a vocabulary of one token a line in UTF-8, as vocab.txt of BERT"
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_FILE:
-            raise DataError(f"{path} is no file of at most {_LARGEST_FILE >> 20} MB: {expected}; give --dict FILE")
-        content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataError(f"{path} does not exist: {expected}; give --dict FILE") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; {expected}") from error
-    if not content.strip():
-        raise DataError(f"{path} is empty ({len(content)} bytes): {expected}")
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{path}, line {line}: byte {content[error.start]:#04x} is not UTF-8; {expected}; convert it with"
-            " `iconv -f ENCODING -t UTF-8`"
-        ) from error
+    expected = _EXPECTED_JSON if is_json else "a vocabulary of one token a line in UTF-8, as vocab.txt of BERT"
+    text = read_text(path, expected, most_bytes=_LARGEST_FILE, remedy="give --dict FILE")
     if text.startswith("\ufeff"):
         raise DataError(f"{path} begins with a byte order mark, which would belong to its first token: save it without")
-    if is_json:
-        tokens = _tokens_of_json(text, path)
-        _check_tokens(tokens, path, expected)
-        return tokens
-    # not splitlines: a token may be one of the characters that it takes for ends of lines
-    tokens = [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
+    tokens = _tokens_of_json(text, path) if is_json else lines_of(text)
     _check_tokens(tokens, path, expected)
     return tokens
 
@@ -71,14 +48,18 @@ def _tokens_of_json(text: str, path: Path) -> list[str]:
     try:
         found: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON ({error}): {_EXPECTED_JSON}") from error
+        raise DataError(f"{path} is no JSON ({error}): expected {_EXPECTED_JSON}") from error
     model = found.get("model") if isinstance(found, dict) else None
     kind = model.get("type") if isinstance(model, dict) else None
     numbers = model.get("vocab") if isinstance(model, dict) else None
     if kind != "WordPiece" or not isinstance(numbers, dict):
-        raise DataError(f"{path} has model.type {kind!r}: {_EXPECTED_JSON}; are these the files of another model?")
+        raise DataError(
+            f"{path} has model.type {kind!r}: expected {_EXPECTED_JSON}; are these the files of another model?"
+        )
     if sorted(map(str, numbers.values())) != sorted(map(str, range(len(numbers)))):
-        raise DataError(f"{path}: the numbers of its {len(numbers):,} tokens are not 0, 1, 2, ...: {_EXPECTED_JSON}")
+        raise DataError(
+            f"{path}: the numbers of its {len(numbers):,} tokens are not 0, 1, 2, ...: expected {_EXPECTED_JSON}"
+        )
     return sorted(numbers, key=lambda token: int(numbers[token]))
 
 
@@ -86,16 +67,18 @@ def _check_tokens(tokens: list[str], path: Path, expected: str) -> None:
     lines: dict[str, int] = {}
     for line, token in enumerate(tokens, 1):
         if not token.strip(" \t"):
-            raise DataError(f"{path}, line {line} is empty, and the tokens after it would have wrong ids: {expected}")
+            raise DataError(
+                f"{path}, line {line} is empty, and the tokens after it would have wrong ids: expected {expected}"
+            )
         if lines.setdefault(token, line) != line:
             raise DataError(
-                f"{path}, line {line}: token {token!r} is also in line {lines[token]}; {expected}, each once"
+                f"{path}, line {line}: token {token!r} is also in line {lines[token]}; expected {expected}, each once"
             )
     missing = [token for token in SPECIAL_TOKENS if token not in lines]
     if missing:
         raise DataError(
-            f"{path} has {len(tokens):,} lines, the first {tokens[0][:40]!r}, and no {', '.join(missing)}: {expected},"
-            f" with the special tokens {', '.join(SPECIAL_TOKENS)}"
+            f"{path} has {len(tokens):,} lines, the first {tokens[0][:40]!r}, and no {', '.join(missing)}: expected"
+            f" {expected}, with the special tokens {', '.join(SPECIAL_TOKENS)}"
         )
 
 

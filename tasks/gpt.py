@@ -49,6 +49,7 @@ class GptTask(Task):
             index, split, config_file=config_file, vocab_size=config.vocab_size,
             max_positions=config.max_position_embeddings, num_file=self.config.data.num_file,
         )  # fmt: skip
+        dataset.vocabulary_digest = index.vocab_sha256
         # for the nodes of a run to compare; what options name is compared by itself
         if self.config.task.config_file is None:
             dataset.files.append(config_file)

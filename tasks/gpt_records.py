@@ -54,6 +54,8 @@ class GptRecords(Dataset[Batch]):
     row of what is wrong.
     """
 
+    vocabulary_digest: str | None = None  # of `vocab_digest`
+
     def __init__(
         self, records: Records, files: Sequence[Path], *, length: int, vocab_tokens: int, is_ragged: bool
     ) -> None:

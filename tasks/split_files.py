@@ -1,6 +1,6 @@
-"""Text files of a folder by split, and their lines: which file is the one of a split, and what no text file may be.
+"""Text files of a folder by split, and their lines.
 
-Responsible for names of files and for UTF-8; knows nothing of what the lines say. Refuses to guess: two files for one
+Responsible for names of files; knows nothing of what the lines say. Refuses to guess: two files for one
 split, or one for two, are errors. The one idea: a file belongs to the split whose word its name contains, and whoever
 has other names gives the whole name of the file as the name of the split.
 """
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hetseq import DataError, MissingSplitError
+from tasks.text_file import lines_of, read_text
 
 #: what names of files say for a split besides its own name
 _OTHER_WORDS = {"valid": ("dev",)}
@@ -55,24 +56,7 @@ def read_lines(path: Path, expected: str) -> list[str]:
     `expected` says in errors what the file should be. Raises DataError where it cannot be read, is empty or of another
     encoding.
     """
-    try:
-        if not path.is_file() or path.stat().st_size > _LARGEST_FILE:
-            raise DataError(f"{path} is no file of at most {_LARGEST_FILE >> 30} GiB: expected {expected}")
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}; expected {expected}") from error
-    if not content.strip():
-        raise DataError(f"{path} is empty ({len(content)} bytes): expected {expected}")
-    try:
-        text = content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(
-            f"{path}, line {line}: byte {content[error.start]:#04x} is not UTF-8; expected {expected}; convert it with"
-            " `iconv -f ENCODING -t UTF-8`"
-        ) from error
-    # not splitlines: a word may be one of the characters that it takes for ends of lines
-    return [line.removesuffix("\r") for line in text.removeprefix("\ufeff").removesuffix("\n").split("\n")]
+    return lines_of(read_text(path, expected, most_bytes=_LARGEST_FILE).removeprefix("\ufeff"))
 
 
 def _names_in(data: Path) -> list[str]:

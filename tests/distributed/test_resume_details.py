@@ -237,6 +237,22 @@ def test_an_older_checkpoint_was_not_shuffled_in_blocks() -> None:
         check_provenance(saved, dataclasses.replace(here, shuffle_block=4), [])
 
 
+def test_vocabularies_are_compared_where_both_are_known() -> None:
+    here = Provenance("Line", "SGD", 1, "train", 40, 0, "fp64", GlobalBatch(8))
+    known = dataclasses.replace(here, vocabulary="one")
+    older = describe(TrainingState(), here, None)
+    del older["vocabulary"]
+    for saved, now in (
+        (older, known),
+        (describe(TrainingState(), here, None), known),
+        (describe(TrainingState(), known, None), here),
+    ):
+        check_provenance(saved, now, [])
+    other = dataclasses.replace(here, vocabulary="other")
+    with pytest.raises(CheckpointMismatch, match="vocabulary one, this command says other: give the --data and the"):
+        check_provenance(describe(TrainingState(), known, None), other, ["dataloader", "optimizer"])
+
+
 def test_an_override_of_a_setting_that_the_optimizer_lacks_is_refused_at_the_start(tmp_path: Path) -> None:
     run = prepared(tmp_path / "run")
     unknown = [*words("--max-update 1"), "--optimizer-overrides", "{'beta': 0.5}"]

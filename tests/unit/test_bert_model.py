@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetseq import DataError
+from hetseq.config import OptimizationConfig
+from hetseq.optim import parameter_groups
 from tasks.bert_model import ACTIVATIONS, TIED_NAMES, BertConfig, BertForPreTraining, BertModel
 from tests.support.parity import Facts, distance, import_transformers
 
@@ -761,3 +763,13 @@ def test_a_configuration_made_in_code_is_checked_too() -> None:
         BertConfig(vocab_size=torch.tensor(3))  # type: ignore[arg-type]
     with pytest.raises(dataclasses.FrozenInstanceError):
         TINY.vocab_size = 4  # type: ignore[misc]
+
+
+def test_what_is_not_decayed_is_what_the_published_recipes_leave_out_by_name() -> None:
+    model = BertForPreTraining(TINY)
+    decayed, left_alone = parameter_groups(model, OptimizationConfig(weight_decay=0.01))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    by_name = {name for name in names.values() if "bias" in name or "LayerNorm" in name}
+    assert {names[parameter] for parameter in left_alone["params"]} == by_name
+    assert {names[parameter] for parameter in decayed["params"]} == set(names.values()) - by_name
+    assert (decayed["weight_decay"], left_alone["weight_decay"]) == (0.01, 0.0)

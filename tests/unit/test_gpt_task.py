@@ -123,6 +123,11 @@ def test_the_first_files_alone_may_be_taken(folder: Path) -> None:
     assert [path.name for path in load(folder, "test", *named).files] == ["corpus.json", "test_00000.safetensors"]
 
 
+def test_the_rows_say_which_vocabulary_is_theirs(folder: Path) -> None:
+    stated = json.loads((folder / "corpus.json").read_text())["vocabulary"]["sha256"]
+    assert load(folder, "train").vocabulary_digest == stated
+
+
 # What is measured
 
 

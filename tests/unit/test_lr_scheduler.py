@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 
 from hetseq.config import OptimizationConfig
-from hetseq.lr_scheduler import Schedule, constant, cosine, polynomial
+from hetseq.lr_scheduler import Schedule, constant, cosine, polynomial, polynomial_from_zero
 
 
 def rates(schedule: Schedule, updates: range, epoch: int = 1) -> list[float]:
@@ -34,6 +35,50 @@ def test_power_bends_the_polynomial() -> None:
     config = OptimizationConfig(lr=(1.0,), total_num_update=8, power=3.0)
     assert polynomial(config)(4, 1) == 0.125
     assert polynomial(config)(4, 1) != polynomial(OptimizationConfig(lr=(1.0,), total_num_update=8))(4, 1)
+
+
+def test_the_schedule_of_google_counts_its_decay_from_step_0() -> None:
+    config = OptimizationConfig(lr=(1e-4,), warmup_updates=10_000, total_num_update=1_000_000)
+    schedule = polynomial_from_zero(config)
+    assert rates(schedule, range(0, 10_000, 3_333)) == pytest.approx([0.0, 3.333e-5, 6.666e-5, 9.999e-5], rel=1e-12)
+    # a hundredth of the way is over when the warm-up is, nine tenths after 900,000 steps
+    assert rates(schedule, range(10_000, 900_001, 445_000)) == pytest.approx([9.9e-5, 5.45e-5, 1e-5], rel=1e-12)
+    assert (schedule(1_000_000, 1), schedule(10**9, 1)) == (0.0, 0.0)
+    assert polynomial(config)(10_000, 1) == 1e-4  # which the other one reaches
+
+
+@pytest.mark.parametrize(("lr", "share", "total"), [(6e-3, 0.2843, 7038), (4e-3, 0.128, 1563)])
+def test_the_schedule_of_nvidias_two_phases_is_that_of_every_one_of_their_steps(
+    lr: float, share: float, total: int
+) -> None:
+    config = OptimizationConfig(lr=(lr,), warmup_updates=share, total_num_update=total, power=0.5)
+    schedule = polynomial_from_zero(config)
+    for update in range(total + 1):
+        progress = update / total
+        expected = lr * progress / share if progress < share else lr * (1 - progress) ** 0.5
+        assert schedule(update, 1) == pytest.approx(expected, rel=1e-13)
+
+
+def test_three_rates_of_nvidias_first_phase_by_hand() -> None:
+    schedule = polynomial_from_zero(
+        OptimizationConfig(lr=(6e-3,), warmup_updates=0.2843, total_num_update=7038, power=0.5)
+    )
+    # the warm-up has 0.2843 * 7038 = 2000.9 steps: 0.006 * 2000 / 2000.9, then 0.006 * sqrt(5037 / 7038)
+    expected = [0.00599729102, 0.00507589459, 0.0000715198540]
+    assert [schedule(update, 1) for update in (2000, 2001, 7037)] == pytest.approx(expected, rel=1e-8)
+
+
+def test_without_warm_up_both_polynomials_are_one() -> None:
+    config = OptimizationConfig(lr=(1.0,), total_num_update=8, power=3.0, end_learning_rate=0.1)
+    assert rates(polynomial_from_zero(config), range(10)) == rates(polynomial(config), range(10))
+
+
+@pytest.mark.parametrize("build", [polynomial, polynomial_from_zero, cosine, constant])
+def test_a_warm_up_below_1_is_a_share_of_the_total(build: Callable[[OptimizationConfig], Schedule]) -> None:
+    share, steps = (
+        build(OptimizationConfig(lr=(0.8,), warmup_updates=warmup, total_num_update=12)) for warmup in (0.25, 3)
+    )
+    assert rates(share, range(14)) == rates(steps, range(14))
 
 
 def test_cosine_falls_slowly_fast_slowly_to_the_end_rate() -> None:

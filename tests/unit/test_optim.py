@@ -196,6 +196,49 @@ def test_a_model_with_nothing_to_train_is_refused_in_words() -> None:
         parameter_groups(nn.Linear(3, 2).requires_grad_(False), OptimizationConfig())
 
 
+def test_lamb_leaves_what_it_does_not_decay_to_adamw() -> None:
+    settings = {"decay_all": False, "weight_decay": 0.1}
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    twin = nn.Linear(3, 2, dtype=torch.float64)
+    twin.load_state_dict(model.state_dict())
+    for name, trained in (("lamb", model), ("adamw", twin)):
+        config = config_of(name, **settings)
+        optimizer = BUILDERS[name](parameter_groups(trained, config), config)
+        for step in range(3):
+            trained.weight.grad, trained.bias.grad = (
+                torch.tensor(array).flatten()[: one.numel()].view_as(one)
+                for array, one in zip(arrays(1 + step), (trained.weight, trained.bias))
+            )
+            optimizer.step()
+    assert torch.allclose(model.bias, twin.bias, rtol=0, atol=1e-15)
+    assert not torch.allclose(model.weight, twin.weight, rtol=0, atol=1e-3)
+
+
+def test_an_update_of_lamb_by_hand() -> None:
+    # |w| = 5; at first r = (1, 1), whatever the gradient, so u = r + 0.01 w = (1.03, 1.04), and the ratio is 5 / |u|
+    layer = nn.Parameter(torch.tensor([[3.0, 4.0]], dtype=torch.float64))
+    alone = nn.Parameter(torch.tensor([3.0, 4.0], dtype=torch.float64))
+    config = OptimizationConfig(optimizer="lamb", lr=(0.006,), weight_decay=0.01, adam_eps=1e-30)
+    optimizer = lamb(parameter_groups(nn.ParameterList([layer, alone]), config), config)
+    layer.grad, alone.grad = torch.tensor([[0.5, 2.0]], dtype=torch.float64), torch.tensor([0.5, 2.0]).double()
+    optimizer.step()
+    # 5 / sqrt(1.03^2 + 1.04^2) = 3.4159349: 3 - 0.006 * 3.4159349 * 1.03, 4 - 0.006 * 3.4159349 * 1.04
+    assert layer.flatten().tolist() == pytest.approx([2.97888952, 3.97868457], abs=1e-8)
+    assert alone.tolist() == pytest.approx([2.994, 3.994], abs=1e-12)
+
+
+def test_what_is_decayed_has_a_trust_ratio_and_an_override_may_say_otherwise() -> None:
+    def ratios(model: nn.Module, *, decay_all: bool) -> list[bool]:
+        config = config_of("lamb", decay_all=decay_all)
+        return [group["has_trust_ratio"] for group in lamb(parameter_groups(model, config), config).param_groups]
+
+    assert ratios(nn.Linear(3, 2), decay_all=False) == [True, False]
+    assert ratios(nn.LayerNorm(3), decay_all=False) == [False]
+    assert ratios(nn.LayerNorm(3), decay_all=True) == [True]
+    # what --optimizer-overrides may name; a layer of one's own has the ratio of the paper
+    assert Lamb([{"params": [nn.Parameter(torch.ones(2))]}]).defaults["has_trust_ratio"] is True
+
+
 def test_a_layer_of_zeros_has_a_trust_ratio_of_one() -> None:
     layer = nn.Parameter(torch.zeros(4, dtype=torch.float64))
     optimizer = Lamb([{"params": [layer]}], lr=0.5)

@@ -254,6 +254,12 @@ def test_a_value_may_hold_an_equals_sign_and_underscores() -> None:
         (["train"], "unexpected argument 'train': a value stands after its flag"),
         (["--"], "unexpected argument '--'"),
         (["--batch-size", "0"], "--max-sentences 0: expected a number above 0 (--max-sentences is from --batch-size)"),
+        (["--warmup-updates", "2.5"], "--warmup-updates 2.5: expected a whole number of steps, or a share of"),
+        (["--warmup-updates", "9", "--total-num-update", "9"], "--warmup-updates 9 leaves nothing of --total-num-"),
+        (
+            ["--lr-scheduler", "polynomial_from_zero", "--warmup-updates", "9", "--total-num-update", "9"],
+            "--warmup-updates 9 leaves nothing of --total-num-update 9",
+        ),
         (["--config"], "--config stands without a value: expected --config FILE"),
         (["--config", "a", "--config", "b"], "--config is given twice"),
     ],

@@ -1,0 +1,44 @@
+"""A text file in UTF-8, read as a whole: its text, its lines, and the words for a file that is none.
+
+Knows nothing of what the lines say.
+"""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from hetseq import DataError
+
+
+def read_text(path: Path, expected: str, *, most_bytes: int, remedy: str = "") -> str:
+    """The text of a file. `expected` says in errors what it should be, `remedy` what helps where it is not there.
+
+    Raises DataError where it cannot be read, is larger, empty or of another encoding; then with the line.
+    """
+    after = f"expected {expected}" + (f"; {remedy}" if remedy else "")
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > most_bytes:
+            raise DataError(f"{path} is no file of at most {most_bytes >> 20:,} MB: {after}")
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(f"{path} does not exist: {after}") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}; {after}") from error
+    if not content.strip():
+        raise DataError(f"{path} is empty ({len(content)} bytes): expected {expected}")
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{path}, line {line}: byte {content[error.start]:#04x} is not UTF-8; expected {expected}; convert it with"
+            " `iconv -f ENCODING -t UTF-8`"
+        ) from error
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a text, without their ends."""
+    # not splitlines: a word may be one of the characters that it takes for ends of lines
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
