@@ -1,16 +1,19 @@
 """What forward and backward of BERT cost here and in transformers: the same weights and rows, in turn, one process.
 
-    python bench/bert_step.py [--layers 4] [--hidden 256] [--rows 16] [--rounds 20] [--memory]
+    python bench/bert_step.py [--layers 4] [--hidden 256] [--rows 16] [--rounds 20]
+        [--activation-checkpointing | --memory]
 
 Both compute the same losses and gradients, which is checked first. Here only the masked words, 20 of 128 tokens, go
 through the vocabulary head; there every token does. CPU time stands beside wall time, since a machine that is busy
-stretches the latter; ratios are taken pair by pair. `--memory` prints instead what a row of a micro-batch keeps for
-backward, for networks of the usual sizes. Ends with a line of JSON.
+stretches the latter; ratios are taken pair by pair. `--activation-checkpointing` has our own network, whose layers are
+computed again in backward, in the place of theirs. `--memory` prints instead what a row of a micro-batch keeps for
+backward, with layers kept and computed again, for networks of the usual sizes. Ends with a line of JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import logging
 import time
 from collections.abc import Callable
@@ -23,6 +26,7 @@ from workloads import their_bert_loss
 
 from hetseq.processes import keep_freed_memory
 from tasks.bert_model import TIED_NAMES, BertConfig, BertForPreTraining
+from tasks.layer_stack import checkpoint_activations_
 
 WORDS, LENGTH, MASKED, WARM_UP = 30522, 128, 20, 3
 SIZES = {
@@ -30,6 +34,7 @@ SIZES = {
 }  # fmt: skip
 
 Batch = dict[str, torch.Tensor]
+LossOf = Callable[[torch.nn.Module, Batch], torch.Tensor]
 
 
 def main() -> None:
@@ -39,7 +44,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--rows", type=int, default=16, help="rows of a step")
     parser.add_argument("--rounds", type=int, default=20, help="counted pairs of steps")
-    parser.add_argument("--memory", action="store_true", help="what a row keeps for backward, in place of speeds")
+    way = parser.add_mutually_exclusive_group()
+    way.add_argument("--activation-checkpointing", action="store_true", help="against ours with layers computed again")
+    way.add_argument("--memory", action="store_true", help="what a row keeps for backward, in place of speeds")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.memory:
@@ -83,21 +90,26 @@ def our_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 def report_speed(options: argparse.Namespace) -> None:
     """A table of both, and the ratios."""
     ours = BertForPreTraining(config(options.layers, options.hidden, dropout=0)).train()
-    theirs, batch = theirs_like(ours, config(options.layers, options.hidden, dropout=0)), made_up(options.rows)
-    check_same(ours, theirs, batch)
+    batch, name, loss_of = made_up(options.rows), "transformers", their_bert_loss
+    if options.activation_checkpointing:
+        other: torch.nn.Module = copy.deepcopy(ours)
+        checkpoint_activations_(other)
+        name, loss_of = "again", our_loss
+    else:
+        other = theirs_like(ours, config(options.layers, options.hidden, dropout=0))
+    check_same(ours, other, batch, loss_of)
     times = in_turn(
-        {"here": lambda: step(ours, our_loss, batch), "transformers": lambda: step(theirs, their_bert_loss, batch)},
-        options.rounds,
+        {"here": lambda: step(ours, our_loss, batch), name: lambda: step(other, loss_of, batch)}, options.rounds
     )
     found: dict[str, Any] = {}
     rows = []
     for kind in ("cpu", "wall"):
-        here, there = times[f"here {kind}"], times[f"transformers {kind}"]
-        found[kind] = {"here_s": spread(here), "transformers_s": spread(there), "ratio": spread(paired(there, here))}
-        seconds = [found[kind][name].shown(".0f", 1e3) + " ms" for name in ("here_s", "transformers_s")]
+        here, there = times[f"here {kind}"], times[f"{name} {kind}"]
+        found[kind] = {"here_s": spread(here), f"{name}_s": spread(there), "ratio": spread(paired(there, here))}
+        seconds = [found[kind][f"{each}_s"].shown(".0f", 1e3) + " ms" for each in ("here", name)]
         rows.append([kind, *seconds, found[kind]["ratio"].shown()])
     print(f"{options.layers} layers of {options.hidden}, {options.rows} rows of {LENGTH} tokens, one thread; quartiles")
-    print(table(("time", "here", "transformers", "ratio"), rows))
+    print(table(("time", "here", name, "ratio"), rows))
     wall, cpu = (sum(times[f"here {kind}"]) for kind in ("wall", "cpu"))
     if mark := busy_mark(stretch(wall, cpu)):
         print(mark)
@@ -120,9 +132,9 @@ def theirs_like(ours: BertForPreTraining, sizes: BertConfig) -> torch.nn.Module:
     return theirs.train()
 
 
-def check_same(ours: torch.nn.Module, theirs: torch.nn.Module, batch: Batch) -> None:
+def check_same(ours: torch.nn.Module, theirs: torch.nn.Module, batch: Batch, their_loss: LossOf) -> None:
     """Raises ValueError unless both have the same loss and gradients, in single precision."""
-    losses = [step(ours, our_loss, batch), step(theirs, their_bert_loss, batch)]
+    losses = [step(ours, our_loss, batch), step(theirs, their_loss, batch)]
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     apart = max(
         float((parameter.grad - gradients[name]).norm() / parameter.grad.norm().clamp(min=1e-3))
@@ -133,7 +145,7 @@ def check_same(ours: torch.nn.Module, theirs: torch.nn.Module, batch: Batch) -> 
         raise ValueError(f"losses {losses}, and gradients {apart:.1e} apart: these are two models")
 
 
-def step(model: torch.nn.Module, loss_of: Callable[[torch.nn.Module, Batch], torch.Tensor], batch: Batch) -> float:
+def step(model: torch.nn.Module, loss_of: LossOf, batch: Batch) -> float:
     """Forward and backward; the loss in nats."""
     model.zero_grad()
     loss = loss_of(model, batch)
@@ -164,12 +176,17 @@ def report_memory() -> None:
         sizes = config(layers, hidden)
         model = BertForPreTraining(sizes).train()
         row_bytes = kept_bytes(model, made_up(2)) - kept_bytes(model, made_up(1))
+        checkpoint_activations_(model)
+        again_bytes = kept_bytes(model, made_up(2)) - kept_bytes(model, made_up(1))
         found.append({"size": name, "layers": layers, "hidden": hidden, "parameters": sizes.parameters,
-                      "adam_bytes": 16 * sizes.parameters, "row_bytes": row_bytes})  # fmt: skip
-    heads = ("", "layers x hidden", "parameters", "fp32 with Adam", f"and per row of {LENGTH} tokens")
+                      "adam_bytes": 16 * sizes.parameters, "row_bytes": row_bytes,
+                      "checkpointed_row_bytes": again_bytes})  # fmt: skip
+    heads = ("", "layers x hidden", "parameters", "fp32 with Adam", f"and per row of {LENGTH} tokens",
+             "layers computed again")  # fmt: skip
     rows = [
         [each["size"], f"{each['layers']} x {each['hidden']}", f"{each['parameters']:,}",
-         f"{each['adam_bytes'] / 1e9:.2f} GB", f"{each['row_bytes'] / 1e6:.0f} MB"]
+         f"{each['adam_bytes'] / 1e9:.2f} GB", f"{each['row_bytes'] / 1e6:.0f} MB",
+         f"{each['checkpointed_row_bytes'] / 1e6:.1f} MB"]
         for each in found
     ]  # fmt: skip
     print(table(heads, rows))

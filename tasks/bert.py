@@ -24,6 +24,7 @@ from tasks.bert_masking import Masking
 from tasks.bert_model import BertConfig, BertForPreTraining
 from tasks.bert_records import BertRecords, find_records, load_records
 from tasks.bert_vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab
+from tasks.layer_stack import checkpoint_activations_
 from tasks.options import BertOptions
 from tasks.pretrained import init_config, read_bert, read_files, write_pretrained
 from tasks.record_index import Index, vocab_digest
@@ -81,8 +82,12 @@ class BertTask(Task):
         """The network of the configuration, or of the directory that `--init-from` names."""
         config, rate = self._bert_config(), self.config.task.dropout
         if self._init_folder is not None:
-            return read_bert(self._init_folder, heads_may_be_missing=True, dropout=rate)
-        return BertForPreTraining(config if rate is None else config.with_dropout(rate))
+            model = read_bert(self._init_folder, heads_may_be_missing=True, dropout=rate)
+        else:
+            model = BertForPreTraining(config if rate is None else config.with_dropout(rate))
+        if self.options.activation_checkpointing:
+            checkpoint_activations_(model)
+        return model
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """A directory for transformers, with the vocabulary if there is one. Raises DataError."""

@@ -23,6 +23,7 @@ from hetseq import ConfigError, DataError, Task, register_task
 from tasks.bert_heads import BertForSequenceClassification
 from tasks.fine_tuning import Beginning, Ragged, find_beginning, pad
 from tasks.labelled_texts import SUFFIXES, Columns, Labelled, read_labelled
+from tasks.layer_stack import checkpoint_activations_
 from tasks.options import BertClassifyOptions
 from tasks.split_files import find_split
 
@@ -66,6 +67,8 @@ class BertClassifyTask(Task):
         begin = self._beginning
         model = BertForSequenceClassification(begin.config, self.labels, dropout=begin.head_dropout)
         begin.fill_(model)
+        if self.options.activation_checkpointing:
+            checkpoint_activations_(model)
         return model
 
     def export(self, model: nn.Module, folder: Path) -> None:

@@ -24,6 +24,7 @@ from hetseq import DataError
 from tasks.bert_attention import Attend, among_rows, within
 from tasks.bert_packing import Sequences
 from tasks.dropout import Dropout
+from tasks.layer_stack import LayerStack
 from tasks.network_json import (
     ACTIVATIONS,
     LARGEST_SIZE,
@@ -299,12 +300,10 @@ class _Embeddings(nn.Module):
 class _Encoder(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
-        self.layer = nn.ModuleList([_Layer(config) for _ in range(config.num_hidden_layers)])
+        self.layer = LayerStack([_Layer(config) for _ in range(config.num_hidden_layers)])
 
     def forward(self, hidden: Tensor, attend: Attend) -> Tensor:
-        for layer in self.layer:
-            hidden = layer(hidden, attend)
-        return hidden
+        return cast(Tensor, self.layer(hidden, attend))
 
 
 class _Layer(nn.Module):

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from hetseq import DataError, Task, register_task
 from tasks.bert_heads import BertForTokenClassification
 from tasks.fine_tuning import Beginning, Ragged, find_beginning, pad
+from tasks.layer_stack import checkpoint_activations_
 from tasks.options import BertNerOptions
 from tasks.split_files import find_split
 from tasks.tagged_words import OUTSIDE, Sentence, read_sentences, tally
@@ -59,6 +60,8 @@ class BertNerTask(Task):
         begin = self._beginning
         model = BertForTokenClassification(begin.config, self.labels, dropout=begin.head_dropout)
         begin.fill_(model)
+        if self.options.activation_checkpointing:
+            checkpoint_activations_(model)
         return model
 
     def export(self, model: nn.Module, folder: Path) -> None:

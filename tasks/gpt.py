@@ -21,6 +21,7 @@ from hetseq import ConfigError, DataError, Task, register_task
 from tasks.gpt_model import GptConfig, GptForCausalLM
 from tasks.gpt_records import MAKE, Batch, GptRecords, check_tokens, find_records, load_records
 from tasks.gpt_tokenizer import TOKENIZER, read_tokens
+from tasks.layer_stack import checkpoint_activations_
 from tasks.options import GptOptions
 from tasks.pretrained import read_gpt, write_pretrained
 
@@ -63,9 +64,13 @@ class GptTask(Task):
         """The network of the configuration; with `--init-from`, that of the directory, with its weights."""
         rate, config_file = self.config.task.dropout, self._config_file()
         if self.options.init_from is not None:
-            return read_gpt(config_file.parent, dropout=rate)
-        config = GptConfig.from_json_file(config_file)
-        return GptForCausalLM(config if rate is None else config.with_dropout(rate))
+            model = read_gpt(config_file.parent, dropout=rate)
+        else:
+            config = GptConfig.from_json_file(config_file)
+            model = GptForCausalLM(config if rate is None else config.with_dropout(rate))
+        if self.options.activation_checkpointing:
+            checkpoint_activations_(model)
+        return model
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """A directory for transformers, with the tokenizer if there is one. Raises DataError."""

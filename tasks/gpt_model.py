@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tasks.gpt_config import GptConfig
+from tasks.layer_stack import LayerStack
 from tasks.network_json import ACTIVATIONS
 
 __all__ = ["GptConfig", "GptForCausalLM", "from_hugging_face", "their_names", "to_hugging_face"]
@@ -46,7 +47,7 @@ class GptForCausalLM(nn.Module):
         self.config = config
         self.embeddings = _Embeddings(config)
         self.rotation = _Rotation(config) if config.positions == "rotary" else None
-        self.layers = nn.ModuleList([_Layer(config) for _ in range(config.num_hidden_layers)])
+        self.layers = LayerStack([_Layer(config) for _ in range(config.num_hidden_layers)])
         self.norm = _norm(config)
         self.head = None if config.is_tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         _initialise_(self, config)
@@ -61,8 +62,7 @@ class GptForCausalLM(nn.Module):
         _check_shapes(input_ids, target_positions, self.config.max_position_embeddings)
         hidden = self.embeddings(input_ids)  # (n, L, hidden_size)
         rotation = None if self.rotation is None else self.rotation(hidden)
-        for layer in self.layers:
-            hidden = layer(hidden, rotation)
+        hidden = self.layers(hidden, rotation)
         targeted = hidden.flatten(0, 1).index_select(0, target_positions)  # (m, hidden_size)
         head = self.embeddings.tokens if self.head is None else self.head
         return F.linear(self.norm(targeted), head.weight)

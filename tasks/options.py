@@ -20,6 +20,15 @@ def _init_from(what: str) -> Any:
     )
 
 
+def _activation_checkpointing() -> Any:
+    return option(
+        False,
+        "keep only the inputs of layers for backward, which computes the layers again: less memory, more time, the same"
+        " numbers",
+        per_node=True,
+    )
+
+
 @dataclass(frozen=True)
 class BertOptions:
     """Pre-training of BERT."""
@@ -27,6 +36,7 @@ class BertOptions:
     whole_words: bool = option(False, "records: mask all pieces of a word or none, not single pieces")
     no_packing: bool = option(False, "compute the padding of batches too, as networks elsewhere do")
     init_from: str | None = _init_from("the network")
+    activation_checkpointing: bool = _activation_checkpointing()
 
 
 @dataclass(frozen=True)
@@ -34,6 +44,7 @@ class BertNerOptions:
     """Tags of words: columns of words and tags in `--data`, a BERT with a head for tags."""
 
     init_from: str | None = _init_from("the encoder and the vocabulary")
+    activation_checkpointing: bool = _activation_checkpointing()
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,7 @@ class BertClassifyOptions:
     """Labels of texts: CSV, TSV or JSONL in `--data`, a BERT with a head for labels."""
 
     init_from: str | None = _init_from("the encoder and the vocabulary")
+    activation_checkpointing: bool = _activation_checkpointing()
     text_column: str | None = option(
         None,
         "column of the text, by its name, or by its number from 1 in a file without a line of names; default: text or"
@@ -60,3 +72,4 @@ class GptOptions:
     """Training of a causal language model."""
 
     init_from: str | None = _init_from("the network")
+    activation_checkpointing: bool = _activation_checkpointing()
