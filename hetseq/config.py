@@ -254,6 +254,7 @@ class OptimizationConfig:
         "floating-point type of the model; bf16 and fp16 are those of products in forward and backward alone",
         choices=("fp32", "fp64", "bf16", "fp16"),
     )
+    compile: bool = option(False, "put the network through torch.compile before it trains, on every rank")
     max_skipped_steps: int = option(10, "stop after N steps in a row whose gradient is not finite", metavar="N")
 
     def __post_init__(self) -> None:

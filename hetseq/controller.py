@@ -471,7 +471,8 @@ class Controller:
         if self._step_deadline_s is not None:
             self.group.deadline_s = self._step_deadline_s
         else:
-            is_known = len(self._recent) >= 3 and plan.start > 0
+            # a size that nobody foresaw may be compiled in any step
+            is_known = len(self._recent) >= 3 and plan.start > 0 and not self._config.compile
             least_s = _LEAST_DEADLINE_S if is_known else _FIRST_DEADLINE_S
             self.group.deadline_s = max(least_s, _PATIENCE * self._expected_s(plan.size))
 

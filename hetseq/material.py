@@ -6,6 +6,7 @@ generation of the run is for `session`.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hetseq import probe, registry
+from hetseq import compiling, probe, registry
 from hetseq.config import Config, DataConfig
 from hetseq.errors import MissingSplitError
 from hetseq.fetching import seed_everything
@@ -65,6 +66,12 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
     model.to(device, precision.storage)
     with precision.computing(device):
         probe.check_loss(task, model, train, collate=collate, place=place, terms=terms, seed=seed)
+    if config.optimization.compile:
+        compiling.compile_(model)
+        batches = [(place(collate(samples)), len(samples)) for samples in probe.first_samples(train, (1, 2, 3))]
+        compiling.warm_up(
+            task, model, batches, validates=bool(valid), computing=functools.partial(precision.computing, device)
+        )
     return Material(task, train, valid, model, terms, place, seed, device, precision)
 
 

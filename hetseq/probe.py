@@ -6,6 +6,7 @@ samples of its own. A loss that is secretly a mean trains without complaint and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,6 +59,11 @@ def check_loss(
     if len(results) == 3:
         for term in terms:
             _check_additive(task, term, *results)
+
+
+def first_samples(dataset: Any, counts: Sequence[int]) -> list[Any]:
+    """The first so many samples, for each of the counts; of a small data set fewer."""
+    return [_samples(dataset, list(range(min(count, len(dataset))))) for count in counts]
 
 
 def _probes(dataset: Any) -> list[list[int]]:

@@ -46,7 +46,7 @@ class BertTask(Task):
     Where `--config-file` or `--dict` is left out, `bert_config.json` and `vocab.txt` in the folder of the data are
     taken. `--dropout P` stands for both rates of the configuration. `--init-from DIR` goes on with the network of a
     directory of Hugging Face, which then says what `--config-file` would. Batches are packed, as `bert_packing` does
-    it, unless there is `--no-packing`: losses and gradients are the same, dropout draws other numbers.
+    it, unless there is `--no-packing` or `--compile`: losses and gradients are the same, dropout draws other numbers.
     """
 
     Options = BertOptions
@@ -63,7 +63,7 @@ class BertTask(Task):
             dataset = load_bert(
                 data, split, vocab_size=config.vocab_size, max_positions=config.max_position_embeddings,
                 type_vocab_size=config.type_vocab_size, num_file=self.config.data.num_file,
-                is_packed=not self.options.no_packing,
+                is_packed=self._is_packed,
             )  # fmt: skip
             self._check_other_splits(dataset.files, split)
         else:
@@ -140,7 +140,7 @@ class BertTask(Task):
         return load_records(
             index, split, read_vocab(vocab), max_positions=config.max_position_embeddings, seed=seed,
             masking=Masking(whole_words=self.options.whole_words), num_file=self.config.data.num_file,
-            is_packed=not self.options.no_packing,
+            is_packed=self._is_packed,
         )  # fmt: skip
 
     def _bert_config(self) -> BertConfig:
@@ -180,6 +180,11 @@ class BertTask(Task):
                 f" {path.parent} either); {_MAKE_DATA}"
             )
         return path
+
+    @property
+    def _is_packed(self) -> bool:
+        # each batch has other lengths, and torch.compile would take every one for another network
+        return not (self.options.no_packing or self.config.optimization.compile)
 
     def _vocab_file(self) -> Path | None:
         """The vocabulary, to compare with the configuration; training itself does without."""
