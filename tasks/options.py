@@ -20,6 +20,16 @@ def _init_from(what: str) -> Any:
     )
 
 
+def _local_copy() -> Any:
+    return option(
+        None,
+        "records: copy the files of this run into a folder on a disk of this node, unless they are there, and read them"
+        " there",
+        metavar="DIR",
+        per_node=True,
+    )
+
+
 @dataclass(frozen=True)
 class BertOptions:
     """Pre-training of BERT."""
@@ -27,6 +37,7 @@ class BertOptions:
     whole_words: bool = option(False, "records: mask all pieces of a word or none, not single pieces")
     no_packing: bool = option(False, "compute the padding of batches too, as networks elsewhere do")
     init_from: str | None = _init_from("the network")
+    local_copy: str | None = _local_copy()
 
 
 @dataclass(frozen=True)
@@ -60,3 +71,4 @@ class GptOptions:
     """Training of a causal language model."""
 
     init_from: str | None = _init_from("the network")
+    local_copy: str | None = _local_copy()
