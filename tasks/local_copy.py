@@ -227,7 +227,7 @@ def _size(path: Path) -> int:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[int | None]:
     """A descriptor of the file, made if need be, that no other process gets meanwhile; None if one has it."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         yield handle if _is_taken(handle, path) else None
     finally:

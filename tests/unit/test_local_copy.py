@@ -186,6 +186,21 @@ def test_a_disk_that_fails_meanwhile_keeps_nothing_unfinished(
     assert contents(LocalCopy(disk).of(files)) == contents(files)
 
 
+def test_a_disk_that_takes_less_at_a_time_gets_all(
+    files: list[File], disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, write = Clock(), os.write
+
+    def little(handle: int, piece: Any) -> int:
+        clock.s += 1.0
+        return write(handle, piece[:100])
+
+    monkeypatch.setattr(local_copy.os, "write", little)
+    found = copies(disk, clock).of(files)
+    assert [file.copy_of for file in found] == [file.path for file in files]
+    assert contents(found) == contents(files)
+
+
 def test_a_folder_that_cannot_be_used_is_refused(
     files: list[File], disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +316,30 @@ def test_where_a_copier_was_killed_another_one_takes_over(files: list[File], dis
     assert left == [{100}]
     assert contents(found) == contents(files)
     assert names_in(disk) == [file.path.name for file in files]
+
+
+def test_what_a_process_has_left_unfinished_is_overwritten_however_long_it_is(files: list[File], disk: Path) -> None:
+    unfinished = local_copy._unfinished(LocalCopy(disk)._copy_of(files[0]))
+    unfinished.parent.mkdir(parents=True)
+    unfinished.parent.parent.chmod(0o700)
+    unfinished.write_bytes(bytes(files[0].size + 1))
+    assert contents(LocalCopy(disk).of(files)) == contents(files)
+
+
+def test_nodes_that_share_a_folder_by_mistake_do_not_write_into_one_file(
+    files: list[File], disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, line = start(copy_by_halves, files[:1], disk)
+    assert heard(line) == "begun"
+    monkeypatch.setattr(local_copy.socket, "gethostname", lambda: "labB")
+    monkeypatch.setattr(fcntl, "flock", lambda handle, how: None)  # as where locks are local
+    assert contents(copies(disk, Clock()).of(files[:1])) == contents(files[:1])
+    line.send("go on")
+    assert heard(line) == "done"
+    process.join(_PATIENCE_S)
+    line.close()
+    assert contents([LocalCopy(disk)._copy_of(files[0])]) == contents(files[:1])
+    assert names_in(disk) == [files[0].path.name]
 
 
 def test_a_file_that_gets_its_name_while_it_is_being_locked_is_left_alone(
@@ -519,6 +558,17 @@ def test_a_copy_that_was_damaged_is_told_with_its_remedy(tmp_path: Path, disk: P
     assert str(refused.value).startswith(words)
     copy.unlink()
     assert len(task_of("bert", folder, "--local-copy", disk).load_dataset("train")) == 50
+
+
+@pytest.mark.parametrize(("name", "write"), [("bert", write_bert), ("gpt", write_gpt)])
+def test_what_an_index_shows_to_be_wrong_is_told_before_anything_is_copied(
+    name: str, write: Callable[[Path], Path], tmp_path: Path, disk: Path
+) -> None:
+    folder = write(tmp_path / name)
+    bert_records.change_index(folder, lambda facts: facts["vocabulary"].update(sha256="0" * 64))
+    with pytest.raises(DataError, match="was made with another vocabulary"):
+        task_of(name, folder, "--local-copy", disk).load_dataset("train")
+    assert names_in(disk) == []
 
 
 def test_hdf5_files_are_refused_with_what_makes_records_of_them(tmp_path: Path, disk: Path) -> None:
