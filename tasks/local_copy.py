@@ -52,6 +52,7 @@ class LocalCopy:
         self.folder, self._root = folder, folder / _FOLDER
         self._now, self._pause = now, pause
         self._until_s = now() + _PATIENCE_S
+        self._awaited: Path | None = None  # what another process copies
 
     def of(self, files: Sequence[File]) -> list[File]:
         """The same files as they are in the folder, in their order; what is missing is copied, or waited for.
@@ -72,10 +73,11 @@ class LocalCopy:
             raise self._unusable(error) from error
         total, late = sum(file.size for file in files), [file for file, is_there in zip(files, there) if not is_there]
         if late:
+            awaited = f" (another process was copying {self._awaited.name})" if self._awaited is not None else ""
             logger.warning(
-                "%s of %s are not in %s after %.0f minutes and are read from %s in this run; the next start goes on"
+                "%s of %s are not in %s after %.0f minutes%s and are read from %s in this run; the next start goes on"
                 " copying them",
-                _bytes(sum(file.size for file in late)), _bytes(total), self._root, _PATIENCE_S / 60,
+                _bytes(sum(file.size for file in late)), _bytes(total), self._root, _PATIENCE_S / 60, awaited,
                 late[0].path.parent,
             )  # fmt: skip
         else:
@@ -136,6 +138,7 @@ class LocalCopy:
         """Copy a file, or wait for a moment if another process does."""
         unfinished = _unfinished(copy)
         with _locked(unfinished) as handle:
+            self._awaited = file.path if handle is None else None
             if handle is None:
                 tell(_size(unfinished))
                 self._pause(_LOOK_S)

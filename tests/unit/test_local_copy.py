@@ -425,6 +425,7 @@ def test_processes_that_begin_at_once_copy_each_file_once(data: Path, disk: Path
 def test_who_has_waited_long_enough_reads_the_files_themselves(
     files: list[File], disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     LocalCopy(disk).of(files[:1])
     process, line = start(copy_by_halves, files, disk)
     assert heard(line) == "begun"
@@ -436,13 +437,16 @@ def test_who_has_waited_long_enough_reads_the_files_themselves(
     assert clock.s == local_copy._PATIENCE_S
     assert [file.copy_of is not None for file in found] == [True, False, False]
     assert found[1:] == files[1:]
-    assert "after 20 minutes and are read from" in caplog.text
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    beside = [text for text in lines if text.startswith("100 bytes of ")]  # what another process has copied
+    assert len(beside) == 119  # every 10 s until the 20 minutes are over
+    assert f"after 20 minutes (another process was copying {files[1].path.name}) and are read from" in caplog.text
     assert "the next start goes on copying them" in caplog.text
     assert contents(LocalCopy(disk).of(files)) == contents(files)
 
 
 def test_who_has_copied_long_enough_reads_the_rest_where_it_is(
-    files: list[File], disk: Path, monkeypatch: pytest.MonkeyPatch
+    files: list[File], disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock, pieces = Clock(), local_copy._pieces
 
@@ -456,6 +460,7 @@ def test_who_has_copied_long_enough_reads_the_rest_where_it_is(
     found = copies(disk, clock)
     assert [file.copy_of is not None for file in found.of(files)] == [True, True, False]
     assert names_in(disk) == [file.path.name for file in files[:2]]  # nothing unfinished
+    assert "after 20 minutes and are read from" in caplog.text
     # the time is that of all splits: the next one does not begin again
     assert [file.copy_of is not None for file in found.of(files)] == [True, True, False]
     assert [file.copy_of is not None for file in LocalCopy(disk).of(files)] == [True, True, True]
@@ -529,6 +534,8 @@ def test_a_task_reads_copies_of_the_splits_that_it_loads(
     for dataset in (copied, again):
         assert all(disk in shard.path.parents for shard in dataset._records._shards)
         assert all((mine == theirs).all() for mine, theirs in zip(dataset.rows(range(50)), right))
+    task = task_of(name, folder, "--local-copy", disk)
+    assert task._local_copy is task._local_copy  # all splits share its time
     with pytest.raises(DataError, match="cannot be read: No such file"):
         task_of(name, folder).load_dataset("train")  # the twin
 
