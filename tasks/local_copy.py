@@ -71,17 +71,16 @@ class LocalCopy:
             there = [_is_there(copy) for copy in copies]
         except OSError as error:
             raise self._unusable(error) from error
-        total, late = sum(file.size for file in files), [file for file, is_there in zip(files, there) if not is_there]
-        if late:
+        if late := [file for file, is_there in zip(files, there) if not is_there]:
             awaited = f" (another process was copying {self._awaited.name})" if self._awaited is not None else ""
             logger.warning(
                 "%s of %s are not in %s after %.0f minutes%s and are read from %s in this run; the next start goes on"
                 " copying them",
-                _bytes(sum(file.size for file in late)), _bytes(total), self._root, _PATIENCE_S / 60, awaited,
+                _amount(late), _amount(files), self._root, _PATIENCE_S / 60, awaited,
                 late[0].path.parent,
             )  # fmt: skip
         else:
-            logger.info("%s in %d files are read from %s", _bytes(total), len(files), self._root)
+            logger.info("%s are read from %s", _amount(files), self._root)
         return [copy if is_there else file for file, copy, is_there in zip(files, copies, there)]
 
     def _prepare(self) -> None:
@@ -122,7 +121,7 @@ class LocalCopy:
         """Have these copied, each by this process or by another one, as far as there is time."""
         total, done = sum(file.size for file, _ in missing), 0
         logger.info(
-            "copying %s in %d files from %s to %s, once for all runs of this node", _bytes(total), len(missing),
+            "copying %s from %s to %s, once for all runs of this node", _amount([file for file, _ in missing]),
             missing[0][0].path.parent, self._root,
         )  # fmt: skip
         progress = _Progress(total, self._root, self._now)
@@ -260,6 +259,10 @@ def _write(handle: int, piece: bytes) -> None:
     rest = memoryview(piece)
     while rest:
         rest = rest[os.write(handle, rest) :]
+
+
+def _amount(files: Sequence[File]) -> str:
+    return f"{_bytes(sum(file.size for file in files))} in {len(files)} file{'s' * (len(files) != 1)}"
 
 
 def _bytes(count: int) -> str:

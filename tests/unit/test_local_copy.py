@@ -491,7 +491,10 @@ def test_the_log_says_what_is_copied_how_far_it_is_and_how_long_it_takes(
     assert len(lines) == 2 + (clock.s - 0.1) // 12
     caplog.clear()
     copies(disk, clock).of(files)
-    assert [record.getMessage() for record in caplog.records] == [lines[-1]]
+    copies(disk, clock).of(files[:1])
+    assert [record.getMessage() for record in caplog.records] == [
+        lines[-1], f"{files[0].size:,} bytes in 1 file are read from {root}"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("count", "text"), [(999_999, "999,999 bytes"), (1_500_000, "1.5 MB"), (10**11, "100.0 GB")])
