@@ -38,7 +38,7 @@ _WITH_VALUE = {"evaluate": ("--subset",), "predict": ("--subset", "--output")}
 _WITHOUT = {"evaluate": ("--json",), "predict": ("--overwrite",)}
 #: what the run says of its own cluster and start, and nothing of this command's
 _OF_THE_RUN = frozenset(field.name for field in dataclasses.fields(DistributedConfig)) - {"cpu"} | {
-    "restore_file", "disable_validation", "compile",
+    "restore_file", "disable_validation", "local_copy", "compile",
 }  # fmt: skip
 
 

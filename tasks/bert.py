@@ -10,6 +10,7 @@ sum over *all* masked words of a step, wherever they were computed, and a worker
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from pathlib import Path
@@ -25,6 +26,7 @@ from tasks.bert_model import BertConfig, BertForPreTraining
 from tasks.bert_records import BertRecords, find_records, load_records
 from tasks.bert_vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab
 from tasks.layer_stack import checkpoint_activations_
+from tasks.local_copy import LocalCopy
 from tasks.options import BertOptions
 from tasks.pretrained import init_config, read_bert, read_files, write_pretrained
 from tasks.record_index import Index, vocab_digest
@@ -60,6 +62,11 @@ class BertTask(Task):
         index = find_records(data, hdf5_names(data))
         dataset: BertDataset | BertRecords
         if index is None:
+            if self._local_copy is not None:
+                raise DataError(
+                    f"--local-copy is for records, and --data {data} holds none: make records of its HDF5 files,"
+                    f" `python -m preprocessing.convert_hdf5 --input {data} --output DIR`, or leave the option out"
+                )
             dataset = load_bert(
                 data, split, vocab_size=config.vocab_size, max_positions=config.max_position_embeddings,
                 type_vocab_size=config.type_vocab_size, num_file=self.config.data.num_file,
@@ -140,7 +147,7 @@ class BertTask(Task):
         return load_records(
             index, split, read_vocab(vocab), max_positions=config.max_position_embeddings, seed=seed,
             masking=Masking(whole_words=self.options.whole_words), num_file=self.config.data.num_file,
-            is_packed=self._is_packed,
+            is_packed=self._is_packed, local_copy=self._local_copy,
         )  # fmt: skip
 
     def _bert_config(self) -> BertConfig:
@@ -197,6 +204,11 @@ class BertTask(Task):
         if found is not None:
             check_same_vocab(own, found)
         return own
+
+    @functools.cached_property
+    def _local_copy(self) -> LocalCopy | None:
+        given = self.options.local_copy
+        return None if given is None else LocalCopy(Path(given).expanduser())
 
     @property
     def _init_folder(self) -> Path | None:

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 from hetseq import DataError, MissingSplitError
 from tasks.bert_masking import MOST_POSITIONS, Masking, Words, numbers_of
 from tasks.bert_packing import pack
+from tasks.local_copy import LocalCopy
 from tasks.mapped import Indices, positive
 from tasks.record_index import AGAIN, INDEX, SUFFIX, VERSION, Column, Index, read_index, version_of, vocab_digest
 from tasks.records import Records, open_shard
@@ -201,9 +202,11 @@ def load_records(
     masking: Masking,
     num_file: int = 0,
     is_packed: bool = False,
+    local_copy: LocalCopy | None = None,
 ) -> BertRecords:
     """The samples of a split; `vocab` are the tokens of the vocabulary file, `num_file` takes the first files only.
 
+    With `local_copy` the rows are read from the copies there, which are made first.
     Raises MissingSplitError where the index has no such split, DataError for what is wrong with it or with its files.
     """
     if split not in index.splits:
@@ -219,13 +222,15 @@ def load_records(
             f" {_named(expected)}; {MAKE}"
         )
     chosen = index.splits[split]
-    longest, files = chosen.longest[IDS], chosen.files[:num_file] if num_file > 0 else chosen.files
+    longest, files = chosen.longest[IDS], chosen.files_up_to(num_file)
     most = MOST_POSITIONS if max_positions is None else min(max_positions, MOST_POSITIONS)
     if longest > most:
         raise DataError(
             f"{index.path} has rows of up to {longest} tokens in {split}, more than the {most} positions of the model:"
             f" give a --config-file with max_position_embeddings of {longest} or more, or shorter rows"
         )
+    if local_copy is not None:
+        files = local_copy.of(files)
     shards = [shard for shard in (open_shard(file, index.columns) for file in files) if shard.rows]
     if not shards:
         raise DataError(

@@ -10,6 +10,7 @@ sum over *all* predicted tokens of a step, wherever they were computed.
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from tasks.gpt_model import GptConfig, GptForCausalLM
 from tasks.gpt_records import MAKE, Batch, GptRecords, check_tokens, find_records, load_records
 from tasks.gpt_tokenizer import TOKENIZER, read_tokens
 from tasks.layer_stack import checkpoint_activations_
+from tasks.local_copy import LocalCopy
 from tasks.options import GptOptions
 from tasks.pretrained import read_gpt, write_pretrained
 
@@ -45,18 +47,19 @@ class GptTask(Task):
         """The rows of a split that the index names. Raises DataError and MissingSplitError."""
         index, config_file, tokenizer = find_records(self._data()), self._config_file(), self._tokenizer_file()
         config = GptConfig.from_json_file(config_file)
+        if tokenizer is not None:
+            check_tokens(index, read_tokens(tokenizer), tokenizer)
         dataset = load_records(
             index, split, config_file=config_file, vocab_size=config.vocab_size,
             max_positions=config.max_position_embeddings, num_file=self.config.data.num_file,
+            local_copy=self._local_copy,
         )  # fmt: skip
         dataset.vocabulary_digest = index.vocab_sha256
         # for the nodes of a run to compare; what options name is compared by itself
         if self.config.task.config_file is None:
             dataset.files.append(config_file)
-        if tokenizer is not None:
-            check_tokens(index, read_tokens(tokenizer), tokenizer)
-            if self.config.task.vocab_file is None:
-                dataset.files.append(tokenizer)
+        if tokenizer is not None and self.config.task.vocab_file is None:
+            dataset.files.append(tokenizer)
         logger.info("%s: %d rows from %s", split, len(dataset), self.config.data.data)
         return dataset
 
@@ -95,6 +98,11 @@ class GptTask(Task):
         if self.config.data.data is None:
             raise DataError(f"the task gpt needs --data, a folder of records: {MAKE}")
         return Path(self.config.data.data).expanduser()
+
+    @functools.cached_property
+    def _local_copy(self) -> LocalCopy | None:
+        given = self.options.local_copy
+        return None if given is None else LocalCopy(Path(given).expanduser())
 
     def _config_file(self) -> Path:
         given, begin = self.config.task.config_file, self.options.init_from

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hetseq import DataError, MissingSplitError
+from tasks.local_copy import LocalCopy
 from tasks.mapped import Indices, positive
 from tasks.record_index import AGAIN, INDEX, SUFFIX, Column, Index, read_index, vocab_digest
 from tasks.records import Records, open_shard
@@ -142,11 +143,13 @@ def find_records(data: Path) -> Index:
 
 
 def load_records(
-    index: Index, split: str, *, config_file: Path, vocab_size: int, max_positions: int, num_file: int = 0
-) -> GptRecords:
+    index: Index, split: str, *, config_file: Path, vocab_size: int, max_positions: int, num_file: int = 0,
+    local_copy: LocalCopy | None = None,
+) -> GptRecords:  # fmt: skip
     """The rows of a split for a model of `vocab_size` tokens and `max_positions`, which `config_file` says.
 
-    `num_file` takes the first files only. Raises MissingSplitError where the index has no such split, DataError for
+    `num_file` takes the first files only. With `local_copy` the rows are read from the copies there, which are made
+    first. Raises MissingSplitError where the index has no such split, DataError for
     what is wrong with it or with its files.
     """
     if split not in index.splits:
@@ -167,7 +170,9 @@ def load_records(
             f"{index.path} has rows of up to {longest} tokens in {split}, more than the {max_positions} positions of"
             f" {config_file}: give a --config-file with {longest} or more, or shorter rows"
         )
-    files = chosen.files[:num_file] if num_file > 0 else chosen.files
+    files = chosen.files_up_to(num_file)
+    if local_copy is not None:
+        files = local_copy.of(files)
     shards = [shard for shard in (open_shard(file, index.columns) for file in files) if shard.rows]
     if not shards:
         raise DataError(

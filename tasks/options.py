@@ -29,6 +29,16 @@ def _activation_checkpointing() -> Any:
     )
 
 
+def _local_copy() -> Any:
+    return option(
+        None,
+        "records: copy the files of this run into a folder on a disk of this node, unless they are there, and read them"
+        " there",
+        metavar="DIR",
+        per_node=True,
+    )
+
+
 @dataclass(frozen=True)
 class BertOptions:
     """Pre-training of BERT."""
@@ -37,6 +47,7 @@ class BertOptions:
     no_packing: bool = option(False, "compute the padding of batches too, as networks elsewhere do")
     init_from: str | None = _init_from("the network")
     activation_checkpointing: bool = _activation_checkpointing()
+    local_copy: str | None = _local_copy()
 
 
 @dataclass(frozen=True)
@@ -73,3 +84,4 @@ class GptOptions:
 
     init_from: str | None = _init_from("the network")
     activation_checkpointing: bool = _activation_checkpointing()
+    local_copy: str | None = _local_copy()

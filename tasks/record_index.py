@@ -54,6 +54,14 @@ class File:
     rows: int
     size: int  # bytes
     sha256: str
+    copy_of: Path | None = None  # what it was copied from, by `local_copy`
+
+    @property
+    def told(self) -> str:
+        """The path for messages; of a copy, with what mends it."""
+        if self.copy_of is None:
+            return str(self.path)
+        return f"{self.path} (a copy of {self.copy_of}: remove the copy, and the next start makes it again)"
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,10 @@ class Split:
 
     files: tuple[File, ...]
     longest: dict[str, int]  # values of the longest row, by ragged column
+
+    def files_up_to(self, count: int) -> list[File]:
+        """The first so many files; all of them for 0."""
+        return list(self.files[:count] if count > 0 else self.files)
 
 
 @dataclass(frozen=True)

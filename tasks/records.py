@@ -47,6 +47,7 @@ class Shard:
     """A file with rows, as it was found at the start."""
 
     path: Path
+    told: str  # the path for messages
     size: int  # bytes
     rows: int
     places: dict[str, Place]  # by column, and by column.offsets
@@ -78,7 +79,7 @@ class Records:
     def place_of(self, index: int) -> str:
         """Where a row comes from, for messages: its file and its number there."""
         at = bisect.bisect_right(self._ends, index)
-        return f"{self._shards[at].path}, row {index - self._ends[at] + self._shards[at].rows}"
+        return f"{self._shards[at].told}, row {index - self._ends[at] + self._shards[at].rows}"
 
     def find(self, wanted: Indices) -> Found:
         """Where rows (n,) are, for the methods below: found once for all columns of a batch."""
@@ -130,7 +131,7 @@ class Records:
     def _refuse_offsets(self, at: int, name: str, row: int, values: int) -> NoReturn:
         begin, end = self._maps.get().views(at)[name + OFFSETS][row : row + 2].tolist()
         raise DataError(
-            f"{self._shards[at].path}, row {row}: {name}{OFFSETS} lets it go from {begin} to {end}, expected at most"
+            f"{self._shards[at].told}, row {row}: {name}{OFFSETS} lets it go from {begin} to {end}, expected at most"
             f" {self._longest[name]} of the {values} values of {name}; the file is damaged: {AGAIN}"
         )
 
@@ -142,31 +143,31 @@ def open_shard(file: File, columns: Mapping[str, Column]) -> Shard:
             size = raw.seek(0, 2)
             if size != file.size:
                 raise DataError(
-                    f"{file.path} has {size:,} bytes, expected {file.size:,} as the index states; the file is"
+                    f"{file.told} has {size:,} bytes, expected {file.size:,} as the index states; the file is"
                     f" incomplete or another one: {AGAIN}"
                 )
             raw.seek(0)
             length = int.from_bytes(raw.read(_LENGTH_BYTES), "little")
             if not 0 < length <= min(_LARGEST_HEADER, size - _LENGTH_BYTES):
-                raise _foreign(file.path, f"its header would have {length:,} bytes")
-            header = _parsed(file.path, raw.read(length))
+                raise _foreign(file.told, f"its header would have {length:,} bytes")
+            header = _parsed(file.told, raw.read(length))
             begin = _LENGTH_BYTES + length
             places = _places(file, columns, header, begin=begin, size=size)
             for name, column in columns.items():
                 if column.is_ragged:
                     _check_offsets(file, name, places, raw)
     except OSError as error:
-        raise DataError(f"{file.path} {refusal(error)}") from error
-    return Shard(file.path, size, file.rows, places)
+        raise DataError(f"{file.told} {refusal(error)}") from error
+    return Shard(file.path, file.told, size, file.rows, places)
 
 
-def _parsed(path: Path, text: bytes) -> dict[str, Any]:
+def _parsed(told: str, text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _foreign(path, f"its header is no JSON ({error})") from error
+        raise _foreign(told, f"its header is no JSON ({error})") from error
     if not isinstance(header, dict):
-        raise _foreign(path, "its header is no JSON object")
+        raise _foreign(told, "its header is no JSON object")
     return header
 
 
@@ -191,7 +192,7 @@ def _places(
             expected[f"{name}: shape"] = list(shape), [file.rows, *column.shape]
         for field, (found, stated) in expected.items():
             if found != stated:
-                raise DataError(f"{file.path}, {field} is {found}, expected {stated}; {AGAIN}")
+                raise DataError(f"{file.told}, {field} is {found}, expected {stated}; {AGAIN}")
     return places
 
 
@@ -199,17 +200,17 @@ def _place(file: File, name: str, header: Mapping[str, Any], *, begin: int, size
     entry = header.get(name)
     if not isinstance(entry, dict):
         there = ", ".join(sorted(header)[:6]) or "nothing"
-        raise DataError(f"{file.path} has no array {name!r}: found {there[:200]}; {AGAIN}")
+        raise DataError(f"{file.told} has no array {name!r}: found {there[:200]}; {AGAIN}")
     dtype, shape, span = entry.get("dtype"), _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
     if not isinstance(dtype, str) or dtype not in TYPES:
-        raise DataError(f"{file.path}, {name}: dtype is {dtype}, expected one of {', '.join(TYPES)}; {AGAIN}")
+        raise DataError(f"{file.told}, {name}: dtype is {dtype}, expected one of {', '.join(TYPES)}; {AGAIN}")
     if shape is None or span is None or len(span) != 2:
-        raise _foreign(file.path, f"its header has no shape and place of {name}")
+        raise _foreign(file.told, f"its header has no shape and place of {name}")
     item = np.dtype(TYPES[dtype]).itemsize
     if span[1] - span[0] != math.prod(shape) * item or begin + span[1] > size:
-        raise _foreign(file.path, f"{name} of shape {shape} and {dtype} would lie in the bytes {span[0]} to {span[1]}")
+        raise _foreign(file.told, f"{name} of shape {shape} and {dtype} would lie in the bytes {span[0]} to {span[1]}")
     if (begin + span[0]) % item:  # NumPy would copy the whole array first
-        raise _foreign(file.path, f"{name} begins at byte {begin + span[0]}, which is no multiple of {item}")
+        raise _foreign(file.told, f"{name} begins at byte {begin + span[0]}, which is no multiple of {item}")
     return Place(dtype, tuple(shape), begin + span[0])
 
 
@@ -228,13 +229,13 @@ def _check_offsets(file: File, name: str, places: Mapping[str, Place], raw: Any)
         ends.append(int.from_bytes(raw.read(8), "little"))
     if ends != [0, values]:
         raise DataError(
-            f"{file.path}, {name}{OFFSETS} goes from {ends[0]} to {ends[1]}, expected 0 to {values}, the values of"
+            f"{file.told}, {name}{OFFSETS} goes from {ends[0]} to {ends[1]}, expected 0 to {values}, the values of"
             f" {name}; the file is damaged: {AGAIN}"
         )
 
 
-def _foreign(path: Path, why: str) -> DataError:
-    return DataError(f"{path} is no file of records, or damaged ({why}); {AGAIN}")
+def _foreign(told: str, why: str) -> DataError:
+    return DataError(f"{told} is no file of records, or damaged ({why}); {AGAIN}")
 
 
 def _mapped(shards: Sequence[Shard]) -> Maps:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hetseq.metrics import read_rows
-from tests.support import bert, forked
+from tests.support import bert, bert_records, forked
 from tests.support.commands import run_command
 from tests.support.trials import curve, is_bit_equal, last_state, run_trial, start_trial
 
@@ -65,6 +65,28 @@ def test_a_killed_run_goes_on_to_the_bit(data: Path, tmp_path: Path) -> None:
     assert run_trial(words, hurt).code == 0
     assert curve(hurt) == curve(calm)
     assert is_bit_equal(last_state(hurt), last_state(calm))
+
+
+def test_ranks_that_read_a_local_copy_follow_the_same_curve_and_need_nothing_else(tmp_path: Path) -> None:
+    rows = {"train": bert_records.make_rows(60), "valid": bert_records.make_rows(9, seed=1)}
+    data, disk = bert_records.write_folder(tmp_path / "data", rows_per_file=20, **rows), tmp_path / "disk"
+    disk.mkdir()
+    config = {**bert.CONFIG, "vocab_size": len(bert_records.VOCAB), "max_position_embeddings": 24}
+    (data / "bert_config.json").write_text(json.dumps(config))
+    words = [*WORDS, "--data", data, "--global-batch-size", 12, "--max-update", 8, "--distributed-world-size", 2]
+    curves = []
+    for name, copied in {"plain": [], "copying": ["--local-copy", disk], "copied": ["--local-copy", disk]}.items():
+        done = run_command([*words, "--balance", "equal", *copied, "--save-dir", tmp_path / name], is_cold=False)
+        assert done.code == 0, done.err
+        told = "".join(log.read_text() for log in (tmp_path / name / "log").glob("*.txt"))  # whichever rank copied
+        assert ("once for all runs of this node" in told) == (name == "copying")
+        curves.append(curve(tmp_path / name))
+        if name == "copying":
+            for path in data.glob("*.safetensors"):
+                path.unlink()
+    assert len(curves[0]) == 8
+    assert curves[0] == curves[1] == curves[2]
+    assert len(list(disk.rglob("*.safetensors"))) == 4
 
 
 def test_training_begins_at_the_entropy_of_a_guess(data: Path, tmp_path: Path) -> None:
