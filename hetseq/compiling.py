@@ -24,13 +24,19 @@ from hetseq.task import Task, counts_of
 
 logger = logging.getLogger(__name__)
 
+_BACKEND: Any = "inductor"
+_MOST_KERNELS = 64  # of one network: sizes of 0, of 1 and others, with gradients and without
+
 
 def compile_(model: torch.nn.Module) -> None:
     """Have `model(...)` compiled when it is called first; its parameters, their names and its class stay."""
+    import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
+    dynamo.recompile_limit = _MOST_KERNELS  # beyond it the network would silently run as it is
+    dynamo.wrap_top_frame = True  # or a model whose class is one of torch's own would be passed over
     inductor.compile_threads = 1  # in this process: others would outlive it if it were killed
-    model.compile(dynamic=True)
+    model.compile(backend=_BACKEND, dynamic=True)
 
 
 def warm_up(
@@ -42,8 +48,9 @@ def warm_up(
     Leaves no gradients and the buffers as they were. Raises ConfigError where torch.compile fails.
     """
     from torch._dynamo.exc import TorchDynamoException  # slow to import, and few ask for it
+    from torch._dynamo.utils import counters
 
-    began_s, was_training = time.monotonic(), model.training
+    began_s, was_training, graphs = time.monotonic(), model.training, counters["stats"]["unique_graphs"]
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     try:
         for batch, size in batches:
@@ -61,7 +68,7 @@ def warm_up(
                     task.metrics(model, batch)
     except TorchDynamoException as error:
         raise ConfigError(
-            f"--compile: torch.compile fails for {type(model).__name__} ({_first_line(error)}); it needs a C++ compiler"
+            f"--compile: torch.compile fails for {type(model).__name__} ({_begin_of(error)}); it needs a C++ compiler"
             " for a CPU and Triton for a GPU; install what is missing, or leave --compile out"
         ) from error
     finally:
@@ -71,8 +78,15 @@ def warm_up(
             for name, buffer in model.named_buffers():
                 if name in before:
                     buffer.copy_(before[name])
-    logger.info("compiled %s in %.0f s", type(model).__name__, time.monotonic() - began_s)
+    if counters["stats"]["unique_graphs"] > graphs:
+        logger.info("compiled %s in %.0f s", type(model).__name__, time.monotonic() - began_s)
+    else:
+        logger.warning(
+            "--compile: nothing of %s was compiled; only what the task calls as model(...) is, not parts that it calls"
+            " by themselves", type(model).__name__,
+        )  # fmt: skip
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
+def _begin_of(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2])[:300] or type(error).__name__

@@ -20,7 +20,7 @@ from hetseq.errors import MissingSplitError
 from hetseq.fetching import seed_everything
 from hetseq.loader import Source, place_on
 from hetseq.precision import PRECISIONS, Precision
-from hetseq.replica import check_model
+from hetseq.replica import batch_norms, check_model
 from hetseq.task import Task, build_model, collater_of, counts_of, load_split, make_task
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,8 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
         probe.check_loss(task, model, train, collate=collate, place=place, terms=terms, seed=seed)
     if config.optimization.compile:
         compiling.compile_(model)
-        batches = [(place(collate(samples)), len(samples)) for samples in probe.first_samples(train, (1, 2, 3))]
+        sizes = (2, 3) if batch_norms(model) else (1, 2, 3)
+        batches = [(place(collate(samples)), len(samples)) for samples in probe.first_samples(train, sizes)]
         compiling.warm_up(
             task, model, batches, validates=bool(valid), computing=functools.partial(precision.computing, device)
         )

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetseq.buffers import BufferKeeper
 from hetseq.errors import CheckpointMismatch, TaskError
@@ -146,6 +147,11 @@ def check_fit(live: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tens
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Of tensors with equal shapes and types."""
     return (one.device, one.data_ptr(), one.stride()) == (other.device, other.data_ptr(), other.stride())
+
+
+def batch_norms(model: torch.nn.Module) -> set[str]:
+    """The classes of its layers that normalise over a micro-batch, which may then not be one of one sample."""
+    return {type(module).__name__ for module in model.modules() if isinstance(module, _BatchNorm)}
 
 
 def check_model(model: torch.nn.Module) -> None:

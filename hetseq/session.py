@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetseq import registry
 from hetseq.balance import complete_costs
@@ -40,7 +39,7 @@ from hetseq.pace import FixedPace, MeasuredPace, Pace, assigner, assigner_by
 from hetseq.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.planning import make_validators, planner_of
 from hetseq.reduction import GradientReducer
-from hetseq.replica import Replica, trained_parameters
+from hetseq.replica import Replica, batch_norms, trained_parameters
 from hetseq.replica_check import ReplicaCheck, ReplicasDiffer, kind_of
 from hetseq.resuming import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory
@@ -214,7 +213,7 @@ def build_session(
         planner = planner_of(config, material.train, provenance.batch, assign)
         sizes = _micro_batch_sizes(config.data, device, DeviceMemo(directory, device))
         is_first_measured = (is_balanced or sizes.is_learning) and not sizes.is_fixed and carried is None
-        if _batch_norms(material.model):
+        if batch_norms(material.model):
             is_first_measured = False  # which fails on a micro-batch of one sample
         loader = StepLoader(
             material.source(material.train), planner, state.position, rank=group.rank, cap=sizes.cap,
@@ -463,13 +462,9 @@ def _say_what_runs(controller: Controller, material: Material) -> None:
         )  # fmt: skip
 
 
-def _batch_norms(model: torch.nn.Module) -> set[str]:
-    return {type(module).__name__ for module in model.modules() if isinstance(module, _BatchNorm)}
-
-
 def _warn_of_batch_norm(controller: Controller) -> None:
     """The one common layer whose result depends on how a step is cut into micro-batches."""
-    kinds = _batch_norms(controller.replica.model)
+    kinds = batch_norms(controller.replica.model)
     if kinds and controller.group.rank == 0:
         logger.warning(
             "%s normalises over each micro-batch, so the curve depends on ranks, shares and --max-sentences: LayerNorm"
