@@ -37,12 +37,13 @@ class Kind:
     task: str
     split: str
     metrics: tuple[str, ...]
-    updates: int  # some five epochs
+    batch: int
+    updates: int  # some three epochs
 
 
 KINDS = {
-    "ner": Kind("bert_ner", "dev", ("f1", "token_f1"), 600),
-    "classify": Kind("bert_classify", "test", ("accuracy", "macro_f1"), 1500),
+    "ner": Kind("bert_ner", "dev", ("f1", "token_f1"), 16, 640),
+    "classify": Kind("bert_classify", "test", ("accuracy", "macro_f1"), 32, 940),
 }
 
 
@@ -98,8 +99,9 @@ def train(options: argparse.Namespace, kind: Kind, data: Path, start: str, lr: f
     command([
         "hetseq", "train", "--task", kind.task, "--data", str(data), "--valid-subset", kind.split,
         *(["--init-from", str(model)] if start == PRETRAINED else network),
-        "--global-batch-size", "32", "--clip-norm", "1", "--lr", f"{lr:g}", "--warmup-updates", str(kind.updates // 10),
-        "--total-num-update", str(kind.updates), "--max-update", str(kind.updates), "--validate-interval", "1000",
+        "--global-batch-size", str(kind.batch), "--precision", "bf16", "--clip-norm", "1", "--lr", f"{lr:g}",
+        "--warmup-updates", "0.1", "--total-num-update", str(kind.updates), "--max-update", str(kind.updates),
+        "--validate-interval", "1000", "--save-interval", "1000",
         "--seed", str(seed),
         "--no-epoch-checkpoints", "--save-dir", str(save_dir),
     ])  # fmt: skip

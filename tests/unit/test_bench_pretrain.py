@@ -93,7 +93,7 @@ RUNS = {
 
 def test_each_way_to_begin_has_the_rate_that_suits_it(script: Any) -> None:
     finetune = script("finetune")
-    (row,) = finetune.compared(finetune.Kind("bert_ner", "dev", ("f1",), 1), RUNS)
+    (row,) = finetune.compared(finetune.Kind("bert_ner", "dev", ("f1",), 16, 1), RUNS)
     assert (row["pre-trained"]["lr"], row["from scratch"]["lr"]) == (0.1, 0.2)
     assert row["pre-trained"]["values"] == (0.5, 0.6, 0.7)
     assert row["better"] == pytest.approx(0.3)
@@ -111,6 +111,6 @@ def test_each_way_to_begin_has_the_rate_that_suits_it(script: Any) -> None:
 def test_a_difference_within_the_spread_is_none(script: Any) -> None:
     finetune = script("finetune")
     runs = {key: {"f1": value["f1"] + (0.15 if key[0] == "from scratch" else 0)} for key, value in RUNS.items()}
-    (row,) = finetune.compared(finetune.Kind("bert_ner", "dev", ("f1",), 1), runs)
+    (row,) = finetune.compared(finetune.Kind("bert_ner", "dev", ("f1",), 16, 1), runs)
     assert not row["met"]
     assert finetune.line(row)[-1] == "no"
