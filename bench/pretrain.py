@@ -1,6 +1,6 @@
 """A BERT of 4 layers of 256 from a folder of books, on two unequal workers, and the same run in one process.
 
-    python bench/pretrain.py TEXT --output DIR [--updates 2000] [--slower 1.5] [--picture FILE.svg]
+    python bench/pretrain.py TEXT --output DIR [--updates 1500] [--slower 1.5] [--picture FILE.svg]
 
 Everything is done by commands of HetSeq, which are printed. The second worker is slowed down on purpose. What is
 complete in DIR already is taken as it is, so an interrupted run goes on when the line is given again; the time of the
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("text", type=Path, metavar="TEXT", help="text files in UTF-8, or a folder of them")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--updates", type=int, default=2000, metavar="N", help="steps of each run")
+    parser.add_argument("--updates", type=int, default=1500, metavar="N", help="steps of each run")
     parser.add_argument("--slower", type=float, default=1.5, metavar="X", help="how much slower the second worker is")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw both curves there")
     options = parser.parse_args()
@@ -91,7 +91,13 @@ def command(words: Sequence[str]) -> None:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     began_s = time.monotonic()
-    code = subprocess.run([sys.executable, "-m", *words], env=environment, check=False).returncode
+    with subprocess.Popen([sys.executable, "-m", *words], env=environment) as process:
+        while True:
+            try:
+                code = process.wait()
+                break
+            except KeyboardInterrupt:  # it has heard the Ctrl-C too, and saves
+                pass
     print(f"-- {time.monotonic() - began_s:.0f} s", flush=True)
     if code:
         sys.exit(f"{Path(__file__).name}: the command above ended with {code}; given again, this one goes on")

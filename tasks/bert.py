@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetseq import DataError, Task, register_task
+from tasks import bert_packing
 from tasks.bert_data import Batch, BertDataset, folder_of, hdf5_names, load_bert
 from tasks.bert_masking import Masking
 from tasks.bert_model import BertConfig, BertForPreTraining
@@ -190,8 +191,7 @@ class BertTask(Task):
 
     @property
     def _is_packed(self) -> bool:
-        # each batch has other lengths, and torch.compile would take every one for another network
-        return not (self.options.no_packing or self.config.optimization.compile)
+        return bert_packing.is_wanted(self.config, no_packing=self.options.no_packing)
 
     def _vocab_file(self) -> Path | None:
         """The vocabulary, to compare with the configuration; training itself does without."""
@@ -217,7 +217,7 @@ class BertTask(Task):
 
 
 def _logits(model: nn.Module, sample: Batch) -> tuple[Tensor, Tensor]:
-    layout = sample["sequences"] if "sequences" in sample else sample["attention_mask"]
+    layout = bert_packing.layout_of(sample)
     words, pairs = model(sample["input_ids"], sample["token_type_ids"], layout, sample["masked_positions"])
     return words, pairs
 

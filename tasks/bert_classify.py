@@ -13,6 +13,7 @@ import functools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hetseq import ConfigError, DataError, Task, register_task
+from tasks import bert_packing
 from tasks.bert_heads import BertForSequenceClassification
 from tasks.fine_tuning import Beginning, Ragged, find_beginning, pad
 from tasks.labelled_texts import SUFFIXES, Columns, Labelled, read_labelled
@@ -30,7 +32,7 @@ from tasks.split_files import find_split
 logger = logging.getLogger(__name__)
 
 Sample = dict[str, Tensor]
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]  # tensors by name; of a packed batch also its Sequences
 
 _ACCURACY = "accuracy"
 
@@ -57,8 +59,9 @@ class BertClassifyTask(Task):
             )
         files = dict.fromkeys([path, self._file(self.config.data.train_subset), *begin.files])
         dataset = LabelledRows(
-            *_encoded(texts, begin, path), self._numbers(texts, path), list(files), padding=begin.config.pad_token_id
-        )
+            *_encoded(texts, begin, path), self._numbers(texts, path), list(files), padding=begin.config.pad_token_id,
+            is_packed=bert_packing.is_wanted(self.config, no_packing=self.options.no_packing),
+        )  # fmt: skip
         logger.info("%s: %d texts from %s, %d labels", split, len(dataset), path, len(self.labels))
         return dataset
 
@@ -155,11 +158,15 @@ class BertClassifyTask(Task):
 class LabelledRows(Dataset[Sample]):
     """Texts as rows of pieces; `files` are the paths that were read, `lengths` the pieces with [CLS] and [SEP].
 
-    A batch is padded to its longest row. `second`: where the second text of each row begins.
+    A batch is padded to its longest row, or with `is_packed` has no padding, as `bert_packing` makes it.
+    `second`: where the second text of each row begins.
     """
 
-    def __init__(self, pieces: Ragged, second: Tensor, labels: Tensor, files: list[Path], *, padding: int) -> None:
-        self.files, self.lengths, self._padding = files, pieces.lengths, padding
+    def __init__(
+        self, pieces: Ragged, second: Tensor, labels: Tensor, files: list[Path], *, padding: int,
+        is_packed: bool = False,
+    ) -> None:  # fmt: skip
+        self.files, self.lengths, self._padding, self._is_packed = files, pieces.lengths, padding, is_packed
         self._pieces, self._second, self._labels = pieces, second, labels
 
     def __len__(self) -> int:
@@ -178,12 +185,13 @@ class LabelledRows(Dataset[Sample]):
         input_ids, mask = pad([sample["pieces"] for sample in samples], self._padding)
         second = torch.stack([sample["second"] for sample in samples])  # (n,)
         is_second = (torch.arange(input_ids.shape[1]) >= second[:, None]) & mask
-        return {
+        batch = {
             "input_ids": input_ids,
             "token_type_ids": is_second.long(),
             "attention_mask": mask,
             "labels": torch.stack([sample["label"] for sample in samples]),
         }
+        return bert_packing.pack(batch, places=()) if self._is_packed else batch
 
 
 def _encoded(texts: Sequence[Labelled], begin: Beginning, path: Path) -> tuple[Ragged, Tensor]:
@@ -216,5 +224,5 @@ def _fitting(parts: Sequence[list[int]], room: int) -> list[list[int]]:
 
 
 def _logits(model: nn.Module, sample: Batch) -> Tensor:
-    logits: Tensor = model(sample["input_ids"], sample["token_type_ids"], sample["attention_mask"])
+    logits: Tensor = model(sample["input_ids"], sample["token_type_ids"], bert_packing.layout_of(sample))
     return logits

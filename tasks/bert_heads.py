@@ -12,6 +12,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from tasks.bert_model import BertConfig, BertForPreTraining
+from tasks.bert_packing import Sequences
 from tasks.dropout import Dropout
 
 
@@ -30,11 +31,14 @@ class BertForTokenClassification(nn.Module):
         self.classifier = _classifier(config, labels)
 
     def forward(
-        self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor, positions: Tensor
+        self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor | Sequences, positions: Tensor
     ) -> Tensor:  # fmt: skip
-        """Logits (m, labels) of the tokens at `positions` (m,) int64, row * L + column; the rest as in pre-training."""
+        """Logits (m, labels) of the tokens at `positions` (m,) int64, row * L + column; the rest as in pre-training.
+
+        Of a packed batch there are its `Sequences` in place of the mask, and positions are 0 to T - 1.
+        """
         hidden, _ = self.bert(input_ids, token_type_ids, attention_mask)
-        chosen = hidden.flatten(0, 1).index_select(0, positions)  # (m, hidden_size)
+        chosen = hidden.flatten(0, -2).index_select(0, positions)  # (m, hidden_size)
         return cast(Tensor, self.classifier(self.dropout(chosen)))
 
 
@@ -48,8 +52,8 @@ class BertForSequenceClassification(nn.Module):
         self.dropout = Dropout(config.hidden_dropout_prob if dropout is None else dropout)
         self.classifier = _classifier(config, labels)
 
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits (n, labels)."""
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor | Sequences) -> Tensor:
+        """Logits (n, labels), in the order of the samples; of a packed batch too."""
         _, pooled = self.bert(input_ids, token_type_ids, attention_mask)
         return cast(Tensor, self.classifier(self.dropout(pooled)))
 

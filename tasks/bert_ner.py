@@ -13,6 +13,7 @@ import functools
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hetseq import DataError, Task, register_task
+from tasks import bert_packing
 from tasks.bert_heads import BertForTokenClassification
 from tasks.fine_tuning import Beginning, Ragged, find_beginning, pad
 from tasks.layer_stack import checkpoint_activations_
@@ -30,7 +32,7 @@ from tasks.tagged_words import OUTSIDE, Sentence, read_sentences, tally
 logger = logging.getLogger(__name__)
 
 Sample = dict[str, Tensor]
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]  # tensors by name; of a packed batch also its Sequences
 
 _SUFFIXES = (".txt", ".conll", ".tsv", ".bio", ".iob", ".iob2")
 
@@ -51,7 +53,10 @@ class BertNerTask(Task):
         sentences = self._training if split == self.config.data.train_subset else read_sentences(path)
         files = dict.fromkeys([path, self._file(self.config.data.train_subset), *self._beginning.files])
         rows = _encoded(sentences, self._beginning, self._numbers(sentences, path), path)
-        dataset = TaggedRows(rows, list(files), padding=self._beginning.config.pad_token_id)
+        dataset = TaggedRows(
+            rows, list(files), padding=self._beginning.config.pad_token_id,
+            is_packed=bert_packing.is_wanted(self.config, no_packing=self.options.no_packing),
+        )  # fmt: skip
         logger.info("%s: %d sentences from %s, %d tags", split, len(dataset), path, len(self.labels))
         return dataset
 
@@ -157,13 +162,14 @@ class BertNerTask(Task):
 class TaggedRows(Dataset[Sample]):
     """Sentences as rows of pieces; `files` are the paths that were read, `lengths` the pieces with [CLS] and [SEP].
 
-    A batch is padded to its longest row.
+    A batch is padded to its longest row, or with `is_packed` has no padding, as `bert_packing` makes it.
     """
 
     def __init__(
-        self, rows: Sequence[tuple[list[int], list[int], list[int]]], files: list[Path], *, padding: int
-    ) -> None:
-        self.files, self._padding = files, padding
+        self, rows: Sequence[tuple[list[int], list[int], list[int]]], files: list[Path], *, padding: int,
+        is_packed: bool = False,
+    ) -> None:  # fmt: skip
+        self.files, self._padding, self._is_packed = files, padding, is_packed
         pieces, columns, tags = zip(*rows)
         self._pieces, self._columns, self._tags = Ragged(pieces), Ragged(columns), Ragged(tags)
         self.lengths = self._pieces.lengths
@@ -191,7 +197,7 @@ class TaggedRows(Dataset[Sample]):
         words = torch.tensor([len(sample["tags"]) for sample in samples])
         starts = words.cumsum(0) - words  # (n,)
         columns = [sample["columns"] for sample in samples]
-        return {
+        batch = {
             "input_ids": input_ids,
             "token_type_ids": torch.zeros_like(input_ids),
             "attention_mask": mask,
@@ -200,6 +206,7 @@ class TaggedRows(Dataset[Sample]):
             "tags": torch.cat([sample["tags"] for sample in samples]),
             "words": words,
         }
+        return bert_packing.pack(batch, places=("positions",)) if self._is_packed else batch
 
 
 def _encoded(
@@ -231,7 +238,7 @@ def _encoded(
 
 def _logits(model: nn.Module, sample: Batch) -> Tensor:
     logits: Tensor = model(
-        sample["input_ids"], sample["token_type_ids"], sample["attention_mask"], sample["positions"]
+        sample["input_ids"], sample["token_type_ids"], bert_packing.layout_of(sample), sample["positions"]
     )  # fmt: skip
     return logits
 

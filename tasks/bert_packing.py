@@ -10,11 +10,14 @@ neighbours and attention takes them together; the samples keep their order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from hetseq import Config
 
 #: the entries of a packed batch that are as in a padded one, but (T,) in place of (n, L)
 _TOKENS = ("input_ids", "token_type_ids")
@@ -32,10 +35,17 @@ class Sequences(NamedTuple):
     positions: Tensor  # (T,) int64: of each token in its own sequence, from 0
 
 
-def pack(batch: dict[str, Any]) -> dict[str, Any]:
-    """The batch without padding: `input_ids`, `token_type_ids` (T,), `sequences`, `masked_positions` in 0 to T - 1.
+def is_wanted(config: Config, *, no_packing: bool) -> bool:
+    """Whether a run packs its batches: unless it says no, or compiles its network."""
+    # each batch has other lengths, and torch.compile would take every one for another network
+    return not (no_packing or config.optimization.compile)
 
-    `masked_ids`, `next_sentence_labels` and the order of the samples are as they were. A batch without padding is given
+
+def pack(batch: dict[str, Any], *, places: Sequence[str] = ("masked_positions",)) -> dict[str, Any]:
+    """The batch without padding: `input_ids`, `token_type_ids` (T,) and `sequences`, with `places` in 0 to T - 1.
+
+    `places` are the entries that are row * L + column of a padded batch. All others, and the order of the samples, are
+    as they were. A batch without padding is given
     back as it is; so is one with padding elsewhere than behind the tokens of a row, which no program writes that we
     know. The result depends on nothing but the batch.
     """
@@ -50,11 +60,17 @@ def pack(batch: dict[str, Any]) -> dict[str, Any]:
     starts = np.empty_like(begins)
     starts[order] = begins
     positions = np.arange(ordered.sum()) - np.repeat(begins, ordered)  # (T,)
-    places = torch.from_numpy(np.repeat(order * width, ordered) + positions)  # (T,): in the padded batch
-    row, column = np.divmod(batch["masked_positions"].numpy(), width)  # (m,)
+    taken = torch.from_numpy(np.repeat(order * width, ordered) + positions)  # (T,): from where in the padded batch
     packed = {name: value for name, value in batch.items() if name != "attention_mask"}
-    packed |= {name: batch[name].flatten()[places] for name in _TOKENS}
-    return packed | {
-        "sequences": Sequences(tuple(ordered.tolist()), torch.from_numpy(starts), torch.from_numpy(positions)),
-        "masked_positions": torch.from_numpy(starts[row] + column),
-    }
+    packed |= {name: batch[name].flatten()[taken] for name in _TOKENS}
+    for name in places:
+        row, column = np.divmod(batch[name].numpy(), width)  # (m,)
+        packed[name] = torch.from_numpy(starts[row] + column)
+    sequences = Sequences(tuple(ordered.tolist()), torch.from_numpy(starts), torch.from_numpy(positions))
+    return packed | {"sequences": sequences}
+
+
+def layout_of(batch: dict[str, Any]) -> Tensor | Sequences:
+    """What tells the network where the tokens are: the `sequences` of a packed batch, else the `attention_mask`."""
+    found: Tensor | Sequences = batch["sequences"] if "sequences" in batch else batch["attention_mask"]
+    return found

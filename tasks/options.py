@@ -39,12 +39,16 @@ def _local_copy() -> Any:
     )
 
 
+def _no_packing() -> Any:
+    return option(False, "compute the padding of batches too, as networks elsewhere do")
+
+
 @dataclass(frozen=True)
 class BertOptions:
     """Pre-training of BERT."""
 
     whole_words: bool = option(False, "records: mask all pieces of a word or none, not single pieces")
-    no_packing: bool = option(False, "compute the padding of batches too, as networks elsewhere do")
+    no_packing: bool = _no_packing()
     init_from: str | None = _init_from("the network")
     activation_checkpointing: bool = _activation_checkpointing()
     local_copy: str | None = _local_copy()
@@ -54,6 +58,7 @@ class BertOptions:
 class BertNerOptions:
     """Tags of words: columns of words and tags in `--data`, a BERT with a head for tags."""
 
+    no_packing: bool = _no_packing()
     init_from: str | None = _init_from("the encoder and the vocabulary")
     activation_checkpointing: bool = _activation_checkpointing()
 
@@ -62,6 +67,7 @@ class BertNerOptions:
 class BertClassifyOptions:
     """Labels of texts: CSV, TSV or JSONL in `--data`, a BERT with a head for labels."""
 
+    no_packing: bool = _no_packing()
     init_from: str | None = _init_from("the encoder and the vocabulary")
     activation_checkpointing: bool = _activation_checkpointing()
     text_column: str | None = option(

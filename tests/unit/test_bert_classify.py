@@ -105,7 +105,7 @@ def test_two_texts_are_two_segments_and_the_longer_is_cut_first(
 ) -> None:
     pairs = "one,two,label\nthe cat,anna sat in,x\n" + f"cat sat,{'mat ' * 20},y\n{'mat ' * 20},{'cat ' * 20},y\n"
     pairs += f"{'mat ' * 20},{'cat ' * 19},y\n"
-    words = [*network, "--text-column", "one", "--text-pair-column", "two"]
+    words = [*network, "--text-column", "one", "--text-pair-column", "two", "--no-packing"]
     with caplog.at_level(logging.WARNING):
         dataset = task_of(tmp_path, words, train_csv=pairs).load_dataset("train")
     batch = labelled.batch_of(dataset)
@@ -129,16 +129,19 @@ def test_two_texts_are_two_segments_and_the_longer_is_cut_first(
         task_of(tmp_path, [*one_segment, *words[len(network) :]], train_csv=pairs).load_dataset("train")
 
 
-def test_padding_changes_neither_loss_nor_label(tmp_path: Path, network: list[str]) -> None:
-    task = task_of(tmp_path, network)
+def test_neither_padding_nor_packing_changes_loss_or_label(tmp_path: Path, network: list[str]) -> None:
+    task, plain = (task_of(tmp_path, [*network, *more]) for more in ([], ["--no-packing"]))
     torch.manual_seed(1)
     model, dataset = task.build_model().double().eval(), task.load_dataset("train")
-    together, alone = labelled.batch_of(dataset), [labelled.batch_of(dataset, index) for index in range(4)]
-    assert not together["attention_mask"].all()
+    packed, padded = (labelled.batch_of(each.load_dataset("train")) for each in (task, plain))
+    alone = [labelled.batch_of(dataset, index) for index in range(4)]
+    assert packed["input_ids"].shape == (int(padded["attention_mask"].sum()),) != padded["input_ids"].shape
     losses = [task.loss(model, batch)["loss"].item() for batch in alone]
-    assert task.loss(model, together)["loss"].item() == pytest.approx(sum(losses), rel=1e-13)
-    assert task.predictions(model, together) == [line for batch in alone for line in task.predictions(model, batch)]
-    assert set(task.predictions(model, together)) <= {"cat", "people", "place"}
+    for together in (packed, padded):
+        assert task.loss(model, together)["loss"].item() == pytest.approx(sum(losses), rel=1e-13)
+        assert task.predictions(model, together) == [line for batch in alone for line in task.predictions(model, batch)]
+        assert set(task.predictions(model, together)) <= {"cat", "people", "place"}
+        assert task.metrics(model, together) == task.metrics(model, padded)
 
 
 class Saying(nn.Module):

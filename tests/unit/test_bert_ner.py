@@ -132,7 +132,7 @@ def test_the_numbers_of_a_split_are_those_of_all_its_sentences_at_once(
 ) -> None:
     right, found = drawn(3, 60)
     text = "\n".join("".join(f"cat {tag}\n" for tag in tags) for tags in right)
-    task = task_of(tmp_path, network, text)
+    task = task_of(tmp_path, [*network, "--no-packing"], text)
     assert task.labels == tuple(sorted(SCHEMES))
     model = Saying([[task.labels.index(tag) for tag in tags] for tags in found], len(task.labels))
     numbers = validated(task, model, Numbered(task.load_dataset("train")), cap=7)
@@ -176,19 +176,21 @@ def test_the_first_piece_of_a_word_has_its_tag_and_the_others_have_none(tmp_path
     assert dataset.lengths.tolist() == [7, 7]
 
 
-def test_padding_changes_neither_loss_nor_tags(tmp_path: Path, network: list[str]) -> None:
+def test_neither_padding_nor_packing_changes_loss_or_tags(tmp_path: Path, network: list[str]) -> None:
     text = labelled.TAGGED + "\n\ncat O\n\nBob B-PER\nwalk O\n".replace(" ", "\t")
-    task = task_of(tmp_path, network, text)
+    task, plain = (task_of(tmp_path, [*network, *more], text) for more in ([], ["--no-packing"]))
     torch.manual_seed(1)
     model, dataset = task.build_model().double().eval(), task.load_dataset("train")
-    together = labelled.batch_of(dataset)
+    packed, padded = (labelled.batch_of(each.load_dataset("train")) for each in (task, plain))
     alone = [labelled.batch_of(dataset, index) for index in range(4)]
-    assert not together["attention_mask"].all()
+    assert packed["input_ids"].shape == (int(padded["attention_mask"].sum()),) != padded["input_ids"].shape
     losses = [task.loss(model, batch)["loss"].item() for batch in alone]
-    assert task.loss(model, together)["loss"].item() == pytest.approx(sum(losses), rel=1e-13)
-    assert task.predictions(model, together) == [line for batch in alone for line in task.predictions(model, batch)]
-    assert [len(line.split(" ")) for line in task.predictions(model, together)] == [5, 3, 1, 2]
-    assert task.count(together) == {"loss": 11}
+    for together in (packed, padded):
+        assert task.loss(model, together)["loss"].item() == pytest.approx(sum(losses), rel=1e-13)
+        assert task.predictions(model, together) == [line for batch in alone for line in task.predictions(model, batch)]
+        assert [len(line.split(" ")) for line in task.predictions(model, together)] == [5, 3, 1, 2]
+        assert task.count(together) == {"loss": 11}
+        assert task.metrics(model, together) == task.metrics(model, padded)
 
 
 def test_words_that_are_cut_off_are_no_loss_and_count_as_missed(
@@ -196,7 +198,7 @@ def test_words_that_are_cut_off_are_no_loss_and_count_as_missed(
 ) -> None:
     text = "unwalked O\n" * 3 + "Paris B-LOC\ncat O\nAnna B-PER\n\nBob S-PER\n"
     with caplog.at_level(logging.WARNING):
-        task = task_of(tmp_path, [*network, "--max-pred-length", "12"], text)
+        task = task_of(tmp_path, [*network, "--max-pred-length", "12", "--no-packing"], text)
         dataset = task.load_dataset("train")
     assert "train.txt: 1 of 2 sentences are longer than 12 pieces and have been cut: 2 words" in caplog.text
     batch = labelled.batch_of(dataset)
