@@ -8,16 +8,21 @@ from typing import Any
 import pytest
 
 from hetseq.comm import LocalGroup
+from hetseq.config import OptimizationConfig
 from hetseq.controller import Controller
 from hetseq.plan import StepPlan
 
 FIRST_S, LEAST_S = 120.0, 5.0
 
 
-def deadline(recent: list[tuple[float, int]], samples: int, *, start: int = 100, given: float | None = None) -> float:
+def deadline(
+    recent: list[tuple[float, int]], samples: int, *, start: int = 100, given: float | None = None,
+    compiles: bool = False,
+) -> float:  # fmt: skip
     """The deadline of a step of `samples` samples after steps of (seconds, samples)."""
     controller: Any = Controller.__new__(Controller)
     controller.group, controller._step_deadline_s = LocalGroup(), given
+    controller._config = OptimizationConfig(compile=compiles)
     controller._recent = deque(recent, maxlen=21)
     controller._set_deadline(StepPlan(9, 2, start, start + samples, (samples,), ends_epoch=False))
     seconds: float = controller.group.deadline_s
@@ -27,6 +32,11 @@ def deadline(recent: list[tuple[float, int]], samples: int, *, start: int = 100,
 def test_until_three_steps_were_seen_nothing_is_known() -> None:
     assert deadline([], 10) == deadline([(0.1, 10)] * 2, 10) == FIRST_S
     assert deadline([(0.1, 10)] * 3, 10) == LEAST_S
+
+
+def test_a_compiled_network_may_be_compiled_for_another_size_in_any_step() -> None:
+    assert deadline([(0.1, 10)] * 21, 10, compiles=True) == FIRST_S
+    assert deadline([(20.0, 10)] * 21, 10, compiles=True) == pytest.approx(200.0)
 
 
 def test_quick_steps_are_waited_for_as_long_as_a_process_may_stall() -> None:
