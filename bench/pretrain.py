@@ -1,6 +1,6 @@
 """A BERT of 4 layers of 256 from a folder of books, on two unequal workers, and the same run in one process.
 
-    python bench/pretrain.py TEXT --output DIR [--updates 1500] [--slower 1.5] [--picture FILE.svg]
+    python bench/pretrain.py TEXT --output DIR [--updates 1100] [--slower 1.5] [--picture FILE.svg]
 
 Everything is done by commands of HetSeq, which are printed. The second worker is slowed down on purpose. What is
 complete in DIR already is taken as it is, so an interrupted run goes on when the line is given again; the time of the
@@ -52,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("text", type=Path, metavar="TEXT", help="text files in UTF-8, or a folder of them")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--updates", type=int, default=1500, metavar="N", help="steps of each run")
+    parser.add_argument("--updates", type=int, default=1100, metavar="N", help="steps of each run")
     parser.add_argument("--slower", type=float, default=1.5, metavar="X", help="how much slower the second worker is")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw both curves there")
     options = parser.parse_args()
