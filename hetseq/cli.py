@@ -6,6 +6,7 @@ refuses ends here as one message on standard error and the exit code that its ex
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import sys
@@ -125,17 +126,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-def drop(argv: Sequence[str]) -> int:
-    """`hetseq drop`: ask a node of a run to leave."""
-    from hetseq import drop as dropping
-
-    if not argv or set(argv) & {"-h", "--help"}:
-        print(dropping.USAGE, end="")
-        return 0 if argv else EXIT_USAGE
-    print(dropping.drop(argv))
-    return 0
-
-
 def train(argv: Sequence[str]) -> int:
     """`hetseq train`: the launcher of this node."""
     config = options.parse(argv)
@@ -229,11 +219,29 @@ def checkpoints(argv: Sequence[str]) -> int:
     from hetseq.checkpoints import answer, parse
 
     for line in answer(parse(argv)):
-        try:
-            print(line, flush=True)  # reading every byte takes its time, and each line is news
-        except BrokenPipeError:  # as with `| head`: nobody reads on, and what was begun is done all the same
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _say(line)  # reading every byte takes its time, and each line is news
     return 0
+
+
+def _say(line: str) -> None:
+    """One line of a command's answer, at once; a reader that has gone, as with `| head`, ends nothing."""
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:  # what was begun is done all the same
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _in_module(module: str) -> Callable[[Sequence[str]], int]:
+    """A command with a module of its own: `USAGE`, and `run(words, say)`, which says its lines and gives the exit code."""
+
+    def command(argv: Sequence[str]) -> int:
+        found = importlib.import_module(module)
+        if not {"-h", "--help"}.isdisjoint(argv):
+            raise options.HelpRequested(found.USAGE)
+        code: int = found.run(argv, _say)
+        return code
+
+    return command
 
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -243,6 +251,6 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "plan": plan,
     "simulate": simulate,
     "checkpoints": checkpoints,
-    "drop": drop,
+    "drop": _in_module("hetseq.drop"),
     "demo": demo,
 }

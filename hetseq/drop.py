@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,6 +25,12 @@ USAGE = """usage: hetseq drop RUN NODE
 The node finishes its step, leaves, and ends with exit code 0; the others go on. The node that was first of all takes
 the run with it: all stop after a checkpoint. The same command on that node takes part again.
 """
+
+
+def run(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """`hetseq drop RUN NODE`: ask a node of a run to leave; gives the exit code. Errors as of `drop`."""
+    say(drop(words))
+    return 0
 
 
 def drop(words: Sequence[str]) -> str:
