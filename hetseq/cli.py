@@ -232,7 +232,7 @@ def _say(line: str) -> None:
 
 
 def _in_module(module: str) -> Callable[[Sequence[str]], int]:
-    """A command with a module of its own: `USAGE`, and `run(words, say)`, which says its lines and gives the exit code."""
+    """A command with a module of its own: `USAGE`, and `run(words, say)`, which says lines and gives the exit code."""
 
     def command(argv: Sequence[str]) -> int:
         found = importlib.import_module(module)
