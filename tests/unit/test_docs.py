@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import hetseq
+import hetseq.nebula
 from hetseq.config import SECTIONS, flag
 from tests.support.docs import (
     ROOT,
@@ -62,6 +63,12 @@ def test_commands_are_told_from_output_and_comments() -> None:
     assert program_of("hetseq train &") == "hetseq"
     assert program_of("hetseq train & hetseq train") == ""
     assert program_of("hetseq train --optimizer-overrides \"{'eps': 1e-6}\"") == "hetseq"
+
+
+def test_every_public_name_is_on_the_page_of_the_python_interface() -> None:
+    shown = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    public = [f"hetseq.{name}" for name in hetseq.__all__ if name != "__version__"]
+    assert sorted(shown) == sorted(public + [f"hetseq.nebula.{name}" for name in hetseq.nebula.__all__])
 
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
