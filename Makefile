@@ -13,13 +13,16 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 export OMP_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: chaos soak help demo test test-all check format docs dev clean
+.PHONY: chaos soak help demo tour test test-all check format docs dev clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV)/.installed-demo  ## train digits on this machine with unequal ranks, about a minute after the installation
 	$(VENV)/bin/hetseq demo
+
+tour: $(VENV)/.installed-dev  ## what docs/tour.md shows, section by section, with the time that each takes
+	$(PY) -m tests.tour
 
 test: $(VENV)/.installed-dev  ## the fast tests
 	$(PY) -m pytest -m "not slow and not gpu and not netns"

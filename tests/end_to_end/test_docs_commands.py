@@ -17,20 +17,16 @@ from pathlib import Path
 
 import pytest
 
+from tests import tour
 from tests.support import forked
-from tests.support.commands import HETSEQ, Command, Finished, run_command, start_command
-from tests.support.docs import DATA, HERE, MEETING, PROGRAMS, ROOT, goes_on_beside, pages, program_of, shell_blocks
-from tests.support.places import free_port
+from tests.support.commands import run_command
+from tests.support.docs import DATA, PROGRAMS, ROOT, pages, program_of, shell_blocks
+from tests.support.reader import Reader
 
 pytestmark = pytest.mark.slow
 
-#: for trainings with --data, which otherwise take minutes
-CUT_SHORT = ["--max-update", "4"]
-PATIENCE_S = 110
 #: a run directory of real data, by its name in the manual
 DATA_RUN = "runs/mnist"
-#: a folder of text that a reader brings: some pages of the manual
-TEXT, TEXT_PAGES = "text", ("messages", "migrating", "network", "nodes", "running")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,57 +47,15 @@ def needs_data(command: str) -> bool:
 
 
 def pages_that_need_no_data() -> list[Path]:
-    return [page for page in pages() if any(not needs_data(command) for command in commands_of(page))]
-
-
-class Reader:
-    """Somebody who types the commands of a page in a folder of his own, which is also his home."""
-
-    def __init__(self, checkout: Path, closing: ExitStack) -> None:
-        self.checkout = checkout
-        self._closing = closing
-        self._beside: list[tuple[str, Command]] = []
-        self._meeting = f"127.0.0.1:{free_port()}"
-
-    def types(self, command: str, data: Path | None = None, *, is_cold: bool = False) -> None:
-        """Run one command, which must succeed; of one that goes on beside the next ones, `wait` will tell."""
-        if command == "wait":
-            for earlier, beside in self._beside:
-                check(earlier, beside.finish(timeout_s=PATIENCE_S))
-            self._beside.clear()
-            return
-        words = [self._meant(word, data) for word in shlex.split(command.rstrip().removesuffix("&"))]
-        is_long = words[:2] == ["hetseq", "train"] and "--data" in words
-        started = start_command(
-            [*words[1:], *(CUT_SHORT if is_long else [])],
-            cwd=self.checkout,
-            program=HETSEQ if words[0] == "hetseq" else (sys.executable,),
-            env={"HOME": str(self.checkout), "GLOO_SOCKET_IFNAME": "lo"},
-            is_cold=is_cold,
-        )
-        if goes_on_beside(command):
-            self._beside.append((command, self._closing.enter_context(started)))
-            return
-        with started as alone:
-            check(command, alone.finish(timeout_s=PATIENCE_S))
-
-    def _meant(self, word: str, data: Path | None) -> str:
-        word = str(data) if word == DATA and data else word
-        return word.replace(HERE, str(self.checkout)).replace(MEETING, self._meeting)
-
-
-def check(command: str, ended: Finished) -> None:
-    assert ended.code == 0, f"{command}\nended with {ended.code}: {ended.err}"
+    """But for the tour, which is taken by `make tour`."""
+    return [
+        page for page in pages() if page != tour.PAGE and any(not needs_data(command) for command in commands_of(page))
+    ]
 
 
 @pytest.fixture
 def reader(tmp_path: Path) -> Iterator[Reader]:
     """One in a folder where commands find what they name, and leave their runs."""
-    (tmp_path / "docs").symlink_to(ROOT / "docs")
-    (tmp_path / "train.py").symlink_to(ROOT / "train.py")
-    (tmp_path / TEXT).mkdir()
-    for name in TEXT_PAGES:
-        (tmp_path / TEXT / f"{name}.txt").symlink_to(ROOT / "docs" / f"{name}.md")
     with ExitStack() as closing:
         yield Reader(tmp_path, closing)
 

@@ -54,8 +54,10 @@ class Command(subprocess.Popen[bytes]):
         cwd: str | os.PathLike[str] | None = None,
         env: Mapping[str, str] | None = None,
         program: Sequence[str] = TRAIN,
+        is_one_stream: bool = False,
     ) -> None:
-        self._out, self._err = _output(), _output()
+        self._out = _output()
+        self._err = self._out if is_one_stream else _output()
         self._begin = time.monotonic()
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
         super().__init__(
@@ -82,7 +84,7 @@ class Command(subprocess.Popen[bytes]):
             self.end()
             raise AssertionError(f"still running after {timeout_s:g} s: {self.said()}") from None
         seconds = time.monotonic() - self._begin
-        return Finished(code, _text(self._out), _text(self._err), seconds)
+        return Finished(code, _text(self._out), "" if self._err is self._out else _text(self._err), seconds)
 
     def said(self) -> str:
         """What it has written so far, for a failing test."""
@@ -136,10 +138,14 @@ def start_command(
     env: Mapping[str, str] | None = None,
     program: Sequence[str] = TRAIN,
     is_cold: bool = True,
+    is_one_stream: bool = False,
 ) -> Iterator[Command]:
-    """The running command; killed, if it still runs, when the block is left."""
+    """The running command; killed, if it still runs, when the block is left.
+
+    With `is_one_stream` all that it writes is its `out`, in order, as a terminal has it.
+    """
     kind = Command if is_cold or not forked.IS_POSSIBLE else ForkedCommand
-    command = kind(args, cwd=cwd, env=env, program=program)
+    command = kind(args, cwd=cwd, env=env, program=program, is_one_stream=is_one_stream)
     try:
         yield command
     finally:
