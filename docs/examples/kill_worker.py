@@ -15,6 +15,7 @@ PATIENCE_S = 100
 
 
 def steps_of(run: Path) -> int:
+    """The steps that a run has written down."""
     rows = run / "metrics.jsonl"
     return rows.read_bytes().count(b"\n") if rows.exists() else 0
 
