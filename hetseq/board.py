@@ -115,7 +115,7 @@ class Board:
 
 def _step_numbers(row: Row) -> Iterator[tuple[str, Any]]:
     """Tags and numbers of a step; a term that no sample had (count 0) has no number to show."""
-    for key in ("loss", "lr", "grad_norm", "loss_scale"):
+    for key in ("loss", "lr", "grad_norm", "loss_scale", "noise_scale"):
         yield f"train/{key}", row.get(key)
     yield "train/samples_per_s", samples_per_second(row)
     terms, counts = row.get("terms") or {}, row.get("counts") or {}

@@ -23,6 +23,7 @@ from hetseq.config import ValidationConfig
 from hetseq.controller import Controller, StepResult, TrainingState
 from hetseq.errors import ConfigError
 from hetseq.metrics import Metrics
+from hetseq.noise_scale import NoiseScale
 from hetseq.pace import Shift
 from hetseq.replica_check import ReplicaCheck
 from hetseq.run_directory import RunDirectory, StatusFile
@@ -97,6 +98,7 @@ class RunBoundary:
     ) -> None:
         self._config, self._validators, self._replicas = config, validators, replicas
         self._saver, self._metrics, self._status = saver, metrics, status
+        self._noise_scale = NoiseScale()
 
     def is_due(self, state: TrainingState) -> bool:
         """Rank zero: --persistent-time-interval has passed, so a checkpoint is wanted after this step."""
@@ -233,6 +235,11 @@ class RunBoundary:
         if len(plan.shares) > 1:
             told = account(outcome.rows, shares=plan.shares, work=result.work, seconds=result.seconds)
             row |= {**told, "ranks": {"names": self._status.names, **told["ranks"]}}
+        if is_applied:
+            parts = [one.partial for one in outcome.rows]
+            self._noise_scale.add(parts, samples=plan.size, norm=result.grad_norm)
+        if self._noise_scale.samples is not None:
+            row["noise_scale"] = self._noise_scale.samples
         if self._status.slots != tuple(range(len(self._status.slots))):
             row["slots"] = list(self._status.slots)
         return row

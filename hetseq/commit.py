@@ -18,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hetseq.errors import DisagreementError
+from hetseq.noise_scale import UNMEASURED, PartialGradient
 
 Words = npt.NDArray[np.int64]
 
-_INTEGERS = 7  # words of a row before the floats
-_FLOATS = 6  # of what was measured
+_INTEGERS = 8  # words of a row before the floats
+_FLOATS = 7  # of what was measured
 
 
 class Vote(enum.IntEnum):
@@ -86,6 +87,7 @@ class CommitRow:
     writing: bool = False  # this rank still writes its part of the checkpoint under way
     keep: bool = False  # rank zero: the state after this step should stay in memory
     sealed: bool = True  # the newest state in memory would be believed after the death of this rank
+    partial: PartialGradient = UNMEASURED  # of this rank's first micro-batch, in some steps
 
 
 @dataclass(frozen=True)
@@ -103,21 +105,23 @@ class RowFormat:
         *seconds, memory_bytes, memory_limit_bytes = astuple(row.measured)
         flags = int(row.wish) | int(row.save) << 8 | int(row.writing) << 9 | int(row.keep) << 10
         flags |= int(row.sealed) << 11
-        integers = [row.digest, int(row.vote), row.next_samples, flags, row.nonce, memory_bytes, memory_limit_bytes]
+        integers = [row.digest, int(row.vote), row.next_samples, flags, row.nonce, row.partial.samples]
+        integers += [memory_bytes, memory_limit_bytes]
         bits = np.zeros(-(-self.parameters // 64) * 64, np.uint8)
         bits[: self.parameters] = row.used
         return np.concatenate(
             [
                 np.array(integers, np.int64),
-                np.array([*seconds, *row.next_counts, *row.sums], np.float64).view(np.int64),
+                np.array([*seconds, row.partial.square, *row.next_counts, *row.sums], np.float64).view(np.int64),
                 np.packbits(bits, bitorder="little").view(np.int64),
             ]
         )
 
     def unpack(self, words: Words) -> CommitRow:
-        digest, vote, next_samples, flags, nonce, *memory_bytes = (int(word) for word in words[:_INTEGERS])
+        digest, vote, next_samples, flags, nonce, samples, *memory_bytes = (int(word) for word in words[:_INTEGERS])
         end = _INTEGERS + _FLOATS + 2 * self.terms
         floats = words[_INTEGERS:end].copy().view(np.float64).tolist()
+        *seconds, square = floats[:_FLOATS]
         bits = np.unpackbits(words[end:].copy().view(np.uint8), bitorder="little")
         return CommitRow(
             digest=digest,
@@ -126,13 +130,14 @@ class RowFormat:
             next_counts=tuple(floats[_FLOATS : _FLOATS + self.terms]),
             sums=tuple(floats[_FLOATS + self.terms :]),
             used=bits[: self.parameters].astype(np.bool_),
-            measured=Measured(*floats[:_FLOATS], *memory_bytes),
+            measured=Measured(*seconds, *memory_bytes),
             wish=Wish(flags & 0xFF),
             save=bool(flags >> 8 & 1),
             nonce=nonce,
             writing=bool(flags >> 9 & 1),
             keep=bool(flags >> 10 & 1),
             sealed=bool(flags >> 11 & 1),
+            partial=PartialGradient(samples, square),
         )
 
 

@@ -255,6 +255,12 @@ class OptimizationConfig:
         choices=("fp32", "fp64", "bf16", "fp16"),
     )
     compile: bool = option(False, "put the network through torch.compile before it trains, on every rank")
+    noise_scale_every: int = option(
+        50,
+        "every N steps measure how far gradients of samples scatter, which tells how many samples a step is worth; 0"
+        " means never",
+        metavar="N",
+    )
     max_skipped_steps: int = option(10, "stop after N steps in a row whose gradient is not finite", metavar="N")
 
     def __post_init__(self) -> None:
@@ -265,7 +271,14 @@ class OptimizationConfig:
             for rate in self.lr:
                 _require(rate > 0, "lr", rate, "numbers above 0")
         _check_not_negative(
-            self, "max_epoch", "max_update", "clip_norm", "weight_decay", "warmup_updates", "end_learning_rate"
+            self,
+            "max_epoch",
+            "max_update",
+            "noise_scale_every",
+            "clip_norm",
+            "weight_decay",
+            "warmup_updates",
+            "end_learning_rate",
         )
         _check_not_negative(self, "adadelta_weight_decay", "momentum", "power", "force_anneal")
         _check_positive(self, "adam_eps", "adadelta_eps", "total_num_update", "max_skipped_steps")

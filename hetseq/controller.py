@@ -297,6 +297,7 @@ class Controller:
             writing=self._boundary.is_writing(),
             keep=self._boundary.is_keep_due(state),
             sealed=self._boundary.is_sealed(),
+            partial=part.partial,
         )
         return self._read(plan, self.group.all_gather_rows(self._format.pack(row)))
 

@@ -334,7 +334,7 @@ def terminal(stream: TextIO, **settings: Any) -> Console:
 def step_text(row: Row, total_steps: int | None, *, with_efficiency: bool = True) -> str:
     """`step 120/938 epoch 1 loss 0.2134 lr 0.01 grad_norm 1.2 samples/s 5321`; the loss is the step's own, in nats.
 
-    Several ranks add ` efficiency 0.93` once that is known.
+    Several ranks add ` efficiency 0.93`, and every run ` noise_scale 210 (batch 64)`, in samples, once that is known.
     """
     words = [f"step {row.get('step')}" + (f"/{total_steps}" if total_steps is not None else "")]
     if "epoch" in row:
@@ -352,6 +352,8 @@ def step_text(row: Row, total_steps: int | None, *, with_efficiency: bool = True
         words.append(f"samples/s {samples_per_s:.0f}" if samples_per_s >= 100 else f"samples/s {samples_per_s:.3g}")
     if with_efficiency and row.get("efficiency") is not None:
         words.append(f"efficiency {row['efficiency']:.2f}")
+    if row.get("noise_scale") is not None:
+        words.append(f"noise_scale {_number(row['noise_scale'], 3)} (batch {row.get('samples')})")
     return " ".join(words)
 
 

@@ -116,6 +116,12 @@ class GradientReducer:
         # squares overflow long before their elements do
         return _hypot([torch.linalg.vector_norm(bucket.flat, dtype=torch.float64) for bucket in self._buckets])
 
+    def norm_so_far(self) -> float:
+        """L2 norm of what this rank alone has gathered in this step, before anything of it has travelled (sync)."""
+        assert self._sent == 0, "a bucket that travels holds the gradients of others"
+        held = [self._home[index][1] for index in np.flatnonzero(self.used).tolist()]
+        return float(torch.nn.utils.get_total_norm(held)) if held else 0.0
+
     def is_finite(self) -> bool:
         """Every element is finite; exact where a norm may overflow (sync)."""
         return all(

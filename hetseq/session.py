@@ -233,6 +233,7 @@ def build_session(
             material.task, replica, terms=material.terms, weights=weights, seed=config.task.seed, sizes=sizes,
             device=device, precision=material.precision, name=f"rank {own_slot} on {socket.gethostname()}",
             throttle=Throttle(config.distributed.throttle_factors().get(own_slot, 1.0)),
+            noise_scale_every=config.optimization.noise_scale_every,
         )  # fmt: skip
         at_once, meter = functools.partial(_most_work_at_once, planner, sizes), carried.meter if carried else None
         pace: Pace = FixedPace(weights_of_ranks, meter=meter, micro_batch=at_once)

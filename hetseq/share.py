@@ -19,6 +19,7 @@ from hetseq.errors import DeviceMemoryError
 from hetseq.fetching import seed_everything
 from hetseq.loader import MicroBatch, StepData
 from hetseq.micro_batches import MicroBatchSizes
+from hetseq.noise_scale import UNMEASURED, PartialGradient
 from hetseq.plan import MicroBatchCap, derive_seed
 from hetseq.precision import Precision
 from hetseq.replica import Replica
@@ -34,6 +35,7 @@ class Part:
     sums: tuple[float, ...]
     work: tuple[int, ...]  # of each micro-batch, in the units in which a step is divided
     seconds: tuple[float, ...]  # of each micro-batch
+    partial: PartialGradient = UNMEASURED  # of the first micro-batch, where it was to be measured
     is_whole: bool = True  # False: memory ran out under way, and the step must be done again
 
 
@@ -53,6 +55,7 @@ class ShareComputer:
         precision: Precision,
         name: str,
         throttle: Throttle | None = None,
+        noise_scale_every: int = 0,
     ) -> None:
         self.task, self.replica, self.sizes = task, replica, sizes
         self._terms, self._weights, self._seed = terms, weights, seed
@@ -60,6 +63,7 @@ class ShareComputer:
         self.precision = precision
         self.loss_scale = 1.0  # what every gradient is multiplied by from here on; for whoever uses it to divide
         self._clock = MicroBatchClock(device)
+        self._noise_scale_every = noise_scale_every
 
     def compute(
         self, data: StepData, counts: tuple[float, ...], fetch_again: Callable[[StepData, MicroBatchCap], StepData]
@@ -87,20 +91,31 @@ class ShareComputer:
     def attempt(self, data: StepData, counts: tuple[float, ...]) -> tuple[Part | None, MicroBatch | None]:
         """One try of the share as it is cut: what was done, or the micro-batch that memory did not hold."""
         totals: dict[int, torch.Tensor] = {}  # by term, float64, on the device
+        partial, measures = UNMEASURED, self._measures(data)
         self.replica.reducer.begin()
         self._clock.start()
         for number, batch in enumerate(data.micro_batches):
-            # what is slowed down on purpose has its gradients when it would have had them
-            if number == len(data.micro_batches) - 1 and not self._throttle.is_on:
+            # what is slowed down on purpose has its gradients when it would have had them, and what is measured stays
+            is_kept = self._throttle.is_on or (measures and number == 0)
+            if number == len(data.micro_batches) - 1 and not is_kept:
                 self.replica.reducer.expect_last()
             seed_everything(derive_seed(self._seed, data.plan.step, batch.start))
             with self._throttle.slowed(), self._seeing_memory(batch.size):
                 if not self._try(batch, counts, totals):
                     return None, batch
             self._clock.mark()
+            if measures and number == 0:
+                norm = self.replica.reducer.norm_so_far() / self.loss_scale
+                partial = PartialGradient(batch.size, norm**2)
         sums = tuple(float(totals.get(index, 0.0)) for index in range(len(self._terms)))  # sync
         work = tuple(batch.work for batch in data.micro_batches)
-        return Part(sums, work, tuple(self._clock.laps())), None
+        return Part(sums, work, tuple(self._clock.laps()), partial), None
+
+    def _measures(self, data: StepData) -> bool:
+        """Whether the gradient of the first micro-batch is to be measured: in some steps, if it is not all there is."""
+        every, plan = self._noise_scale_every, data.plan
+        is_due = every > 0 and plan.step % every == 0 and bool(data.micro_batches)
+        return is_due and data.micro_batches[0].size < plan.size
 
     @contextmanager
     def _seeing_memory(self, samples: int) -> Iterator[None]:

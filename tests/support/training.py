@@ -33,6 +33,7 @@ class Facts:
     parameters: torch.Tensor
     has_ended: bool
     bytes_reduced: int
+    noise_scales: list[float | None]
 
 
 class Recorder(Metrics):
@@ -88,6 +89,7 @@ def facts_of(session: Session, recorder: Recorder) -> Facts:
             parameters=torch.cat([p.detach().flatten() for p in model.parameters()]).clone(),
             has_ended=has_ended,
             bytes_reduced=session.controller.group.bytes_reduced,
+            noise_scales=[row.get("noise_scale") for row in recorder.rows],
         )
     finally:
         session.close()

@@ -22,6 +22,7 @@ from hetseq.commit import (
     resolve,
 )
 from hetseq.errors import DisagreementError
+from hetseq.noise_scale import PartialGradient
 
 ROW = CommitRow(
     digest=-1234567890123456789,
@@ -34,6 +35,7 @@ ROW = CommitRow(
     wish=Wish.NONE,
     save=False,
     nonce=2**62 + 1,
+    partial=PartialGradient(2**40, 1e-300),
 )
 FORMAT = RowFormat(terms=2, parameters=3)
 
@@ -48,10 +50,10 @@ def through_words(row: CommitRow, row_format: RowFormat = FORMAT) -> CommitRow:
 def bits(row: CommitRow) -> tuple[object, ...]:
     """Everything of a row, floats by their bits: NaN equals itself, and -0.0 is not 0.0."""
     *seconds, memory_bytes, limit_bytes = astuple(row.measured)
-    floats = (*row.next_counts, *row.sums, *seconds)
+    floats = (*row.next_counts, *row.sums, *seconds, row.partial.square)
     exact = struct.pack(f"{len(floats)}d", *floats)
     whole = (row.digest, row.vote, row.next_samples, memory_bytes, limit_bytes, row.wish, row.save, row.nonce)
-    flags = (row.writing, row.keep, row.sealed)
+    flags = (row.writing, row.keep, row.sealed, row.partial.samples)
     return (*whole, *flags, len(row.next_counts), exact, row.used.tolist())
 
 

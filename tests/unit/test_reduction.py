@@ -237,6 +237,18 @@ def test_a_large_but_finite_gradient_has_a_finite_norm() -> None:
         assert not torch.linalg.vector_norm(group.sent[0]).isfinite()  # the twin
 
 
+def test_norm_so_far_is_of_the_gradients_that_have_come() -> None:
+    parameters = make_parameters()
+    with reducing(parameters) as (reducer, _):
+        step(reducer, lambda: loss_of(parameters))  # leaves numbers in every bucket
+        reducer.finish()
+        reducer.begin()
+        assert reducer.norm_so_far() == 0.0
+        loss_of(parameters[:2]).backward()
+        expected = math.hypot(*(p.grad.norm().item() for p in parameters[:2] if p.grad is not None))
+        assert reducer.norm_so_far() == pytest.approx(expected)
+
+
 def test_a_second_backward_after_the_buckets_have_left_is_refused() -> None:
     parameters = make_parameters()
     with reducing(parameters) as (reducer, _):
