@@ -33,7 +33,7 @@ _MOST_DOTS = 60  # more of them would be a band
 STYLE = """
 :root{--paper:#fff;--ink:#1c2024;--soft:#596068;--rule:#d9dde2;--band:#f3e3cf;--tile:#f4f6f8;
 --c0:#1f6fb4;--c1:#c2410c;--c2:#2e7d32;--c3:#8e3fae;--c4:#8a6500;--c5:#0e7490;--c6:#be185d;--c7:#626a73}
-@media(prefers-color-scheme:dark){:root{--paper:#15181c;--ink:#e6e8ea;--soft:#a3abb4;--rule:#343a41;--band:#3d3222;
+@media(prefers-color-scheme:dark){:root{--paper:#15181c;--ink:#e6e8ea;--soft:#a3abb4;--rule:#343a41;--band:#4d3f29;
 --tile:#1e2328;--c0:#6cb2f5;--c1:#fb923c;--c2:#6fcf7a;--c3:#cf9bf0;--c4:#e0c050;--c5:#4dd0e1;--c6:#f48fb1;--c7:#9aa3ad}}
 @media print{:root{--paper:#fff;--ink:#000;--soft:#444;--rule:#ccc;--band:#eee;--tile:#f4f4f4;
 --c0:#1f6fb4;--c1:#c2410c;--c2:#2e7d32;--c3:#8e3fae;--c4:#8a6500;--c5:#0e7490;--c6:#be185d;--c7:#626a73}}

@@ -21,6 +21,7 @@ from hetseq.report.recorded import Floats, Integers, RecordedRun
 
 #: keys that say where a run lives, not what it computes
 _OWN_PLACE = ("save_dir",)
+_ROUNDING = 1e-3  # of a loss; equal curves in fp32 have been seen 6e-4 apart for some steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +113,12 @@ def _remarks(found: Comparison) -> list[str]:
     seconds = [float(run.elapsed_s[-1]) if len(run.steps) else math.nan for run in (found.first, found.second)]
     if all(second > 0 for second in seconds):
         remarks.append(f"Time in steps: {number(round(seconds[0], 3))} s and {number(round(seconds[1], 3))} s.")
+    has_units = all(run.config.get("unit_size") for run in (found.first, found.second))
+    if found.largest is not None and found.largest[0] > _ROUNDING and not has_units:
+        remarks.append(
+            "This is more than rounding in fp32. With dropout, ranks draw by micro-batch unless both runs have the same"
+            " --unit-size; other causes are among the options that differ."
+        )
     return remarks
 
 

@@ -33,7 +33,8 @@ font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}pre{backgroun
 border-radius:6px;white-space:pre-wrap;overflow-wrap:anywhere;margin:.6em 0}.config{columns:2 300px;column-gap:2em;
 font-size:12px}.tiles{display:grid;grid-template-columns:repeat(auto-fill,minmax(128px,1fr));gap:8px;margin:1em 0}
 .tile{background:var(--tile);border-radius:6px;padding:.5em .7em;break-inside:avoid}
-.tile b{display:block;font-size:1.15em;font-weight:600;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}.tile span{color:var(--soft);font-size:.86em}
+.tile b{display:block;font-size:1.15em;font-weight:600;font-variant-numeric:tabular-nums;overflow-wrap:anywhere}
+.tile span{color:var(--soft);font-size:.86em}
 .wide{overflow-x:auto;margin:.6em 0}table{border-collapse:collapse;width:100%;font-size:13px;
 font-variant-numeric:tabular-nums}th{text-align:left;font-weight:600;color:var(--soft)}th,td{padding:.3em .6em .3em 0;
 border-bottom:1px solid var(--rule);vertical-align:top}td.n,th.n{text-align:right;white-space:nowrap}td.t{white-space:
@@ -338,7 +339,8 @@ def _repeat(run: RecordedRun) -> str:
     lines = "\n".join(repeat_lines(run))
     return (
         "<p>The curve does not depend on the cluster: the same samples in the same steps on one device give the same"
-        " losses up to rounding. To see it, repeat the run and compare:</p>"
+        " losses up to rounding; with dropout that takes --unit-size N, or --dropout 0, in both runs. To see it,"
+        " repeat on one device and compare:</p>"
         f"<pre>{escape(lines)}</pre>"
     )
 
