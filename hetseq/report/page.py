@@ -108,7 +108,7 @@ def state_of(run: RecordedRun, *, has_ended: bool = False) -> str:
             "Ended before all steps were done; log/rank-N.txt says why. If there is a checkpoint, the same command goes"
             " on from it."
         )
-    if not states:
+    if not states and not len(run.steps):
         return "It has not begun."
     return "Under way, or it ended without a word; log/rank-N.txt says which."
 

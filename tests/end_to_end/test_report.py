@@ -14,6 +14,7 @@ import hetseq
 from hetseq.report.compare import compare
 from hetseq.report.page import repeat_lines
 from hetseq.report.writing import run
+from tests.support import forked
 from tests.support.commands import HETSEQ, run_command
 from tests.support.recorded import HISTORY, step_row, validation_row, write_run
 
@@ -21,6 +22,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 TRAIN = (
     "train --cpu --task mnist --dropout 0 --global-batch-size 60 --lr 0.003 --distributed-world-size 2 --throttle 1:3"
 )
+_LEAST = 500  # no window of a browser is narrower; a frame in it may be
 #: what a browser tells: how wide the page is, and which words leave it or lie on other words of the same picture
 MEASURE = """<script>
 const boxes = [...document.querySelectorAll("text")].map(word => [word, word.getBoundingClientRect()]);
@@ -32,6 +34,11 @@ const ink = getComputedStyle(document.body);
 console.log("MEASURED " + JSON.stringify({wide: document.documentElement.scrollWidth, inner: innerWidth, lost, pairs,
   words: boxes.length, paper: ink.backgroundColor}) + " END");
 </script>"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    forked.warm_up()
 
 
 @pytest.mark.slow
@@ -112,11 +119,15 @@ def test_a_browser_shows_it_whole_at_any_width_in_both_themes(page: Path, width:
 
 def shown(page: Path, folder: Path, *, width: int, theme: int) -> str:
     """What a browser says while it makes a picture of the page."""
+    frame = folder / "frame.html"
+    frame.write_text(
+        f'<body style="margin:0"><iframe src="{page.name}" width="{width}" height="4000" style="border:0">'
+    )
     words = [
         str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage",
         "--disable-background-networking", "--disable-crash-reporter", f"--user-data-dir={folder / 'profile'}",
-        f"--window-size={width},4000", f"--blink-settings=preferredColorScheme={theme}", "--enable-logging=stderr",
-        "--hide-scrollbars", f"--screenshot={folder / 'shot.png'}", page.as_uri(),
+        f"--window-size={max(width, _LEAST)},4000", f"--blink-settings=preferredColorScheme={theme}",
+        "--enable-logging=stderr", "--hide-scrollbars", f"--screenshot={folder / 'shot.png'}", frame.as_uri(),
     ]  # fmt: skip
     with tempfile.TemporaryDirectory(
         prefix="b"
