@@ -110,6 +110,13 @@ def test_nothing_that_comes_from_files_comes_alive(tmp_path: Path) -> None:
     assert "&lt;script&gt;" in report_page(evil)
 
 
+def test_a_thousand_ranks_make_a_small_page_too() -> None:
+    shares = np.random.default_rng(0).random((2000, 1000), np.float32)
+    page = report_page(made_up(shares[:, 0].astype(np.float64), shares))
+    assert len(page.encode()) <= 2_000_000
+    assert "Of 1,000 ranks those 64 that wait least and most" in page
+
+
 @pytest.mark.slow  # 6.4 million numbers
 def test_a_long_run_of_many_ranks_makes_a_small_page_that_keeps_its_extremes() -> None:
     steps, ranks = 100_000, 64
@@ -262,9 +269,15 @@ def test_the_command_for_one_device_takes_back_what_is_the_clusters(
 
 def test_two_runs_are_compared_step_by_step(tmp_path: Path) -> None:
     rows = [step_row(step, 1.0) for step in (1, 2, 3, 4)]
-    others = [step_row(2, 1.0), step_row(3, 0.25), step_row(4, 1.5), step_row(5, 9.0)]
+    rows += [step_row(6, None), step_row(7, 1.0)]
+    others = [step_row(2, 1.0), step_row(3, 0.25), step_row(4, 1.5), step_row(5, 9.0), step_row(6, 1.0)]
+    others += [step_row(7, None)]
     first = write_run(tmp_path / "a", [*rows, validation_row(4, 1.0)], config=CONFIG + "lr: 0.1\nseed: 1\n")
-    second = write_run(tmp_path / "b", [*others, validation_row(4, 3.0)], config=CONFIG + "lr: 0.2\nseed: 1\nnew: 7\n")
+    second = write_run(
+        tmp_path / "b",
+        [*others, validation_row(4, 3.0)],
+        config="save_dir: here\ntask: mnist\nlr: 0.2\nseed: 1\nnew: 7\n",
+    )
     found = compare(hetseq.load_run(first), hetseq.load_run(second))
     assert (found.steps.tolist(), found.difference.tolist(), found.alone) == ([2, 3, 4], [0.0, -0.75, 0.5], (1, 1))
     assert found.options == (("lr", "0.1", "0.2"), ("new", "(absent)", "7"))  # not where each of them lives
