@@ -134,6 +134,15 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>\n'
 
 
+def aligned(values: Floats) -> list[str]:
+    """The cells of a column of numbers: the same decimals in all, enough for three digits of the largest."""
+    known = np.abs(values[np.isfinite(values)])
+    most = float(known.max()) if len(known) else 0.0
+    is_whole = bool((known == np.round(known)).all())
+    decimals = 0 if is_whole or not most else min(6, max(0, 2 - math.floor(math.log10(most))))
+    return [f"{value:,.{decimals}f}" if math.isfinite(value) else "-" for value in values.tolist()]
+
+
 def duration(seconds: float) -> str:
     """Seconds as people say them: `1 d 3 h`, `4 min 10 s`, `12.3 s`, `8.1 ms`."""
     if not math.isfinite(seconds):
@@ -273,12 +282,13 @@ def _times(run: RecordedRun, names: Sequence[str]) -> str:
     bars = [
         Bar(names[int(at)], [float(value) * 1000 for value in means[at]], duration(means[at].sum())) for at in chosen
     ]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        speeds = np.where(busy > 0, share / busy, np.nan)
+    columns = [aligned(share[chosen]), aligned(speeds[chosen]), *(aligned(kind[chosen] * 1000) for kind in means.T)]
     rows = [
-        [str(run.slots[at]), run.names[at] or "-", f"{share[at]:.1f}",
-         f"{share[at] / busy[at]:,.4g}" if busy[at] > 0 else "-", *(duration(value) for value in means[at])]
-        for at in chosen
+        [str(run.slots[at]), run.names[int(at)] or "-", *cells] for at, cells in zip(chosen, zip(*columns))
     ]  # fmt: skip
-    heads = [">rank", "where", ">share", ">samples/s", *(f">{kind}" for kind, _ in _KINDS)]
+    heads = [">rank", "where", ">share", ">samples/s", *(f">{kind} ms" for kind, _ in _KINDS)]
     explained = (
         "<p class=soft>Means over the steps in which the rank took part. Wait is for slower ranks: a better split would"
         " save it. Data is for the loader: more --num-workers may help.</p>"
@@ -312,14 +322,17 @@ def _checkpoints(run: RecordedRun) -> str:
     chart = line_chart(
         "Duration of a save", [Curve("seconds", steps[by_step], seconds[by_step], 0, True)], unit="s"
     ) if len(saves) > 2 else ""  # fmt: skip
+    shown = _ends(saves)
+    figures = [
+        aligned(np.array([_figure(save, key) / size for save in shown]))
+        for key, size in (("step", 1), ("bytes", 1e6), ("duration_s", 1), ("stall_s", 1), ("throughput_MBps", 1))
+    ]
     rows = [
-        [str(save["time_utc"])[:19].replace("T", " "), number(_figure(save, "step")), str(save["kinds"]),
-         _megabytes(_figure(save, "bytes")), duration(_figure(save, "duration_s")),
-         duration(_figure(save, "stall_s")), number(_figure(save, "throughput_MBps")),
-         str(save.get("result", "")) + (f": {save['error']}" if save.get("error") else "")]
-        for save in _ends(saves)
+        [str(save["time_utc"])[:19].replace("T", " "), step, str(save["kinds"]), *cells,
+         str(save["result"]) + (f": {save['error']}" if save["error"] else "")]
+        for save, step, *cells in zip(shown, *figures)
     ]  # fmt: skip
-    heads = ["time (UTC)", ">step", "why", ">MB", ">duration", ">training stood", ">MB/s", "*result"]
+    heads = ["time (UTC)", ">step", "why", ">MB", ">duration s", ">training stood s", ">MB/s", "*result"]
     told = f"<p>{len(saves):,} saves, {failed} of them failed; training stood still for {duration(stall)} in all.</p>"
     return told + chart + table(heads, rows) + _left_out(len(saves))
 
@@ -379,10 +392,6 @@ def _left_out(size: int) -> str:
 def _figure(save: Any, key: str) -> float:
     value = save.get(key)
     return value if isinstance(value, float) else math.nan
-
-
-def _megabytes(size: float) -> str:
-    return f"{size / 1e6:,.1f}" if math.isfinite(size) else "-"
 
 
 def _time_axis(seconds: Floats) -> tuple[float, str]:

@@ -16,7 +16,7 @@ from hetseq.errors import ConfigError
 from hetseq.report import writing
 from hetseq.report.charts import COLUMNS, Curve, labelled, line_chart, path_of, thinned, ticks
 from hetseq.report.compare import compare, comparison_page
-from hetseq.report.page import bands_of, duration, repeat_lines, report_page
+from hetseq.report.page import aligned, bands_of, duration, repeat_lines, report_page
 from hetseq.report.recorded import RecordedRun
 from hetseq.report.remedies import incident_of
 from hetseq.report.writing import reporting, run
@@ -192,6 +192,13 @@ def test_ticks_are_round_and_told_apart(low: float, high: float, words: list[str
 def test_times_are_said_as_people_say_them() -> None:
     said = [duration(seconds) for seconds in (0.0081, 12.34, 250, 7200, 97_200, float("nan"))]
     assert said == ["8.1 ms", "12.3 s", "4 min 10 s", "2 h", "1 d 3 h", "-"]
+
+
+def test_the_numbers_of_a_column_have_the_same_decimals() -> None:
+    assert aligned(np.array([12.345, 1.5, np.nan, 0.0])) == ["12.3", "1.5", "-", "0.0"]
+    assert aligned(np.array([1.5, 2345.6])) == ["2", "2,346"]
+    assert aligned(np.array([8.0, 1_000_000.0])) == ["8", "1,000,000"]
+    assert aligned(np.array([0.0123, 0.5])) == ["0.012", "0.500"]
 
 
 def test_bands_are_where_ranks_were_missing(lossy: RecordedRun) -> None:
