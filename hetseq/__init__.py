@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         TaskError,
     )
     from hetseq.registry import register_lr_scheduler, register_optimizer, register_task
+    from hetseq.report.recorded import RecordedRun, load_run
     from hetseq.task import Task
 
 __version__ = "2.0.0.dev0"
@@ -39,9 +40,11 @@ _HOMES = {
     "HetSeqReader": "checkpoint.dcp",
     "MissingSplitError": "errors",
     "OptimizationConfig": "config",
+    "RecordedRun": "report.recorded",
     "RendezvousError": "errors",
     "Task": "task",
     "TaskError": "errors",
+    "load_run": "report.recorded",
     "option": "config",
     "register_lr_scheduler": "registry",
     "register_optimizer": "registry",
@@ -59,10 +62,12 @@ __all__ = [
     "HetSeqReader",
     "MissingSplitError",
     "OptimizationConfig",
+    "RecordedRun",
     "RendezvousError",
     "Task",
     "TaskError",
     "__version__",
+    "load_run",
     "option",
     "register_lr_scheduler",
     "register_optimizer",

@@ -35,6 +35,8 @@ WITHOUT_TORCH = (
     "hetseq.micro_batches",
     "hetseq.accounting",
     "hetseq.whatif",
+    "hetseq.report.recorded",
+    "hetseq.report.writing",
     "hetseq.checkpoints",
     "hetseq.errand",
     "hetseq.evaluate",

@@ -1,0 +1,163 @@
+"""Two runs side by side: how far their curves are apart, and in what their configurations differ.
+
+Pure: two `RecordedRun`s go in, facts and a page come out. The one idea: runs are compared step by step, since step k of
+both took the same samples if they had the same data, seed and global batch; steps that only one of them has are counted
+and not compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from hetseq.report.charts import Curve, line_chart, number
+from hetseq.report.page import document, section, table
+from hetseq.report.recorded import Floats, Integers, RecordedRun
+
+#: keys that say where a run lives, not what it computes
+_OWN_PLACE = ("save_dir",)
+_ROUNDING = 1e-3  # of a loss; equal curves in fp32 have been seen 6e-4 apart for some steps
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """What two runs have in common and what not."""
+
+    first: RecordedRun
+    second: RecordedRun
+    #: (k,) the steps that both have, with a loss in both
+    steps: Integers
+    #: (k,) the loss of the second less that of the first
+    difference: Floats
+    #: steps that only the first and only the second has
+    alone: tuple[int, int]
+    #: (subset, figure, step, of the first, of the second): the last validation that both have
+    validations: tuple[tuple[str, str, int, float, float], ...]
+    #: (key, of the first, of the second)
+    options: tuple[tuple[str, str, str], ...]
+
+    @property
+    def largest(self) -> tuple[float, int] | None:
+        """The largest absolute difference of the losses and its step; None without a common step."""
+        if not len(self.steps):
+            return None
+        place = int(np.argmax(np.abs(self.difference)))
+        return abs(float(self.difference[place])), int(self.steps[place])
+
+    def sentence(self) -> str:
+        """The result as one line."""
+        if self.largest is None:
+            return f"no step in common: {_size(self.first)} in the one, {_size(self.second)} in the other"
+        most, step = self.largest
+        found = (
+            f"all losses are equal in {len(self.steps):,} common steps" if most == 0 else
+            f"largest loss difference {most:.3g} at step {step:,}, of {len(self.steps):,} common steps"
+        )  # fmt: skip
+        return f"{found}; {_counted(len(self.options), 'option differs', 'options differ')}"
+
+
+def compare(first: RecordedRun, second: RecordedRun) -> Comparison:
+    """What the records of two runs say of each other."""
+    common, at, other = np.intersect1d(first.steps, second.steps, assume_unique=True, return_indices=True)
+    difference = second.loss[other] - first.loss[at]
+    is_known = np.isfinite(difference)
+    return Comparison(
+        first, second, common[is_known], difference[is_known],
+        (len(first.steps) - len(common), len(second.steps) - len(common)),
+        tuple(_validations(first, second)), tuple(_options(first.config, second.config)),
+    )  # fmt: skip
+
+
+def comparison_page(found: Comparison) -> str:
+    """The comparison as the text of an HTML file."""
+    names = _names(found)
+    curves = [
+        Curve(name, run.steps, run.loss, place)
+        for place, (name, run) in enumerate(zip(names, (found.first, found.second)))
+    ]
+    parts = [
+        f"<h1>{escape(names[0])} and {escape(names[1])}</h1>",
+        f'<p class="soft">{escape(str(found.first.path))}<br>{escape(str(found.second.path))}</p>',
+        f"<p><b>{escape(_capital(found.sentence()))}.</b></p>",
+        "".join(f"<p>{escape(line)}</p>" for line in _remarks(found)),
+        line_chart("Loss", curves, unit="nats"),
+        line_chart(
+            f"Difference of the losses, {names[1]} less {names[0]}",
+            [Curve("difference", found.steps, found.difference, 3)], unit="nats",
+        ),
+    ]  # fmt: skip
+    rows = [
+        [subset, name, f"{step:,}", f"{one:.6g}", f"{other:.6g}", f"{other - one:.3g}"]
+        for subset, name, step, one, other in found.validations
+    ]
+    heads = ["subset", "figure", ">step", f">{names[0]}", f">{names[1]}", ">difference"]
+    parts.append(section("The last validation that both have", table(heads, rows) if rows else ""))
+    rows = [list(row) for row in found.options]
+    options = table(["option", f"*{names[0]}", f"*{names[1]}"], rows) if rows else "<p>None.</p>"
+    parts.append(section("Options that differ", options))
+    return document(f"{names[0]} and {names[1]}", "".join(parts))
+
+
+def _remarks(found: Comparison) -> list[str]:
+    remarks = []
+    for run, alone in zip((found.first, found.second), found.alone):
+        if alone:
+            remarks.append(
+                f"{_counted(alone, 'step', 'steps')} of {run.path.name} have no partner and are not compared."
+            )
+    seconds = [float(run.elapsed_s[-1]) if len(run.steps) else math.nan for run in (found.first, found.second)]
+    if all(second > 0 for second in seconds):
+        remarks.append(f"Time in steps: {number(round(seconds[0], 3))} s and {number(round(seconds[1], 3))} s.")
+    has_units = all(run.config.get("unit_size") for run in (found.first, found.second))
+    if found.largest is not None and found.largest[0] > _ROUNDING and not has_units:
+        remarks.append(
+            "This is more than rounding in fp32. With dropout, ranks draw by micro-batch unless both runs have the same"
+            " --unit-size; other causes are among the options that differ."
+        )
+    return remarks
+
+
+def _validations(first: RecordedRun, second: RecordedRun) -> list[tuple[str, str, int, float, float]]:
+    found = []
+    for subset in sorted(first.validation.keys() & second.validation.keys()):
+        one, other = first.validation[subset], second.validation[subset]
+        common, at, there = np.intersect1d(one["step"], other["step"], return_indices=True)
+        for name in sorted((one.keys() & other.keys()) - {"step"}) if len(common) else ():
+            found.append((subset, name, int(common[-1]), float(one[name][at[-1]]), float(other[name][there[-1]])))
+    return found
+
+
+def _options(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    keys = [key for key in [*first, *(key for key in second if key not in first)] if key not in _OWN_PLACE]
+    return [
+        (key, _text(first, key), _text(second, key))
+        for key in keys
+        if key not in first or key not in second or first[key] != second[key]
+    ]
+
+
+def _text(options: Mapping[str, Any], key: str) -> str:
+    return "(absent)" if key not in options else "null" if options[key] is None else str(options[key])
+
+
+def _names(found: Comparison) -> tuple[str, str]:
+    """What the runs are called: the last folder, or the whole path where that is the same."""
+    one, other = found.first.path, found.second.path
+    return (one.name, other.name) if one.name != other.name else (str(one), str(other))
+
+
+def _size(run: RecordedRun) -> str:
+    return _counted(len(run.steps), "step", "steps")
+
+
+def _counted(size: int, one: str, many: str) -> str:
+    return f"{size:,} {one if size == 1 else many}"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,301 @@
+"""A run as arrays: what its run directory has recorded, step by step and rank by rank, for notebooks and reports.
+
+Responsible for `load_run`: rows, events and saves of a run directory, finished or under way, in NumPy arrays. It
+changes no file, follows no run and imports no torch.
+
+The one idea: a file is read line by line straight into flat columns, so a run of 100,000 steps on 64 ranks never
+stands in memory as Python objects. What is absent is NaN or empty, never an error: the last line of a run under way is
+torn, a run of one rank tells nothing of ranks, and of two rows of a step the later counts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hetseq.checkpoint.history import COLUMNS, read_history
+from hetseq.errors import ConfigError
+from hetseq.metrics import row_key
+from hetseq.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+
+Floats = npt.NDArray[np.float64]
+Floats32 = npt.NDArray[np.float32]
+Integers = npt.NDArray[np.int64]
+
+_RUN_ID = re.compile(r"\brun id ([0-9a-f]{16})\b")
+_SCALARS = ("epoch", "loss", "lr", "grad_norm", "samples", "seconds", "generation", "communication_s", "efficiency")
+_OF_RANKS = ("compute_s", "wait_s", "data_s", "overhead_s")
+_NOT_NUMBERS = ("time_utc", "run", "tier", "kinds", "result", "error")
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedRun:
+    """What a run directory has recorded; `hetseq.load_run` makes it.
+
+    With n steps and m slots (places of workers; a worker that takes the place of another has its slot) arrays of steps
+    are (n,) and those of steps and slots (n, m). Seconds are seconds, NaN is "not known" or "not there".
+    """
+
+    path: Path
+    #: 16 hexadecimal digits, "" where config.yaml is absent
+    run_id: str
+    #: the options of `config.yaml` as YAML has them, by their keys
+    config: Mapping[str, Any]
+    #: `config.yaml` as it is
+    config_text: str
+    #: (n,) the numbers of the steps, ascending
+    steps: Integers
+    #: (n,) from 1
+    epoch: Floats
+    #: (n,) nats, before the update; NaN where the step was skipped because its gradient was not finite
+    loss: Floats
+    #: by loss term: (n,) its sum by its count, NaN where no sample had it
+    terms: Mapping[str, Floats]
+    #: (n,)
+    lr: Floats
+    #: (n,) of the whole gradient before clipping
+    grad_norm: Floats
+    #: (n,) samples of the step over all ranks
+    samples: Floats
+    #: (n,) seconds of the step
+    seconds: Floats
+    #: (n,) seconds in steps up to and with this one: without validations, saves that were waited for, and pauses
+    elapsed_s: Floats
+    #: (n,) counts the memberships of the run since it was started
+    generation: Floats
+    #: (n,) seconds that every rank spent in communication without computing
+    communication_s: Floats
+    #: (n,) the speed of the run by the sum of what its ranks do alone
+    efficiency: Floats
+    #: (m,) the slots that ever took part, ascending
+    slots: Integers
+    #: by slot: node and device it had last, "" where no row says
+    names: tuple[str, ...]
+    #: (n, m) samples of each slot, NaN where it did not take part
+    shares: Floats32
+    #: (n, m) seconds in forward and backward
+    compute_s: Floats32
+    #: (n, m) seconds of waiting for slower ranks
+    wait_s: Floats32
+    #: (n, m) seconds of waiting for the loader
+    data_s: Floats32
+    #: (n, m) seconds in the optimizer, in reporting and the like
+    overhead_s: Floats32
+    #: by subset: `step` (v,) and each figure without its `valid_` (v,)
+    validation: Mapping[str, Mapping[str, Floats]]
+    #: by slot: what its rank did last by `status/`: start, train, done, stopped or gone
+    states: Mapping[int, str]
+    #: rows of `events.jsonl` as they were written
+    events: tuple[Mapping[str, Any], ...] = field(repr=False)
+    #: rows of `checkpointHistories.csv`; numbers as float, NaN where a cell is empty
+    checkpoints: tuple[Mapping[str, Any], ...] = field(repr=False)
+
+    @property
+    def world_size(self) -> Integers:
+        """(n,) the number of ranks of each step."""
+        sizes: Integers = np.isfinite(self.shares).sum(axis=1, dtype=np.int64)
+        return sizes
+
+    def _repr_html_(self) -> str:
+        """The curve of the loss as a picture, for notebooks."""
+        from hetseq.report.page import notebook_view
+
+        return notebook_view(self)
+
+
+def load_run(directory: str | os.PathLike[str]) -> RecordedRun:
+    """What a run directory (`--save-dir`) has recorded, in NumPy arrays; the run may be under way.
+
+    Raises ConfigError where there is no such directory, or none of a run's files in it can be read.
+    """
+    run = RunDirectory(Path(os.path.abspath(directory)))
+    if not run.path.is_dir():
+        raise ConfigError(f"{run.path} is no run directory: it does not exist; expected the --save-dir of a run")
+    if not run.metrics.is_file() and not run.config_file.is_file():
+        raise ConfigError(
+            f"{run.path} is no run directory: it has neither config.yaml nor metrics.jsonl; expected the --save-dir of"
+            " a run"
+        )
+    try:
+        columns = _Columns()
+        for row in _rows(run.metrics):
+            columns.add(row)
+        config_text = run.config_file.read_text("utf-8", "replace") if run.config_file.is_file() else ""
+        events, saves = tuple(_rows(run.events)), tuple(map(_save, read_history(run.history)))
+    except OSError as error:
+        raise ConfigError(f"{error.filename or run.path} cannot be read: {error.strerror}") from None
+    found = _RUN_ID.search(config_text.partition("\n")[0])
+    return RecordedRun(
+        path=run.path, run_id=found.group(1) if found else "", config=_options(config_text), config_text=config_text,
+        states=_states(run.status), events=events, checkpoints=saves, **columns.arrays(),
+    )  # fmt: skip
+
+
+class _Columns:
+    """The rows of a `metrics.jsonl` in flat columns, in the order of the file."""
+
+    def __init__(self) -> None:
+        self._steps = array("q")
+        self._scalars = {key: array("d") for key in _SCALARS}
+        self._terms: dict[str, tuple[array[int], array[float]]] = {}  # row, value
+        self._row, self._slot, self._share = array("q"), array("q"), array("f")
+        self._of_ranks = {key: array("f") for key in _OF_RANKS}
+        self._names: dict[int, str] = {}
+        self._validations: dict[tuple[int, str], Mapping[str, Any]] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        step = row.get("step")
+        if not isinstance(step, int):
+            return
+        key = row_key(row)
+        if key[1]:
+            self._validations[key] = row
+            return
+        number = len(self._steps)
+        self._steps.append(step)
+        for name, column in self._scalars.items():
+            column.append(_number(row.get(name)))
+        terms = row.get("terms")
+        for name, value in terms.items() if isinstance(terms, dict) else ():
+            rows, values = self._terms.setdefault(name, (array("q"), array("d")))
+            rows.append(number)
+            values.append(_number(value))
+        self._add_ranks(number, row)
+
+    def _add_ranks(self, number: int, row: Mapping[str, Any]) -> None:
+        shares = row.get("shares")
+        if not isinstance(shares, list):
+            return
+        size = len(shares)
+        slots = row.get("slots", range(size))
+        if len(slots) != size or not all(isinstance(slot, int) and slot >= 0 for slot in slots):
+            return
+        self._row.extend([number] * size)
+        self._slot.extend(slots)
+        self._share.extend(map(_number, shares))
+        ranks = row.get("ranks") or {}
+        if size == 1 and not ranks:  # one rank waits for nobody, and what it does not compute is not told apart
+            ranks = {"compute_s": [row.get("seconds")]}
+        for key, column in self._of_ranks.items():
+            values = ranks.get(key)
+            if not isinstance(values, list) or len(values) != size:
+                values = [None] * size
+            column.extend(map(_number, values))
+        names = ranks.get("names")
+        if isinstance(names, list) and len(names) == size:
+            self._names.update(zip(slots, map(str, names)))
+
+    def arrays(self) -> dict[str, Any]:
+        """The fields of a `RecordedRun` that come from this file."""
+        written = np.array(self._steps, np.int64)
+        # of two rows of a step the later counts: the first of the reversed ones
+        steps, places = np.unique(written[::-1], return_index=True)
+        kept = len(written) - 1 - places
+        scalars = {key: np.array(column, np.float64)[kept] for key, column in self._scalars.items()}
+        slots, columns = np.unique(np.array(self._slot, np.int64), return_inverse=True)
+        rows, size = np.array(self._row, np.int64), (len(written), len(slots))
+
+        def spread(values: array[float]) -> Floats32:
+            table = np.full(size, np.nan, np.float32)
+            table[rows, columns] = np.array(values, np.float32)
+            return table[kept]
+
+        return {
+            "steps": steps, **scalars, "elapsed_s": np.cumsum(np.nan_to_num(scalars["seconds"])),
+            "terms": {name: self._term(name, len(written))[kept] for name in self._terms}, "slots": slots,
+            "names": tuple(self._names.get(int(slot), "") for slot in slots), "shares": spread(self._share),
+            **{key: spread(column) for key, column in self._of_ranks.items()}, "validation": self._validation(),
+        }  # fmt: skip
+
+    def _term(self, name: str, size: int) -> Floats:
+        rows, values = self._terms[name]
+        column = np.full(size, np.nan)
+        column[np.array(rows, np.int64)] = np.array(values)
+        return column
+
+    def _validation(self) -> dict[str, dict[str, Floats]]:
+        subsets: dict[str, list[Mapping[str, Any]]] = {}
+        for (_, subset), row in sorted(self._validations.items(), key=lambda item: item[0]):
+            subsets.setdefault(subset, []).append(row)
+        found = {}
+        for subset, rows in subsets.items():
+            names = sorted({key for row in rows for key in row if key.startswith("valid_")})
+            figures = {
+                key.removeprefix("valid_"): np.array([_number(row.get(key)) for row in rows]) for key in names
+            }  # fmt: skip
+            found[subset] = {"step": np.array([float(row["step"]) for row in rows]), **figures}
+        return found
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a file of JSON lines, one after the other; none of an absent file, and not a torn last line."""
+    if not path.is_file():
+        return
+    broken = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict):
+                yield row
+            else:
+                broken += 1
+    if broken:
+        logger.warning("%s: %d lines are no rows and are left out", path, broken)
+
+
+def _states(folder: Path) -> dict[int, str]:
+    found = {}
+    for path in folder.glob("rank-*.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            found[int(path.stem.partition("-")[2])] = str(json.loads(path.read_text("utf-8"))["state"])
+    return found
+
+
+def _number(value: object) -> float:
+    """A number of JSON; NaN for everything else."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+
+
+def _save(row: Mapping[str, str | None]) -> dict[str, Any]:
+    return {column: row.get(column) or "" if column in _NOT_NUMBERS else _cell(row.get(column)) for column in COLUMNS}
+
+
+def _cell(text: str | None) -> float:
+    try:
+        return float(text or "nan")
+    except ValueError:
+        return math.nan
+
+
+def _options(text: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return {str(key): value for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def names_of(run: RecordedRun) -> Sequence[str]:
+    """What the slots of a run are called: `rank 2, labB/cpu`."""
+    return [f"rank {slot}, {name}" if name else f"rank {slot}" for slot, name in zip(run.slots, run.names)]

@@ -1,0 +1,130 @@
+"""What the events of a run mean for whoever reads its report: a sentence of what happened, and one of what to do.
+
+Pure: a row of `events.jsonl` goes in. It refuses to guess: an event it does not know is told as it was written, and
+what needs no action says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Event = Mapping[str, Any]
+
+#: events that have a place of their own in the report: many of them are no incident
+ROUTINE = ("rebalance", "save")
+
+_NOTHING = "Nothing: the step was done again with the same samples."
+#: words of a story -> what to do; the first that fits
+_STORIES = (
+    (
+        "as the kernel does when memory runs out",
+        "Nothing, if a queue or a person killed it. If memory ran out (`dmesg` on that node says so): a smaller"
+        " --max-sentences there, or fewer --num-workers.",
+    ),
+    ("crashed", "Read log/rank-N.txt of that rank; a second crash in the same step ends the run."),
+    (
+        "its device failed",
+        "Nothing if it comes back; else see to the device: nvidia-smi, and the traceback in its log.",
+    ),
+    (
+        "fell silent",
+        "See what that node was doing: a stalled disk, a frozen machine, its network. --step-deadline S allows longer"
+        " steps.",
+    ),
+    ("without a reason", "Read log/rank-N.txt of that rank."),
+    ("is gone", "If it should come back: the same command on that node."),
+    ("has left", "Nothing: it was asked to. The same command on that node takes part again."),
+    ("is back", "Nothing."),
+    ("has come", "Nothing."),
+)
+
+
+@dataclass(frozen=True)
+class Incident:
+    """One line of the report."""
+
+    time_utc: str
+    step: str
+    what: str
+    remedy: str
+
+
+def incident_of(event: Event) -> Incident:
+    """An event in words."""
+    name = str(event.get("event", "an event without a name"))
+    what, remedy = _WORDS.get(name, _unknown)(event)
+    step = event.get("step")
+    return Incident(_time(event), f"{step:,}" if isinstance(step, int) else "", what, remedy)
+
+
+def skipped_steps(steps: list[int]) -> Incident:
+    """The steps of a run whose gradient was not finite."""
+    few = ", ".join(f"{step:,}" for step in steps[:5]) + (", ..." if len(steps) > 5 else "")
+    what = f"{len(steps):,} steps were skipped because their gradient was not finite: {few}"
+    remedy = (
+        "A few at the start of fp16 are usual. Else a smaller --lr, a longer --warmup-updates, or look at the samples"
+        " that the warnings in log/ name."
+    )
+    return Incident("", f"{steps[0]:,}", what, remedy)
+
+
+def _generation(event: Event) -> tuple[str, str]:
+    story = str(event.get("story") or "a step could not be finished in time")
+    ranks = event.get("ranks")
+    who = f"{len(ranks)} {'rank goes' if len(ranks) == 1 else 'ranks go'} on" if isinstance(ranks, list) else ""
+    seconds = event.get("seconds")
+    took = f" after {seconds:.2f} s without training" if isinstance(seconds, (int, float)) else ""
+    return f"{story}: {who}{took}", next((remedy for words, remedy in _STORIES if words in story), _NOTHING)
+
+
+def _save_failed(event: Event) -> tuple[str, str]:
+    error = str(event.get("error") or "no reason was recorded")
+    if "space" in error or "quota" in error.lower():
+        return (
+            f"a checkpoint could not be saved: {error}",
+            "Free some space: df -h, quota -s, or `hetseq checkpoints prune`.",
+        )
+    return f"a checkpoint could not be saved: {error}", "See to the file system of --save-dir; older checkpoints stay."
+
+
+def _resume(event: Event) -> tuple[str, str]:
+    path, refused = event.get("path"), event.get("refused") or ()
+    what = f"went on from {path}" if path else "went on from the state in memory"
+    if not refused:
+        return what, "Nothing."
+    number = len(refused) if isinstance(refused, (list, tuple)) else 1
+    return (
+        f"{what}; newer checkpoints that were damaged or incomplete and refused: {number}",
+        "`hetseq checkpoints verify RUN` says what is wrong with them. If it happens again, have the disk looked at.",
+    )
+
+
+def _replicas_differ(event: Event) -> tuple[str, str]:
+    ranks = event.get("ranks") or []
+    who = f"rank {', '.join(map(str, ranks))}" if ranks else "no rank could be believed"
+    what = f"the copies of the model differed ({event.get('cause', 'cause unknown')}): {who}"
+    if event.get("source") is not None:
+        what += f"; made equal to rank {event['source']}"
+    if event.get("cause") == "rounding":
+        return what, "Nothing: devices of different kinds round differently, and the copies were made equal."
+    return what, "Test the memory of that node and its device; a task must not change its model by rank."
+
+
+def _unknown(event: Event) -> tuple[str, str]:
+    facts = {key: value for key, value in event.items() if key not in ("time_utc", "event", "step")}
+    return f"{event.get('event', 'event')} {json.dumps(facts, default=str)[:300]}", ""
+
+
+def _time(event: Event) -> str:
+    return str(event.get("time_utc", ""))[:19].replace("T", " ")
+
+
+_WORDS = {
+    "generation": _generation,
+    "save_failed": _save_failed,
+    "resume": _resume,
+    "replicas_differ": _replicas_differ,
+}

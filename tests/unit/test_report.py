@@ -1,0 +1,414 @@
+"""`report.html`: what stands in it, how large it gets, and that nothing in it comes alive."""
+
+from __future__ import annotations
+
+import html.parser
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hetseq
+from hetseq.errors import ConfigError
+from hetseq.report import writing
+from hetseq.report.charts import COLUMNS, Curve, labelled, line_chart, path_of, thinned, ticks
+from hetseq.report.compare import compare, comparison_page
+from hetseq.report.page import aligned, bands_of, duration, repeat_lines, report_page
+from hetseq.report.recorded import RecordedRun
+from hetseq.report.remedies import incident_of
+from hetseq.report.writing import reporting, run
+from hetseq.run_directory import RunDirectory
+from tests.support.recorded import CONFIG, HISTORY, step_row, validation_row, write_run
+
+EVIL = '<script>alert("x")</script>'
+VOID = {"meta", "link", "br", "!doctype"}
+
+
+class Reading(html.parser.HTMLParser):
+    """Every element of a page, its attributes, and whether each is closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+
+@pytest.fixture
+def lossy(tmp_path: Path) -> RecordedRun:
+    """Three ranks, one of which is away for two steps of 80."""
+    rows = [step_row(step, 5 / step, slots=(0, 2) if step in (40, 41) else (0, 1, 2)) for step in range(1, 81)]
+    rows += [validation_row(step, 4 / step, valid_accuracy=step / 100) for step in (20, 40, 60, 80)]
+    story = "rank 1 on labB was killed (SIGKILL, as the kernel does when memory runs out)"
+    events = [
+        {"time_utc": "2026-01-31T12:00:00.906Z", "event": "generation", "step": 39, "ranks": [0, 2], "story": story,
+         "seconds": 0.066},
+        {"time_utc": "2026-01-31T12:00:01.906Z", "event": "rebalance", "step": 42},
+    ]  # fmt: skip
+    return hetseq.load_run(write_run(tmp_path / "lossy", rows, events=events, history=HISTORY, states={0: "done"}))
+
+
+def test_the_report_tells_of_everything_that_the_files_have(lossy: RecordedRun) -> None:
+    page = report_page(lossy, facts=[("Versions there", "torch 9")])
+    Reading(page)
+    for words in (
+        "Finished: all steps are done.", "Loss by time", "fewer than 3 ranks",
+        "steps 40 to 41: 2 of 3 ranks (without 1)",
+        "valid: accuracy", "A step, rank by rank", "rank 2, lab2/cpu", "Shares", "The shares were moved 1 times",
+        "2 saves, 1 of them failed", "failed: disk full", "rank 1 on labB was killed", "a smaller --max-sentences",
+        "hetseq train --config", "save_dir: there", "torch 9",
+    ):  # fmt: skip
+        assert words in page, words
+    assert "2026-01-31 12:00:01" not in page  # a moved share is no incident
+
+
+def test_the_report_needs_no_script_no_server_and_no_other_file(lossy: RecordedRun) -> None:
+    found = Reading(report_page(lossy))
+    assert "script" not in found.elements
+    assert not [
+        name for name, _ in found.attributes if name.startswith("on") or name in ("src", "xlink:href", "srcset")
+    ]
+    assert {value for name, value in found.attributes if name == "href"} == {"data:,"}
+    assert "url(" not in report_page(lossy)
+    assert "@media(prefers-color-scheme:dark)" in report_page(lossy)
+    assert "@media print" in report_page(lossy)
+
+
+def test_nothing_that_comes_from_files_comes_alive(tmp_path: Path) -> None:
+    names = {"names": [EVIL, EVIL], "compute_s": [0.1, 0.2]}
+    rows = [step_row(1, ranks=names, terms={EVIL: 1.0, "b": 1.0}), step_row(2, slots=(0, 1, 5), ranks=names)]
+    rows += [validation_row(1, 1.0, subset=EVIL, **{f"valid_{EVIL}": 1.0})]
+    events = [{"event": "generation", "story": EVIL, "time_utc": EVIL, "ranks": [1]}, {"event": EVIL, "more": EVIL},
+              {"event": "save_failed", "error": EVIL}, {"event": "resume", "path": EVIL, "refused": [EVIL]},
+              {"event": "replicas_differ", "cause": EVIL, "ranks": [EVIL], "source": EVIL}]  # fmt: skip
+    history = HISTORY.replace("disk full", EVIL).replace("epoch+best", EVIL)
+    path = write_run(
+        tmp_path / "<evil>", rows, events=events, history=history, config=CONFIG + f"# {EVIL}\nx: <evil>\n"
+    )
+    evil, other = hetseq.load_run(path), hetseq.load_run(write_run(tmp_path / "other", rows))
+    for page in (report_page(evil, facts=[(EVIL, EVIL)]), comparison_page(compare(evil, other)), evil._repr_html_()):
+        assert not {"script", "evil"} & set(Reading(page).elements)
+        assert EVIL not in page
+    assert "&lt;script&gt;" in report_page(evil)
+
+
+def test_a_thousand_ranks_make_a_small_page_too() -> None:
+    shares = np.random.default_rng(0).random((2000, 1000), np.float32)
+    page = report_page(made_up(shares[:, 0].astype(np.float64), shares))
+    assert len(page.encode()) <= 2_000_000
+    assert "Of 1,000 ranks those 64 that wait least and most" in page
+
+
+@pytest.mark.slow  # 6.4 million numbers
+def test_a_long_run_of_many_ranks_makes_a_small_page_that_keeps_its_extremes() -> None:
+    steps, ranks = 100_000, 64
+    generator = np.random.default_rng(0)
+    loss = 2 + generator.random(steps)
+    loss[70_123], loss[31_007] = 9.0, -1.0
+    run = made_up(loss, generator.random((steps, ranks), np.float32))
+    run.shares[55_555, 17] = 99.0
+    page = report_page(run)
+    assert len(page.encode()) <= 2_000_000
+    by_step = page[page.index("Loss <span") : page.index("Loss by time <span")]
+    points = places(by_step)
+    assert (round(70_123 / 99_999 * 1000, 1), 0.0) in points
+    assert (round(31_007 / 99_999 * 1000, 1), 1000.0) in points
+    shares = page[page.index("Shares <span") :]
+    assert (round(55_555 / 99_999 * 1000, 1), 0.0) in places(shares[: shares.index("</figure>")])
+
+
+def places(text: str) -> set[tuple[float, float]]:
+    paths = re.findall(r' d="([^"]*)"', text)
+    return {(float(x), float(y)) for path in paths for x, y in (point.strip("M").split(",") for point in path.split())}
+
+
+def made_up(loss: Any, shares: Any) -> RecordedRun:
+    size, ranks = shares.shape
+    ones = np.ones(size)
+    return RecordedRun(
+        path=Path("/runs/long"), run_id="", config={}, config_text="", steps=np.arange(1, size + 1), epoch=ones,
+        loss=loss, terms={"loss": loss}, lr=ones, grad_norm=loss, samples=ones, seconds=ones, elapsed_s=np.cumsum(ones),
+        generation=ones, communication_s=ones, efficiency=ones, slots=np.arange(ranks),
+        names=tuple(f"node{rank // 8}/cuda:{rank % 8}" for rank in range(ranks)), shares=shares, compute_s=shares,
+        wait_s=shares, data_s=shares, overhead_s=shares, validation={}, states={}, events=(), checkpoints=(),
+    )  # fmt: skip
+
+
+def test_of_each_column_the_lowest_and_the_highest_point_stay() -> None:
+    y = np.random.default_rng(1).random(10_000)
+    x = np.arange(10_000.0)
+    kept = thinned(x, y, 100)
+    assert len(kept) <= 202
+    for column in range(100):
+        inside = np.flatnonzero((x / x[-1] * 100).astype(int).clip(max=99) == column)
+        assert inside[y[inside].argmin()] in kept
+        assert inside[y[inside].argmax()] in kept
+    assert thinned(x[:800], y[:800], COLUMNS).tolist() == list(range(800))
+
+
+def test_a_line_stops_where_its_numbers_do() -> None:
+    x, y = np.arange(5.0), np.array([0.0, 1.0, np.nan, 1.0, 0.0])
+    drawn = path_of(x, y, first=0, last=4, low=0, high=1)
+    assert drawn == "M0,1000 250,0 M750,0 1000,1000"
+    assert path_of(np.arange(2000.0), np.where(np.arange(2000) == 1000, np.nan, 1.0), first=0, last=1999, low=0, high=1,
+                   columns=100).count("M") == 1  # less than a column  # fmt: skip
+
+
+def test_a_chart_without_points_is_none() -> None:
+    assert line_chart("empty", [Curve("none", np.arange(3), np.full(3, np.nan))]) == ""
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (0.0, 1.0, ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+        (0.00297, 0.003, ["0.002970", "0.002975", "0.002980", "0.002985", "0.002990", "0.002995", "0.003000"]),
+        (1, 100_000, ["20,000", "40,000", "60,000", "80,000", "100,000"]),
+        (5.0, 5.0, ["5"]),
+    ],
+)
+def test_ticks_are_round_and_told_apart(low: float, high: float, words: list[str]) -> None:
+    assert [text for _, text in labelled(ticks(low, high))] == words
+
+
+def test_times_are_said_as_people_say_them() -> None:
+    said = [duration(seconds) for seconds in (0.0081, 12.34, 250, 7200, 97_200, float("nan"))]
+    assert said == ["8.1 ms", "12.3 s", "4 min 10 s", "2 h", "1 d 3 h", "-"]
+
+
+def test_the_numbers_of_a_column_have_the_same_decimals() -> None:
+    assert aligned(np.array([12.345, 1.5, np.nan, 0.0])) == ["12.3", "1.5", "-", "0.0"]
+    assert aligned(np.array([1.5, 2345.6])) == ["2", "2,346"]
+    assert aligned(np.array([8.0, 1_000_000.0])) == ["8", "1,000,000"]
+    assert aligned(np.array([0.0123, 0.5])) == ["0.012", "0.500"]
+
+
+def test_bands_are_where_ranks_were_missing(lossy: RecordedRun) -> None:
+    assert [(band.first, band.last) for band in bands_of(lossy)] == [(40, 41)]
+
+
+@pytest.mark.parametrize(
+    ("states", "has_ended", "words"),
+    [
+        ({0: "done", 1: "gone"}, True, "Finished"),
+        ({0: "stopped"}, True, "the same command goes on"),
+        ({0: "train"}, True, "Ended before all steps were done"),
+        ({0: "train"}, False, "Under way, or"),
+        ({}, False, "It has not begun"),
+    ],
+)
+def test_the_report_says_how_far_the_run_is(
+    tmp_path: Path, states: dict[int, str], has_ended: bool, words: str
+) -> None:
+    loaded = hetseq.load_run(write_run(tmp_path / "run", [], states=states))
+    assert words in report_page(loaded, has_ended=has_ended)
+
+
+@pytest.mark.parametrize(
+    ("event", "what", "remedy"),
+    [
+        (
+            {"event": "generation", "story": "rank 1 crashed (SIGSEGV)", "ranks": [0]},
+            "1 rank goes on",
+            "log/rank-N.txt",
+        ),
+        ({"event": "generation", "story": "rank 1 on b is back", "ranks": [0, 1]}, "2 ranks go on", "Nothing"),
+        ({"event": "generation", "story": None}, "a step could not be finished in time", "Nothing"),
+        ({"event": "save_failed", "error": "No space left on device"}, "could not be saved", "df -h"),
+        ({"event": "save_failed", "error": "Input/output error"}, "could not be saved", "file system"),
+        ({"event": "resume", "path": "/x", "refused": []}, "went on from /x", "Nothing"),
+        ({"event": "resume", "path": None, "refused": ["/y"]}, "refused: 1", "checkpoints verify"),
+        ({"event": "replicas_differ", "cause": "fault", "ranks": [3], "source": 0}, "rank 3", "memory"),
+        ({"event": "replicas_differ", "cause": "rounding", "ranks": [3], "source": 0}, "equal to rank 0", "Nothing"),
+        ({"event": "of the future", "fact": 7}, 'of the future {"fact": 7}', ""),
+    ],
+)
+def test_every_incident_has_words_and_where_it_helps_a_remedy(event: dict[str, Any], what: str, remedy: str) -> None:
+    found = incident_of(event)
+    assert what in found.what
+    assert remedy in found.remedy
+
+
+def test_skipped_steps_are_an_incident(tmp_path: Path) -> None:
+    rows = [step_row(1), step_row(2, None), step_row(3)]
+    assert "1 steps were skipped" in report_page(hetseq.load_run(write_run(tmp_path / "run", rows)))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("global_batch_size: 60\nthrottle: ['1:3']\ndevices: [cpu, cpu]\n", ["--devices ''", "--throttle ''"]),
+        ("global_batch_size: null\nupdate_freq: [1, 2]\nbalance: 5,2,1\n", ["--update-freq 2,4", "--balance equal"]),
+        ("global_batch_size: 60\njoin: file:///shared/x\n", ["grep -vE", "--config one-device.yaml"]),
+    ],
+)
+def test_the_command_for_one_device_takes_back_what_is_the_clusters(
+    tmp_path: Path, config: str, words: list[str]
+) -> None:
+    path = write_run(tmp_path / "a run", [step_row(1)], config=CONFIG + config)
+    said = "\n".join(repeat_lines(hetseq.load_run(path)))
+    assert all(word in said for word in words), said
+    assert f"'{tmp_path}/a run-one'" in said
+    if "update_freq" not in config:
+        assert "--update-freq" not in said
+
+
+# Two runs.
+
+
+def test_two_runs_are_compared_step_by_step(tmp_path: Path) -> None:
+    rows = [step_row(step, 1.0) for step in (1, 2, 3, 4)]
+    rows += [step_row(6, None), step_row(7, 1.0)]
+    others = [step_row(2, 1.0), step_row(3, 0.25), step_row(4, 1.5), step_row(5, 9.0), step_row(6, 1.0)]
+    others += [step_row(7, None)]
+    first = write_run(tmp_path / "a", [*rows, validation_row(4, 1.0)], config=CONFIG + "lr: 0.1\nseed: 1\n")
+    second = write_run(
+        tmp_path / "b",
+        [*others, validation_row(4, 3.0)],
+        config="save_dir: here\ntask: mnist\nlr: 0.2\nseed: 1\nnew: 7\n",
+    )
+    found = compare(hetseq.load_run(first), hetseq.load_run(second))
+    assert (found.steps.tolist(), found.difference.tolist(), found.alone) == ([2, 3, 4], [0.0, -0.75, 0.5], (1, 1))
+    assert found.options == (("lr", "0.1", "0.2"), ("new", "(absent)", "7"))  # not where each of them lives
+    assert found.validations == (("valid", "loss", 4, 1.0, 3.0),)
+    assert found.sentence() == "largest loss difference 0.75 at step 3, of 3 common steps; 2 options differ"
+    page = comparison_page(found)
+    Reading(page)
+    assert "Largest loss difference 0.75 at step 3" in page
+    assert "1 step of a have no partner" in page
+
+
+def test_equal_runs_are_called_equal_and_strangers_strangers(tmp_path: Path) -> None:
+    one = hetseq.load_run(write_run(tmp_path / "a", [step_row(1)]))
+    other = hetseq.load_run(write_run(tmp_path / "b", [step_row(7)]))
+    assert compare(one, one).sentence() == "all losses are equal in 1 common steps; 0 options differ"
+    assert compare(one, other).sentence() == "no step in common: 1 step in the one, 1 step in the other"
+    Reading(comparison_page(compare(one, other)))
+
+
+# The command.
+
+
+def test_the_command_writes_a_page_that_only_its_owner_may_read(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = write_run(tmp_path / "run", [step_row(1)])
+    assert run([str(path)], said.append) == 0
+    assert said == [f"report: {path}/report.html"]
+    assert (path / "report.html").stat().st_mode & 0o777 == 0o600
+    assert "Versions there" in (path / "report.html").read_text()
+
+
+def test_two_runs_are_told_apart_on_the_terminal_too(tmp_path: Path) -> None:
+    said: list[str] = []
+    first, second = (str(write_run(tmp_path / name, [step_row(1)])) for name in "ab")
+    assert run([first, second, "--output", str(tmp_path / "c.html")], said.append) == 0
+    assert said == ["all losses are equal in 1 common steps; 0 options differ", f"comparison: {tmp_path}/c.html"]
+    assert run([first, second], said.append) == 0
+    assert (tmp_path / "a" / "comparison.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "expected one run, or two to compare, found 0"),
+        (["a", "b", "c"], "found 3"),
+        (["a", "--out", "x"], "unknown option --out"),
+        (["a", "--output"], "expected a file"),
+        (["a", "--output=/"], "is a folder"),
+        (["nowhere"], "does not exist"),
+    ],
+)
+def test_a_command_line_that_says_something_else_is_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        run(words, print)
+
+
+def test_a_place_that_cannot_be_written_is_named_with_a_remedy(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [step_row(1)])
+    with pytest.raises(ConfigError, match=r"nowhere/x.html cannot be written .*--output FILE"):
+        run([str(path), "--output", str(tmp_path / "nowhere" / "x.html")], print)
+
+
+# At the end of a run.
+
+
+def end_of_run(path: Path, *, row: str = "") -> list[str]:
+    told: list[str] = []
+    with reporting(RunDirectory(path), told.append), (path / "metrics.jsonl").open("a") as file:
+        file.write(row)
+    return told
+
+
+def test_a_run_that_made_steps_is_reported(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [step_row(1)])
+    assert end_of_run(path) == []  # nothing has come
+    assert not (path / "report.html").exists()
+    assert end_of_run(path, row='{"step": 2, "loss": 0.125}\n') == [f"report: {path}/report.html"]
+    assert "0.125" in (path / "report.html").read_text()
+
+
+def test_a_run_that_failed_is_reported_and_fails_as_it_did(tmp_path: Path) -> None:
+    path, told = write_run(tmp_path / "run", [], states={0: "train"}), list[str]()
+
+    def fail() -> None:
+        with reporting(RunDirectory(path), told.append):
+            (path / "metrics.jsonl").write_text('{"step": 2, "loss": 0.125}\n')
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert told == [f"report: {path}/report.html"]
+    assert "Ended before all steps were done" in (path / "report.html").read_text()
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [])
+    (path / "report.html").mkdir()
+    (told,) = end_of_run(path, row='{"step": 2}\n')
+    assert told.startswith(f"warning: there is no report ({path}/report.html: Is a directory)")
+    assert f"`hetseq report {path}`" in told
+
+
+def test_whatever_else_goes_wrong_is_a_warning_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> str:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(writing, "report_page", fail)
+    (told,) = end_of_run(write_run(tmp_path / "run", []), row='{"step": 2}\n')
+    assert told.startswith("warning: there is no report (ZeroDivisionError: by zero)")
+
+
+def test_a_file_system_that_hangs_does_not_hold_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+    path = write_run(tmp_path / "run", [])
+
+    def hang(_: Path) -> RecordedRun:
+        assert is_over.wait(10)
+        return made_up(np.ones(3), np.ones((3, 2), np.float32))
+
+    monkeypatch.setattr(writing, "load_run", hang)
+    monkeypatch.setattr(writing, "_PATIENCE_S", 0.01)
+    (told,) = end_of_run(path, row='{"step": 2}\n')
+    is_over.set()
+    assert told == f"warning: the report took longer than 0.01 s: `hetseq report {path}` makes it"
+    for thread in threading.enumerate():
+        if thread.name == "report":
+            thread.join(10)
