@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from hetseq.doctor.comparing import Examination
 from hetseq.doctor.facts import Facts
 from hetseq.doctor.findings import LEVELS, Finding
 
@@ -55,6 +56,26 @@ def document(nodes: Sequence[Facts], findings: Sequence[Sequence[Finding]]) -> d
         "nodes": [
             {"node": f"node{number}", **_public(facts), "findings": [_public_finding(one) for one in found]}
             for number, (facts, found) in enumerate(zip(nodes, findings, strict=True), 1)
+        ],
+    }
+
+
+def cluster_document(
+    examined: Examination, each: Sequence[Sequence[Finding]], common: Sequence[Finding]
+) -> dict[str, Any]:
+    """The same for several nodes, with what was found about them together."""
+    return {
+        **document(examined.facts, each),
+        "together": [_public_finding(finding) for finding in common],
+        "ways": [
+            {
+                "from": f"node{source + 1}",
+                "to": f"node{target + 1}",
+                "is_open": not way.trouble,
+                "bytes_per_s": way.bytes_per_s,
+                "latency_s": way.latency_s,
+            }
+            for (source, target), way in examined.ways.items()
         ],
     }
 

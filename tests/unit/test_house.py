@@ -39,6 +39,7 @@ WITHOUT_TORCH = (
     "hetseq.errand",
     "hetseq.doctor",
     "hetseq.doctor.gathering",
+    "hetseq.doctor.meeting",
     "hetseq.doctor.report",
     "hetseq.evaluate",
     "hetseq.commit",
