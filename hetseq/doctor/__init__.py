@@ -108,6 +108,14 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
 
     Raises ConfigError, and RendezvousError and its kind where the other nodes are not found.
     """
+    try:
+        return _examine(words, say)
+    except KeyboardInterrupt:
+        say("stopped before everything was examined")
+        return EXIT_FAILED
+
+
+def _examine(words: Sequence[str], say: Callable[[str], None]) -> int:
     from hetseq.doctor.findings import exit_code, judge
     from hetseq.doctor.gathering import gather
     from hetseq.doctor.prediction import Candidate, foresee
@@ -170,20 +178,16 @@ def _together(
             write(arguments.json_file, cluster_document(examined, each, common))
         return exit_code([*common, *(finding for found in each for finding in found)])
 
-    try:
-        code, is_head = examine_together(
-            meeting,
-            facts,
-            nodes=arguments.nodes,
-            directory=arguments.directory,
-            interface=facts.network.wish or None,
-            command=shlex.join(["hetseq", "doctor", *words]),
-            tell=say,
-            judge=judge_all,
-        )
-    except KeyboardInterrupt:
-        say("stopped before the nodes were examined together")
-        return EXIT_FAILED
+    code, is_head = examine_together(
+        meeting,
+        facts,
+        nodes=arguments.nodes,
+        directory=arguments.directory,
+        interface=facts.network.wish or None,
+        command=shlex.join(["hetseq", "doctor", *words]),
+        tell=say,
+        judge=judge_all,
+    )
     if not is_head:
         say(f"all nodes together: {'not fit' if code else 'fit'}; the node that was first says why")
     return code

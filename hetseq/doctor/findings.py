@@ -209,11 +209,6 @@ def _limits(limits: Limits, *, has_gpu: bool) -> Iterator[Finding]:
 
 
 def _network(network: Network) -> Iterator[Finding]:
-    if network.trouble:
-        yield Finding(
-            "problem", "network", "<trouble>",
-            "set GLOO_SOCKET_IFNAME to an interface of this node, or leave it out", {"trouble": network.trouble},
-        )  # fmt: skip
     chosen = next((one for one in network.addresses if one.address == network.chosen), None)
     kind = chosen.kind if chosen else "loopback" if is_loopback(network.chosen) else "unknown"
     speed = f", {chosen.mbit_per_s} Mbit/s" if chosen and chosen.mbit_per_s else ""
@@ -228,6 +223,7 @@ def _network(network: Network) -> Iterator[Finding]:
         if why == "the default route" else f"others are told <address> of <interface> ({kind}{speed}): {why}",
         private=private,
     )  # fmt: skip
+    yield from _wish(network, private)
     others = [one for one in network.addresses if one.address != network.chosen and one.kind != "loopback"]
     if others:
         listed = ", ".join(f"{one.interface} {one.address}" for one in others)
@@ -248,11 +244,6 @@ def _network(network: Network) -> Iterator[Finding]:
             "warning", "network", f"<interface> runs at {chosen.mbit_per_s} Mbit/s, less than 1000",
             "look at its cable and its switch, or set GLOO_SOCKET_IFNAME to a faster interface", private,
         )  # fmt: skip
-    if network.told:
-        yield Finding(
-            "warning", "network", "<told>", "set GLOO_SOCKET_IFNAME to one name, without ^, or leave it out",
-            {"told": network.told},
-        )  # fmt: skip
     if network.nccl_wish and not network.wish:
         yield Finding(
             "note", "network", "NCCL_SOCKET_IFNAME is set, and ranks of HetSeq talk by gloo, which does not read it",
@@ -268,6 +259,28 @@ def _network(network: Network) -> Iterator[Finding]:
             "note", "network", "this host's own name <host> means <meaning>, which no other machine reaches",
             "HetSeq tells others <address> in its place; in --join give an IP address if they cannot reach that",
             {**private, "meaning": network.host_means[0]},
+        )  # fmt: skip
+
+
+def _wish(network: Network, private: Mapping[str, str]) -> Iterator[Finding]:
+    """What is wrong with GLOO_SOCKET_IFNAME."""
+    names = list(dict.fromkeys(one.interface for one in network.addresses))
+    places = {**private, "wish": network.wish, "interfaces": ", ".join(names)}
+    if network.trouble:
+        yield Finding(
+            "problem", "network",
+            "GLOO_SOCKET_IFNAME <wish>: no such interface with an address; there are <interfaces>",
+            "set it to <interface>, which leads to the default route, or leave it out", places,
+        )  # fmt: skip
+    elif network.wish.startswith("^"):
+        yield Finding(
+            "warning", "network", "GLOO_SOCKET_IFNAME <wish>: gloo takes one name, lists with ^ are for NCCL alone",
+            "leave it out, or set it to <interface>, which is used now", places,
+        )  # fmt: skip
+    elif network.told:
+        yield Finding(
+            "note", "network", "GLOO_SOCKET_IFNAME <wish>: of several names the first one counts",
+            "set it to <interface>, which is used now", places,
         )  # fmt: skip
 
 

@@ -31,16 +31,15 @@ _AT_ONCE = 5
 def main(words: list[str]) -> None:
     """Tell of torch, of its devices, and of `words[0]` seconds of burn-in on each; `words[1]` are threads of a CPU."""
     seconds, threads = float(words[0]), int(words[1])
-    nccl = torch.cuda.nccl.version() if torch.version.cuda or torch.version.hip else ()
     _tell(
         version=str(torch.__version__),
         cuda=torch.version.cuda or "",
         rocm=torch.version.hip or "",
-        nccl=".".join(map(str, nccl)) if isinstance(nccl, tuple) else str(nccl),
+        nccl=_nccl(),
         has_gloo=has_gloo(),
     )
     torch.set_num_threads(threads)
-    devices = [_gpu(index) for index in range(torch.cuda.device_count())] or [_cpu()]
+    devices = [gpu(index) for index in range(torch.cuda.device_count())] or [_cpu()]
     _tell(devices=[dataclasses.asdict(device) for device in devices])
     burns = []
     for device in devices:
@@ -54,12 +53,23 @@ def _tell(**facts: object) -> None:
     sys.stdout.flush()
 
 
+def _nccl() -> str:
+    """Its version; empty where this torch was built without it."""
+    if not (torch.version.cuda or torch.version.hip):
+        return ""
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except AttributeError:
+        return ""
+
+
 def _cpu() -> Device:
     limit = memory.limit_bytes(torch.device("cpu"))
     return Device("cpu", "CPU", limit, limit)
 
 
-def _gpu(index: int) -> Device:
+def gpu(index: int) -> Device:
+    """A GPU as torch sees it; the first call starts its driver."""
     about = torch.cuda.get_device_properties(index)
     free, _ = torch.cuda.mem_get_info(index)
     built = torch.cuda.get_arch_list()

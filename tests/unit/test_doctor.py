@@ -6,12 +6,15 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hetseq import doctor
 from hetseq.cluster.directories import kind_of as kind_of_file_system
+from hetseq.doctor import in_torch
 from hetseq.doctor.directory import examine
 from hetseq.doctor.facts import Burn, Device, Directory, Facts, Limits, NamedAddress, Network, Torch, from_json, to_json
 from hetseq.doctor.findings import Finding, exit_code, judge, size
@@ -89,8 +92,9 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("limits.open_files", 256, "warning", "ulimit -n"),
     ("limits.processes", 100, "warning", "ulimit -u"),
     ("limits.locked_bytes", 65536, "note", "ulimit -l"),
-    ("network.trouble", "GLOO_SOCKET_IFNAME eth9: labA has no such interface", "problem", "eth9"),
-    ("network.told", "GLOO_SOCKET_IFNAME ^lo: it takes one name", "warning", "without ^"),
+    ("network", replace(NETWORK, wish="eth9", trouble="no such interface"), "problem", "eth9: no such interface"),
+    ("network", replace(NETWORK, wish="^lo", told="it takes one name"), "warning", "^lo: gloo takes one name"),
+    ("network", replace(NETWORK, wish="eno1,eno2", told="it uses eno1"), "note", "set it to eno1"),
     ("network.nccl_wish", "eno1", "note", "NCCL_SOCKET_IFNAME is set"),
     ("network.chosen", "127.0.0.1", "warning", "no address that another one reaches"),
     ("network.addresses", (replace(WIRED, kind="wireless"),), "warning", "eno1, and that is a radio link"),
@@ -310,3 +314,24 @@ def test_the_real_command_examines_this_machine(tmp_path: Path) -> None:
 def test_sizes_are_written_for_people() -> None:
     assert size(1.5 * GIB) == "1.5 GiB"
     assert size(5 << 20) == "5 MiB"
+
+
+def test_a_user_who_stops_it_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hetseq.doctor.gathering.gather", interrupted)
+    said: list[str] = []
+    assert doctor.run([], said.append) == 1
+    assert said == ["stopped before everything was examined"]
+
+
+def test_a_gpu_is_told_with_what_is_free_and_whether_there_is_code_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = SimpleNamespace(name="GTX 1080", total_memory=8 * GIB, major=6, minor=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (7 * GIB, 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_86"])
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    assert in_torch.gpu(1) == Device("cuda:1", "GTX 1080", 8 * GIB, 7 * GIB, "6.1", is_built_for=False)
+    monkeypatch.setattr(torch.version, "cuda", None)  # ROCm names its generations otherwise
+    assert in_torch.gpu(1).is_built_for
