@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hetseq import doctor
-from hetseq.cluster.channel import connect
+from hetseq.cluster.channel import Channel, ChannelClosed, connect
 from hetseq.cluster.secret import derive_key, load_secret
 from hetseq.cluster.sockets import ForeignBytes
 from hetseq.config import DistributedConfig
@@ -162,6 +162,7 @@ class Doctors:
         self.nodes, self.directory = nodes, directory
         self.ends: list[tuple[int, bool] | RendezvousError] = []
         self.examined: list[Examination] = []
+        self.told: list[str] = []
         self._threads: list[threading.Thread] = []
 
     def start(self, facts: Facts, code: int = 0) -> None:
@@ -176,7 +177,7 @@ class Doctors:
         try:
             end = examine_together(
                 self.config, facts, nodes=self.nodes, directory=self.directory, interface="lo", command="LINE",
-                tell=lambda line: None, judge=judged,
+                tell=self.told.append, judge=judged,
             )  # fmt: skip
         except RendezvousError as error:
             self.ends.append(error)
@@ -186,6 +187,17 @@ class Doctors:
     def wait(self) -> None:
         for thread in self._threads:
             thread.join(30.0)
+
+
+def visit(url: str, secret: Path) -> Channel:
+    """A channel to the head, as soon as it listens."""
+    key = derive_key(load_secret(secret), "control")
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    end = time.monotonic() + 10.0
+    while True:
+        with contextlib.suppress(RendezvousError):
+            return connect(host, int(port), key, deadline=time.monotonic() + 5.0, secret_file=secret)
+        assert time.monotonic() < end
 
 
 def test_three_doctors_meet_and_all_end_with_the_same_code(url: str, tmp_path: Path) -> None:
@@ -206,15 +218,7 @@ def test_three_doctors_meet_and_all_end_with_the_same_code(url: str, tmp_path: P
 def test_a_node_that_leaves_on_the_way_is_named_and_keeps_nobody(url: str, tmp_path: Path) -> None:
     doctors = Doctors(url, tmp_path / "secret", None)
     doctors.start(GOOD)
-    secret = tmp_path / "secret"
-    key = derive_key(load_secret(secret), "control")
-    host, _, port = url.removeprefix("tcp://").rpartition(":")
-    end = time.monotonic() + 10.0
-    while True:
-        with contextlib.suppress(RendezvousError):
-            channel = connect(host, int(port), key, deadline=time.monotonic() + 5.0, secret_file=secret)
-            break
-        assert time.monotonic() < end
+    channel = visit(url, tmp_path / "secret")
     hello = {"kind": "doctor", "protocol": PROTOCOL, "facts": to_json(GOOD), "fields": FIELDS}
     channel.send({**hello, "address": "127.0.0.1", "port": 9})
     channel.receive(10.0)
@@ -222,6 +226,25 @@ def test_a_node_that_leaves_on_the_way_is_named_and_keeps_nobody(url: str, tmp_p
     doctors.wait()
     assert doctors.ends == [(0, True)]
     assert list(doctors.examined[0].lost) == [1]
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [{"kind": "join"}, {"kind": "doctor", "protocol": PROTOCOL, "facts": {}}, {"kind": "doctor", "protocol": 0}],
+)
+def test_who_is_no_doctor_is_sent_away_and_the_others_meet(url: str, tmp_path: Path, hello: dict[str, Any]) -> None:
+    doctors = Doctors(url, tmp_path / "secret", None)
+    doctors.start(GOOD)
+    channel = visit(url, tmp_path / "secret")
+    channel.send({"facts": to_json(GOOD), "fields": FIELDS, "address": "127.0.0.1", "port": 9, **hello})
+    with pytest.raises(ChannelClosed):
+        channel.receive(10.0)
+    channel.close()
+    doctors.start(GOOD)
+    doctors.wait()
+    assert sorted(doctors.ends) == [(0, False), (0, True)]  # type: ignore[type-var]
+    assert any("is no doctor of this version" in line for line in doctors.told)
+    assert doctors.examined[0].lost == {}
 
 
 def test_a_head_to_whom_nobody_comes_says_what_to_type_elsewhere(url: str, tmp_path: Path) -> None:
