@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from hetseq.cluster.channel import Channel, ChannelError, ChannelTimeout
+from hetseq.cluster.channel import Channel, ChannelClosed, ChannelError, ChannelTimeout
 from hetseq.cluster.contract import node_fields
 from hetseq.cluster.rendezvous import Meeting, meet
 from hetseq.config import Config, DistributedConfig
@@ -31,7 +31,7 @@ PROTOCOL = 1
 #: of what a run refuses to differ in: the options of a doctor are nobody's
 _FIELDS = ("protocol", "hetseq", "torch", "source of hetseq")
 _ANSWER_S = 2 * MARK_S
-_TURN_S = 0.5
+_TURN_S, _WELCOME_S = 0.5, 30.0
 _QUIET_S = 600.0  # the head may be busy with others for as long, once all are there
 _MOST_NODES = 256
 _TELL_EVERY_S = 10.0
@@ -85,6 +85,8 @@ def _follow(channel: Channel, helper: Helper, hello: Record, *, quiet_s: float) 
     """Do what the head asks until it says how all end."""
     try:
         channel.send(hello)
+        if channel.receive(_WELCOME_S).get("kind") != "welcome":
+            raise ChannelClosed("it answers as no doctor does")
         while True:
             request = channel.receive(quiet_s)
             if request.get("kind") == "end":
@@ -175,6 +177,7 @@ class _Head:
             if hello.get("kind") != "doctor" or hello.get("protocol") != PROTOCOL or len(self._nodes) >= _MOST_NODES:
                 raise ValueError("no doctor")
             from_json(hello["facts"])
+            channel.send({"kind": "welcome"})
         except (ChannelError, KeyError, TypeError, ValueError) as error:
             channel.close()
             self._tell(f"{channel.host} came and is no doctor of this version ({error}): it was sent away")

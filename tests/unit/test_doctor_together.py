@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hetseq import doctor
-from hetseq.cluster.channel import Channel, ChannelClosed, connect
+from hetseq.cluster.channel import Channel, ChannelClosed, Listener, connect
 from hetseq.cluster.secret import derive_key, load_secret
 from hetseq.cluster.sockets import ForeignBytes
 from hetseq.config import DistributedConfig
@@ -221,6 +221,7 @@ def test_a_node_that_leaves_on_the_way_is_named_and_keeps_nobody(url: str, tmp_p
     channel = visit(url, tmp_path / "secret")
     hello = {"kind": "doctor", "protocol": PROTOCOL, "facts": to_json(GOOD), "fields": FIELDS}
     channel.send({**hello, "address": "127.0.0.1", "port": 9})
+    assert channel.receive(10.0) == {"kind": "welcome"}
     channel.receive(10.0)
     channel.close()
     doctors.wait()
@@ -230,7 +231,11 @@ def test_a_node_that_leaves_on_the_way_is_named_and_keeps_nobody(url: str, tmp_p
 
 @pytest.mark.parametrize(
     "hello",
-    [{"kind": "join"}, {"kind": "doctor", "protocol": PROTOCOL, "facts": {}}, {"kind": "doctor", "protocol": 0}],
+    [
+        {"kind": "join", "protocol": PROTOCOL},
+        {"kind": "doctor", "protocol": PROTOCOL, "facts": {}},
+        {"kind": "doctor", "protocol": 0},
+    ],
 )
 def test_who_is_no_doctor_is_sent_away_and_the_others_meet(url: str, tmp_path: Path, hello: dict[str, Any]) -> None:
     doctors = Doctors(url, tmp_path / "secret", None)
@@ -245,6 +250,21 @@ def test_who_is_no_doctor_is_sent_away_and_the_others_meet(url: str, tmp_path: P
     assert sorted(doctors.ends) == [(0, False), (0, True)]  # type: ignore[type-var]
     assert any("is no doctor of this version" in line for line in doctors.told)
     assert doctors.examined[0].lost == {}
+
+
+def test_a_head_that_is_no_doctor_is_told_from_one(url: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    key = derive_key(load_secret(secret), "control")
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    doctors = Doctors(url, secret, None)
+    with Listener(host, int(port), key=key, secret_file=secret) as launcher:
+        doctors.start(GOOD)
+        with launcher.accept(10.0) as channel:
+            assert channel.receive(10.0)["kind"] == "doctor"
+            channel.send({"kind": "ending", "code": 1})
+            doctors.wait()
+    (error,) = doctors.ends
+    assert "is no doctor (it answers as no doctor does)" in str(error)
 
 
 def test_a_head_to_whom_nobody_comes_says_what_to_type_elsewhere(url: str, tmp_path: Path) -> None:
