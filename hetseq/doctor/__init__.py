@@ -189,7 +189,7 @@ def _together(
         judge=judge_all,
     )
     if not is_head:
-        say(f"all nodes together: {'not fit' if code else 'fit'}; the node that was first says why")
+        say(f"all nodes together: {'not fit' if code else 'fit'}; the node that leads says why")
     return code
 
 

@@ -212,17 +212,10 @@ def _network(network: Network) -> Iterator[Finding]:
     chosen = next((one for one in network.addresses if one.address == network.chosen), None)
     kind = chosen.kind if chosen else "loopback" if is_loopback(network.chosen) else "unknown"
     speed = f", {chosen.mbit_per_s} Mbit/s" if chosen and chosen.mbit_per_s else ""
-    why = (
-        "GLOO_SOCKET_IFNAME says so"
-        if network.wish and not network.trouble and not network.told
-        else "the default route"
-    )
+    is_wished = network.wish and not network.trouble and not network.wish.startswith("^")
+    why = "as GLOO_SOCKET_IFNAME says" if is_wished else "the way of the default route"
     private = {"interface": chosen.interface if chosen else "-", "address": network.chosen, "host": network.host}
-    yield Finding(
-        "ok", "network", f"others are told <address> of <interface> ({kind}{speed}), because {why} leads there"
-        if why == "the default route" else f"others are told <address> of <interface> ({kind}{speed}): {why}",
-        private=private,
-    )  # fmt: skip
+    yield Finding("ok", "network", f"others are told <address> of <interface> ({kind}{speed}), {why}", private=private)
     yield from _wish(network, private)
     others = [one for one in network.addresses if one.address != network.chosen and one.kind != "loopback"]
     if others:

@@ -14,6 +14,7 @@ import torch
 
 from hetseq import doctor
 from hetseq.cluster.directories import kind_of as kind_of_file_system
+from hetseq.cluster.interfaces import interfaces, is_loopback
 from hetseq.doctor import in_torch
 from hetseq.doctor.directory import examine
 from hetseq.doctor.facts import Burn, Device, Directory, Facts, Limits, NamedAddress, Network, Torch, from_json, to_json
@@ -132,6 +133,16 @@ def test_a_bad_fact_gives_its_finding_and_no_other_one(path: str, value: Any, le
     assert exit_code(judge(facts)) == (level == "problem")
     remedies = [one.remedy for one in judge(facts) if one.level != "ok"]
     assert all(remedies)
+
+
+def test_it_is_said_why_an_address_is_the_one_that_others_are_told() -> None:
+    def told(**wish: str) -> str:
+        findings = judge(replace(GOOD, network=replace(NETWORK, **wish)))
+        return next(text for text, _ in (one.filled() for one in findings) if text.startswith("others are told"))
+
+    way = "others are told 10.0.0.7 of eno1 (wired, 10000 Mbit/s), "
+    assert told() == told(wish="^lo", told="for NCCL") == way + "the way of the default route"
+    assert told(wish="eno1") == told(wish="eno1,eno2", told="the first") == way + "as GLOO_SOCKET_IFNAME says"
 
 
 def test_facts_travel_as_json() -> None:
@@ -308,7 +319,8 @@ def test_the_real_command_examines_this_machine(tmp_path: Path) -> None:
     (node,) = json.loads(file.read_text())["nodes"]
     assert node["versions"]["python"] == sys.version.split()[0]
     assert node["burn_in"][0]["per_sample_s"] > 0
-    assert str(tmp_path) not in file.read_text()
+    hidden = [str(tmp_path), *(one.address for one in interfaces() if not is_loopback(one.address))]
+    assert not [name for name in hidden if name in file.read_text()]
 
 
 def test_sizes_are_written_for_people() -> None:
