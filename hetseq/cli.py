@@ -26,6 +26,7 @@ _USAGE = """usage: hetseq COMMAND [options]
   simulate     how fast a cluster would be that is described in a YAML file
   checkpoints  list, show, verify, prune or export the checkpoints of a run
   report       write report.html of a run, or compare two runs
+  doctor       is this node fit for a training, and what should be done about it
   drop         take a node out of a run that goes on without it
   demo         see unequal workers give the result of one machine, in a minute or two: demo mnist, demo bert
 """
@@ -253,6 +254,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "simulate": simulate,
     "checkpoints": checkpoints,
     "report": _in_module("hetseq.report.writing"),
+    "doctor": _in_module("hetseq.doctor"),
     "drop": _in_module("hetseq.drop"),
     "demo": demo,
 }

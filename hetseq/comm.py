@@ -286,6 +286,11 @@ class Meeting:
     shares_memory: bool = False  # all ranks are on one machine, as far as is known: try to use its memory
 
 
+def has_gloo() -> bool:
+    """Whether this torch was built with what groups are made of."""
+    return dist.is_available() and dist.is_gloo_available()
+
+
 def connect(*, rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> Group:
     """Build the group; returns once this rank and each of the `world_size` others have proven to hold the key.
 

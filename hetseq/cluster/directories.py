@@ -103,18 +103,31 @@ def may_show_late(mark: Mark) -> bool:
 
 def lies_on_local_disk(path: Path) -> bool:
     """Whether an absolute path lies on a file system of this node alone; False where that cannot be told."""
+    return file_system_kind(path) in _LOCAL
+
+
+def file_system_kind(path: Path) -> str:
+    """The kind of file system that an absolute path lies on, as `ext4` or `nfs4`; empty where that cannot be told."""
     existing = next(folder for folder in (path, *path.parents) if os.path.isdir(folder))
     try:
         mounts = _MOUNTS.read_text(errors="surrogateescape")
     except OSError:
-        return False
-    return is_local(os.path.realpath(existing), mounts)
+        return ""
+    return kind_of(os.path.realpath(existing), mounts)
 
 
 def is_local(path: str, mountinfo: str) -> bool:
     """Whether `path`, absolute and without links, lies on a file system of this node alone; pure.
 
-    `mountinfo` is the text of /proc/self/mountinfo. A file system of an unknown kind counts as shared.
+    `mountinfo` is as for `kind_of`. A file system of an unknown kind counts as shared.
+    """
+    return kind_of(path, mountinfo) in _LOCAL
+
+
+def kind_of(path: str, mountinfo: str) -> str:
+    """The kind of file system under `path`, absolute and without links; pure.
+
+    `mountinfo` is the text of /proc/self/mountinfo.
     """
     best, kind = "", ""
     for line in mountinfo.splitlines():
@@ -126,7 +139,7 @@ def is_local(path: str, mountinfo: str) -> bool:
         is_above = point == "/" or path == point or path.startswith(f"{point}/")
         if is_above and len(point) >= len(best):  # of two mounts on one point the later one is seen
             best, kind = point, right.split(" ")[0]
-    return kind in _LOCAL
+    return kind
 
 
 def newest_step(directory: RunDirectory) -> int | None:

@@ -76,6 +76,9 @@ hetseq/comm.py
     _Work.wait: _work.wait: each collective got the deadline of its group when it began
 hetseq/demo.py
     _make_corpus: subprocess.run: the user looks on, and Ctrl-C ends both
+hetseq/doctor/helper.py
+    Door._serve: _socket.accept: the socket never waits
+    _drain: connection.recv: the socket never waits
 hetseq/faults.py
     _stop: os.waitpid: it was killed just before; and tests alone come here
 hetseq/launcher.py

@@ -39,6 +39,10 @@ WITHOUT_TORCH = (
     "hetseq.report.writing",
     "hetseq.checkpoints",
     "hetseq.errand",
+    "hetseq.doctor",
+    "hetseq.doctor.gathering",
+    "hetseq.doctor.meeting",
+    "hetseq.doctor.report",
     "hetseq.evaluate",
     "hetseq.commit",
     "hetseq.membership",
@@ -54,7 +58,12 @@ MAY_CALL_COLLECTIVES = ("hetseq/comm.py", "hetseq/launch.py")
 READER_FOR_OTHERS = "hetseq/checkpoint/dcp.py"
 #: for scripts that train without our trainer, in the process group that they have made themselves
 RANKS_OF_OTHERS = "hetseq/nebula/ranks.py"
-MAY_READ_ENVIRONMENT = ("hetseq/launch.py", "hetseq/workers.py", "hetseq/nebula/budget.py")
+MAY_READ_ENVIRONMENT = (
+    "hetseq/launch.py",
+    "hetseq/workers.py",
+    "hetseq/nebula/budget.py",
+    "hetseq/doctor/gathering.py",
+)
 MAY_PRINT = ("hetseq/cli.py", "hetseq/demo.py")
 
 LONGEST_FILE = 500

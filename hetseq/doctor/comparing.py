@@ -1,0 +1,177 @@
+"""Several nodes side by side: what differs, who reaches whom, what their shared directory does. Pure.
+
+Responsible for findings about more than one node. It refuses to talk to any. The one idea: a node is a place in the
+sentence, `<node2>`; the terminal fills in its name.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from hetseq.doctor.facts import Facts
+from hetseq.doctor.findings import Finding, size
+from hetseq.doctor.prediction import Candidate
+from hetseq.simulation import Link
+from hetseq.tables import table
+
+_UNEVEN = 0.5  # of the median stream
+_SLOW_BYTES_PER_S = 100e6  # a gigabit
+_LATE_S = 1.0
+_COLUMNS = 8  # of the table of ways
+
+
+@dataclass(frozen=True)
+class Way:
+    """From one node to another: what a stream measured, or why there was none."""
+
+    bytes_per_s: float = 0.0
+    latency_s: float = 0.0
+    trouble: str = ""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What the nodes found together; nodes by number from 0, ways and delays by (from, to)."""
+
+    names: tuple[str, ...]
+    facts: tuple[Facts, ...]
+    fields: tuple[Mapping[str, str], ...]  # what a run refuses to differ in
+    ways: Mapping[tuple[int, int], Way] = field(default_factory=dict)
+    delays_s: Mapping[tuple[int, int], float | None] = field(default_factory=dict)  # None: never seen
+    lost: Mapping[int, str] = field(default_factory=dict)  # nodes that left on the way, and what was heard of them
+
+    @property
+    def places(self) -> dict[str, str]:
+        """For the sentences: node1 is the first name."""
+        return {f"node{number}": name for number, name in enumerate(self.names, 1)}
+
+    def candidates(self) -> list[Candidate]:
+        """The devices of all nodes, each with the slowest of the ways from its node."""
+        found = []
+        for number, facts in enumerate(self.facts):
+            ways = [way for (source, _), way in self.ways.items() if source == number and not way.trouble]
+            slowest = min(ways, key=lambda way: way.bytes_per_s, default=None)
+            link = None if slowest is None else Link(slowest.bytes_per_s, slowest.latency_s)
+            found += [Candidate(self.names[number], burn, link) for burn in facts.torch.burns]
+        return found
+
+
+def compare(examined: Examination) -> Iterator[Finding]:
+    """All findings on the nodes together."""
+    yield from _lost(examined)
+    yield from _contract(examined)
+    yield from _builds(examined)
+    yield from _ways(examined)
+    yield from _directory(examined)
+
+
+def side_by_side(examined: Examination) -> Iterator[str]:
+    """A line per node, then the megabytes per second from each to each, eight to a table."""
+    rows = [("", "node", "devices", "cores", "memory", "torch", "address")]
+    for number, (name, facts) in enumerate(zip(examined.names, examined.facts), 1):
+        kinds = [device.name for device in facts.torch.devices]
+        devices = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "-"
+        cores, memory = f"{facts.usable_cores:g}", size(facts.limits.available_bytes)
+        versions = (facts.torch.version[:14], facts.network.chosen[:26])
+        rows.append((f"node{number}", name[:16], devices[:24], cores, memory, *versions))
+    yield from table(rows, left=(0, 1, 2, 5, 6))
+    nodes = range(len(examined.names))
+    for first in nodes[::_COLUMNS] if examined.ways else ():
+        targets = nodes[first : first + _COLUMNS]
+        matrix = [("MB/s", *(f"to node{target + 1}" for target in targets))]
+        for source in nodes:
+            cells = (_cell(examined.ways.get((source, target))) for target in targets)
+            matrix.append((f"node{source + 1}", *cells))
+        yield from table(matrix, left=(0,))
+
+
+def _cell(way: Way | None) -> str:
+    return "-" if way is None else "none" if way.trouble else f"{way.bytes_per_s / 1e6:,.0f}"
+
+
+def _lost(examined: Examination) -> Iterator[Finding]:
+    for number, trouble in examined.lost.items():
+        yield Finding(
+            "problem", "nodes", f"<node{number + 1}> left the examination: <trouble>",
+            f"see what <node{number + 1}> says in its own terminal, and start all doctors again",
+            {**examined.places, "trouble": trouble},
+        )  # fmt: skip
+
+
+def _contract(examined: Examination) -> Iterator[Finding]:
+    names = dict.fromkeys(name for fields in examined.fields for name in fields)
+    is_equal = True
+    for name in names:
+        values = [fields.get(name, "nothing") for fields in examined.fields]
+        if len(set(values)) > 1:
+            is_equal = False
+            listed = ", ".join(f"<node{number}> {value}" for number, value in enumerate(values, 1))
+            yield Finding(
+                "problem", "contract", f"{name} differs: {listed}; a run refuses that",
+                "install the same HetSeq and the same torch on all nodes", examined.places,
+            )  # fmt: skip
+    if is_equal:
+        yield Finding("ok", "contract", f"{', '.join(names)}: equal on {len(examined.names)} nodes")
+
+
+def _builds(examined: Examination) -> Iterator[Finding]:
+    builds = {
+        "Python": [facts.python for facts in examined.facts],
+        "numpy": [facts.numpy for facts in examined.facts],
+        "the build of torch": [facts.torch.version for facts in examined.facts],
+    }
+    for name, values in builds.items():
+        if len(set(values)) > 1:
+            listed = ", ".join(f"<node{number}> {value}" for number, value in enumerate(values, 1))
+            yield Finding(
+                "note", "contract", f"{name} differs: {listed}", "nothing to do: a run bears that", examined.places
+            )
+
+
+def _ways(examined: Examination) -> Iterator[Finding]:
+    open_ways = [way for way in examined.ways.values() if not way.trouble]
+    for (source, target), way in examined.ways.items():
+        if way.trouble:
+            yield Finding(
+                "problem", "network", f"<node{source + 1}> does not reach <node{target + 1}>: <trouble>",
+                f"open the TCP ports of /proc/sys/net/ipv4/ip_local_port_range on <node{target + 1}>, or set"
+                " GLOO_SOCKET_IFNAME there to an interface of their common network",
+                {**examined.places, "trouble": way.trouble},
+            )  # fmt: skip
+    if not open_ways:
+        return
+    median = statistics.median(way.bytes_per_s for way in open_ways)
+    latency_ms = 1000 * statistics.median(way.latency_s for way in open_ways)
+    yield Finding(
+        "ok", "network", f"{len(open_ways)} of {len(examined.ways)} ways are open, {median / 1e6:,.0f} MB/s and"
+        f" {latency_ms:.2f} ms in the median, all nodes sending at once"
+    )  # fmt: skip
+    for (source, target), way in examined.ways.items():
+        is_slow = way.bytes_per_s < _SLOW_BYTES_PER_S or way.bytes_per_s < _UNEVEN * median
+        if not way.trouble and is_slow:
+            yield Finding(
+                "warning", "network",
+                f"<node{source + 1}> sends {way.bytes_per_s / 1e6:,.0f} MB/s to <node{target + 1}>",
+                "look at cables and at the interface chosen there; the slowest way sets the pace of every step",
+                examined.places,
+            )  # fmt: skip
+
+
+def _directory(examined: Examination) -> Iterator[Finding]:
+    for (source, target), delay_s in examined.delays_s.items():
+        if delay_s is None:
+            yield Finding(
+                "problem", "directory", f"<node{target + 1}> does not see what <node{source + 1}> writes in --dir",
+                "name a directory of one network mount that all nodes have, or let them meet at tcp://HOST:PORT",
+                examined.places,
+            )  # fmt: skip
+    seen = [delay_s for delay_s in examined.delays_s.values() if delay_s is not None]
+    if seen and max(seen) > _LATE_S:
+        yield Finding(
+            "note", "directory", f"a new file shows on another node after up to {max(seen):.1f} s",
+            "nothing to do: a meeting at file:// takes that much longer, and heartbeats go over the network",
+        )  # fmt: skip
+    elif seen:
+        yield Finding("ok", "directory", f"a new file shows on another node after {max(seen):.2f} s at most")

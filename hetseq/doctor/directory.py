@@ -1,0 +1,144 @@
+"""Trials in a directory that nodes share: does its file system keep the promises that meetings and checkpoints need?
+
+Responsible for files of its own in a new folder, removed afterwards, and for facts about them. It refuses to judge, and
+touches no file that was there. A mount that hangs is the caller's affair: all of this may block.
+
+The one idea: a promise of a file system is tried by breaking it (make a file that exists, read while it is renamed).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from hetseq.cluster.directories import file_system_kind, lies_on_local_disk
+from hetseq.doctor.facts import Directory
+
+_BLOCK = bytes(1 << 20)
+_SYNCS, _RENAMES = 5, 100
+_READ_S = 5.0
+
+
+def examine(path: Path) -> Directory:
+    """All trials in `path`; what fails on the way is told as `trouble`, with what was found before it."""
+    found = Directory(str(path))
+    if not path.is_dir():
+        return replace(found, trouble="is no directory" if path.exists() else "does not exist")
+    found = replace(found, kind=file_system_kind(path), is_local=lies_on_local_disk(path))
+    try:
+        about = os.stat(path)
+        space = os.statvfs(path)
+        found = replace(
+            found,
+            mode=stat.S_IMODE(about.st_mode),
+            is_own=about.st_uid == os.geteuid(),
+            free_bytes=space.f_bavail * space.f_frsize,
+            free_files=space.f_favail if space.f_files else None,
+        )
+        with _own_folder(path) as folder:
+            for trial in (_try_create, _try_links, _try_renames, _try_sync):
+                found = trial(folder, found)
+    except OSError as error:
+        return replace(found, trouble=f"cannot be used ({error.strerror or error})")
+    return found
+
+
+@contextlib.contextmanager
+def _own_folder(path: Path) -> Iterator[Path]:
+    folder = path / f".hetseq-doctor-{secrets.token_hex(6)}"
+    os.mkdir(folder, 0o700)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(path: Path, content: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(descriptor)
+
+
+def _is_refused(work: Callable[[], None]) -> bool:
+    try:
+        work()
+    except FileExistsError:
+        return True
+    return False
+
+
+def _try_create(folder: Path, found: Directory) -> Directory:
+    """Only one makes a file; it is listed at once; its mode is kept; its time is that of this node's clock."""
+    file = folder / "created"
+    before_s = time.time()
+    _write(file, b"one")
+    after_s = time.time()
+    about = os.stat(file)
+    # the time of the file lies between two looks at our clock, if the two clocks agree
+    ahead_s = max(0.0, about.st_mtime - after_s) or min(0.0, about.st_mtime - before_s)
+    return replace(
+        found,
+        has_one_creator=_is_refused(lambda: _write(file, b"two")) and file.read_bytes() == b"one",
+        sees_at_once=file.name in os.listdir(folder),
+        keeps_modes=stat.S_IMODE(about.st_mode) == 0o600,
+        ahead_s=ahead_s,
+    )
+
+
+def _try_links(folder: Path, found: Directory) -> Directory:
+    """A second name for a file, unless the name is taken."""
+    draft, name = folder / "draft", folder / "linked"
+    _write(draft, b"one")
+    try:
+        os.link(draft, name)
+    except OSError:  # FAT, SMB, some FUSE
+        return replace(found, has_links=False)
+    return replace(found, has_links=_is_refused(lambda: os.link(draft, name)) and os.stat(draft).st_nlink == 2)
+
+
+def _try_renames(folder: Path, found: Directory) -> Directory:
+    """Whoever opens a name meets the old content or the new one, while others are put in its place."""
+    name, contents = folder / "renamed", (b"a" * 4096, b"b" * 4096)
+    _write(name, contents[0])
+    is_over, faults = threading.Event(), []
+
+    def read() -> None:
+        while not is_over.is_set():
+            try:
+                if name.read_bytes() not in contents:
+                    faults.append("half")
+            except OSError:
+                faults.append("absent")
+
+    reader = threading.Thread(target=read, name="reader", daemon=True)
+    reader.start()
+    try:
+        for number in range(_RENAMES):
+            draft = folder / f"draft-{number}"
+            draft.write_bytes(contents[number % 2])
+            os.replace(draft, name)
+    finally:
+        is_over.set()
+        reader.join(_READ_S)
+    return replace(found, has_whole_renames=not faults)
+
+
+def _try_sync(folder: Path, found: Directory) -> Directory:
+    """How long 1 MiB takes to the disk."""
+    times = []
+    for number in range(_SYNCS):
+        begin = time.perf_counter()
+        _write(folder / f"synced-{number}", _BLOCK)
+        times.append(time.perf_counter() - begin)
+    return replace(found, fsync_s=statistics.median(times))

@@ -1,0 +1,222 @@
+"""One node's part in the common examination: it does what the head asks, and answers in one record.
+
+Responsible for a door at which streams of other nodes arrive, for streams to theirs, and for marks in the shared
+directory. It refuses to decide anything: who does what when is the head's affair (`meeting`).
+
+The one idea: both ends of a stream prove the meeting's key for this pair and this meeting, and then bytes flow as in a
+ring of ranks: every node sends to one and receives from one at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import select
+import socket
+import statistics
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetseq.cluster.sockets import DeadlinePassed, ForeignBytes, UnreachableError, bind, dial, fill, send_all, shut
+
+STREAM_S, STREAM_BYTES = 0.5, 256 << 20
+DIAL_S, MARK_S = 8.0, 15.0
+_PROOF_BYTES, _CHUNK = 32, bytes(1 << 20)
+_HELLO = struct.Struct("!I32s")  # the number of the node that comes, and its proof
+_RECEIVED = struct.Struct("!Qd")  # bytes, seconds
+_TURN_MS, _HELLO_S, _STREAM_END_S, _POLL_S = 200, 2.0, 20.0, 0.01
+_TRIPS = 5
+_PONG = b"."
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What one stream measured: the receiver's figure, and half the time of a round trip."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+class Door:
+    """Listens at `address` until `close`, in a thread; takes one stream after the other."""
+
+    def __init__(self, address: str, key: bytes) -> None:
+        self._socket = bind(address, 0)
+        self.address, self.port = (str(self._socket.getsockname()[0]), int(self._socket.getsockname()[1]))
+        self._key, self._session, self._number = key, "", -1
+        self._is_open = True
+        self._thread = threading.Thread(target=self._serve, name="door", daemon=True)
+        self._thread.start()
+
+    def expect(self, session: str, number: int) -> None:
+        """From now on this is node `number` of that meeting."""
+        self._session, self._number = session, number
+
+    def close(self) -> None:
+        """Stop listening; may be called twice."""
+        self._is_open = False
+        self._thread.join(_HELLO_S)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while self._is_open:
+            if poll.poll(_TURN_MS):
+                with contextlib.suppress(OSError, DeadlinePassed, ForeignBytes):
+                    connection, _ = self._socket.accept()
+                    with connection:
+                        connection.setblocking(False)
+                        self._take(connection)
+
+    def _take(self, connection: socket.socket) -> None:
+        deadline = time.monotonic() + _HELLO_S
+        inbox = bytearray()
+        fill(connection, inbox, _HELLO.size, deadline)
+        other, shown = _HELLO.unpack(inbox)
+        if not hmac.compare_digest(shown, proof(self._key, self._session, other, self._number, "comes")):
+            return
+        deadline = time.monotonic() + _STREAM_END_S
+        send_all(connection, proof(self._key, self._session, other, self._number, "let in"), deadline)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(_TRIPS):
+            inbox.clear()
+            fill(connection, inbox, 1, deadline)
+            send_all(connection, _PONG, deadline)
+        received, begin = 0, time.monotonic()
+        with contextlib.suppress(ConnectionResetError):  # the end of the stream
+            while True:
+                inbox.clear()
+                fill(connection, inbox, 1, deadline)
+                inbox.clear()
+                received += 1
+                received += _drain(connection)
+        send_all(connection, _RECEIVED.pack(received, time.monotonic() - begin), deadline)
+
+
+def _drain(connection: socket.socket) -> int:
+    """Bytes that are there now."""
+    count = 0
+    with contextlib.suppress(BlockingIOError):
+        while chunk := connection.recv(len(_CHUNK)):
+            count += len(chunk)
+    return count
+
+
+def proof(key: bytes, session: str, source: int, target: int, role: str) -> bytes:
+    """What only a node of this meeting can show, for this direction of this pair."""
+    return hmac.digest(key, f"doctor {session} {source} {target} {role}".encode(), "sha256")
+
+
+def stream_to(address: str, port: int, key: bytes, session: str, source: int, target: int) -> Stream:
+    """Half a second of bytes to a door. Raises UnreachableError, OSError, DeadlinePassed, or ForeignBytes."""
+    deadline = time.monotonic() + DIAL_S
+    with dial(address, port, deadline) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        send_all(connection, _HELLO.pack(source, proof(key, session, source, target, "comes")), deadline)
+        inbox = bytearray()
+        fill(connection, inbox, _PROOF_BYTES, deadline)
+        if not hmac.compare_digest(bytes(inbox), proof(key, session, source, target, "let in")):
+            raise ForeignBytes("another program listens there")
+        trips = [_round_trip(connection, deadline) for _ in range(_TRIPS)]
+        sent, end, deadline = 0, time.monotonic() + STREAM_S, time.monotonic() + _STREAM_END_S
+        while sent < STREAM_BYTES and time.monotonic() < end:
+            send_all(connection, _CHUNK, deadline)
+            sent += len(_CHUNK)
+        shut(connection, socket.SHUT_WR)
+        inbox.clear()
+        fill(connection, inbox, _RECEIVED.size, deadline)
+        received, seconds = _RECEIVED.unpack(inbox)
+        if received != sent:
+            raise ForeignBytes(f"{received} of {sent} bytes arrived")
+        return Stream(received / max(seconds, 1e-9), statistics.median(trips) / 2)
+
+
+def _round_trip(connection: socket.socket, deadline: float) -> float:
+    inbox, begin = bytearray(), time.monotonic()
+    send_all(connection, _PONG, deadline)
+    fill(connection, inbox, 1, deadline)
+    return time.monotonic() - begin
+
+
+class Helper:
+    """Answers the head's records on this node."""
+
+    def __init__(self, address: str, key: bytes, directory: Path | None) -> None:
+        self.door = Door(address, key)
+        self._key, self._directory = key, directory
+        self._session, self._number = "", -1
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What came of a request; `trouble` says what went wrong."""
+        try:
+            return _ANSWERS[str(request["kind"])](self, request)
+        except UnreachableError as error:
+            return {"trouble": _CAUSES.get(error.reason, str(error))}
+        except DeadlinePassed:
+            return {"trouble": "it accepts the connection and says nothing"}
+        except ForeignBytes as error:
+            return {"trouble": str(error)}
+        except OSError as error:
+            return {"trouble": error.strerror or str(error)}
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.door.close()
+
+    def _begin(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        self._session, self._number = str(request["session"]), int(request["number"])
+        self.door.expect(self._session, self._number)
+        return {}
+
+    def _stream(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        way = (str(request["address"]), int(request["port"]))
+        found = stream_to(*way, self._key, self._session, self._number, int(request["target"]))
+        return {"bytes_per_s": found.bytes_per_s, "latency_s": found.latency_s}
+
+    def _leave_mark(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        descriptor = os.open(self._mark(request), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "w") as out:
+            out.write(str(request["content"]))
+            out.flush()
+            os.fsync(descriptor)
+        return {}
+
+    def _find_mark(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        mark, end = self._mark(request), time.monotonic() + MARK_S
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                if mark.read_text() == request["content"]:
+                    return {"is_seen": True}
+            time.sleep(_POLL_S)
+        return {"is_seen": False}
+
+    def _remove_mark(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        self._mark(request).unlink(missing_ok=True)
+        return {}
+
+    def _mark(self, request: Mapping[str, Any]) -> Path:
+        """The file of a mark; only its number comes from elsewhere."""
+        if self._directory is None:
+            raise OSError("no --dir was given here")
+        return self._directory / f".hetseq-doctor-{self._session}-{int(request['mark'])}"
+
+
+_ANSWERS = {
+    "begin": Helper._begin,
+    "stream": Helper._stream,
+    "leave mark": Helper._leave_mark,
+    "find mark": Helper._find_mark,
+    "remove mark": Helper._remove_mark,
+}
+_CAUSES = {
+    "refused": "connection refused, although it listens there",
+    "timeout": "no answer, what is sent there is dropped",
+    "route": "no route leads there, or a firewall refuses",
+}

@@ -1,0 +1,294 @@
+"""Doctors of several nodes meet, and the head leads them through the common examination.
+
+Responsible for the meeting, and for who does what when; each node's part is `helper`'s, and what is thought of it
+`comparing`'s. It refuses to start ranks.
+
+The one idea: the head treats itself as one of the nodes. A request goes out to several at once, and each answer has a
+deadline; a node that lets it pass, or leaves, is out of what follows, and is a finding.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from hetseq.cluster.channel import Channel, ChannelClosed, ChannelError, ChannelTimeout
+from hetseq.cluster.contract import node_fields
+from hetseq.cluster.rendezvous import Meeting, meet
+from hetseq.config import Config, DistributedConfig
+from hetseq.doctor.comparing import Examination, Way
+from hetseq.doctor.facts import Facts, from_json, to_json
+from hetseq.doctor.helper import MARK_S, Helper
+from hetseq.errors import RendezvousError
+
+PROTOCOL = 1
+#: of what a run refuses to differ in: the options of a doctor are nobody's
+_FIELDS = ("protocol", "hetseq", "torch", "source of hetseq")
+_ANSWER_S = 2 * MARK_S
+_TURN_S, _WELCOME_S = 0.5, 30.0
+_QUIET_S = 600.0  # the head may be busy with others for as long, once all are there
+_MOST_NODES = 256
+_TELL_EVERY_S = 10.0
+
+Tell = Callable[[str], None]
+Record = dict[str, Any]
+
+
+def fields() -> dict[str, str]:
+    """What this node has to have in common with the others."""
+    return {name: value for name, value in node_fields(Config()).items() if name in _FIELDS}
+
+
+def examine_together(
+    config: DistributedConfig,
+    facts: Facts,
+    *,
+    nodes: int,
+    directory: Path | None,
+    interface: str | None,
+    command: str,
+    tell: Tell,
+    pause: Callable[[float], None] = time.sleep,
+    judge: Callable[[Examination], int],
+) -> tuple[int, bool]:
+    """The exit code of the common examination of `nodes` nodes, and whether this node led it; every node calls it.
+
+    `judge` is called on the head alone, prints, and gives the code that all end with. Raises RendezvousError and its
+    kind where the others are not found in --join-timeout, or the head is lost.
+    """
+    with ExitStack() as closing:
+        meeting = meet(config, pause=pause, tell=tell, command=command, interface=interface, name="doctor")
+        closing.callback(meeting.close)
+        helper = Helper(meeting.address, meeting.key, directory)
+        closing.callback(helper.close)
+        hello = {
+            "kind": "doctor", "protocol": PROTOCOL, "facts": to_json(facts), "fields": fields(),
+            "address": helper.door.address, "port": helper.door.port,
+        }  # fmt: skip
+        if meeting.channel is not None:
+            return _follow(meeting.channel, helper, hello, quiet_s=config.join_timeout + _QUIET_S), False
+        head = _Head(meeting, helper, hello, tell)
+        closing.callback(head.close)
+        head.gather(nodes, timeout_s=config.join_timeout, command=command)
+        code = judge(head.examine(with_directory=directory is not None))
+        head.end(code)
+        return code, True
+
+
+def _follow(channel: Channel, helper: Helper, hello: Record, *, quiet_s: float) -> int:
+    """Do what the head asks until it says how all end."""
+    try:
+        channel.send(hello)
+        if channel.receive(_WELCOME_S).get("kind") != "welcome":
+            raise ChannelClosed("it answers as no doctor does")
+        while True:
+            request = channel.receive(quiet_s)
+            if request.get("kind") == "end":
+                return int(request["code"])
+            channel.send(helper.answer(request))
+    except (ChannelError, KeyError) as error:
+        raise RendezvousError(
+            f"the head of the examination is lost, or is no doctor ({error}): start hetseq doctor with the same line on"
+            " all nodes again, and no hetseq train at this address meanwhile"
+        ) from error
+
+
+class _Node(Protocol):
+    """A node as the head sees it."""
+
+    def start(self, request: Record) -> None: ...
+    def finish(self, timeout_s: float) -> Record: ...
+
+
+class _Here:
+    """The head's own node: a thread does the work, so that it goes on beside that of the others."""
+
+    def __init__(self, helper: Helper) -> None:
+        self._helper = helper
+        self._answers: queue.SimpleQueue[Record] = queue.SimpleQueue()
+
+    def start(self, request: Record) -> None:
+        work = threading.Thread(target=lambda: self._answers.put(self._helper.answer(request)), daemon=True)
+        work.start()
+
+    def finish(self, timeout_s: float) -> Record:
+        try:
+            return self._answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise ChannelTimeout(f"nothing came of it for {timeout_s:.0f} s") from None
+
+
+class _There:
+    """Another node."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def start(self, request: Record) -> None:
+        self.channel.send(request)
+
+    def finish(self, timeout_s: float) -> Record:
+        return self.channel.receive(timeout_s)
+
+
+class _Head:
+    """Leads the examination."""
+
+    def __init__(self, meeting: Meeting, helper: Helper, hello: Record, tell: Tell) -> None:
+        self._meeting, self._tell = meeting, tell
+        self._nodes: list[_Node] = [_Here(helper)]
+        self._hellos = [hello]
+        self._lost: dict[int, str] = {}
+
+    def gather(self, nodes: int, *, timeout_s: float, command: str) -> None:
+        """Wait until so many nodes are there; raises RendezvousError at the end of the time."""
+        begin = told = time.monotonic()
+        while len(self._nodes) < nodes:
+            waited_s = time.monotonic() - begin
+            here = ", ".join(name_of(self._hellos))
+            if waited_s > timeout_s:
+                raise RendezvousError(
+                    f"{len(self._nodes)} of {nodes} nodes came in {timeout_s:g} s (--join-timeout): {here}. Start on"
+                    f" the others: {command}"
+                )
+            if (len(self._nodes) == 1 and told == begin) or time.monotonic() - told > _TELL_EVERY_S:
+                told = time.monotonic()
+                self._tell(
+                    f"waiting for {nodes - len(self._nodes)} of {nodes} nodes; here: {here}. Type there: {command}"
+                )
+            self._welcome()
+
+    def _welcome(self) -> None:
+        assert self._meeting.listener is not None
+        if self._meeting.attempt is not None:
+            self._meeting.attempt.show_life()
+        try:
+            channel = self._meeting.listener.accept(_TURN_S)
+        except ChannelTimeout:
+            return
+        try:
+            hello = channel.receive(_TURN_S * 10)
+            if hello.get("kind") != "doctor" or hello.get("protocol") != PROTOCOL or len(self._nodes) >= _MOST_NODES:
+                raise ValueError("no doctor")
+            from_json(hello["facts"])
+            channel.send({"kind": "welcome"})
+        except (ChannelError, KeyError, TypeError, ValueError) as error:
+            channel.close()
+            self._tell(f"{channel.host} came and is no doctor of this version ({error}): it was sent away")
+            return
+        self._nodes.append(_There(channel))
+        self._hellos.append(hello)
+
+    def examine(self, *, with_directory: bool) -> Examination:
+        """All rounds; what came of them."""
+        session, count = secrets.token_hex(8), len(self._nodes)
+        self._ask({number: {"kind": "begin", "session": session, "number": number} for number in range(count)})
+        ways: dict[tuple[int, int], Way] = {}
+        for offset in range(1, count):
+            pairs = {number: (number + offset) % count for number in range(count)}
+            requests = {
+                source: {"kind": "stream", "target": target, **self._door_of(target)}
+                for source, target in pairs.items()
+                if target not in self._lost
+            }
+            for source, (answer, _) in self._ask(requests).items():
+                ways[source, pairs[source]] = _way(answer)
+        delays_s = self._try_directory() if with_directory else {}
+        return Examination(
+            names=tuple(name_of(self._hellos)),
+            facts=tuple(from_json(hello["facts"]) for hello in self._hellos),
+            fields=tuple(hello["fields"] for hello in self._hellos),
+            ways=dict(sorted(ways.items())),
+            delays_s=delays_s,
+            lost=self._lost,
+        )
+
+    def end(self, code: int) -> None:
+        """Tell all how it ends."""
+        for node in self._others():
+            with suppress(ChannelError):  # who has gone is told nothing
+                node.channel.send({"kind": "end", "code": code})
+
+    def close(self) -> None:
+        """Close the channels; what was said arrives before."""
+        for node in self._others():
+            node.channel.close(linger_s=0.5)
+
+    def _others(self) -> Iterable[_There]:
+        return [node for node in self._nodes if isinstance(node, _There)]
+
+    def _door_of(self, number: int) -> Record:
+        return {name: self._hellos[number][name] for name in ("address", "port")}
+
+    def _try_directory(self) -> dict[tuple[int, int], float | None]:
+        """Each node writes a file once; the others, who look for it already, see it after so many seconds, or never."""
+        delays_s: dict[tuple[int, int], float | None] = {}
+        for source in range(len(self._nodes)):
+            mark = {"mark": source, "content": secrets.token_hex(16)}
+            others = [number for number in range(len(self._nodes)) if number not in (source, *self._lost)]
+            if source in self._lost:
+                continue
+            self._start({number: {"kind": "find mark", **mark} for number in others})
+            written = self._ask({source: {"kind": "leave mark", **mark}})
+            begin = time.monotonic()
+            for number, (answer, when) in self._finish(others).items():
+                delays_s[source, number] = max(0.0, when - begin) if answer.get("is_seen") else None
+            if written:
+                self._ask({source: {"kind": "remove mark", **mark}})
+        return delays_s
+
+    def _ask(self, requests: Mapping[int, Record]) -> dict[int, tuple[Record, float]]:
+        """The answers of those who gave one, and when they came; the others are lost from now on."""
+        self._start(requests)
+        return self._finish(list(requests))
+
+    def _start(self, requests: Mapping[int, Record]) -> None:
+        if self._meeting.attempt is not None:
+            self._meeting.attempt.show_life()
+        for number, request in requests.items():
+            if number not in self._lost:
+                self._try(number, lambda node, request=request: node.start(request))  # type: ignore[misc]
+
+    def _finish(self, numbers: Sequence[int]) -> dict[int, tuple[Record, float]]:
+        found: dict[int, tuple[Record, float]] = {}
+
+        def take(number: int) -> None:
+            answer = self._try(number, lambda node: node.finish(_ANSWER_S))
+            if answer is not None:
+                found[number] = answer, time.monotonic()
+
+        threads = [threading.Thread(target=take, args=(number,)) for number in numbers if number not in self._lost]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * _ANSWER_S)
+        return found
+
+    def _try(self, number: int, act: Callable[[_Node], Any]) -> Any:
+        try:
+            return act(self._nodes[number])
+        except ChannelError as error:
+            self._lost[number] = str(error)
+            return None
+
+
+def _way(answer: Record) -> Way:
+    if "trouble" in answer:
+        return Way(trouble=str(answer["trouble"]))
+    return Way(float(answer["bytes_per_s"]), float(answer["latency_s"]))
+
+
+def name_of(hellos: Sequence[Record]) -> list[str]:
+    """A name for each node: its host, with a number where several doctors are on one."""
+    names: list[str] = []
+    for hello in hellos:
+        host = str(hello["facts"]["network"]["host"])
+        taken = sum(name.partition("#")[0] == host for name in names)
+        names.append(f"{host}#{taken + 1}" if taken else host)
+    return names

@@ -1,0 +1,349 @@
+"""`hetseq doctor`: each finding appears when its fact is bad, and not otherwise; the file for others tells no names."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hetseq import doctor
+from hetseq.cluster.directories import kind_of as kind_of_file_system
+from hetseq.cluster.interfaces import interfaces, is_loopback
+from hetseq.doctor import in_torch
+from hetseq.doctor.directory import examine
+from hetseq.doctor.facts import Burn, Device, Directory, Facts, Limits, NamedAddress, Network, Torch, from_json, to_json
+from hetseq.doctor.findings import Finding, exit_code, judge, size
+from hetseq.doctor.gathering import ask_torch, read_torch, secret_state
+from hetseq.doctor.in_torch import runs_on
+from hetseq.doctor.prediction import Candidate, foresee
+from hetseq.doctor.report import COLUMNS, document, text
+from hetseq.errors import ConfigError
+from hetseq.simulation import Link
+
+GIB = 2**30
+GPU = Device("cuda:0", "RTX A6000", 48 * GIB, 47 * GIB, "8.6")
+BURN = Burn("cuda:0", 0.001, 1e-5, 20.0, 1.0, 4 << 20)
+LIMITS = Limits(16, 16, None, 64 * GIB, None, 60 * GIB, 32 * GIB, 32 * GIB, 65536, None, None)
+WIRED = NamedAddress("eno1", "10.0.0.7", "wired", 10000)
+NETWORK = Network("labA", (WIRED,), "10.0.0.7", host_means=("10.0.0.7",))
+GOOD_DIRECTORY = Directory(
+    "/shared/ada", "", "nfs4", False, 0o700, True, True, True, True, True, True, 0.01, 0.0, 100 * GIB, 10**6
+)
+TORCH = Torch("2.13.0+cu126", "12.6", "", "2.27.3", True, (GPU,), (BURN,))
+GOOD = Facts(
+    hetseq="2.0.0",
+    python="3.11.7",
+    numpy="2.4.6",
+    torch=TORCH,
+    limits=LIMITS,
+    network=NETWORK,
+    secret="usable",
+    wall_clock_s=2e9,
+    code_s=1e9,
+    is_clock_kept=True,
+    threads=16,
+    gpus_of_driver=1,
+    directory=GOOD_DIRECTORY,
+)
+
+
+def changed(path: str, value: object) -> Facts:
+    """The good facts with one of them replaced: `limits.quota`, 1.0."""
+    part, _, name = path.partition(".")
+    if not name:
+        return replace(GOOD, **{part: value})  # type: ignore[arg-type]
+    return replace(GOOD, **{part: replace(getattr(GOOD, part), **{name: value})})
+
+
+def worth_a_look(facts: Facts) -> list[tuple[str, str, str]]:
+    return [(one.level, one.topic, " ".join(one.filled())) for one in judge(facts) if one.level != "ok"]
+
+
+def test_a_good_node_has_nothing_but_ok() -> None:
+    assert worth_a_look(GOOD) == []
+    assert exit_code(judge(GOOD)) == 0
+
+
+BAD: list[tuple[str, Any, str, str]] = [
+    (
+        "torch.trouble",
+        "the drivers of the devices: said nothing more for 90 s",
+        "problem",
+        "said nothing more for 90 s",
+    ),
+    ("torch.has_gloo", False, "problem", "without gloo"),
+    ("torch.version", "2.9.1", "problem", "older than 2.10"),
+    ("torch.devices", (replace(GPU, is_built_for=False),), "problem", "no code for capability 8.6"),
+    ("torch.devices", (replace(GPU, free_bytes=20 * GIB),), "warning", "more than half of its memory"),
+    ("torch.devices", (Device("cpu", "CPU", GIB, GIB),), "warning", "the driver has 1 GPUs, and torch sees none"),
+    ("torch.burns", (replace(BURN, fade=0.7),), "warning", "70%"),
+    ("omp", "many", "warning", "no number"),
+    ("omp", "32", "warning", "more than 16 cores"),
+    ("limits.affinity", 1, "warning", "fewer than 2 each"),
+    ("limits.quota", 4.0, "warning", "export OMP_NUM_THREADS=4"),
+    ("limits.available_bytes", GIB, "warning", "2 GiB of memory"),
+    ("limits.shm_bytes", None, "problem", "no /dev/shm"),
+    ("limits.shm_free_bytes", 64 << 20, "warning", "free in /dev/shm"),
+    ("limits.open_files", 256, "warning", "ulimit -n"),
+    ("limits.processes", 100, "warning", "ulimit -u"),
+    ("limits.locked_bytes", 65536, "note", "ulimit -l"),
+    ("network", replace(NETWORK, wish="eth9", trouble="no such interface"), "problem", "eth9: no such interface"),
+    ("network", replace(NETWORK, wish="^lo", told="it takes one name"), "warning", "^lo: gloo takes one name"),
+    ("network", replace(NETWORK, wish="eno1,eno2", told="it uses eno1"), "note", "set it to eno1"),
+    ("network.nccl_wish", "eno1", "note", "NCCL_SOCKET_IFNAME is set"),
+    ("network.chosen", "127.0.0.1", "warning", "no address that another one reaches"),
+    ("network.addresses", (replace(WIRED, kind="wireless"),), "warning", "eno1, and that is a radio link"),
+    ("network.addresses", (replace(WIRED, kind="containers"),), "warning", "a bridge of containers"),
+    ("network.addresses", (replace(WIRED, mbit_per_s=100),), "warning", "eno1 runs at 100 Mbit/s"),
+    ("network.host_means", ("127.0.1.1",), "note", "labA means 127.0.1.1"),
+    ("network.host_means", (), "note", "labA is unknown here"),
+    ("secret", "missing", "note", "no file of the secret yet"),
+    ("secret", "it has mode 0644", "problem", "mode 0644"),
+    ("wall_clock_s", 0.0, "warning", "behind the files of HetSeq"),
+    ("is_clock_kept", False, "note", "no time server"),
+    ("directory.trouble", "does not exist", "problem", "/shared/ada does not exist"),
+    ("directory.is_local", True, "note", "this node alone"),
+    ("directory.mode", 0o777, "warning", "chmod go-w /shared/ada"),
+    ("directory.has_one_creator", False, "problem", "succeeded twice"),
+    ("directory.has_whole_renames", False, "problem", "half or absent"),
+    ("directory.has_links", False, "note", "hard links"),
+    ("directory.keeps_modes", False, "warning", "mode of a file"),
+    ("directory.sees_at_once", False, "note", "not listed at once"),
+    ("directory.free_bytes", GIB, "warning", "1.0 GiB are free"),
+    ("directory.free_bytes", 1 << 20, "problem", "1 MiB are free"),
+    ("directory.free_files", 3, "warning", "3 more files"),
+    ("directory.fsync_s", 2.0, "warning", "2000 ms"),
+    ("directory.ahead_s", 5.0, "note", "5 s ahead of"),
+    ("directory.ahead_s", -600.0, "warning", "600 s behind"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "level", "words"), BAD, ids=[f"{bad[0]} {bad[3]}" for bad in BAD])
+def test_a_bad_fact_gives_its_finding_and_no_other_one(path: str, value: Any, level: str, words: str) -> None:
+    facts = changed(path, value)
+    (found,) = worth_a_look(facts)
+    assert found[0] == level
+    assert words in found[2]
+    assert exit_code(judge(facts)) == (level == "problem")
+    remedies = [one.remedy for one in judge(facts) if one.level != "ok"]
+    assert all(remedies)
+
+
+def test_it_is_said_why_an_address_is_the_one_that_others_are_told() -> None:
+    def told(**wish: str) -> str:
+        findings = judge(replace(GOOD, network=replace(NETWORK, **wish)))
+        return next(text for text, _ in (one.filled() for one in findings) if text.startswith("others are told"))
+
+    way = "others are told 10.0.0.7 of eno1 (wired, 10000 Mbit/s), "
+    assert told() == told(wish="^lo", told="for NCCL") == way + "the way of the default route"
+    assert told(wish="eno1") == told(wish="eno1,eno2", told="the first") == way + "as GLOO_SOCKET_IFNAME says"
+
+
+def test_facts_travel_as_json() -> None:
+    assert from_json(json.loads(json.dumps(to_json(GOOD)))) == GOOD
+    alone = replace(GOOD, directory=None)
+    assert from_json(json.loads(json.dumps(to_json(alone)))) == alone
+
+
+SECRETS = {
+    "host": "labhost-7",
+    "address": "10.11.12.13",
+    "interface": "enp999s0",
+    "user": "ada-lovelace",
+    "place": "/private/place",
+}
+
+
+def test_the_file_for_others_names_no_host_address_interface_user_or_path() -> None:
+    hidden = " ".join(SECRETS.values())
+    address = NamedAddress(SECRETS["interface"], SECRETS["address"], "wireless", 100)
+    other = replace(address, address="10.11.12.14", interface="enp998s0")
+    network = Network(
+        SECRETS["host"], (address, other), SECRETS["address"], hidden, hidden, hidden, (SECRETS["address"],), hidden
+    )
+    looped = replace(network, host_means=("127.66.77.88",))
+    found = replace(GOOD_DIRECTORY, path=SECRETS["place"], trouble=hidden, mode=0o777, is_local=True, has_links=False)
+    found = replace(found, free_bytes=5, free_files=5, has_one_creator=False, keeps_modes=False)
+    for secret, around in ((hidden, network), ("usable", looped)):
+        torch = replace(TORCH, trouble=hidden)
+        facts = replace(GOOD, network=around, secret=secret, torch=torch, omp=hidden, visible=hidden, directory=found)
+        findings = [*judge(facts), *foresee([Candidate(SECRETS["host"], BURN), Candidate("labhost-8", BURN)])]
+        shown = json.dumps(document([facts], [findings]))
+        for name in (*SECRETS.values(), "10.11.12.14", "enp998s0", "labhost-8", "127.66.77.88"):
+            assert name not in shown
+        said = "\n".join(text(findings))  # the twin: the terminal has them
+        assert SECRETS["host"] in said
+        assert SECRETS["address"] in said
+    assert '"node1"' in shown
+
+
+def test_no_line_is_longer_than_the_page() -> None:
+    long = Finding("problem", "network", "word " * 80 + "\x1b[2J", "remedy " * 40)
+    lines = list(text([long]))
+    assert max(map(len, lines)) <= COLUMNS
+    assert "\x1b" not in "".join(lines)
+    assert lines[-1] == "not fit: 1 problem, 0 warnings, 0 notes"
+
+
+def test_a_driver_that_hangs_is_told_from_a_torch_that_does_not_import(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "hanging.py").write_text(
+        'import time\nprint(\'{"version": "2.13.0", "has_gloo": true}\', flush=True)\ntime.sleep(60)\n'
+    )
+    (tmp_path / "broken.py").write_text('raise ImportError("libcudart.so.12 is not there")\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    stuck = ask_torch(seconds=0, threads=1, limit_s=0.5, module="hanging")
+    assert stuck.version == "2.13.0"
+    assert "the drivers of the devices: said nothing more" in stuck.trouble
+    broken = ask_torch(seconds=0, threads=1, module="broken")
+    assert broken.trouble == "import torch: ImportError: libcudart.so.12 is not there"
+
+
+def test_lines_of_the_child_are_put_together_and_half_a_line_is_none() -> None:
+    whole = json.dumps(to_json(GOOD)["torch"])
+    assert read_torch([whole], "") == TORCH
+    assert read_torch(['{"version": "2.13.0"}', '{"devices": [{"dev'], "it ended").version == "2.13.0"
+
+
+@pytest.mark.parametrize(
+    ("built", "capability", "runs"),
+    [
+        (["sm_80", "sm_90"], (8, 6), True),  # of its own generation
+        (["sm_80", "sm_90"], (6, 1), False),
+        (["sm_90"], (8, 0), False),
+        (["sm_80"], (9, 0), False),
+        (["sm_80", "compute_80"], (9, 0), True),  # compiled when it is loaded
+        (["sm_100", "sm_120"], (12, 0), True),
+        ([], (7, 0), True),  # nothing is known
+    ],
+)
+def test_a_gpu_that_torch_has_no_code_for_is_known(built: list[str], capability: tuple[int, int], runs: bool) -> None:
+    assert runs_on(built, capability) is runs
+
+
+def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("kept")
+    found = examine(tmp_path)
+    assert found.trouble == ""
+    assert found.has_one_creator
+    assert found.has_links
+    assert found.has_whole_renames
+    assert found.keeps_modes
+    assert found.sees_at_once
+    assert abs(found.ahead_s or 0.0) < 1.0
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_directory_that_is_none_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert examine(tmp_path / "absent").trouble == "does not exist"
+    assert examine(tmp_path / "file").trouble == "is no directory"
+
+
+def test_the_kind_of_a_file_system_is_that_of_the_innermost_mount() -> None:
+    mounts = "1 0 8:1 / / rw - ext4 /dev/a rw\n2 1 0:1 / /shared rw - nfs4 server:/x rw\n"
+    assert kind_of_file_system("/shared/ada", mounts) == "nfs4"
+    assert kind_of_file_system("/sharedother", mounts) == "ext4"
+    assert kind_of_file_system("/shared", "") == ""
+
+
+def test_the_secret_is_looked_at_and_not_made(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    assert secret_state(str(file)) == "missing"
+    assert not file.exists()
+    file.write_text("ab" * 32 + "\n")
+    file.chmod(0o600)
+    assert secret_state(str(file)) == "usable"
+    file.chmod(0o644)
+    assert "0644" in secret_state(str(file))
+    assert "abab" not in secret_state(str(file))
+
+
+def test_the_forecast_gives_the_faster_device_more_and_says_who_is_worth_having() -> None:
+    fast, slow = Candidate("labA", BURN), Candidate("labA", replace(BURN, device="cuda:1", per_sample_s=3e-5))
+    findings = list(foresee([fast, slow]))
+    said = [finding.filled()[0] for finding in findings]
+    assert "labA cuda:0 96, labA cuda:1 32" in said[0]  # 1 ms + n * 10 us and 1 ms + n * 30 us end together
+    assert [finding.level for finding in findings] == ["ok", "ok", "ok"]
+
+
+def test_a_node_behind_a_slow_link_is_not_worth_adding() -> None:
+    slow_link, fast_link = Link(1e6), Link(1e10)
+
+    def told(link: Link) -> list[str]:
+        pair = [Candidate("labA", BURN, link), Candidate("labB", BURN, link)]
+        return [f"{one.level} {one.filled()[0]}" for one in foresee(pair)]
+
+    assert any(line.startswith("note the exchange over the network takes") for line in told(slow_link))
+    assert any(line.startswith("warning labB makes the step") for line in told(slow_link))
+    assert not any(line.startswith(("note", "warning")) for line in told(fast_link))
+
+
+def test_nothing_burnt_nothing_foretold() -> None:
+    assert list(foresee([])) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--dri", "x"], "did you mean --dir?"),
+        (["--dir"], "stands without a value"),
+        (["--seconds", "soon"], "expected seconds from 0 to 600"),
+        (["--seconds", "-1"], "expected seconds from 0 to 600"),
+        (["RUN"], "unknown option RUN"),
+    ],
+)
+def test_a_wrong_command_line_is_answered(words: list[str], part: str) -> None:
+    with pytest.raises(ConfigError, match="hetseq doctor") as caught:
+        doctor.parse(words)
+    assert part in str(caught.value)
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        doctor.write(tmp_path / "absent" / "doctor.json", {})
+
+
+def test_the_real_command_examines_this_machine(tmp_path: Path) -> None:
+    said: list[str] = []
+    file = tmp_path / "doctor.json"
+    code = doctor.run(["--dir", str(tmp_path), "--seconds", "0.1", "--json", str(file)], said.append)
+    assert code == int(said[-1].startswith("not fit"))
+    assert max(map(len, said)) <= COLUMNS
+    (node,) = json.loads(file.read_text())["nodes"]
+    assert node["versions"]["python"] == sys.version.split()[0]
+    assert node["burn_in"][0]["per_sample_s"] > 0
+    hidden = [str(tmp_path), *(one.address for one in interfaces() if not is_loopback(one.address))]
+    assert not [name for name in hidden if name in file.read_text()]
+
+
+def test_sizes_are_written_for_people() -> None:
+    assert size(1.5 * GIB) == "1.5 GiB"
+    assert size(5 << 20) == "5 MiB"
+
+
+def test_a_user_who_stops_it_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hetseq.doctor.gathering.gather", interrupted)
+    said: list[str] = []
+    assert doctor.run([], said.append) == 1
+    assert said == ["stopped before everything was examined"]
+
+
+def test_a_gpu_is_told_with_what_is_free_and_whether_there_is_code_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = SimpleNamespace(name="GTX 1080", total_memory=8 * GIB, major=6, minor=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: about)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (7 * GIB, 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_86"])
+    monkeypatch.setattr(torch.version, "cuda", "12.6")
+    assert in_torch.gpu(1) == Device("cuda:1", "GTX 1080", 8 * GIB, 7 * GIB, "6.1", is_built_for=False)
+    monkeypatch.setattr(torch.version, "cuda", None)  # ROCm names its generations otherwise
+    assert in_torch.gpu(1).is_built_for
