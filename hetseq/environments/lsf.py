@@ -49,7 +49,7 @@ def see_jsrun(look: Look) -> Seen | None:
             )
     return Seen(
         NAME,
-        f"{_id_of(look)}.{look.get('JSM_JSRUN_PORT') or ''}",
+        _id_of(look),
         hosts,
         f"JSM_NAMESPACE_RANK={rank}",
         slots=slots,

@@ -36,6 +36,7 @@ WITHOUT_TORCH = (
     "hetseq.accounting",
     "hetseq.whatif",
     "hetseq.checkpoints",
+    "hetseq.environments",
     "hetseq.errand",
     "hetseq.evaluate",
     "hetseq.commit",
@@ -76,7 +77,7 @@ def environment(tree: ast.AST) -> Iterator[str]:
     """Environment variables read or written through `os`."""
     for node, name in _names(tree):
         if re.match(r"os\.(environb?|getenvb?|putenv|unsetenv)$", name):
-            yield f"{node.lineno}: {name} (for cluster/environments.py, launch.py and workers.py alone)"
+            yield f"{node.lineno}: {name} (for launch.py and workers.py alone)"
 
 
 def prints(tree: ast.AST) -> Iterator[str]:
