@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections import Counter
 from collections.abc import Mapping
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hetseq import launch
 from hetseq.config import DistributedConfig
 from hetseq.environments import NAMES, Look, Seen, UnreadableError, choose, leaves_room, seconds_to_stop, see
 from hetseq.environments.node_list import expand_counts, expand_hosts
 from hetseq.errors import ConfigError
+from hetseq.processes import STOP_SIGNALS, ringing_on_signals
 
 RECORDINGS = sorted((Path(__file__).parents[1] / "environments").glob("*.json"))
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_NODELIST": "n[1-2]"}
@@ -82,6 +87,15 @@ def test_a_shell_is_never_taken() -> None:
         assert see(look(STEP | {"SLURM_STEP_ID": own})) is None
 
 
+@pytest.mark.parametrize(
+    "stem",
+    ["sge-unequal-slots", "pbs-torque-two-nodes", "lsf-unequal-slots", "htcondor-parallel", "slurm-unequal-tasks"],
+)
+def test_an_interactive_job_is_left_alone_unless_it_is_asked_for(stem: str) -> None:
+    record = recorded(next(path for path in RECORDINGS if path.stem == stem)) | {"is_terminal": True}
+    assert see(look_of(record)) is None
+
+
 def test_a_name_of_the_job_decides_nothing() -> None:
     for name in ("bash", "interactive", "train"):
         assert see(look(STEP | {"SLURM_JOB_NAME": name})) == see(look(STEP))
@@ -93,6 +107,18 @@ def test_torchrun_within_a_task_of_slurm_is_torchrun_and_mpirun_within_pbs_is_mp
     mpi |= {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
     found = seen(mpi | {"PBS_JOBID": "9", "PBS_NODEFILE": "/f"}, files={"/f": "n1\nn2\n"})
     assert (found.system, found.hosts, found.nodes) == ("mpi", ("n1", "n2"), 2)
+
+
+def test_mpirun_whose_daemons_srun_has_started_is_mpi() -> None:
+    mpi = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    found = seen(STEP | mpi, host="n2")
+    assert (found.system, found.hosts, found.processes, found.local_rank) == ("mpi", ("n1", "n2"), 4, 1)
+
+
+def test_a_host_with_two_queues_has_the_slots_of_both() -> None:
+    lines = "n1 2 all.q@n1 UNDEFINED\nn2 1 all.q@n2 UNDEFINED\nn1 3 gpu.q@n1 UNDEFINED\n"
+    found = seen({"JOB_ID": "9", "PE_HOSTFILE": "/f"}, files={"/f": lines})
+    assert (found.hosts, found.slots) == (("n1", "n2"), (5, 1))
 
 
 def test_the_pmi_of_srun_is_slurms() -> None:
@@ -189,6 +215,11 @@ def test_one_task_per_node_joins_the_first_node_with_all_its_devices() -> None:
     assert chosen(found, env="slurm", min_ranks=8).min_ranks == 8
 
 
+def test_an_address_with_colons_stands_in_brackets() -> None:
+    found = seen(RUN | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "fd00::1"})
+    assert chosen(found).join == f"tcp://[fd00::1]:{found.port}"
+
+
 def test_unequal_tasks_have_the_ranks_of_slurm_on_each_node_alike() -> None:
     found = seen(STEP | {"SLURM_NODEID": "1", "SLURM_PROCID": "2", "SLURM_TASKS_PER_NODE": "2,1"})
     config = chosen(found, gpus=4)
@@ -256,3 +287,27 @@ def test_the_head_stops_the_run_before_the_job_ends() -> None:
     other = seen(STEP | {"SLURM_JOB_END_TIME": "10000", "SLURM_NODEID": "1", "SLURM_PROCID": "1"})
     assert seconds_to_stop(other, 2000.0) is None
     assert seconds_to_stop(seen(STEP), 2000.0) is None
+
+
+def test_a_launcher_is_stopped_by_a_signal_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "seconds_to_stop", lambda *_: 0.1)  # a launcher listens by then
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        with launch._stopping_in_time(seen(STEP)), ringing_on_signals() as bell:
+            assert wait([bell], timeout=10)
+            assert os.read(bell, 1) == bytes([signal.SIGUSR1])
+        assert signal.getsignal(signal.SIGUSR1) is before[signal.SIGUSR1]
+    finally:  # one that has rung leaves the others ignored
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_an_interface_that_the_environment_names_is_used_if_there_is_one_and_nobody_names_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named = {"SM_HOSTS": '["n1", "n2"]', "SM_CURRENT_HOST": "n1"}
+    there, elsewhere = (seen(named | {"SM_NETWORK_INTERFACE_NAME": name}) for name in ("lo", "ethwe"))
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert [launch._interface(found) for found in (there, elsewhere, None)] == ["lo", None, None]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert launch._interface(there) == "ib0"
