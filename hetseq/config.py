@@ -344,6 +344,12 @@ class DistributedConfig:
     secret_file: str = node_option(
         "~/.hetseq/secret", "the secret that the nodes of a run prove to each other; made if absent", metavar="FILE"
     )
+    env: str = node_option(
+        "auto",
+        "who started this process among others, and says where they meet: auto looks, none does not; options that say"
+        " it themselves win",
+        choices=("auto", "none", "torchrun", "lsf", "mpi", "slurm", "sagemaker", "sge", "pbs", "htcondor"),
+    )
     distributed_no_spawn: bool = node_option(False, "run the only worker in this process, without a launcher")
     bucket_cap_mb: float = option(25.0, "size of the buckets in which gradients travel, in MiB", metavar="MIB")
     balance: str = option(
@@ -396,8 +402,9 @@ class DistributedConfig:
                 is_file = url.startswith("file:///") and url != "file:///"
                 _require(is_tcp or is_file, name, url, "tcp://HOST:PORT or file:///PATH (an absolute path)")
         if self.join is None:
-            _require(self.min_ranks is None, "min_ranks", self.min_ranks, "--join URL beside it")
-            _require(self.max_ranks is None, "max_ranks", self.max_ranks, "--join URL beside it")
+            if self.env in ("auto", "none"):  # others name the place themselves
+                _require(self.min_ranks is None, "min_ranks", self.min_ranks, "--join URL beside it")
+                _require(self.max_ranks is None, "max_ranks", self.max_ranks, "--join URL beside it")
             return
         if self.distributed_init_method is not None:
             raise ConfigError("--join and --distributed-init-method were both given: name one meeting place")

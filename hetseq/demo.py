@@ -122,7 +122,7 @@ def _new_folder() -> Path:
 
 
 def _train(save_dir: Path, words: str, *more: str) -> list[dict[str, Any]]:
-    ending = launch(options.parse([*words.split(), *more, "--save-dir", str(save_dir)]))
+    ending = launch(options.parse([*words.split(), *more, "--env", "none", "--save-dir", str(save_dir)]))
     if ending.code:
         raise HetSeqError(f"the demo's run in {save_dir} failed: {ending.message}")
     return read_rows(save_dir / "metrics.jsonl")

@@ -9,14 +9,21 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import signal
+import socket
 import sys
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from hetseq.cluster.interfaces import interfaces
 from hetseq.cluster.roster import why_ranks_do_not_fit
 from hetseq.config import Config, DistributedConfig
 from hetseq.ending import Ending
+from hetseq.environments import Choice, Look, Seen, choose, leaves_room, seconds_to_stop, see
 from hetseq.errand import Errand
 from hetseq.errors import ConfigError, HetSeqError
 from hetseq.launcher import Launcher
@@ -42,20 +49,81 @@ def launch(config: Config, errand: Errand | None = None) -> Ending:
     Raises HetSeqError for what is wrong before this node has a place in the run.
     """
     config = _with_memory_of_environment(config)
+    seen = _see(config.distributed) if errand is None else None
+    choice = Choice(config.distributed)
+    if seen is not None:
+        choice = choose(config.distributed, seen, gpus=_visible_gpus)
+        config = replace(config, distributed=choice.config)
+        if choice.line is not None:
+            _say(choice.line)
     devices = local_devices(config.distributed)
     check_place(config.distributed, len(devices))
-    # both as the other tools of the field read it: one name, for gloo and for what HetSeq opens itself
-    interface = os.environ.get("GLOO_SOCKET_IFNAME") or None
-    command = command_line(sys.argv)
+    interface = _interface(seen)
+    command = " ".join([command_line(sys.argv), *choice.words])
     fault = why_ranks_do_not_fit(config.distributed, len(devices))
     if fault is None:
-        return Launcher(config, devices, command=command, interface=interface, errand=errand).run()
+        launcher = Launcher(config, devices, command=command, interface=interface, errand=errand)
+        with _stopping_in_time(seen):
+            return launcher.run()
     # they wait for a node that will never come, so this one goes there all the same, and is refused before their eyes
     sys.stderr.write(f"{fault}; telling the other nodes\n")
     brief = replace(config.distributed, join_timeout=min(_TELLING_S, config.distributed.join_timeout))
     with suppress(HetSeqError):
         Launcher(replace(config, distributed=brief), devices, command=command, interface=interface).run()
     raise ConfigError(fault)
+
+
+def _see(config: DistributedConfig) -> Seen | None:
+    """Who started this process among others, where the options leave room for that."""
+    if not leaves_room(config):
+        return None
+    look = Look(os.environ, _text_of, socket.gethostname(), is_terminal=sys.stdin is not None and sys.stdin.isatty())
+    return see(look, config.env, tell=_say)
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+
+
+def _text_of(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _interface(seen: Seen | None) -> str | None:
+    """The one that GLOO_SOCKET_IFNAME names, as gloo and its other users read it; else the environment's, if it is
+    one."""
+    if wish := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return wish
+    if seen is None or seen.is_alone or seen.interface not in [one.name for one in interfaces()]:
+        return None
+    return seen.interface
+
+
+@contextmanager
+def _stopping_in_time(seen: Seen | None) -> Iterator[None]:
+    """Have this process get a stop signal shortly before its job ends, where the scheduler says when that is."""
+    seconds = None if seen is None else seconds_to_stop(seen, time.time())
+    if seen is None or seconds is None:
+        yield
+        return
+
+    def stop() -> None:
+        _say(f"{seen.system} ends this job in a few minutes: stopping the run")
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for a timer that rings when the launcher has just ended
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join(1.0)
+        signal.signal(signal.SIGUSR1, before)
 
 
 def _with_memory_of_environment(config: Config) -> Config:

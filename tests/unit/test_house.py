@@ -38,6 +38,7 @@ WITHOUT_TORCH = (
     "hetseq.report.recorded",
     "hetseq.report.writing",
     "hetseq.checkpoints",
+    "hetseq.environments",
     "hetseq.errand",
     "hetseq.doctor",
     "hetseq.doctor.gathering",
@@ -87,7 +88,7 @@ def environment(tree: ast.AST) -> Iterator[str]:
     """Environment variables read or written through `os`."""
     for node, name in _names(tree):
         if re.match(r"os\.(environb?|getenvb?|putenv|unsetenv)$", name):
-            yield f"{node.lineno}: {name} (for cluster/environments.py, launch.py and workers.py alone)"
+            yield f"{node.lineno}: {name} (for launch.py and workers.py alone)"
 
 
 def prints(tree: ast.AST) -> Iterator[str]:

@@ -1,0 +1,133 @@
+"""What follows from an environment for the options of this process: where to meet, which ranks, which device.
+
+Pure: options and a `Seen` in, options and a line of text out. What the user said stays as it is. Ranks are given only
+where every process knows them and where rank zero runs; elsewhere they are given out at the meeting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from hetseq.config import DistributedConfig
+from hetseq.environments.seen import Seen
+from hetseq.errors import ConfigError
+
+_STOP_BEFORE_S = 300.0  # the end of a job: for the step and the checkpoint
+_STOP_BEFORE_PART = 0.25  # of the time that is left, in short jobs
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The options of this process, and what to say of them."""
+
+    config: DistributedConfig
+    words: tuple[str, ...] = ()  # flags that say the same, for a command that is typed on another node
+    line: str | None = None  # None: another process of the same job says it
+
+
+def leaves_room(config: DistributedConfig) -> bool:
+    """Whether an environment may say something: nobody said who meets where, or the environment was named."""
+    if config.env == "none":
+        return False
+    said = (config.join, config.distributed_init_method, config.distributed_world_size, config.distributed_rank or None)
+    return config.env != "auto" or all(value is None for value in said)
+
+
+def choose(config: DistributedConfig, seen: Seen, *, gpus: Callable[[], int]) -> Choice:
+    """Fill in what the user did not say; `gpus` counts those that this process sees, and is asked only if it matters.
+
+    Raises ConfigError where the options of this node do not fit the processes that were started on it.
+    """
+    if seen.is_alone:
+        return Choice(config, line=f"{_name(seen)}: one process on one node, so there is nobody to meet")
+    if seen.is_per_device:
+        config = _with_own_device(config, seen, gpus)
+    config, words = _with_meeting(config, seen)
+    return Choice(config, words, _line(config, seen) if is_first(seen) else None)
+
+
+def is_first(seen: Seen) -> bool:
+    """Whether this is the process that speaks for all: rank zero, or the first one of the first host."""
+    if seen.rank is not None:
+        return seen.rank == 0
+    return not seen.index and not seen.local_rank
+
+
+def seconds_to_stop(seen: Seen, now_s: float) -> float | None:
+    """In how many seconds a run has to stop so that it ends before its job does; None if that is not this one's task.
+
+    300 s before the end, or with a quarter of the time left where that is less. `now_s` is in seconds since 1970.
+    """
+    if seen.end_time is None or not is_first(seen) or seen.end_time <= now_s:
+        return None
+    left_s = seen.end_time - now_s
+    return left_s - min(_STOP_BEFORE_S, left_s * _STOP_BEFORE_PART)
+
+
+def _with_own_device(config: DistributedConfig, seen: Seen, gpus: Callable[[], int]) -> DistributedConfig:
+    local, count = seen.local_rank or 0, seen.local_size or 1
+    if config.devices:
+        if len(config.devices) not in (1, count):
+            raise ConfigError(
+                f"--devices {','.join(config.devices)} names {len(config.devices)} workers, but {seen.system} started"
+                f" {_processes(count)} on this node, each with one worker: name one device or {count}, or start one"
+                " process per node"
+            )
+        return replace(config, devices=(config.devices[local % len(config.devices)],), distributed_gpus=None)
+    if config.distributed_gpus not in (None, 0, 1, count):
+        raise ConfigError(
+            f"--distributed-gpus {config.distributed_gpus}, but {seen.system} started {_processes(count)} on this node,"
+            " each with one worker: leave it out, or start one process per node"
+        )
+    # a scheduler that shows each task one GPU calls it cuda:0 in all of them
+    device_id = config.device_id or (local if not config.cpu and gpus() > 1 else 0)
+    return replace(config, distributed_gpus=1, device_id=device_id)
+
+
+def _with_meeting(config: DistributedConfig, seen: Seen) -> tuple[DistributedConfig, tuple[str, ...]]:
+    if config.join is not None:
+        return config, ()
+    url, words = config.distributed_init_method, []
+    if url is None:
+        url = _url(seen)
+        if seen.rank is None:
+            least = config.min_ranks or seen.processes
+            return replace(config, join=url, min_ranks=least), ("--join", url, "--min-ranks", str(least))
+        words += ["--distributed-init-method", url]
+    if seen.rank is None:
+        return config, ()
+    world_size = config.distributed_world_size or seen.processes
+    rank = config.distributed_rank or seen.rank
+    words += ["--distributed-world-size", str(world_size), "--distributed-gpus", "1", "--distributed-rank", str(rank)]
+    filled = replace(
+        config, distributed_init_method=url, distributed_world_size=world_size, distributed_rank=rank
+    )  # fmt: skip
+    return filled, tuple(words)
+
+
+def _url(seen: Seen) -> str:
+    if not seen.hosts:
+        raise ConfigError(
+            f"{_name(seen)} does not say on which host to meet: set MASTER_ADDR, or name a place with --join"
+            " file:///SHARED --min-ranks N"
+        )
+    host = "127.0.0.1" if seen.nodes == 1 else seen.hosts[0]
+    return f"tcp://[{host}]:{seen.port}" if ":" in host else f"tcp://{host}:{seen.port}"
+
+
+def _line(config: DistributedConfig, seen: Seen) -> str:
+    nodes = f"{seen.nodes} node{'s' * (seen.nodes != 1)}"
+    each = "one device each" if seen.is_per_device else "each with the devices of its node"
+    how = f"--join {config.join} --min-ranks {config.min_ranks}"
+    if config.join is None:
+        how = f"--distributed-init-method {config.distributed_init_method}, ranks as given"
+    return f"{_name(seen)}: {_processes(seen.processes)} on {nodes}, {each}; chosen: {how} (--env none: not)"
+
+
+def _name(seen: Seen) -> str:
+    return f"{seen.system} ({seen.why})"
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' * (count != 1)}"

@@ -1,0 +1,45 @@
+"""Grid Engine (SGE, UGE): a job of a parallel environment; PE_HOSTFILE has a line `host slots queue range` per host."""
+
+from __future__ import annotations
+
+from hetseq.environments.seen import Look, Seen, UnreadableError, added, index_of
+
+NAME = "sge"
+NEEDS = "JOB_ID and PE_HOSTFILE: submit it with a parallel environment (qsub -pe)"
+
+
+def see(look: Look) -> Seen | None:
+    """A process of a job with a parallel environment."""
+    job, path = look.get("JOB_ID"), look.get("PE_HOSTFILE")
+    if job is None or path is None or look.is_terminal:
+        return None
+    hosts, slots = hosts_of(look)
+    task = look.get("SGE_TASK_ID")  # "undefined" where the job is no array
+    return Seen(
+        NAME,
+        f"{job}.{task}" if task and task != "undefined" else job,
+        hosts,
+        f"JOB_ID={job}, PE_HOSTFILE",
+        slots=slots,
+        index=index_of(look.host, hosts),
+        nodes=len(hosts),
+        processes=len(hosts),
+        restarts=look.number("RESTARTED") or 0,
+    )
+
+
+def hosts_of(look: Look) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Hosts and slots; a host that has two queues stands there twice. Raises UnreadableError, with the line."""
+    pairs = []
+    for number, line in enumerate(look.file_of("PE_HOSTFILE").splitlines(), 1):
+        words = line.split()
+        if not words:
+            continue
+        if len(words) < 2 or not words[1].isdigit():
+            raise UnreadableError(
+                f"{look.get('PE_HOSTFILE')}, line {number}: {line}: expected `host slots queue range`"
+            )
+        pairs.append((words[0], int(words[1])))
+    if not pairs:
+        raise UnreadableError(f"PE_HOSTFILE={look.get('PE_HOSTFILE')}: this file names no host")
+    return added(pairs)

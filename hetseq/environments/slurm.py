@@ -1,0 +1,54 @@
+"""Slurm: the tasks of a job step, that is, what srun started.
+
+An allocation alone is nobody's command: the body of a batch script and the shell of salloc have SLURM_JOB_ID, too, and
+run once. Only a step says that a command runs on all of its nodes.
+"""
+
+from __future__ import annotations
+
+from hetseq.environments.node_list import expand_counts, expand_hosts
+from hetseq.environments.seen import Look, Seen, UnreadableError
+
+NAME = "slurm"
+NEEDS = "SLURM_JOB_ID, SLURM_STEP_ID and SLURM_PROCID: start it with srun"
+_FIRST_OF_SLURM = 0xFFFFFFF0  # steps from here on are its own: the batch script, the shell of salloc
+
+
+def see(look: Look) -> Seen | None:
+    """A task of a job step."""
+    job, rank = look.get("SLURM_JOB_ID", "SLURM_JOBID"), look.number("SLURM_PROCID")
+    step = look.number("SLURM_STEP_ID", "SLURM_STEPID")
+    if job is None or rank is None or step is None or step >= _FIRST_OF_SLURM or look.is_terminal:
+        return None
+    hosts = allocated(look)
+    if hosts is None:
+        raise UnreadableError(f"SLURM_JOB_ID={job}, but neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST is set")
+    tasks = look.get("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    slots = (1,) * len(hosts) if tasks is None else expand_counts(tasks)
+    if len(slots) != len(hosts):
+        raise UnreadableError(f"Slurm names {len(hosts)} nodes ({', '.join(hosts)}), but tasks for {len(slots)}")
+    index = look.number("SLURM_NODEID")
+    if index is None or index >= len(hosts):
+        raise UnreadableError(f"SLURM_NODEID={index} with {len(hosts)} nodes: expected 0 to {len(hosts) - 1}")
+    is_per_device = max(slots) > 1  # on any node: all have to do the same
+    return Seen(
+        NAME,
+        f"{job}.{step}",
+        hosts,
+        f"SLURM_JOB_ID={job}, SLURM_STEP_ID={step}",
+        slots=slots,
+        index=index,
+        nodes=len(hosts),
+        processes=sum(slots),
+        rank=rank if is_per_device else None,
+        local_rank=look.number("SLURM_LOCALID") or 0,
+        local_size=slots[index],
+        restarts=look.number("SLURM_RESTART_COUNT") or 0,
+        end_time=look.number("SLURM_JOB_END_TIME"),
+    )
+
+
+def allocated(look: Look) -> tuple[str, ...] | None:
+    """The hosts of the step, or else of the job."""
+    nodes = look.get("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    return None if nodes is None else expand_hosts(nodes)
