@@ -37,6 +37,8 @@ WITHOUT_TORCH = (
     "hetseq.whatif",
     "hetseq.checkpoints",
     "hetseq.errand",
+    "hetseq.queues",
+    "hetseq.script",
     "hetseq.evaluate",
     "hetseq.commit",
     "hetseq.membership",
