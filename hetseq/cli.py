@@ -27,6 +27,7 @@ _USAGE = """usage: hetseq COMMAND [options]
   checkpoints  list, show, verify, prune or export the checkpoints of a run
   drop         take a node out of a run that goes on without it
   script       a batch script for Slurm, Grid Engine, PBS, LSF or HTCondor; nothing is submitted
+  ssh          a run on several hosts by one command, over ssh
   demo         see unequal workers give the result of one machine, in a minute or two: demo mnist, demo bert
 """
 
@@ -254,5 +255,6 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "checkpoints": checkpoints,
     "drop": _in_module("hetseq.drop"),
     "script": _in_module("hetseq.script"),
+    "ssh": _in_module("hetseq.ssh"),
     "demo": demo,
 }

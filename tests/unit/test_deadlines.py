@@ -76,6 +76,8 @@ hetseq/comm.py
     _Work.wait: _work.wait: each collective got the deadline of its group when it began
 hetseq/demo.py
     _make_corpus: subprocess.run: the user looks on, and Ctrl-C ends both
+hetseq/far_end.py
+    _Near.look: os.read: select has found something to read
 hetseq/faults.py
     _stop: os.waitpid: it was killed just before; and tests alone come here
 hetseq/launcher.py
@@ -120,6 +122,8 @@ hetseq/processes.py
     _die_once_readable: wait: a thread that waits for the end of the launcher, to end too
 hetseq/reduction.py
     GradientReducer.finish: bucket.pending.wait: the collective got the deadline of its group
+hetseq/ssh.py
+    FanOut._turn: os.read: the selector has found something to read
 hetseq/workers.py
     Worker.tell: _channel.send_bytes: the pipe has SO_SNDTIMEO
     Worker.listen: _channel.recv_bytes: poll has found something, and for the rest the pipe has SO_RCVTIMEO

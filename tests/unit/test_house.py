@@ -39,6 +39,8 @@ WITHOUT_TORCH = (
     "hetseq.errand",
     "hetseq.queues",
     "hetseq.script",
+    "hetseq.far_end",
+    "hetseq.ssh",
     "hetseq.evaluate",
     "hetseq.commit",
     "hetseq.membership",
