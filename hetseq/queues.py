@@ -26,8 +26,8 @@ _END = "END_OF_NODE"
 class Job:
     """What a script asks a queue for, and what it runs.
 
-    `words` are the options of `hetseq train` without the meeting place, `min_ranks` is None for one that names its own
-    (or needs none), `setup` are lines of shell. `shared` is an existing or future folder that all nodes see.
+    `words` are the options of `hetseq train`. The nodes of a job that `meets` are told where; `min_ranks` is None where
+    `words` say it. `setup` are lines of shell. `shared` is an existing or future folder that all nodes see.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Job:
     shared: str
     python: str
     words: tuple[str, ...]
+    meets: bool
     min_ranks: int | None
     setup: tuple[str, ...] = ()
     time_s: int | None = None
@@ -149,7 +150,8 @@ def lsf(job: Job) -> str:
 def condor(job: Job) -> str:
     """For `condor_submit`: as many jobs of the vanilla universe as nodes; they meet, and may come and go."""
     steps = [f"mkdir -p {shlex.quote(job.shared)}", f"cd {shlex.quote(job.directory)}", *job.setup]
-    join = ["--join", f"file://{job.shared}/meeting-\0", "--min-ranks", str(job.min_ranks)] if job.min_ranks else []
+    join = ["--join", f"file://{job.shared}/meeting-\0"] if job.meets else []
+    join += ["--min-ranks", str(job.min_ranks)] if job.min_ranks else []
     train = shlex.join(["exec", job.python, "-m", "hetseq", "train", *job.words, *join])
     shell = " && ".join([*steps, train])
     log = f"{job.directory}/{job.name}-$(ClusterId)"
@@ -215,7 +217,8 @@ def _train(job: Job) -> str:
             line = ""
         line += f" {text}" if line else text
     lines += [line] if line else []
-    lines += [f'--join "file://$1" --min-ranks {job.min_ranks}'] if job.min_ranks else []
+    least = f" --min-ranks {job.min_ranks}" if job.min_ranks else ""
+    lines += [f'--join "file://$1"{least}'] if job.meets else []
     return " \\\n    ".join(lines)
 
 

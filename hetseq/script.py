@@ -83,7 +83,8 @@ def parse(words: Sequence[str]) -> tuple[str, Job]:
     for name, systems in _ONLY.items():
         if system not in systems and getattr(asked, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')} means nothing to {system}: leave it out")
-    config = _checked(train, asked.nodes)
+    meets = asked.nodes > 1 and not _has(train, "--join")
+    config = _checked(train, asked.nodes, meets=meets)
     workers = _workers(config, asked.gpus_per_node)
     directory, run_directory = os.getcwd(), Path(os.path.abspath(config.checkpoint.save_dir))
     job = Job(
@@ -95,7 +96,8 @@ def parse(words: Sequence[str]) -> tuple[str, Job]:
         shared=str(run_directory.parent),
         python=asked.python or sys.executable,
         words=(*train, *_own_words(config, asked.gpus_per_node)),
-        min_ranks=asked.nodes * workers if asked.nodes > 1 and config.distributed.meeting_url is None else None,
+        meets=meets,
+        min_ranks=asked.nodes * workers if meets and not _has(train, "--min-ranks") else None,
         setup=tuple(asked.setup),
         time_s=_seconds(asked.time),
         queue=asked.queue,
@@ -143,17 +145,22 @@ def _at_least(least: int) -> Callable[[str], int]:
     return number
 
 
-def _checked(train: Sequence[str], nodes: int) -> Config:
+def _has(train: Sequence[str], option: str) -> bool:
+    return any(word.partition("=")[0] == option for word in train)
+
+
+def _checked(train: Sequence[str], nodes: int, *, meets: bool) -> Config:
     """The options of the run as they will be read on each node."""
-    config = options.parse(train)
-    if nodes == 1:
-        return config
-    cluster = config.distributed
-    if cluster.distributed_init_method is not None or cluster.distributed_world_size is not None:
+    if any(_has(train, f"--distributed-{name}") for name in ("init-method", "world-size", "rank")) and nodes > 1:
         raise ConfigError(
             "a script for several nodes has them meet by --join, which gives the ranks out: leave"
             " --distributed-init-method, --distributed-world-size and --distributed-rank out"
         )
+    least = [] if _has(train, "--min-ranks") else ["--min-ranks", "1"]
+    config = options.parse([*train, "--join", "file:///meeting", *least] if meets else train)
+    if nodes == 1:
+        return config
+    cluster = config.distributed
     if cluster.distributed_no_spawn:
         raise ConfigError(
             f"--distributed-no-spawn runs one rank alone, but --nodes {nodes} was asked for: leave one out"

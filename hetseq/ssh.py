@@ -210,10 +210,10 @@ class FanOut:
                 with suppress(OSError):
                     stream.close()
             try:
-                host.process.wait(0.0 if host.code is not None else 5.0)
+                host.process.wait(timeout=0.0 if host.code is not None else 5.0)
             except subprocess.TimeoutExpired:
                 host.process.kill()
-                host.process.wait(5.0)
+                host.process.wait(timeout=5.0)
         self._selector.close()
 
     def _command(self, name: str) -> list[str]:

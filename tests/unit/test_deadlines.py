@@ -78,6 +78,7 @@ hetseq/demo.py
     _make_corpus: subprocess.run: the user looks on, and Ctrl-C ends both
 hetseq/far_end.py
     _Near.look: os.read: select has found something to read
+    _look_after: child.poll: of a process, looks once
 hetseq/faults.py
     _stop: os.waitpid: it was killed just before; and tests alone come here
 hetseq/launcher.py

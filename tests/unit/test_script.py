@@ -140,6 +140,13 @@ def test_one_node_needs_no_meeting_place(tmp_path: Path) -> None:
         assert len((folder / "words").read_text().splitlines()) == 1
 
 
+def test_a_run_may_go_on_with_fewer_and_meet_elsewhere() -> None:
+    assert "--min-ranks 1 " in script_of("slurm", "runs/a", run=[*RUN, "--min-ranks", "1"])
+    assert "--min-ranks 2" not in script_of("slurm", "runs/a", run=[*RUN, "--min-ranks", "1"])
+    elsewhere = script_of("slurm", "runs/a", run=[*RUN, "--min-ranks", "5", "--join", "file:///shared/here"])
+    assert elsewhere.count("--join") == 1
+
+
 def test_words_come_through_the_shell_as_they_are(tmp_path: Path) -> None:
     odd = ["--optimizer-overrides", "{'eps': 1e-6}", "--data", "a $HOME `b` \"c\" 'd'"]
     for system in BASH:
