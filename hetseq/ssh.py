@@ -52,6 +52,7 @@ _HOST = re.compile(r"(?P<name>(?:[\w.-]+@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:]
 _ANSWER_S = 120.0  # for a connection, and for a cold import of torch over a network mount
 _LOOK_S = 0.5
 _LAST_S = 10.0  # after a second signal, for the hosts to end
+_HANG_UP_S = 5.0  # for ssh to end with its pipes
 _CONNECT_S = 20  # of ssh itself
 _SSH_FAILED = 255
 #: a run that has begun goes on without a host; one that has not would wait for it
@@ -210,10 +211,10 @@ class FanOut:
                 with suppress(OSError):
                     stream.close()
             try:
-                host.process.wait(timeout=0.0 if host.code is not None else 5.0)
+                host.process.wait(timeout=_HANG_UP_S)
             except subprocess.TimeoutExpired:
                 host.process.kill()
-                host.process.wait(timeout=5.0)
+                host.process.wait(timeout=_HANG_UP_S)
         self._selector.close()
 
     def _command(self, name: str) -> list[str]:
