@@ -28,6 +28,8 @@ _USAGE = """usage: hetseq COMMAND [options]
   report       write report.html of a run, or compare two runs
   doctor       is this node fit for a training, and what should be done about it
   drop         take a node out of a run that goes on without it
+  script       a batch script for Slurm, Grid Engine, PBS, LSF or HTCondor; nothing is submitted
+  ssh          a run on several hosts by one command, over ssh
   demo         see unequal workers give the result of one machine, in a minute or two: demo mnist, demo bert
 """
 
@@ -256,5 +258,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "report": _in_module("hetseq.report.writing"),
     "doctor": _in_module("hetseq.doctor"),
     "drop": _in_module("hetseq.drop"),
+    "script": _in_module("hetseq.script"),
+    "ssh": _in_module("hetseq.ssh"),
     "demo": demo,
 }

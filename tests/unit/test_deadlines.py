@@ -79,6 +79,9 @@ hetseq/demo.py
 hetseq/doctor/helper.py
     Door._serve: _socket.accept: the socket never waits
     _drain: connection.recv: the socket never waits
+hetseq/far_end.py
+    _Near.look: os.read: select has found something to read
+    _look_after: child.poll: of a process, looks once
 hetseq/faults.py
     _stop: os.waitpid: it was killed just before; and tests alone come here
 hetseq/launcher.py
@@ -123,6 +126,8 @@ hetseq/processes.py
     _die_once_readable: wait: a thread that waits for the end of the launcher, to end too
 hetseq/reduction.py
     GradientReducer.finish: bucket.pending.wait: the collective got the deadline of its group
+hetseq/ssh.py
+    FanOut._turn: os.read: the selector has found something to read
 hetseq/workers.py
     Worker.tell: _channel.send_bytes: the pipe has SO_SNDTIMEO
     Worker.listen: _channel.recv_bytes: poll has found something, and for the rest the pipe has SO_RCVTIMEO

@@ -1,0 +1,150 @@
+"""What `hetseq ssh` starts on each host: the launcher there, and somebody who listens to the near end.
+
+Responsible for a node's own facts (how many workers it has, a free port, whether it holds the secret), for starting
+`hetseq train` with what the near end makes of them, and for its end. It chooses no option of the run.
+
+The one idea: the connection is the leash. Words come as lines of JSON over standard input, which ssh closes however the
+near end goes: killed, cut off, asleep for good. Then the launcher is asked to stop, as by a signal. A terminal
+(`ssh -tt`) would hang up as well, but mixes the two outputs, turns lines into live ones, and knows no polite stop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from hetseq import options
+from hetseq.cluster.secret import SECRET_BYTES, derive_key, load_secret, secret_file
+from hetseq.errors import EXIT_STOPPED, HetSeqError, RendezvousError
+from hetseq.processes import die_with_parent, first_stop_signal, ringing_on_signals
+from hetseq.run_directory import open_private, write_all
+
+#: begins the one line of standard output that is meant for the near end
+MARK = "hetseq far end: "
+_LOOK_S = 0.2
+_IMPATIENT_S = 120.0  # after the near end is gone, for the step under way and its checkpoint
+
+
+def main() -> int:
+    """Say hello, wait for the word to begin, train, stop when asked or left alone; the launcher's exit code."""
+    with ringing_on_signals() as bell:
+        near = _Near(bell)
+        try:
+            request = near.next()
+            if request is None:
+                return EXIT_STOPPED
+            sys.stdout.write(f"{MARK}{json.dumps(_facts(request['words']))}\n")
+            sys.stdout.flush()
+            begin = near.next()
+            if begin is None or "stop" in begin:
+                return EXIT_STOPPED
+            if begin["secret"] is not None:
+                _keep(begin["secret"], options.parse(request["words"]).distributed.secret_file)
+        except HetSeqError as error:
+            sys.stderr.write(f"hetseq: {error}\n")
+            return error.exit_code
+        me = os.getpid()
+        child = subprocess.Popen(
+            [sys.executable, "-m", "hetseq", "train", *request["words"], *begin["words"]],
+            stdin=subprocess.DEVNULL,
+            preexec_fn=lambda: die_with_parent(me),
+        )
+        return _look_after(child, near)
+
+
+def tag_of(secret: bytes) -> str:
+    """Tells whether two nodes hold the same secret, and nothing else of it."""
+    return derive_key(secret, "hetseq ssh", "the same?").hex()
+
+
+class _Near:
+    """The near end, as lines on standard input; None once it is gone, and a stop where a signal came in its place."""
+
+    def __init__(self, bell: int) -> None:
+        self._bell, self._rest, self._is_gone = bell, b"", False
+
+    def look(self, timeout_s: float) -> list[dict[str, Any] | None]:
+        """What has come within that time."""
+        sources = [self._bell] if self._is_gone else [self._bell, 0]
+        readable, _, _ = select.select(sources, [], [], timeout_s)
+        found: list[dict[str, Any] | None] = []
+        if self._bell in readable and (number := first_stop_signal(os.read(self._bell, 64))) is not None:
+            found.append({"stop": number})
+        if 0 in readable:
+            data = os.read(0, 65536)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            found += [json.loads(line) for line in lines]
+            if not data:
+                self._is_gone = True
+                found.append(None)
+        return found
+
+    def next(self) -> dict[str, Any] | None:
+        """The next word; the near end has a deadline of its own, at which it hangs up."""
+        while True:
+            for word in self.look(_LOOK_S):
+                return word
+
+
+def _facts(words: Sequence[str]) -> dict[str, Any]:
+    """What the near end has to know of this host. Raises ConfigError for options, SecretError for a bad secret."""
+    from hetseq.launch import local_devices
+
+    config = options.parse(words)
+    tag = None
+    file = config.distributed.secret_file
+    if os.path.lexists(secret_file(file)):
+        tag = tag_of(load_secret(file, create=False))
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    return {"workers": len(local_devices(config.distributed)), "port": port, "secret": tag}
+
+
+def _keep(digits: str, path: str) -> None:
+    """Write the secret that came over the connection, unless another launcher was faster."""
+    if len(bytes.fromhex(digits)) != SECRET_BYTES:
+        raise RendezvousError(f"the secret from the near end has {len(digits)} digits, not {2 * SECRET_BYTES}")
+    file = secret_file(path)
+    try:
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        descriptor = open_private(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    except FileExistsError:
+        return
+    except OSError as error:
+        raise RendezvousError(
+            f"{file} cannot be made on {socket.gethostname()}: {error.strerror}; copy the secret by hand and name it"
+            " with --secret-file"
+        ) from error
+    try:
+        write_all(descriptor, digits.encode() + b"\n")
+    finally:
+        os.close(descriptor)
+
+
+def _look_after(child: subprocess.Popen[bytes], near: _Near) -> int:
+    """Pass stops on until the launcher has ended."""
+    alone_s: float | None = None
+    while child.poll() is None:
+        for word in near.look(_LOOK_S):
+            if word is None:
+                alone_s = time.monotonic()
+                child.send_signal(signal.SIGTERM)
+            elif "stop" in word:
+                child.send_signal(word["stop"])
+        if alone_s is not None and time.monotonic() - alone_s > _IMPATIENT_S:
+            alone_s = None
+            child.send_signal(signal.SIGTERM)  # the second one, which stops at once
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

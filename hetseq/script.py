@@ -1,0 +1,219 @@
+"""`hetseq script SYSTEM`: a batch script for a run on the nodes of a queue, to read, to change and to submit.
+
+Responsible for the command line, and for finding before the queue what would fail after it: the options of the run are
+read by the parser of `hetseq train`. It submits nothing and writes no file. What the script says is known to `queues`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from hetseq import options
+from hetseq.config import Config
+from hetseq.errors import ConfigError
+from hetseq.queues import SYSTEMS, Job, file_name, submit_line
+from hetseq.registry import nearest
+
+USAGE = """usage: hetseq script slurm|sge|pbs|lsf|condor [options] -- OPTIONS OF hetseq train
+
+  --nodes N                 nodes; default 1
+  --gpus-per-node G         GPUs of each, and so workers; default 0: one worker on the CPU, or --distributed-gpus
+  --cpus-per-node C         cores of each; default 4 per worker
+  --time HH:MM:SS           time limit; 2 minutes before it the run saves and ends with 75
+  --queue Q                 queue; for Slurm the partition (also --partition)
+  --account A               account or project
+  --memory M                memory of each node, as 64G
+  --name NAME               name of the job; default: the last part of --save-dir
+  --setup LINE              shell before the run on each node, as 'module load cuda'; may be given several times
+  --requeue                 after exit code 75 the job goes back into the queue
+  --python PY               the Python that has hetseq; default: the one that runs this command
+  --parallel-environment P  Grid Engine's, needed for several nodes; qconf -spl lists them
+  --gpu-resource NAME       Grid Engine's name of GPUs; default gpu
+
+  hetseq script slurm --nodes 2 --gpus-per-node 4 --time 24:00:00 \\
+      -- --task mnist --global-batch-size 64 --save-dir runs/digits > digits.sh
+
+The script goes to standard output, the line that submits it to standard error. Nothing is submitted.
+"""
+
+_CPUS_PER_WORKER = 4
+#: what a directive may hold, in which the shell quotes nothing
+_PLAIN = re.compile(r"[\w.,:@/+-]+")
+_NAME = re.compile(r"[A-Za-z][\w-]*")
+#: options of one scheduler alone, or that one does not know
+_ONLY = {
+    "parallel_environment": ("sge",),
+    "time": ("slurm", "sge", "pbs", "lsf"),
+    "queue": ("slurm", "sge", "pbs", "lsf"),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"hetseq script: {message}; see hetseq script --help")
+
+
+def run(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """Say the script line by line, and on standard error how to submit it; the exit code. Errors as of `parse`."""
+    system, job = parse(words)
+    for line in SYSTEMS[system](job).splitlines():
+        say(line)
+    sys.stderr.write(f"save it as {file_name(system, job)} in {job.directory}, then {submit_line(system, job)}\n")
+    return 0
+
+
+def parse(words: Sequence[str]) -> tuple[str, Job]:
+    """The scheduler and what is asked of it. Raises ConfigError for what no queue could mend."""
+    if not words or words[0] not in SYSTEMS:
+        found = repr(words[0]) if words else "nothing"
+        hint = nearest(words[0], SYSTEMS) if words else None
+        raise ConfigError(
+            f"hetseq script expects one of {', '.join(SYSTEMS)} first, found {found}"
+            + (f"; did you mean {hint!r}?" if hint else "")
+        )
+    system = words[0]
+    own, train = _split(words[1:])
+    asked = _parser().parse_args(own)
+    for name, systems in _ONLY.items():
+        if system not in systems and getattr(asked, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} means nothing to {system}: leave it out")
+    meets = asked.nodes > 1 and not _has(train, "--join")
+    config = _checked(train, asked.nodes, meets=meets)
+    workers = _workers(config, asked.gpus_per_node)
+    directory, run_directory = os.getcwd(), Path(os.path.abspath(config.checkpoint.save_dir))
+    job = Job(
+        name=asked.name or re.sub(r"^[^A-Za-z]*", "", re.sub(r"[^\w-]", "-", run_directory.name)) or "hetseq",
+        nodes=asked.nodes,
+        cpus=asked.cpus_per_node or _CPUS_PER_WORKER * workers,
+        gpus=asked.gpus_per_node,
+        directory=directory,
+        shared=str(run_directory.parent),
+        python=asked.python or sys.executable,
+        words=(*train, *_own_words(config, asked.gpus_per_node)),
+        meets=meets,
+        min_ranks=asked.nodes * workers if meets and not _has(train, "--min-ranks") else None,
+        setup=tuple(asked.setup),
+        time_s=_seconds(asked.time),
+        queue=asked.queue,
+        account=asked.account,
+        memory=asked.memory,
+        parallel_environment=asked.parallel_environment,
+        gpu_resource=asked.gpu_resource,
+        is_requeued=asked.requeue,
+    )
+    _check(system, job)
+    return system, job
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """This command's words, and those of `hetseq train` behind `--`."""
+    if "--" not in words:
+        raise ConfigError(
+            "hetseq script expects the options of hetseq train behind --, as in: hetseq script slurm --nodes 2 --"
+            " --task mnist --global-batch-size 64 --save-dir runs/digits"
+        )
+    at = list(words).index("--")
+    return list(words[:at]), list(words[at + 1 :])
+
+
+def _parser() -> _Parser:
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--nodes", type=_at_least(1), default=1)
+    parser.add_argument("--gpus-per-node", type=_at_least(0), default=0)
+    parser.add_argument("--cpus-per-node", type=_at_least(1))
+    parser.add_argument("--queue", "--partition")
+    parser.add_argument("--setup", action="append", default=[])
+    parser.add_argument("--requeue", action="store_true")
+    for name in ("time", "account", "memory", "name", "python", "parallel-environment"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--gpu-resource", default="gpu")
+    return parser
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r}, expected a number of {least} or more")
+        return int(text)
+
+    return number
+
+
+def _has(train: Sequence[str], option: str) -> bool:
+    return any(word.partition("=")[0] == option for word in train)
+
+
+def _checked(train: Sequence[str], nodes: int, *, meets: bool) -> Config:
+    """The options of the run as they will be read on each node."""
+    if any(_has(train, f"--distributed-{name}") for name in ("init-method", "world-size", "rank")) and nodes > 1:
+        raise ConfigError(
+            "a script for several nodes has them meet by --join, which gives the ranks out: leave"
+            " --distributed-init-method, --distributed-world-size and --distributed-rank out"
+        )
+    least = [] if _has(train, "--min-ranks") else ["--min-ranks", "1"]
+    config = options.parse([*train, "--join", "file:///meeting", *least] if meets else train)
+    if nodes == 1:
+        return config
+    cluster = config.distributed
+    if cluster.distributed_no_spawn:
+        raise ConfigError(
+            f"--distributed-no-spawn runs one rank alone, but --nodes {nodes} was asked for: leave one out"
+        )
+    if config.data.global_batch_size is None:
+        raise ConfigError(
+            f"--nodes {nodes} needs --global-batch-size N behind -- (samples of a step over all ranks): how many nodes"
+            " come in time is not to change the step"
+        )
+    return config
+
+
+def _workers(config: Config, gpus: int) -> int:
+    """Workers of each node, as the launcher there will count them."""
+    cluster = config.distributed
+    return len(cluster.devices) or cluster.distributed_gpus or cluster.distributed_world_size or max(1, gpus)
+
+
+def _own_words(config: Config, gpus: int) -> list[str]:
+    """What has the node start a worker for each GPU asked for, and say so where it shows fewer."""
+    cluster = config.distributed
+    says = cluster.devices or cluster.distributed_gpus or cluster.distributed_world_size or cluster.distributed_no_spawn
+    return [] if says or cluster.cpu or not gpus else ["--distributed-gpus", str(gpus)]
+
+
+def _seconds(text: str | None) -> int | None:
+    """HH:MM:SS in seconds."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text)
+    if found is None or not any(map(int, found.groups())):
+        raise ConfigError(f"--time {text}: expected HH:MM:SS, as 24:00:00")
+    hours, minutes, seconds = map(int, found.groups())
+    return hours * 3600 + minutes * 60 + seconds
+
+
+def _check(system: str, job: Job) -> None:
+    """Refuse what would break the script."""
+    if not _NAME.fullmatch(job.name):
+        raise ConfigError(f"--name {job.name}: expected a letter, then letters, digits, _ and -")
+    for name in ("queue", "account", "memory", "parallel_environment", "gpu_resource"):
+        value = getattr(job, name)
+        if value is not None and not _PLAIN.fullmatch(value):
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: expected letters, digits and . , : @ / + _ -")
+    if system == "sge" and job.nodes > 1 and job.parallel_environment is None:
+        raise ConfigError(
+            f"--nodes {job.nodes} needs --parallel-environment NAME: Grid Engine's sites name them, and"
+            " qconf -spl lists them"
+        )
+    if not _PLAIN.fullmatch(job.shared):
+        raise ConfigError(
+            f"--save-dir is in {job.shared}, where the nodes would meet, and schedulers pass such a name on unquoted:"
+            " choose a folder with letters, digits and . , : @ / + _ - alone"
+        )
+    if any("\n" in line for line in (*job.setup, *job.words)):
+        raise ConfigError("a line break in --setup or behind --: give --setup once for each line")

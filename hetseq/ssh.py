@@ -1,0 +1,333 @@
+"""`hetseq ssh`: one command that starts a run on several hosts, shows what they say, and ends them together.
+
+Responsible for the command line, for the connections (the user's own `ssh`, which knows his keys and jumps), for whose
+port and secret the nodes use, and for passing stop signals on. What happens on a host is `far_end`'s.
+
+The one idea: nothing trains before every host has answered. Each is connected, reads the options with its own parser,
+and says how many workers it has; only then all are told where to meet. So a host that is off, or a folder that is
+missing there, ends the command at once and leaves nothing running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from hetseq import options
+from hetseq.cluster.secret import load_secret
+from hetseq.config import DistributedConfig
+from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, ConfigError, RendezvousError
+from hetseq.far_end import MARK, tag_of
+from hetseq.processes import ECHO_S, first_stop_signal, ringing_on_signals
+
+USAGE = """usage: hetseq ssh --hosts HOST[:N],HOST[:N],... [options] -- OPTIONS OF hetseq train
+
+  --hosts LIST      hosts as ssh knows them, each with its number of workers; without :N one per GPU it shows
+  --ssh COMMAND     default ssh; with options as in 'ssh -p 2222'
+  --directory DIR   where the run begins on each host; default: this directory, by the same path
+  --python PY       the Python there that has hetseq; default: the path of the one that runs this command
+  --env-setup LINE  shell before it, as 'module load cuda'
+  --address ADDR    how the hosts call the first one; default: its name in --hosts
+  --port P          a port of the first host at which they meet; default: one that is free there
+
+  hetseq ssh --hosts labA:2,labB:4 -- --task mnist --global-batch-size 64 --save-dir runs/digits
+
+Every line of output begins with its host. Ctrl-C stops all after their step, a second one at once. The exit code is the
+first that is not 0, in the order of the hosts; 255 is ssh's own.
+"""
+
+_HOST = re.compile(r"(?P<name>(?:[\w.-]+@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:]+\]))(?::(?P<count>\d+))?")
+_ANSWER_S = 120.0  # for a connection, and for a cold import of torch over a network mount
+_LOOK_S = 0.5
+_LAST_S = 10.0  # after a second signal, for the hosts to end
+_HANG_UP_S = 5.0  # for ssh to end with its pipes
+_CONNECT_S = 20  # of ssh itself
+_SSH_FAILED = 255
+#: a run that has begun goes on without a host; one that has not would wait for it
+_FAILED = (EXIT_USAGE, EXIT_DISAGREE)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"hetseq ssh: {message}; see hetseq ssh --help")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for: `hosts` with their workers (None: those that the host counts), and what each of them runs."""
+
+    hosts: tuple[tuple[str, int | None], ...]
+    words: tuple[str, ...]
+    ssh: tuple[str, ...]
+    directory: str
+    python: str
+    env_setup: str | None
+    address: str
+    port: int | None
+    has_min_ranks: bool
+    secret_file: str
+
+
+def run(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """Run on all hosts until all have ended; the exit code. Raises ConfigError as `parse`, RendezvousError."""
+    request = parse(words)
+    with ringing_on_signals() as bell:
+        hosts = FanOut(request, bell, say)
+        try:
+            return hosts.run()
+        finally:
+            hosts.close()
+
+
+def parse(words: Sequence[str]) -> Request:
+    """The words after `hetseq ssh`. Raises ConfigError, also for options of the run that no host would take."""
+    if "--" not in words:
+        raise ConfigError(
+            "hetseq ssh expects the options of hetseq train behind --, as in: hetseq ssh --hosts labA:2,labB:4 --"
+            " --task mnist --global-batch-size 64 --save-dir runs/digits"
+        )
+    at = list(words).index("--")
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--hosts", required=True)
+    for name in ("directory", "python", "env-setup", "address"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--ssh", default="ssh")
+    parser.add_argument("--port", type=int)
+    asked, train = parser.parse_args(list(words[:at])), tuple(words[at + 1 :])
+    hosts = tuple(_host(text) for text in asked.hosts.split(","))
+    if len({name for name, _ in hosts}) < len(hosts):
+        raise ConfigError(f"--hosts {asked.hosts} names a host twice: give it once, with all its workers")
+    if asked.port is not None and not 0 < asked.port < 65536:
+        raise ConfigError(f"--port {asked.port}: expected 1 to 65535")
+    address = asked.address or hosts[0][0].rpartition("@")[2]
+    has_min_ranks = any(word.partition("=")[0] == "--min-ranks" for word in train)
+    meeting = ["--join", f"tcp://{address}:{asked.port or 1}", *([] if has_min_ranks else ["--min-ranks", "1"])]
+    config = options.parse([*train, *meeting])
+    if config.distributed.join != meeting[1]:
+        raise ConfigError("hetseq ssh says itself where the nodes meet: leave --join out (--address, --port)")
+    if config.distributed.distributed_gpus is not None or config.distributed.devices:
+        raise ConfigError(
+            "--hosts says how many workers a host has, as in labA:2: leave --distributed-gpus and --devices out"
+        )
+    if config.data.global_batch_size is None:
+        raise ConfigError("several nodes need --global-batch-size N behind -- (samples of a step over all ranks)")
+    return Request(
+        hosts, train, tuple(shlex.split(asked.ssh)), asked.directory or os.getcwd(), asked.python or sys.executable,
+        asked.env_setup, address, asked.port, has_min_ranks, config.distributed.secret_file,
+    )  # fmt: skip
+
+
+def _host(text: str) -> tuple[str, int | None]:
+    found = _HOST.fullmatch(text)
+    if found is None or found["count"] == "0":
+        raise ConfigError(f"--hosts: {text!r} is no host; expected NAME, USER@NAME or NAME:WORKERS, as labA:2")
+    return found["name"], int(found["count"]) if found["count"] else None
+
+
+class _Host:
+    """One host: its connection, what it has said of itself, and its end."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        self.name = name
+        self.facts: dict[str, Any] | None = None
+        self.code: int | None = None
+        self.last_words = ""  # on standard error
+        self.rest = {"out": b"", "err": b""}
+        try:
+            # a session of its own: Ctrl-C in the terminal is passed on once, and politely
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise ConfigError(f"--ssh {command[0]} cannot be started: {error.strerror}") from error
+
+    def tell(self, **word: Any) -> None:
+        """A word to the far end; one that is gone hears nothing."""
+        assert self.process.stdin is not None
+        with suppress(OSError, ValueError):
+            self.process.stdin.write(json.dumps(word).encode() + b"\n")
+
+
+class FanOut:
+    """The hosts of one run, from the first connection to the last exit code."""
+
+    def __init__(self, request: Request, bell: int, say: Callable[[str], None]) -> None:
+        self._request, self._bell, self._say = request, bell, say
+        self._hosts: list[_Host] = []
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(bell, selectors.EVENT_READ)
+        self._asked_s: float | None = None  # when a stop was passed on first
+        self._last_s: float | None = None  # when the connections are cut
+
+    def run(self) -> int:
+        """Connect, agree, begin, wait. Raises RendezvousError for secrets that differ."""
+        for name, count in self._request.hosts:
+            host = _Host(name, self._command(name))
+            self._hosts.append(host)
+            for kind, stream in (("out", host.process.stdout), ("err", host.process.stderr)):
+                assert stream is not None
+                self._selector.register(stream, selectors.EVENT_READ, (host, kind))
+            host.tell(words=[*self._request.words, *(["--distributed-gpus", str(count)] if count else [])])
+        deadline_s = time.monotonic() + _ANSWER_S
+        while any(host.facts is None for host in self._hosts):
+            self._turn()
+            silent = [host for host in self._hosts if host.facts is None]
+            if self._asked_s is not None:
+                return EXIT_STOPPED
+            if ended := [host for host in silent if host.code is not None]:
+                return self._refuse(ended[0])
+            if time.monotonic() > deadline_s and silent:
+                raise RendezvousError(
+                    f"{', '.join(host.name for host in silent)} did not answer within {_ANSWER_S:.0f} s over ssh; the"
+                    " other hosts are stopped"
+                )
+        self._begin()
+        while any(host.code is None for host in self._hosts):
+            self._turn()
+            failed = [host for host in self._hosts if host.code in _FAILED]
+            if failed and self._asked_s is None:
+                self._tell(f"{failed[0].name} ended with {failed[0].code}: the other hosts are stopped")
+                self._stop(signal.SIGTERM)
+        return next((host.code for host in self._hosts if host.code), EXIT_DONE)
+
+    def close(self) -> None:
+        """Hang up; whatever still runs over there is asked to stop by that."""
+        for host in self._hosts:
+            for stream in (host.process.stdin, host.process.stdout, host.process.stderr):
+                assert stream is not None
+                with suppress(OSError):
+                    stream.close()
+            try:
+                host.process.wait(timeout=_HANG_UP_S)
+            except subprocess.TimeoutExpired:
+                host.process.kill()
+                host.process.wait(timeout=_HANG_UP_S)
+        self._selector.close()
+
+    def _command(self, name: str) -> list[str]:
+        request = self._request
+        steps = [f"cd {shlex.quote(request.directory)}", *([request.env_setup] if request.env_setup else [])]
+        steps.append(f"exec {shlex.quote(request.python)} -m hetseq.far_end")
+        # sh, because the user's own shell over there may be another one
+        remote = f"exec sh -c {shlex.quote(' && '.join(steps))}"
+        flags = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "-o", "ServerAliveInterval=15"]
+        return [*request.ssh, *flags, name.strip("[]"), remote]
+
+    def _begin(self) -> None:
+        """Tell all hosts where they meet, and those without the secret what it is."""
+        facts = {host.name: host.facts or {} for host in self._hosts}
+        total = sum(fact["workers"] for fact in facts.values())
+        url = f"tcp://{self._request.address}:{self._request.port or facts[self._hosts[0].name]['port']}"
+        words = ["--join", url, *([] if self._request.has_min_ranks else ["--min-ranks", str(total)])]
+        secret = _secret_for({name: fact["secret"] for name, fact in facts.items()}, self._request.secret_file)
+        crew = ", ".join(f"{name} {fact['workers']}" for name, fact in facts.items())
+        self._tell(f"workers: {crew}; they meet at {url}")
+        for host in self._hosts:
+            is_lacking = secret is not None and facts[host.name]["secret"] is None
+            host.tell(words=words, secret=secret if is_lacking else None)
+
+    def _refuse(self, host: _Host) -> int:
+        """Say why a host cannot take part; the others end with the connection."""
+        here = f"`{shlex.join([*self._request.ssh, '-o', 'BatchMode=yes', host.name, 'true'])}`"
+        if host.code == _SSH_FAILED:
+            remedy = f"{here} has to work without a question: is the name right, the machine on, your key there?"
+        elif host.code == EXIT_USAGE and host.last_words.startswith("hetseq: "):
+            remedy = "what it says is about that host"
+        else:
+            remedy = (
+                f"it needs the folder {self._request.directory} (--directory) and {self._request.python} with hetseq"
+                " (--python, --env-setup)"
+            )
+        words = f" ({host.last_words})" if host.last_words else ""
+        self._tell(
+            f"{host.name} cannot take part: it ended with {host.code}{words}; {remedy}. The other hosts are stopped"
+        )
+        return host.code or EXIT_STOPPED
+
+    def _turn(self) -> None:
+        """Pass on what has come, in either direction."""
+        was_heard = set()
+        for key, _ in self._selector.select(_LOOK_S):
+            if key.data is None:
+                self._heed(os.read(self._bell, 64))
+                continue
+            host, kind = key.data
+            data = os.read(key.fd, 65536)
+            was_heard.add(host.name)
+            *lines, host.rest[kind] = (host.rest[kind] + data).split(b"\n")
+            if not data:
+                self._selector.unregister(key.fileobj)
+                lines = [host.rest[kind]] if host.rest[kind] else []
+                host.rest[kind] = b""
+            for line in lines:
+                self._hear(host, kind, line.decode(errors="replace").rstrip("\r"))
+        for host in self._hosts:
+            if host.code is None and host.name not in was_heard:
+                host.code = host.process.poll()
+        if self._last_s is not None and time.monotonic() > self._last_s:
+            for host in self._hosts:
+                if host.code is None:
+                    host.process.kill()
+
+    def _hear(self, host: _Host, kind: str, line: str) -> None:
+        if kind == "out" and host.facts is None and line.startswith(MARK):
+            host.facts = json.loads(line.removeprefix(MARK))
+        elif kind == "out":
+            self._say(f"[{host.name}] {line}")
+        else:
+            host.last_words = line.strip() or host.last_words
+            self._tell(f"[{host.name}] {line}")
+
+    def _heed(self, signals: bytes) -> None:
+        number = first_stop_signal(signals)
+        if number is None:
+            return
+        now_s = time.monotonic()
+        if self._asked_s is None:
+            self._tell(
+                f"{signal.Signals(number).name}: all hosts finish their step; a second signal stops them at once"
+            )
+        elif now_s - self._asked_s <= ECHO_S:
+            return
+        else:
+            self._last_s = self._last_s or now_s + _LAST_S
+        self._stop(number)
+
+    def _stop(self, number: int) -> None:
+        self._asked_s = self._asked_s or time.monotonic()
+        for host in self._hosts:
+            host.tell(stop=int(number))
+
+    @staticmethod
+    def _tell(text: str) -> None:
+        with suppress(OSError):  # a reader that went away is no reason to stop
+            sys.stderr.write(f"{text}\n")
+
+
+def _secret_for(tags: dict[str, str | None], path: str) -> str | None:
+    """The secret as digits, where a host lacks it; it is this machine's. Raises RendezvousError where two differ."""
+    held = {tag for tag in tags.values() if tag is not None}
+    if None not in tags.values() and len(held) == 1:
+        return None
+    # only the default's folder is made where it is missing
+    secret = load_secret(None if path == DistributedConfig.secret_file else path)
+    for name, tag in tags.items():
+        if tag not in (None, tag_of(secret)):
+            raise RendezvousError(
+                f"{name} holds another secret than this machine, in {path}: copy the file of one to the others,"
+                " or remove it where this machine's is to go"
+            )
+    return secret.hex()
