@@ -38,7 +38,7 @@ STYLE = """
 @media print{:root{--paper:#fff;--ink:#000;--soft:#444;--rule:#ccc;--band:#eee;--tile:#f4f4f4;
 --c0:#1f6fb4;--c1:#c2410c;--c2:#2e7d32;--c3:#8e3fae;--c4:#8a6500;--c5:#0e7490;--c6:#be185d;--c7:#626a73}}
 .chart{margin:0 0 1.6em;break-inside:avoid}.chart figcaption{margin:0 0 .7em;font-weight:600}
-.chart .unit,.key{font-weight:400;color:var(--soft);font-size:.86em}
+.chart .unit,.key{font-weight:400;overflow-wrap:anywhere;color:var(--soft);font-size:.86em}
 .legend{display:flex;flex-wrap:wrap;gap:.15em 1.1em;margin-top:.2em}.key i{display:inline-block;width:.8em;height:.8em;
 margin-right:.4em;border-radius:2px;vertical-align:-.05em;background:currentColor}
 .plot{display:block;overflow:visible;margin-left:56px;width:calc(100% - 66px)}.bars{display:block;width:100%}

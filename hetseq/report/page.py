@@ -20,6 +20,7 @@ from hetseq.report.remedies import ROUTINE, incident_of, skipped_steps
 
 _MOST_ROWS = 60  # of a table: the first ones and the last ones
 _MOST_BARS = 64
+_LONGEST_NAME = 48  # characters beside a bar
 _MOST_BANDS = 400
 _POINTS_OF_RANKS = 12_800  # of all curves of a chart by rank together
 _KINDS = (("compute", 0), ("data", 4), ("overhead", 7), ("wait", 1), ("communication", 3))
@@ -280,7 +281,8 @@ def _times(run: RecordedRun, names: Sequence[str]) -> str:
         chosen = np.sort(np.concatenate([by_wait[: _MOST_BARS // 2], by_wait[-(_MOST_BARS // 2) :]]))
         left = f"<p class=soft>Of {len(means):,} ranks those {_MOST_BARS} that wait least and most.</p>"
     bars = [
-        Bar(names[int(at)], [float(value) * 1000 for value in means[at]], duration(means[at].sum())) for at in chosen
+        Bar(_shortened(names[int(at)]), [float(value) * 1000 for value in means[at]], duration(means[at].sum()))
+        for at in chosen
     ]
     with np.errstate(divide="ignore", invalid="ignore"):
         speeds = np.where(busy > 0, share / busy, np.nan)
@@ -392,6 +394,12 @@ def _left_out(size: int) -> str:
 def _figure(save: Any, key: str) -> float:
     value = save.get(key)
     return value if isinstance(value, float) else math.nan
+
+
+def _shortened(name: str) -> str:
+    """A name that leaves room for a number beside it, on the narrowest paper."""
+    half = _LONGEST_NAME // 2
+    return name if len(name) <= _LONGEST_NAME else f"{name[:half]}\u2026{name[-half:]}"
 
 
 def _time_axis(seconds: Floats) -> tuple[float, str]:

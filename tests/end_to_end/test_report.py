@@ -89,7 +89,8 @@ def page(tmp_path: Path) -> Path:
     ]  # fmt: skip
     for row in rows:
         row["ranks"]["names"] = [
-            f"{name.partition('/')[0]}.cluster.university.example/cpu" for name in row["ranks"]["names"]
+            f"{name.partition('/')[0]}.a-cluster-with-a-long-name.department.university.example/cpu"
+            for name in row["ranks"]["names"]
         ]
     rows += [validation_row(step, 4 / step, valid_accuracy=step / 20_000) for step in (5_000, 10_000, 15_000)]
     events = [
