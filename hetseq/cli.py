@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from hetseq import options
+from hetseq import catalogue, options
 from hetseq.errors import EXIT_USAGE, ConfigError, HetSeqError
 from hetseq.registry import nearest
 
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(request.text, end="" if request.text.endswith("\n") else "\n")
         return 0
     except HetSeqError as error:
-        print(f"hetseq: {error}", file=sys.stderr)
+        print(f"hetseq: {catalogue.text_of(error)}", file=sys.stderr)
         return error.exit_code
 
 

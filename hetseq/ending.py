@@ -105,12 +105,12 @@ def how_it_ended(end: WorkerEnd, hosts: Mapping[int, str]) -> str:
 def _of_process(end: WorkerEnd, who: str) -> str:
     number = -end.exit_code
     if number <= 0:
-        return f"{who} left with exit code {end.exit_code} without a reason"
+        return f"{who} left with exit code {end.exit_code} without a reason [worker-died]"
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if number in _OWN_FAULTS:
-        return f"{who} crashed ({name}); its last words are in log/rank-{end.rank}.txt"
+        return f"{who} crashed ({name}); its last words are in log/rank-{end.rank}.txt [worker-died]"
     hint = ", as the kernel does when memory runs out" if number == signal.SIGKILL else ""
-    return f"{who} was killed ({name}{hint})"
+    return f"{who} was killed ({name}{hint}) [worker-died]"
 
 
 def lost(reason: str, has_commit: bool) -> Ending:
@@ -150,7 +150,7 @@ class _Names:
         if not silent:
             return bereaved.message if not self._hosts else f"{self.rank(bereaved.rank)} {bereaved.message}"
         who = self.rank(silent[0]) if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-        return f"{who} fell silent; {self.rank(bereaved.rank)} {bereaved.message}"
+        return f"{who} fell silent [worker-silent]; {self.rank(bereaved.rank)} {bereaved.message}"
 
 
 def _is_cut_from(one: str, other: str) -> bool:

@@ -7,6 +7,8 @@ go on from, 78 the nodes disagree.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -15,21 +17,27 @@ EXIT_DISAGREE = 78
 
 
 class HetSeqError(Exception):
-    """Anything HetSeq refuses or gives up on; `exit_code` is what the process ends with."""
+    """Anything HetSeq refuses or gives up on; `exit_code` is what the process ends with.
+
+    `slug`: the code (`hetseq.catalogue`) of messages of this kind that have none of their own.
+    """
 
     exit_code = EXIT_FAILED
+    slug: ClassVar[str] = ""
 
 
 class ConfigError(HetSeqError):
     """An option, a YAML file or a combination of them that cannot be meant."""
 
     exit_code = EXIT_USAGE
+    slug = "option-refused"
 
 
 class DataError(HetSeqError):
     """A data file that is missing, empty, truncated or something else than it should be."""
 
     exit_code = EXIT_USAGE
+    slug = "data-unreadable"
 
 
 class MissingSplitError(DataError):
@@ -40,6 +48,7 @@ class TaskError(HetSeqError):
     """A task that breaks its contract: a wrong term, a mean in place of a sum, a file that does not import."""
 
     exit_code = EXIT_FAILED
+    slug = "task-broken"
 
 
 class TaskFileError(TaskError):
@@ -52,10 +61,13 @@ class RunDirectoryError(HetSeqError):
     """A `--save-dir` that cannot be used: not writable, full, in use by another run, or somebody else's."""
 
     exit_code = EXIT_USAGE
+    slug = "save-dir-unusable"
 
 
 class CheckpointError(HetSeqError):
     """A checkpoint that cannot be written, or none that verifies."""
+
+    slug = "checkpoint-refused"
 
 
 class CheckpointRefused(CheckpointError):
@@ -89,6 +101,10 @@ class PeerLostError(HetSeqError):
 class NonFiniteError(HetSeqError):
     """Too many steps in a row whose gradient was not finite."""
 
+    slug = "loss-not-finite"
+
 
 class DeviceMemoryError(HetSeqError):
     """A device whose memory does not hold the smallest piece of work there is."""
+
+    slug = "memory-exhausted"

@@ -160,7 +160,7 @@ def local_devices(config: DistributedConfig) -> list[str]:
     if count > visible:
         raise ConfigError(
             f"{count} workers were asked for, but this node shows {visible} GPUs: ask for fewer, add --cpu, or say"
-            " which devices to use, as in --devices cuda:0,cuda:0,cpu"
+            " which devices to use, as in --devices cuda:0,cuda:0,cpu [device-missing]"
         )
     return [f"cuda:{index}" for index in range(count)]
 
@@ -200,7 +200,7 @@ def _check_devices(devices: list[str], said: str) -> list[str]:
     if absent:
         raise ConfigError(
             f"{said} asks for {' and '.join(absent)}, but this node shows"
-            f" {_what_is_there(visible)}, or leave --devices and --device-id out and add --cpu"
+            f" {_what_is_there(visible)}, or leave --devices and --device-id out and add --cpu [device-missing]"
         )
     return devices
 

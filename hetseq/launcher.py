@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from hetseq import membership
+from hetseq.catalogue import text_of
 from hetseq.cluster.channel import ChannelClosed, ChannelError
 from hetseq.cluster.contract import build_tag, node_fields
 from hetseq.cluster.crews import incarnation
@@ -171,7 +172,7 @@ class Launcher:
                 answer = self._answer(member, record)
             except (HetSeqError, OSError) as error:
                 code = error.exit_code if isinstance(error, HetSeqError) else EXIT_USAGE
-                member.send("refused", code=code, message=str(error))
+                member.send("refused", code=code, message=text_of(error))
                 continue
             if record["kind"] == "begin":
                 return record
@@ -257,7 +258,7 @@ class Launcher:
             self._start_workers(member, begin)
         except (HetSeqError, OSError) as error:
             code = error.exit_code if isinstance(error, HetSeqError) else EXIT_FAILED
-            member.send("refused", code=code, message=str(error))
+            member.send("refused", code=code, message=text_of(error))
             while True:
                 self._next(member)  # until the hub has ended it for all
         return self._watch(member)

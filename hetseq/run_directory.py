@@ -246,7 +246,7 @@ class RunDirectory:
         except BlockingIOError:
             raise RunDirectoryError(
                 f"--save-dir {self.path} is in use by another run ({_holder(descriptor)}): wait for it, stop it, or"
-                " choose another --save-dir"
+                " choose another --save-dir [run-in-use]"
             ) from None
         except OSError as error:
             logger.warning(

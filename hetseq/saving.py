@@ -296,7 +296,7 @@ class Saver:
         elif self._sharing.is_writer:
             logger.warning(
                 "training waits while a checkpoint is written, for there is no memory to copy it to: %s; see to"
-                " /dev/shm and --memory-buffer-size, or say --memory-buffer-size 0",
+                " /dev/shm and --memory-buffer-size, or say --memory-buffer-size 0 [memory-for-saves]",
                 refusal,
             )
 

@@ -8,6 +8,7 @@ a step, so that is rare.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from hetseq.replica import Replica
 from hetseq.stopwatch import MicroBatchClock
 from hetseq.task import Task, check_sums
 from hetseq.throttle import Throttle
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,10 @@ class ShareComputer:
             memory.release(self._device)  # only here, when no exception holds the frames and their tensors any more
             if not self.sizes.refuse(refused.size, refused.work):
                 raise DeviceMemoryError(self._complaint(refused.size))
+            logger.warning(
+                "the memory of %s did not hold a micro-batch of %d samples: this rank takes smaller ones from now on,"
+                " and does this share again, with the same result [batch-halved]", self._device, refused.size,
+            )  # fmt: skip
             if self.replica.reducer.has_sent:
                 return Part((0.0,) * len(self._terms), (), (), is_whole=False)
             self.replica.buffers.restore_()

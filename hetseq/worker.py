@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from hetseq import faults, sweep
+from hetseq.catalogue import text_of
 from hetseq.comm import AnyGroup, LocalGroup, Meeting, connect
 from hetseq.commit import Wish
 from hetseq.config import CheckpointConfig, Config
@@ -400,7 +401,7 @@ def _last_words(session: Session, *, has_ended: bool) -> dict[str, Any]:
     if has_ended:
         kept = f"the newest checkpoint is of step {saver.last_step}" if saver.last_step else "nothing was ever saved"
         message = f"the final save failed: {saver.last_error}; {kept}: see to --save-dir, then give this command again"
-        return {"code": EXIT_FAILED, "message": message}
+        return {"code": EXIT_FAILED, "message": f"{message} [save-failed]"}
     if saver.last_step:
         message = f"stopped after step {session.last_step}; the same command goes on from step {saver.last_step}"
         return {"code": EXIT_STOPPED, "message": message}
@@ -429,7 +430,9 @@ def _describe(error: Exception, *, is_ready: bool) -> dict[str, Any]:
 
 def _text_of(error: Exception) -> str:
     """What HetSeq raises explains itself; anything else comes with its traceback."""
-    return str(error) if isinstance(error, HetSeqError) else "".join(traceback.format_exception(error)).rstrip()
+    if isinstance(error, HetSeqError):
+        return text_of(error)
+    return "".join(traceback.format_exception(error)).rstrip() + " [worker-raised]"
 
 
 def _has_lost_device(error: Exception) -> bool:

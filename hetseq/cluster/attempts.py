@@ -180,7 +180,7 @@ def find_place(path: Path) -> Path:
     found = _what_is(place)
     if found == "file":
         place = place.with_name(place.name + ".hetseq")
-        logger.info("%s is a file and stays as it is: the nodes meet in %s", path, place)
+        logger.warning("%s is a file and stays as it is: the nodes meet in %s [old-file]", path, place)
         found = _what_is(place)
         if found == "file":
             raise PlaceError(f"{path} and {place} are files, a directory was expected: name another path")
@@ -191,6 +191,7 @@ def find_place(path: Path) -> Path:
         raise PlaceError(
             f"the directory {missing} does not exist on {socket.gethostname()}, so the nodes cannot meet in {place}."
             " Does it exist on another node? Then it is not shared: mount it here, or use tcp://HOST:PORT"
+            " [directory-missing]"
         )
     try:
         os.mkdir(place, 0o700)

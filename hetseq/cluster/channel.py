@@ -261,7 +261,7 @@ def connect(host: str, port: int, key: bytes, *, deadline: float, secret_file: P
             if time.monotonic() + pause_s > patience:
                 raise StrangerError(
                     f"{place} takes connections and closes them without a word: another program uses this port, or"
-                    " strangers crowd the listener. Try again, or choose another port"
+                    " strangers crowd the listener. Try again, or choose another port [port-taken]"
                 ) from None
             time.sleep(pause_s)
         except BaseException:
@@ -282,7 +282,7 @@ def _introduce(
         if version != VERSION:
             raise VersionMismatch(
                 f"{place} speaks version {version} of HetSeq's control protocol and {here} version {VERSION}: install"
-                " the same HetSeq on both"
+                " the same HetSeq on both [versions-differ]"
             )
         transcript = hello + bytes(inbox)
         inbox.clear()
@@ -291,8 +291,8 @@ def _introduce(
             with contextlib.suppress(OSError):
                 send_all(connection, _NO, deadline)
             raise SecretMismatch(
-                f"{here} and {place} hold different secrets (here: {secret_file}). Copy the one of the head:"
-                f" {copy_command(host, secret_file)} (or choose another port, if the head there is somebody else's)"
+                f"{here} and {place} hold different secrets (here: {secret_file}). Copy the one of the head: "
+                f"{copy_command(host, secret_file)} (or choose another port, if that is not your head) [secret-differs]"
             )
         send_all(connection, VERDICT.pack(1, _proof(key, b"client", transcript)), deadline)
         inbox.clear()
@@ -304,12 +304,12 @@ def _introduce(
     except ForeignBytes as error:
         raise StrangerError(
             f"{place} answers {error}, which is not HetSeq: another program uses this port. Correct the address, or"
-            " choose another port"
+            " choose another port [port-taken]"
         ) from None
     except DeadlinePassed:
         raise ChannelTimeout(
             f"{place} took the connection from {here} and was silent for {time.monotonic() - began:.1f} s: another"
-            " program uses this port, or the head hangs (is it stopped?)"
+            " program uses this port, or the head hangs (is it stopped?) [port-taken]"
         ) from None
     except OSError:
         raise _Dropped from None

@@ -105,7 +105,8 @@ def difference(parties: Sequence[tuple[str, Mapping[str, str]]]) -> str | None:
     if len(found) > _MOST_FIELDS:
         lines.append(f"  and {len(found) - _MOST_FIELDS} more")
     remedies = list(dict.fromkeys(kind.remedy for kind, _ in found))[:2]
-    return "\n".join(["the nodes do not agree, so nothing was trained:", *lines, f"To go on: {'; '.join(remedies)}"])
+    lines.append(f"To go on: {'; '.join(remedies)} [{found[0][0].code}]")
+    return "\n".join(["the nodes do not agree, so nothing was trained:", *lines])
 
 
 def digest(content: bytes) -> str:
@@ -364,37 +365,42 @@ class _Kind:
     names: tuple[str, ...]
     compare: Callable[[str, str], Shown]
     remedy: str
+    code: str
     is_optional: bool = False
 
 
 _COPY_TASK = "have the same files of the task on all nodes"
 _COPY_DATA = "have the same data on all nodes (copy the files from one of them)"
+_SAME_COMMIT = "have the same HetSeq on all nodes (the same commit, without changes of one)"
+_SAME_MODEL = "build the same model in the same order on all nodes"
+_SAME_ORDER = "have the data set list its samples in the same order on all nodes"
 _INSTALL = "install the same versions on all nodes (only torch's build tag, as in +cpu, may differ)"
 
 #: the most telling first: what stands below may only follow from what stands above
 _KINDS = (
-    _Kind(("protocol", "hetseq", "torch"), _texts, _INSTALL),
-    _Kind(("source of hetseq",), _files, "have the same HetSeq on all nodes (the same commit, without changes of one)"),
-    _Kind(("--lr",), _texts, "give all nodes the same options", is_optional=True),
-    _Kind(("--",), _texts, "give all nodes the same options"),
-    _Kind(("file of --task",), _files, _COPY_TASK, is_optional=True),
-    _Kind(("file of ", "modules of --user-dir"), _files, "have files of the same content on all nodes"),
-    _Kind(("task",), _texts, "name the same --task on all nodes"),
-    _Kind(("source of the task",), _files, _COPY_TASK),
-    _Kind(("modules of the task",), _common_files, _COPY_TASK),
-    _Kind(("packages of the task",), _common_files, _INSTALL),
-    _Kind(("parameters", "buffers"), _lists, "build the same model in the same order on all nodes"),
-    _Kind(("length of ",), _texts, _COPY_DATA),
-    _Kind(("files of ",), _named_files, _COPY_DATA),
-    _Kind(("samples of ",), _samples, _COPY_DATA),
-    _Kind(("own order of ",), _texts, "have the data set list its samples in the same order on all nodes"),
-    _Kind(("order of ", "lengths of "), _lists, "have the data set list its samples in the same order on all nodes"),
+    _Kind(("protocol", "hetseq", "torch"), _texts, _INSTALL, "versions-differ"),
+    _Kind(("source of hetseq",), _files, _SAME_COMMIT, "code-differs"),
+    _Kind(("--lr",), _texts, "give all nodes the same options", "options-differ", is_optional=True),
+    _Kind(("--",), _texts, "give all nodes the same options", "options-differ"),
+    _Kind(("file of --task",), _files, _COPY_TASK, "code-differs", is_optional=True),
+    _Kind(("file of ", "modules of --user-dir"), _files, "have files of the same content on all nodes", "code-differs"),
+    _Kind(("task",), _texts, "name the same --task on all nodes", "options-differ"),
+    _Kind(("source of the task",), _files, _COPY_TASK, "code-differs"),
+    _Kind(("modules of the task",), _common_files, _COPY_TASK, "code-differs"),
+    _Kind(("packages of the task",), _common_files, _INSTALL, "versions-differ"),
+    _Kind(("parameters", "buffers"), _lists, _SAME_MODEL, "model-differs"),
+    _Kind(("length of ",), _texts, _COPY_DATA, "data-differ"),
+    _Kind(("files of ",), _named_files, _COPY_DATA, "data-differ"),
+    _Kind(("samples of ",), _samples, _COPY_DATA, "data-differ"),
+    _Kind(("own order of ",), _texts, _SAME_ORDER, "data-differ"),
+    _Kind(("order of ", "lengths of "), _lists, _SAME_ORDER, "data-differ"),
     _Kind(
         ("initial values",),
         _samples,
         "begin with the same model on all nodes: the same file of weights, and no randomness but that of --seed",
+        "model-differs",
     ),
-    _Kind((), _texts, "make these equal on all nodes"),
+    _Kind((), _texts, "make these equal on all nodes", "options-differ"),
 )
 
 

@@ -248,7 +248,7 @@ class Crews:
                 facts |= {"crew": self._crew().to_record(), "story": story}
                 has_record = True
             elif kind == "fence":
-                self._story.append(f"rank {slot} on {self._hosts[slot]} fell silent")
+                self._story.append(f"rank {slot} on {self._hosts[slot]} fell silent [worker-silent]")
                 story = "; ".join(self._story)
             self.outbox.append((slot, kind, facts))
         self._generations.outbox.clear()

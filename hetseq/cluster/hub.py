@@ -459,7 +459,8 @@ class Hub(Latecomers):
             absent = [member for member in self._order if not set(self._ranks(member)) <= set(self._presented)]
             silent = [self._name(member) for member in absent] or silent
         if self.phase is Phase.GATHERING:
-            text = "the other nodes did not come in time: " + self._roster.waiting(left_s=0.0, paste=self._paste)
+            waiting = self._roster.waiting(left_s=0.0, paste=self._paste)
+            text = f"the other nodes did not come in time [ranks-missing]: {waiting}"
             if self.sent_away:
                 text += f"; {self.sent_away} times a node with another secret was sent away"
             # numbers that fit nobody, or a node that could not prove itself: it is not that nobody came

@@ -57,7 +57,8 @@ def route_address(host: str, port: int = 9) -> str:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     except OSError as error:
         raise UnreachableError(
-            f"{host} is not known on {here} ({error.strerror or error}): use its IP address", reason="name"
+            f"{host} is not known on {here} ({error.strerror or error}): use its IP address [head-unknown]",
+            reason="name",
         ) from error
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
@@ -87,7 +88,10 @@ def chosen_address(default: str, wish: str | None = None, *, tell: Callable[[str
     found = interfaces()
     if names[0].startswith("^"):
         way = next((f"{one.name} ({default})" for one in found if one.address == default), default)
-        tell(f"{VARIABLE} {wish}: it takes one name, and lists with ^ are for NCCL alone; {way} is used instead")
+        tell(
+            f"{VARIABLE} {wish}: it takes one name, and lists with ^ are for NCCL alone; {way} is used instead"
+            " [interface-list]"
+        )
         return default
     for name in names:
         if name not in (one.name for one in found):
@@ -110,7 +114,10 @@ def _unknown(name: str, found: list[Interface], default: str) -> str:
     )
     way = next((one.name for one in found if one.address == default), "")
     remedy = f"set it to {way}, or leave it out" if way else "set it to one of these, or leave it out"
-    return f"{VARIABLE} {name}: {socket.gethostname()} has no such interface with an address. It has {listed}: {remedy}"
+    return (
+        f"{VARIABLE} {name}: {socket.gethostname()} has no such interface with an address. It has {listed}: {remedy}"
+        " [interface-unknown]"
+    )
 
 
 def _with_ipv4() -> list[Interface]:

@@ -110,12 +110,12 @@ def _remedy(peer: Peer, here: str) -> str:
     if is_loopback(peer.address) and peer.host != here:
         return (
             f"{peer.address} is an address that only {peer.host} itself reaches; let the nodes meet at an address of"
-            " its network, or set GLOO_SOCKET_IFNAME there to the interface that leads to the others"
+            " its network, or set GLOO_SOCKET_IFNAME there to the interface that leads to the others [link-blocked]"
         )
     return (
         f"the control connection works and this one does not, so a firewall on {peer.host} or between the two lets only"
         f" some ports pass; open TCP{_ports()} between the nodes, or set GLOO_SOCKET_IFNAME on {peer.host} to another"
-        " interface"
+        " interface [link-blocked]"
     )
 
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from hetseq.catalogue import plain
 from hetseq.cluster.attempts import Attempt, find_attempt, find_place, leave_note
 from hetseq.cluster.channel import (
     Channel,
@@ -273,7 +274,7 @@ class _Search:
         self._again_or_raise(
             error.reason,
             f"Node {self._here} cannot reach the head {place} ({_cause(error, place.rpartition(':')[2])}). Is it"
-            f" started?{hint} {self._remedy}",
+            f" started? [head-unreachable]{hint} {self._remedy}",  # the code stands before what is to be pasted
             error,
         )
 
@@ -294,7 +295,7 @@ class _Search:
             taken = self._calls.beside(lambda: _why_taken(host, port))
         if taken is None or _number(taken) != errno.EADDRINUSE:
             return error
-        return AddressError(f"{taken}. (What listens there is no HetSeq of this run: {error})")
+        return AddressError(f"{plain(str(taken))}. (What listens there is no HetSeq of this run: {error})")
 
     def _refuse_unspecified(self, host: str, port: int) -> None:
         with contextlib.suppress(ValueError):
@@ -316,7 +317,8 @@ class _Search:
             found = self._calls.beside(lambda: socket.getaddrinfo(host, None, type=socket.SOCK_STREAM), NAME_S)
         except TimeoutError as error:
             raise UnreachableError(
-                f"{host} is not known on {self._here} (the name server does not answer): use its IP address",
+                f"{host} is not known on {self._here} (the name server does not answer): use its IP address"
+                " [head-unknown]",
                 reason="name",
             ) from error
         except OSError:
@@ -330,7 +332,7 @@ class _Search:
             return host
         self._calls.tell_once(
             f"{host} means {addresses[0]} on {self._here}, which no other machine reaches: {outward} is used instead."
-            " If the others cannot reach that, give an IP address in place of the name"
+            " If the others cannot reach that, give an IP address in place of the name [loopback-name]"
         )
         return outward
 

@@ -223,7 +223,7 @@ class Roster:
                 return (
                     f"{_ranks(twice)} {verb} claimed twice ({other.name}, {claim.name}){lack}; use --join, which gives"
                     " ranks out, or set --distributed-rank to another number on one of them, or, if these are two runs,"
-                    " let each meet at a place of its own"
+                    " let each meet at a place of its own [rank-claimed-twice]"
                 )
         return None
 
@@ -270,7 +270,7 @@ def _difference(first: Claim, claim: Claim) -> str | None:
     if first.world_size != claim.world_size:
         return (
             f"{first.name} was told world size {first.world_size}, {claim.name} {claim.world_size}: give all nodes the"
-            " same --distributed-world-size"
+            " same --distributed-world-size [world-size-differs]"
         )
     return None
 
@@ -278,7 +278,7 @@ def _difference(first: Claim, claim: Claim) -> str | None:
 def _beyond(world_size: int) -> str:
     return (
         f"{world_size} ranks are 0 to {world_size - 1}: --distributed-rank is the first rank of a node and"
-        " --distributed-world-size counts the workers of all nodes; correct one of them"
+        " --distributed-world-size counts the workers of all nodes; correct one of them [rank-outside-world]"
     )
 
 

@@ -116,7 +116,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listening.close()
         remedy = {
-            errno.EADDRINUSE: f"{_holder(port)} uses it: choose another port",
+            errno.EADDRINUSE: f"{_holder(port)} uses it: choose another port [port-taken]",
             errno.EADDRNOTAVAIL: f"it is not an address of {here} (ip -br address lists them)",
             errno.EACCES: "ports below 1024 are for root: choose a higher one",
         }.get(error.errno or 0, error.strerror)
@@ -161,7 +161,8 @@ def _resolve(host: str, port: int, deadline: float) -> list[_Address]:
         return found
     why = troubles[0].strerror if troubles else "the name server does not answer"
     raise UnreachableError(
-        f"{host_text(host)} is not known on {socket.gethostname()} ({why}): use its IP address", reason="name"
+        f"{host_text(host)} is not known on {socket.gethostname()} ({why}): use its IP address [head-unknown]",
+        reason="name",
     )
 
 

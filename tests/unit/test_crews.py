@@ -21,7 +21,7 @@ FIELDS = {"parameters": "weight", "--lr": "0.1"}
 #: rank 0 and 1 on labA, 2 and 3 on labB, which has a run directory of its own
 LAB_A, LAB_B = Site("labA", 0, 0, "10.0.0.1"), Site("labB", 1, 1, "10.0.0.2")
 TWO_NODES = {0: LAB_A, 1: LAB_A, 2: LAB_B, 3: LAB_B}
-KILLED = " was killed (SIGKILL, as the kernel does when memory runs out)"
+KILLED = " was killed (SIGKILL, as the kernel does when memory runs out) [worker-died]"
 
 
 class Run:
@@ -181,7 +181,7 @@ def test_the_story_of_who_fell_silent_is_told_with_the_record_that_leaves_it_out
     run.report(0, 1, 3)
     told = run.wait(ANSWER_S + 0.1)
     assert kinds(told)[0] == (2, "fence")
-    assert story_of(told) == "rank 2 on labB fell silent"
+    assert story_of(told) == "rank 2 on labB fell silent [worker-silent]"
 
 
 def test_who_comes_back_is_told_of() -> None:

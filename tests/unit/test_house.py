@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TORCH = (
     "hetseq",
     "hetseq.errors",
+    "hetseq.catalogue",
     "hetseq.processes",
     "hetseq.sizes",
     "hetseq.faults",

@@ -390,7 +390,9 @@ def test_a_rank_that_is_killed_is_missed_by_the_others_and_they_go_on_to_the_end
     record = said[0][1]
     crew = Crew(1, (0, 1, 2), ("labA",) * 3, ((0, 1, 2),), is_only_node=True, addresses=("10.0.0.0",))
     assert Crew.from_record(record["crew"]) == crew
-    assert record["story"] == "rank 3 on labB was killed (SIGKILL, as the kernel does when memory runs out)"
+    assert (
+        record["story"] == "rank 3 on labB was killed (SIGKILL, as the kernel does when memory runs out) [worker-died]"
+    )
     assert record["record"]["roster"] == ("0.0", "1.0", "2.0")
     assert talk.over(1) == [], "labB has nobody left, and the others train"
     assert talk.hub.phase is Phase.RUNNING

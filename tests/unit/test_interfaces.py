@@ -99,7 +99,7 @@ def test_a_list_in_the_manner_of_nccl_is_explained_and_the_way_to_the_head_used(
     assert address == "10.0.0.5"
     assert told == [
         "GLOO_SOCKET_IFNAME ^lo,docker0: it takes one name, and lists with ^ are for NCCL alone; eno1 (10.0.0.5) is"
-        " used instead"
+        " used instead [interface-list]"
     ]
 
 
@@ -118,7 +118,7 @@ def test_an_unknown_interface_is_refused_with_the_known_ones_and_the_one_that_le
         wished(wish)
     assert str(refusal.value) == (
         f"GLOO_SOCKET_IFNAME eth9: {HERE} has no such interface with an address. It has lo 127.0.0.1, eno1 10.0.0.5"
-        " (the way to the head), ib0 10.1.0.5: set it to eno1, or leave it out"
+        " (the way to the head), ib0 10.1.0.5: set it to eno1, or leave it out [interface-unknown]"
     )
     assert refusal.value.exit_code == EXIT_USAGE
 

@@ -84,8 +84,10 @@ def test_a_lost_machine_is_a_failure_without_a_commit_to_go_on_from(ends: list[W
 def test_who_still_ran_when_the_others_had_given_up_fell_silent() -> None:
     ending = judge([bereaved(0), bereaved(2)], has_commit=True, silent=[1])
     assert ending.code == EXIT_STOPPED
-    assert ending.message.startswith("rank 1 fell silent; rank 0 lost a peer while waiting up to 5 s")
-    assert judge([bereaved(0)], has_commit=True, silent=[1, 2]).message.startswith("ranks 1, 2 fell silent; ")
+    assert ending.message.startswith("rank 1 fell silent [worker-silent]; rank 0 lost a peer while waiting up to 5 s")
+    assert judge([bereaved(0)], has_commit=True, silent=[1, 2]).message.startswith(
+        "ranks 1, 2 fell silent [worker-silent]; "
+    )
 
 
 def test_who_still_ran_is_not_blamed_where_there_is_a_cause() -> None:

@@ -406,7 +406,9 @@ def test_with_join_a_machine_that_does_not_own_the_address_waits_for_the_one_tha
     with pytest.raises(RendezvousError, match="gave up after 12 s"):
         launcher.meet("tcp://198.51.100.7:29400", timeout_s=12, command="hetseq train --join X")
     assert len(launcher.told) == 2
-    assert launcher.told[0].endswith("(connection refused). Is it started? Start it with: hetseq train --join X")
+    assert launcher.told[0].endswith(
+        "(connection refused). Is it started? [head-unreachable] Start it with: hetseq train --join X"
+    )
 
 
 def test_every_interface_is_no_place_to_meet(launcher: Launcher) -> None:

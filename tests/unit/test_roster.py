@@ -93,7 +93,7 @@ def test_a_rank_that_is_claimed_twice_names_both_processes_and_the_rank_that_nob
     assert reason == (
         "rank 1 is claimed twice (labA pid 1, labB pid 2); ranks 0, 2 are claimed by nobody so far; use --join, which"
         " gives ranks out, or set --distributed-rank to another number on one of them, or, if these are two runs, let"
-        " each meet at a place of its own"
+        " each meet at a place of its own [rank-claimed-twice]"
     )
 
 
