@@ -101,9 +101,9 @@ def test_75_goes_back_into_the_queue_only_if_that_was_asked_for(tmp_path: Path, 
 @pytest.mark.parametrize("system", ["sge", "pbs", "lsf"])
 def test_a_signal_to_the_first_node_reaches_the_others_once(tmp_path: Path, system: str) -> None:
     environment = nodes_of(tmp_path, system)
-    heard = f"trap 'echo \"${{NODE:-here}} USR1\" >> {tmp_path}/heard; exit 75' USR1\n"
+    heard = f"trap 'echo \"${{NODE:-here}} USR1\" >> {tmp_path}/heard; left=9' USR1\nleft=200\n"
     signal = f'[ "${{NODE:-here}}" = there ] && kill -TERM "$(cat {tmp_path}/job)"\n'
-    program(tmp_path / "bin" / "trainer", heard + signal + "for i in {1..200}; do sleep 0.1; done")
+    program(tmp_path / "bin" / "trainer", heard + signal + "for ((; left > 0; left--)); do sleep 0.05; done\nexit 75")
     text = script_of(system, tmp_path / "runs" / "a", "--python", "trainer")
     text = text.replace("#!/bin/bash\n", f"#!/bin/bash\necho $$ > {tmp_path}/job\n", 1)
     assert execute(tmp_path, text, **environment).returncode == 75
