@@ -25,6 +25,7 @@ _USAGE = """usage: hetseq COMMAND [options]
   plan         how fast a run would be with other shares, without a rank, with another one
   simulate     how fast a cluster would be that is described in a YAML file
   checkpoints  list, show, verify, prune or export the checkpoints of a run
+  top          what a run does now: its step, its ranks, who is slow, silent or gone
   drop         take a node out of a run that goes on without it
   demo         see unequal workers give the result of one machine, in a minute or two: demo mnist, demo bert
 """
@@ -251,6 +252,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "plan": plan,
     "simulate": simulate,
     "checkpoints": checkpoints,
+    "top": _in_module("hetseq.top"),
     "drop": _in_module("hetseq.drop"),
     "demo": demo,
 }
