@@ -27,6 +27,7 @@ from hetseq.noise_scale import NoiseScale
 from hetseq.pace import Shift
 from hetseq.replica_check import ReplicaCheck
 from hetseq.run_directory import RunDirectory, StatusFile
+from hetseq.run_status import RunStatus
 from hetseq.saving import Saved, Saver, draw_nonce
 from hetseq.sharing import Sharing
 from hetseq.succession import Due
@@ -43,9 +44,17 @@ class StatusFiles:
     """
 
     def __init__(
-        self, directory: RunDirectory, sharing: Sharing, *, device: str, slots: Sequence[int] | None = None
+        self,
+        directory: RunDirectory,
+        sharing: Sharing,
+        *,
+        device: str,
+        slots: Sequence[int] | None = None,
+        run: RunStatus | None = None,
     ) -> None:
-        rank = sharing.whole.rank
+        rank = self._rank = sharing.whole.rank
+        #: what the file of a writer tells of the whole run; None on other ranks
+        self.run = run if sharing.is_writer else None
         abouts = _gather_abouts(sharing, {"pid": os.getpid(), "node": socket.gethostname()[:200], "device": device})
         #: node and device of each rank
         self.names = [f"{about['node']}/{about['device']}" for about in abouts]
@@ -67,13 +76,21 @@ class StatusFiles:
                 with suppress(OSError, ValueError):
                     about = json.loads(path.read_text())
                     if about.get("pid") is not None:
+                        about = {key: value for key, value in about.items() if key != "run"}
                         StatusFile(path).write(0.0, force=True, **{**about, "pid": None, "state": "gone", "share": 0})
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether `write` would write this rank's own file."""
+        return self._files[self._rank][0].is_due(now_s)
 
     def write(self, now_s: float, *, force: bool = False, shares: Sequence[int] | None = None, **fields: Any) -> None:
         """As `StatusFile.write`; `shares` are samples of this step by rank."""
         for rank, (file, about) in self._files.items():
+            if not (force or file.is_due(now_s)):
+                continue
             share = {} if shares is None else {"share": shares[rank]}
-            file.write(now_s, force=force, **fields, **share, **about)
+            run = {"run": self.run.told(now_s)} if self.run is not None and rank == self._rank else {}
+            file.write(now_s, force=force, **fields, **share, **about, **run)
 
 
 def _gather_abouts(sharing: Sharing, about: dict[str, Any]) -> list[dict[str, Any]]:
@@ -208,7 +225,19 @@ class RunBoundary:
         self._metrics.step(row)
         if result.shift is not None:
             self._metrics.event("rebalance", step=plan.step, **_shift_fields(result.shift))
-        self._status.write(time.monotonic(), step=plan.step, epoch=plan.epoch, state="train", shares=plan.shares)
+        now_s, run = time.monotonic(), self._status.run
+        if run is not None:
+            told = row if "ranks" in row else {**row, **self._accounted(result)}
+            run.step(told, now_s, saved_step=self._saver.last_step)
+            if self._status.is_due(now_s):
+                self._metrics.advise(run.advise(now_s), step=plan.step)
+        self._status.write(now_s, step=plan.step, epoch=plan.epoch, state="train", shares=plan.shares)
+
+    def _accounted(self, result: StepResult) -> dict[str, Any]:
+        """Where the time of a step went, rank by rank, with the names of the ranks."""
+        shares = result.plan.shares
+        told = account(result.outcome.rows, shares=shares, work=result.work, seconds=result.seconds)
+        return {**told, "ranks": {"names": self._status.names, **told["ranks"]}}
 
     def _row(self, controller: Controller, result: StepResult) -> dict[str, Any]:
         """The row of a step in `metrics.jsonl`."""
@@ -233,8 +262,7 @@ class RunBoundary:
         if result.loss_scale is not None:
             row["loss_scale"] = result.loss_scale
         if len(plan.shares) > 1:
-            told = account(outcome.rows, shares=plan.shares, work=result.work, seconds=result.seconds)
-            row |= {**told, "ranks": {"names": self._status.names, **told["ranks"]}}
+            row |= self._accounted(result)
         if is_applied:
             parts = [one.partial for one in outcome.rows]
             self._noise_scale.add(parts, samples=plan.size, norm=result.grad_norm)
@@ -290,6 +318,8 @@ class RunBoundary:
                 "stall_seconds": result.stall_s,
             }
             if result.ok:
+                if self._status.run is not None:
+                    self._status.run.saved(saved.step, time.monotonic())
                 self._metrics.event("save", path=str(result.path), **fields)
             else:
                 self._metrics.event("save_failed", error=result.error, **fields)  # its writer has said it by now

@@ -27,6 +27,7 @@ _USAGE = """usage: hetseq COMMAND [options]
   checkpoints  list, show, verify, prune or export the checkpoints of a run
   report       write report.html of a run, or compare two runs
   doctor       is this node fit for a training, and what should be done about it
+  top          what a run does now: its step, its ranks, who is slow, silent or gone
   drop         take a node out of a run that goes on without it
   script       a batch script for Slurm, Grid Engine, PBS, LSF or HTCondor; nothing is submitted
   ssh          a run on several hosts by one command, over ssh
@@ -257,6 +258,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "checkpoints": checkpoints,
     "report": _in_module("hetseq.report.writing"),
     "doctor": _in_module("hetseq.doctor"),
+    "top": _in_module("hetseq.top"),
     "drop": _in_module("hetseq.drop"),
     "script": _in_module("hetseq.script"),
     "ssh": _in_module("hetseq.ssh"),

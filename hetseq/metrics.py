@@ -43,6 +43,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
+from hetseq.advice import Advice
 from hetseq.append_file import MOST_WAITING_BYTES, TAIL_BYTES, AppendFile
 from hetseq.board import Board, Opening, add_to_board
 from hetseq.config import LogConfig
@@ -80,6 +81,7 @@ class Metrics:
         has_tensorboard: bool = True,
     ) -> None:
         self._last: deque[Row] = deque(maxlen=_REMEMBERED)
+        self._advised: set[str] = set()
         self._recorder: _Recorder | None = None
         self._progress: PlainProgress | LiveProgress | None = None
         self._directory, self._config, self._total_steps = directory, config, total_steps
@@ -147,6 +149,16 @@ class Metrics:
         """Record that something happened to the run: a join, death, retry, rebalance or save."""
         if self._recorder is not None:
             self._recorder.event(name, fields)
+
+    def advise(self, advice: Sequence[Advice], *, step: int) -> None:
+        """Show the advice that stands after `step`; what was not said before is logged, and becomes an event."""
+        if self._progress is not None:
+            self._progress.advice = tuple(one.text for one in advice)
+        for one in advice:
+            if one.key not in self._advised:
+                self._advised.add(one.key)
+                self.event("advice", step=step, about=one.key, text=one.text)
+                logger.warning("advice: %s", one.text)
 
     def close(self, *, deadline_s: float = _CLOSE_DEADLINE_S) -> None:
         """Write what is waiting, for `deadline_s` seconds at most, and end the display; may be called twice."""

@@ -20,6 +20,7 @@ import math
 import os
 import select
 import sys
+import textwrap
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, Protocol, TextIO
@@ -47,6 +48,7 @@ _REFRESH_INTERVAL_S = 0.1
 _TABLE_INTERVAL_S = 0.5  # numbers in columns are read more slowly than a line
 _CHOICE_INTERVAL_S = 5.0  # how long the same ranks stay in a table that has no room for all
 _PART_ABOVE = 6  # one line in so many of the terminal stays free for log records above a long table
+_ADVICE_PART = 4  # one line in so many may be advice
 _PLAIN_WIDTH, _PLAIN_RANKS = 100, 16  # of the table at the end of a batch job's output
 _ETA_STEPS = 50  # the time left is predicted from the pace of this many steps
 _BAR_WIDTH = 20
@@ -89,6 +91,7 @@ class PlainProgress:
         self._recent: deque[Row] = deque(maxlen=MEDIAN_STEPS)
         self._guard = _StreamGuard()
         self.saving: tuple[int, float] | None = None  # shown on a terminal only
+        self.advice: tuple[str, ...] = ()  # likewise; elsewhere the log says it once
 
     def set_total(self, steps: int | None) -> None:
         """How many steps the run has; None if that is not known."""
@@ -159,6 +162,7 @@ class LiveProgress:
         self._live: Live | None = None
         self._guard = _StreamGuard()
         self.saving: tuple[int, float] | None = None  # the step that is being saved, and how much of it is written
+        self.advice: tuple[str, ...] = ()  # sentences below the table
 
     @property
     def is_live(self) -> bool:
@@ -236,11 +240,14 @@ class LiveProgress:
         from rich.text import Text
 
         height = self._console.height
-        room = height - height // _PART_ABOVE - 1 - OVERHEAD_LINES
+        width = self._console.width
+        advice = [line for text in self.advice for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+        advice = advice[: height // _ADVICE_PART]
+        room = height - height // _PART_ABOVE - 1 - OVERHEAD_LINES - len(advice)
         summary = summarise(self._recent) if room > 0 else None
         if summary is None:
             return None
-        lines = table_lines(summary, self._choose(summary, room), width=self._console.width)
+        lines = [*table_lines(summary, self._choose(summary, room), width=width), *advice]
         styled = [Text(line, style="bold" if line.startswith(">") else "") for line in lines]
         return Text("\n", no_wrap=True, overflow="crop").join(styled)
 

@@ -9,8 +9,9 @@ The one idea: a row tells of one step, and single steps flicker, so what is made
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,18 @@ class RankSummary:
     efficiency: float | None  # global speed / sum of what each rank does alone
     communication_s: float | None
     pace: int | None  # the rank that the others waited for in most of these steps; None if there is no such rank
+    step_s: float | None
+    overhead_s: Numbers
+    fixed_s: Numbers  # the cost that shares are reckoned with, of a step
+    per_sample_s: Numbers  # and of each of its samples
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What a table has besides where it is made from files: by rank, what it says it does, and how old that is."""
+
+    states: tuple[str, ...]
+    age_s: Numbers
 
 
 def busy_seconds(row: Row) -> Numbers:
@@ -87,6 +100,10 @@ def summarise(rows: Iterable[Row]) -> RankSummary | None:
         efficiency=_median_of_one(rows, "efficiency"),
         communication_s=_median_of_one(rows, "communication_s"),
         pace=_usual_pace(rows),
+        step_s=_median_of_one(rows, "seconds"),
+        overhead_s=median("overhead_s"),
+        fixed_s=median("fixed_s"),
+        per_sample_s=median("per_sample_s"),
     )
 
 
@@ -100,19 +117,37 @@ def ranks_that_matter(summary: RankSummary, count: int) -> list[int]:
     return sorted(list(dict.fromkeys(first + in_turn))[: min(max(count, 0), size)])
 
 
-def table_lines(summary: RankSummary, chosen: Sequence[int], *, width: int) -> list[str]:
+def with_slots(summary: RankSummary, names: Mapping[int, str]) -> RankSummary:
+    """`summary` in the order of the slots, with those of `names` that it lacks: of these nothing else is known."""
+    slots = sorted({*summary.slots, *names})
+    place = {slot: slots.index(slot) for slot in summary.slots}
+    changes: dict[str, Any] = {}
+    for field in fields(summary):
+        if field.type == "Numbers":
+            spread = np.full(len(slots), np.nan)
+            spread[[place[slot] for slot in summary.slots]] = getattr(summary, field.name)
+            changes[field.name] = spread
+    known = {**names, **dict(zip(summary.slots, summary.names))}
+    pace = None if summary.pace is None else place[summary.slots[summary.pace]]
+    return replace(summary, slots=tuple(slots), names=tuple(known[slot] for slot in slots), pace=pace, **changes)
+
+
+def table_lines(summary: RankSummary, chosen: Sequence[int], *, width: int, signs: Signs | None = None) -> list[str]:
     """The table of the `chosen` ranks: a title, the names of the columns, a line each, and a line about all.
+
+    With `signs` of life it also tells the part of each share in per cent, the state and the age.
 
     Ranks that were not chosen are counted in a line of their own, and columns that do not fit into `width` characters
     are left out, the least important first. `OVERHEAD_LINES` is how many lines come to those of the ranks.
     """
-    columns = _columns_that_fit(_columns(summary, chosen), width)
+    columns = _columns_that_fit(_columns(summary, chosen, signs), width)
     lines = [_title(summary)]
     lines += [_line(cells, columns) for cells in zip(*([column.head, *column.cells] for column in columns))]
     left_out = len(summary.share) - len(chosen)
     if left_out:
         lines.append(f"... and {left_out} more")
-    return [line[:width] for line in (*lines, _about_all(summary))]
+    about_all = _about_all(summary) if signs is None else ""  # a reader of files has it beside the step
+    return [line[:width] for line in (*lines, about_all) if line]
 
 
 #: lines of a table besides those of the ranks: title, columns, how many more, about all
@@ -180,7 +215,7 @@ class _Column:
     head: str
     cells: list[str]
     least_width: int  # what usual cells take: a column that breathes with its numbers flickers
-    importance: int  # 0 stays longest
+    importance: float  # 0 stays longest
     is_name: bool = False
 
     @property
@@ -188,8 +223,8 @@ class _Column:
         return max(self.least_width, len(self.head), *(len(cell) for cell in self.cells), 0)
 
 
-def _columns(summary: RankSummary, chosen: Sequence[int]) -> list[_Column]:
-    def column(head: str, numbers: Numbers, text: Callable[[float], str], width: int, importance: int) -> _Column:
+def _columns(summary: RankSummary, chosen: Sequence[int], signs: Signs | None) -> list[_Column]:
+    def column(head: str, numbers: Numbers, text: Callable[[float], str], width: int, importance: float) -> _Column:
         return _Column(head, [_cell(numbers[rank], text) for rank in chosen], width, importance)
 
     columns = [
@@ -202,7 +237,24 @@ def _columns(summary: RankSummary, chosen: Sequence[int]) -> list[_Column]:
         column("data", summary.data_s, _seconds, 7, 6),
         _Column("memory GiB", [_memory(summary, rank) for rank in chosen], 10, 7),
     ]
+    if signs is not None:
+        columns[2] = _Column("share", [_part(summary, rank) for rank in chosen], 8, 1)
+        columns.append(_Column("state", [signs.states[rank] for rank in chosen], 5, 1.4))
+        columns.append(column("seen", signs.age_s, _age, 5, 1.6))
     return [column for column in columns if not column.is_name or any(summary.names)]
+
+
+def _part(summary: RankSummary, rank: int) -> str:
+    share, total = summary.share[rank], np.nansum(summary.share)
+    return "-" if np.isnan(share) else f"{share:.0f} {share / total if total else 0:4.0%}"
+
+
+def _age(age_s: float) -> str:
+    """In at most five characters: `now`, `12 s`, `5 min`, `3 h`."""
+    for most, size, unit in ((100, 1, "s"), (6000, 60, "min"), (math.inf, 3600, "h")):
+        if age_s < most:
+            return "now" if age_s < 2 else f"{age_s / size:.0f} {unit}"
+    return "-"
 
 
 def _columns_that_fit(columns: Sequence[_Column], width: int) -> list[_Column]:

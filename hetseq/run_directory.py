@@ -278,12 +278,16 @@ class StatusFile:
         self._next_s = -math.inf
         self._has_warned = False
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether a second has passed since the last write."""
+        return now_s >= self._next_s
+
     def write(self, now_s: float, *, force: bool = False, **fields: Any) -> None:
         """Replace the file by `fields`, at most once a second unless `force`; `now_s` is the caller's monotonic clock.
 
         A reader sees the old content or the new one, never a part. Trouble with the file is warned about once.
         """
-        if now_s < self._next_s and not force:
+        if not self.is_due(now_s) and not force:
             return
         self._next_s = now_s + _STATUS_INTERVAL_S
         try:

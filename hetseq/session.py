@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from hetseq import registry
+from hetseq.advice import Setting
 from hetseq.balance import complete_costs
 from hetseq.boundary import RunBoundary, StatusFiles
 from hetseq.buffers import BufferKeeper
@@ -43,6 +44,7 @@ from hetseq.replica import Replica, batch_norms, trained_parameters
 from hetseq.replica_check import ReplicaCheck, ReplicasDiffer, kind_of
 from hetseq.resuming import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory
+from hetseq.run_status import RunStatus
 from hetseq.saving import Provenance, Saver
 from hetseq.share import ShareComputer
 from hetseq.sharing import Sharing, everything_shared, send_tensor
@@ -221,7 +223,9 @@ def build_session(
             num_workers=_num_workers(config.data.num_workers, device),
         )  # fmt: skip
         undo.callback(loader.close)
-        status = StatusFiles(directory, sharing, device=str(device), slots=slots)
+        unit = 0 if planner.lengths is not None else planner.unit
+        told = RunStatus(Setting(str(config.checkpoint.save_dir), config.distributed.balance, unit))
+        status = StatusFiles(directory, sharing, device=str(device), slots=slots, run=told)
         replicas = _replica_check(config, replica, group, metrics, device)
         boundary = RunBoundary(
             config=config.validation, validators=validators, saver=saver, metrics=metrics, status=status,
@@ -258,7 +262,8 @@ def build_session(
         if replicas is not None and is_first:
             replicas.check(state.position.step - 1, (1,) * group.world_size)
         undo.pop_all()
-    metrics.set_total(_total_steps(config, len(material.train), provenance.batch, state))
+    told.total_steps = _total_steps(config, len(material.train), provenance.batch, state)
+    metrics.set_total(told.total_steps)
     status.write(0.0, force=True, step=state.position.step - 1, state="start" if is_first else "train")
     if is_first or carried is None:
         _say_what_runs(controller, material)

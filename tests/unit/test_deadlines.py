@@ -128,6 +128,8 @@ hetseq/reduction.py
     GradientReducer.finish: bucket.pending.wait: the collective got the deadline of its group
 hetseq/ssh.py
     FanOut._turn: os.read: the selector has found something to read
+hetseq/top.py
+    _keys.is_quit: os.read: the terminal was found readable, and nobody else reads it
 hetseq/workers.py
     Worker.tell: _channel.send_bytes: the pipe has SO_SNDTIMEO
     Worker.listen: _channel.recv_bytes: poll has found something, and for the rest the pipe has SO_RCVTIMEO

@@ -1,0 +1,267 @@
+"""Sentences below the table of the ranks, each about something that its reader can change: pure.
+
+Responsible for what is worth a sentence and which option or command would help. It takes the medians of some steps (see
+`rank_table`) and knows no clock, file or rank. What another cluster would do is predicted as `hetseq plan` does it.
+
+The one idea: whoever follows an advice has work with it, so each has a limit below which nothing is said. A sentence
+that stands is withdrawn at four fifths of its limit only, as one that comes and goes cannot be believed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetseq.capacity import NEGLIGIBLE_GAIN, Cost
+from hetseq.rank_table import Numbers, RankSummary
+from hetseq.simulation import RankModel, best_shares, predict, ring_factor
+
+ADVICE_STEPS = 20  # that an advice rests upon: the first shares of a run, and one slow read, are behind it then
+
+_DATA = 0.05  # of a step that a rank waits for its data
+_BALANCE = 0.05  # of a step that other shares would save
+_MEMORY = 0.95  # of what there is
+_STAYS = 0.8  # of a limit, for a sentence that stands
+_REMOVED = 0.005  # of a step that may be left of what a sentence promises to remove
+_MOST_SENTENCES = 3
+_MOST_JUDGED = 8  # nodes that are taken away on paper, the slowest; each costs the time of a rebalance
+_MOST_ROUNDED = 64  # ranks; more of them have no global batch that suits all
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What an advice needs to know of the options: `run` as a user writes it, `balance` as in --balance.
+
+    `unit` is how many samples are dealt as one piece, 0 where something else is dealt (tokens).
+    """
+
+    run: str
+    balance: str
+    unit: int = 1
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One sentence; `key` stays the same while its figures change."""
+
+    key: str
+    text: str
+
+
+class Adviser:
+    """Remembers which sentences stand."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._standing: tuple[Advice, ...] = ()
+
+    def look(self, summary: RankSummary | None) -> tuple[Advice, ...]:
+        """The sentences that stand after these steps; the same as before where they are too few to judge by."""
+        if summary is not None and summary.steps >= ADVICE_STEPS:
+            keys = frozenset(advice.key for advice in self._standing)
+            self._standing = advise(summary, self._setting, standing=keys)
+        return self._standing
+
+
+def advise(summary: RankSummary, setting: Setting, *, standing: frozenset[str] = frozenset()) -> tuple[Advice, ...]:
+    """At most three sentences about these steps, the most urgent first; `standing` are the keys of those before."""
+    if not summary.step_s or len(summary.share) < 1:
+        return ()
+    found = [
+        *_about_memory(summary, standing),
+        *_about_data(summary, standing),
+        *_about_ranks(summary, setting, standing),
+        *_about_balance(summary, setting, standing),
+        *_about_rounding(summary, setting, standing),
+    ]
+    return tuple(found[:_MOST_SENTENCES])
+
+
+# one kind of advice each
+
+
+def _about_memory(summary: RankSummary, standing: frozenset[str]) -> Iterator[Advice]:
+    """A GPU has its own; the ranks on CPUs of a node share what the node has."""
+    nodes, devices = _nodes(summary), _devices(summary)
+    used: dict[str, float] = {}
+    for rank, node in enumerate(nodes):
+        own, limit = summary.memory_bytes[rank], summary.memory_limit_bytes[rank]
+        if limit > 0 and own > 0:
+            place = _named(summary, rank) if devices[rank] != "cpu" else f"{node or 'this node'} (all ranks on its CPU)"
+            used[place] = used.get(place, 0.0) + own / limit
+    if used:
+        place, part = max(used.items(), key=lambda item: item[1])
+        if part > _limit(_MEMORY, "memory", standing, stays=0.97):
+            yield Advice(
+                "memory",
+                f"{place} has used {part:.0%} of its memory: a smaller --max-sentences there leaves room",
+            )
+
+
+def _about_data(summary: RankSummary, standing: frozenset[str]) -> Iterator[Advice]:
+    parts = summary.data_s / _step_s(summary)
+    late = np.flatnonzero(np.nan_to_num(parts) > _limit(_DATA, "data", standing))
+    if len(late):
+        worst = int(late[np.argmax(parts[late])])
+        others = f", and {len(late) - 1} more ranks wait," if len(late) > 2 else ""
+        others = ", and another rank waits," if len(late) == 2 else others
+        node = _nodes(summary)[worst]
+        yield Advice(
+            "data",
+            f"{_named(summary, worst)} waits {parts[worst]:.0%} of a step for its data{others}: more --num-workers"
+            + (f" on {node}" if node else "")
+            + " may help",
+        )
+
+
+def _about_ranks(summary: RankSummary, setting: Setting, standing: frozenset[str]) -> Iterator[Advice]:
+    """Nodes, and ranks of a node, without which a step would be shorter."""
+    models = _models(summary)
+    if len(models) < 2 or summary.communication_s is None:
+        return
+    total = _total(summary)
+    with_all_s = _best_step_s(models, total, summary.communication_s)
+    for node, group in _judged(summary):
+        others = [model for rank, model in enumerate(models) if rank not in group]
+        if all(model.cost.limit == 0 for model in others):
+            continue
+        communication_s = summary.communication_s * ring_factor(len(others)) / ring_factor(len(models))
+        gain = 1 - _best_step_s(others, total, communication_s) / with_all_s
+        key = f"without {'+'.join(str(summary.slots[rank]) for rank in group)}"
+        if gain <= _limit(NEGLIGIBLE_GAIN, key, standing):
+            continue
+        is_first = 0 in group  # the run ends with its first node
+        if len(group) == _nodes(summary).count(node) and not is_first:
+            yield Advice(key, f"{node} costs {gain:.0%} of a step: `hetseq drop {setting.run} {node}` takes it out")
+        else:
+            place = node if len(group) > 1 else _named(summary, group[0])
+            yield Advice(key, f"{place} costs {gain:.0%} of a step: a start without it (--devices) would be faster")
+        return  # the worst; after it everything is another cluster
+
+
+def _about_balance(summary: RankSummary, setting: Setting, standing: frozenset[str]) -> Iterator[Advice]:
+    models = _models(summary)
+    if setting.balance == "auto" or len(models) < 2 or any(model.cost.limit == 0 for model in models):
+        return
+    communication_s = summary.communication_s or 0.0
+    shares = [int(share) for share in summary.share]
+    now_s = predict(models, shares, communication_s=communication_s).step_s
+    gain = 1 - _best_step_s(models, sum(shares), communication_s) / now_s
+    if gain > _limit(_BALANCE, "balance", standing):
+        yield Advice(
+            "balance",
+            f"the ranks' speeds do not fit --balance {setting.balance}: with --balance auto a step would be"
+            f" {gain:.0%} shorter, with the same result",
+        )
+
+
+def _about_rounding(summary: RankSummary, setting: Setting, standing: frozenset[str]) -> Iterator[Advice]:
+    """Shares are whole samples; where they are few, the last one of the slowest rank is waited for."""
+    models, unit = _models(summary), setting.unit
+    if setting.balance != "auto" or unit < 1 or not 2 <= len(models) <= _MOST_ROUNDED:
+        return
+    working = np.array([share > 0 and model.cost.limit != 0 for share, model in zip(summary.share, models)])
+    fixed_s = np.array([model.cost.fixed_s for model in models])[working]
+    piece_s = np.array([model.cost.per_unit_s * unit for model in models])[working]
+    pieces = np.round(summary.share[working] / unit)  # shapes (working ranks,)
+    if len(pieces) < 2 or not pieces.all():
+        return
+    step_s, total = _step_s(summary), float(pieces.sum())
+    lost_s = float((fixed_s + piece_s * pieces).max()) - _even_s(total, fixed_s, piece_s)
+    limit = _limit(NEGLIGIBLE_GAIN, "rounding", standing)
+    waited = float(np.nanmean(summary.wait_s[working])) / step_s
+    if min(lost_s / step_s, waited) <= limit:
+        return
+    better = _better_total(pieces, fixed_s, piece_s, most_lost_s=_REMOVED * step_s)
+    if better is not None and better != total:
+        yield Advice(
+            "rounding",
+            f"{lost_s / step_s:.0%} of a step is lost as shares are whole {'samples' if unit == 1 else 'units'}:"
+            f" --global-batch-size {better * unit:.0f} would remove it",
+        )
+
+
+def _better_total(pieces: Numbers, fixed_s: Numbers, piece_s: Numbers, *, most_lost_s: float) -> float | None:
+    """The number of pieces nearest to the present one, at most half of it away, that lets nobody wait; None: none."""
+    total, found = float(pieces.sum()), list[float]()
+    for rank, own in enumerate(pieces):
+        for count in np.arange(max(1.0, own // 2), own + own // 2 + 2):
+            end_s = fixed_s[rank] + piece_s[rank] * count
+            dealt = float(np.floor(np.maximum(0.0, (end_s - fixed_s) / piece_s) + 1e-9).sum())
+            if abs(dealt - total) <= total / 2 and end_s - _even_s(dealt, fixed_s, piece_s) <= most_lost_s:
+                found.append(dealt)
+    return min(found, key=lambda dealt: (abs(dealt - total), dealt), default=None)
+
+
+def _even_s(total: float, fixed_s: Numbers, piece_s: Numbers) -> float:
+    """When all would be done at once if pieces could be cut: sum of (t - fixed) / piece over who has begun = total."""
+    order = np.argsort(fixed_s)
+    fixed_s, piece_s = fixed_s[order], piece_s[order]
+    speeds = np.cumsum(1 / piece_s)  # of the first ranks together; shape (ranks,)
+    ends_s = (total + np.cumsum(fixed_s / piece_s)) / speeds
+    begun = np.append(fixed_s[1:], np.inf)
+    return float(ends_s[int(np.argmax(ends_s <= begun))])
+
+
+# what the sentences are made of
+
+
+def _limit(limit: float, key: str, standing: frozenset[str], *, stays: float = _STAYS) -> float:
+    return limit * stays if key in standing else limit
+
+
+def _step_s(summary: RankSummary) -> float:
+    return summary.step_s or math.nan
+
+
+def _total(summary: RankSummary) -> int:
+    return int(summary.share.sum())
+
+
+def _models(summary: RankSummary) -> list[RankModel]:
+    """The ranks as the planner sees them; one whose cost nobody knows, as it has had nothing to do, takes nothing."""
+    models = []
+    for rank, share in enumerate(summary.share):
+        fixed_s, per_sample_s = summary.fixed_s[rank], summary.per_sample_s[rank]
+        overhead_s = float(np.nan_to_num(summary.overhead_s[rank]))
+        compute_s = float(np.nan_to_num(summary.compute_s[rank]))
+        if fixed_s >= 0 and per_sample_s > 0:
+            cost = Cost(float(fixed_s), float(per_sample_s))
+        elif share > 0 and compute_s > 0:
+            cost = Cost(overhead_s, float(compute_s / share))
+        else:
+            cost = Cost(overhead_s, 1.0, limit=0)
+        models.append(RankModel(summary.names[rank], cost, overhead_s))
+    return models
+
+
+def _best_step_s(models: Sequence[RankModel], total: int, communication_s: float) -> float:
+    if all(model.cost.limit == 0 for model in models):
+        return math.inf
+    return predict(models, best_shares(models, total), communication_s=communication_s).step_s
+
+
+def _judged(summary: RankSummary) -> list[tuple[str, tuple[int, ...]]]:
+    """Nodes with their ranks, then single ranks of nodes that have several, the slowest first."""
+    nodes = _nodes(summary)
+    by_node = {node: tuple(rank for rank, own in enumerate(nodes) if own == node) for node in dict.fromkeys(nodes)}
+    groups = list(by_node.items()) if len(by_node) > 1 else []
+    groups += [(nodes[rank], (rank,)) for ranks in by_node.values() if len(ranks) > 1 for rank in ranks]
+    speeds = np.nan_to_num(summary.samples_per_s)
+    return sorted(groups, key=lambda group: (speeds[list(group[1])].mean(), -len(group[1])))[:_MOST_JUDGED]
+
+
+def _nodes(summary: RankSummary) -> list[str]:
+    return [name.rpartition("/")[0] for name in summary.names]
+
+
+def _devices(summary: RankSummary) -> list[str]:
+    return [name.rpartition("/")[2].partition(":")[0] for name in summary.names]
+
+
+def _named(summary: RankSummary, rank: int) -> str:
+    name = summary.names[rank]
+    return f"rank {summary.slots[rank]} ({name})" if name else f"rank {summary.slots[rank]}"

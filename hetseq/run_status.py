@@ -1,0 +1,141 @@
+"""What the newest steps say of a whole run, small enough for one status file: rows in, an object out, and back.
+
+Responsible for the key `run` in the `status/rank-N.json` of the rank that writes the rows: where the run is, its pace,
+its last checkpoint, the medians of its table, the advice. Pure: files are `run_directory`'s, the clock is passed in.
+
+The one idea: every rank has all numbers of a step after its commit, so one file can tell of all ranks, and the others
+need only say that they are alive. A reader that comes late sees what a reader from the start sees.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from hetseq.advice import ADVICE_STEPS, Advice, Adviser, Setting
+from hetseq.rank_table import MEDIAN_STEPS, RankSummary, Row, summarise
+
+_ADVICE_INTERVAL_S = 5.0
+_ETA_STEPS = 50  # as in the live line
+_SPREAD = 2.0  # standard errors of the pace on either side
+_DIGITS = 5
+
+_OF_STEP = ("step", "epoch", "loss", "samples", "seconds", "skipped", "generation")
+_BY_RANK = tuple(field.name for field in fields(RankSummary) if field.type == "Numbers")
+
+
+class RunStatus:
+    """Follows the steps of one generation; only the rank that writes needs one."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.total_steps: int | None = None  # None: not known
+        self._adviser = Adviser(setting)
+        self._rows: deque[Row] = deque(maxlen=ADVICE_STEPS)
+        self._times_s: deque[float] = deque(maxlen=_ETA_STEPS + 1)
+        self._saved: tuple[int, float | None] | None = None  # the last checkpoint, and when it was new
+        self._advice: tuple[Advice, ...] = ()
+        self._next_advice_s = -math.inf
+
+    def step(self, row: Row, now_s: float, *, saved_step: int) -> None:
+        """Take the row of a step, which has `ranks`, and the newest step of which there is a checkpoint (0: none)."""
+        self._rows.append(row)
+        self._times_s.append(now_s)
+        if saved_step and self._saved is None:
+            self._saved = (saved_step, None)  # that of an earlier start: nobody here knows when
+        self.saved(saved_step, now_s)
+
+    def saved(self, step: int, now_s: float) -> None:
+        """There is a checkpoint of `step`."""
+        if step and (self._saved is None or self._saved[0] < step):
+            self._saved = (step, now_s)
+
+    def advise(self, now_s: float) -> tuple[Advice, ...]:
+        """What is to be said now; judged anew every few seconds."""
+        if now_s >= self._next_advice_s and len(self._rows) == ADVICE_STEPS:
+            self._next_advice_s = now_s + _ADVICE_INTERVAL_S
+            self._advice = self._adviser.look(summarise(self._rows))
+        return self._advice
+
+    def told(self, now_s: float) -> dict[str, Any]:
+        """The object for the file; empty before the first step."""
+        if not self._rows:
+            return {}
+        newest, now_s = self._rows[-1], max(now_s, self._times_s[-1])
+        summary = summarise(list(self._rows)[-MEDIAN_STEPS:])
+        return {
+            **{key: newest[key] for key in _OF_STEP if key in newest},
+            "total_steps": self.total_steps,
+            "eta_s": self._eta_s(int(newest.get("step", 0))),
+            "checkpoint": self._saved and self._saved[0],
+            "checkpoint_age_s": self._saved and self._saved[1] and round(now_s - self._saved[1], 1),
+            "advice": [advice.text for advice in self._advice],
+            "ranks": None if summary is None else _packed(summary),
+        }
+
+    def _eta_s(self, step: int) -> list[float] | None:
+        """Least and most seconds to the last step, from the spread of the latest steps; None if it is not known."""
+        times = list(self._times_s)
+        if self.total_steps is None or len(times) < 3:
+            return None
+        paces = [after - before for before, after in itertools.pairwise(times)]
+        pace_s, doubt_s = statistics.fmean(paces), _SPREAD * statistics.stdev(paces) / math.sqrt(len(paces))
+        left = max(self.total_steps - step, 0)
+        return [round(left * max(pace_s - doubt_s, 0.0), 1), round(left * (pace_s + doubt_s), 1)]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a reader finds under `run`: the newest step, and the medians of its ranks; None where it is not told."""
+
+    row: Mapping[str, Any]
+    summary: RankSummary | None
+    total_steps: int | None
+    eta_s: tuple[float, float] | None
+    checkpoint: int | None
+    checkpoint_age_s: float | None  # when the file was written
+    advice: tuple[str, ...]
+
+
+def read_facts(told: Any) -> RunFacts | None:
+    """What `RunStatus.told` had said, from JSON; None for what is not that, as another version may write it."""
+    try:
+        eta, age = told["eta_s"], told["checkpoint_age_s"]
+        return RunFacts(
+            row={"step": int(told["step"]), **{key: told[key] for key in _OF_STEP if key in told}},
+            summary=None if told["ranks"] is None else _unpacked(told["ranks"]),
+            total_steps=told["total_steps"],
+            eta_s=None if eta is None else (float(eta[0]), float(eta[1])),
+            checkpoint=told["checkpoint"],
+            checkpoint_age_s=None if age is None else float(age),
+            advice=tuple(str(text) for text in told["advice"]),
+        )
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+
+
+def _packed(summary: RankSummary) -> dict[str, Any]:
+    """As few digits as eyes and advice need: 64 ranks are some 8 kB."""
+    packed = {field.name: getattr(summary, field.name) for field in fields(summary)}
+    return {name: _short(values) if name in _BY_RANK else values for name, values in packed.items()}
+
+
+def _short(values: Sequence[float]) -> list[float | None]:
+    return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values]
+
+
+def _unpacked(packed: Mapping[str, Any]) -> RankSummary:
+    size = len(packed["share"])
+    arrays = {name: np.array(packed[name], float) for name in _BY_RANK}  # null becomes NaN
+    if any(array.shape != (size,) for array in arrays.values()) or len(packed["slots"]) != size:
+        raise ValueError(f"{size} shares: expected as many of everything")
+    names, slots = tuple(map(str, packed["names"])), tuple(map(int, packed["slots"]))
+    others = {key: packed[key] for key in ("steps", "efficiency", "communication_s", "pace", "step_s")}
+    changes: dict[str, Any] = {"names": names, "slots": slots, **others, **arrays}
+    return RankSummary(**changes)

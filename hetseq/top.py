@@ -1,0 +1,413 @@
+"""`hetseq top RUN`: what a run does now, from any machine that sees its directory.
+
+Responsible for reading `status/`, for judging who is gone or silent and whether the run has ended, and for showing it
+again and again. It opens nothing for writing, takes no lock and asks no rank: a run does not notice that it is watched.
+
+The one idea: clocks of machines differ, so how long a rank has been silent is measured here, from the moment in which
+its file last changed under our eyes. Only for what was there at the first look the time of the file has to do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import select
+import shutil
+import socket
+import sys
+import termios
+import textwrap
+import time
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetseq.errors import ConfigError
+from hetseq.progress import terminal
+from hetseq.rank_table import RankSummary, Signs, ranks_that_matter, summarise, table_lines, with_slots
+from hetseq.run_status import RunFacts, read_facts
+
+USAGE = """usage: hetseq top RUN [--once] [--interval S]
+
+  RUN           the --save-dir of a run; from any machine that sees it, nothing in it is changed
+  --once        show it once, as plain text
+  --interval S  look every S seconds; default: 1 on a terminal, 10 elsewhere
+
+as in: hetseq top runs/mnist
+
+q or Ctrl-C ends the view, never the run; the view ends by itself when the run has ended.
+"""
+
+_EXAMPLE = "as in: hetseq top runs/mnist"
+_LIVE_S, _PLAIN_S, _LEAST_S = 1.0, 10.0, 0.1
+_SILENT_S, _SILENT_STEPS = 10.0, 5  # a rank writes once a second, and at the end of a step
+_ENDED_S = 3.0  # how old the last sign of life is before a run without a launcher counts as over
+_PLAIN_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """`hetseq top RUN --once --interval S`; the interval is None where none is given."""
+
+    run: Path
+    is_once: bool = False
+    interval_s: float | None = None
+
+
+@dataclass(frozen=True)
+class RankSign:
+    """What one status file says, and how long ago it was written."""
+
+    slot: int
+    told: dict[str, Any]
+    age_s: float
+
+    @property
+    def name(self) -> str:
+        """`node/device`."""
+        return f"{self.told.get('node', '?')}/{self.told.get('device', '?')}"
+
+    @property
+    def is_living(self) -> bool:
+        """Whether it said, last of all, that it goes on."""
+        return self.told.get("pid") is not None and self.told.get("state") in ("start", "train")
+
+
+def run(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """`hetseq top RUN`: show a run until it has ended or q is pressed; gives 0. Raises ConfigError."""
+    arguments = parse(words)
+    look = Lookout(arguments.run)
+    signs = look.signs()
+    if not signs:
+        raise ConfigError(
+            f"hetseq top: {arguments.run} is no run that has begun: its status/ names no rank; expected the --save-dir"
+            " of one"
+        )
+    with suppress(KeyboardInterrupt):
+        if arguments.is_once:
+            say("\n".join(view(arguments.run, signs, look, width=_width()).lines))
+        elif sys.stdout.isatty() and not terminal(sys.stdout).is_dumb_terminal:
+            _watch_live(arguments, look, say)
+        else:
+            _watch_plain(arguments, look, say)
+    return 0
+
+
+def parse(words: Sequence[str]) -> Arguments:
+    """The command line. Raises ConfigError."""
+    targets, is_once, interval_s, left = list[str](), False, None, list(words)
+    while left:
+        word = left.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag == "--interval":
+            if not equals and not left:
+                raise ConfigError(f"hetseq top: --interval stands without a value, {_EXAMPLE} --interval 5")
+            interval_s = _seconds_of(value if equals else left.pop(0))
+        elif word == "--once":
+            is_once = True
+        elif word.startswith("-"):
+            raise ConfigError(f"hetseq top: unknown option {flag}: expected --once, --interval")
+        else:
+            targets.append(word)
+    if len(targets) != 1:
+        found = f"found {' '.join(targets)}" if targets else "found none"
+        raise ConfigError(f"hetseq top: expected one RUN, {found}; {_EXAMPLE}")
+    return Arguments(Path(targets[0]), is_once, interval_s)
+
+
+def _seconds_of(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not _LEAST_S <= seconds < math.inf:
+        raise ConfigError(f"hetseq top: --interval {text}: expected seconds, {_LEAST_S:g} or more")
+    return seconds
+
+
+# reading
+
+
+class Lookout:
+    """Reads the files again and again, and remembers when each one changed."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._path, self._now, self._wall = path, now, wall
+        self._seen: dict[int, tuple[int, dict[str, Any], float]] = {}  # by slot: its time, content, when it changed
+
+    def signs(self) -> list[RankSign]:
+        """What all ranks say now, by slot; a file that cannot be read just now is as it was."""
+        now_s = self._now()
+        for path in self._path.glob("status/rank-*.json"):
+            number = path.stem.partition("-")[2]
+            with suppress(OSError, ValueError):
+                slot, written_ns = int(number), path.stat().st_mtime_ns
+                before = self._seen.get(slot)
+                if before is not None and before[0] == written_ns:
+                    continue
+                told = json.loads(path.read_text())
+                if isinstance(told, dict):
+                    age_s = 0.0 if before is not None else max(0.0, self._wall() - written_ns / 1e9)
+                    self._seen[slot] = (written_ns, told, now_s - age_s)
+        return [RankSign(slot, told, now_s - since_s) for slot, (_, told, since_s) in sorted(self._seen.items())]
+
+    def has_launcher(self) -> bool:
+        """Whether `.lock` names the launcher that holds this directory: it is emptied when a run ends."""
+        try:
+            return (self._path / ".lock").stat().st_size > 0
+        except OSError:
+            return True  # not known
+
+    def is_dead(self, sign: RankSign) -> bool:
+        """Whether the process of a rank has gone, as far as this machine can tell."""
+        pid = sign.told.get("pid")
+        if sign.age_s < _ENDED_S or sign.told.get("node") != socket.gethostname()[:200] or not isinstance(pid, int):
+            return False
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:  # somebody else's
+            return False
+        return False
+
+
+# judging
+
+
+@dataclass(frozen=True)
+class View:
+    """The lines of one look, and how the run has ended; None while it goes on."""
+
+    lines: tuple[str, ...]
+    ending: str | None
+
+
+def view(run: Path, signs: Sequence[RankSign], look: Lookout, *, width: int, height: int | None = None) -> View:
+    """What is to be shown of these signs; as many ranks as fit into `height` lines (None: 64)."""
+    teller, facts = _teller(signs)
+    step_s = facts.summary.step_s if facts is not None and facts.summary is not None else None
+    silent_s = max(_SILENT_S, _SILENT_STEPS * (step_s or 0.0))
+    states = {sign.slot: _state(sign, look, silent_s) for sign in signs}
+    ending = _ending(signs, states, look, facts)
+    head = _run_lines(run, facts, teller, width)
+    foot = [*_notes(signs, states, facts), *([] if ending is None else [ending])]
+    advice = [] if facts is None or ending is not None else facts.advice
+    tail = [line for text in (*advice, *foot) for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+    summary = with_slots(_summary(signs, facts), {sign.slot: sign.name for sign in signs})
+    room = _PLAIN_RANKS if height is None else max(1, height - len(head) - len(tail) - 4)
+    return View((*head, *_table(summary, signs, states, room, width), *tail), ending)
+
+
+def _teller(signs: Sequence[RankSign]) -> tuple[RankSign | None, RunFacts | None]:
+    """The rank that tells of all, and what; the newest where several do, as after the death of one."""
+    found = [(sign, facts) for sign in signs if (facts := read_facts(sign.told.get("run"))) is not None]
+    if not found:
+        return None, None
+    return max(found, key=lambda pair: (pair[1].row.get("generation") or 0, pair[1].row["step"], -pair[0].age_s))
+
+
+def _state(sign: RankSign, look: Lookout, silent_s: float) -> str:
+    if sign.told.get("pid") is None:
+        return "gone"
+    if not sign.is_living:
+        return str(sign.told.get("state", "?"))
+    if look.is_dead(sign):
+        return "dead"
+    return "silent" if sign.age_s > silent_s else str(sign.told["state"])
+
+
+def _ending(signs: Sequence[RankSign], states: dict[int, str], look: Lookout, facts: RunFacts | None) -> str | None:
+    """How the run has ended, or None."""
+    here = [sign for sign in signs if states[sign.slot] != "gone"]
+    step = max((int(sign.told.get("step") or 0) for sign in signs), default=0)
+    goes_on = [sign for sign in here if sign.is_living and states[sign.slot] != "dead"]
+    if not goes_on and "done" in states.values():
+        return f"the run has ended: all is done after step {step}"
+    if not goes_on and "stopped" in states.values():
+        return f"the run was stopped after step {step}: the same command goes on with it"
+    is_left = not look.has_launcher() and all(sign.age_s > _ENDED_S for sign in goes_on)
+    if goes_on and not is_left:
+        return None
+    saved = facts.checkpoint if facts is not None else None
+    back = f"; its last checkpoint is that of step {saved}" if saved else ""
+    return f"the run has ended before its end, after step {step}: the last lines of log/rank-N.txt say why{back}"
+
+
+def _notes(signs: Sequence[RankSign], states: dict[int, str], facts: RunFacts | None) -> list[str]:
+    """Who is gone, dead or silent."""
+    notes = []
+    living = [sign for sign in signs if states[sign.slot] in ("start", "train", "silent")]
+    silent = [sign for sign in living if states[sign.slot] == "silent"]
+    if silent and len(silent) == len(living):
+        age = _lasting(min(sign.age_s for sign in silent))
+        notes.append(f"no rank has given a sign of life for {age}: a validation, a long step, or a run that was lost")
+    else:
+        notes += [f"{_who(sign)} has given no sign of life for {_lasting(sign.age_s)}" for sign in silent]
+    for sign in signs:
+        if states[sign.slot] in ("gone", "dead"):
+            word = "is gone" if states[sign.slot] == "gone" else "has died"
+            notes.append(f"{_who(sign)} {word}, after step {sign.told.get('step')}, {_lasting(sign.age_s)} ago")
+    return notes
+
+
+def _who(sign: RankSign) -> str:
+    return f"rank {sign.slot} ({sign.name})"
+
+
+# words
+
+
+def _summary(signs: Sequence[RankSign], facts: RunFacts | None) -> RankSummary:
+    """The medians, or, before the first step, the shares alone."""
+    if facts is not None and facts.summary is not None:
+        return facts.summary
+    here = [sign for sign in signs if sign.told.get("pid") is not None] or signs
+    row = {
+        "shares": [sign.told.get("share") or 0 for sign in here],
+        "slots": [sign.slot for sign in here],
+        "ranks": {"names": [sign.name for sign in here]},
+    }
+    summary = summarise([row])
+    assert summary is not None  # it has ranks
+    return summary
+
+
+def _table(summary: RankSummary, signs: Sequence[RankSign], states: dict[int, str], room: int, width: int) -> list[str]:
+    """The table, first of all with the ranks that are in trouble."""
+    ages = {sign.slot: sign.age_s for sign in signs}
+    told = Signs(
+        tuple(states.get(slot, "?") for slot in summary.slots),
+        np.array([ages.get(slot, math.nan) for slot in summary.slots]),
+    )
+    odd = [rank for rank, state in enumerate(told.states) if state in ("silent", "dead", "gone")][: max(1, room // 2)]
+    size = len(summary.slots)
+    matter = ranks_that_matter(summary, room - len(odd))
+    chosen = list(range(size)) if size <= room else sorted({*odd, *matter})
+    return table_lines(summary, chosen, width=width, signs=told)
+
+
+def _run_lines(run: Path, facts: RunFacts | None, teller: RankSign | None, width: int) -> list[str]:
+    """Where the run is, in as many lines as it takes."""
+    name = run.resolve().name
+    if facts is None or teller is None:
+        return [f"{name}  no step yet"]
+    row, summary = facts.row, facts.summary
+    total = "" if facts.total_steps is None else f"/{facts.total_steps:,}"
+    first = [f"{name}  step {row['step']:,}{total}"]
+    first += [f"epoch {row['epoch']}"] if "epoch" in row else []
+    loss = row.get("loss")
+    first += ["skipped"] if row.get("skipped") else [f"loss {loss:.4g}"] if isinstance(loss, (int, float)) else []
+    parts = ["  ".join(first)]
+    if summary is not None and summary.step_s:
+        speed = float(np.nansum(summary.share)) / summary.step_s
+        words = f"{speed:,.0f} samples/s" if speed >= 100 else f"{speed:.3g} samples/s"
+        if len(summary.share) > 1:
+            words += "" if summary.efficiency is None else f"  efficiency {summary.efficiency:.0%}"
+        parts.append(words)
+    if facts.eta_s is not None:
+        least, most = (_lasting(max(0.0, seconds - teller.age_s)) for seconds in facts.eta_s)
+        parts.append(f"ETA {least}" + ("" if least == most else f" - {most}"))
+    if facts.checkpoint:
+        age_s = facts.checkpoint_age_s
+        parts.append(
+            f"checkpoint {facts.checkpoint:,}" + ("" if age_s is None else f", {_lasting(age_s + teller.age_s)} ago")
+        )
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + len(part) + 5 <= width:
+            lines[-1] += f"  |  {part}"
+        else:
+            lines.append(part)
+    return [line[:width] for line in lines]
+
+
+def _lasting(seconds: float) -> str:
+    """A duration as one says it: `45 s`, `12 min`, `3 h 20 min`, `1 d 3 h`."""
+    minutes = round(seconds / 60)
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    if minutes < 120:
+        return f"{minutes} min"
+    if minutes < 48 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
+
+
+# showing
+
+
+def _watch_plain(arguments: Arguments, look: Lookout, say: Callable[[str], None]) -> None:
+    interval_s = arguments.interval_s or _PLAIN_S
+    while True:
+        seen = view(arguments.run, look.signs(), look, width=_width())
+        say("\n".join((*seen.lines, "")) if seen.ending is None else "\n".join(seen.lines))
+        if seen.ending is not None:
+            return
+        time.sleep(interval_s)
+
+
+def _watch_live(arguments: Arguments, look: Lookout, say: Callable[[str], None]) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    console = terminal(sys.stdout)
+    interval_s, seen = arguments.interval_s or _LIVE_S, None
+    with _keys() as is_quit, suppress(BrokenPipeError):
+        try:
+            with Live(console=console, auto_refresh=False, screen=True) as live:
+                while seen is None or seen.ending is None:
+                    size = console.size
+                    seen = view(arguments.run, look.signs(), look, width=size.width, height=size.height)
+                    styled = [Text(line, style="bold" if line.startswith(">") else "") for line in seen.lines]
+                    live.update(Text("\n", no_wrap=True, overflow="crop").join(styled), refresh=True)
+                    if seen.ending is None and is_quit(interval_s):
+                        break
+        finally:
+            if seen is not None:  # what was on the other screen stays readable
+                say("\n".join(seen.lines))
+
+
+@contextmanager
+def _keys() -> Iterator[Callable[[float], bool]]:
+    """Gives what waits for so many seconds, and says whether q was pressed; needs a terminal to read from."""
+    if not sys.stdin.isatty():
+        yield _sleep
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+
+    def is_quit(seconds: float) -> bool:
+        is_there, _, _ = select.select([descriptor], [], [], seconds)
+        return bool(is_there) and not {b"q", b"Q", b""}.isdisjoint(_each(os.read(descriptor, 64)))
+
+    try:
+        yield is_quit
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
+
+
+def _each(keys: bytes) -> list[bytes]:
+    return [keys[place : place + 1] for place in range(len(keys))] or [b""]
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((120, 24)).columns

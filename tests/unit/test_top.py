@@ -1,0 +1,182 @@
+"""`hetseq top`: what a person sees of a run from its status files alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from hetseq import run_directory
+from hetseq.advice import Setting
+from hetseq.boundary import StatusFiles
+from hetseq.errors import ConfigError
+from hetseq.run_directory import RunDirectory
+from hetseq.run_status import RunStatus, read_facts
+from hetseq.top import Lookout, parse, run, view
+
+SIZE = 64
+
+
+def row(step: int, size: int) -> dict[str, Any]:
+    kinds = ("compute_s", "data_s", "wait_s", "overhead_s", "fixed_s", "per_sample_s")
+    ranks: dict[str, Any] = {kind: [0.1] * size for kind in kinds}
+    ranks |= {"names": [f"lab{rank}/cpu" for rank in range(size)], "memory_bytes": [0] * size}
+    return {
+        "step": step, "epoch": 1, "loss": 0.5, "samples": 4 * size, "seconds": 0.25, "shares": [4] * size,
+        "efficiency": 0.9, "communication_s": 0.01, "pace": size - 1, "generation": 0, "ranks": ranks,
+    }  # fmt: skip
+
+
+def told(step: int, size: int) -> RunStatus:
+    status = RunStatus(Setting("runs/a", "auto"))
+    status.total_steps = 1000
+    for number in range(1, step + 1):
+        status.step(row(number, size), number / 4, saved_step=0)
+    return status
+
+
+def write(folder: Path, slot: int, **changes: Any) -> Path:
+    (folder / "status").mkdir(exist_ok=True)
+    path = folder / "status" / f"rank-{slot}.json"
+    about = {"pid": 1, "node": f"lab{slot}", "device": "cpu", "step": 8, "state": "train", "share": 4}
+    path.write_text(json.dumps({**about, **changes}))
+    return path
+
+
+def shown(run: Path, look: Lookout | None = None, **room: Any) -> str:
+    look = look or Lookout(run)
+    return "\n".join(view(run, look.signs(), look, **{"width": 120, **room}).lines)
+
+
+def gang(run: Path, size: int) -> None:
+    for slot in range(size):
+        write(run, slot, **({"run": told(8, size).told(2.0)} if slot == 0 else {}))
+
+
+def test_sixty_four_ranks_fit_into_a_terminal_with_who_is_in_trouble(tmp_path: Path) -> None:
+    gang(tmp_path, SIZE)
+    write(tmp_path, 37, pid=None, state="gone")
+    lines = shown(tmp_path, width=80, height=24).splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert "step 8/1,000" in lines[0]
+    assert "rank 37 (lab37/cpu) is gone, after step 8" in lines[-1]
+    assert any(line.startswith(">  63") for line in lines)  # who sets the pace
+    assert any(line.split()[0] == "37" for line in lines)
+    assert len(shown(tmp_path).splitlines()) >= SIZE
+
+
+def test_a_rank_whose_file_does_not_change_is_silent_by_the_clock_of_the_reader(tmp_path: Path) -> None:
+    now = [0.0]
+    gang(tmp_path, 2)
+    look = Lookout(tmp_path, now=lambda: now[0], wall=lambda: now[0] * 1e9)  # which tells nothing
+    assert "sign of life" not in shown(tmp_path, look)
+    now[0] = 20.0
+    os.utime(write(tmp_path, 0, run=told(8, 2).told(2.0)), ns=(1, 1))
+    assert "rank 1 (lab1/cpu) has given no sign of life for 20 s" in shown(tmp_path, look)
+
+
+@pytest.mark.parametrize(
+    ("state", "words"), [("done", "all is done after step 8"), ("stopped", "stopped after step 8")]
+)
+def test_a_run_that_has_ended_says_how(tmp_path: Path, state: str, words: str) -> None:
+    for slot in range(2):
+        write(tmp_path, slot, state=state)
+    look = Lookout(tmp_path)
+    assert words in (view(tmp_path, look.signs(), look, width=80).ending or "")
+
+
+def test_a_run_without_a_launcher_has_ended_once_nobody_lives(tmp_path: Path) -> None:
+    now = [0.0]
+    gang(tmp_path, 2)
+    look = Lookout(tmp_path, now=lambda: now[0], wall=lambda: 0.0)
+    look.signs()
+    now[0] = 5.0
+    assert view(tmp_path, look.signs(), look, width=80).ending is None
+    (tmp_path / ".lock").touch()
+    assert "before its end, after step 8" in (view(tmp_path, look.signs(), look, width=80).ending or "")
+
+
+def test_a_process_of_this_machine_that_has_gone_is_dead(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.utime(write(tmp_path, 1, pid=pid, node=socket.gethostname()[:200]), ns=(1, 1))
+    write(tmp_path, 0)
+    assert "has died, after step 8" in shown(tmp_path)
+
+
+def test_before_the_first_step_and_beside_files_of_others_there_is_a_table(tmp_path: Path) -> None:
+    write(tmp_path, 0, state="start", share=0, run={"unheard": "of"})
+    (tmp_path / "status" / "rank-x.json").write_text("{")
+    (tmp_path / "status" / "rank-7.json").write_text("{")
+    assert "no step yet" in shown(tmp_path)
+
+
+def test_nothing_in_the_run_directory_is_changed(tmp_path: Path) -> None:
+    gang(tmp_path, 2)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert run([str(tmp_path), "--once"], lambda line: None) == 0
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_what_is_written_is_what_is_read() -> None:
+    status = told(8, 2)
+    status.saved(7, 1.75)
+    facts = read_facts(json.loads(run_directory.json_line(status.told(2.0))))
+    assert facts is not None
+    assert facts.summary is not None
+    assert (facts.checkpoint, facts.checkpoint_age_s) == (7, 0.2)
+    assert facts.eta_s == (248.0, 248.0)  # 992 steps of 0.25 s, all alike
+    np.testing.assert_array_equal(facts.summary.compute_s, [0.1, 0.1])
+    assert np.isnan(facts.summary.memory_limit_bytes).all()
+
+
+def test_sixty_four_ranks_write_once_a_second_each_however_many_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = list[str]()
+    monkeypatch.setattr(run_directory, "replace_file", lambda path, data, **_: writes.append(path.name))
+    files = list[StatusFiles]()
+    for rank in range(SIZE):
+        gather = lambda about: np.stack([about] * SIZE)  # noqa: E731
+        whole = SimpleNamespace(rank=rank, all_gather_rows=gather)
+        sharing = cast(Any, SimpleNamespace(whole=whole, ranks=tuple(range(SIZE)), is_writer=rank == 0))
+        files.append(StatusFiles(RunDirectory(tmp_path), sharing, device="cpu", run=RunStatus(Setting("a", "auto"))))
+    steps, per_s = 200, 20
+    for step in range(steps):
+        if files[0].run is not None:
+            files[0].run.step(row(step, SIZE), step / per_s, saved_step=0)
+        for one in files:
+            one.write(step / per_s, step=step, state="train", shares=[4] * SIZE)
+    assert [files[0].run is not None, files[1].run] == [True, None]
+    assert len(writes) == SIZE * steps // per_s
+    assert {writes.count(name) for name in writes} == {steps // per_s}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "expected one RUN, found none"),
+        (["a", "b"], "found a b"),
+        (["a", "--often"], "unknown option --often"),
+        (["a", "--interval"], "stands without a value"),
+        (["a", "--interval", "0"], "expected seconds, 0.1 or more"),
+        (["a", "--interval=soon"], "--interval soon"),
+    ],
+)
+def test_a_mistyped_command_is_explained(words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(words)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="names no rank"):
+        run([str(tmp_path)], print)
