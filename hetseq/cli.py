@@ -26,6 +26,7 @@ _USAGE = """usage: hetseq COMMAND [options]
   simulate     how fast a cluster would be that is described in a YAML file
   checkpoints  list, show, verify, prune or export the checkpoints of a run
   drop         take a node out of a run that goes on without it
+  selftest     see whether a task of your own is exact on any shares, before a run
   demo         see unequal workers give the result of one machine, in a minute or two: demo mnist, demo bert
 """
 
@@ -252,5 +253,6 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "simulate": simulate,
     "checkpoints": checkpoints,
     "drop": _in_module("hetseq.drop"),
+    "selftest": _in_module("hetseq.selftest"),
     "demo": demo,
 }
