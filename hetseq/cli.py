@@ -31,6 +31,7 @@ _USAGE = """usage: hetseq COMMAND [options]
   drop         take a node out of a run that goes on without it
   script       a batch script for Slurm, Grid Engine, PBS, LSF or HTCondor; nothing is submitted
   ssh          a run on several hosts by one command, over ssh
+  selftest     see whether a task of your own is exact on any shares, before a run
   demo         see unequal workers give the result of one machine, in a minute or two: demo mnist, demo bert
 """
 
@@ -262,5 +263,6 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "drop": _in_module("hetseq.drop"),
     "script": _in_module("hetseq.script"),
     "ssh": _in_module("hetseq.ssh"),
+    "selftest": _in_module("hetseq.selftest"),
     "demo": demo,
 }

@@ -29,10 +29,9 @@ from hetseq.errors import ConfigError, HetSeqError
 from hetseq.launcher import Launcher
 from hetseq.options import dump_yaml
 from hetseq.placement import Placement
-from hetseq.report.writing import reporting
 from hetseq.run_directory import RunDirectory
 from hetseq.sizes import parse_size
-from hetseq.upkeep import upkeep
+from hetseq.upkeep import in_use
 from hetseq.workers import threads_per_worker
 
 logger = logging.getLogger(__name__)
@@ -249,7 +248,7 @@ def run_here(config: Config, errand: Errand | None = None) -> Ending:
     stop = StopRequest(has_launcher=False)
     if errand is None:  # one has no step to finish first
         stop.install()
-    with directory.lock(), reporting(directory, logger.warning), upkeep(directory, logger.warning):
+    with in_use(directory, logger.warning):
         placement = Placement(0, devices[0], threads_per_worker(1))
         report = run_worker(config, directory, placement, stop, line=Alone(directory.adopt_config), errand=errand)
     return Ending(report["code"], report.get("message", ""))

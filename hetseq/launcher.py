@@ -40,9 +40,8 @@ from hetseq.options import dump_yaml
 from hetseq.placement import Crew, Placement
 from hetseq.processes import ECHO_S, first_stop_signal, ringing_on_signals
 from hetseq.progress import takes_text
-from hetseq.report.writing import reporting
 from hetseq.run_directory import RunDirectory
-from hetseq.upkeep import upkeep
+from hetseq.upkeep import in_use
 from hetseq.watch import Watch, may_go_on
 from hetseq.workers import Worker, end_all, start_worker, threads_per_worker, warm_forkserver
 
@@ -203,9 +202,7 @@ class Launcher:
     def _own(self) -> None:
         """Make this node's run directory, keep others out of it, and leave a mark for those who may share it."""
         directory = RunDirectory.prepare(self._config.checkpoint.save_dir, config_yaml=dump_yaml(self._config))
-        self._keeping.enter_context(directory.lock())
-        self._keeping.enter_context(reporting(directory, _tell))
-        self._keeping.enter_context(upkeep(directory, _tell))
+        self._keeping.enter_context(in_use(directory, _tell))
         self._directory, self._is_owner, self._mark = directory, True, leave_mark(directory)
 
     def _leave_directory(self) -> None:

@@ -12,10 +12,21 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 from hetseq.errors import RunDirectoryError
+from hetseq.report.writing import reporting
 from hetseq.run_directory import RunDirectory
 
 _LOOK_S = 1.0
 _PATIENCE_S = 2.0
+
+
+@contextmanager
+def in_use(directory: RunDirectory, tell: Callable[[str], None]) -> Iterator[None]:
+    """A run directory while a launcher uses it: locked, kept there, and with a report at the end.
+
+    Raises RunDirectoryError where another run uses it; otherwise as `upkeep`.
+    """
+    with directory.lock(), reporting(directory, tell), upkeep(directory, tell):
+        yield
 
 
 @contextmanager

@@ -1,0 +1,246 @@
+"""What a self-test asks of a task besides its terms: its data, forward twice, metrics, predictions, saved weights.
+
+Responsible for one question each, answered with findings. Refuses to compare cuts, which `examination` does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from hetseq.fetching import seed_everything
+from hetseq.plan import derive_seed
+from hetseq.selftest.bench import Bench, Reader
+from hetseq.selftest.findings import Finding
+from hetseq.selftest.still import difference, held_still
+from hetseq.task import build_model, is_overridden
+
+_FEW = 8  # samples that are read twice
+_PAGE = "docs/exactness.md"
+
+
+def of_reading(reader: Reader, samples: int) -> Finding | None:
+    """Samples that are others when they are read again, or after others."""
+    few = range(min(samples, _FEW))
+    first = [reader.samples([position]) for position in few]
+    again = {position: reader.samples([position]) for position in reversed(few)}
+    for position in few:
+        at = difference(first[position], again[position])
+        if at is None:
+            continue
+        pair = [reader.samples([position]) for _ in range(2)]
+        name = type(reader.dataset).__name__
+        if difference(*pair) is None:
+            return Finding(
+                "data order", name,
+                f"what it gives for an index ({at}) depends on what was read before",
+                "Let __getitem__(index) follow from the index alone: every rank reads other samples in another order",
+            )  # fmt: skip
+        return Finding(
+            "random data", name,
+            f"a sample is another one when it is read twice with the same seed ({at})",
+            "Draw from torch's, NumPy's or Python's generator, which HetSeq seeds by sample, not from one of its own",
+        )  # fmt: skip
+    return None
+
+
+def of_batches(reader: Reader, samples: int, *, unit: int | None) -> Finding | str | None:
+    """Random numbers that are drawn for a whole micro-batch; a note where they are drawn for each sample."""
+    few = range(min(samples, _FEW))
+    seeds = reader.seed, derive_seed(reader.seed, 1)
+    at = difference(*(reader.batch(few, seed=seed) for seed in seeds))
+    if at is None:
+        return None
+    if not reader.reads_together:
+        kept = reader.samples(few)
+        batches = []
+        for seed in seeds:
+            seed_everything(seed)
+            batches.append(reader.collate(list(kept)))
+        if difference(*batches) is None:
+            return f"samples are random ({at}), seeded by sample: the same ones on any shares"
+    who = f"{type(reader.dataset).__name__}.__getitems__" if reader.reads_together else "collater"
+    if unit:
+        return f"{who} draws random numbers for a micro-batch ({at}); with --unit-size {unit} the same on any ranks"
+    return Finding(
+        "random batches", who,
+        f"it draws random numbers for a whole micro-batch ({at}), so a sample depends on how the step is cut",
+        f"Draw in __getitem__, seed each sample by its index, or give --unit-size N ({_PAGE})",
+    )  # fmt: skip
+
+
+def of_one_sample(bench: Bench) -> Finding | None:
+    """A collater or loss that needs company."""
+    for hook, ask in (("collater", bench.reader.batch), ("loss", bench.piece)):
+        try:
+            ask([0])
+        except Exception as error:  # the user's code may raise anything
+            try:
+                ask([0, 1])
+            except Exception:  # it does not work at all: told where everything is measured
+                return None
+            return Finding(
+                "one sample", hook,
+                f"works for two samples and not for one ({type(error).__name__}: {error})",
+                "A share, or what is left of one, may be one sample: keep the first dimension, avoid squeeze()",
+            )  # fmt: skip
+    return None
+
+
+def of_repeating(bench: Bench, samples: int, *, tolerance: float) -> Iterator[Finding]:
+    """Forward twice of the same micro-batch: what changes on the way."""
+    few = range(min(samples, _FEW))
+    before = {name: buffer.clone() for name, buffer in bench.model.named_buffers()}
+    first, again = (bench.piece(few) for _ in range(2))
+    # not to the bit: parallel sums may come in another order
+    changed = next((name for name, buffer in bench.model.named_buffers() if difference(before[name], buffer)), None)
+    for term in bench.terms:
+        a, b = first.sums[term], again.sums[term]
+        if not first.counts[term] or abs(a - b) <= tolerance * max(abs(a), abs(b)) or not math.isfinite(a - b):
+            continue
+        what = (
+            f"buffer {changed} of the model" if changed else "an attribute of task or model, or a generator of its own"
+        )
+        yield Finding(
+            "state", term,
+            f"the same micro-batch gives {a:.6g} and then {b:.6g}: forward changes {what}",
+            "Compute what a task remembers in update_step(num_updates), from num_updates; draw from torch's generator",
+            b, a,
+        )  # fmt: skip
+
+
+def draws_random(bench: Bench, samples: int) -> bool:
+    """Two forwards of the same micro-batch with different seeds differ."""
+    few = range(min(samples, _FEW))
+    totals = [bench.forward(few, seed=seed, is_still=False)[1] for seed in (1, 2)]
+    return any(not torch.equal(totals[0][term], totals[1][term]) for term in bench.terms if totals[0][term].isfinite())
+
+
+def draws_although_still(bench: Bench, samples: int) -> bool:
+    """Two forwards with different seeds differ although torch's draws are constants: NumPy or Python draw."""
+    few = range(min(samples, _FEW))
+    totals = [bench.forward(few, seed=seed)[1] for seed in (1, 2)]
+    return any(not torch.equal(totals[0][term], totals[1][term]) for term in bench.terms if totals[0][term].isfinite())
+
+
+def of_metrics(bench: Bench, samples: int, *, tolerance: float) -> Iterator[Finding]:
+    """Sums with counts, which add up."""
+    if not is_overridden(bench.task, "metrics"):
+        return
+    half = max(samples // 3, 1)
+    pieces = [range(samples), range(half), range(half, samples)]
+    measured = []
+    for positions in pieces:
+        found = _metrics(bench, positions)
+        wrong = next((name for name, pair in found.items() if not _is_pair(pair)), None)
+        if wrong is not None:
+            yield Finding(
+                "metric", wrong,
+                f"metrics gives {found[wrong]!r}: expected (sum, count)",
+                'Give two numbers, as in {"accuracy": (right, samples)}',
+            )  # fmt: skip
+            return
+        measured.append({name: (float(pair[0]), float(pair[1])) for name, pair in found.items()})
+    whole, *parts = measured
+    if any(part.keys() != whole.keys() for part in parts):
+        yield Finding(
+            "metric", "metrics",
+            f"the names depend on the samples: {sorted(whole)} and {sorted(set(parts[0]) ^ set(whole))}",
+            "Give the same names for every micro-batch, with count 0 where there is nothing to count",
+        )  # fmt: skip
+        return
+    for name, pair in whole.items():
+        for place, what in enumerate(("sum", "count")):
+            added, scale = sum(part[name][place] for part in parts), sum(abs(part[name][place]) for part in parts)
+            # a sum is compared as the parameters are, since an argmax has no rounding of its own
+            if abs(added - pair[place]) > tolerance * max(scale, abs(pair[place])):
+                yield Finding(
+                    "metric", name,
+                    f"its {what} does not add up: {pair[place]:.6g} for {samples} samples, {added:.6g} for its two"
+                    " parts",
+                    "metrics gives (sum, count) over the samples of the micro-batch, not a mean; summarise divides",
+                    added, pair[place],
+                )  # fmt: skip
+                break
+
+
+def _metrics(bench: Bench, positions: range) -> dict[str, Any]:
+    batch = bench.place(bench.reader.batch(positions))
+    seed_everything(0)
+    with held_still(), torch.set_grad_enabled(bench.task.needs_gradients_in_validation):
+        return dict(bench.task.metrics(bench.model, batch))
+
+
+def _is_pair(pair: Any) -> bool:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        return False
+    try:
+        return all(isinstance(float(number), float) for number in pair)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def of_predictions(bench: Bench, samples: int) -> Finding | None:
+    """One line of text for each sample."""
+    if not is_overridden(bench.task, "predictions"):
+        return None
+    for positions in (range(samples), range(1)):
+        batch = bench.place(bench.reader.batch(positions))
+        with held_still(), torch.no_grad():
+            lines: Any = bench.task.predictions(bench.model, batch)
+        remedy = "Give a list of str, one line for each sample of the micro-batch, in its order"
+        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+            return Finding("predictions", "predictions", "it gives something else than a list of str", remedy)
+        if len(lines) != len(positions) or any("\n" in line for line in lines):
+            text = f"{len(lines)} lines for {len(positions)} samples, or lines of several lines"
+            return Finding("predictions", "predictions", text, remedy, float(len(lines)), float(len(positions)))
+    return None
+
+
+@torch.no_grad()
+def _stir_(model: torch.nn.Module) -> None:
+    """Other weights than those of `build_model`, as after training."""
+    seed_everything(1)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.mul_(1 + 0.01 * torch.rand_like(parameter)).add_(0.001)
+
+
+def of_saved_weights(bench: Bench, samples: int, *, seed: int, tolerance: float) -> Iterator[Finding]:
+    """A model built anew with the weights of this one must have its losses. Changes the bench's weights."""
+    few = range(min(samples, _FEW))
+    model = bench.model
+    _stir_(model)
+    expected = bench.piece(few)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    kind = next(iter(bench.parameters), torch.zeros(()))
+    seed_everything(seed)
+    fresh = build_model(bench.task).to(kind.device, kind.dtype)
+    fresh.train(model.training)
+    try:
+        fresh.load_state_dict(saved)
+    except RuntimeError as error:
+        yield Finding(
+            "state_dict", "the model",
+            f"a model built anew does not take its weights: {str(error).splitlines()[-1].strip()}",
+            "Make all parameters and buffers in build_model, with the same names and shapes each time",
+        )  # fmt: skip
+        return
+    bench.model = fresh
+    try:
+        found = bench.piece(few)
+    finally:
+        bench.model = model
+    for term in bench.terms:
+        a, b = expected.sums[term], found.sums[term]
+        if expected.counts[term] and abs(a - b) > tolerance * max(abs(a), abs(b)):
+            yield Finding(
+                "state_dict", term,
+                f"a model with the same state_dict gives {b:.6g} in place of {a:.6g}: a checkpoint does not hold"
+                " all that the loss needs",
+                "Register every tensor as parameter or buffer, and compute nothing from weights once and for all",
+                b, a,
+            )  # fmt: skip

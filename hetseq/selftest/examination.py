@@ -1,0 +1,287 @@
+"""A task, examined: from a configuration to a report. What is asked, in which order, and what follows from it.
+
+Responsible for building task, data and model as a run does, and for the two passes over random cuts: in evaluation
+mode, which shows the task's own faults, and in training mode, which adds those of layers that mix samples. The one
+idea: a step in one micro-batch is the truth, and every cut of it has to agree.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hetseq import probe, registry
+from hetseq.config import Config
+from hetseq.errors import TaskError
+from hetseq.fetching import seed_everything
+from hetseq.plan import epoch_order
+from hetseq.replica import check_model
+from hetseq.selftest import checks
+from hetseq.selftest.bench import Bench, Measured, Reader, gradient_difference, loss_difference
+from hetseq.selftest.cuts import Cut, random_cut, singles, whole
+from hetseq.selftest.diagnosis import Diagnosis, mixing_module
+from hetseq.selftest.findings import Finding, Report, TermRow
+from hetseq.task import Task, build_model, collater_of, load_split, make_task
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """The largest relative difference that counts as equal: half of the digits of the type.
+
+    The other half is room for sums in another order; what is wrong with a task shows in the first digits.
+    """
+    return float(torch.finfo(dtype).eps ** 0.5)
+
+
+def examine(config: Config, *, rounds: int, samples: int) -> Report:
+    """Everything that a self-test asks. Raises HetSeqError for what cannot even be built, as a run would."""
+    device = torch.device(config.distributed.devices[0] if config.distributed.devices else "cpu")
+    task = make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
+    dataset = load_split(task, config.data.train_subset)
+    collate, seed = collater_of(task, dataset), config.task.seed
+    order = epoch_order(
+        len(dataset), seed=seed, epoch=1, shuffle=config.data.curriculum < 1, block=config.data.shuffle_block
+    )
+    reader = Reader(dataset, collate, order, seed=seed)
+    report = Report(
+        type(task).__name__, min(samples, len(dataset)), len(dataset), rounds, "fp64", 0.0, str(device)
+    )  # fmt: skip
+    with _raising_into(report, task):
+        _examine_data(report, reader, unit=config.data.unit_size)
+        terms = probe.find_terms(task, dataset, collate)
+        task.update_step(0)
+        bench = _bench(report, task, reader, terms, device=device, seed=seed)
+        report.tolerance = tolerance_of(_DTYPES[report.precision])
+        _Examination(report, bench, config, rounds=rounds).run()
+    if config.data.max_tokens:
+        report.note("--max-tokens makes no difference here: cuts of any size were tried")
+    return report
+
+
+@contextmanager
+def _raising_into(report: Report, task: Task) -> Iterator[None]:
+    """An exception of the task ends the examination as a finding, with the line that raised it."""
+    try:
+        yield
+    except TaskError as error:
+        report.add(Finding("refused", type(task).__name__, str(error), "A run would refuse it in the same words"))
+    except Exception as error:  # the user's code may raise anything
+        place = _own_line(error)
+        logger.debug("the task raised", exc_info=True)
+        report.add(
+            Finding(
+                "raised", type(task).__name__,
+                f"it raised {type(error).__name__}: {error}",
+                f"See {place}; `hetseq train` would end there too" if place else "`hetseq train` would end there too",
+            )
+        )  # fmt: skip
+
+
+def _own_line(error: Exception) -> str | None:
+    """The last line of the traceback that is neither ours nor of an installed library."""
+    here = str(Path(__file__).resolve().parents[1])
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((here, "<")) and "site-packages" not in frame.filename
+    ]  # fmt: skip
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+
+
+def _examine_data(report: Report, reader: Reader, *, unit: int | None) -> None:
+    """Whether samples are the same whenever and with whomever they are read."""
+    finding = checks.of_reading(reader, report.samples)
+    if finding is not None:
+        report.add(finding)
+        if reader.reads_together:
+            report.note("the terms are compared on samples that differ each time they are read")
+        else:
+            reader.keep()  # the terms are examined all the same
+    elif (batches := checks.of_batches(reader, report.samples, unit=unit)) is not None:
+        report.note(batches) if isinstance(batches, str) else report.add(batches)
+
+
+def _bench(
+    report: Report, task: Task, reader: Reader, terms: tuple[str, ...], *, device: torch.device, seed: int
+) -> Bench:
+    """In fp64 where forward and backward of two samples work in it, else in fp32."""
+
+    def build(dtype: torch.dtype) -> Bench:
+        seed_everything(seed)
+        model = build_model(task)
+        check_model(model)
+        model.to(device, dtype)
+        return Bench(task, model.eval(), reader, terms=terms, device=device, dtype=dtype)
+
+    bench = build(torch.float64)
+    try:
+        bench.measure(whole(min(2, report.samples)))
+    except TaskError:
+        raise
+    except Exception as error:  # the user's code may raise anything, and in fp32 something else
+        report.precision, bench = "fp32", build(torch.float32)
+        bench.measure(whole(min(2, report.samples)))
+        report.note(f"compared in fp32, because in fp64 the task raised {type(error).__name__}: {error}")
+    return bench
+
+
+class _Examination:
+    """The questions about the terms, in order."""
+
+    def __init__(self, report: Report, bench: Bench, config: Config, *, rounds: int) -> None:
+        self.report, self.bench, self.rounds = report, bench, rounds
+        self.seed, self.unit = config.task.seed, config.data.unit_size
+        self._generator = np.random.default_rng(self.seed)
+        self._worst: dict[str, tuple[float, float]] = {}
+
+    def run(self) -> None:
+        """Everything; findings and rows go into the report."""
+        report, bench = self.report, self.bench
+        if (alone := checks.of_one_sample(bench)) is not None:
+            report.add(alone)
+        report.add(*checks.of_repeating(bench, report.samples, tolerance=report.tolerance))
+        first = self._pass(least=1 if alone is None else 2)
+        self._add_rows(first)
+        self._training_mode()
+        report.add(*checks.of_metrics(bench, report.samples, tolerance=report.tolerance))
+        if (lines := checks.of_predictions(bench, report.samples)) is not None:
+            report.add(lines)
+        report.add(*checks.of_saved_weights(bench, report.samples, seed=self.seed, tolerance=report.tolerance))
+
+    def _pass(self, *, least: int) -> Measured:
+        """All rounds in the model's present mode, until each term has its finding; the first step in one piece."""
+        begin: Measured | None = None
+        for number in range(self.rounds):
+            first = self._first_of(number)
+            truth = self.bench.measure(whole(self.report.samples, unit=self.unit), first)
+            begin = begin or truth
+            self._check_finite(truth)
+            for cut in self._cuts(number, least=least):
+                self._compare(truth, self.bench.measure(cut, first), first)
+        assert begin is not None, "there is at least one round"
+        return begin
+
+    def _first_of(self, number: int) -> int:
+        """Where in the epoch the step of a round begins; small data sets begin again."""
+        steps = max(self.report.of // self.report.samples, 1)
+        return (number % steps) * self.report.samples
+
+    def _cuts(self, number: int, *, least: int) -> Iterator[Cut]:
+        samples = self.report.samples
+        if number == 0 and self.unit is None:
+            yield singles(samples, size=least)
+        for ranks in (2, 3):
+            yield random_cut(samples, ranks, self._generator, unit=self.unit, least=least)
+
+    def _check_finite(self, truth: Measured) -> None:
+        for term in self.bench.terms:
+            if truth.count(term) and not np.isfinite(truth.sum(term)):
+                self.report.add(
+                    Finding(
+                        "not finite", term,
+                        f"its sum over {self.report.samples} samples is {truth.sum(term)}, with count"
+                        f" {truth.count(term):g}",
+                        "Look for a logarithm or a quotient of 0, or an input that is not finite",
+                        truth.sum(term),
+                    )
+                )  # fmt: skip
+
+    def _compare(self, truth: Measured, cut: Measured, first: int) -> None:
+        tolerance = self.report.tolerance
+        for term in self.bench.terms:
+            gaps = loss_difference(truth, cut, term), gradient_difference(truth, cut, term)
+            counts = truth.count(term), cut.count(term)
+            worst = self._worst.get(term, (0.0, 0.0))
+            self._worst[term] = max(worst[0], gaps[0]), max(worst[1], gaps[1])
+            if max(gaps) > tolerance or abs(counts[0] - counts[1]) > tolerance * max(counts):
+                self._explain(term, truth, cut, first)
+
+    def _explain(self, term: str, truth: Measured, cut: Measured, first: int) -> None:
+        """One reason for each term: the first that is known of it."""
+        report = self.report
+        if any(finding.name == term or finding.kind.startswith("random") for finding in report.findings):
+            return
+        if checks.draws_although_still(self.bench, report.samples):
+            report.add(
+                Finding(
+                    "random loss", term,
+                    "it draws from NumPy's or Python's generator, once for a whole micro-batch",
+                    "Draw with torch, a number for each sample, or give --unit-size N (docs/exactness.md)",
+                )
+            )  # fmt: skip
+            return
+        report.add(Diagnosis(self.bench, first, report.samples, tolerance=report.tolerance).of_term(term, truth, cut))
+
+    def _add_rows(self, first: Measured) -> None:
+        blamed = {finding.name for finding in self.report.findings}
+        for term in self.bench.terms:
+            gaps = self._worst.get(term, (0.0, 0.0))
+            is_exact = max(gaps) <= self.report.tolerance and term not in blamed
+            self.report.terms.append(TermRow(term, first.count(term), first.loss(term), *gaps, is_exact=is_exact))
+
+    def _training_mode(self) -> None:
+        """The same in training mode: what only layers do that mix samples there."""
+        report, bench = self.report, self.bench
+        if report.findings or report.samples < 4:
+            return  # a second opinion on a task that has none of its own
+        bench.model.train()
+        try:
+            if checks.draws_random(bench, report.samples):
+                report.note(
+                    "the loss is random in training (dropout, noise), held still here; a run draws for each"
+                    " micro-batch, so with other shares the curve is as good but another, unless --unit-size is given"
+                )
+            if checks.draws_although_still(bench, report.samples):
+                report.note("training mode was not compared: it draws from NumPy's or Python's generator")
+                return
+            before = dict(self._worst)
+            norms = [name for name, module in bench.model.named_modules() if isinstance(module, _BatchNorm)]
+            self._compare_training(norms)
+            self._worst = before
+        finally:
+            bench.model.eval()
+
+    def _compare_training(self, norms: list[str]) -> None:
+        report, bench = self.report, self.bench
+        for number in range(min(self.rounds, 2)):
+            first = self._first_of(number)
+            truth = bench.measure(whole(report.samples, unit=self.unit), first)
+            for cut in self._cuts(number, least=2):
+                measured = bench.measure(cut, first)
+                for term in bench.terms:
+                    gaps = loss_difference(truth, measured, term), gradient_difference(truth, measured, term)
+                    if max(gaps) > report.tolerance:
+                        self._blame_layer(term, truth, measured, first, norms)
+                        return
+
+    def _blame_layer(self, term: str, truth: Measured, cut: Measured, first: int, norms: list[str]) -> None:
+        report, bench = self.report, self.bench
+        positions = range(first, first + report.samples)
+        module = mixing_module(bench, positions, tolerance=report.tolerance)
+        if norms and (module is None or module.partition(" ")[0] not in norms):
+            kind = type(bench.model.get_submodule(norms[0])).__name__
+            module = f"{norms[0] or 'the model'} ({kind})"
+        found, expected = cut.loss(term), truth.loss(term)
+        report.add(
+            Finding(
+                "batch statistics", module or term,
+                f"in training it mixes the samples of a micro-batch: {term} is {expected:.6g} for the step in one piece"
+                f" and {found:.6g} cut over ranks",
+                "Use GroupNorm or LayerNorm, or give --unit-size N: see `Batch normalisation` in docs/exactness.md",
+                found, expected,
+            )
+        )  # fmt: skip
+        for row in [row for row in report.terms if row.name == term]:
+            report.terms[report.terms.index(row)] = TermRow(
+                term, row.count, row.loss, loss_difference(truth, cut, term), gradient_difference(truth, cut, term),
+                is_exact=False,
+            )  # fmt: skip

@@ -1,0 +1,121 @@
+"""What a self-test has found, as facts, as lines for people, and as a line for scripts.
+
+Responsible for the words of the table and the verdict. Refuses to know how anything was measured. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+from hetseq.tables import table
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One fault: its kind, the term, metric or module that it is about, what was seen, and what to do.
+
+    `found` and `expected` are the two numbers that contradict each other, where there are two.
+    """
+
+    kind: str
+    name: str
+    text: str
+    remedy: str
+    found: float | None = None
+    expected: float | None = None
+
+
+@dataclass(frozen=True)
+class TermRow:
+    """What was measured of one term: its count and mean loss in the first step, and the largest relative differences
+    of loss and gradient between a step in one piece and the same step cut over ranks."""
+
+    name: str
+    count: float
+    loss: float
+    loss_difference: float
+    gradient_difference: float
+    is_exact: bool
+
+
+@dataclass
+class Report:
+    """The result of a self-test."""
+
+    task: str
+    samples: int
+    of: int  # the samples of the data set
+    rounds: int
+    precision: str
+    tolerance: float
+    device: str
+    terms: list[TermRow] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.findings
+
+    def add(self, *findings: Finding) -> None:
+        """Keep findings; of one kind about one thing only the first."""
+        known = {(finding.kind, finding.name) for finding in self.findings}
+        for finding in findings:
+            if (finding.kind, finding.name) not in known:
+                known.add((finding.kind, finding.name))
+                self.findings.append(finding)
+
+    def note(self, text: str) -> None:
+        """Keep what is worth knowing and no fault, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def verdict(self) -> str:
+        """One sentence."""
+        if self.is_exact:
+            terms = ", ".join(row.name for row in self.terms)
+            return f"exact: {self.task} gives the same sums and gradients on any shares ({terms})"
+        names = ", ".join(dict.fromkeys(finding.name for finding in self.findings))
+        return f"not exact: {self.task} depends on how a step is cut, or is not whole ({names})"
+
+    def lines(self) -> Iterator[str]:
+        """Table, findings, notes and verdict."""
+        yield (
+            f"{self.task}: {self.rounds} steps of {self.samples} of {self.of} samples, on 1, 2 and 3 emulated ranks,"
+            f" {self.device}, {self.precision}"
+        )
+        yield f"equal: relative difference up to {self.tolerance:.1e}, half of the digits of {self.precision}"
+        yield ""
+        if self.terms:
+            head = ("term", "count", "loss", "difference", "of gradient", "")
+            rows = [
+                (row.name, f"{row.count:g}", f"{row.loss:.6g}", f"{row.loss_difference:.1e}",
+                 f"{row.gradient_difference:.1e}", "exact" if row.is_exact else "NOT EXACT")
+                for row in self.terms
+            ]  # fmt: skip
+            yield from table([head, *rows], left=(0, 5))
+            yield ""
+        for finding in self.findings:
+            yield f"{finding.name}: {finding.text}"
+            yield f"  {finding.remedy}"
+        for note in self.notes:
+            yield f"note: {note}"
+        if self.findings or self.notes:
+            yield ""
+        yield self.verdict()
+
+    def json(self) -> str:
+        """One line; numbers that are not finite are null."""
+        facts = {"verdict": "exact" if self.is_exact else "not exact", **asdict(self)}
+        return json.dumps(_plain(facts))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
