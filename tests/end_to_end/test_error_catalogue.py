@@ -21,7 +21,7 @@ from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 from tests.support.differing import write_what
 from tests.support.nodes import Nodes, Stock
 from tests.support.places import directory, free_port, old_file
-from tests.support.refusals import write_task
+from tests.support.refusals import SQUARES, write_task
 
 pytestmark = pytest.mark.slow
 
@@ -84,7 +84,10 @@ def material(**difference: object) -> Callable[[Nodes, ExitStack], list[list[obj
 
 
 def raising(what: str) -> Callable[[Nodes, ExitStack], list[list[object]]]:
-    return lambda nodes, _: [[*BASE, "--task", write_task(nodes.folder, loss=f"raise {what}")]]
+    """A task that raises this in its second step."""
+    loss = f'if (sample["index"] == 20).any(): raise {what}\n        return {{"loss": {SQUARES}.sum()}}'
+    words: list[object] = [*BASE, "--curriculum", 9, "--task"]
+    return lambda nodes, _: [[*words, write_task(nodes.folder, loss=loss)]]
 
 
 NO_HEAD = "tcp://no-such-head.invalid:29400"
