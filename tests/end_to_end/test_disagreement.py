@@ -174,6 +174,7 @@ def test_vocabulary(nodes: Nodes) -> None:
 
 # ------------------------------------------------------------------------------------------- what is installed there
 
+
 @pytest.fixture
 def elsewhere(nodes: Nodes, stock: Stock) -> Any:
     """`elsewhere(folder)`: a warm process that finds modules in that folder first."""

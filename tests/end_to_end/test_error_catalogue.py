@@ -37,13 +37,15 @@ pytestmark = pytest.mark.slow
 PROMISE_S = 10.0
 HERE = socket.gethostname()
 DIFFERING = Path(__file__).parents[1] / "support" / "differing.py"
-BASE: list[object] = shlex.split(  # type: ignore[assignment]
-    "--cpu --global-batch-size 16 --max-update 2 --optimizer sgd --lr 0.001 --lr-scheduler constant"
-    " --disable-validation --distributed-gpus 1 --join-timeout 3 --max-restarts 0"
-)
+Words = list[object]
+BASE: Words = [
+    *shlex.split(
+        "--cpu --global-batch-size 16 --max-update 2 --optimizer sgd --lr 0.001 --lr-scheduler constant"
+        " --disable-validation --distributed-gpus 1 --join-timeout 3 --max-restarts 0"
+    )
+]
 SAVING = [*BASE, "--task", "mnist"]
 DIGITS = [*SAVING, "--no-save"]
-Words = list[object]
 
 
 class OddHost:
@@ -102,7 +104,7 @@ class Case:
     commands: Commands
     interface: str | None = "lo"
     tellers: int = 0  # how many nodes have to tell it; 0: all
-    faults: Faults = Faults()
+    faults: Faults | None = None
 
 
 # --------------------------------------------------------------------------------------------------------- commands
@@ -117,13 +119,13 @@ def alone(*words: object, base: Words = DIGITS) -> Commands:
     return lambda _: [[*base, *words]]
 
 
-def given(*ranks: tuple[int, int], more: Sequence[Words] = ((), ())) -> Commands:  # type: ignore[assignment]
+def given(*ranks: tuple[int, int], more: Sequence[Sequence[object]] = ()) -> Commands:
     """Nodes of (rank, world size) that meet at one address; `more` are words of each."""
 
     def commands(_: Ground) -> list[Words]:
         url = f"tcp://127.0.0.1:{free_port()}"
-        words = [at(url, rank, world) for rank, world in ranks]
-        return [[*one, *own] for one, own in zip(words, [*more, [], []])]
+        own = more or [[] for _ in ranks]
+        return [[*at(url, rank, world), *words] for (rank, world), words in zip(ranks, own, strict=True)]
 
     return commands
 
@@ -198,14 +200,16 @@ CASES = [
     Case("9", "directory-missing", (EXIT_USAGE,), (HERE, "does not exist", "mount it"),
          lambda ground: [at(f"file://{ground.folder}/none/meeting", 0)]),
     Case("10", "interface-unknown", (EXIT_USAGE,), (HERE, "eth9", "lo 127.0.0.1", "leave it"), given((0, 2)), "eth9"),
-    Case("11", "interface-list", (EXIT_DONE,) * 2, ("NCCL", "lo (127.0.0.1) is used"), given((0, 2), (1, 2)), "^docker0"),
+    Case("11", "interface-list", (EXIT_DONE,) * 2, ("NCCL", "lo (127.0.0.1) is used"),
+         given((0, 2), (1, 2)), "^docker0"),
     Case("12", "loopback-name", (EXIT_DONE,), ("labA means 127.0.1.1 on labA", "10.77.0.1 is used", "IP address"),
          odd("--no-save", "--distributed-gpus", 2, "--distributed-world-size", 2, "--distributed-rank", 0,
              "--distributed-init-method", "tcp://labA:{port}"), None),
     Case("13", "head-unknown", (EXIT_FAILED,), (HERE, "not known", "IP address"), lambda _: [at(NO_HEAD, 1)]),
     Case("14", "model-differs", (EXIT_DISAGREE,) * 2, (HERE, "left", "right", "same model"),
          material(names=["right", "left"])),
-    Case("15", "worker-died", (EXIT_DONE,) * 2, (f"rank 1 on {HERE} was killed (SIGKILL", "memory runs out", "rank 0 goes on"),
+    Case("15", "worker-died", (EXIT_DONE,) * 2,
+         (f"rank 1 on {HERE} was killed (SIGKILL", "memory runs out", "rank 0 goes on"),
          given((0, 2), (1, 2), more=MORE_STEPS), tellers=1, faults=Faults().kill(rank=1).at(step=3, phase="reduce")),
     Case("16", "worker-silent", (EXIT_DONE,) * 2, (f"rank 1 on {HERE} fell silent", "rank 0 goes on"),
          given((0, 2), (1, 2), more=MORE_STEPS), tellers=1,
@@ -226,7 +230,7 @@ CASES = [
     Case("23", "save-dir-unusable", (EXIT_USAGE,), ("--save-dir", "choose another"),
          alone("--save-dir", "/proc/hetseq-run")),
     Case("23b", "memory-for-saves", (EXIT_DONE,), ("/dev/shm", "--memory-buffer-size 0"),
-         odd("--save-dir", "{folder}/run")),
+         odd("--save-interval-updates", 1, "--save-dir", "{folder}/run")),
     Case("23c", "save-failed", (EXIT_FAILED,), ("the final save failed", "--save-dir"),
          odd("--save-dir", "{disk}/run")),
     Case("24", "memory-exhausted", (EXIT_FAILED,), (HERE, "even one sample", "smaller"), raising(OUT_OF_MEMORY)),
@@ -286,7 +290,7 @@ def provoke(case: Case, stock: Stock, odd_host: OddHost, folder: Path) -> Outcom
     folder.mkdir()
     diary = folder / "diary"
     environment = {"GLOO_SOCKET_IFNAME": case.interface}
-    if case.faults.faults:
+    if case.faults is not None:
         environment |= case.faults.diary(diary).environment()
     nodes = Nodes(stock, folder)
     with ExitStack() as closing:
@@ -296,8 +300,10 @@ def provoke(case: Case, stock: Stock, odd_host: OddHost, folder: Path) -> Outcom
             nodes.start(*words, process=ground.processes.get(number), environment=environment)
         tellers = case.tellers or len(case.exits)
         nodes.wait_until(
-            lambda: all(node.poll() is not None for node in nodes.started)
-            or (case.code and sum(case.code in codes_in(node.err) for node in nodes.started) >= tellers),
+            lambda: (
+                all(node.poll() is not None for node in nodes.started)
+                or (case.code and sum(case.code in codes_in(node.err) for node in nodes.started) >= tellers)
+            ),
             "it is told",
         )
         told_s = time.monotonic()

@@ -41,7 +41,7 @@ importlib.util.find_spec = find_spec
 
 
 def write_other_torch(folder: Path) -> Path:
-    """The folder, for PYTHONPATH, that tells of torch 9.9.9 by the two sources there are: torch's file, pip's record."""
+    """The folder for PYTHONPATH, which tells of torch 9.9.9 by the two sources there are: its file, pip's record."""
     (folder / "torch-9.9.9.dist-info").mkdir(parents=True)
     (folder / "torch-9.9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
     (folder / "version.py").write_text("__version__ = '9.9.9+cpu'\n")
