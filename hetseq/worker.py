@@ -427,10 +427,8 @@ def _report_of_failure(error: Exception, placement: Placement, *, is_ready: bool
         reason = str(error).partition("\n")[0]
         return {"code": EXIT_FAILED, "message": f"its device failed ({reason})", "has_lost_device": True}
     if is_exhausted(error):  # outside of a share, which would have been cut smaller: in a trial, a build, a validation
-        when, what = (
-            "" if is_ready else "before the first step ",
-            where_exhausted(error, torch.device(placement.device)),
-        )
+        when = "" if is_ready else "before the first step "
+        what = where_exhausted(error, torch.device(placement.device))
         error = DeviceMemoryError(
             f"rank {placement.slot} on {socket.gethostname()}: {when}{what}: make samples or model smaller, or leave"
             " this device out of --devices"
