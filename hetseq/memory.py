@@ -7,6 +7,7 @@ process of the machine.
 from __future__ import annotations
 
 import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,6 +79,23 @@ def is_exhausted(error: BaseException) -> bool:
     is_plain = type(error) in (RuntimeError, torch.AcceleratorError)
     is_told = is_plain and any(text in str(error) for text in _TEXTS_OF_EXHAUSTION)
     return is_told or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+def usage(device: torch.device) -> str:
+    """How full the device is, for a message."""
+    used, limit = in_use_bytes(device), limit_bytes(device)
+    return f"{used / 2**30:.2f} of {limit / 2**30:.2f} GiB in use by this rank"
+
+
+def where_exhausted(error: BaseException, device: torch.device) -> str:
+    """Which memory ran out and in which line, torch's own left out; for an error that `is_exhausted` knows."""
+    is_main = isinstance(error, MemoryError) or "CPUAllocator" in str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    torch_folder = os.path.dirname(torch.__file__)
+    own = [frame for frame in frames if not frame.filename.startswith((torch_folder, "<"))]
+    place = f" in {own[-1].name} ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+    lacking = torch.device("cpu") if is_main else device
+    return f"the memory of {lacking} ran out{place}, with {usage(lacking)}"
 
 
 def release(device: torch.device) -> None:

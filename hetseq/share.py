@@ -161,11 +161,10 @@ class ShareComputer:
         return {index: sums[self._terms[index]].detach().double() for index in live}
 
     def _complaint(self, samples: int) -> str:
-        used, limit = memory.in_use_bytes(self._device), memory.limit_bytes(self._device)
         what, remedy = "even one sample", "make samples or model smaller"
         if self.sizes.is_fixed:
             what, remedy = f"a unit of {samples} samples", "give a smaller --unit-size"
         return (
-            f"{self._name}: the memory of {self._device} does not hold {what} ({used / 2**30:.2f} of"
-            f" {limit / 2**30:.2f} GiB in use by this rank): {remedy}, or leave this device out of --devices"
+            f"{self._name}: the memory of {self._device} does not hold {what} ({memory.usage(self._device)}):"
+            f" {remedy}, or leave this device out of --devices"
         )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -37,6 +38,7 @@ from hetseq.errors import (
     EXIT_FAILED,
     EXIT_STOPPED,
     EXIT_USAGE,
+    DeviceMemoryError,
     HetSeqError,
     PeerLostError,
     RendezvousError,
@@ -46,7 +48,7 @@ from hetseq.fingerprint import rank_fields
 from hetseq.line import Alone, Line
 from hetseq.material import load_material
 from hetseq.membership import Record, Report
-from hetseq.memory import is_exhausted
+from hetseq.memory import is_exhausted, where_exhausted
 from hetseq.metrics import Metrics
 from hetseq.options import with_own_options
 from hetseq.placement import Crew, Placement
@@ -148,7 +150,7 @@ def run_worker(
         except Exception as error:
             if life is not None:
                 life.output.write_last_words(_text_of(error))
-            return _describe(error, is_ready=life is not None and life.is_ready)
+            return _report_of_failure(error, placement, is_ready=life is not None and life.is_ready)
 
 
 class _Life:
@@ -419,11 +421,18 @@ def _repeat_failures(saver: Saver, *, has_ended: bool) -> None:
         )
 
 
-def _describe(error: Exception, *, is_ready: bool) -> dict[str, Any]:
-    """The report of a failure."""
+def _report_of_failure(error: Exception, placement: Placement, *, is_ready: bool) -> dict[str, Any]:
+    """The report of a rank that has failed."""
     if is_ready and _has_lost_device(error):
         reason = str(error).partition("\n")[0]
         return {"code": EXIT_FAILED, "message": f"its device failed ({reason})", "has_lost_device": True}
+    if is_exhausted(error):  # outside of a share, which would have been cut smaller: in a trial, a build, a validation
+        when = "" if is_ready else "before the first step "
+        what = where_exhausted(error, torch.device(placement.device))
+        error = DeviceMemoryError(
+            f"rank {placement.slot} on {socket.gethostname()}: {when}{what}: make samples or model smaller, or leave"
+            " this device out of --devices"
+        )
     code = _exit_code(error, is_ready=is_ready)
     return {"code": code, "message": _text_of(error), "is_secondary": isinstance(error, PeerLostError)}
 

@@ -19,7 +19,7 @@ import torch
 
 from hetseq.errors import EXIT_DISAGREE, EXIT_USAGE
 from tests.support.commands import ROOT
-from tests.support.differing import write_what
+from tests.support.differing import write_other_torch, write_what
 from tests.support.nodes import Ended, Nodes, Stock
 from tests.support.places import PLACES, Place, directory, tcp
 from tests.unit.test_mnist_data import write_idx
@@ -174,15 +174,6 @@ def test_vocabulary(nodes: Nodes) -> None:
 
 # ------------------------------------------------------------------------------------------- what is installed there
 
-ANOTHER_TORCH = """
-import importlib.util, os, types
-_find_spec = importlib.util.find_spec
-def find_spec(name, package=None):
-    here = types.SimpleNamespace(submodule_search_locations=[os.path.dirname(__file__)])
-    return here if name == "torch" else _find_spec(name, package)
-importlib.util.find_spec = find_spec
-"""
-
 
 @pytest.fixture
 def elsewhere(nodes: Nodes, stock: Stock) -> Any:
@@ -209,11 +200,7 @@ def test_hetseq_source(nodes: Nodes, elsewhere: Callable[[Path], Any]) -> None:
 
 def test_torch_version(nodes: Nodes, elsewhere: Callable[[Path], Any]) -> None:
     """The second node is told of another torch by the two sources there are: a file of torch's, and pip's record."""
-    other = nodes.folder / "other"
-    (other / "torch-9.9.9.dist-info").mkdir(parents=True)
-    (other / "torch-9.9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
-    (other / "version.py").write_text("__version__ = '9.9.9+cpu'\n")
-    (other / "sitecustomize.py").write_text(ANOTHER_TORCH)
+    other = write_other_torch(nodes.folder / "other")
     start(nodes, tcp(), DIGITS, DIGITS, process=elsewhere(other))
     check_refused(nodes, "torch", "9.9.9", torch.__version__.partition("+")[0], *names(nodes))
 

@@ -30,6 +30,25 @@ def write_what(folder: Path, **differences: Any) -> Path:
     return folder
 
 
+_ANOTHER_TORCH = """
+import importlib.util, os, types
+_find_spec = importlib.util.find_spec
+def find_spec(name, package=None):
+    here = types.SimpleNamespace(submodule_search_locations=[os.path.dirname(__file__)])
+    return here if name == "torch" else _find_spec(name, package)
+importlib.util.find_spec = find_spec
+"""
+
+
+def write_other_torch(folder: Path) -> Path:
+    """The folder for PYTHONPATH, which tells of torch 9.9.9 by the two sources there are: its file, pip's record."""
+    (folder / "torch-9.9.9.dist-info").mkdir(parents=True)
+    (folder / "torch-9.9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
+    (folder / "version.py").write_text("__version__ = '9.9.9+cpu'\n")
+    (folder / "sitecustomize.py").write_text(_ANOTHER_TORCH)
+    return folder
+
+
 class Two(nn.Module):
     """Two parameters of equal shape."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from pathlib import Path
+from types import FunctionType
 
 import numpy as np
 import pytest
@@ -49,6 +50,31 @@ def test_the_real_refusals_of_torch_and_numpy_are_recognised() -> None:
     with pytest.raises(RuntimeError) as other:
         torch.ones(2) @ torch.ones(3)
     assert not memory.is_exhausted(other.value)
+
+
+def ask_torch() -> None:
+    torch.nn.Linear(1 << 30, 1 << 30)  # which raises in a file of torch's
+
+
+def ask_numpy() -> None:
+    np.empty(1 << 60, np.uint8)
+
+
+def ask_gpu() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize(("ask", "lacking"), [(ask_torch, "cpu"), (ask_numpy, "cpu"), (ask_gpu, "cuda:3")])
+def test_what_ran_out_is_told_with_the_line_that_asked_for_it(
+    monkeypatch: pytest.MonkeyPatch, ask: FunctionType, lacking: str
+) -> None:
+    """Wherever it was raised, the line is the task's; and a rank with a GPU may lack the memory of its machine."""
+    monkeypatch.setattr(memory, "usage", lambda device: f"all of {device}")
+    with pytest.raises((RuntimeError, MemoryError)) as raised:
+        ask()
+    place = f"{ask.__name__} (test_memory.py, line {ask.__code__.co_firstlineno + 1})"
+    told = memory.where_exhausted(raised.value, torch.device("cuda:3"))
+    assert told == f"the memory of {lacking} ran out in {place}, with all of {lacking}"
 
 
 def test_pages_that_are_touched_are_in_use() -> None:
