@@ -127,7 +127,8 @@ def _warmup_in_words(config: OptimizationConfig, batch: GlobalBatch, course: Cou
     if ratio <= 1:
         return ""  # a lower rate needs none
     anew = " (and --reset-lr-scheduler, for updates were counted already)" if course.updates else ""
-    return f", with a warm-up: --warmup-updates {'N' if updates is None else updates}{anew}"
+    length = "" if updates is None else f" of about {updates} update{'' if updates == 1 else 's'}"
+    return f", with a warm-up{length}: --warmup-updates {'N' if updates is None else updates}{anew}"
 
 
 def _factor_of(config: OptimizationConfig, batch: GlobalBatch, epoch: int) -> float:

@@ -68,7 +68,7 @@ def test_a_larger_batch_is_told_of_both_rules() -> None:
     assert said is not None
     assert "the global batch was 50 and is 200 samples" in said
     assert "if --lr 0.5 was chosen for 50, the linear rule would make it 2 (sgd), the square-root rule 1 (adam" in said
-    assert "--warmup-updates 25." in said  # 5 epochs of 1000 / 200 steps
+    assert "with a warm-up of about 25 updates: --warmup-updates 25." in said  # 5 epochs of 1000 / 200 steps
     assert said.endswith("Nothing was changed: ask for it with --scale-lr linear --scale-lr-from 50")
 
 
@@ -98,7 +98,7 @@ def test_tokens_are_compared_with_tokens_and_the_remedy_is_the_rate_itself() -> 
     said = advice(SGD, GlobalBatch(None, 8192), BEGIN, before=GlobalBatch(None, 2048), epoch_before=1)
     assert said is not None
     assert "was 2048 and is 8192 tokens" in said
-    assert "--warmup-updates N." in said  # neither the epoch nor the end is known in steps
+    assert "with a warm-up: --warmup-updates N." in said  # neither the epoch nor the end is known in steps
     assert said.endswith("ask for it with --lr 2")
 
 
