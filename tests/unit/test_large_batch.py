@@ -131,6 +131,7 @@ def test_the_warm_up_is_five_epochs_or_five_ninetieths_of_what_is_left_but_never
     batch, at_step_11 = GlobalBatch(100), Position(11, 1, 0)
     assert warmup_updates(SGD, batch, BEGIN) == 50
     assert warmup_updates(SGD, batch, Course(1000, at_step_11, 10, 370)) == 20  # of 360 that are left
+    assert warmup_updates(SGD, batch, Course(1000, at_step_11, 10, 371)) == 21
     assert warmup_updates(SGD, batch, Course(1000, at_step_11, 10, 10_000)) == 50
     as_before = OptimizationConfig(warmup_updates=3125)
     assert warmup_updates(as_before, batch, BEGIN) == 3125
@@ -171,7 +172,7 @@ def test_another_batch_is_told_of_and_changes_nothing_by_itself(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = prepared(tmp_path / "run")
-    plain, said = rates(run, words_of(2, global_batch_size=2), caplog)
+    plain, said = rates(run, words_of(2, max_sentences=2, update_freq="1,3"), caplog)  # 2 samples in epoch 1
     assert said == ""
     larger = {"global_batch_size": 4, "reset_dataloader": True}
     rest, said = rates(run, words_of(5, **larger), caplog)
