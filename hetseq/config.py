@@ -217,6 +217,15 @@ class OptimizationConfig:
         also=("learning-rate",),
         metavar="LR[,LR...]",
     )
+    scale_lr: str = option(
+        "none",
+        "multiply the learning rates for another global batch: linear (by B / N) or sqrt (by its square root), where a"
+        " step has B samples and --scale-lr-from says N",
+        choices=("none", "linear", "sqrt"),
+    )
+    scale_lr_from: int | None = option(
+        None, "the global batch, in samples, for which --lr was chosen; goes with --scale-lr", metavar="N"
+    )
     min_lr: float = option(-1.0, "stop at the end of the epoch in which the learning rate falls to this", metavar="LR")
     clip_norm: float = option(25.0, "scale the gradient of a step down to this L2 norm; 0 means never", metavar="NORM")
     weight_decay: float = option(0.0, "weight decay, on weights of two or more dimensions", also=("wd",), metavar="WD")
@@ -281,11 +290,12 @@ class OptimizationConfig:
             "end_learning_rate",
         )
         _check_not_negative(self, "adadelta_weight_decay", "momentum", "power", "force_anneal")
-        _check_positive(self, "adam_eps", "adadelta_eps", "total_num_update", "max_skipped_steps")
+        _check_positive(self, "adam_eps", "adadelta_eps", "total_num_update", "max_skipped_steps", "scale_lr_from")
         _require(self.momentum < 1, "momentum", self.momentum, "a number below 1")
         _require(0 <= self.adadelta_rho <= 1, "adadelta_rho", self.adadelta_rho, "a number from 0 to 1")
         is_pair = len(self.adam_betas) == 2 and all(0 <= beta < 1 for beta in self.adam_betas)
         _require(is_pair, "adam_betas", self.adam_betas, "two numbers from 0 up to, not including, 1")
+        self._check_scale()
         is_whole = self.warmup_updates < 1 or self.warmup_updates == int(self.warmup_updates)
         expected = "a whole number of steps, or a share of --total-num-update, as in 0.1"
         _require(is_whole, "warmup_updates", self.warmup_updates, expected)
@@ -295,6 +305,18 @@ class OptimizationConfig:
             raise ConfigError(
                 f"--warmup-updates {self.warmup_updates:.0f} leaves nothing of --total-num-update"
                 f" {self.total_num_update}: make the total larger than the warm-up"
+            )
+
+    def _check_scale(self) -> None:
+        if self.scale_lr != "none" and self.scale_lr_from is None:
+            raise ConfigError(
+                f"--scale-lr {self.scale_lr} needs --scale-lr-from N: the global batch, in samples, for which --lr was"
+                " chosen"
+            )
+        if self.scale_lr == "none" and self.scale_lr_from is not None:
+            raise ConfigError(
+                f"--scale-lr-from {self.scale_lr_from} says for which global batch --lr was chosen, but not what to"
+                " make of it: add --scale-lr linear or --scale-lr sqrt, or leave it out"
             )
 
     def warmup_steps(self) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hetseq.config import Config
+from hetseq.config import Config, ValidationConfig
 from hetseq.errors import ConfigError
 from hetseq.fetching import base_order
 from hetseq.material import Material
@@ -87,3 +87,13 @@ def make_validators(config: Config, material: Material) -> list[Validator]:
         cap = MicroBatchCap(samples, tokens if lengths is not None else None)
         validators.append(Validator(name, material.source(dataset), cap, lengths, material.terms, weights, computing))
     return validators
+
+
+def check_best_metric(config: ValidationConfig, validators: list[Validator], material: Material) -> None:
+    """Raise ConfigError for a --best-checkpoint-metric that validation will not give, rather than after an epoch."""
+    name = config.best_checkpoint_metric
+    if not validators or name == "loss":
+        return
+    names = validators[0].names(material.task, material.model)
+    if name not in names:
+        raise ConfigError(f"--best-checkpoint-metric {name}: validation gives {', '.join(names)}; name one of them")

@@ -25,10 +25,11 @@ from hetseq.buffers import BufferKeeper
 from hetseq.capacity import Cost
 from hetseq.comm import AnyGroup
 from hetseq.commit import Wish
-from hetseq.config import CheckpointConfig, Config, DataConfig, ValidationConfig
+from hetseq.config import CheckpointConfig, Config, DataConfig, OptimizationConfig
 from hetseq.controller import Controller, Halt, TrainingState
 from hetseq.device_memo import DeviceMemo
 from hetseq.errors import CheckpointMismatch, ConfigError, DisagreementError
+from hetseq.large_batch import Course, advice, scale_in_words, scaled
 from hetseq.loader import StepLoader
 from hetseq.material import Material
 from hetseq.membership import Update
@@ -38,19 +39,18 @@ from hetseq.micro_batches import MicroBatchSizes
 from hetseq.optim import parameter_groups
 from hetseq.pace import FixedPace, MeasuredPace, Pace, assigner, assigner_by
 from hetseq.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
-from hetseq.planning import make_validators, planner_of
+from hetseq.planning import check_best_metric, make_validators, planner_of
 from hetseq.reduction import GradientReducer
 from hetseq.replica import Replica, batch_norms, trained_parameters
 from hetseq.replica_check import ReplicaCheck, ReplicasDiffer, kind_of
 from hetseq.resuming import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory
 from hetseq.run_status import RunStatus
-from hetseq.saving import Provenance, Saver
+from hetseq.saving import Provenance, Saver, saved_batch
 from hetseq.share import ShareComputer
 from hetseq.sharing import Sharing, everything_shared, send_tensor
 from hetseq.succession import Carried, Due, Inherited, Succession, hand_over
 from hetseq.throttle import Throttle
-from hetseq.validation import Validator
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ def build_session(
         undo.callback(replica.reducer.close)
         weights_of_ranks = _weights_of_ranks(config, slots)
         validators = make_validators(config, material)
-        _check_best_metric(config.validation, validators, material)
+        check_best_metric(config.validation, validators, material)
 
         asked = global_batch(config.data, group)
         provenance = carried.provenance if carried else _provenance(config, material, replica, asked)
@@ -247,8 +247,9 @@ def build_session(
                 micro_batch=at_once,
             )  # fmt: skip
         controller = Controller(
-            computer=computer, group=group, planner=planner, loader=loader, pace=pace, schedule=_schedule(config),
-            config=config.optimization, boundary=boundary, terms=material.terms, weights=weights, state=state,
+            computer=computer, group=group, planner=planner, loader=loader, pace=pace,
+            schedule=_schedule(config, provenance.batch), config=config.optimization, boundary=boundary,
+            terms=material.terms, weights=weights, state=state,
             memory=_memory_of(device), wish=wish, step_deadline_s=config.distributed.step_deadline,
         )  # fmt: skip
         if beginning is not None and not beginning.is_own and controller.has_ended():
@@ -267,6 +268,9 @@ def build_session(
     status.write(0.0, force=True, step=state.position.step - 1, state="start" if is_first else "train")
     if is_first or carried is None:
         _say_what_runs(controller, material)
+    if is_first:
+        course = Course(len(material.train), state.position, state.updates, told.total_steps)
+        _say_what_the_batch_means(config.optimization, provenance.batch, course, beginning)
     if config.data.unit_size is None and is_first:
         _warn_of_batch_norm(controller)
     is_last = succession is not None and succession.record.is_last
@@ -416,20 +420,10 @@ def _num_workers(asked: int, device: torch.device) -> int:
     return asked if asked >= 0 else 2 if device.type == "cuda" else 0
 
 
-def _check_best_metric(config: ValidationConfig, validators: list[Validator], material: Material) -> None:
-    """Raise ConfigError for a --best-checkpoint-metric that validation will not give, rather than after an epoch."""
-    name = config.best_checkpoint_metric
-    if not validators or name == "loss":
-        return
-    names = validators[0].names(material.task, material.model)
-    if name not in names:
-        raise ConfigError(f"--best-checkpoint-metric {name}: validation gives {', '.join(names)}; name one of them")
-
-
-def _schedule(config: Config) -> Callable[[int, int], float]:
+def _schedule(config: Config, batch: GlobalBatch) -> Callable[[int, int], float]:
     build = registry.find_lr_scheduler(config.optimization.lr_scheduler)
     schedule: Callable[[int, int], float] = build(config.optimization, config.extras.get("lr_scheduler"))
-    return schedule
+    return schedule if config.optimization.scale_lr == "none" else scaled(schedule, config.optimization, batch)
 
 
 def _total_steps(config: Config, samples: int, batch: GlobalBatch, state: TrainingState) -> int | None:
@@ -466,6 +460,20 @@ def _say_what_runs(controller: Controller, material: Material) -> None:
             work, "" if work == 1 else "s", controller.group.world_size,
             ", or --unit-size smaller" if controller.planner.unit > 1 else "",
         )  # fmt: skip
+
+
+def _say_what_the_batch_means(
+    config: OptimizationConfig, batch: GlobalBatch, course: Course, beginning: Beginning | None
+) -> None:
+    """For the learning rate: what --scale-lr made of it, or would where steps were of another size before."""
+    said = None
+    if config.scale_lr != "none":
+        said = scale_in_words(config, batch, course.epoch)
+    elif beginning is not None:
+        saved = beginning.loaded.state
+        said = advice(config, batch, course, before=saved_batch(saved), epoch_before=saved["epoch"])
+    if said is not None:
+        logger.info(said)
 
 
 def _warn_of_batch_norm(controller: Controller) -> None:

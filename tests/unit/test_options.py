@@ -260,6 +260,13 @@ def test_a_value_may_hold_an_equals_sign_and_underscores() -> None:
             ["--lr-scheduler", "polynomial_from_zero", "--warmup-updates", "9", "--total-num-update", "9"],
             "--warmup-updates 9 leaves nothing of --total-num-update 9",
         ),
+        (["--scale-lr", "cubic"], "--scale-lr cubic: expected one of none, linear"),
+        (
+            ["--scale-lr", "linear"],
+            "--scale-lr linear needs --scale-lr-from N: the global batch, in samples, for which",
+        ),
+        (["--scale-lr-from", "64"], "--scale-lr-from 64 says for which global batch --lr was chosen, but not what to"),
+        (["--scale-lr", "sqrt", "--scale-lr-from", "0"], "--scale-lr-from 0: expected a number above 0"),
         (["--config"], "--config stands without a value: expected --config FILE"),
         (["--config", "a", "--config", "b"], "--config is given twice"),
     ],
@@ -463,6 +470,8 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "join": {"min_ranks": 2},
     "min_ranks": {"join": "tcp://node-1:29400"},
     "max_ranks": {"join": "tcp://node-1:29400", "min_ranks": 1},
+    "scale_lr": {"scale_lr_from": 64},
+    "scale_lr_from": {"scale_lr": "linear"},
 }
 
 
