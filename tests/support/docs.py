@@ -62,8 +62,8 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """README.md and everything that the manual shows."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """README.md, everything that the manual shows, and the page of the examples."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
 
 
 def blocks(text: str) -> Iterator[Block]:

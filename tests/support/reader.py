@@ -26,6 +26,7 @@ class Reader:
 
     def __init__(self, checkout: Path, closing: ExitStack) -> None:
         (checkout / "docs").symlink_to(ROOT / "docs")
+        (checkout / "examples").symlink_to(ROOT / "examples")
         (checkout / "train.py").symlink_to(ROOT / "train.py")
         (checkout / _TEXT).mkdir()
         for name in _TEXT_PAGES:
