@@ -154,9 +154,9 @@ class Board:
 
     def _text(self, tag: str, words: str) -> Any:
         """One text, which the TEXT tab shows as Markdown."""
-        tensor = self._tensors.TensorProto(dtype=self._types.DT_STRING, string_val=[words.encode()])
-        tensor.tensor_shape.SetInParent()  # a scalar
-        return self._value(tag, tensor, "text", b"")
+        return self._value(
+            tag, self._tensors.TensorProto(dtype=self._types.DT_STRING, string_val=[words.encode()]), "text", b""
+        )
 
     def _session_values(self, hparams: Hyperparameters) -> list[Any]:
         """The two records of the HPARAMS tab: its columns, and the options of this run.
@@ -193,10 +193,9 @@ class Board:
 
     def _value(self, tag: str, tensor: Any, plugin: str, content: bytes) -> Any:
         """A tensor that a plugin of TensorBoard shows."""
-        summaries = self._summaries
-        data = summaries.SummaryMetadata.PluginData(plugin_name=plugin, content=content)
-        metadata = summaries.SummaryMetadata(plugin_data=data, data_class=summaries.DATA_CLASS_TENSOR)
-        return summaries.Summary.Value(tag=tag, tensor=tensor, metadata=metadata)
+        data = self._summaries.SummaryMetadata.PluginData(plugin_name=plugin, content=content)
+        metadata = self._summaries.SummaryMetadata(plugin_data=data)
+        return self._summaries.Summary.Value(tag=tag, tensor=tensor, metadata=metadata)
 
     def _record(self, event: Any) -> bytes:
         buffer = io.BytesIO()

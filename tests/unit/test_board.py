@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,16 @@ def test_runs_stand_side_by_side_with_their_options_and_two_figures(tmp_path: Pa
     names = {info.name for info in tab.experiment.hparam_infos}
     assert {"lr", "seed", "global_batch_size"} <= names  # one that was not given is a column, too
     assert not {"save_dir", "join", "log_format"} & names  # where it ran and was kept
+    assert {info.type for info in tab.experiment.hparam_infos if info.name == "global_batch_size"} == {0}  # unset
+
+
+def test_options_of_a_task_of_ones_own_are_hyperparameters() -> None:
+    @dataclass(frozen=True)
+    class Own:
+        depth: int = 3
+
+    config = replace(parse(["--task", "mnist"]), extras={"task": Own()})
+    assert hyperparameters(config).options["depth"] == 3
 
 
 def test_a_run_that_goes_on_keeps_its_hyperparameters(tmp_path: Path) -> None:
