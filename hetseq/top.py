@@ -14,6 +14,7 @@ import math
 import os
 import select
 import shutil
+import signal
 import socket
 import sys
 import termios
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -365,7 +367,7 @@ def _watch_live(arguments: Arguments, look: Lookout, say: Callable[[str], None])
 
     console = terminal(sys.stdout)
     interval_s, seen = arguments.interval_s or _LIVE_S, None
-    with _keys() as is_quit, suppress(BrokenPipeError):
+    with _ending_once(), _keys() as is_quit, suppress(BrokenPipeError):
         try:
             with Live(console=console, auto_refresh=False, screen=True) as live:
                 while seen is None or seen.ending is None:
@@ -378,6 +380,28 @@ def _watch_live(arguments: Arguments, look: Lookout, say: Callable[[str], None])
         finally:
             if seen is not None:  # what was on the other screen stays readable
                 say("\n".join(seen.lines))
+
+
+@contextmanager
+def _ending_once() -> Iterator[None]:
+    """Ctrl-C and SIGTERM leave the view as an exception does, and a second one does not disturb that.
+
+    The other screen and the terminal that gives each key are this process' affair: one that is killed leaves them on.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in before:
+            signal.signal(number, end)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
