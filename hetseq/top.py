@@ -312,27 +312,28 @@ def _run_lines(run: Path, facts: RunFacts | None, teller: RankSign | None, width
     first += [f"epoch {row['epoch']}"] if "epoch" in row else []
     loss = row.get("loss")
     first += ["skipped"] if row.get("skipped") else [f"loss {loss:.4g}"] if isinstance(loss, (int, float)) else []
-    parts = ["  ".join(first)]
+    now, later = ["  ".join(first)], list[str]()
     if summary is not None and summary.step_s:
         speed = float(np.nansum(summary.share)) / summary.step_s
         words = f"{speed:,.0f} samples/s" if speed >= 100 else f"{speed:.3g} samples/s"
         if len(summary.share) > 1:
             words += "" if summary.efficiency is None else f"  efficiency {summary.efficiency:.0%}"
-        parts.append(words)
+        now.append(words)
     if facts.eta_s is not None:
         least, most = (_lasting(max(0.0, seconds - teller.age_s)) for seconds in facts.eta_s)
-        parts.append(f"ETA {least}" + ("" if least == most else f" - {most}"))
+        later.append(f"ETA {least}" + ("" if least == most else f" - {most}"))
     if facts.checkpoint:
         age_s = facts.checkpoint_age_s
-        parts.append(
+        later.append(
             f"checkpoint {facts.checkpoint:,}" + ("" if age_s is None else f", {_lasting(age_s + teller.age_s)} ago")
         )
-    lines = [parts[0]]
-    for part in parts[1:]:
-        if len(lines[-1]) + len(part) + 5 <= width:
-            lines[-1] += f"  |  {part}"
-        else:
-            lines.append(part)
+    lines = list[str]()
+    for parts in (now, later):  # never on one line: with each digit more or less the table would move
+        for place, part in enumerate(parts):
+            if place and len(lines[-1]) + len(part) + 5 <= width:
+                lines[-1] += f"  |  {part}"
+            else:
+                lines.append(part)
     return [line[:width] for line in lines]
 
 
