@@ -74,7 +74,7 @@ class RunStatus:
             "total_steps": self.total_steps,
             "eta_s": self._eta_s(int(newest.get("step", 0))),
             "checkpoint": self._saved and self._saved[0],
-            "checkpoint_age_s": self._saved and self._saved[1] and round(now_s - self._saved[1], 1),
+            "checkpoint_age_s": self._saved and self._saved[1] and round(max(0.0, now_s - self._saved[1]), 1),
             "advice": [advice.text for advice in self._advice],
             "ranks": None if summary is None else _packed(summary),
         }
@@ -121,7 +121,7 @@ def read_facts(told: Any) -> RunFacts | None:
 
 
 def _packed(summary: RankSummary) -> dict[str, Any]:
-    """As few digits as eyes and advice need: 64 ranks are some 8 kB."""
+    """As few digits as eyes and advice need, because it is written once a second."""
     packed = {field.name: getattr(summary, field.name) for field in fields(summary)}
     return {name: _short(values) if name in _BY_RANK else values for name, values in packed.items()}
 
