@@ -13,14 +13,14 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from hetseq.advice import ADVICE_STEPS, Advice, Adviser, Setting
-from hetseq.rank_table import MEDIAN_STEPS, RankSummary, Row, summarise
+from hetseq.rank_table import MEDIAN_STEPS, Numbers, RankSummary, Row, summarise
 
 _ADVICE_INTERVAL_S = 5.0
 _ETA_STEPS = 50  # as in the live line
@@ -126,8 +126,9 @@ def _packed(summary: RankSummary) -> dict[str, Any]:
     return {name: _short(values) if name in _BY_RANK else values for name, values in packed.items()}
 
 
-def _short(values: Sequence[float]) -> list[float | None]:
-    return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values]
+def _short(values: Numbers) -> list[float | None]:
+    numbers: list[float] = values.tolist()  # NumPy's are slower to format
+    return [float(f"{number:.{_DIGITS}g}") if math.isfinite(number) else None for number in numbers]
 
 
 def _unpacked(packed: Mapping[str, Any]) -> RankSummary:
