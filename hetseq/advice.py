@@ -170,7 +170,7 @@ def _about_rounding(summary: RankSummary, setting: Setting, standing: frozenset[
     if len(pieces) < 2 or not pieces.all():
         return
     step_s, total = _step_s(summary), float(pieces.sum())
-    lost_s = float((fixed_s + piece_s * pieces).max()) - _even_s(total, fixed_s, piece_s)
+    lost_s = float((fixed_s + piece_s * pieces).max()) - float(_even_s(np.array([total]), fixed_s, piece_s)[0])
     limit = _limit(NEGLIGIBLE_GAIN, "rounding", standing)
     waited = float(np.nanmean(summary.wait_s[working])) / step_s
     if min(lost_s / step_s, waited) <= limit:
@@ -188,22 +188,28 @@ def _better_total(pieces: Numbers, fixed_s: Numbers, piece_s: Numbers, *, most_l
     """The number of pieces nearest to the present one, at most half of it away, that lets nobody wait; None: none."""
     total, found = float(pieces.sum()), list[float]()
     for rank, own in enumerate(pieces):
-        for count in np.arange(max(1.0, own // 2), own + own // 2 + 2):
-            end_s = fixed_s[rank] + piece_s[rank] * count
-            dealt = float(np.floor(np.maximum(0.0, (end_s - fixed_s) / piece_s) + 1e-9).sum())
-            if abs(dealt - total) <= total / 2 and end_s - _even_s(dealt, fixed_s, piece_s) <= most_lost_s:
-                found.append(dealt)
+        counts = np.arange(max(1.0, own // 2), own + own // 2 + 2)
+        ends_s = fixed_s[rank] + piece_s[rank] * counts  # shape (counts,)
+        dealt = np.floor(np.maximum(0.0, (ends_s[:, None] - fixed_s) / piece_s) + 1e-9).sum(axis=1)
+        is_near = np.abs(dealt - total) <= total / 2
+        is_even = ends_s - _even_s(dealt, fixed_s, piece_s) <= most_lost_s
+        found += dealt[is_near & is_even].tolist()
     return min(found, key=lambda dealt: (abs(dealt - total), dealt), default=None)
 
 
-def _even_s(total: float, fixed_s: Numbers, piece_s: Numbers) -> float:
-    """When all would be done at once if pieces could be cut: sum of (t - fixed) / piece over who has begun = total."""
+def _even_s(totals: Numbers, fixed_s: Numbers, piece_s: Numbers) -> Numbers:
+    """When all would be done at once if pieces could be cut: sum of (t - fixed) / piece over who has begun = total.
+
+    Shape (totals,); all of them at once, because rank zero asks for thousands between two steps.
+    """
     order = np.argsort(fixed_s)
     fixed_s, piece_s = fixed_s[order], piece_s[order]
     speeds = np.cumsum(1 / piece_s)  # of the first ranks together; shape (ranks,)
-    ends_s = (total + np.cumsum(fixed_s / piece_s)) / speeds
+    ends_s = (totals[:, None] + np.cumsum(fixed_s / piece_s)) / speeds  # shape (totals, ranks)
     begun = np.append(fixed_s[1:], np.inf)
-    return float(ends_s[int(np.argmax(ends_s <= begun))])
+    first = np.argmax(ends_s <= begun, axis=1)
+    even_s: Numbers = np.take_along_axis(ends_s, first[:, None], axis=1)[:, 0]
+    return even_s
 
 
 # what the sentences are made of

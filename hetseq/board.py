@@ -1,6 +1,7 @@
 """The TensorBoard log of a run: the rows of `metrics.jsonl` once more, for those who look at curves there.
 
-Responsible for TensorBoard's files and for surviving its absence; it belongs to the thread that writes the rows.
+Responsible for TensorBoard's files and for surviving its absence; it belongs to the thread that writes the rows. What
+happened to the run stands there as text, and its options as hyperparameters, by which TensorBoard compares runs.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hetseq.append_file import AppendFile
+from hetseq.config import Config
 from hetseq.progress import samples_per_second, validation_numbers
 from hetseq.rank_table import Row, rank_speeds
 
@@ -25,15 +28,43 @@ logger = logging.getLogger(__name__)
 
 _MOST_RANKS = 8  # with more, only every tenth step tells of each rank
 _THINNING = 10
+_UNTOLD = frozenset({"save"})  # there are many, and `checkpointHistories.csv` lists them
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """What TensorBoard's HPARAMS tab shows of a run: its options by name (None: not given), and tags of two curves."""
+
+    options: Mapping[str, bool | float | str | None]
+    metrics: tuple[str, ...]
+
+
+def hyperparameters(config: Config) -> Hyperparameters:
+    """The options that say what is trained; where it runs and where it is kept make no other training of it.
+
+    The metrics are the loss and what makes a checkpoint the best one, of the first validation split.
+    """
+    sections = (config.task, config.data, config.validation, config.optimization, *config.extras.values())
+    options = {name: _plain(value) for section in sections for name, value in asdict(section).items()}
+    validation, subsets = config.validation, config.data.valid_subsets
+    is_validated = bool(subsets) and not validation.disable_validation
+    valid = (f"valid/{subsets[0]}/{validation.best_checkpoint_metric}",) if is_validated else ()
+    return Hyperparameters(options, ("train/loss", *valid))
+
+
+def _plain(value: Any) -> bool | float | str | None:
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]  # one learning rate is a number, by which TensorBoard can sort
+    return value if value is None or isinstance(value, (bool, int, float, str)) else json.dumps(value, default=str)
 
 
 class Opening:
     """A thread that opens the TensorBoard log: its import takes seconds, for which no row is to wait."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hparams: Hyperparameters | None = None) -> None:
         self._found: list[Board | None] = []
         self._thread = threading.Thread(
-            target=lambda: self._found.append(open_board(folder)), name="hetseq-tensorboard", daemon=True
+            target=lambda: self._found.append(open_board(folder, hparams)), name="hetseq-tensorboard", daemon=True
         )
         self._thread.start()
 
@@ -47,10 +78,10 @@ class Opening:
         return self._found[0] if self._found else None
 
 
-def open_board(folder: Path) -> Board | None:
+def open_board(folder: Path, hparams: Hyperparameters | None = None) -> Board | None:
     """A TensorBoard log, or None with a line that says why not; takes the time of an import."""
     try:
-        return Board(folder)
+        return Board(folder, hparams)
     except ImportError as error:
         logger.warning("no TensorBoard log: %s (metrics.jsonl holds the same numbers)", error)
     except Exception as error:  # a broken installation fails in many ways, and none of them may end a run
@@ -61,7 +92,7 @@ def open_board(folder: Path) -> Board | None:
 def add_to_board(board: Board, batch: list[tuple[str, bytes]]) -> bool:
     """Whether the rows of `batch` were taken; a row that TensorBoard cannot show ends its log, not the run."""
     try:
-        board.add([(kind, json.loads(line)) for kind, line in batch if kind != "event"])
+        board.add([(kind, json.loads(line)) for kind, line in batch])
     except Exception as error:  # as above
         logger.warning("the TensorBoard log ends here: %s: %s", type(error).__name__, error)
         return False
@@ -74,38 +105,97 @@ class Board:
     Not `SummaryWriter`: it starts a thread of its own, which a full disk ends for good. Raises ImportError.
     """
 
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
+    def __init__(self, folder: Path, hparams: Hyperparameters | None = None) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
+        from tensorboard.plugins.hparams import api_pb2, plugin_data_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._event, self._session, self._summary, self._records = Event, SessionLog, Summary, RecordWriter
+        self._event, self._session, self._records = event_pb2.Event, event_pb2.SessionLog, RecordWriter
+        self._summaries, self._tensors, self._types = summary_pb2, tensor_pb2, types_pb2
+        self._api, self._plugin_data = api_pb2, plugin_data_pb2
         # TensorBoard looks for this form and reads the files of a run in the order of their names.
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         self.file = AppendFile(folder / name, is_lines=False)
+        self._hparams = hparams
         self._is_new = True
         self._has_steps = False
+        self._last_step = 0
 
     def add(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
-        """Add the numbers of `rows`: (kind, row)."""
+        """Add `rows`, each with its kind: the numbers of steps and validations, the words of events."""
         events: list[Any] = []
+        rows = [(kind, row) for kind, row in rows if kind != "event" or row["event"] not in _UNTOLD]
         if rows and self._is_new:
             events.append(self._event(wall_time=time.time(), file_version="brain.Event:2"))
+            if self._hparams is not None:
+                events.append(self._summary_event(0, self._session_values(self._hparams)))
             self._is_new = False
         for kind, row in rows:
+            self._last_step = row.get("step", self._last_step)
             if kind == "step" and not self._has_steps:
                 # Tells TensorBoard to forget what an earlier start of this run logged from here on.
                 session = self._session(status=self._session.START)
                 events.append(self._event(wall_time=time.time(), step=row["step"], session_log=session))
                 self._has_steps = True
-            numbers = _step_numbers(row) if kind == "step" else _validation_numbers(row)
-            values = [
-                self._summary.Value(tag=tag, simple_value=number)
-                for tag, number in numbers
-                if isinstance(number, (int, float))
-            ]
-            events.append(self._event(wall_time=time.time(), step=row["step"], summary=self._summary(value=values)))
+            if kind == "event":
+                values = [self._text(f"events/{row['event']}", _words(row))]
+            else:
+                numbers = _step_numbers(row) if kind == "step" else _validation_numbers(row)
+                values = [
+                    self._summaries.Summary.Value(tag=tag, simple_value=number)
+                    for tag, number in numbers
+                    if isinstance(number, (int, float))
+                ]
+            events.append(self._summary_event(self._last_step, values))
         self.file.append(self._record(event) for event in events)
+
+    def _summary_event(self, step: int, values: list[Any]) -> Any:
+        return self._event(wall_time=time.time(), step=step, summary=self._summaries.Summary(value=values))
+
+    def _text(self, tag: str, words: str) -> Any:
+        """One text, which the TEXT tab shows as Markdown."""
+        return self._value(
+            tag, self._tensors.TensorProto(dtype=self._types.DT_STRING, string_val=[words.encode()]), "text", b""
+        )
+
+    def _session_values(self, hparams: Hyperparameters) -> list[Any]:
+        """The two records of the HPARAMS tab: its columns, and the options of this run.
+
+        Without the first, every curve of every rank would be a column.
+        """
+        kinds = {bool: self._api.DATA_TYPE_BOOL, str: self._api.DATA_TYPE_STRING}
+        kinds |= {int: self._api.DATA_TYPE_FLOAT64, float: self._api.DATA_TYPE_FLOAT64}
+        infos = [
+            self._api.HParamInfo(name=name, type=kinds.get(type(value), self._api.DATA_TYPE_UNSET))
+            for name, value in hparams.options.items()
+        ]
+        metrics = [self._api.MetricInfo(name=self._api.MetricName(tag=tag)) for tag in hparams.metrics]
+        started = self._plugin_data.SessionStartInfo(start_time_secs=time.time())
+        for name, value in hparams.options.items():
+            if isinstance(value, bool):
+                started.hparams[name].bool_value = value
+            elif isinstance(value, str):
+                started.hparams[name].string_value = value
+            elif value is not None:
+                started.hparams[name].number_value = value
+        experiment = self._api.Experiment(hparam_infos=infos, metric_infos=metrics, time_created_secs=time.time())
+        nothing = self._tensors.TensorProto(dtype=self._types.DT_FLOAT)
+        nothing.tensor_shape.dim.add(size=0)
+        return [
+            self._value(
+                f"_hparams_/{name}", nothing, "hparams", self._plugin_data.HParamsPluginData(**told).SerializeToString()
+            )
+            for name, told in (
+                ("experiment", {"experiment": experiment}),
+                ("session_start_info", {"session_start_info": started}),
+            )
+        ]
+
+    def _value(self, tag: str, tensor: Any, plugin: str, content: bytes) -> Any:
+        """A tensor that a plugin of TensorBoard shows."""
+        data = self._summaries.SummaryMetadata.PluginData(plugin_name=plugin, content=content)
+        metadata = self._summaries.SummaryMetadata(plugin_data=data)
+        return self._summaries.Summary.Value(tag=tag, tensor=tensor, metadata=metadata)
 
     def _record(self, event: Any) -> bytes:
         buffer = io.BytesIO()
@@ -146,3 +236,32 @@ def _validation_numbers(row: Row) -> Iterator[tuple[str, Any]]:
     subset = row.get("subset", "valid")
     for name, number in validation_numbers(row):
         yield f"valid/{subset}/{name}", number
+
+
+def _words(row: Mapping[str, Any]) -> str:
+    """An event as Markdown: a sentence, or what else was told of it."""
+    event = row["event"]
+    if event == "advice":
+        return str(row["text"])
+    if event == "generation":
+        took = "" if row.get("seconds") is None else f", after {row['seconds']:.2f} s"
+        story = row.get("story") or "a step could not be finished in time"
+        return f"{story}: ranks {_listed(row['ranks'])} go on{took} (generation {row['generation']})"
+    if event == "rebalance":
+        before_s, after_s = row["predicted_seconds_before"], row["predicted_seconds"]
+        return (
+            f"from step {row['first_step']} on shares {_listed(row['shares'])}, before {_listed(row['shares_before'])};"
+            f" predicted: {after_s:.4g} s for a step, before {before_s:.4g} s"
+        )
+    if event == "save_failed":
+        return f"the checkpoint of step {row['step']} could not be saved: {row['error']}"
+    if event == "resume":
+        source = "the memory of the ranks" if row.get("path") is None else f"`{row['path']}`"
+        refused = row.get("refused")
+        return f"goes on after step {row['step']} from {source}" + (f"; refused: {_listed(refused)}" if refused else "")
+    told = {key: value for key, value in row.items() if key not in ("time_utc", "event", "step")}
+    return "\n".join(f"* {key}: {json.dumps(value)}" for key, value in told.items())
+
+
+def _listed(values: Any) -> str:
+    return ", ".join(map(str, values))

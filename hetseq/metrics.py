@@ -45,7 +45,7 @@ from typing import Any, Protocol, TextIO
 
 from hetseq.advice import Advice
 from hetseq.append_file import MOST_WAITING_BYTES, TAIL_BYTES, AppendFile
-from hetseq.board import Board, Opening, add_to_board
+from hetseq.board import Board, Hyperparameters, Opening, add_to_board
 from hetseq.config import LogConfig
 from hetseq.progress import LiveProgress, PlainProgress, ProgressHandler, progress_for
 from hetseq.rank_table import Row
@@ -64,8 +64,8 @@ class Metrics:
 
     `directory` None writes no files. `has_display` (default: every writer) is for a run in several directories: each
     has a writer, and only one of these shows what happens. `total_steps` (None: unknown) is for the display, which uses
-    `stream` (default: standard output) and the clock `now` in seconds. Close it on both roads out, or use it as a
-    context manager.
+    `stream` (default: standard output) and the clock `now` in seconds; `hparams` is for TensorBoard. Close it on both
+    roads out, or use it as a context manager.
     """
 
     def __init__(
@@ -79,13 +79,14 @@ class Metrics:
         stream: TextIO | None = None,
         now: Callable[[], float] = time.monotonic,
         has_tensorboard: bool = True,
+        hparams: Hyperparameters | None = None,
     ) -> None:
         self._last: deque[Row] = deque(maxlen=_REMEMBERED)
         self._advised: set[str] = set()
         self._recorder: _Recorder | None = None
         self._progress: PlainProgress | LiveProgress | None = None
         self._directory, self._config, self._total_steps = directory, config, total_steps
-        self._stream, self._now, self._has_tensorboard = stream, now, has_tensorboard
+        self._stream, self._now, self._has_tensorboard, self._hparams = stream, now, has_tensorboard, hparams
         #: for the worker's root logger: records appear above the live line, or on standard error
         self.log_handler = ProgressHandler(None)
         self.lead(is_writer=is_writer, has_display=has_display)
@@ -101,7 +102,7 @@ class Metrics:
             self._progress = None
         self.log_handler.progress = self._progress
         if is_writer and self._recorder is None and self._directory is not None:
-            self._recorder = _Recorder(self._directory, has_tensorboard=self._has_tensorboard)
+            self._recorder = _Recorder(self._directory, self._hparams, has_tensorboard=self._has_tensorboard)
         elif not is_writer and self._recorder is not None:
             self._recorder.close(deadline_s=_CLOSE_DEADLINE_S)
             self._recorder = None
@@ -238,8 +239,8 @@ class _Sink(Protocol):
 class _Recorder:
     """The queue and the one thread behind the files."""
 
-    def __init__(self, directory: RunDirectory, *, has_tensorboard: bool) -> None:
-        self._directory = directory
+    def __init__(self, directory: RunDirectory, hparams: Hyperparameters | None, *, has_tensorboard: bool) -> None:
+        self._directory, self._hparams = directory, hparams
         self._has_tensorboard = has_tensorboard
         self._wakeup = threading.Condition()
         # the four below are touched only while holding `_wakeup`
@@ -294,7 +295,7 @@ class _Recorder:
     def _run(self) -> None:
         metrics = AppendFile(self._directory.metrics)
         events = AppendFile(self._directory.events)
-        opening = Opening(self._directory.tensorboard) if self._has_tensorboard else None
+        opening = Opening(self._directory.tensorboard, self._hparams) if self._has_tensorboard else None
         board: Board | None = None
         unshown: list[tuple[str, bytes]] = []  # until the board is open
         is_last = False

@@ -13,14 +13,14 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
 from hetseq.advice import ADVICE_STEPS, Advice, Adviser, Setting
-from hetseq.rank_table import MEDIAN_STEPS, RankSummary, Row, summarise
+from hetseq.rank_table import MEDIAN_STEPS, Numbers, RankSummary, Row, summarise
 
 _ADVICE_INTERVAL_S = 5.0
 _ETA_STEPS = 50  # as in the live line
@@ -74,7 +74,7 @@ class RunStatus:
             "total_steps": self.total_steps,
             "eta_s": self._eta_s(int(newest.get("step", 0))),
             "checkpoint": self._saved and self._saved[0],
-            "checkpoint_age_s": self._saved and self._saved[1] and round(now_s - self._saved[1], 1),
+            "checkpoint_age_s": self._saved and self._saved[1] and round(max(0.0, now_s - self._saved[1]), 1),
             "advice": [advice.text for advice in self._advice],
             "ranks": None if summary is None else _packed(summary),
         }
@@ -121,13 +121,14 @@ def read_facts(told: Any) -> RunFacts | None:
 
 
 def _packed(summary: RankSummary) -> dict[str, Any]:
-    """As few digits as eyes and advice need: 64 ranks are some 8 kB."""
+    """As few digits as eyes and advice need, because it is written once a second."""
     packed = {field.name: getattr(summary, field.name) for field in fields(summary)}
     return {name: _short(values) if name in _BY_RANK else values for name, values in packed.items()}
 
 
-def _short(values: Sequence[float]) -> list[float | None]:
-    return [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in values]
+def _short(values: Numbers) -> list[float | None]:
+    numbers: list[float] = values.tolist()  # NumPy's are slower to format
+    return [float(f"{number:.{_DIGITS}g}") if math.isfinite(number) else None for number in numbers]
 
 
 def _unpacked(packed: Mapping[str, Any]) -> RankSummary:

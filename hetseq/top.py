@@ -14,6 +14,7 @@ import math
 import os
 import select
 import shutil
+import signal
 import socket
 import sys
 import termios
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -310,27 +312,28 @@ def _run_lines(run: Path, facts: RunFacts | None, teller: RankSign | None, width
     first += [f"epoch {row['epoch']}"] if "epoch" in row else []
     loss = row.get("loss")
     first += ["skipped"] if row.get("skipped") else [f"loss {loss:.4g}"] if isinstance(loss, (int, float)) else []
-    parts = ["  ".join(first)]
+    now, later = ["  ".join(first)], list[str]()
     if summary is not None and summary.step_s:
         speed = float(np.nansum(summary.share)) / summary.step_s
         words = f"{speed:,.0f} samples/s" if speed >= 100 else f"{speed:.3g} samples/s"
         if len(summary.share) > 1:
             words += "" if summary.efficiency is None else f"  efficiency {summary.efficiency:.0%}"
-        parts.append(words)
+        now.append(words)
     if facts.eta_s is not None:
         least, most = (_lasting(max(0.0, seconds - teller.age_s)) for seconds in facts.eta_s)
-        parts.append(f"ETA {least}" + ("" if least == most else f" - {most}"))
+        later.append(f"ETA {least}" + ("" if least == most else f" - {most}"))
     if facts.checkpoint:
         age_s = facts.checkpoint_age_s
-        parts.append(
+        later.append(
             f"checkpoint {facts.checkpoint:,}" + ("" if age_s is None else f", {_lasting(age_s + teller.age_s)} ago")
         )
-    lines = [parts[0]]
-    for part in parts[1:]:
-        if len(lines[-1]) + len(part) + 5 <= width:
-            lines[-1] += f"  |  {part}"
-        else:
-            lines.append(part)
+    lines = list[str]()
+    for parts in (now, later):  # never on one line: with each digit more or less the table would move
+        for place, part in enumerate(parts):
+            if place and len(lines[-1]) + len(part) + 5 <= width:
+                lines[-1] += f"  |  {part}"
+            else:
+                lines.append(part)
     return [line[:width] for line in lines]
 
 
@@ -365,7 +368,7 @@ def _watch_live(arguments: Arguments, look: Lookout, say: Callable[[str], None])
 
     console = terminal(sys.stdout)
     interval_s, seen = arguments.interval_s or _LIVE_S, None
-    with _keys() as is_quit, suppress(BrokenPipeError):
+    with _ending_once(), _keys() as is_quit, suppress(BrokenPipeError):
         try:
             with Live(console=console, auto_refresh=False, screen=True) as live:
                 while seen is None or seen.ending is None:
@@ -378,6 +381,28 @@ def _watch_live(arguments: Arguments, look: Lookout, say: Callable[[str], None])
         finally:
             if seen is not None:  # what was on the other screen stays readable
                 say("\n".join(seen.lines))
+
+
+@contextmanager
+def _ending_once() -> Iterator[None]:
+    """Ctrl-C and SIGTERM leave the view as an exception does, and a second one does not disturb that.
+
+    The other screen and the terminal that gives each key are this process' affair: one that is killed leaves them on.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        for number in before:
+            signal.signal(number, end)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

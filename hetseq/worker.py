@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from hetseq import faults, sweep
+from hetseq.board import hyperparameters
 from hetseq.catalogue import text_of
 from hetseq.comm import AnyGroup, LocalGroup, Meeting, connect
 from hetseq.commit import Wish
@@ -182,7 +183,7 @@ class _Life:
         self.output.show(rank == 0)
         self._metrics = Metrics(
             directory, config.log, is_writer=crew is not None and rank is not None and crew.writer_of(rank) == rank,
-            has_display=rank == 0, total_steps=None,
+            has_display=rank == 0, total_steps=None, hparams=hyperparameters(config),
         )  # fmt: skip
         closing.callback(self._metrics.close)
         self.output.log_to(self._metrics.log_handler, closing)

@@ -440,9 +440,9 @@ def test_rows_do_not_wait_for_tensorboard(make: Make, directory: RunDirectory, m
     # a run killed in its first seconds would have a checkpoint, and no row of the steps before it
     is_open, real = threading.Event(), board_module.open_board
 
-    def slowly(folder: Path) -> Any:
+    def slowly(*arguments: Any) -> Any:
         assert is_open.wait(20)
-        return real(folder)
+        return real(*arguments)
 
     monkeypatch.setattr(board_module, "open_board", slowly)
     metrics = make(has_tensorboard=True)

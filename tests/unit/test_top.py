@@ -127,6 +127,33 @@ def test_nothing_in_the_run_directory_is_changed(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
+def test_the_table_stands_still_while_numbers_change_their_width(tmp_path: Path) -> None:
+    heights, run = set(), tmp_path / "a"
+    run.mkdir()
+    for width in range(80, 140):
+        for loss, age_s in ((0.5, 1.0), (0.06123, 90.0)):
+            status = told(8, 2)
+            status.saved(7, 1.75)
+            write(run, 0, run={**status.told(2.0), "loss": loss, "checkpoint_age_s": age_s})
+            heights.add(next(n for n, line in enumerate(shown(run, width=width).splitlines()) if "ranks:" in line))
+    assert heights == {2}
+
+
+def test_sixty_four_ranks_are_a_small_file() -> None:
+    status = told(8, SIZE)
+    about = row(9, SIZE)
+    kinds = {kind: [1 / (3 + rank) for rank in range(SIZE)] for kind in about["ranks"] if kind.endswith("_s")}
+    for step in range(9, 30):  # figures without an end
+        status.step({**about, "step": step, "ranks": {**about["ranks"], **kinds}}, step / 3, saved_step=0)
+    assert len(run_directory.json_line(status.told(10.0))) < 10_000
+
+
+def test_a_checkpoint_that_is_newer_than_the_step_is_no_second_old() -> None:
+    status = told(8, 2)
+    status.saved(8, 2.01)
+    assert str(status.told(2.0)["checkpoint_age_s"]) == "0.0"
+
+
 def test_what_is_written_is_what_is_read() -> None:
     status = told(8, 2)
     status.saved(7, 1.75)
