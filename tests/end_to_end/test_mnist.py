@@ -16,6 +16,7 @@ def losses(save_dir: Path) -> list[float]:
     return [row["loss"] for row in read_rows(save_dir / "metrics.jsonl") if "loss" in row]
 
 
+@pytest.mark.timeout(450)  # 50 s alone; two threads that wait for each other take long beside others
 def test_one_epoch_of_mnist_classifies_98_5_percent_of_the_test_images(mnist_data: Path, tmp_path: Path) -> None:
     words = "--task mnist --max-sentences 64 --max-epoch 1 --optimizer adam --lr 2e-3 --warmup-updates 100"
     words += " --total-num-update 938 --valid-subset test --cpu"
