@@ -414,6 +414,10 @@ def contradictions(project: dict, pinned: list[str]) -> list[str]:  # type: igno
             found.append(f"{pin.name} is pinned and not in pyproject.toml")
         elif exact.operator != "==" or exact.version not in bounds[pin.name.lower()]:
             found.append(f"{line} does not satisfy {bounds[pin.name.lower()]}")
+        if pin.extras:
+            found.append(
+                f"{line} names an extra, which pip refuses in a file of constraints: `make demo` uses it as one"
+            )
     return found + [f"{name} has no pin" for name in sorted(bounds.keys() - seen)]
 
 
@@ -434,3 +438,4 @@ def test_a_contradiction_between_them_is_seen() -> None:
         "b has no pin",
     ]
     assert contradictions(project, ["a==2.1", "b==1"]) == []
+    assert [found.partition(" names")[0] for found in contradictions(project, ["a[x]==2.1", "b==1"])] == ["a[x]==2.1"]
