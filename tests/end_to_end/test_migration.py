@@ -16,6 +16,7 @@ import hetseq
 from hetseq.report.compare import compare
 from tests.support import forked
 from tests.support.commands import HETSEQ, ROOT, run_command
+from tests.support.places import free_port
 
 pytestmark = pytest.mark.slow
 WORDS = ROOT / "docs" / "examples" / "words"
@@ -29,10 +30,11 @@ def _warm() -> None:
     forked.warm_up()
 
 
-def there(folder: Path, *program: str, clip: str = "5") -> Path:
-    """A run of a program of the manual."""
-    words = [*program, "--save-dir", str(folder), "--in-order", "--double", "--clip", clip]
-    done = run_command(words, program=(sys.executable,), is_cold=False)
+def there(folder: Path, *program: str, more: tuple[str, ...] = ()) -> Path:
+    """A run of a program of the manual; without torchrun it is alone."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = [*program, "--save-dir", str(folder), "--in-order", "--double", *more]
+    done = run_command(words, program=(sys.executable,), is_cold=False, env={} if program[0] == "-m" else alone)
     assert done.code == 0, done.err
     return folder
 
@@ -76,6 +78,15 @@ def test_other_trainers_and_hetseq_have_the_same_losses(package: str, alone: Pat
     assert difference(there(tmp_path / "there", str(WORDS / f"with_{package}.py")), alone) <= EXACT
 
 
+@pytest.mark.parametrize("name", ["ddp", "accelerate"])
+def test_the_programs_go_on_from_their_checkpoints(name: str, alone: Path, tmp_path: Path) -> None:
+    if name != "ddp" and importlib.util.find_spec(name) is None:
+        pytest.skip(f"needs {name}")
+    for epochs in ("1", "3"):
+        there(tmp_path / "there", str(WORDS / f"with_{name}.py"), more=("--epochs", epochs))
+    assert difference(tmp_path / "there", alone) <= EXACT
+
+
 def test_two_unequal_ranks_have_the_losses_of_one_process_of_torchrun(by_torchrun: Path, tmp_path: Path) -> None:
     two = here(tmp_path / "two", "--distributed-world-size", "2", "--balance", "3,1")
     assert hetseq.load_run(two).shares[0].tolist() == [24, 8]
@@ -90,7 +101,7 @@ def test_two_processes_of_torchrun_have_other_losses_than_one(by_torchrun: Path,
 
 def test_a_gradient_is_clipped_at_the_same_norm(alone: Path, tmp_path: Path) -> None:
     """torch divides by the norm + 1e-6, which at norms of 0.3 and a limit of 0.2 moves the losses by 8.9e-7."""
-    program = there(tmp_path / "there", *TORCHRUN, "1", str(WORDS / "with_ddp.py"), clip="0.2")
+    program = there(tmp_path / "there", str(WORDS / "with_ddp.py"), more=("--clip", "0.2"))
     clipped = here(tmp_path / "here", "--clip-norm", "0.2")
     assert difference(program, clipped) <= 3e-6
     assert difference(alone, clipped) > 0.1  # it does clip
