@@ -52,6 +52,7 @@ def here(folder: Path, *more: str) -> Path:
 def difference(one: Path, other: Path) -> float:
     """The largest one of the loss, in nats, over all steps."""
     found = compare(hetseq.load_run(one), hetseq.load_run(other))
+    assert [len(hetseq.load_run(run).steps) for run in (one, other)] == [STEPS, STEPS]
     assert len(found.steps) == STEPS
     assert found.largest is not None
     return found.largest[0]
