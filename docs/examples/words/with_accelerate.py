@@ -1,4 +1,4 @@
-"""The speller by Accelerate: `accelerate launch --num_processes 2 with_accelerate.py --save-dir runs/accelerate`."""
+"""The speller by Accelerate: `accelerate launch with_accelerate.py --save-dir runs/acc`."""
 
 import json
 from pathlib import Path
@@ -11,27 +11,32 @@ from torch.utils.data import DataLoader
 from words import LR, NOTHING, Speller, Words, arguments, collate, rate
 
 args = arguments()
-accelerator = Accelerator(cpu=not torch.cuda.is_available(), step_scheduler_with_optimizer=False)
+is_cpu = not torch.cuda.is_available()
+accelerator = Accelerator(cpu=is_cpu, step_scheduler_with_optimizer=False)
 set_seed(1)
 
 batch_size = 32 // accelerator.num_processes
-loader = DataLoader(Words("train"), batch_size, shuffle=not args.in_order, collate_fn=collate)
-valid_loader = DataLoader(Words("valid"), batch_size, collate_fn=collate)
+train, valid = Words("train"), Words("valid")
+loader = DataLoader(train, batch_size, shuffle=not args.in_order, collate_fn=collate)
+valid_loader = DataLoader(valid, batch_size, collate_fn=collate)
 model = Speller().to(torch.float64 if args.double else torch.float32)
 optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-loader, valid_loader, model, optimizer, schedule = accelerator.prepare(loader, valid_loader, model, optimizer, schedule)
+loader, valid_loader = accelerator.prepare(loader, valid_loader)
+model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
 checkpoint = Path(args.save_dir, "last")
 if checkpoint.exists():
     accelerator.load_state(str(checkpoint))
-first, step = schedule.scheduler.last_epoch // len(loader), schedule.scheduler.last_epoch
+step = schedule.scheduler.last_epoch
+first = step // len(loader)
 checkpoint.parent.mkdir(parents=True, exist_ok=True)
 
 
 def loss_of(batch):
     """The mean over the letters of one batch."""
     letters, following = batch
-    return F.cross_entropy(model(letters).flatten(0, 1), following.flatten(), ignore_index=NOTHING)
+    scores = model(letters).flatten(0, 1)
+    return F.cross_entropy(scores, following.flatten(), ignore_index=NOTHING)
 
 
 for epoch in range(first, args.epochs):
@@ -52,7 +57,8 @@ for epoch in range(first, args.epochs):
                 rows.write(json.dumps({"step": step, "loss": shown.item()}) + "\n")
     model.eval()
     with torch.no_grad():
-        losses = accelerator.gather_for_metrics([loss_of(batch)[None] for batch in valid_loader])
-    accelerator.print(f"epoch {epoch + 1} valid loss {torch.cat(losses).mean().item():.4f}")
+        losses = torch.cat([loss_of(batch)[None] for batch in valid_loader])
+    total = accelerator.reduce(losses.mean(), "mean")
+    accelerator.print(f"epoch {epoch + 1} valid loss {total.item():.4f}")
     accelerator.save_state(str(checkpoint))
 accelerator.end_training()

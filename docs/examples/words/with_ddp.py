@@ -1,4 +1,4 @@
-"""The speller by DistributedDataParallel: `torchrun --nproc-per-node 2 with_ddp.py --save-dir runs/ddp`."""
+"""The speller by DDP: `torchrun --nproc-per-node 2 with_ddp.py --save-dir runs/ddp`."""
 
 import json
 import os
@@ -14,14 +14,17 @@ from words import LR, NOTHING, Speller, Words, arguments, collate, rate
 args = arguments()
 dist.init_process_group()
 rank, world_size = dist.get_rank(), dist.get_world_size()
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+has_gpu = torch.cuda.is_available()
+device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if has_gpu else "cpu")
 torch.manual_seed(1)
 
 train, valid = Words("train"), Words("valid")
 sampler = DistributedSampler(train, shuffle=not args.in_order)
 loader = DataLoader(train, 32 // world_size, sampler=sampler, collate_fn=collate)
-valid_loader = DataLoader(valid, 32, sampler=DistributedSampler(valid, shuffle=False), collate_fn=collate)
-model = DistributedDataParallel(Speller().to(device, torch.float64 if args.double else torch.float32))
+valid_sampler = DistributedSampler(valid, shuffle=False)
+valid_loader = DataLoader(valid, 32, sampler=valid_sampler, collate_fn=collate)
+speller = Speller().to(device, torch.float64 if args.double else torch.float32)
+model = DistributedDataParallel(speller)
 optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
 schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
 checkpoint, step, first = Path(args.save_dir, "last.pt"), 0, 0
@@ -37,7 +40,8 @@ if checkpoint.exists():
 def loss_of(batch):
     """The mean over the letters of one batch."""
     letters, following = (part.to(device) for part in batch)
-    return F.cross_entropy(model(letters).flatten(0, 1), following.flatten(), ignore_index=NOTHING)
+    scores = model(letters).flatten(0, 1)
+    return F.cross_entropy(scores, following.flatten(), ignore_index=NOTHING)
 
 
 for epoch in range(first, args.epochs):
@@ -58,10 +62,12 @@ for epoch in range(first, args.epochs):
                 rows.write(json.dumps({"step": step, "loss": shown.item()}) + "\n")
     model.eval()
     with torch.no_grad():
-        total = sum(loss_of(batch) for batch in valid_loader) / len(valid_loader) / world_size
+        total = sum(loss_of(batch) for batch in valid_loader)
+        total /= len(valid_loader) * world_size
     dist.all_reduce(total)
     if rank == 0:
         print(f"epoch {epoch + 1} valid loss {total.item():.4f}")
         state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-        torch.save({**state, "schedule": schedule.state_dict(), "step": step, "epoch": epoch + 1}, checkpoint)
+        state |= {"schedule": schedule.state_dict(), "step": step, "epoch": epoch + 1}
+        torch.save(state, checkpoint)
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The speller as a task: `hetseq train --task with_hetseq.py --global-batch-size 32 ... --save-dir runs/words`."""
+"""The speller as a task: `hetseq train --task with_hetseq.py --save-dir runs/words ...`."""
 
 import torch.nn.functional as F
 from words import NOTHING, Speller, Words, collate
@@ -24,4 +24,6 @@ class Spelling(Task):
     def loss(self, model, sample):
         letters, following = sample
         scores = model(letters).flatten(0, 1)
-        return {"loss": F.cross_entropy(scores, following.flatten(), ignore_index=NOTHING, reduction="sum")}
+        following = following.flatten()
+        loss = F.cross_entropy(scores, following, ignore_index=NOTHING, reduction="sum")
+        return {"loss": loss}

@@ -27,12 +27,14 @@ class Spelling(lightning.LightningModule):
         return self.loss_of(batch)
 
     def validation_step(self, batch):
-        self.log("valid_loss", self.loss_of(batch), batch_size=len(batch[0]), sync_dist=True, prog_bar=True)
+        loss, size = self.loss_of(batch), len(batch[0])
+        self.log("valid_loss", loss, batch_size=size, sync_dist=True)
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=LR, momentum=0.9)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        every_step = {"scheduler": schedule, "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": every_step}
 
 
 class Rows(Callback):
@@ -42,7 +44,8 @@ class Rows(Callback):
         loss = trainer.strategy.reduce(outputs["loss"].detach(), reduce_op="mean")
         if trainer.is_global_zero:
             with Path(trainer.default_root_dir, "metrics.jsonl").open("a") as rows:
-                rows.write(json.dumps({"step": trainer.global_step, "loss": loss.item()}) + "\n")
+                row = {"step": trainer.global_step, "loss": loss.item()}
+                rows.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":
@@ -58,8 +61,10 @@ if __name__ == "__main__":
         enable_progress_bar=False,
     )
     batch_size = 32 // trainer.world_size
-    loader = DataLoader(Words("train"), batch_size, shuffle=not args.in_order, collate_fn=collate)
-    valid_loader = DataLoader(Words("valid"), batch_size, collate_fn=collate)
+    train, valid = Words("train"), Words("valid")
+    loader = DataLoader(train, batch_size, shuffle=not args.in_order, collate_fn=collate)
+    valid_loader = DataLoader(valid, batch_size, collate_fn=collate)
     last = Path(args.save_dir, "last.ckpt")
     Path(args.save_dir).mkdir(parents=True, exist_ok=True)
-    trainer.fit(Spelling(), loader, valid_loader, ckpt_path=last if last.exists() else None)
+    begin = last if last.exists() else None
+    trainer.fit(Spelling(), loader, valid_loader, ckpt_path=begin)

@@ -1,4 +1,7 @@
-"""Names of Python's modules, letter by letter, and a network that spells them: what all programs beside it train."""
+"""Names of Python's modules, letter by letter, and a network that spells them.
+
+The programs beside this file train it, each in its own way.
+"""
 
 import argparse
 import string
@@ -9,9 +12,11 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-LETTERS = "." + string.ascii_lowercase + string.digits + "_"  # a name begins and ends with the dot
+# a name begins and ends with the dot
+LETTERS = "." + string.ascii_lowercase + string.digits + "_"
 NOTHING = -100  # stands where there is nothing to predict
-LR, WARMUP, TOTAL = 0.5, 6, 40  # the learning rate rises for 6 steps and falls until step 40
+# the learning rate rises for 6 steps and falls until step 40
+LR, WARMUP, TOTAL = 0.5, 6, 40
 
 
 class Words(Dataset):
@@ -19,17 +24,19 @@ class Words(Dataset):
 
     def __init__(self, split):
         names = sorted(name.lower() for name in sys.stdlib_module_names)
-        self.names = [name for at, name in enumerate(names) if (at % 5 == 0) == (split == "valid")]
+        is_wanted = [(at % 5 == 0) == (split == "valid") for at in range(len(names))]
+        self.names = [name for name, wanted in zip(names, is_wanted) if wanted]
 
     def __len__(self):
         return len(self.names)
 
     def __getitem__(self, index):
-        return torch.tensor([LETTERS.index(letter) for letter in f".{self.names[index]}."])
+        name = f".{self.names[index]}."
+        return torch.tensor([LETTERS.index(letter) for letter in name])
 
 
 class Speller(nn.Module):
-    """Scores of the next letter, from those before it: (names, letters) to (names, letters, 38)."""
+    """Scores of the next letter: (names, letters) to (names, letters, 38)."""
 
     def __init__(self):
         super().__init__()
@@ -44,11 +51,12 @@ class Speller(nn.Module):
 def collate(samples):
     """Letters and what follows each of them, both (names, longest - 1)."""
     letters = pad_sequence([sample[:-1] for sample in samples], batch_first=True)
-    return letters, pad_sequence([sample[1:] for sample in samples], batch_first=True, padding_value=NOTHING)
+    rest = [sample[1:] for sample in samples]
+    return letters, pad_sequence(rest, batch_first=True, padding_value=NOTHING)
 
 
 def rate(step):
-    """The learning rate after so many steps, as a part of LR: a linear warm-up from 0, then a linear decay to 0."""
+    """The learning rate, as a part of LR: up from 0, then down to 0, both linearly."""
     return step / WARMUP if step <= WARMUP else max(0, TOTAL - step) / (TOTAL - WARMUP)
 
 
@@ -58,6 +66,6 @@ def arguments():
     parser.add_argument("--save-dir", required=True)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--clip", type=float, default=5.0)
-    parser.add_argument("--in-order", action="store_true", help="do not shuffle: for comparisons")
-    parser.add_argument("--double", action="store_true", help="64-bit numbers: for comparisons")
+    parser.add_argument("--in-order", action="store_true", help="do not shuffle")
+    parser.add_argument("--double", action="store_true", help="64-bit numbers")
     return parser.parse_args()
