@@ -226,7 +226,7 @@ def build_session(
         )  # fmt: skip
         undo.callback(loader.close)
         unit = 0 if planner.lengths is not None else planner.unit
-        told = RunStatus(Setting(str(config.checkpoint.save_dir), config.distributed.balance, unit))
+        told = RunStatus(Setting(str(config.checkpoint.save_dir), config.distributed.balance, unit, shards is not None))
         status = StatusFiles(directory, sharing, device=str(device), slots=slots, run=told)
         replicas = _replica_check(config, replica, group, metrics, device)
         boundary = RunBoundary(
