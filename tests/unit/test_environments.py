@@ -300,6 +300,14 @@ def test_what_a_scheduler_has_started_beside_the_script_meets_on_the_first_host_
         assert chosen(found).join == f"tcp://{found.hosts[0]}:{found.port}"
 
 
+@pytest.mark.parametrize(("stem", "host"), [("lsf-unequal-slots", "grid05"), ("pbs-torque-two-nodes", "compute-0-1")])
+def test_what_runs_on_a_later_host_of_a_job_is_not_its_script(stem: str, host: str) -> None:
+    found = see(look_of(named(stem) | {"host": host}))
+    assert found is not None
+    assert (found.index, found.is_script) == (1, False)
+    assert chosen(found).join == f"tcp://{found.hosts[0]}:{found.port}"
+
+
 def test_a_world_of_one_meets_nobody() -> None:
     found = seen(STEP | {"SLURM_NODELIST": "n1"})
     choice = choose(DistributedConfig(), found, gpus=lambda: 4)
