@@ -34,7 +34,7 @@ COMMANDS = {
     "script": ("hetseq.script:run", "a batch script for Slurm, Grid Engine, PBS, LSF or HTCondor"),
     "ssh": ("hetseq.ssh:run", "a run on several hosts by one command, over ssh"),
     "selftest": ("hetseq.selftest:run", "see whether a task of your own is exact on any shares"),
-    "demo": ("hetseq.demo:run", "see unequal workers give the result of one machine; a minute or two"),
+    "demo": ("hetseq.demo:run", "see unequal workers give the result of one machine, in a minute"),
 }
 
 
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _usage() -> str:
     lines = [f"  {name:<13}{about}" for name, (_, about) in COMMANDS.items()]
-    ends = ["", "`hetseq COMMAND --help` says more, with an example. To begin with:", "  hetseq demo"]
+    ends = ["", "`hetseq COMMAND --help` says more.", "", "for example:", "  hetseq demo", "  hetseq top --help"]
     return "\n".join(["usage: hetseq COMMAND [options]", "", *lines, *ends]) + "\n"
 
 

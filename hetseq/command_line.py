@@ -99,15 +99,15 @@ class Command:
             raise HelpRequested(self.help())
         if self.train == "among":
             targets, rest = self._targets(left)
-            return Given({**self._options(kept), **self._arguments(targets)}, (*rest, *tail))
+            return Given({**self._options(kept, rest), **self._arguments(targets)}, (*rest, *tail))
         if self.train == "behind" and not has_tail:
             raise self.refusal(f"expected the options of hetseq train behind --, as in: {self._example('--')}")
-        unknown = [word for word in left if word.startswith("-") and word != "-"]
+        unknown = [word for word in left if _is_option(word)]
         if unknown:
             raise self._unknown(unknown[0].partition("=")[0])
         targets = left if self.train == "behind" else [*left, *tail]
         arguments = self._arguments(targets)
-        return Given({**self._options(kept), **arguments}, tail if self.train == "behind" else ())
+        return Given({**self._options(kept, []), **arguments}, tail if self.train == "behind" else ())
 
     def help(self) -> str:
         """The text of `--help`, as wide as the terminal and at most 120 columns."""
@@ -117,8 +117,8 @@ class Command:
         notes = "".join("\n".join(_lines(note, width)) + "\n\n" for note in self.notes)
         parser = argparse.ArgumentParser(
             usage=_plain("\n       ".join(f"hetseq {self.name} {form}".rstrip() for form in self.usage)),
-            description=_plain("\n".join(_lines(self.about, width))),
-            epilog=_plain(f"{notes}for example:\n{examples}"),
+            description="\n".join(_lines(self.about, width)),
+            epilog=f"{notes}for example:\n{examples}",
             formatter_class=partial(argparse.RawTextHelpFormatter, max_help_position=_HELP_AT, width=width),
             add_help=False,
         )
@@ -163,7 +163,8 @@ class Command:
             raise self.refusal(f"{error.argument_name} takes no value") from None
         return vars(kept), left
 
-    def _options(self, kept: Mapping[str, list[tuple[str, str | None]]]) -> dict[str, Any]:
+    def _options(self, kept: Mapping[str, list[tuple[str, str | None]]], rest: Sequence[str]) -> dict[str, Any]:
+        """The values of the options; one that is missing may stand misspelt among the words in `rest`."""
         values: dict[str, Any] = {}
         for option in self._own():
             given = kept.get(option.flag, [])
@@ -174,6 +175,8 @@ class Command:
                 raise self.refusal(f"{option.flag} stands there twice: give it once, as in: {self._example(option)}")
             read = tuple(self._value(option, spelling, text) for spelling, text in given)
             if option.is_needed and not read:
+                if typed := nearest(option.flag, {word.partition("=")[0] for word in rest} - {*all_flags()}):
+                    raise self._unknown(typed)
                 raise self.refusal(f"{option.flag} {option.value} is missing, as in: {self._example(option)}")
             values[option.flag] = read if option.is_many else read[0] if read else option.default
         return values
@@ -194,7 +197,7 @@ class Command:
         free = [
             at
             for at, word in enumerate(left)
-            if not word.startswith("-") and (at == 0 or not left[at - 1].startswith("-") or "=" in left[at - 1])
+            if not _is_option(word) and (at == 0 or not _is_option(left[at - 1]) or "=" in left[at - 1])
         ][:wanted]
         return [left[at] for at in free], [word for at, word in enumerate(left) if at not in free]
 
@@ -262,6 +265,11 @@ def seconds(least: float, most: float = math.inf) -> Callable[[str], float]:
         return number
 
     return read
+
+
+def _is_option(word: str) -> bool:
+    """Whether it looks like one; a negative number does not."""
+    return re.match(r"--?[A-Za-z_]", word) is not None
 
 
 def _one_of(text: str, among: Sequence[str]) -> str:
