@@ -19,7 +19,8 @@ import pytest
 from hetseq import checkpoints, evaluate, whatif
 from hetseq.cli import COMMANDS
 from hetseq.command_line import Command, CommandRefused, Option
-from tests.support.docs import ROOT
+from tests.support.docs import ROOT, pages, shell_blocks
+from tests.unit.test_messages import GAP, error_texts
 
 #: words behind each command that looks at a run, with RUN for the directory
 OF_A_RUN = {
@@ -177,6 +178,41 @@ def test_help_has_every_option_and_examples_that_can_be_meant(name: str) -> None
         assert words[: 1 + len(command.name.split())] == ["hetseq", *command.name.split()]
         if name != "checkpoints":  # whose examples are those of its actions
             command.read(words[1 + len(command.name.split()) :])
+
+
+def documented() -> list[tuple[str, list[str]]]:
+    """Each command of the manual that is described here, with its words, also where it is not run by a test."""
+    found = []
+    for page in pages():
+        for line in (line for block in shell_blocks(page) for line in block.commands()):
+            words = shlex.split(re.split(r" (?:>|&|\||\|\||&&)(?: |$)", line)[0], comments=True)
+            begin = words.index("hetseq") + 1 if "hetseq" in words else len(words)
+            for length in (2, 1):
+                name = " ".join(words[begin : begin + length])
+                if name in described() and name != "checkpoints":
+                    found.append((name, words[begin + length :]))
+                    break
+    return found
+
+
+def test_every_spelling_of_the_manual_is_understood() -> None:
+    lines = documented()
+    assert {name for name, _ in lines} >= {"doctor", "top", "report", "selftest", "script", "ssh", "drop", "plan"}
+    for name, words in lines:
+        described()[name].read(words)
+
+
+def test_no_message_names_its_command_which_the_command_line_does() -> None:
+    known = "|".join(COMMANDS)
+    found = [
+        f"{path.relative_to(ROOT)}: {text}"
+        for path in sorted((ROOT / "hetseq").rglob("*.py"))
+        for text in error_texts(path.read_text(encoding="utf-8"))
+        if re.match(rf"hetseq({GAP}|:| ({known})\b)", text)
+    ]
+    assert found == []
+    (seen,) = error_texts('raise ConfigError(f"hetseq top: {run} is no run that has begun")')
+    assert re.match(rf"hetseq({GAP}|:| ({known})\b)", seen)
 
 
 def test_an_example_that_cannot_be_meant_is_seen() -> None:

@@ -84,7 +84,7 @@ def messages(block: Block) -> Iterator[str]:
     yield from (" ".join(message.split()) for message in re.split(r"\n(?! )", text))
 
 
-def refusals(source: str) -> list[str]:
+def error_texts(source: str) -> list[str]:
     """The texts of the errors that a source raises, with gaps; those that are hardly more than gaps are left out."""
     raised = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
     calls = [node for node in raised if isinstance(node, ast.Call) and node.args]
@@ -128,13 +128,13 @@ def test_a_message_that_the_code_does_not_have_is_seen() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_refusal_of_a_command_is_on_the_page(name: str) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    texts = refusals((ROOT / "hetseq" / name).read_text(encoding="utf-8"))
+    texts = error_texts((ROOT / "hetseq" / name).read_text(encoding="utf-8"))
     assert [text.replace(GAP, "{}") for text in texts if not is_quoted(text, page)] == []
 
 
 def test_a_refusal_that_the_page_lacks_is_seen() -> None:
     source = 'raise ConfigError(f"the rank {rank} of " f"{run} is no rank: leave {it} out")\nraise Short(f"{a}: {b}")'
-    (text,) = refusals(source)
+    (text,) = error_texts(source)
     assert text == f"the rank {GAP} of {GAP} is no rank: leave {GAP} out"
     assert is_quoted(text, "```text\nthe rank ‹3› of\n    ‹runs/a› is no rank: leave ‹it›\n    out\n```\n")
     assert not is_quoted(text, "```text\nthe rank ‹3›\nof ‹runs/a› is no rank: leave it out\n```\n")
