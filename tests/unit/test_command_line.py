@@ -30,8 +30,10 @@ TOY = Command(
 MUST = Command(
     "must", "About.", ("--to PATH",), (Option("--to", "where to", "PATH", is_needed=True),), ("hetseq must",)
 )
-BEHIND = Command("far", "About.", ("WHO -- ...",), (Argument("WHO", "who"), Option("--deep", "deep")), ("hetseq far",),
-                 train="behind")  # fmt: skip
+BEHIND = Command(
+    "far", "About.", ("WHO -- ...",), (Argument("WHO", "who"), Option("--deep", "deep")),
+    ("hetseq far me --deep", "hetseq far me -- --lr 1"), train="behind",
+)  # fmt: skip
 AMONG = Command(
     "near", "About.", ("RUN",), (Argument("RUN", "a run"), Option("--to", "to", "PATH", is_needed=True),
     Option("--json", "json"), Option("--lr", "shown", "LR", is_passed_on=True)), ("hetseq near a --to b",),
@@ -106,9 +108,10 @@ def test_an_option_that_is_needed_is_missed_also_where_it_stands_misspelt() -> N
 def test_options_of_train_stand_behind_two_dashes() -> None:
     given = BEHIND.read(["--deep", "me", "--", "--lr", "1", "--", "--help"])
     assert (given["WHO"], given["--deep"], given.rest) == ("me", True, ("--lr", "1", "--", "--help"))
-    assert refused("me --deep", BEHIND).startswith("hetseq far: expected the options of hetseq train behind --, as in:")
+    told = "hetseq far: expected the options of hetseq train behind --, as in: hetseq far me -- --lr 1"
+    assert refused("me --deep", BEHIND) == told
     assert refused("me --lr 1 --", BEHIND) == "hetseq far: --lr is an option of hetseq train: write it behind --"
-    assert refused("--", BEHIND) == "hetseq far: expected one WHO, found none; as in: hetseq far"
+    assert refused("--", BEHIND) == "hetseq far: expected one WHO, found none; as in: hetseq far me --deep"
 
 
 @pytest.mark.parametrize(
