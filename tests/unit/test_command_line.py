@@ -10,7 +10,8 @@ import pytest
 
 from hetseq.cli import main
 from hetseq.command_line import Argument, Command, CommandRefused, Option, seconds, whole_number
-from hetseq.options import HelpRequested
+from hetseq.errors import ConfigError
+from hetseq.options import HelpRequested, parse
 
 TOY = Command(
     "toy",
@@ -169,6 +170,13 @@ def test_a_refusal_names_its_command_once(tmp_path: Path, capsys: pytest.Capture
         told = capsys.readouterr()
         assert told.err.startswith(begins)
         assert (told.err.count("hetseq top:") + told.err.count("hetseq: "), told.out) in ((1, ""), (0, ""))
+
+
+def test_a_misspelt_option_of_a_command_is_found_among_those_of_train() -> None:
+    for also, told in ((AMONG.flags, "did you mean --json?"), ((), "did you mean --join?")):
+        with pytest.raises(ConfigError) as refusal:
+            parse(AMONG.read(["RUN", "--to", "x", "--jason"]).rest, also=also)
+        assert str(refusal.value) == f"unknown option --jason: {told}"
 
 
 def test_help_of_a_command_is_asked_for_in_either_order(capsys: pytest.CaptureFixture[str]) -> None:
