@@ -6,6 +6,7 @@ Each question is asked of `hetseq.cli.main` in one process that has not imported
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 import shlex
@@ -183,16 +184,14 @@ def test_help_has_every_option_and_examples_that_can_be_meant(name: str) -> None
 def documented() -> list[tuple[str, list[str]]]:
     """Each command of the manual that is described here, with its words, also where it is not run by a test."""
     found = []
-    for page in pages():
-        for line in (line for block in shell_blocks(page) for line in block.commands()):
-            words = shlex.split(re.split(r" (?:>|&|\||\|\||&&)(?: |$)", line)[0], comments=True)
-            begin = words.index("hetseq") + 1 if "hetseq" in words else len(words)
-            for length in (2, 1):
-                name = " ".join(words[begin : begin + length])
-                if name in described() and name != "checkpoints":
-                    found.append((name, words[begin + length :]))
-                    break
-    return found
+    for line in (line for page in pages() for block in shell_blocks(page) for line in block.commands()):
+        words = shlex.split(line, comments=True)
+        for _, group in itertools.groupby(words, lambda word: word in (">", "|", "||", "&", "&&")):
+            program, *rest = group
+            if program == "hetseq":
+                length = 2 if rest[0] == "checkpoints" else 1
+                found.append((" ".join(rest[:length]), rest[length:]))
+    return [(name, words) for name, words in found if name != "train"]
 
 
 def test_every_spelling_of_the_manual_is_understood() -> None:
