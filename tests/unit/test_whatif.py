@@ -404,7 +404,7 @@ def test_a_run_that_cannot_be_judged_is_refused_in_words(tmp_path: Path) -> None
 
 def test_what_is_no_run_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(tmp_path / "none")]) == 2
-    assert "is no run directory: it has no metrics.jsonl" in capsys.readouterr().err
+    assert "does not exist: expected the --save-dir of a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
