@@ -17,11 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import yaml
+
 from hetseq.capacity import NEGLIGIBLE_GAIN, Cost
 from hetseq.cluster_file import Experiment, read_experiment
 from hetseq.command_line import Argument, Command, Option
 from hetseq.errors import ConfigError
 from hetseq.measured import Measured, named, read_measured
+from hetseq.run_directory import RunDirectory
 from hetseq.simulation import RankModel, Step, best_shares, equal_shares, learn, predict, run
 from hetseq.tables import Cells, table
 
@@ -176,6 +179,7 @@ class Plan:
 
 def make_plan(arguments: PlanArguments) -> Plan:
     """The answer to `hetseq plan`. Raises ConfigError for a run without measurements or such a rank."""
+    _check_that_work_moves(arguments.run)
     measured = read_measured(arguments.run)
     world_size = len(measured.ranks)
     for rank in arguments.without:
@@ -198,6 +202,18 @@ def make_plan(arguments: PlanArguments) -> Plan:
         others=tuple(_scenario(measured, title, without, added) for title, without, added in changes),
         advice=tuple(_advice(measured, now, best.step)),
     )
+
+
+def _check_that_work_moves(run: Path) -> None:
+    try:
+        options = yaml.safe_load(RunDirectory(run).config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return  # what was measured is enough
+    if isinstance(options, dict) and options.get("data_by_host"):
+        raise ConfigError(
+            f"{run} trains with --data-by-host: which host has what data says who does how much, and hetseq plan"
+            " predicts for ranks that can do each other's work"
+        )
 
 
 def _added_rank(measured: Measured, addition: Addition) -> RankModel:
