@@ -16,8 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 #: where in the range of a uniform variable, and how many deviations above the mean of a normal one
 _PLACE = 0.5
-#: a range that is drawn for its bits
-_BITS = 1 << 31
 
 
 @contextmanager
@@ -73,7 +71,7 @@ def _integer(drawn: torch.Tensor, told: Mapping[str, Any]) -> torch.Tensor:
     """The middle of what torch.randint and tensor.random_ choose from; 0 where they are drawn for their bits."""
     low, high = told.get("low", told.get("from")) or 0, told.get("high", told.get("to"))
     # bits may be seen as several narrower numbers, which have to be alike
-    return drawn.fill_(0 if high is None or high - low >= _BITS else (low + high - 1) // 2)
+    return drawn.fill_(0 if high is None else (low + high - 1) // 2)
 
 
 def _order(drawn: torch.Tensor, told: Mapping[str, Any]) -> torch.Tensor:

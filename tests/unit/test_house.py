@@ -41,6 +41,7 @@ WITHOUT_TORCH = (
     "hetseq.advice",
     "hetseq.run_status",
     "hetseq.top",
+    "hetseq.screen",
     "hetseq.checkpoints",
     "hetseq.environments",
     "hetseq.selftest",
