@@ -1,8 +1,8 @@
 """The terminal of a live view: another screen and keys that are read at once, given back as they were.
 
 Responsible for every way in which a view may end or pause: q, a signal, Ctrl-Z, a terminal that is gone. Refuses to
-know what is shown. The one idea: both are this process' affair, and one that ends without a word leaves them on; so
-whatever ends it is made an exception, and Ctrl-Z gives them back before the process stands still.
+know what is shown. The one idea: both are this process' affair, and one that ends without a word leaves them on; so a
+signal is only noted and heard between two pictures, and Ctrl-Z gives both back before the process stands still.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import select
 import signal
 import sys
 import termios
-import time
 import tty
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,51 +23,81 @@ _OWN_SCREEN, _OTHER_SCREEN = b"\x1b[?1049l\x1b[?25h", b"\x1b[?1049h\x1b[?25l"
 _GONE = (errno.EIO, errno.EPIPE, errno.ENXIO)
 
 
+class Ending:
+    """Whether a signal has asked the view to end; `bell` can be read from then on."""
+
+    def __init__(self, bell: int, ignore: Callable[[], None]) -> None:
+        self.bell, self._ignore = bell, ignore
+        self.number: int | None = None
+
+    def is_asked(self) -> bool:
+        """Whether it is to end; then no further signal disturbs that."""
+        if self.number is not None:
+            self._ignore()
+        return self.number is not None
+
+
 @contextmanager
-def ending_once() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and SIGHUP leave the view as an exception does, and a second one does not disturb that.
+def ending_once() -> Iterator[Ending]:
+    """Ctrl-C, SIGTERM and SIGHUP end the view between two pictures, and the latter two then the process.
 
-    A terminal that is gone ends it without a word; a signal that is ignored, as under nohup, stays so.
+    A second one, before the first was heard, ends it at once. A terminal that is gone ends it without a word; a signal
+    that is ignored, as under nohup, stays so.
     """
+    bell, hammer = os.pipe()
 
-    def end(number: int, frame: FrameType | None) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+    def note(number: int, frame: FrameType | None) -> None:
+        if ending.number is not None:
+            raise KeyboardInterrupt
+        ending.number = number
+        os.write(hammer, b".")
 
+    def ignore() -> None:
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)
+
+    ending = Ending(bell, ignore)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
     try:
         for number in before:
-            signal.signal(number, end)
-        yield
+            signal.signal(number, note)
+        yield ending
     except OSError as error:
         if error.errno not in _GONE:
             raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        os.close(bell)
+        os.close(hammer)
+    if ending.number in (signal.SIGTERM, signal.SIGHUP):
+        raise SystemExit(128 + ending.number)
 
 
 @contextmanager
-def keys() -> Iterator[Callable[[float], bool]]:
-    """Gives what waits for so many seconds, and says whether q was pressed; needs a terminal to read from."""
-    if not sys.stdin.isatty():
-        yield _sleep
-        return
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    tty.setcbreak(descriptor)
+def keys(ending: Ending) -> Iterator[Callable[[float], bool]]:
+    """Gives what waits for so many seconds, and says whether the view is to end: by q, or as `ending` says.
+
+    Without a terminal to read from there are no keys.
+    """
+    source = sys.stdin.fileno() if sys.stdin.isatty() else None
+    before = None if source is None else termios.tcgetattr(source)
 
     def is_quit(seconds: float) -> bool:
-        is_there, _, _ = select.select([descriptor], [], [], seconds)
-        return bool(is_there) and not {b"q", b"Q", b""}.isdisjoint(_each(os.read(descriptor, 64)))
+        readable, _, _ = select.select([ending.bell] if source is None else [ending.bell, source], [], [], seconds)
+        if ending.is_asked():
+            return True
+        return source in readable and not {b"q", b"Q", b""}.isdisjoint(_each(os.read(source, 64)))
 
     try:
+        if source is not None:
+            tty.setcbreak(source)
         yield is_quit
     finally:
-        with suppress(termios.error):  # it is gone
-            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+        if source is not None and before is not None:
+            with suppress(termios.error):  # it is gone
+                termios.tcsetattr(source, termios.TCSADRAIN, before)
 
 
 @contextmanager
@@ -100,11 +129,6 @@ def stepping_aside(output: int, redraw: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTSTP, before)
-
-
-def _sleep(seconds: float) -> bool:
-    time.sleep(seconds)
-    return False
 
 
 def _each(pressed: bytes) -> list[bytes]:

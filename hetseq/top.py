@@ -405,7 +405,7 @@ def _watch_live(arguments: Arguments, look: Lookout, say: Callable[[str], None])
     console = terminal(sys.stdout)
     interval_s, seen = arguments.interval_s or _LIVE_S, None
     live = Live(console=console, auto_refresh=False, screen=True)
-    with ending_once(), stepping_aside(sys.stdout.fileno(), live.refresh), keys() as is_quit:
+    with ending_once() as ending, stepping_aside(sys.stdout.fileno(), live.refresh), keys(ending) as is_quit:
         try:
             with live:
                 while seen is None or seen.ending is None:
