@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from hetseq import options
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from hetseq.selftest.elsewhere import another_process
 
 USAGE = """usage: hetseq selftest --task TASK [--rounds N] [--samples N] [--json] [options of hetseq train]
 
@@ -41,7 +42,8 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     from hetseq.selftest.examination import examine
 
-    report = examine(config, rounds=numbers["--rounds"], samples=numbers["--samples"])
+    with another_process(rest) as other:
+        report = examine(config, rounds=numbers["--rounds"], samples=numbers["--samples"], other=other)
     for line in [report.json()] if wants_json else report.lines():
         say(line)
     return EXIT_DONE if report.is_exact else EXIT_FAILED

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from hetseq.selftest import checks
 from hetseq.selftest.bench import Bench, Measured, Reader, gradient_difference, loss_difference
 from hetseq.selftest.cuts import Cut, random_cut, singles, whole
 from hetseq.selftest.diagnosis import Diagnosis, mixing_module
+from hetseq.selftest.elsewhere import Answer, of_processes, presented
 from hetseq.selftest.findings import Finding, Report, TermRow
 from hetseq.selftest.still import Narrowing
 from hetseq.task import Task, build_model, collater_of, load_split, make_task
@@ -44,8 +45,11 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps ** 0.5)
 
 
-def examine(config: Config, *, rounds: int, samples: int) -> Report:
-    """Everything that a self-test asks. Raises HetSeqError for what cannot even be built, as a run would."""
+def examine(config: Config, *, rounds: int, samples: int, other: Answer | None = None) -> Report:
+    """Everything that a self-test asks, also of `other`, which has loaded the task in another process.
+
+    Raises HetSeqError for what cannot even be built, as a run would.
+    """
     device = torch.device(config.distributed.devices[0] if config.distributed.devices else "cpu")
     task = make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
     dataset = load_split(task, config.data.train_subset)
@@ -58,6 +62,7 @@ def examine(config: Config, *, rounds: int, samples: int) -> Report:
         type(task).__name__, min(samples, len(dataset)), len(dataset), rounds, "fp64", 0.0, str(device)
     )  # fmt: skip
     with _raising_into(report, task):
+        own = presented(config, task, dataset) if other is not None else {}  # before anything is read again
         _examine_data(report, reader, unit=config.data.unit_size)
         terms = probe.find_terms(task, dataset, collate)
         task.update_step(0)
@@ -73,9 +78,20 @@ def examine(config: Config, *, rounds: int, samples: int) -> Report:
             )  # fmt: skip
             return report
         _Examination(report, bench, config, rounds=rounds).run()
+        if other is not None:
+            _compare_processes(report, own, other())
     if config.data.max_tokens:
         report.note("--max-tokens makes no difference here: cuts of any size were tried")
     return report
+
+
+def _compare_processes(report: Report, own: Mapping[str, str], others: Mapping[str, str] | str) -> None:
+    if isinstance(others, str):
+        report.note(
+            f"whether another process has the same data was not compared: it could not load the task ({others})"
+        )
+    else:
+        report.add(*of_processes(own, others))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -291,6 +292,16 @@ class Three(Few):
     samples = 3
 
 
+class Pairing(Honest):
+    """Needs two samples, and counts each pair of neighbours."""
+
+    def loss(self, model: nn.Module, sample: Batch) -> dict[str, torch.Tensor]:
+        if len(sample["x"]) < 2:
+            raise ValueError("two samples are needed")
+        squares = self.squares(model, sample)
+        return {"squares": squares.sum() + (squares[1:] * squares[:-1]).sum()}
+
+
 class Squeezing(Honest):
     def squares(self, model: nn.Module, sample: Batch) -> torch.Tensor:
         squares: torch.Tensor = (model(sample["x"]).squeeze()[range(len(sample["x"]))] - sample["y"]) ** 2
@@ -329,6 +340,19 @@ class _Redrawn(Rows):
     def __getitem__(self, index: int) -> Batch:
         row = super().__getitem__(index)
         return {**row, "x": row["x"] + torch.randn(5, generator=self.random)}
+
+
+class OfThisProcess(Honest):
+    """The order of its samples is that of a set, and its weights are those of the moment."""
+
+    def load_dataset(self, split: str) -> torch.utils.data.Dataset[Any]:
+        order = [int(name) for name in {str(index) for index in range(SAMPLES)}]
+        columns = super().load_dataset(split).columns  # type: ignore[attr-defined]
+        return Rows({name: column[order] for name, column in columns.items()})
+
+    def build_model(self) -> nn.Module:
+        torch.manual_seed(os.getpid())
+        return super().build_model()
 
 
 class Counting(Honest):

@@ -46,6 +46,7 @@ WITHOUT_TORCH = (
     "hetseq.environments",
     "hetseq.selftest",
     "hetseq.selftest.cuts",
+    "hetseq.selftest.elsewhere",
     "hetseq.selftest.findings",
     "hetseq.errand",
     "hetseq.doctor",

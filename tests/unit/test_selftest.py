@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,21 @@ import pytest
 from hetseq.errors import ConfigError, MissingSplitError
 from hetseq.selftest import run
 from hetseq.selftest.cuts import random_cut, shares
+from hetseq.selftest.elsewhere import another_process, of_processes
 from tests.support import bert
 
 FAULTY = Path(__file__).parents[1] / "support" / "faulty.py"
+
+
+@contextmanager
+def _nobody(words: Sequence[str]) -> Iterator[None]:
+    yield None
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other process: each import of torch takes longer than all tests of this file."""
+    monkeypatch.setattr("hetseq.selftest.another_process", _nobody)
 
 
 def selftest(*words: str) -> tuple[int, dict]:  # type: ignore[type-arg]
@@ -119,6 +133,31 @@ def test_what_was_not_compared_is_said(name: str, words: str) -> None:
     code, report = examined(name)
     assert code == 0
     assert words in report["notes"][-1]
+
+
+def test_a_task_that_depends_on_its_process_is_told_by_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetseq.selftest.another_process", another_process)
+    code, report = examined("OfThisProcess")
+    assert code == 1
+    assert [(finding["kind"], finding["name"]) for finding in report["findings"]] == [
+        ("process", "initial values"), ("process", "samples of train"),
+    ]  # fmt: skip
+    assert "sorted(names)" in report["findings"][1]["remedy"]
+
+
+def test_another_process_that_has_the_same_is_no_finding_and_a_broken_one_a_note() -> None:
+    own = {"samples of train": "sample 0: a", "length of train": "2 samples", "initial values": "x"}
+    assert list(of_processes(own, own)) == []
+    assert [finding.name for finding in of_processes(own, {**own, "length of train": "3 samples"})] == [
+        "length of train"
+    ]
+    with another_process(["--task", "no_such_task.py:Task"]) as answer:
+        assert "no_such_task.py: does not exist" in str(answer())
+
+
+def test_a_task_that_needs_two_samples_is_examined_with_two() -> None:
+    kinds = [finding["kind"] for finding in examined("Pairing")[1]["findings"]]
+    assert kinds == ["one sample", "mixing"]
 
 
 def test_a_task_without_data_is_refused() -> None:
