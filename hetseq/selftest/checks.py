@@ -179,8 +179,8 @@ def draws_although_still(bench: Bench, samples: int) -> bool:
     return any(not torch.equal(totals[0][term], totals[1][term]) for term in bench.terms if totals[0][term].isfinite())
 
 
-def of_metrics(bench: Bench, samples: int, *, tolerance: float) -> Iterator[Finding]:
-    """Sums with counts, which add up."""
+def of_metrics(bench: Bench, samples: int, *, tolerance: float, has_singles: bool) -> Iterator[Finding]:
+    """Sums with counts, which add up; `has_singles`: one sample alone works."""
     if not is_overridden(bench.task, "metrics"):
         return
     half = max(samples // 3, 1)
@@ -227,12 +227,13 @@ def of_metrics(bench: Bench, samples: int, *, tolerance: float) -> Iterator[Find
                 )  # fmt: skip
                 break
 
-    yield from _of_summary(bench, whole)
+    singles = range(min(samples, _FEW)) if has_singles else ()
+    yield from _of_summary(bench, [whole, *(_metrics(bench, range(at, at + 1)) for at in singles)])
 
 
-def _of_summary(bench: Bench, sums: dict[str, tuple[float, float]]) -> Iterator[Finding]:
-    """What validation makes of the sums, also of a split of which nothing was counted."""
-    for given in (sums, dict.fromkeys(sums, (0.0, 0.0))):
+def _of_summary(bench: Bench, sums: Sequence[dict[str, tuple[float, float]]]) -> Iterator[Finding]:
+    """What validation makes of the sums, also of a split of one sample, in which some things are not counted."""
+    for given in sums:
         try:
             figures: Any = bench.task.summarise(given)
             is_sound = isinstance(figures, dict) and all(isinstance(one, int | float) for one in figures.values())
@@ -265,7 +266,7 @@ def _is_pair(pair: Any) -> bool:
 
 
 def of_predictions(bench: Bench, samples: int) -> Finding | None:
-    """One line of text for each sample."""
+    """One line of text for each sample, in their order."""
     if not is_overridden(bench.task, "predictions"):
         return None
     few, given = min(samples, _FEW), list[list[str]]()

@@ -188,8 +188,11 @@ class _Examination:
         self._add_rows(truths[0])
         report.add(*checks.of_nothing(bench, truths))
         self._training_mode()
-        report.add(*checks.of_metrics(bench, report.samples, tolerance=report.tolerance))
-        if (lines := checks.of_predictions(bench, report.samples)) is not None:
+        alone_works = self._least == 1
+        report.add(
+            *checks.of_metrics(bench, report.samples, tolerance=report.tolerance, has_singles=alone_works)
+        )  # fmt: skip
+        if alone_works and (lines := checks.of_predictions(bench, report.samples)) is not None:
             report.add(lines)
         if is_repeatable:  # else it would be blamed on the weights
             report.add(*checks.of_saved_weights(bench, report.samples, seed=self.seed, tolerance=report.tolerance))

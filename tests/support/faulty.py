@@ -231,7 +231,8 @@ class UnknownMetric(Honest):
 
 class WrongSummary(Honest):
     def metrics(self, model: nn.Module, sample: Batch) -> dict[str, tuple[float, float]]:
-        return {"error": (float(self.squares(model, sample).sum()), len(sample["x"]))}
+        chosen = self.squares(model, sample)[sample["y"] > 0]
+        return {"error": (float(chosen.sum()), len(chosen))}
 
     def summarise(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         return {"error": sums["error"][0] / sums["error"][1]}
@@ -300,6 +301,9 @@ class Pairing(Honest):
             raise ValueError("two samples are needed")
         squares = self.squares(model, sample)
         return {"squares": squares.sum() + (squares[1:] * squares[:-1]).sum()}
+
+    def metrics(self, model: nn.Module, sample: Batch) -> dict[str, tuple[float, float]]:
+        return {"error": (float(self.loss(model, sample)["squares"]), len(sample["x"]))}
 
 
 class Squeezing(Honest):

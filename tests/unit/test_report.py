@@ -312,8 +312,20 @@ def test_runs_whose_steps_took_other_samples_are_not_compared_step_by_step(tmp_p
         for name, loss in (("a", 1.0), ("b", 2.0))
     )
     page = comparison_page(compare(one, other))
-    assert "did not take the samples of that step of the other: seed differ" in page
+    assert "need not have taken the samples of that step of the other: seed differs. If so" in page
     assert "more than rounding" not in page
+
+
+@pytest.mark.parametrize(("batch", "is_other"), [("60", False), ("null", True)])
+def test_micro_batches_make_other_steps_only_without_a_global_batch(
+    tmp_path: Path, batch: str, *, is_other: bool
+) -> None:
+    one, other = (
+        hetseq.load_run(write_run(
+            tmp_path / size, [step_row(1)], config=CONFIG + f"global_batch_size: {batch}\nmax_sentences: {size}\n"
+        )) for size in "12"
+    )  # fmt: skip
+    assert ("max_sentences differs" in comparison_page(compare(one, other))) == is_other
 
 
 def test_steps_without_a_loss_are_in_common_all_the_same(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_another_process_that_has_the_same_is_no_finding_and_a_broken_one_a_note
 
 def test_a_task_that_needs_two_samples_is_examined_with_two() -> None:
     kinds = [finding["kind"] for finding in examined("Pairing")[1]["findings"]]
-    assert kinds == ["one sample", "mixing"]
+    assert kinds == ["one sample", "mixing", "metric"]
 
 
 def test_a_task_without_data_is_refused() -> None:
