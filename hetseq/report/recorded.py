@@ -124,7 +124,8 @@ def load_run(directory: str | os.PathLike[str]) -> RecordedRun:
     """
     run = RunDirectory(Path(os.path.abspath(directory)))
     if not run.path.is_dir():
-        raise ConfigError(f"{run.path} is no run directory: it does not exist; expected the --save-dir of a run")
+        found = "it is a file" if run.path.exists() else "it does not exist"
+        raise ConfigError(f"{run.path} is no run directory: {found}; expected the --save-dir of a run")
     if not run.metrics.is_file() and not run.config_file.is_file():
         raise ConfigError(
             f"{run.path} is no run directory: it has neither config.yaml nor metrics.jsonl; expected the --save-dir of"
@@ -138,9 +139,9 @@ def load_run(directory: str | os.PathLike[str]) -> RecordedRun:
         events, saves = tuple(_rows(run.events)), tuple(map(_save, read_history(run.history)))
     except OSError as error:
         raise ConfigError(f"{error.filename or run.path} cannot be read: {error.strerror}") from None
-    found = _RUN_ID.search(config_text.partition("\n")[0])
+    run_id = _RUN_ID.search(config_text.partition("\n")[0])
     return RecordedRun(
-        path=run.path, run_id=found.group(1) if found else "", config=_options(config_text), config_text=config_text,
+        path=run.path, run_id=run_id.group(1) if run_id else "", config=_options(config_text), config_text=config_text,
         states=_states(run.status), events=events, checkpoints=saves, **columns.arrays(),
     )  # fmt: skip
 
