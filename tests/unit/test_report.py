@@ -92,6 +92,7 @@ def test_the_report_needs_no_script_no_server_and_no_other_file(lossy: RecordedR
     assert "url(" not in report_page(lossy)
     assert "@media(prefers-color-scheme:dark)" in report_page(lossy)
     assert "@media print" in report_page(lossy)
+    assert "background:currentColor;-webkit-print-color-adjust:exact" in report_page(lossy)  # or legends are blank
 
 
 def test_nothing_that_comes_from_files_comes_alive(tmp_path: Path) -> None:

@@ -126,7 +126,20 @@ def test_before_the_first_step_and_beside_files_of_others_there_is_a_table(tmp_p
 def changed(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """`told` with each of its values replaced in turn, at any depth."""
     for key, value in told.items():
-        for other in (None, -1, 1.5, math.inf, math.nan, True, "x\x1b[2J\n", [], {"a": 1}, [None, None], ["x", 2]):
+        for other in (
+            None,
+            -1,
+            10**6,
+            1.5,
+            math.inf,
+            math.nan,
+            True,
+            "x\x1b[2J\n",
+            [],
+            {"a": 1},
+            [None, None],
+            ["x", 2],
+        ):
             yield {**told, key: other}
         if isinstance(value, dict):
             yield from ({**told, key: inner} for inner in changed(value))
@@ -134,7 +147,9 @@ def changed(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def test_whatever_a_status_file_says_there_are_lines_without_commands_for_the_terminal(tmp_path: Path) -> None:
     gang(tmp_path, 2)
-    path = tmp_path / "status" / "rank-0.json"
+    status = told(8, 2)
+    status.saved(7, 1.75)
+    path = write(tmp_path, 0, run=status.told(2.0))
     texts = [json.dumps(about) for about in changed(json.loads(path.read_text()))]
     for number, text in enumerate([*texts, "", "{", "null", "[]", "\0", texts[0][:90]]):
         path.write_text(text)
@@ -152,15 +167,18 @@ def test_a_file_of_the_future_is_new(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("width", "height"), [(40, 24), (40, 10), (20, 10)])
 def test_on_little_room_who_is_in_trouble_comes_before_advice(tmp_path: Path, width: int, height: int) -> None:
-    gang(tmp_path, 3)
+    folder = tmp_path / "digits-7"
+    folder.mkdir()
+    gang(folder, 3)
     status = told(8, 3).told(2.0)
-    write(tmp_path, 0, run={**status, "advice": ["a word of advice that takes several lines of this terminal"] * 3})
-    write(tmp_path, 2, pid=None, state="gone")
-    lines = shown(tmp_path, width=width, height=height).splitlines()
+    write(folder, 0, run={**status, "advice": ["advice " * 12] * 3})
+    write(folder, 2, pid=None, state="gone")
+    lines = shown(folder, width=width, height=height).splitlines()
     assert len(lines) <= height
     assert max(map(len, lines)) <= width
     assert "rank 2 (lab2/cpu) is gone" in " ".join(lines).replace("   ", " ").replace("is  gone", "is gone")
-    assert width < 40 or "loss 0.5" in lines[0]
+    assert (height == 24) == any("advice" in line for line in lines)
+    assert width < 40 or lines[0] == "digits-7  step 8/1,000  loss 0.5"
 
 
 def test_of_many_ranks_that_are_gone_the_first_are_named(tmp_path: Path) -> None:
