@@ -40,9 +40,9 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     numbers, wants_json, rest = split(words)
     config = options.complete(options.parse(rest))
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    from hetseq.selftest.examination import examine
-
     with another_process(rest) as other:
+        from hetseq.selftest.examination import examine  # both import torch at the same time
+
         report = examine(config, rounds=numbers["--rounds"], samples=numbers["--samples"], other=other)
     for line in [report.json()] if wants_json else report.lines():
         say(line)

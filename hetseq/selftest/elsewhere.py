@@ -12,12 +12,14 @@ run goes on tomorrow.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from hetseq.processes import die_with_parent
 from hetseq.selftest.findings import Finding
 
 if TYPE_CHECKING:  # it imports torch
@@ -35,9 +37,10 @@ Answer = Callable[[], Mapping[str, str] | str]
 @contextmanager
 def another_process(words: Sequence[str]) -> Iterator[Answer]:
     """Starts it with the options of `hetseq train`, at once; it ends with the block."""
+    me = os.getpid()
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
+        stderr=subprocess.PIPE, text=True, preexec_fn=lambda: die_with_parent(me),
     )  # fmt: skip
 
     def answer() -> Mapping[str, str] | str:
