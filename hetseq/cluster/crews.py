@@ -12,14 +12,17 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hetseq.cluster.assembly import TELL_EVERY_S
 from hetseq.cluster.contract import PART, difference
 from hetseq.cluster.election import Standing
 from hetseq.cluster.generations import Generations
+from hetseq.cluster.roster import clock
 from hetseq.ending import WorkerEnd, how_it_ended
 from hetseq.membership import Record, Report
 from hetseq.placement import Crew
 
 _TOGETHER_S = 5.0  # nodes that are asked to leave within it are asked together
+_FIRST_WORD_S = 2.0  # of waiting for more ranks: a worker that is started again is there by then
 
 
 def incarnation(slot: int, starts: int) -> str:
@@ -70,6 +73,7 @@ class Crews:
         self._leaving: set[int] = set()  # slots that were asked to
         self._leave_s = math.inf  # when they do, at the latest
         self._has_yielded = False
+        self._next_word_s: float | None = None  # when users are told next what is waited for
 
     @classmethod
     def amid(
@@ -190,6 +194,8 @@ class Crews:
         if is_everybody or len(staying) < self._min_ranks or not keeps_all:
             self._leave_s = math.inf
             self._wish(self.living, "STOP")
+            self._generations.stop(now_s)
+            self._pass_on()
         elif self._leave_s == math.inf:
             self._leave_s = now_s + _TOGETHER_S
 
@@ -241,7 +247,28 @@ class Crews:
             self._leave_s = math.inf
             self._wish(self.living & self._leaving, "LEAVE")
         self._pass_on()
-        return min(left_s, self._leave_s - now_s)
+        return min(left_s, self._leave_s - now_s, self._tell_what_is_awaited(now_s))
+
+    def _tell_what_is_awaited(self, now_s: float) -> float:
+        """Now and then, once on each node; gives the seconds until the next word."""
+        until_s = self._generations.awaited_until_s
+        if until_s is None:
+            self._next_word_s = None
+            return math.inf
+        if self._next_word_s is None:
+            self._next_word_s = now_s + _FIRST_WORD_S
+        elif now_s >= self._next_word_s:
+            self._next_word_s = now_s + TELL_EVERY_S
+            lacking = self._generations.lacking
+            more = f"{lacking} more rank{'' if lacking == 1 else 's'} (--min-ranks {self._min_ranks})"
+            story = "; ".join(self._story)
+            text = (
+                f"{story + ': ' if story else ''}waiting for {more if lacking else 'a host with its part of the data'},"
+                f" {clock(until_s - now_s)} at most; Ctrl-C saves what there is, and ends the run"
+            )
+            told = {self._sites[slot].node: slot for slot in sorted(self.living, reverse=True)}
+            self.outbox.extend((slot, "tell", {"text": text}) for slot in sorted(told.values()))
+        return self._next_word_s - now_s
 
     def _pass_on(self) -> None:
         story = "; ".join(self._story)

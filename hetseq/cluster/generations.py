@@ -67,6 +67,7 @@ class Generations:
         self._barren_with_late = 0  # of them, with somebody who was given the state
         self._counted = 0  # the newest generation of which that is known
         self._heard_s = 0.0  # when somebody ended or came, last
+        self._is_stopping = False  # nobody is waited for any more
 
     @property
     def is_open(self) -> bool:
@@ -91,6 +92,18 @@ class Generations:
     def waiting(self) -> list[str]:
         """Those that wait to be taken in."""
         return list(self._newcomers)
+
+    @property
+    def awaited_until_s(self) -> float | None:
+        """Until when the run waits for newcomers, if that is all it waits for."""
+        if self._began_s is None or self._missing() or not self._is_waiting_for_more:
+            return None
+        return self._began_s + self._wait_s
+
+    @property
+    def lacking(self) -> int:
+        """How many more ranks are waited for; 0 where only data are."""
+        return max(0, self._min_ranks - len(self._reports) - len(self._newcomers))
 
     @property
     def is_extinct(self) -> bool:
@@ -144,6 +157,11 @@ class Generations:
         self._out_of_reach.discard(slot)
         self._expected.discard(slot)
         self._wish()
+        self._close_if_possible(now_s)
+
+    def stop(self, now_s: float) -> None:
+        """All are asked to stop: with too few the run saves what it has now, and waits for nobody."""
+        self._is_stopping = True
         self._close_if_possible(now_s)
 
     def finished(self, name: str) -> None:
@@ -212,7 +230,7 @@ class Generations:
             self._expected.clear()
         if self._out_of_reach and self.standing is Standing.UNSURE:
             return  # a moment later it is known: sure again, or overdue
-        is_late = now_s >= self._began_s + self._wait_s or self.has_yielded
+        is_late = now_s >= self._began_s + self._wait_s or self.has_yielded or self._is_stopping
         is_last = self._is_waiting_for_more or self.has_yielded
         if not (self._reports or self._newcomers) or (is_last and not is_late):
             return

@@ -166,7 +166,7 @@ class Roster:
         first = self._first
 
         def ending(command: str) -> str:
-            return f"; deadline in {_clock(left_s)}" + (f"; paste there: {command}" if command else "")
+            return f"; deadline in {clock(left_s)}" + (f"; paste there: {command}" if command else "")
 
         deadline = ending(paste)
         if first is None:
@@ -299,7 +299,7 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank {words}" if len(runs) == 1 and len(runs[0]) == 1 else f"ranks {words}"
 
 
-def _clock(left_s: float) -> str:
+def clock(left_s: float) -> str:
     """`09:50`, `1:00:00`."""
     minutes, seconds = divmod(max(0, round(left_s)), 60)
     hours, minutes = divmod(minutes, 60)

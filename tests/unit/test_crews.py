@@ -480,3 +480,32 @@ def test_a_newcomer_may_bring_another_part_of_the_data() -> None:
     run.starts[4] = 0
     told = run.come_back(4, {**FIELDS, PART: "b"})
     assert (4, "go") in kinds(told)
+
+
+def test_each_node_is_told_what_is_waited_for_and_a_stop_ends_it() -> None:
+    run = Run(min_ranks=4, wait_s=1800.0)
+    run.end(1)
+    assert run.report(0, 2, 3) == []
+    assert run.wait(0.0) + run.wait(1.0) == []
+    told = run.wait(1.5)
+    assert kinds(told) == [(0, "tell"), (2, "tell")], "one rank of each node"
+    assert told[0][2]["text"] == (
+        f"rank 1 on labA{KILLED}: waiting for 1 more rank (--min-ranks 4), 29:58 at most; Ctrl-C saves what there is,"
+        " and ends the run"
+    )
+    assert run.wait(9.0) == []
+    assert kinds(run.wait(1.1)) == [(0, "tell"), (2, "tell")]
+    told = run.leave(0, 2, 3, is_everybody=True)
+    assert wishes(told) == [(slot, "STOP") for slot in (0, 2, 3)]
+    assert [slot for slot, kind in kinds(told) if kind == "record"] == [0, 2, 3]
+    assert run.wait(30.0) == []
+
+
+def test_a_host_whose_data_nobody_has_is_said_to_be_waited_for() -> None:
+    run = Run(parts={0: "a", 1: "a", 2: "b", 3: "b"})
+    for slot in (2, 3):
+        run.end(slot)
+    run.report(0, 1)
+    run.wait(0.1)
+    (_, _, facts) = run.wait(2.5)[0]
+    assert "waiting for a host with its part of the data, 00:2" in facts["text"]

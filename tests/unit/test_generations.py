@@ -1014,3 +1014,27 @@ def test_without_a_part_of_the_data_the_run_stops_with_what_it_has() -> None:
     rounds.report(0, 2)
     assert rosters(rounds.wait(50.1)) == {("0.0", "2.0")}
     assert rounds.those.newest.is_last
+
+
+def test_what_is_waited_for_is_known_and_a_stop_ends_the_waiting() -> None:
+    rounds = Rounds(min_ranks=3, wait_s=50.0)
+    assert rounds.those.awaited_until_s is None
+    rounds.end(2)
+    assert rounds.those.awaited_until_s is None, "reports are still missing"
+    rounds.report(0, 1)
+    assert (rounds.those.awaited_until_s, rounds.those.lacking) == (rounds.now_s + 50.0, 1)
+    rounds.those.stop(rounds.now_s)
+    assert rosters(rounds.told()) == {("0.0", "1.0")}
+    assert rounds.those.newest.is_last
+    assert rounds.those.awaited_until_s is None
+
+
+def test_a_stop_before_a_loss_waits_for_nobody_and_is_not_the_end_where_enough_are_left() -> None:
+    rounds = Rounds(min_ranks=2, wait_s=50.0)
+    rounds.those.stop(rounds.now_s)
+    rounds.end(2)
+    assert rosters(rounds.report(0, 1)) == {("0.0", "1.0")}
+    assert not rounds.those.newest.is_last, "they stop by themselves, after a step"
+    rounds.end(1)
+    assert rosters(rounds.report(0)) == {("0.0",)}
+    assert rounds.those.newest.is_last
