@@ -2,11 +2,13 @@
 
 Responsible for turning burns into ranks of `hetseq.simulation`, whose arithmetic it uses, and for sentences. It refuses
 to measure. The figures are those of a small network: a task of one's own has others, in like proportions.
+
+The one idea: an advice is another cluster. It is forecast as this one is, and given if its step is shorter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetseq.capacity import NEGLIGIBLE_GAIN, Cost
@@ -16,15 +18,20 @@ from hetseq.simulation import Link, RankModel, Step, best_shares, predict, ring_
 
 SAMPLES_PER_RANK = 64
 _HALF = 0.5
+_FACTORS = (2, 4, 8, 16, 32, 64)  # by which a batch may grow
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A device that may be a rank: its node, what it did, and the link of its node (None: to nobody but itself)."""
+    """A device that may be a rank: its node, what it did, and the link of its node (None: to nobody but itself).
+
+    `idle_gpus` are those of its node that the doctor did not see.
+    """
 
     node: str
     burn: Burn
     link: Link | None = None
+    idle_gpus: int = 0
 
     @property
     def rank(self) -> RankModel:
@@ -49,48 +56,103 @@ def foresee(candidates: Sequence[Candidate]) -> Iterator[Finding]:
     total = SAMPLES_PER_RANK * len(candidates)
     step = forecast(candidates, total)
     listed = ", ".join(f"<rank{rank}> {share}" for rank, share in enumerate(step.shares))
+    exchange = f", of which {_ms(step.communication_s)} exchange over the network" if step.communication_s else ""
     yield Finding(
         "ok",
         "forecast",
-        f"shares of {total} samples of the small network: {listed}; step {step.step_s * 1000:.1f} ms, efficiency"
+        f"shares of {total} samples of the small network: {listed}; step {_ms(step.step_s)}{exchange}, efficiency"
         f" {step.efficiency:.0%}",
         private={f"rank{rank}": candidate.rank.name for rank, candidate in enumerate(candidates)},
     )
-    if step.communication_s > _HALF * step.step_s:
-        yield Finding(
-            "note",
-            "forecast",
-            f"the exchange over the network takes {step.communication_s / step.step_s:.0%} of such a step",
-            "more devices in one node would serve better than more nodes, or a larger batch with --update-freq",
-        )
-    yield from _worth(candidates, step, total)
+    nodes = _nodes(candidates)
+    if len(nodes) == 1:
+        for number, candidate in enumerate(candidates if len(candidates) > 1 else ()):
+            rest = [other for other in candidates if other is not candidate]
+            yield _worth(f"rank{number}", candidate.rank.name, candidates, rest, total)
+        return
+    own = {node: [candidate for candidate in candidates if candidate.node == node] for node in nodes}
+    best = min(nodes, key=lambda node: forecast(own[node], total).step_s)
+    is_best_alone = forecast(own[best], total).step_s <= step.step_s * (1 + NEGLIGIBLE_GAIN)
+    for number, node in enumerate(nodes, 1):
+        if not (is_best_alone and node == best):  # which stays, whoever is left out
+            rest = [candidate for candidate in candidates if candidate.node != node]
+            yield _worth(f"node{number}", node, candidates, rest, total)
+    if is_best_alone and len(nodes) > 2:  # of two the other one has just been told
+        yield _alone(f"node{nodes.index(best) + 1}", own[best], candidates, total)
+    yield from _idle(own, step, total)
+    yield from _in_one_node(f"node{nodes.index(best) + 1}", own[best], candidates, total)
 
 
-def _worth(candidates: Sequence[Candidate], step: Step, total: int) -> Iterator[Finding]:
-    """Who could be left out, one at a time: a node where there are several, else a device."""
-    nodes = list(dict.fromkeys(candidate.node for candidate in candidates))
-    by_node = len(nodes) > 1
-    parts = nodes if by_node else [candidate.rank.name for candidate in candidates]
-    for number, part in enumerate(parts if len(parts) > 1 else (), 1):
-        rest = [candidate for candidate in candidates if part != (candidate.node if by_node else candidate.rank.name)]
-        gain = forecast(rest, total).step_s / step.step_s - 1
-        place = {f"{'node' if by_node else 'rank'}{number}": part}
-        (name,) = place
-        if gain < -NEGLIGIBLE_GAIN:
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"
+
+
+def _nodes(candidates: Sequence[Candidate]) -> list[str]:
+    return list(dict.fromkeys(candidate.node for candidate in candidates))
+
+
+def _worth(place: str, name: str, candidates: Sequence[Candidate], rest: Sequence[Candidate], total: int) -> Finding:
+    """What a node, or a device of the only one, is worth to the others."""
+    step_s, without_s = forecast(candidates, total).step_s, forecast(rest, total).step_s
+    change, private = step_s / without_s - 1, {place: name}
+    times = f"{_ms(step_s)}, without it {_ms(without_s)}"
+    if change > NEGLIGIBLE_GAIN:
+        remedy = f"leave it out for a task of this size; {_larger(candidates, rest, total)}"
+        return Finding("warning", "forecast", f"<{place}> makes a step {change:.0%} longer: {times}", remedy, private)
+    if change > -NEGLIGIBLE_GAIN:
+        text = f"<{place}> changes a step by {change:+.1%}, hardly at all: {times}"
+        return Finding("note", "forecast", text, f"it may be left out; {_larger(candidates, rest, total)}", private)
+    text = f"<{place}> makes a step {-change:.0%} shorter, and is worth having: {times}"
+    return Finding("ok", "forecast", text, "", private)
+
+
+def _larger(candidates: Sequence[Candidate], rest: Sequence[Candidate], total: int) -> str:
+    """From which batch on all of them are faster than the rest."""
+    for factor in _FACTORS:
+        without_s = forecast(rest, factor * total).step_s
+        if forecast(candidates, factor * total).step_s < (1 - NEGLIGIBLE_GAIN) * without_s:
+            return f"from {factor} times the batch on (--update-freq {factor}) it is worth having"
+    return f"{_FACTORS[-1]} times the batch would not change that: only a faster network would"
+
+
+def _alone(place: str, own: Sequence[Candidate], candidates: Sequence[Candidate], total: int) -> Finding:
+    """One node that is as fast as all together."""
+    own_s, step_s = forecast(own, total).step_s, forecast(candidates, total).step_s
+    return Finding(
+        "warning", "forecast", f"<{place}> alone takes {_ms(own_s)}, all {len(_nodes(candidates))} nodes {_ms(step_s)}",
+        f"start a task of this size on <{place}> alone, or with one other node", {place: own[0].node},
+    )  # fmt: skip
+
+
+def _idle(own: Mapping[str, Sequence[Candidate]], step: Step, total: int) -> Iterator[Finding]:
+    """A node whose idle GPUs would serve better than the other nodes do."""
+    for number, (node, mine) in enumerate(own.items(), 1):
+        fuller = [*mine, *(mine[0] for _ in range(mine[0].idle_gpus))]
+        fuller_s = forecast(fuller, total).step_s
+        if len(fuller) > len(mine) and fuller_s < (1 - NEGLIGIBLE_GAIN) * step.step_s:
             yield Finding(
-                "warning",
-                "forecast",
-                f"<{name}> makes the step {-gain:.0%} slower than it would be without it",
-                "leave it out for a task of this size, or bring it nearer: a faster link, a larger batch",
-                place,
-            )
-        elif gain < NEGLIGIBLE_GAIN:
-            yield Finding(
-                "note", "forecast", f"<{name}> makes the step hardly faster",
-                "it is worth adding for a larger batch only",
-                place,
+                "note", "forecast",
+                f"<node{number}> has {mine[0].idle_gpus} more GPUs that the doctor did not see; with all {len(fuller)}"
+                f" it would take {_ms(fuller_s)} alone, all nodes as they are take {_ms(step.step_s)}",
+                f"use those GPUs of <node{number}> before you add nodes, if they are yours to use"
+                " (CUDA_VISIBLE_DEVICES, --gres)",
+                {f"node{number}": node},
             )  # fmt: skip
-        else:
-            yield Finding(
-                "ok", "forecast", f"<{name}> is worth having: without it a step takes {gain:.0%} longer", "", place
-            )
+
+
+def _in_one_node(
+    place: str, own: Sequence[Candidate], candidates: Sequence[Candidate], total: int
+) -> Iterator[Finding]:
+    """Whether as many devices in one node would serve better, where the network takes most of a step."""
+    step = forecast(candidates, total)
+    device = min(own, key=lambda candidate: candidate.rank.busy_s(total))
+    together_s = forecast([device] * len(candidates), total).step_s
+    if step.communication_s > _HALF * step.step_s and together_s < (1 - NEGLIGIBLE_GAIN) * step.step_s:
+        yield Finding(
+            "note", "forecast",
+            f"the exchange over the network is {step.communication_s / step.step_s:.0%} of a step; {len(candidates)}"
+            f" devices like {device.burn.device} of <{place}> in one node would take {_ms(together_s)}, not"
+            f" {_ms(step.step_s)}",
+            "ask for more devices in one node rather than for more nodes, or for a faster network between them",
+            {place: device.node},
+        )  # fmt: skip
