@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hetseq.doctor.exchange import AllReduce, Way, corrected, judge_all_reduce, slowest_ways
 from hetseq.doctor.facts import Facts
 from hetseq.doctor.findings import Finding, size
-from hetseq.doctor.prediction import Candidate
+from hetseq.doctor.prediction import Candidate, candidates_of
 from hetseq.tables import table
 
 _UNEVEN = 0.5  # of the median stream
@@ -46,9 +46,9 @@ class Examination:
         if self.all_reduce is not None and burns:
             links = corrected(links, self.all_reduce, max(burn.gradient_bytes for burn in burns))
         return [
-            Candidate(name, burn, links.get(number), facts.idle_gpus)
+            candidate
             for number, (name, facts) in enumerate(zip(self.names, self.facts))
-            for burn in facts.torch.burns
+            for candidate in candidates_of(name, facts, links.get(number))
         ]
 
 

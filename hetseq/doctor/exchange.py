@@ -151,7 +151,11 @@ def judge_all_reduce(
     if set(lost) & set(all_reduce.nodes):
         listed = " and ".join(f"<node{number + 1}>" for number in sorted(set(lost) & set(all_reduce.nodes)))
         yield Finding(
-            "problem", "all-reduce", f"it broke off, because {listed} left", "as above: it needs all nodes", places
+            "problem",
+            "all-reduce",
+            f"it broke off, because {listed} left",
+            "see above, and start all doctors again: it takes all nodes",
+            places,
         )
     elif all_reduce.troubles:
         yield from _broken(all_reduce, places)

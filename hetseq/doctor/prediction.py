@@ -8,16 +8,19 @@ The one idea: an advice is another cluster. It is forecast as this one is, and g
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hetseq.capacity import NEGLIGIBLE_GAIN, Cost
-from hetseq.doctor.facts import Burn
+from hetseq.doctor.facts import Burn, Facts
 from hetseq.doctor.findings import Finding
 from hetseq.simulation import Link, RankModel, Step, best_shares, predict, ring_seconds
 
 SAMPLES_PER_RANK = 64
 _HALF = 0.5
+_MANY, _NOTHING = 3.0, 0.001  # changes that no percentage is told of
 _FACTORS = (2, 4, 8, 16, 32, 64)  # by which a batch may grow
 
 
@@ -25,25 +28,42 @@ _FACTORS = (2, 4, 8, 16, 32, 64)  # by which a batch may grow
 class Candidate:
     """A device that may be a rank: its node, what it did, and the link of its node (None: to nobody but itself).
 
-    `idle_gpus` are those of its node that the doctor did not see.
+    `cores` are those of its node, for all of its ranks together; `idle_gpus` are GPUs there that the doctor did not
+    see.
     """
 
     node: str
     burn: Burn
     link: Link | None = None
+    cores: float = math.inf
     idle_gpus: int = 0
 
     @property
-    def rank(self) -> RankModel:
-        """In the model's words."""
-        return RankModel(f"{self.node} {self.burn.device}", Cost(self.burn.fixed_s, self.burn.per_sample_s))
+    def name(self) -> str:
+        """For the sentences."""
+        return f"{self.node} {self.burn.device}"
+
+    def rank(self, neighbours: int) -> RankModel:
+        """In the model's words, as one of so many ranks of its node.
+
+        What a step of a GPU costs whatever its samples is work of its process: with fewer cores than processes they
+        take turns. A CPU was measured with all cores.
+        """
+        turns = 1.0 if self.burn.device == "cpu" else max(1.0, neighbours / self.cores)
+        return RankModel(self.name, Cost(self.burn.fixed_s * turns, self.burn.per_sample_s))
+
+
+def candidates_of(node: str, facts: Facts, link: Link | None = None) -> list[Candidate]:
+    """The devices of one node."""
+    return [Candidate(node, burn, link, facts.usable_cores, facts.idle_gpus) for burn in facts.torch.burns]
 
 
 def forecast(candidates: Sequence[Candidate], total: int) -> Step:
     """The step of `total` samples that these would share in the best way."""
-    ranks = [candidate.rank for candidate in candidates]
+    counts = Counter(candidate.node for candidate in candidates)
+    ranks = [candidate.rank(counts[candidate.node]) for candidate in candidates]
     links = [candidate.link for candidate in candidates if candidate.link is not None]
-    is_apart = len({candidate.node for candidate in candidates}) > 1 and links
+    is_apart = len(counts) > 1 and links
     size = max(candidate.burn.gradient_bytes for candidate in candidates)
     exchange_s = ring_seconds(links, len(ranks), size) if is_apart else 0.0
     return predict(ranks, best_shares(ranks, total), communication_s=exchange_s)
@@ -62,13 +82,14 @@ def foresee(candidates: Sequence[Candidate]) -> Iterator[Finding]:
         "forecast",
         f"shares of {total} samples of the small network: {listed}; step {_ms(step.step_s)}{exchange}, efficiency"
         f" {step.efficiency:.0%}",
-        private={f"rank{rank}": candidate.rank.name for rank, candidate in enumerate(candidates)},
+        private={f"rank{rank}": candidate.name for rank, candidate in enumerate(candidates)},
     )
     nodes = _nodes(candidates)
+    yield from _crowded(nodes, candidates, step, total)
     if len(nodes) == 1:
         for number, candidate in enumerate(candidates if len(candidates) > 1 else ()):
-            rest = [other for other in candidates if other is not candidate]
-            yield _worth(f"rank{number}", candidate.rank.name, candidates, rest, total)
+            rest = [*candidates[:number], *candidates[number + 1 :]]
+            yield _worth(f"rank{number}", candidate.name, candidates, rest, total)
         return
     own = {node: [candidate for candidate in candidates if candidate.node == node] for node in nodes}
     best = min(nodes, key=lambda node: forecast(own[node], total).step_s)
@@ -91,6 +112,23 @@ def _nodes(candidates: Sequence[Candidate]) -> list[str]:
     return list(dict.fromkeys(candidate.node for candidate in candidates))
 
 
+def _crowded(nodes: Sequence[str], candidates: Sequence[Candidate], step: Step, total: int) -> Iterator[Finding]:
+    """Whose ranks wait for a core."""
+    for number, node in enumerate(nodes, 1):
+        own = [candidate for candidate in candidates if candidate.node == node]
+        roomy = [replace(one, cores=math.inf) if one.node == node else one for one in candidates]
+        roomy_s = forecast(roomy, total).step_s
+        if roomy_s < (1 - NEGLIGIBLE_GAIN) * step.step_s:
+            yield Finding(
+                "warning", "forecast",
+                f"{len(own)} ranks of <node{number}> take turns on {own[0].cores:g} cores: a step takes"
+                f" {_ms(step.step_s)}, with a core for each {_ms(roomy_s)}, and data need cores besides",
+                f"ask the queue for {len(own)} cores on <node{number}> at least, better for {2 * len(own)} (in Slurm"
+                " --cpus-per-task)",
+                {f"node{number}": node},
+            )  # fmt: skip
+
+
 def _worth(place: str, name: str, candidates: Sequence[Candidate], rest: Sequence[Candidate], total: int) -> Finding:
     """What a node, or a device of the only one, is worth to the others."""
     step_s, without_s = forecast(candidates, total).step_s, forecast(rest, total).step_s
@@ -98,9 +136,11 @@ def _worth(place: str, name: str, candidates: Sequence[Candidate], rest: Sequenc
     times = f"{_ms(step_s)}, without it {_ms(without_s)}"
     if change > NEGLIGIBLE_GAIN:
         remedy = f"leave it out for a task of this size; {_larger(candidates, rest, total)}"
-        return Finding("warning", "forecast", f"<{place}> makes a step {change:.0%} longer: {times}", remedy, private)
+        much = f"{change:.0%} longer" if change < _MANY else f"{1 + change:,.0f} times as long"
+        return Finding("warning", "forecast", f"<{place}> makes a step {much}: {times}", remedy, private)
     if change > -NEGLIGIBLE_GAIN:
-        text = f"<{place}> changes a step by {change:+.1%}, hardly at all: {times}"
+        much = f"{change:+.1%}" if abs(change) >= _NOTHING else f"less than {_NOTHING:.1%}"
+        text = f"<{place}> changes a step by {much}, hardly at all: {times}"
         return Finding("note", "forecast", text, f"it may be left out; {_larger(candidates, rest, total)}", private)
     text = f"<{place}> makes a step {-change:.0%} shorter, and is worth having: {times}"
     return Finding("ok", "forecast", text, "", private)
@@ -145,7 +185,7 @@ def _in_one_node(
 ) -> Iterator[Finding]:
     """Whether as many devices in one node would serve better, where the network takes most of a step."""
     step = forecast(candidates, total)
-    device = min(own, key=lambda candidate: candidate.rank.busy_s(total))
+    device = min(own, key=lambda candidate: candidate.rank(1).busy_s(total))
     together_s = forecast([device] * len(candidates), total).step_s
     if step.communication_s > _HALF * step.step_s and together_s < (1 - NEGLIGIBLE_GAIN) * step.step_s:
         yield Finding(

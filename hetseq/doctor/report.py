@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hetseq.doctor.comparing import Examination
+from hetseq.doctor.exchange import AllReduce
 from hetseq.doctor.facts import Facts
 from hetseq.doctor.findings import LEVELS, Finding
 
@@ -77,6 +78,19 @@ def cluster_document(
             }
             for (source, target), way in examined.ways.items()
         ],
+        "all_reduce": None if examined.all_reduce is None else _public_all_reduce(examined.all_reduce),
+    }
+
+
+def _public_all_reduce(all_reduce: AllReduce) -> dict[str, Any]:
+    return {
+        "backend": "gloo",
+        "nodes": [f"node{number + 1}" for number in all_reduce.nodes],
+        "sizes": [
+            {"bytes": size, "seconds": seconds, "bus_bytes_per_s": all_reduce.bus_bytes_per_s(size)}
+            for size, seconds in all_reduce.seconds.items()
+        ],
+        "reason": all_reduce.reason,
     }
 
 
