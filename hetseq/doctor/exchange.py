@@ -201,7 +201,8 @@ def _explained(
     explained_s = ring_seconds(links.values(), len(all_reduce.nodes), size)
     factor, bus = all_reduce.seconds[size] / explained_s, all_reduce.bus_bytes_per_s(size)
     way = f"<node{source + 1}> to <node{target + 1}>, {slowest.bytes_per_s / 1e6:,.0f} MB/s"
-    said = f"{size // MIB} MiB take {factor:.1f} times as long as the slowest way explains ({way})"
+    long = f"{factor:.1f} times as long as" if factor > 1 else "no longer than"
+    said = f"{size // MIB} MiB take {long} the slowest way explains ({way})"
     if factor < _FAR:
         yield Finding("ok", "all-reduce", said, private=places)
     elif bus > _PLENTY:

@@ -35,7 +35,7 @@ PROTOCOL = 2
 _FIELDS = ("protocol", "hetseq", "torch", "source of hetseq")
 _ANSWER_S = 2 * MARK_S
 _TURN_S, _WELCOME_S = 0.5, 30.0
-_QUIET_S = 600.0  # the head may be busy with others for as long, once all are there
+_LIFE_S, _QUIET_S = 5.0, 60.0  # the head says so often that it lives; one that is silent for so long is lost
 _SILENT_S = 15.0  # during an all-reduce a doctor says every two seconds that it lives
 _ALL_REDUCE_S = 300.0
 _MOST_NODES = 256
@@ -77,7 +77,7 @@ def examine_together(
             "address": helper.door.address, "port": helper.door.port,
         }  # fmt: skip
         if meeting.channel is not None:
-            return _follow(meeting.channel, helper, hello, quiet_s=config.join_timeout + _QUIET_S), False
+            return _follow(meeting.channel, helper, hello), False
         head = _Head(meeting, helper, hello, tell)
         closing.callback(head.close)
         head.gather(nodes, timeout_s=config.join_timeout, command=command)
@@ -86,7 +86,7 @@ def examine_together(
         return code, True
 
 
-def _follow(channel: Channel, helper: Helper, hello: Record, *, quiet_s: float) -> int:
+def _follow(channel: Channel, helper: Helper, hello: Record) -> int:
     """Do what the head asks until it says how all end."""
     try:
         ask_when_idle(channel.fileno())
@@ -94,10 +94,11 @@ def _follow(channel: Channel, helper: Helper, hello: Record, *, quiet_s: float) 
         if channel.receive(_WELCOME_S).get("kind") != "welcome":
             raise ChannelClosed("it answers as no doctor does")
         while True:
-            request = channel.receive(quiet_s)
+            request = channel.receive(_QUIET_S)
             if request.get("kind") == "end":
                 return int(request["code"])
-            helper.take(request, channel.send)
+            if request.get("kind") != "alive":
+                helper.take(request, channel.send)
     except (ChannelError, KeyError) as error:
         raise RendezvousError(
             f"the head of the examination is lost, or is no doctor ({error}): start hetseq doctor with the same line on"
@@ -150,6 +151,7 @@ class _Head:
         self._nodes: list[_Node] = [_Here(helper)]
         self._hellos = [hello]
         self._lost: dict[int, str] = {}
+        self._life_at = time.monotonic()
 
     def gather(self, nodes: int, *, timeout_s: float, command: str) -> None:
         """Wait until so many nodes are there; raises RendezvousError at the end of the time."""
@@ -292,8 +294,12 @@ class _Head:
         return self._finish(list(requests), timeout_s)
 
     def _show_life(self) -> None:
+        """To the others, and to those who look into a shared directory; called about twice a second."""
         if self._meeting.attempt is not None:
             self._meeting.attempt.show_life()
+        if time.monotonic() > self._life_at + _LIFE_S:
+            self._life_at = time.monotonic()
+            self._send({number: {"kind": "alive"} for number in range(1, len(self._nodes))})
 
     def _await(self, threads: Sequence[threading.Thread], limit_s: float) -> None:
         deadline = time.monotonic() + limit_s

@@ -19,6 +19,7 @@ from hetseq.cluster.channel import Channel, ChannelClosed, Listener, connect
 from hetseq.cluster.secret import derive_key, load_secret
 from hetseq.cluster.sockets import ForeignBytes
 from hetseq.config import DistributedConfig
+from hetseq.doctor import meeting
 from hetseq.doctor.comparing import Examination, Way, compare, side_by_side
 from hetseq.doctor.exchange import AllReduce, Trouble
 from hetseq.doctor.facts import Facts, to_json
@@ -353,6 +354,38 @@ def test_a_head_that_is_no_doctor_is_told_from_one(url: str, tmp_path: Path) -> 
             doctors.wait()
     (error,) = doctors.ends
     assert "is no doctor (it answers as no doctor does)" in str(error)
+
+
+def test_a_head_says_that_it_lives_while_others_are_awaited(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_LIFE_S", 0.0)
+    doctors = Doctors(url, tmp_path / "secret", None, nodes=3)
+    doctors.config = replace(doctors.config, join_timeout=1.0)
+    doctors.start(GOOD)
+    channel = visit(url, tmp_path / "secret")
+    hello = {"kind": "doctor", "protocol": PROTOCOL, "facts": to_json(GOOD), "fields": FIELDS}
+    channel.send({**hello, "address": "127.0.0.1", "port": 9})
+    assert [channel.receive(10.0)["kind"] for _ in range(2)] == ["welcome", "alive"]
+    channel.close()
+    doctors.wait()
+
+
+def test_a_head_that_is_silent_is_lost(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_QUIET_S", 0.1)
+    secret = tmp_path / "secret"
+    key = derive_key(load_secret(secret), "control")
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    doctors = Doctors(url, secret, None)
+    with Listener(host, int(port), key=key, secret_file=secret) as launcher:
+        doctors.start(GOOD)
+        with launcher.accept(10.0) as channel:
+            channel.receive(10.0)
+            channel.send({"kind": "welcome"})
+            channel.send({"kind": "alive"})
+            doctors.wait()
+    (error,) = doctors.ends
+    assert "the head of the examination is lost" in str(error)
 
 
 def test_a_head_to_whom_nobody_comes_says_what_to_type_elsewhere(url: str, tmp_path: Path) -> None:
