@@ -142,7 +142,7 @@ def _worth(place: str, name: str, candidates: Sequence[Candidate], rest: Sequenc
         much = f"{change:+.1%}" if abs(change) >= _NOTHING else f"less than {_NOTHING:.1%}"
         text = f"<{place}> changes a step by {much}, hardly at all: {times}"
         return Finding("note", "forecast", text, f"it may be left out; {_larger(candidates, rest, total)}", private)
-    text = f"<{place}> makes a step {-change:.0%} shorter, and is worth having: {times}"
+    text = f"<{place}> is worth having, a step is {-change:.0%} shorter: {times}"
     return Finding("ok", "forecast", text, "", private)
 
 

@@ -7,6 +7,7 @@ of them are put in: numbers, versions, kinds, and findings with their places unf
 from __future__ import annotations
 
 import dataclasses
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from hetseq.doctor.findings import LEVELS, Finding
 COLUMNS = 100
 FORMAT_VERSION = 1
 _MARGIN = 20
+_GLUE, _BEFORE_UNIT = "\xa0", re.compile(r"(?<=\d) (?=(?:ms|s|MB/s|GiB|MiB|Mbit/s)\b)")  # a line does not end there
 
 
 def text(findings: Sequence[Finding]) -> Iterator[str]:
@@ -45,9 +47,14 @@ def summary(findings: Sequence[Finding]) -> str:
 
 def _wrapped(said: str, head: str) -> Iterator[str]:
     printable = "".join(letter if letter.isprintable() else "?" for letter in said)
-    yield from textwrap.wrap(
-        printable, COLUMNS, initial_indent=head, subsequent_indent=" " * _MARGIN, break_on_hyphens=False
-    ) or [head.rstrip()]
+    lines = textwrap.wrap(
+        _BEFORE_UNIT.sub(_GLUE, printable),
+        COLUMNS,
+        initial_indent=head,
+        subsequent_indent=" " * _MARGIN,
+        break_on_hyphens=False,
+    )
+    yield from (line.replace(_GLUE, " ") for line in lines or [head.rstrip()])
 
 
 def document(nodes: Sequence[Facts], findings: Sequence[Sequence[Finding]]) -> dict[str, Any]:

@@ -189,6 +189,12 @@ def test_no_line_is_longer_than_the_page() -> None:
     assert max(map(len, lines)) <= COLUMNS
     assert "\x1b" not in "".join(lines)
     assert lines[-1] == "not fit: 1 problem, 0 warnings, 0 notes"
+    fills = COLUMNS - 20 - len(" 102.5 ms")
+    for more in range(12):  # wherever the line ends, the number has its unit beside it
+        (line,) = [
+            line for line in text([Finding("ok", "forecast", "x" * (fills + more) + " 102.5 ms")]) if "102" in line
+        ]
+        assert line.endswith("102.5 ms")
 
 
 def test_a_driver_that_hangs_is_told_from_a_torch_that_does_not_import(tmp_path: Path, monkeypatch: Any) -> None:
@@ -284,8 +290,8 @@ def pair(link: Link, **other: Any) -> list[Candidate]:
 
 def test_a_node_is_named_with_what_it_brings_or_costs() -> None:
     assert told(pair(Link(1e11)))[1:] == [
-        "ok labA makes a step 26% shorter, and is worth having: 1.7 ms, without it 2.3 ms",
-        "ok labB makes a step 26% shorter, and is worth having: 1.7 ms, without it 2.3 ms",
+        "ok labA is worth having, a step is 26% shorter: 1.7 ms, without it 2.3 ms",
+        "ok labB is worth having, a step is 26% shorter: 1.7 ms, without it 2.3 ms",
     ]
     hardly = told(pair(Link(1e10), per_sample_s=2e-5))  # 0.42 ms of exchange
     assert hardly[1:] == [
@@ -309,8 +315,8 @@ def test_a_node_that_no_batch_makes_worth_having_is_told_so() -> None:
 def test_a_weak_device_of_the_only_node_is_named_with_its_percentage() -> None:
     strong, weak = Candidate("labA", BURN), Candidate("labA", replace(BURN, device="cuda:1", per_sample_s=2e-4))
     lines = told([strong, weak])
-    assert lines[1].startswith("ok labA cuda:0 makes a step")
-    assert lines[2].startswith("ok labA cuda:1 makes a step 3% shorter, and is worth having")
+    assert lines[1].startswith("ok labA cuda:0 is worth having")
+    assert lines[2].startswith("ok labA cuda:1 is worth having, a step is 3% shorter")
 
 
 def test_one_node_of_three_that_is_as_fast_alone_is_told_once() -> None:
