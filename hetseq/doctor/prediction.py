@@ -147,12 +147,18 @@ def _worth(place: str, name: str, candidates: Sequence[Candidate], rest: Sequenc
 
 
 def _larger(candidates: Sequence[Candidate], rest: Sequence[Candidate], total: int) -> str:
-    """From which batch on all of them are faster than the rest."""
-    for factor in _FACTORS:
+    """From which batch on all of them are faster than the rest, or what is in the way."""
+
+    def is_faster(every: Sequence[Candidate], factor: int) -> bool:
         without_s = forecast(rest, factor * total).step_s
-        if forecast(candidates, factor * total).step_s < (1 - NEGLIGIBLE_GAIN) * without_s:
+        return forecast(every, factor * total).step_s < (1 - NEGLIGIBLE_GAIN) * without_s
+
+    for factor in _FACTORS:
+        if is_faster(candidates, factor):
             return f"from {factor} times the batch on (--update-freq {factor}) it is worth having"
-    return f"{_FACTORS[-1]} times the batch would not change that: only a faster network would"
+    unlinked = [replace(candidate, link=None) for candidate in candidates]
+    why = "only a faster network would" if is_faster(unlinked, _FACTORS[-1]) else "it is too slow beside the others"
+    return f"{_FACTORS[-1]} times the batch would not change that: {why}"
 
 
 def _alone(place: str, own: Sequence[Candidate], candidates: Sequence[Candidate], total: int) -> Finding:

@@ -310,6 +310,9 @@ def test_a_node_that_no_batch_makes_worth_having_is_told_so() -> None:
     (_, line, *_) = told(pair(Link(1e6)))
     assert line.startswith("warning labB makes a step 1,840 times as long: 4195.9 ms, without it 2.3 ms")
     assert "64 times the batch would not change that: only a faster network would" in line
+    (_, line) = told(pair(Link(5e10), per_sample_s=1e-2))
+    assert line.startswith("warning labB makes a step 4% longer")
+    assert "64 times the batch would not change that: it is too slow beside the others" in line
 
 
 def test_a_weak_device_of_the_only_node_is_named_with_its_percentage() -> None:
