@@ -121,9 +121,9 @@ class Participant:
         self._said.put(None)
         for thread in self._threads:
             thread.join(_END_S)
-        if self._leash >= 0:
-            os.close(self._leash)
-            self._leash = -1
+        leash, self._leash = self._leash, -1
+        if leash >= 0:
+            os.close(leash)
             self._files.close()
 
     def _fail(self, trouble: str, measured: dict[str, float]) -> Record:

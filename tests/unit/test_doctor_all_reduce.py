@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from hetseq.comm import AnyGroup, Group, LocalGroup
+from hetseq.comm import AnyGroup, Group, LocalGroup, Rows
 from hetseq.doctor import all_reduce as child
 from hetseq.doctor import participant
 from hetseq.doctor.comparing import compare
@@ -199,6 +200,18 @@ def test_larger_sizes_are_left_out_where_they_would_take_too_long(monkeypatch: p
     assert len(told_by(LocalGroup(), (4096, 65536))) == 2
     monkeypatch.setattr(child, "_LONGEST_S", 0.0)
     assert len(told_by(LocalGroup(), (4096, 65536))) == 1
+
+
+class WithASlowOne(LocalGroup):
+    """The other rank says of each value that it was 5."""
+
+    def all_gather_rows(self, row: Rows) -> Rows:
+        return np.stack([row, np.full(row.shape, 5.0).view(np.int64)])
+
+
+def test_an_all_reduce_takes_as_long_as_on_the_slowest_rank() -> None:
+    ((_, facts),) = told_by(WithASlowOne(), (4096,))
+    assert facts["seconds"] == 5.0
 
 
 @pytest.fixture
