@@ -33,6 +33,7 @@ class Examination:
     delays_s: Mapping[tuple[int, int], float | None] = field(default_factory=dict)  # None: never seen
     lost: Mapping[int, str] = field(default_factory=dict)  # nodes that left on the way, and what was heard of them
     all_reduce: AllReduce | None = None
+    addresses: tuple[str, ...] = ()  # at which the nodes were reached; by how they met it may be another than alone
 
     @property
     def places(self) -> dict[str, str]:
@@ -66,11 +67,12 @@ def compare(examined: Examination) -> Iterator[Finding]:
 def side_by_side(examined: Examination) -> Iterator[str]:
     """A line per node, then the megabytes per second from each to each, eight to a table."""
     rows = [("", "node", "devices", "cores", "memory", "torch", "address")]
-    for number, (name, facts) in enumerate(zip(examined.names, examined.facts), 1):
+    addresses = examined.addresses or [facts.network.chosen for facts in examined.facts]
+    for number, (name, facts, address) in enumerate(zip(examined.names, examined.facts, addresses), 1):
         kinds = [device.name for device in facts.torch.devices]
         devices = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "-"
         cores, memory = f"{facts.usable_cores:g}", size(facts.limits.available_bytes)
-        versions = (facts.torch.version[:14], facts.network.chosen[:26])
+        versions = (facts.torch.version[:14], address[:26])
         rows.append((f"node{number}", name[:16], devices[:24], cores, memory, *versions))
     yield from table(rows, left=(0, 1, 2, 5, 6))
     nodes = range(len(examined.names))

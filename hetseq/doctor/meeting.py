@@ -216,6 +216,7 @@ class _Head:
             ways=dict(sorted(ways.items())),
             delays_s=delays_s,
             lost=self._lost,
+            addresses=tuple(str(hello["address"]) for hello in self._hellos),
             all_reduce=AllReduce(reason=reason) if reason else self._all_reduce(session),
         )
 

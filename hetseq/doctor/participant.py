@@ -33,6 +33,10 @@ _ALIVE_S, _TURN_S = 2.0, 0.5
 _END_S = 2.0
 
 
+def _fault_here(trouble: str, measured: dict[str, float]) -> Record:
+    return {"measured": measured, "trouble": trouble, "is_secondary": False}
+
+
 class Participant:
     """One child, for one all-reduce."""
 
@@ -82,7 +86,8 @@ class Participant:
     def take_part(self, part: Record, say: Callable[[Record], None]) -> Record:
         """Have the child take part; its answer, or what became of it. `say` carries words to the head meanwhile.
 
-        The answer has `measured`, the seconds by bytes, and where it failed `trouble` and `is_secondary`.
+        The answer has `measured`, the seconds by bytes, and where it failed `trouble` and `is_secondary`. A child that
+        has failed may go on: `close` ends it.
         """
         self.pass_on({"kind": "part", **part})
         measured: dict[str, float] = {}
@@ -93,16 +98,16 @@ class Participant:
                 say({"kind": "alive"})
                 said_at = now
             if self._gone_at is not None and now > self._gone_at + GRACE_S:
-                return self._fail("its process stood still", measured)
+                return _fault_here("its process stood still", measured)
             if now > heard_at + SILENCE_S:
-                return self._fail(f"its process said nothing for {SILENCE_S:.0f} s", measured)
+                return _fault_here(f"its process said nothing for {SILENCE_S:.0f} s", measured)
             try:
                 record = self._heard.get(timeout=_TURN_S)
             except queue.Empty:
                 continue
             heard_at = time.monotonic()
             if record is None:
-                return self._fail(self._end_of_child(), measured)
+                return _fault_here(self._end_of_child(), measured)
             if record["kind"] == "set":
                 say(record)
             elif record["kind"] == "measured":
@@ -125,10 +130,6 @@ class Participant:
         if leash >= 0:
             os.close(leash)
             self._files.close()
-
-    def _fail(self, trouble: str, measured: dict[str, float]) -> Record:
-        self._child.kill()
-        return {"measured": measured, "trouble": trouble, "is_secondary": False}
 
     def _end_of_child(self) -> str:
         """How a child ended that has closed its end of the pipe."""

@@ -84,6 +84,12 @@ def test_the_tables_of_twenty_nodes_fit_the_page() -> None:
     assert sum("12,500" in line for line in lines) == 60
 
 
+def test_the_table_shows_the_addresses_at_which_the_nodes_were_reached() -> None:
+    assert sum("10.0.0.7" in line for line in side_by_side(PAIR)) == 2
+    reached = list(side_by_side(replace(PAIR, addresses=("127.0.0.1", "127.0.0.2"))))
+    assert [line.split()[-1] for line in reached[1:3]] == ["127.0.0.1", "127.0.0.2"]
+
+
 def test_the_file_for_others_does_not_name_the_nodes() -> None:
     bad = replace(PAIR, ways={(0, 1): Way(trouble="labB said no"), (1, 0): Way(1e6)}, lost={1: "labB has gone"})
     shown = json.dumps(cluster_document(bad, [judge(GOOD)] * 2, list(compare(bad))))
@@ -261,6 +267,7 @@ def test_three_doctors_meet_and_all_end_with_the_same_code(url: str, tmp_path: P
     assert None not in examined.delays_s.values()
     assert examined.all_reduce == AllReduce((0, 1, 2), {1 << 20: 0.001})
     assert examined.facts == (GOOD,) * 3
+    assert examined.addresses == ("127.0.0.1",) * 3
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
 
 
@@ -385,7 +392,7 @@ def test_a_head_that_is_silent_is_lost(url: str, tmp_path: Path, monkeypatch: py
             channel.send({"kind": "alive"})
             doctors.wait()
     (error,) = doctors.ends
-    assert "the head of the examination is lost" in str(error)
+    assert "the head of the examination is lost, or is no doctor (nothing from 127.0.0.1" in str(error)
 
 
 def test_a_head_to_whom_nobody_comes_says_what_to_type_elsewhere(url: str, tmp_path: Path) -> None:
