@@ -98,8 +98,8 @@ def foresee(candidates: Sequence[Candidate]) -> Iterator[Finding]:
         if not (is_best_alone and node == best):  # which stays, whoever is left out
             rest = [candidate for candidate in candidates if candidate.node != node]
             yield _worth(f"node{number}", node, candidates, rest, total)
-    if is_best_alone and len(nodes) > 2:  # of two the other one has just been told
-        yield _alone(f"node{nodes.index(best) + 1}", own[best], candidates, total)
+    if len(nodes) > 2:  # of two the other one has just been told
+        yield from _fewer(own, total)
     yield from _idle(own, step, total)
     yield from _in_one_node(f"node{nodes.index(best) + 1}", own[best], candidates, total)
 
@@ -161,13 +161,29 @@ def _larger(candidates: Sequence[Candidate], rest: Sequence[Candidate], total: i
     return f"{_FACTORS[-1]} times the batch would not change that: {why}"
 
 
-def _alone(place: str, own: Sequence[Candidate], candidates: Sequence[Candidate], total: int) -> Finding:
-    """One node that is as fast as all together."""
-    own_s, step_s = forecast(own, total).step_s, forecast(candidates, total).step_s
-    return Finding(
-        "warning", "forecast", f"<{place}> alone takes {_ms(own_s)}, all {len(_nodes(candidates))} nodes {_ms(step_s)}",
-        f"start a task of this size on <{place}> alone, or with one other node", {place: own[0].node},
-    )  # fmt: skip
+def _fewer(own: Mapping[str, Sequence[Candidate]], total: int) -> Iterator[Finding]:
+    """Fewer nodes that are as fast as all: the fewest of those that are left if the least useful one goes in turn."""
+
+    def step_s(nodes: Sequence[str]) -> float:
+        return forecast([candidate for node in nodes for candidate in own[node]], total).step_s
+
+    left = list(own)
+    found = [(left, step_s(left))]
+    while len(left) > 2:
+        left = min(([node for node in left if node != out] for out in reversed(left)), key=step_s)
+        found.append((left, step_s(left)))
+    best = min(own, key=lambda node: step_s([node]))
+    found.append(([best], step_s([best])))
+    least_s = min(seconds for _, seconds in found)
+    few, few_s = next(one for one in reversed(found) if one[1] <= (1 + NEGLIGIBLE_GAIN) * least_s)
+    if len(few) < len(own):
+        place = {f"node{number}": node for number, node in enumerate(own, 1) if node in few}
+        listed = " and ".join(f"<{name}>" for name in place)
+        together = f"{listed} alone takes" if len(few) == 1 else f"{listed} by themselves take"
+        yield Finding(
+            "warning", "forecast", f"{together} {_ms(few_s)}, all {len(own)} nodes {_ms(found[0][1])}",
+            f"start a task of this size on {listed} alone, and keep the others for a larger batch", place,
+        )  # fmt: skip
 
 
 def _idle(own: Mapping[str, Sequence[Candidate]], step: Step, total: int) -> Iterator[Finding]:
@@ -197,7 +213,7 @@ def _in_one_node(
         yield Finding(
             "note", "forecast",
             f"the exchange over the network is {step.communication_s / step.step_s:.0%} of a step; {len(candidates)}"
-            f" devices like {device.burn.device} of <{place}> in one node would take {_ms(together_s)}, not"
+            f" devices like <{place}> {device.burn.device} in one node would take {_ms(together_s)}, not"
             f" {_ms(step.step_s)}",
             "ask for more devices in one node rather than for more nodes, or for a faster network between them",
             {place: device.node},

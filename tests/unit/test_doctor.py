@@ -322,20 +322,28 @@ def test_a_weak_device_of_the_only_node_is_named_with_its_percentage() -> None:
     assert lines[2].startswith("ok labA cuda:1 is worth having, a step is 3% shorter")
 
 
-def test_one_node_of_three_that_is_as_fast_alone_is_told_once() -> None:
-    lines = told([Candidate(node, BURN, Link(3e9)) for node in ("labA", "labB", "labC")])
-    alone = [line for line in lines if "alone takes" in line]
-    assert alone == [
-        "warning labA alone takes 2.9 ms, all 3 nodes 3.5 ms start a task of this size on labA alone, or with one other"
-        " node"
+def test_fewer_nodes_that_are_as_fast_as_all_are_told_once() -> None:
+    def fewer(links: list[Link], **other: Any) -> list[str]:
+        burns = [BURN, BURN, replace(BURN, **other)]
+        every = [Candidate(node, burn, link) for node, burn, link in zip(("labA", "labB", "labC"), burns, links)]
+        return [line for line in told(every) if "all 3 nodes" in line]
+
+    assert fewer([Link(3e9)] * 3) == [
+        "warning labA alone takes 2.9 ms, all 3 nodes 3.5 ms start a task of this size on labA alone, and keep the"
+        " others for a larger batch"
     ]
-    assert not any("alone takes" in line for line in told([Candidate(node, BURN, Link(1e11)) for node in "ABC"]))
+    assert fewer([Link(1e11), Link(1e11), Link(1e9)]) == [
+        "warning labA and labB by themselves take 2.0 ms, all 3 nodes 7.2 ms start a task of this size on labA and labB"
+        " alone, and keep the others for a larger batch"
+    ]
+    assert fewer([Link(1e11)] * 3) == []
+    assert len(fewer([Link(1e11)] * 3, per_sample_s=1e-2)) == 1  # no slower with it, and no faster
 
 
 def test_more_devices_in_one_node_are_advised_where_the_network_takes_most_of_a_step() -> None:
     advice = [line for line in told(pair(Link(1e9))) if "in one node" in line]
     assert advice == [
-        "note the exchange over the network is 72% of a step; 2 devices like cuda:0 of labA in one node would take"
+        "note the exchange over the network is 72% of a step; 2 devices like labA cuda:0 in one node would take"
         " 1.6 ms, not 5.8 ms ask for more devices in one node rather than for more nodes, or for a faster network"
         " between them"
     ]
