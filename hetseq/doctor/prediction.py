@@ -131,18 +131,24 @@ def _crowded(nodes: Sequence[str], candidates: Sequence[Candidate], step: Step, 
             )  # fmt: skip
 
 
+def _least(candidates: Sequence[Candidate]) -> float:
+    """The gain, as a part of a step, from which on one of these is worth having: half of what its equals bring."""
+    nodes = len(_nodes(candidates))
+    return min(NEGLIGIBLE_GAIN, _HALF / (nodes if nodes > 1 else len(candidates)))
+
+
 def _worth(
     place: str, name: str, candidates: Sequence[Candidate], rest: Sequence[Candidate], total: int, step_s: float
 ) -> Finding:
     """What a node, or a device of the only one, is worth to the others."""
-    without_s = forecast(rest, total).step_s
+    without_s, least = forecast(rest, total).step_s, _least(candidates)
     change, private = step_s / without_s - 1, {place: name}
     times = f"{_ms(step_s)}, without it {_ms(without_s)}"
-    if change > NEGLIGIBLE_GAIN:
-        remedy = f"leave it out for a task of this size; {_larger(candidates, rest, total)}"
+    if change > least:
         much = f"{change:.0%} longer" if change < _MANY else f"{1 + change:,.0f} times as long"
+        remedy = f"leave it out for a task of this size; {_larger(candidates, rest, total)}"
         return Finding("warning", "forecast", f"<{place}> makes a step {much}: {times}", remedy, private)
-    if change > -NEGLIGIBLE_GAIN:
+    if change > -least:
         much = f"{change:+.1%}" if abs(change) >= _NOTHING else f"less than {_NOTHING:.1%}"
         text = f"<{place}> changes a step by {much}, hardly at all: {times}"
         return Finding("note", "forecast", text, f"it may be left out; {_larger(candidates, rest, total)}", private)
@@ -152,14 +158,14 @@ def _worth(
 
 def _larger(candidates: Sequence[Candidate], rest: Sequence[Candidate], total: int) -> str:
     """From which batch on all of them are faster than the rest, or what is in the way."""
+    least = _least(candidates)
 
     def is_faster(every: Sequence[Candidate], factor: int) -> bool:
-        without_s = forecast(rest, factor * total).step_s
-        return forecast(every, factor * total).step_s < (1 - NEGLIGIBLE_GAIN) * without_s
+        return forecast(every, factor * total).step_s < (1 - least) * forecast(rest, factor * total).step_s
 
-    for factor in _FACTORS:
-        if is_faster(candidates, factor):
-            return f"from {factor} times the batch on (--update-freq {factor}) it is worth having"
+    if is_faster(candidates, _FACTORS[-1]):
+        factor = next(factor for factor in _FACTORS if is_faster(candidates, factor))
+        return f"from {factor} times the batch on (--update-freq {factor}) it is worth having"
     unlinked = [replace(candidate, link=None) for candidate in candidates]
     why = "only a faster network would" if is_faster(unlinked, _FACTORS[-1]) else "it is too slow beside the others"
     return f"{_FACTORS[-1]} times the batch would not change that: {why}"

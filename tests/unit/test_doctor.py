@@ -322,6 +322,17 @@ def test_a_weak_device_of_the_only_node_is_named_with_its_percentage() -> None:
     assert lines[2].startswith("ok labA cuda:1 is worth having, a step is 3% shorter")
 
 
+def test_one_of_many_equal_nodes_is_worth_having() -> None:
+    def many(first_s: float) -> list[str]:
+        burns = [replace(BURN, fixed_s=0.0, per_sample_s=1e-5 if number else first_s) for number in range(70)]
+        return told([Candidate(f"lab{number}", burn, Link(1e12)) for number, burn in enumerate(burns)])
+
+    assert (
+        sum(" is worth having, a step is " in line for line in many(1e-5)) == 70
+    )  # 1.5%: 65 samples each in place of 64
+    assert many(1e-3)[1].startswith("note lab0 changes a step by")
+
+
 def test_fewer_nodes_that_are_as_fast_as_all_are_told_once() -> None:
     def fewer(links: list[Link], **other: Any) -> list[str]:
         burns = [BURN, BURN, replace(BURN, **other)]
