@@ -110,7 +110,7 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
 def _examine(words: Sequence[str], say: Callable[[str], None]) -> int:
     from hetseq.doctor.findings import exit_code, judge
     from hetseq.doctor.gathering import gather
-    from hetseq.doctor.prediction import Candidate, foresee
+    from hetseq.doctor.prediction import candidates_of, foresee
     from hetseq.doctor.report import document, text
 
     arguments = parse(words)
@@ -118,7 +118,7 @@ def _examine(words: Sequence[str], say: Callable[[str], None]) -> int:
     facts = gather(directory=arguments.directory, seconds=arguments.seconds, secret=arguments.secret_file)
     findings = judge(facts)
     if meeting is None:
-        findings += foresee([Candidate(facts.network.host, burn) for burn in facts.torch.burns])
+        findings += foresee(candidates_of(facts.network.host, facts))
     for line in text(findings):
         say(line)
     if arguments.json_file is not None:

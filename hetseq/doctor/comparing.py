@@ -10,25 +10,16 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from hetseq.doctor.exchange import AllReduce, Way, corrected, judge_all_reduce, slowest_ways
 from hetseq.doctor.facts import Facts
 from hetseq.doctor.findings import Finding, size
-from hetseq.doctor.prediction import Candidate
-from hetseq.simulation import Link
+from hetseq.doctor.prediction import Candidate, candidates_of
 from hetseq.tables import table
 
 _UNEVEN = 0.5  # of the median stream
 _SLOW_BYTES_PER_S = 100e6  # a gigabit
 _LATE_S = 1.0
 _COLUMNS = 8  # of the table of ways
-
-
-@dataclass(frozen=True)
-class Way:
-    """From one node to another: what a stream measured, or why there was none."""
-
-    bytes_per_s: float = 0.0
-    latency_s: float = 0.0
-    trouble: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,6 +32,8 @@ class Examination:
     ways: Mapping[tuple[int, int], Way] = field(default_factory=dict)
     delays_s: Mapping[tuple[int, int], float | None] = field(default_factory=dict)  # None: never seen
     lost: Mapping[int, str] = field(default_factory=dict)  # nodes that left on the way, and what was heard of them
+    all_reduce: AllReduce | None = None
+    addresses: tuple[str, ...] = ()  # at which the nodes were reached; by how they met it may be another than alone
 
     @property
     def places(self) -> dict[str, str]:
@@ -48,14 +41,16 @@ class Examination:
         return {f"node{number}": name for number, name in enumerate(self.names, 1)}
 
     def candidates(self) -> list[Candidate]:
-        """The devices of all nodes, each with the slowest of the ways from its node."""
-        found = []
-        for number, facts in enumerate(self.facts):
-            ways = [way for (source, _), way in self.ways.items() if source == number and not way.trouble]
-            slowest = min(ways, key=lambda way: way.bytes_per_s, default=None)
-            link = None if slowest is None else Link(slowest.bytes_per_s, slowest.latency_s)
-            found += [Candidate(self.names[number], burn, link) for burn in facts.torch.burns]
-        return found
+        """The devices of all nodes, each with the slowest of the ways from its node, as the all-reduce met it."""
+        links = slowest_ways(self.ways)
+        burns = [burn for facts in self.facts for burn in facts.torch.burns]
+        if self.all_reduce is not None and burns:
+            links = corrected(links, self.all_reduce, max(burn.gradient_bytes for burn in burns))
+        return [
+            candidate
+            for number, (name, facts) in enumerate(zip(self.names, self.facts))
+            for candidate in candidates_of(name, facts, links.get(number))
+        ]
 
 
 def compare(examined: Examination) -> Iterator[Finding]:
@@ -64,17 +59,20 @@ def compare(examined: Examination) -> Iterator[Finding]:
     yield from _contract(examined)
     yield from _builds(examined)
     yield from _ways(examined)
+    if examined.all_reduce is not None:
+        yield from judge_all_reduce(examined.all_reduce, examined.ways, examined.lost, examined.places)
     yield from _directory(examined)
 
 
 def side_by_side(examined: Examination) -> Iterator[str]:
     """A line per node, then the megabytes per second from each to each, eight to a table."""
     rows = [("", "node", "devices", "cores", "memory", "torch", "address")]
-    for number, (name, facts) in enumerate(zip(examined.names, examined.facts), 1):
+    addresses = examined.addresses or [facts.network.chosen for facts in examined.facts]
+    for number, (name, facts, address) in enumerate(zip(examined.names, examined.facts, addresses), 1):
         kinds = [device.name for device in facts.torch.devices]
         devices = ", ".join(f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)) or "-"
         cores, memory = f"{facts.usable_cores:g}", size(facts.limits.available_bytes)
-        versions = (facts.torch.version[:14], facts.network.chosen[:26])
+        versions = (facts.torch.version[:14], address[:26])
         rows.append((f"node{number}", name[:16], devices[:24], cores, memory, *versions))
     yield from table(rows, left=(0, 1, 2, 5, 6))
     nodes = range(len(examined.names))
@@ -145,8 +143,8 @@ def _ways(examined: Examination) -> Iterator[Finding]:
     median = statistics.median(way.bytes_per_s for way in open_ways)
     latency_ms = 1000 * statistics.median(way.latency_s for way in open_ways)
     yield Finding(
-        "ok", "network", f"{len(open_ways)} of {len(examined.ways)} ways are open, {median / 1e6:,.0f} MB/s and"
-        f" {latency_ms:.2f} ms in the median, all nodes sending at once"
+        "ok", "network", f"{len(open_ways)} of {len(examined.ways)} ways open, in the median {median / 1e6:,.0f} MB/s"
+        f" and {latency_ms:.2f} ms, all sending at once"
     )  # fmt: skip
     for (source, target), way in examined.ways.items():
         is_slow = way.bytes_per_s < _SLOW_BYTES_PER_S or way.bytes_per_s < _UNEVEN * median

@@ -140,6 +140,16 @@ class Facts:
         return tuple(device for device in self.torch.devices if device.device != "cpu")
 
     @property
+    def rank_device(self) -> str:
+        """The device that the first rank of this node would compute on."""
+        return next((device.device for device in self.gpus if device.is_built_for), "cpu")
+
+    @property
+    def idle_gpus(self) -> int:
+        """GPUs that the driver has and this process does not see, where it sees one."""
+        return max(0, self.gpus_of_driver - len(self.gpus)) if self.gpus else 0
+
+    @property
     def usable_cores(self) -> float:
         """What the scheduler and the control group leave."""
         limits = self.limits

@@ -1,7 +1,8 @@
 """One node's part in the common examination: it does what the head asks, and answers in one record.
 
-Responsible for a door at which streams of other nodes arrive, for streams to theirs, and for marks in the shared
-directory. It refuses to decide anything: who does what when is the head's affair (`meeting`).
+Responsible for a door at which streams of other nodes arrive, for streams to theirs, for marks in the shared directory,
+and for this node's `participant` in an all-reduce. It refuses to decide anything: who does what when is the head's
+affair (`meeting`).
 
 The one idea: both ends of a stream prove the meeting's key for this pair and this meeting, and then bytes flow as in a
 ring of ranks: every node sends to one and receives from one at the same time.
@@ -18,12 +19,14 @@ import statistics
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetseq.cluster.channel import ChannelError
 from hetseq.cluster.sockets import DeadlinePassed, ForeignBytes, UnreachableError, bind, dial, fill, send_all, shut
+from hetseq.doctor.participant import Participant
 
 STREAM_S, STREAM_BYTES = 0.5, 256 << 20
 DIAL_S, MARK_S = 8.0, 15.0
@@ -146,12 +149,23 @@ def _round_trip(connection: socket.socket, deadline: float) -> float:
 
 
 class Helper:
-    """Answers the head's records on this node."""
+    """Answers the head's records on this node. `device` is the one whose memory an all-reduce adds up: cpu, cuda:0."""
 
-    def __init__(self, address: str, key: bytes, directory: Path | None) -> None:
+    def __init__(self, address: str, key: bytes, directory: Path | None, device: str = "cpu") -> None:
         self.door = Door(address, key)
-        self._key, self._directory = key, directory
+        self._key, self._directory, self._device = key, directory, device
         self._session, self._number = "", -1
+        self._participant: Participant | None = None
+
+    def take(self, request: Mapping[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
+        """Do what the head asks; answers, and words on the way to one, go to `say`, from another thread perhaps."""
+        if request.get("kind") in ("value", "gone"):
+            if self._participant is not None:
+                self._participant.pass_on(dict(request))
+        elif request.get("kind") == "all-reduce":
+            threading.Thread(target=self._all_reduce, args=(request, say), name="all-reduce", daemon=True).start()
+        else:
+            say(self.answer(request))
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """What came of a request; `trouble` says what went wrong."""
@@ -167,8 +181,30 @@ class Helper:
             return {"trouble": error.strerror or str(error)}
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and end the participant."""
         self.door.close()
+        if self._participant is not None:
+            self._participant.close()
+
+    def _prepare(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        self._participant = Participant()
+        return self._participant.await_ready()
+
+    def _all_reduce(self, request: Mapping[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
+        """The answer of this node's participant; a head that is gone is the main thread's to notice."""
+        if self._participant is None:
+            answer: dict[str, Any] = {
+                "measured": {},
+                "trouble": "no all-reduce was prepared here",
+                "is_secondary": False,
+            }
+        else:
+            part = {name: request[name] for name in ("name", "rank", "world_size", "sources")}
+            part |= {"key": self._key.hex(), "host": self.door.address, "device": self._device}
+            answer = self._participant.take_part(part, say)
+            self._participant.close()
+        with contextlib.suppress(ChannelError):
+            say(answer)
 
     def _begin(self, request: Mapping[str, Any]) -> dict[str, Any]:
         self._session, self._number = str(request["session"]), int(request["number"])
@@ -214,6 +250,7 @@ _ANSWERS = {
     "leave mark": Helper._leave_mark,
     "find mark": Helper._find_mark,
     "remove mark": Helper._remove_mark,
+    "prepare all-reduce": Helper._prepare,
 }
 _CAUSES = {
     "refused": "connection refused, although it listens there",

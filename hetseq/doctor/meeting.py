@@ -21,18 +21,23 @@ from typing import Any, Protocol
 from hetseq.cluster.channel import Channel, ChannelClosed, ChannelError, ChannelTimeout
 from hetseq.cluster.contract import node_fields
 from hetseq.cluster.rendezvous import Meeting, meet
+from hetseq.cluster.sockets import ask_when_idle
 from hetseq.config import Config, DistributedConfig
-from hetseq.doctor.comparing import Examination, Way
+from hetseq.doctor.comparing import Examination
+from hetseq.doctor.exchange import AllReduce, Trouble, Way, why_not
 from hetseq.doctor.facts import Facts, from_json, to_json
 from hetseq.doctor.helper import MARK_S, Helper
+from hetseq.doctor.participant import READY_S
 from hetseq.errors import RendezvousError
 
-PROTOCOL = 1
+PROTOCOL = 2
 #: of what a run refuses to differ in: the options of a doctor are nobody's
 _FIELDS = ("protocol", "hetseq", "torch", "source of hetseq")
 _ANSWER_S = 2 * MARK_S
 _TURN_S, _WELCOME_S = 0.5, 30.0
-_QUIET_S = 600.0  # the head may be busy with others for as long, once all are there
+_LIFE_S, _QUIET_S = 5.0, 60.0  # the head says so often that it lives; one that is silent for so long is lost
+_SILENT_S = 15.0  # during an all-reduce a doctor says every two seconds that it lives
+_ALL_REDUCE_S = 300.0
 _MOST_NODES = 256
 _TELL_EVERY_S = 10.0
 
@@ -65,14 +70,14 @@ def examine_together(
     with ExitStack() as closing:
         meeting = meet(config, pause=pause, tell=tell, command=command, interface=interface, name="doctor")
         closing.callback(meeting.close)
-        helper = Helper(meeting.address, meeting.key, directory)
+        helper = Helper(meeting.address, meeting.key, directory, facts.rank_device)
         closing.callback(helper.close)
         hello = {
             "kind": "doctor", "protocol": PROTOCOL, "facts": to_json(facts), "fields": fields(),
             "address": helper.door.address, "port": helper.door.port,
         }  # fmt: skip
         if meeting.channel is not None:
-            return _follow(meeting.channel, helper, hello, quiet_s=config.join_timeout + _QUIET_S), False
+            return _follow(meeting.channel, helper, hello), False
         head = _Head(meeting, helper, hello, tell)
         closing.callback(head.close)
         head.gather(nodes, timeout_s=config.join_timeout, command=command)
@@ -81,17 +86,19 @@ def examine_together(
         return code, True
 
 
-def _follow(channel: Channel, helper: Helper, hello: Record, *, quiet_s: float) -> int:
+def _follow(channel: Channel, helper: Helper, hello: Record) -> int:
     """Do what the head asks until it says how all end."""
     try:
+        ask_when_idle(channel.fileno())
         channel.send(hello)
         if channel.receive(_WELCOME_S).get("kind") != "welcome":
             raise ChannelClosed("it answers as no doctor does")
         while True:
-            request = channel.receive(quiet_s)
+            request = channel.receive(_QUIET_S)
             if request.get("kind") == "end":
                 return int(request["code"])
-            channel.send(helper.answer(request))
+            if request.get("kind") != "alive":
+                helper.take(request, channel.send)
     except (ChannelError, KeyError) as error:
         raise RendezvousError(
             f"the head of the examination is lost, or is no doctor ({error}): start hetseq doctor with the same line on"
@@ -114,8 +121,7 @@ class _Here:
         self._answers: queue.SimpleQueue[Record] = queue.SimpleQueue()
 
     def start(self, request: Record) -> None:
-        work = threading.Thread(target=lambda: self._answers.put(self._helper.answer(request)), daemon=True)
-        work.start()
+        threading.Thread(target=self._helper.take, args=(request, self._answers.put), daemon=True).start()
 
     def finish(self, timeout_s: float) -> Record:
         try:
@@ -145,6 +151,7 @@ class _Head:
         self._nodes: list[_Node] = [_Here(helper)]
         self._hellos = [hello]
         self._lost: dict[int, str] = {}
+        self._life_at = time.monotonic()
 
     def gather(self, nodes: int, *, timeout_s: float, command: str) -> None:
         """Wait until so many nodes are there; raises RendezvousError at the end of the time."""
@@ -166,8 +173,7 @@ class _Head:
 
     def _welcome(self) -> None:
         assert self._meeting.listener is not None
-        if self._meeting.attempt is not None:
-            self._meeting.attempt.show_life()
+        self._show_life()
         try:
             channel = self._meeting.listener.accept(_TURN_S)
         except ChannelTimeout:
@@ -178,6 +184,7 @@ class _Head:
                 raise ValueError("no doctor")
             from_json(hello["facts"])
             channel.send({"kind": "welcome"})
+            ask_when_idle(channel.fileno())
         except (ChannelError, KeyError, TypeError, ValueError) as error:
             channel.close()
             self._tell(f"{channel.host} came and is no doctor of this version ({error}): it was sent away")
@@ -200,13 +207,17 @@ class _Head:
             for source, (answer, _) in self._ask(requests).items():
                 ways[source, pairs[source]] = _way(answer)
         delays_s = self._try_directory() if with_directory else {}
+        facts = tuple(from_json(hello["facts"]) for hello in self._hellos)
+        reason = why_not(facts, ways, self._lost)
         return Examination(
             names=tuple(name_of(self._hellos)),
-            facts=tuple(from_json(hello["facts"]) for hello in self._hellos),
+            facts=facts,
             fields=tuple(hello["fields"] for hello in self._hellos),
             ways=dict(sorted(ways.items())),
             delays_s=delays_s,
             lost=self._lost,
+            addresses=tuple(str(hello["address"]) for hello in self._hellos),
+            all_reduce=AllReduce(reason=reason) if reason else self._all_reduce(session),
         )
 
     def end(self, code: int) -> None:
@@ -243,31 +254,82 @@ class _Head:
                 self._ask({source: {"kind": "remove mark", **mark}})
         return delays_s
 
-    def _ask(self, requests: Mapping[int, Record]) -> dict[int, tuple[Record, float]]:
+    def _all_reduce(self, session: str) -> AllReduce:
+        """All nodes that are left, as the ranks of a run: their processes meet through the head, and add up."""
+        nodes = [number for number in range(len(self._nodes)) if number not in self._lost]
+        prepared = self._ask({number: {"kind": "prepare all-reduce"} for number in nodes}, READY_S + _SILENT_S)
+        troubles = {
+            number: Trouble(answer["trouble"]) for number, (answer, _) in prepared.items() if "trouble" in answer
+        }
+        if troubles or len(prepared) < len(nodes):
+            return AllReduce(tuple(nodes), troubles=troubles)
+        sources = [str(self._hellos[number]["address"]) for number in nodes]
+        part = {"kind": "all-reduce", "name": session, "world_size": len(nodes), "sources": sources}
+        self._start({number: {**part, "rank": rank} for rank, number in enumerate(nodes)})
+        answers: dict[int, Record] = {}
+        listening = [threading.Thread(target=self._carry, args=(number, nodes, answers)) for number in nodes]
+        for thread in listening:
+            thread.start()
+        self._await(listening, _ALL_REDUCE_S)
+        return AllReduce.of(tuple(nodes), dict(answers))
+
+    def _carry(self, number: int, nodes: Sequence[int], answers: dict[int, Record]) -> None:
+        """Pass on what a node puts into the store of the ranks, until it answers, and to all that somebody is lost."""
+        others = [other for other in nodes if other != number]
+        while True:
+            record = self._try(number, lambda node: node.finish(_SILENT_S))
+            if record is not None and record.get("kind") == "alive":
+                continue
+            if record is not None and record.get("kind") == "set":
+                self._send({other: {**record, "kind": "value"} for other in others})
+                continue
+            if record is not None:
+                answers[number] = record
+            if record is None or "trouble" in record:
+                self._send({other: {"kind": "gone"} for other in others if other not in answers})
+            return
+
+    def _ask(self, requests: Mapping[int, Record], timeout_s: float = _ANSWER_S) -> dict[int, tuple[Record, float]]:
         """The answers of those who gave one, and when they came; the others are lost from now on."""
         self._start(requests)
-        return self._finish(list(requests))
+        return self._finish(list(requests), timeout_s)
 
-    def _start(self, requests: Mapping[int, Record]) -> None:
+    def _show_life(self) -> None:
+        """To the others, and to those who look into a shared directory; called about twice a second."""
         if self._meeting.attempt is not None:
             self._meeting.attempt.show_life()
+        if time.monotonic() > self._life_at + _LIFE_S:
+            self._life_at = time.monotonic()
+            self._send({number: {"kind": "alive"} for number in range(1, len(self._nodes))})
+
+    def _await(self, threads: Sequence[threading.Thread], limit_s: float) -> None:
+        deadline = time.monotonic() + limit_s
+        while any(thread.is_alive() for thread in threads) and time.monotonic() < deadline:
+            self._show_life()
+            for thread in threads:
+                thread.join(_TURN_S / len(threads))
+
+    def _start(self, requests: Mapping[int, Record]) -> None:
+        self._show_life()
+        self._send(requests)
+
+    def _send(self, requests: Mapping[int, Record]) -> None:
         for number, request in requests.items():
             if number not in self._lost:
                 self._try(number, lambda node, request=request: node.start(request))  # type: ignore[misc]
 
-    def _finish(self, numbers: Sequence[int]) -> dict[int, tuple[Record, float]]:
+    def _finish(self, numbers: Sequence[int], timeout_s: float = _ANSWER_S) -> dict[int, tuple[Record, float]]:
         found: dict[int, tuple[Record, float]] = {}
 
         def take(number: int) -> None:
-            answer = self._try(number, lambda node: node.finish(_ANSWER_S))
+            answer = self._try(number, lambda node: node.finish(timeout_s))
             if answer is not None:
                 found[number] = answer, time.monotonic()
 
         threads = [threading.Thread(target=take, args=(number,)) for number in numbers if number not in self._lost]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join(2 * _ANSWER_S)
+        self._await(threads, 2 * timeout_s)
         return found
 
     def _try(self, number: int, act: Callable[[_Node], Any]) -> Any:

@@ -7,18 +7,21 @@ of them are put in: numbers, versions, kinds, and findings with their places unf
 from __future__ import annotations
 
 import dataclasses
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hetseq.doctor.comparing import Examination
+from hetseq.doctor.exchange import AllReduce
 from hetseq.doctor.facts import Facts
 from hetseq.doctor.findings import LEVELS, Finding
 
 COLUMNS = 100
 FORMAT_VERSION = 1
 _MARGIN = 20
+_GLUE, _BEFORE_UNIT = "\xa0", re.compile(r"(?<=\d) (?=(?:ms|s|MB/s|GiB|MiB|Mbit/s)\b)")  # a line does not end there
 
 
 def text(findings: Sequence[Finding]) -> Iterator[str]:
@@ -44,9 +47,14 @@ def summary(findings: Sequence[Finding]) -> str:
 
 def _wrapped(said: str, head: str) -> Iterator[str]:
     printable = "".join(letter if letter.isprintable() else "?" for letter in said)
-    yield from textwrap.wrap(
-        printable, COLUMNS, initial_indent=head, subsequent_indent=" " * _MARGIN, break_on_hyphens=False
-    ) or [head.rstrip()]
+    lines = textwrap.wrap(
+        _BEFORE_UNIT.sub(_GLUE, printable),
+        COLUMNS,
+        initial_indent=head,
+        subsequent_indent=" " * _MARGIN,
+        break_on_hyphens=False,
+    )
+    yield from (line.replace(_GLUE, " ") for line in lines or [head.rstrip()])
 
 
 def document(nodes: Sequence[Facts], findings: Sequence[Sequence[Finding]]) -> dict[str, Any]:
@@ -77,6 +85,19 @@ def cluster_document(
             }
             for (source, target), way in examined.ways.items()
         ],
+        "all_reduce": None if examined.all_reduce is None else _public_all_reduce(examined.all_reduce),
+    }
+
+
+def _public_all_reduce(all_reduce: AllReduce) -> dict[str, Any]:
+    return {
+        "backend": "gloo",
+        "nodes": [f"node{number + 1}" for number in all_reduce.nodes],
+        "sizes": [
+            {"bytes": size, "seconds": seconds, "bus_bytes_per_s": all_reduce.bus_bytes_per_s(size)}
+            for size, seconds in all_reduce.seconds.items()
+        ],
+        "reason": all_reduce.reason,
     }
 
 

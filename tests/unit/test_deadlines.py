@@ -76,9 +76,13 @@ hetseq/comm.py
     _Work.wait: _work.wait: each collective got the deadline of its group when it began
 hetseq/demo.py
     _make_corpus: subprocess.run: the user looks on, and Ctrl-C ends both
+hetseq/doctor/all_reduce.py
+    _timed: group.all_reduce_sum(tensor).wait: the collective got the deadline of its group
 hetseq/doctor/helper.py
     Door._serve: _socket.accept: the socket never waits
     _drain: connection.recv: the socket never waits
+hetseq/doctor/participant.py
+    Participant._speak: _said.get: an idle thread; `close` gives it None
 hetseq/far_end.py
     _Near.look: os.read: select has found something to read
     _look_after: child.poll: of a process, looks once
@@ -149,6 +153,9 @@ hetseq/cluster/hub_server.py
     _turn: held while a byte is read that is there
 hetseq/comm.py
     _lock: held for a few lines that wait for nothing
+hetseq/doctor/all_reduce.py
+    _changed: held for a few lines that wait for nothing
+    _sending: held while a line is written, which the doctor reads all the time; when it ends, this process is killed
 hetseq/faults.py
     _lock: held for a few lines that wait for nothing
 hetseq/itinerary.py

@@ -21,7 +21,7 @@ from hetseq.doctor.facts import Burn, Device, Directory, Facts, Limits, NamedAdd
 from hetseq.doctor.findings import Finding, exit_code, judge, size
 from hetseq.doctor.gathering import ask_torch, read_torch, secret_state
 from hetseq.doctor.in_torch import runs_on
-from hetseq.doctor.prediction import Candidate, foresee
+from hetseq.doctor.prediction import Candidate, candidates_of, foresee
 from hetseq.doctor.report import COLUMNS, document, text
 from hetseq.errors import ConfigError
 from hetseq.simulation import Link
@@ -189,6 +189,12 @@ def test_no_line_is_longer_than_the_page() -> None:
     assert max(map(len, lines)) <= COLUMNS
     assert "\x1b" not in "".join(lines)
     assert lines[-1] == "not fit: 1 problem, 0 warnings, 0 notes"
+    fills = COLUMNS - 20 - len(" 102.5 ms")
+    for more in range(12):  # wherever the line ends, the number has its unit beside it
+        (line,) = [
+            line for line in text([Finding("ok", "forecast", "x" * (fills + more) + " 102.5 ms")]) if "102" in line
+        ]
+        assert line.endswith("102.5 ms")
 
 
 def test_a_driver_that_hangs_is_told_from_a_torch_that_does_not_import(tmp_path: Path, monkeypatch: Any) -> None:
@@ -273,16 +279,122 @@ def test_the_forecast_gives_the_faster_device_more_and_says_who_is_worth_having(
     assert [finding.level for finding in findings] == ["ok", "ok", "ok"]
 
 
-def test_a_node_behind_a_slow_link_is_not_worth_adding() -> None:
-    slow_link, fast_link = Link(1e6), Link(1e10)
+def told(candidates: list[Candidate]) -> list[str]:
+    return [f"{one.level} {' '.join(one.filled())}".strip() for one in foresee(candidates)]
 
-    def told(link: Link) -> list[str]:
-        pair = [Candidate("labA", BURN, link), Candidate("labB", BURN, link)]
-        return [f"{one.level} {one.filled()[0]}" for one in foresee(pair)]
 
-    assert any(line.startswith("note the exchange over the network takes") for line in told(slow_link))
-    assert any(line.startswith("warning labB makes the step") for line in told(slow_link))
-    assert not any(line.startswith(("note", "warning")) for line in told(fast_link))
+def pair(link: Link, **other: Any) -> list[Candidate]:
+    """Two nodes with a GPU each; alone one takes 128 samples in 2.28 ms, and the two half of them in 1.64 ms."""
+    return [Candidate("labA", BURN, link), Candidate("labB", replace(BURN, **other), link)]
+
+
+def test_a_node_is_named_with_what_it_brings_or_costs() -> None:
+    assert told(pair(Link(1e11)))[1:] == [
+        "ok labA is worth having, a step is 26% shorter: 1.7 ms, without it 2.3 ms",
+        "ok labB is worth having, a step is 26% shorter: 1.7 ms, without it 2.3 ms",
+    ]
+    hardly = told(pair(Link(1e10), per_sample_s=2e-5))  # 0.42 ms of exchange
+    assert hardly[1:] == [
+        "note labB changes a step by less than 0.1%, hardly at all: 2.3 ms, without it 2.3 ms it may be left out; from"
+        " 2 times the batch on (--update-freq 2) it is worth having"
+    ]
+    costly = told(pair(Link(4e9), per_sample_s=2e-5))  # 1.05 ms
+    assert costly[1] == (
+        "warning labB makes a step 28% longer: 2.9 ms, without it 2.3 ms leave it out for a task of this size;"
+        " from 4 times the batch on (--update-freq 4) it is worth having"
+    )
+    assert len(costly) == 2  # that the best node is in the way of the others is nothing to say
+
+
+def test_a_node_that_no_batch_makes_worth_having_is_told_so() -> None:
+    (_, line, *_) = told(pair(Link(1e6)))
+    assert line.startswith("warning labB makes a step 1,840 times as long: 4195.9 ms, without it 2.3 ms")
+    assert "64 times the batch would not change that: only a faster network would" in line
+    (_, line) = told(pair(Link(5e10), per_sample_s=1e-2))
+    assert line.startswith("warning labB makes a step 4% longer")
+    assert "64 times the batch would not change that: it is too slow beside the others" in line
+
+
+def test_a_weak_device_of_the_only_node_is_named_with_its_percentage() -> None:
+    strong, weak = Candidate("labA", BURN), Candidate("labA", replace(BURN, device="cuda:1", per_sample_s=2e-4))
+    lines = told([strong, weak])
+    assert lines[1].startswith("ok labA cuda:0 is worth having")
+    assert lines[2].startswith("ok labA cuda:1 is worth having, a step is 3% shorter")
+
+
+def test_one_of_many_equal_nodes_is_worth_having() -> None:
+    def many(first_s: float) -> list[str]:
+        burns = [replace(BURN, fixed_s=0.0, per_sample_s=1e-5 if number else first_s) for number in range(70)]
+        return told([Candidate(f"lab{number}", burn, Link(1e12)) for number, burn in enumerate(burns)])
+
+    assert (
+        sum(" is worth having, a step is " in line for line in many(1e-5)) == 70
+    )  # 1.5%: 65 samples each in place of 64
+    assert many(1e-3)[1].startswith("note lab0 changes a step by")
+
+
+def test_fewer_nodes_that_are_as_fast_as_all_are_told_once() -> None:
+    def fewer(links: list[Link], **other: Any) -> list[str]:
+        burns = [BURN, BURN, replace(BURN, **other)]
+        every = [Candidate(node, burn, link) for node, burn, link in zip(("labA", "labB", "labC"), burns, links)]
+        return [line for line in told(every) if "all 3 nodes" in line]
+
+    assert fewer([Link(3e9)] * 3) == [
+        "warning labA alone takes 2.9 ms, all 3 nodes 3.5 ms start a task of this size on labA alone, and keep the"
+        " others for a larger batch"
+    ]
+    assert fewer([Link(1e11), Link(1e11), Link(1e9)]) == [
+        "warning labA and labB by themselves take 2.0 ms, all 3 nodes 7.2 ms start a task of this size on labA and labB"
+        " alone, and keep the others for a larger batch"
+    ]
+    assert fewer([Link(1e11)] * 3) == []
+    assert len(fewer([Link(1e11)] * 3, per_sample_s=1e-2)) == 1  # no slower with it, and no faster
+
+
+def test_more_devices_in_one_node_are_advised_where_the_network_takes_most_of_a_step() -> None:
+    advice = [line for line in told(pair(Link(1e9))) if "in one node" in line]
+    assert advice == [
+        "note the exchange over the network is 72% of a step; 2 devices like labA cuda:0 in one node would take"
+        " 1.6 ms, not 5.8 ms ask for more devices in one node rather than for more nodes, or for a faster network"
+        " between them"
+    ]
+    assert not any("in one node" in line for line in told(pair(Link(1e11))))
+
+
+def test_gpus_that_a_node_has_idle_are_advised_before_other_nodes_if_they_are_faster() -> None:
+    def idle(link: Link) -> list[str]:
+        first, second = pair(link)
+        return [line for line in told([replace(first, idle_gpus=3), second]) if "did not see" in line]
+
+    assert idle(Link(1e9)) == [
+        "note labA has 3 more GPUs that the doctor did not see; with all 4 it would take 1.3 ms alone, all nodes as"
+        " they are take 5.8 ms use those GPUs of labA before you add nodes, if they are yours to use"
+        " (CUDA_VISIBLE_DEVICES, --gres)"
+    ]
+    assert idle(Link(1e11)) != []  # four are faster than two over any network
+    first, second = pair(Link(1e9))
+    assert not any("did not see" in line for line in told([first, second]))
+    assert replace(GOOD, gpus_of_driver=4).idle_gpus == 3
+    assert replace(GOOD, gpus_of_driver=4, torch=replace(TORCH, devices=())).idle_gpus == 0
+
+
+def test_ranks_that_take_turns_on_few_cores_are_told_with_what_that_costs() -> None:
+    def four(cores: float) -> list[str]:
+        return told([Candidate("labA", replace(BURN, device=f"cuda:{index}"), cores=cores) for index in range(4)])
+
+    (line,) = [line for line in four(2) if "take turns" in line]
+    assert line == (
+        "warning 4 ranks of labA take turns on 2 cores: a step takes 2.6 ms, with a core for each 1.6 ms, and data need"
+        " cores besides ask the queue for 4 cores on labA at least, better for 8 (in Slurm --cpus-per-task)"
+    )
+    assert not any("take turns" in line for line in four(4))
+    cpus = [Candidate("labA", replace(BURN, device="cpu"), cores=0.5)] * 2  # it was measured like that
+    assert not any("take turns" in line for line in told(cpus))
+
+
+def test_the_candidates_of_a_node_know_its_cores_and_its_idle_gpus() -> None:
+    (one,) = candidates_of("labA", replace(changed("limits.quota", 3.0), gpus_of_driver=2), Link(1e9))
+    assert one == Candidate("labA", BURN, Link(1e9), cores=3.0, idle_gpus=1)
 
 
 def test_nothing_burnt_nothing_foretold() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import socket
 import threading
 import time
@@ -18,7 +19,9 @@ from hetseq.cluster.channel import Channel, ChannelClosed, Listener, connect
 from hetseq.cluster.secret import derive_key, load_secret
 from hetseq.cluster.sockets import ForeignBytes
 from hetseq.config import DistributedConfig
+from hetseq.doctor import meeting
 from hetseq.doctor.comparing import Examination, Way, compare, side_by_side
+from hetseq.doctor.exchange import AllReduce, Trouble
 from hetseq.doctor.facts import Facts, to_json
 from hetseq.doctor.findings import judge
 from hetseq.doctor.helper import Door, Helper, stream_to
@@ -79,6 +82,12 @@ def test_the_tables_of_twenty_nodes_fit_the_page() -> None:
     lines = list(side_by_side(Examination(names, (GOOD,) * 20, (FIELDS,) * 20, ways)))
     assert max(map(len, lines)) <= COLUMNS
     assert sum("12,500" in line for line in lines) == 60
+
+
+def test_the_table_shows_the_addresses_at_which_the_nodes_were_reached() -> None:
+    assert sum("10.0.0.7" in line for line in side_by_side(PAIR)) == 2
+    reached = list(side_by_side(replace(PAIR, addresses=("127.0.0.1", "127.0.0.2"))))
+    assert [line.split()[-1] for line in reached[1:3]] == ["127.0.0.1", "127.0.0.2"]
 
 
 def test_the_file_for_others_does_not_name_the_nodes() -> None:
@@ -154,6 +163,51 @@ def url() -> str:
         return f"tcp://127.0.0.1:{asking.getsockname()[1]}"
 
 
+class Rank:
+    """In place of a participant: it puts one value into the store, waits for those of the others, and is done."""
+
+    def __init__(self) -> None:
+        self._values: set[str] = set()
+        self._changed = threading.Condition()
+        self._is_gone = False
+
+    def await_ready(self) -> dict[str, Any]:
+        return {}
+
+    def pass_on(self, record: dict[str, Any]) -> None:
+        with self._changed:
+            if record["kind"] == "gone":
+                self._is_gone = True
+            else:
+                self._values.add(record["key"])
+            self._changed.notify_all()
+
+    def take_part(self, part: dict[str, Any], say: Any) -> dict[str, Any]:
+        say({"kind": "alive"})
+        say({"kind": "set", "key": str(part["rank"]), "value": ""})
+        others = {str(rank) for rank in range(part["world_size"])} - {str(part["rank"])}
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._is_gone or self._values >= others, 20.0)
+            if self._is_gone:
+                return {"measured": {}, "trouble": "another node was lost", "is_secondary": True}
+        assert part["sources"] == ["127.0.0.1"] * part["world_size"]
+        return {"measured": {str(1 << 20): 0.001}}
+
+    def close(self) -> None:
+        pass
+
+
+class BrokenRank(Rank):
+    def await_ready(self) -> dict[str, Any]:
+        return {"trouble": "its process ended with code 1"}
+
+
+@pytest.fixture(autouse=True)
+def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real ranks are in tests/end_to_end/test_doctors.py."""
+    monkeypatch.setattr("hetseq.doctor.helper.Participant", Rank)
+
+
 class Doctors:
     """Several at one meeting, each in a thread of its own."""
 
@@ -211,7 +265,9 @@ def test_three_doctors_meet_and_all_end_with_the_same_code(url: str, tmp_path: P
     assert [way.trouble for way in examined.ways.values()] == [""] * 6
     assert set(examined.delays_s) == set(examined.ways)
     assert None not in examined.delays_s.values()
+    assert examined.all_reduce == AllReduce((0, 1, 2), {1 << 20: 0.001})
     assert examined.facts == (GOOD,) * 3
+    assert examined.addresses == ("127.0.0.1",) * 3
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]
 
 
@@ -227,6 +283,46 @@ def test_a_node_that_leaves_on_the_way_is_named_and_keeps_nobody(url: str, tmp_p
     doctors.wait()
     assert doctors.ends == [(0, True)]
     assert list(doctors.examined[0].lost) == [1]
+
+
+def test_a_node_that_leaves_during_the_all_reduce_is_named_and_keeps_nobody(url: str, tmp_path: Path) -> None:
+    doctors = Doctors(url, tmp_path / "secret", None)
+    doctors.start(GOOD)
+    secret = load_secret(tmp_path / "secret") if (tmp_path / "secret").exists() else None
+    channel = visit(url, tmp_path / "secret")
+    key = derive_key(secret or load_secret(tmp_path / "secret"), "ranks")
+    with contextlib.closing(Helper("127.0.0.1", key, None)) as helper:
+        hello = {"kind": "doctor", "protocol": PROTOCOL, "facts": to_json(GOOD), "fields": FIELDS}
+        channel.send({**hello, "address": "127.0.0.1", "port": helper.door.port})
+        assert channel.receive(10.0) == {"kind": "welcome"}
+        while (request := channel.receive(10.0))["kind"] != "all-reduce":
+            helper.take(request, channel.send)
+        channel.close()
+        doctors.wait()
+    (examined,) = doctors.examined
+    assert [way.trouble for way in examined.ways.values()] == [""] * 2
+    assert list(examined.lost) == [1]
+    assert examined.all_reduce is not None
+    assert examined.all_reduce.troubles == {0: Trouble("another node was lost", is_secondary=True)}
+
+
+def test_a_node_whose_rank_cannot_begin_is_named(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    doctors = Doctors(url, tmp_path / "secret", None)
+    monkeypatch.setattr("hetseq.doctor.helper.Participant", BrokenRank)
+    doctors.start(GOOD)
+    doctors.start(GOOD)
+    doctors.wait()
+    trouble = Trouble("its process ended with code 1")
+    assert doctors.examined[0].all_reduce == AllReduce((0, 1), troubles={0: trouble, 1: trouble})
+
+
+def test_words_for_no_rank_and_a_part_without_one_hurt_nobody() -> None:
+    heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    with contextlib.closing(Helper("127.0.0.1", b"key", None)) as helper:
+        helper.take({"kind": "value", "key": "0", "value": ""}, heard.put)
+        helper.take({"kind": "gone"}, heard.put)
+        helper.take({"kind": "all-reduce"}, heard.put)
+        assert heard.get(timeout=10.0)["trouble"] == "no all-reduce was prepared here"
 
 
 @pytest.mark.parametrize(
@@ -265,6 +361,38 @@ def test_a_head_that_is_no_doctor_is_told_from_one(url: str, tmp_path: Path) -> 
             doctors.wait()
     (error,) = doctors.ends
     assert "is no doctor (it answers as no doctor does)" in str(error)
+
+
+def test_a_head_says_that_it_lives_while_others_are_awaited(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "_LIFE_S", 0.0)
+    doctors = Doctors(url, tmp_path / "secret", None, nodes=3)
+    doctors.config = replace(doctors.config, join_timeout=1.0)
+    doctors.start(GOOD)
+    channel = visit(url, tmp_path / "secret")
+    hello = {"kind": "doctor", "protocol": PROTOCOL, "facts": to_json(GOOD), "fields": FIELDS}
+    channel.send({**hello, "address": "127.0.0.1", "port": 9})
+    assert [channel.receive(10.0)["kind"] for _ in range(2)] == ["welcome", "alive"]
+    channel.close()
+    doctors.wait()
+
+
+def test_a_head_that_is_silent_is_lost(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_QUIET_S", 0.1)
+    secret = tmp_path / "secret"
+    key = derive_key(load_secret(secret), "control")
+    host, _, port = url.removeprefix("tcp://").rpartition(":")
+    doctors = Doctors(url, secret, None)
+    with Listener(host, int(port), key=key, secret_file=secret) as launcher:
+        doctors.start(GOOD)
+        with launcher.accept(10.0) as channel:
+            channel.receive(10.0)
+            channel.send({"kind": "welcome"})
+            channel.send({"kind": "alive"})
+            doctors.wait()
+    (error,) = doctors.ends
+    assert "the head of the examination is lost, or is no doctor (nothing from 127.0.0.1" in str(error)
 
 
 def test_a_head_to_whom_nobody_comes_says_what_to_type_elsewhere(url: str, tmp_path: Path) -> None:

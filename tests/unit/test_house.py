@@ -51,6 +51,8 @@ WITHOUT_TORCH = (
     "hetseq.errand",
     "hetseq.doctor",
     "hetseq.doctor.gathering",
+    "hetseq.doctor.exchange",
+    "hetseq.doctor.participant",
     "hetseq.doctor.meeting",
     "hetseq.doctor.report",
     "hetseq.queues",
