@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
-from hetseq import wall
+from hetseq import wall, whereabouts
 from hetseq.errors import HetSeqError, PeerLostError, RendezvousError
 from hetseq.neighbours import LONGEST_ROW, NO_NAME, Neighbours, Sum, machine, open_door
 
@@ -447,7 +447,8 @@ class _Done:
 @contextmanager
 def _peer_errors(what: str, deadline_s: float) -> Iterator[None]:
     try:
-        yield
+        with whereabouts.waiting_for_others():
+            yield
     except RuntimeError as error:
         # the cause is cut off on purpose: its traceback would hold the group's sockets open, and peers would wait
         reason = str(error).splitlines()[0]

@@ -41,6 +41,7 @@ from hetseq.placement import Crew, Placement
 from hetseq.processes import ECHO_S, first_stop_signal, ringing_on_signals
 from hetseq.progress import takes_text
 from hetseq.run_directory import RunDirectory
+from hetseq.standstill import Standstill
 from hetseq.upkeep import in_use
 from hetseq.watch import Watch, may_go_on
 from hetseq.workers import Worker, end_all, start_worker, threads_per_worker, warm_forkserver
@@ -258,7 +259,7 @@ class Launcher:
             member.send("refused", code=code, message=text_of(error))
             while True:
                 self._next(member)  # until the hub has ended it for all
-        return self._watch(member)
+        return self._watch(member, self._directory)
 
     def _start_workers(self, member: Member, begin: Record) -> None:
         assert self._directory is not None
@@ -307,9 +308,9 @@ class Launcher:
         )  # fmt: skip
         return self._start_worker(self._placements[slot])
 
-    def _watch(self, member: Member) -> Ending:
+    def _watch(self, member: Member, directory: RunDirectory) -> Ending:
         """Pass words on until all workers have ended; once one has failed the others get a short grace."""
-        watch = Watch(self._workers)
+        watch = Watch(self._workers, Standstill(directory, member.send, _tell))
         while watch.running and not self._cut_short and watch.hub_is_there:
             hub = cast(Any, member.channel)
             sources = [self._bell, hub, *(source for worker in watch.running for source in worker.sources())]
@@ -318,6 +319,7 @@ class Launcher:
                 break
             self._look_for_drop(watch)
             try:
+                watch.standstill.look(watch.running)
                 if hub in happened:
                     self._hear(member.channel.receive(10.0), watch)
                 for worker in watch.running:
@@ -393,8 +395,7 @@ class Launcher:
         elif kind in _FOR_WORKERS:
             if kind == "record":
                 self._newest = membership.Record.from_record(record["record"])
-            for worker in watch.named(record):
-                worker.tell(**record)
+            watch.pass_on(record)
         elif kind == "fence":
             for worker in watch.named(record):
                 worker.fence()
@@ -460,6 +461,7 @@ class Launcher:
     def _last_words(self, member: Member, watch: Watch) -> Ending:
         """Report how this node ended, and hear how the run did."""
         silent, hub = [worker.rank for worker in watch.running], cast(Any, member.channel)
+        watch.say_who_is_left(_tell if not self._cut_short else lambda _: None)
         end_all(watch.running, _tell)
         if watch.hub_is_there:
             with suppress(ChannelError):

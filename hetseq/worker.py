@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from hetseq import faults, sweep
+from hetseq import faults, sweep, whereabouts
 from hetseq.board import hyperparameters
 from hetseq.catalogue import text_of
 from hetseq.comm import AnyGroup, LocalGroup, Meeting, connect
@@ -54,6 +54,7 @@ from hetseq.metrics import Metrics
 from hetseq.options import with_own_options
 from hetseq.placement import Crew, Placement
 from hetseq.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_with_pipe, keep_freed_memory
+from hetseq.pulse import Pulse
 from hetseq.rank_output import RankOutput
 from hetseq.replica_check import ReplicasDiffer
 from hetseq.run_directory import RunDirectory
@@ -61,6 +62,7 @@ from hetseq.saving import Saver
 from hetseq.session import Session, build_session
 from hetseq.sharing import Sharing, everything_shared, share
 from hetseq.succession import Carried, Succession
+from hetseq.whereabouts import Cell, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +108,12 @@ def worker_main(
     placement: Placement,
     channel: Connection,
     errand: Errand | None,
+    cell: Cell,
 ) -> None:
     """Entry point of a worker process; never returns. `own` holds the values of `config.extras` by kind."""
     stop = StopRequest()
     stop.install()
+    whereabouts.arm(cell)
     os.setsid()  # a terminal's Ctrl-C goes to the launcher alone, which decides what it means
     die_with_parent(os.getppid())
     launcher = parent_process()  # by name; the parent that the kernel knows is the fork server
@@ -117,6 +121,8 @@ def worker_main(
         die_with_pipe(launcher.sentinel)
 
     line, directory = Line(channel), RunDirectory(Path(run_path))
+    line.pulse = Pulse(cell, line.deadline)
+    line.pulse.start()
     report = run_worker(config, directory, placement, stop, own=own, line=line, errand=errand)
     line.send("end", **report)
     line.close()
@@ -187,8 +193,10 @@ class _Life:
         )  # fmt: skip
         closing.callback(self._metrics.close)
         self.output.log_to(self._metrics.log_handler, closing)
+        whereabouts.enter(Phase.LOADING)
         self._material = load_material(config, device) if errand is None else sweep.prepare(errand, config, device)
         faults.point("loading")
+        whereabouts.enter(Phase.MEETING)
         line.present(rank_fields(config, self._material))
         self._gone_back_to = 0
 
@@ -223,6 +231,7 @@ class _Life:
         """Connect to the peers of the generation."""
         crew, placement, line = generation.crew, self._placement, self._line
         rank = crew.rank_of(placement.slot)
+        whereabouts.enter(Phase.CONNECTING)
         faults.point("form")
         line.begin(crew.generation, None)
         generation.group = _connect(placement, crew, line)
@@ -238,7 +247,9 @@ class _Life:
     def _train(self, generation: _Generation) -> dict[str, Any] | str:
         config = self._config
         while True:
+            whereabouts.enter(Phase.BUILDING)
             generation.session = session = self._build(config, generation)
+            self._line.show(session.status.renew)
             self._tell(generation, session)
             if not self.is_ready:
                 self._line.ready()
@@ -250,6 +261,7 @@ class _Life:
             differing = None
             try:
                 halt = session.train()
+                whereabouts.enter(Phase.ENDING)
                 report = self._finish(session, halt)
                 if halt is Halt.LEAVING:  # others go on, and save anew what is under way: they wait for no writer
                     session.suspend()
@@ -309,6 +321,7 @@ class _Life:
         """From a generation that is over to the next one that this rank has a place in. Raises PeerLostError."""
         line, session, now_s = self._line, generation.session, time.monotonic()
         assert isinstance(line, Line), "nobody to go on with"
+        whereabouts.enter(Phase.REGROUPING)
         logger.debug("generation %d is over: %s", generation.crew.generation, lost)
         faults.point("regroup")
         generation.sever()
