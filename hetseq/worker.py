@@ -249,7 +249,6 @@ class _Life:
         while True:
             whereabouts.enter(Phase.BUILDING)
             generation.session = session = self._build(config, generation)
-            self._line.show(session.status.renew)
             self._tell(generation, session)
             if not self.is_ready:
                 self._line.ready()
@@ -300,10 +299,12 @@ class _Life:
 
     def _build(self, config: Config, generation: _Generation) -> Session:
         assert generation.group is not None
-        return build_session(
+        session = build_session(
             config, self._directory, generation.group, self._material, metrics=self._metrics, wish=self._wish,
             sharing=generation.sharing, slots=generation.crew.slots, succession=generation.succession,
         )  # fmt: skip
+        self._line.show(session.status.renew)
+        return session
 
     def _wish(self) -> Wish:
         return self._stop.wish(self._line)
