@@ -62,6 +62,7 @@ from hetseq.saving import Saver
 from hetseq.session import Session, build_session
 from hetseq.sharing import Sharing, everything_shared, share
 from hetseq.succession import Carried, Succession
+from hetseq.versions import gather_versions
 from hetseq.whereabouts import Cell, Phase
 
 logger = logging.getLogger(__name__)
@@ -257,6 +258,7 @@ class _Life:
                 logger.info("nothing left to do: step %d was the last one", session.last_step)
                 session.close()
                 return {"code": EXIT_DONE}
+            self._tell_versions(generation, session)
             differing = None
             try:
                 halt = session.train()
@@ -296,6 +298,13 @@ class _Life:
         who = f"rank {slots[0]} goes" if len(slots) == 1 else f"{len(slots)} ranks go"
         story = generation.story or "a step could not be finished in time"
         logger.log(level, "%s: %s on after step %d%s", story, who, session.last_step, took)
+
+    def _tell_versions(self, generation: _Generation, session: Session) -> None:
+        """Write down what all ranks have, at a start and when somebody has come. Collective."""
+        if generation.succession is None or generation.succession.record.fresh:
+            group, slots = session.controller.group, generation.crew.slots
+            nodes = gather_versions(group, self._material.device, slots)
+            self._metrics.event("versions", step=session.last_step, nodes=nodes)
 
     def _build(self, config: Config, generation: _Generation) -> Session:
         assert generation.group is not None

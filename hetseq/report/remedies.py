@@ -13,8 +13,8 @@ from typing import Any
 
 Event = Mapping[str, Any]
 
-#: events that have a place of their own in the report: many of them are no incident
-ROUTINE = ("rebalance", "save")
+#: events that have a place of their own in the report, and are no incidents
+ROUTINE = ("rebalance", "save", "versions")
 
 _NOTHING = "Nothing: the step was done again with the same samples."
 #: words of a story -> what to do; the first that fits
