@@ -42,7 +42,7 @@ from hetseq.processes import ECHO_S, first_stop_signal, ringing_on_signals
 from hetseq.progress import takes_text
 from hetseq.run_directory import RunDirectory
 from hetseq.standstill import Standstill
-from hetseq.upkeep import in_use
+from hetseq.upkeep import adopt_config, in_use, looked_after, taken_over
 from hetseq.watch import Watch, may_go_on
 from hetseq.workers import Worker, end_all, start_worker, threads_per_worker, warm_forkserver
 
@@ -100,6 +100,7 @@ class Launcher:
         self._cut_short = ""  # why the workers are ended without waiting for their step
         self._closing, self._keeping = ExitStack(), ExitStack()  # all that is open; what keeps the run directory
         self._was_part = False  # of the run, before the node that the others called was lost
+        self._is_over = False  # the run, and not just this node's part in it
 
     def run(self) -> Ending:
         """Start, watch, end; every worker has ended when this returns, also when it raises HetSeqError."""
@@ -114,6 +115,7 @@ class Launcher:
                     except _Rejoin:
                         self._start_over(member)
             except _Over as over:
+                self._is_over = True
                 return over.ending
             except _Stopped as stop:
                 ending = lost(f"stopped by {stop} before the first step", self._has_commit())
@@ -197,6 +199,7 @@ class Launcher:
             if is_shared:
                 check_own_place(self._config.checkpoint, mark.path)
                 self._directory = RunDirectory(Path(mark.path))
+                self._keeping.enter_context(looked_after(self._directory, _tell, is_over=lambda: self._is_over))
             return {"kind": "seen", "is_shared": is_shared}
         return None
 
@@ -362,6 +365,8 @@ class Launcher:
         else:
             _tell("the node that the others called is gone: they call this one now")
             mark = self._mark = self._mark or leave_mark(self._directory, is_owner=self._is_owner)
+            if not self._is_owner:
+                self._keeping.enter_context(taken_over(self._directory, _tell))
         placements, limits = self._placements, self._config.distributed
         orphans = Orphans(
             socket.gethostname(), os.getpid(), member.address, node_fields(self._config),
@@ -401,7 +406,8 @@ class Launcher:
                 worker.fence()
         elif kind == "begun":
             watch.is_training = True
-            self._adopt_config()
+            if self._directory is not None:
+                adopt_config(self._directory, _tell)
         elif kind == "ebb":
             watch.is_training = False
             is_training = all(worker.is_ready for worker in self._workers)
@@ -409,13 +415,6 @@ class Launcher:
             if not record["is_polite"]:
                 for worker in watch.running:
                     worker.tell("dismiss", why="the run is ending")
-
-    def _adopt_config(self) -> None:
-        if self._is_owner and self._directory is not None:
-            try:
-                self._directory.adopt_config()
-            except HetSeqError as error:
-                _tell(f"warning: {error}; it says what an earlier start said, and the run goes on")
 
     def _heed(self, signals: bytes, now_s: float) -> None:
         """Answer stop signals: the first ends the run after its step, or at once if there is none; so does a second."""
@@ -463,6 +462,7 @@ class Launcher:
         silent, hub = [worker.rank for worker in watch.running], cast(Any, member.channel)
         watch.say_who_is_left(_tell if not self._cut_short else lambda _: None)
         end_all(watch.running, _tell)
+        self._is_over = member.is_head or not (self._cut_short or watch.has_left)
         if watch.hub_is_there:
             with suppress(ChannelError):
                 member.send("over", silent=silent, cut_short=self._cut_short, has_commit=self._has_commit())

@@ -265,6 +265,7 @@ def test_in_a_directory_the_head_may_die_and_the_others_go_on_with_another_one(
         return int(read_rows(rows)[-1]["world_size"])
 
     nodes.wait_until(lambda: world_size() == sum(spread[1:]), "all the others", within_s=60)
+    assert json.loads((run / ".lock").read_text())["pid"] in {node.pid for node in others}, "kept from other runs"
     nodes.forget(head)
     again = nodes.start(*head.args[: head.args.index("--secret-file")])
     nodes.wait_until(lambda: world_size() == sum(spread), "the one that was the head", within_s=60)
@@ -277,6 +278,9 @@ def test_in_a_directory_the_head_may_die_and_the_others_go_on_with_another_one(
     assert {ended.code for ended in ends} == {75}, nodes.story()
     assert not any("Traceback" in ended.err for ended in ends), nodes.story()
     assert place.leftovers() == []
+    report = run / "report.html"
+    assert report.stat().st_mtime_ns >= rows.stat().st_mtime_ns, "by those who were left"
+    assert "fewer than" in report.read_text()
 
 
 def test_a_node_that_has_left_comes_back_with_the_same_command(nodes: Nodes) -> None:
