@@ -167,12 +167,14 @@ def _write(path: Path, text: str) -> None:
 
 def _within(job: Callable[[], None], seconds: float) -> bool:
     """Do something that may hang, in a thread; whether it was done in time and well."""
-    is_done = threading.Event()
+    outcome: list[bool] = []
 
     def do() -> None:
         with suppress(OSError):
             job()
-            is_done.set()
+            outcome.append(True)
 
-    threading.Thread(target=do, name="stacks", daemon=True).start()
-    return is_done.wait(seconds)
+    doing = threading.Thread(target=do, name="stacks", daemon=True)
+    doing.start()
+    doing.join(seconds)
+    return bool(outcome)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from hetseq import standstill, whereabouts
 from hetseq.run_directory import RunDirectory
 from hetseq.standstill import SHARE, Standstill
+from hetseq.watch import Watch
 from hetseq.whereabouts import Cell, Phase
 from tests.unit.test_whereabouts import Clock, clock  # noqa: F401
 
@@ -26,6 +27,7 @@ class Worker:
     device: str = "cuda:0"
     cell: Cell | None = field(default_factory=Cell)
     pid: int = field(default_factory=os.getpid)
+    tell: Callable[..., None] = lambda *_, **__: None
 
     @property
     def shared(self) -> Cell:
@@ -69,6 +71,20 @@ def test_who_is_asked_is_told_of_at_once_and_again_when_its_stacks_are_there(sce
     text = Path(second["stacks"]).read_text()
     assert "test_who_is_asked_is_told_of_at_once" in text
     assert "last seen on cuda:0 in step 5, forward and backward" in text
+
+
+def test_a_freeze_is_passed_on_and_answered_for_the_worker_and_a_record_ends_it(scene: Scene) -> None:
+    heard = list[str]()
+    scene.worker.tell = lambda kind, **facts: heard.append(kind)
+    watch = Watch([cast(Any, scene.worker)], scene.standstill)
+    watch.pass_on({"kind": "freeze", "rank": 3, "starts": 1})
+    assert (heard, scene.sent) == ([], []), "it is for another process"
+    watch.pass_on({"kind": "freeze", "rank": 3, "generation": 0})
+    assert (heard, len(scene.sent)) == (["freeze"], 1)
+    watch.pass_on({"kind": "record", "rank": 3})
+    scene.worker.shared.enter(Phase.UPDATE)
+    scene.look()
+    assert (heard, len(scene.sent)) == (["freeze", "record"], 1)
 
 
 def test_who_goes_on_after_it_was_asked_is_told_of_anew(scene: Scene) -> None:

@@ -8,13 +8,17 @@ import signal
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from hetseq import whereabouts
+from hetseq.comm import LocalGroup
 from hetseq.pulse import SHARE, Pulse
+from hetseq.run_directory import RunDirectory
 from hetseq.whereabouts import STACKS_SIGNAL, Cell, Phase, in_words, state_of_process
+from tests.support.training import toy_words, train
 from tests.support.trials import until
 
 TOLD = {"phase": Phase.DATA.words, "step": 1204, "for_s": 30.2, "is_waiting": False, "deadline_s": 5.0}
@@ -63,6 +67,39 @@ def test_whoever_waits_in_a_collective_is_not_the_one_that_is_waited_for(cell: C
     assert not cell.stand().is_waiting
     whereabouts.enter(Phase.REGROUPING)
     assert cell.stand().is_waiting
+    cell.wait_for_others(True)  # as a collective leaves it that never ends
+    whereabouts.enter(Phase.DATA)
+    assert not cell.stand().is_waiting
+
+
+class Diary:
+    """In place of a cell: which phases came, in their order, and in which step each began."""
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+        self.steps: list[int] = []
+
+    def enter(self, phase: Phase, step: int | None = None) -> None:
+        self.phases.append(phase)
+        self.steps += [] if step is None else [step]
+
+    def wait_for_others(self, is_waiting: bool) -> None:
+        pass
+
+
+def test_a_run_tells_every_phase_that_it_comes_to(tmp_path: Path) -> None:
+    words = [word for word in toy_words("Integers", cpu=True, global_batch_size=16) if word != "--no-save"]
+    words = [*(word for word in words if word != "--disable-validation"), "--max-update", "2"]
+    RunDirectory.prepare(tmp_path, config_yaml="")
+    whereabouts.arm(cast(Any, diary := Diary()))
+    try:
+        train(LocalGroup(), str(tmp_path), words)
+    finally:
+        whereabouts.arm(None)
+    data, boundary = Phase.DATA, Phase.BOUNDARY
+    step = [data, Phase.COUNT, Phase.FORWARD_BACKWARD, data, Phase.REDUCE, Phase.COMMIT, Phase.UPDATE, boundary]
+    assert diary.phases == [*step, *step, Phase.VALIDATION, boundary, Phase.SAVING, boundary]
+    assert diary.steps == [1, 2]
 
 
 def test_other_threads_do_not_say_where_the_rank_stands(cell: Cell) -> None:
