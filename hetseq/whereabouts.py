@@ -40,7 +40,7 @@ class Phase(enum.IntEnum):
     """What a rank does, as far as others want to know it."""
 
     STARTING, LOADING, MEETING, CONNECTING, BUILDING, DATA, COUNT, FORWARD_BACKWARD, REDUCE, COMMIT, UPDATE = range(11)
-    BOUNDARY, COMPARING, VALIDATION, SAVING, REGROUPING, ENDING = range(11, 17)
+    BOUNDARY, COMPARING, VALIDATION, SAVING, REGROUPING, ENDING, SWEEPING = range(11, 18)
 
     @property
     def words(self) -> str:
@@ -66,6 +66,7 @@ _IN_WORDS = {
     Phase.SAVING: "saving a checkpoint",
     Phase.REGROUPING: "waiting for the next generation",
     Phase.ENDING: "ending",
+    Phase.SWEEPING: "evaluating, or predicting",
 }
 _FOR_OTHERS = (Phase.MEETING, Phase.CONNECTING, Phase.REGROUPING)
 

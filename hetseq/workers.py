@@ -31,7 +31,7 @@ from hetseq.ending import WorkerEnd
 from hetseq.errand import Errand
 from hetseq.placement import Placement
 from hetseq.processes import STOP_SIGNALS
-from hetseq.whereabouts import Cell
+from hetseq.whereabouts import Cell, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +169,7 @@ def start_worker(config: Config, run_path: Path, placement: Placement, errand: E
     own = {kind: dataclasses.asdict(values) for kind, values in config.extras.items()}
     placement = dataclasses.replace(placement, faults=os.environ.get(faults.VARIABLE, ""))
     cell = Cell()
+    cell.enter(Phase.STARTING)
     arguments = (dataclasses.replace(config, extras={}), own, str(run_path), placement, end_of_worker, errand, cell)
     process = context.Process(target=_enter, args=arguments, name=f"rank-{placement.slot}")
     with _no_main_module():
