@@ -446,10 +446,12 @@ class _Done:
 
 @contextmanager
 def _peer_errors(what: str, deadline_s: float) -> Iterator[None]:
+    whereabouts.wait_for_others(True)
     try:
-        with whereabouts.waiting_for_others():
-            yield
+        yield
     except RuntimeError as error:
         # the cause is cut off on purpose: its traceback would hold the group's sockets open, and peers would wait
         reason = str(error).splitlines()[0]
         raise PeerLostError(f"lost a peer while waiting up to {deadline_s:.0f} s for {what} ({reason})") from None
+    finally:
+        whereabouts.wait_for_others(False)

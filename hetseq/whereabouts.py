@@ -217,17 +217,10 @@ def amid(phase: Phase, after: Phase) -> Iterator[None]:
     enter(after)
 
 
-@contextmanager
-def waiting_for_others() -> Iterator[None]:
-    """Whatever the phase is: what is done in the block is not this rank's own to finish."""
-    cell = _cell if _cell is not None and threading.get_ident() == _thread else None
-    if cell is not None:
-        cell.wait_for_others(True)
-    try:
-        yield
-    finally:
-        if cell is not None:
-            cell.wait_for_others(False)
+def wait_for_others(is_waiting: bool) -> None:
+    """Whatever the phase is: what is done from now on is not, or is again, this rank's own to finish."""
+    if _cell is not None and threading.get_ident() == _thread:
+        _cell.wait_for_others(is_waiting)
 
 
 _cell: Cell | None = None

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from hetseq import load_run
 from hetseq.metrics import read_rows
 from tests.support import bert
 from tests.support.commands import ROOT
@@ -281,6 +282,7 @@ def test_in_a_directory_the_head_may_die_and_the_others_go_on_with_another_one(
     report = run / "report.html"
     assert report.stat().st_mtime_ns >= rows.stat().st_mtime_ns, "by those who were left"
     assert "fewer than" in report.read_text()
+    assert load_run(run).versions.keys() == set(range(sum(spread)))
 
 
 def test_a_node_that_has_left_comes_back_with_the_same_command(nodes: Nodes) -> None:

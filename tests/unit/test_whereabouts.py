@@ -14,7 +14,8 @@ from typing import Any, cast
 import pytest
 
 from hetseq import whereabouts
-from hetseq.comm import LocalGroup
+from hetseq.comm import LocalGroup, _peer_errors
+from hetseq.errors import PeerLostError
 from hetseq.pulse import SHARE, Pulse
 from hetseq.run_directory import RunDirectory
 from hetseq.whereabouts import STACKS_SIGNAL, Cell, Phase, in_words, state_of_process
@@ -62,8 +63,16 @@ def test_a_phase_is_told_with_its_step_and_since_when(cell: Cell, clock: Clock) 
 def test_whoever_waits_in_a_collective_is_not_the_one_that_is_waited_for(cell: Cell) -> None:
     whereabouts.arm(cell)
     whereabouts.enter(Phase.REDUCE)
-    with whereabouts.waiting_for_others():
-        assert cell.stand().is_waiting
+    seen = []
+
+    def fail_in_collective() -> None:
+        with _peer_errors("a row", 5.0):
+            seen.append(cell.stand().is_waiting)
+            raise RuntimeError("its end")
+
+    with pytest.raises(PeerLostError):
+        fail_in_collective()
+    assert seen == [True]
     assert not cell.stand().is_waiting
     whereabouts.enter(Phase.REGROUPING)
     assert cell.stand().is_waiting
@@ -114,7 +123,8 @@ def test_other_threads_do_not_say_where_the_rank_stands(cell: Cell) -> None:
 def test_a_process_where_nobody_looks_has_nothing_to_tell() -> None:
     whereabouts.arm(None)
     whereabouts.enter(Phase.DATA, 3)
-    with whereabouts.waiting_for_others(), whereabouts.amid(Phase.SAVING, Phase.BOUNDARY):
+    whereabouts.wait_for_others(True)
+    with whereabouts.amid(Phase.SAVING, Phase.BOUNDARY):
         pass
 
 
