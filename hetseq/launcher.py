@@ -462,7 +462,6 @@ class Launcher:
         silent, hub = [worker.rank for worker in watch.running], cast(Any, member.channel)
         watch.say_who_is_left(_tell if not self._cut_short else lambda _: None)
         end_all(watch.running, _tell)
-        self._is_over = member.is_head or not (self._cut_short or watch.has_left)
         if watch.hub_is_there:
             with suppress(ChannelError):
                 member.send("over", silent=silent, cut_short=self._cut_short, has_commit=self._has_commit())

@@ -285,6 +285,23 @@ def test_in_a_directory_the_head_may_die_and_the_others_go_on_with_another_one(
     assert load_run(run).versions.keys() == set(range(sum(spread)))
 
 
+def test_the_head_reports_when_the_node_that_had_made_the_run_directory_is_gone(nodes: Nodes) -> None:
+    run, words_by_rank = nodes.folder / "run", with_given_ranks(directory(nodes.folder), (1, 1))
+    words = [*DIGITS, "--max-update", 100_000, "--no-epoch-checkpoints", "--save-dir", run]
+    head = nodes.start(*words, *words_by_rank[1])  # the first that comes leads; the directory is rank zero's
+    nodes.wait_until_said(head, "waiting: ")
+    owner = nodes.start(*words, *words_by_rank[0])
+    nodes.wait_until(lambda: (run / "metrics.jsonl").exists(), "a step")
+    os.kill(owner.pid, signal.SIGKILL)
+    nodes.wait_until_said(head, "rank 1 goes on after step")
+    nodes.forget(owner)
+    head.signal(signal.SIGTERM)
+    (ended,) = nodes.finish(head, timeout_s=30)
+    assert ended.code == 75, nodes.story()
+    assert f"report: {run / 'report.html'}" in ended.err
+    assert (run / "report.html").stat().st_mtime_ns >= (run / "metrics.jsonl").stat().st_mtime_ns
+
+
 def test_a_node_that_has_left_comes_back_with_the_same_command(nodes: Nodes) -> None:
     (head, other), rows = begin_endless(nodes, (1, 2))
     other.signal(signal.SIGTERM)
