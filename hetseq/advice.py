@@ -35,12 +35,14 @@ _MOST_ROUNDED = 64  # ranks; more of them have no global batch that suits all
 class Setting:
     """What an advice needs to know of the options: `run` as a user writes it, `balance` as in --balance.
 
-    `unit` is how many samples are dealt as one piece, 0 where something else is dealt (tokens).
+    `unit` is how many samples are dealt as one piece, 0 where something else is dealt (tokens). `is_by_host`: no rank
+    can do the work of one on another host.
     """
 
     run: str
     balance: str
     unit: int = 1
+    is_by_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,10 @@ def advise(summary: RankSummary, setting: Setting, *, standing: frozenset[str] =
     """At most three sentences about these steps, the most urgent first; `standing` are the keys of those before."""
     if not summary.step_s or len(summary.share) < 1:
         return ()
-    found = [
-        *_about_memory(summary, standing),
-        *_about_data(summary, standing),
+    found = [*_about_memory(summary, standing), *_about_data(summary, standing)]
+    if setting.is_by_host:
+        return tuple(found)
+    found += [
         *_about_ranks(summary, setting, standing),
         *_about_balance(summary, setting, standing),
         *_about_rounding(summary, setting, standing),

@@ -12,34 +12,21 @@ that goes on, whose old checkpoints may vanish under their eyes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hetseq.command_line import Argument, Command, Option
 from hetseq.errors import CheckpointError, CheckpointRefused, ConfigError, RunDirectoryError
+from hetseq.options import HelpRequested
 from hetseq.registry import nearest
 from hetseq.run_directory import RunDirectory
+from hetseq.which_run import existing_run
 
 if TYPE_CHECKING:
     from hetseq.checkpoint import Inspected, Scan
 
-_EXAMPLES = {
-    "list": "hetseq checkpoints list runs/mnist",
-    "show": "hetseq checkpoints show runs/mnist --step best",
-    "verify": "hetseq checkpoints verify runs/mnist",
-    "prune": "hetseq checkpoints prune runs/mnist --keep 3 --dry-run",
-    "export": "hetseq checkpoints export runs/mnist --format torch --to mnist.pt",
-}
-#: the flags of each action, and whether they take a value
-_FLAGS: dict[str, dict[str, bool]] = {
-    "list": {"--json": False},
-    "show": {"--step": True, "--tensors": False, "--json": False},
-    "verify": {"--step": True, "--shallow": False},
-    "prune": {"--keep": True, "--keep-best": False, "--drop-best": False, "--dry-run": False},
-    "export": {"--format": True, "--to": True, "--step": True},
-}
-_ALSO = {"--output": "--to"}
 #: the last one is written by the run's own task
 FORMS = ("safetensors", "torch", "dcp", "hf")
 
@@ -55,7 +42,7 @@ class Arguments:
     run: Path
     which: str | None = None
     keep: int = 1
-    keeps_best: bool = True
+    drops_best: bool = False
     is_dry_run: bool = False
     is_shallow: bool = False
     wants_tensors: bool = False
@@ -64,94 +51,135 @@ class Arguments:
     target: Path = Path()
 
 
+def run(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """`hetseq checkpoints ACTION RUN`: say what was found or done, line by line; gives 0. Errors as of `answer`."""
+    for line in answer(parse(words)):
+        say(line)  # reading every byte takes its time, and each line is news
+    return 0
+
+
 def parse(argv: Sequence[str]) -> Arguments:
-    """The command line of `hetseq checkpoints`. Raises ConfigError."""
-    if not argv or argv[0] not in _FLAGS:
-        found = f"unknown action {argv[0]}" if argv else "the action is missing"
-        later = next((word for word in argv[1:] if word in _FLAGS), None)
-        guess = later or (nearest(argv[0], _FLAGS) if argv else None)
-        hint = f"did you mean {guess}?" if guess else f"expected {', '.join(_FLAGS)}"
-        hint = f"{later} comes before RUN" if later else hint
-        raise ConfigError(f"hetseq checkpoints: {found}: {hint}; as in: {_EXAMPLES[guess or 'list']}")
-    action = argv[0]
-    run, given = _split(action, argv[1:])
-    if "--keep-best" in given and "--drop-best" in given:
-        raise ConfigError("hetseq checkpoints prune: --keep-best and --drop-best exclude each other: leave one out")
+    """The command line of `hetseq checkpoints`. Raises ConfigError, HelpRequested."""
+    if not argv or argv[0] not in ACTIONS:
+        raise _no_action(argv)
+    command = ACTIONS[argv[0]]
+    given = command.read(argv[1:])
+    values = dict(given.values)
+    if values.pop("--keep-best", False) and values["--drop-best"]:
+        raise command.refusal("--keep-best and --drop-best exclude each other: leave one out")
     return Arguments(
-        action=action,
-        run=Path(run),
-        which=_which(given.get("--step")),
-        keep=_keep(_needed(action, given, "--keep")) if action == "prune" else 1,
-        keeps_best="--drop-best" not in given,
-        is_dry_run="--dry-run" in given,
-        is_shallow="--shallow" in given,
-        wants_tensors="--tensors" in given,
-        wants_json="--json" in given,
-        form=_form(_needed(action, given, "--format")) if action == "export" else "",
-        target=Path(_needed(action, given, "--to")) if action == "export" else Path(),
+        action=argv[0], run=Path(values.pop("RUN")), **{_FIELDS[name]: value for name, value in values.items()}
     )
 
 
-def _split(action: str, argv: Sequence[str]) -> tuple[str, dict[str, str]]:
-    """RUN, and the flags with their values ("" for those that take none)."""
-    command, flags, example = f"hetseq checkpoints {action}", _FLAGS[action], f"as in: {_EXAMPLES[action]}"
-    targets, given, words = [], {}, list(argv)
-    while words:
-        word = words.pop(0)
-        flag, equals, value = word.partition("=")
-        if _ALSO.get(flag) in flags:
-            flag = _ALSO[flag]
-        if not word.startswith("-"):
-            targets.append(word)
-            continue
-        if flag not in flags:
-            guess = nearest(flag, flags)
-            hint = f"did you mean {guess}?" if guess else f"expected {', '.join(flags)}"
-            raise ConfigError(f"{command}: unknown option {flag}: {hint}")
-        if flag in given:
-            raise ConfigError(f"{command}: {flag} stands there twice, {example}")
-        if flags[flag] and not equals:
-            if not words or words[0].startswith("--"):
-                raise ConfigError(f"{command}: {flag} stands without a value, {example}")
-            value = words.pop(0)
-        elif equals and not flags[flag]:
-            raise ConfigError(f"{command}: {word}: {flag} takes no value")
-        given[flag] = value
-    if len(targets) != 1:
-        found = f"found {' '.join(targets)}" if targets else "found none"
-        raise ConfigError(f"{command}: expected one RUN, {found}; {example}")
-    return targets[0], given
+def _no_action(argv: Sequence[str]) -> Exception:
+    if not {"-h", "--help"}.isdisjoint(argv):
+        return HelpRequested(COMMAND.help())
+    found = f"unknown action {argv[0]}" if argv else "the action is missing"
+    later = next((word for word in argv[1:] if word in ACTIONS), None)
+    guess = later or (nearest(argv[0], ACTIONS) if argv else None)
+    hint = f"did you mean {guess}?" if guess else f"expected {', '.join(ACTIONS)}"
+    hint = f"{later} comes before RUN" if later else hint
+    return COMMAND.refusal(f"{found}: {hint}; as in: {ACTIONS[guess or 'list'].examples[0]}")
 
 
-def _needed(action: str, given: Mapping[str, str], flag: str) -> str:
-    if not given.get(flag):
-        raise ConfigError(f"hetseq checkpoints {action}: {flag} is missing, as in: {_EXAMPLES[action]}")
-    return given[flag]
-
-
-def _which(text: str | None) -> str | None:
-    if text is None or text in ("latest", "best"):
+def _which(text: str) -> str:
+    if text in ("latest", "best"):
         return text
     if not re.fullmatch(r"[0-9]{1,19}", text):
-        raise ConfigError(f"--step {text}: expected the number of a step, latest or best, as in --step 500")
+        raise ValueError("expected the number of a step, latest or best, as in --step 500")
     return str(int(text))
 
 
 def _keep(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) == 0:
-        raise ConfigError(
-            f"--keep {text}: expected how many of the newest checkpoints stay, 1 or more; the newest is never removed"
-        )
+        raise ValueError("expected how many of the newest checkpoints stay, 1 or more; the newest is never removed")
     return int(text)
 
 
-def _form(text: str) -> str:
-    if text not in FORMS:
-        guess = nearest(text, FORMS)
-        hint = f"did you mean {guess}?" if guess else f"expected {', '.join(FORMS)}"
-        raise ConfigError(f"--format {text}: {hint}")
-    return text
+_RUN = Argument("RUN", "the --save-dir of a run, under way or not; nothing in it is changed")
+_STEP = Option("--step", "the number of a step, latest or best; default: latest", "STEP", read=_which)
+_JSON = Option("--json", "one line for scripts")
 
+#: option -> field of `Arguments`
+_FIELDS = {
+    "--step": "which", "--json": "wants_json", "--tensors": "wants_tensors", "--shallow": "is_shallow",
+    "--keep": "keep", "--drop-best": "drops_best", "--dry-run": "is_dry_run", "--format": "form", "--to": "target",
+}  # fmt: skip
+
+ACTIONS = {
+    "list": Command(
+        "checkpoints list",
+        "What checkpoints a run has, the newest first.",
+        usage=("RUN [--json]",),
+        words=(_RUN, _JSON),
+        examples=("hetseq checkpoints list runs/mnist",),
+    ),
+    "show": Command(
+        "checkpoints show",
+        "What is in a checkpoint: its step, its files, its largest tensors.",
+        usage=("RUN [--step STEP] [--tensors] [--json]",),
+        words=(_RUN, _STEP, Option("--tensors", "all tensors with type and shape, not only the largest"), _JSON),
+        examples=("hetseq checkpoints show runs/mnist --step best",),
+    ),
+    "verify": Command(
+        "checkpoints verify",
+        "Whether checkpoints are as they were written; ends with 1 where anything is damaged.",
+        usage=("RUN [--step STEP] [--shallow]",),
+        words=(
+            _RUN,
+            Option("--step", "the number of a step, latest or best; default: all checkpoints", "STEP", read=_which),
+            Option("--shallow", "check the small files and all sizes, do not read the tensors"),
+        ),
+        examples=("hetseq checkpoints verify runs/mnist", "hetseq checkpoints verify runs/mnist --step latest"),
+    ),
+    "prune": Command(
+        "checkpoints prune",
+        "Remove old checkpoints of a run that nobody uses now.",
+        usage=("RUN --keep N [--drop-best] [--dry-run]",),
+        words=(
+            Argument("RUN", "the --save-dir of a run; refused while a run is using it"),
+            Option(
+                "--keep", "the newest N stay, the newest that verifies, and the best", "N", read=_keep, is_needed=True
+            ),
+            Option("--drop-best", "the best may go like any other"),
+            Option("--keep-best", "the best stays; this is the default"),
+            Option("--dry-run", "say what would go, remove nothing"),
+        ),
+        examples=("hetseq checkpoints prune runs/mnist --keep 3 --dry-run",),
+    ),
+    "export": Command(
+        "checkpoints export",
+        "A checkpoint in a form for other programs.",
+        usage=("RUN --format FORM --to PATH [--step STEP]",),
+        words=(
+            _RUN,
+            Option(
+                "--format",
+                "safetensors (a folder), torch (a .pt file), dcp (a folder of torch.distributed.checkpoint) or hf (a"
+                " folder that transformers opens, where the run's task writes one, as bert does)",
+                "FORM",
+                among=FORMS,
+                is_needed=True,
+            ),
+            Option(
+                "--to", "where to (--output says the same); nothing is overwritten", "PATH", read=Path,
+                also=("--output",), is_needed=True,
+            ),
+            _STEP,
+        ),
+        examples=("hetseq checkpoints export runs/mnist --format torch --to mnist.pt",),
+    ),
+}  # fmt: skip
+
+COMMAND = Command(
+    "checkpoints",
+    "The checkpoints of a run: list, show, verify, prune or export them.",
+    usage=("ACTION RUN [options]",),
+    words=tuple(Argument(name, f"{action.about[:1].lower()}{action.about[1:-1]}") for name, action in ACTIONS.items()),
+    examples=tuple(action.examples[0] for action in ACTIONS.values()),
+    notes=("`hetseq checkpoints ACTION --help` lists the options of each. Only prune changes anything in a run.",),
+)
 
 # the actions
 
@@ -162,7 +190,7 @@ def answer(arguments: Arguments) -> Iterator[str]:
     Raises ConfigError, RunDirectoryError or CheckpointRefused where there is nothing to act on, and CheckpointError at
     the end where something is damaged or could not be removed.
     """
-    _check_run(arguments.run)
+    existing_run(arguments.run)
     try:
         for line in _ACTIONS[arguments.action](arguments):
             # what stands in the files of others must not steer a terminal
@@ -238,7 +266,7 @@ def _pruned(arguments: Arguments) -> Iterator[str]:
                 f"nothing was removed: no checkpoint of {arguments.run} verifies, and an older one may be the only"
                 " help; `hetseq checkpoints verify` says what is wrong"
             )
-    stays = kept([commit.kinds for commit in commits], arguments.keep, whole=whole, keeps_best=arguments.keeps_best)
+    stays = kept([commit.kinds for commit in commits], arguments.keep, whole=whole, keeps_best=not arguments.drops_best)
     freed, remaining, stuck = [], [], []
     for index, commit in reversed(list(enumerate(commits))):
         described = f"step {commit.identity.step} ({', '.join(commit.kinds)}), {size_text(commit.size_bytes)}"
@@ -306,30 +334,6 @@ _ACTIONS: dict[str, Callable[[Arguments], Iterator[str]]] = {
 
 
 # which run, which checkpoints
-
-
-def _check_run(run: Path) -> None:
-    if not run.is_dir():
-        raise ConfigError(
-            f"{run} {'is a file' if run.exists() else 'does not exist'}: expected the --save-dir of a run"
-        )
-    if _is_run(run):
-        return
-    above = next((folder for folder in list(run.parents)[:2] if _is_run(folder)), None)
-    hint = f"did you mean {above}?" if above else "name the --save-dir of a run"
-    raise ConfigError(f"{run} is no run directory, as it has neither the config.yaml of a run nor checkpoints: {hint}")
-
-
-def _is_run(folder: Path) -> bool:
-    try:
-        return bool(RunDirectory(folder).run_id)
-    except RunDirectoryError:
-        from hetseq.checkpoint import attempts  # only here: it brings torch
-
-    try:
-        return bool(attempts(RunDirectory(folder).checkpoints))
-    except OSError:
-        return False
 
 
 def _committed(run: Path) -> Scan:

@@ -145,6 +145,11 @@ class DataConfig:
         "for slow file systems: shuffle blocks of N neighbouring samples, and samples within 16 blocks at a time",
         metavar="N",
     )
+    data_by_host: bool = option(
+        False,
+        "each host has a part of the training data of its own: read it there, and mix the parts in proportion to their"
+        " sizes",
+    )
 
     def __post_init__(self) -> None:
         _check_not_negative(self, "num_file", "curriculum")
@@ -159,6 +164,8 @@ class DataConfig:
                 "--update-freq and --global-batch-size contradict each other: --global-batch-size already counts all"
                 " samples of a step; leave --update-freq out"
             )
+        if self.data_by_host:
+            self._check_data_by_host()
         if self.unit_size is not None:
             if self.max_tokens is not None:
                 raise ConfigError(
@@ -174,6 +181,18 @@ class DataConfig:
             raise ConfigError(
                 "--max-tokens and --global-batch-size contradict each other: one ends a step by tokens, the other by"
                 " samples; with --global-batch-size use --max-sentences as the cap of a micro-batch"
+            )
+
+    def _check_data_by_host(self) -> None:
+        if self.max_tokens is not None:
+            raise ConfigError(
+                "--data-by-host and --max-tokens contradict each other: a step in tokens needs the lengths of all"
+                " samples on every rank, and a rank has those of its host; use --max-sentences"
+            )
+        if self.unit_size is not None:
+            raise ConfigError(
+                "--data-by-host and --unit-size contradict each other: units promise the same result on any ranks, and"
+                " data by host make it depend on which host has what; leave one of them out"
             )
 
     @property

@@ -15,12 +15,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hetseq import options
-from hetseq.errors import ConfigError, HetSeqError
+from hetseq.command_line import Argument, Command
+from hetseq.errors import HetSeqError
 from hetseq.launch import launch
 from hetseq.metrics import read_rows
 
@@ -42,12 +43,28 @@ _BERT = (
 )
 
 
-def run_demo(name: str) -> int:
-    """Run the demo of that name, print what it shows, and give the exit code. Raises ConfigError for another name."""
+COMMAND = Command(
+    "demo",
+    "See unequal workers give the result of one machine, in a minute or two.",
+    usage=("[mnist | bert]",),
+    words=(
+        Argument(
+            "NAME",
+            "mnist (the default): digits, two unequal workers, with equal and with fitting shares; a minute. bert: a"
+            " corpus of the text that comes with Python, and a small BERT on two unequal workers; two minutes",
+            among=("mnist", "bert"),
+            is_optional=True,
+        ),
+    ),
+    examples=("hetseq demo", "hetseq demo bert"),
+    notes=("Everything goes to a new folder in ./runs.",),
+)
+
+
+def run(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """`hetseq demo [mnist|bert]`: run a demo, which prints what it shows; gives 0. Raises HetSeqError."""
     demos = {"mnist": _run_mnist, "bert": _run_bert}
-    if name not in demos:
-        raise ConfigError(f"hetseq demo {name}: there is no such demo; expected {' or '.join(demos)}")
-    demos[name](_new_folder())
+    demos[COMMAND.read(words)["NAME"] or "mnist"](_new_folder())
     return 0
 
 

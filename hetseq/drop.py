@@ -14,17 +14,25 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hetseq.command_line import Argument, Command
 from hetseq.errors import ConfigError
 from hetseq.run_directory import RunDirectory, open_private
+from hetseq.which_run import existing_run
 
-USAGE = """usage: hetseq drop RUN NODE
-
-  RUN    the --save-dir of a run that is under way
-  NODE   the name of a node, as status/rank-N.json and the table of the ranks have it
-
-The node finishes its step, leaves, and ends with exit code 0; the others go on. The node that was first of all takes
-the run with it: all stop after a checkpoint. The same command on that node takes part again.
-"""
+COMMAND = Command(
+    "drop",
+    "Take a node out of a run that goes on without it.",
+    usage=("RUN NODE",),
+    words=(
+        Argument("RUN", "the --save-dir of a run that is under way"),
+        Argument("NODE", "the name of a node, as status/rank-N.json and the table of the ranks have it"),
+    ),
+    examples=("hetseq drop runs/mnist labB",),
+    notes=(
+        "The node finishes its step, leaves, and ends with exit code 0; the others go on. The node that was first of"
+        " all takes the run with it: all stop after a checkpoint. The same command on that node takes part again.",
+    ),
+)
 
 
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
@@ -35,9 +43,8 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 def drop(words: Sequence[str]) -> str:
     """Ask a node to leave; a sentence for the user. Raises ConfigError for a run or a node that is not there."""
-    if len(words) != 2:
-        raise ConfigError("expected `hetseq drop RUN NODE`, with RUN the --save-dir of a run that is under way")
-    directory, node = RunDirectory(Path(os.path.abspath(words[0]))), words[1]
+    given = COMMAND.read(words)
+    directory, node = existing_run(Path(given["RUN"])), given["NODE"]
     nodes = living_nodes(directory)
     if not nodes:
         raise ConfigError(f"{directory.path} is no run that is under way: its status/ names no living rank")

@@ -11,10 +11,12 @@ trains nothing. `launch` starts and watches its ranks as those of any run, and t
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import secrets
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,20 +24,65 @@ from pathlib import Path
 from hetseq import options
 from hetseq.checkpoint.files import sync_directory
 from hetseq.cluster.directories import has_commits
+from hetseq.command_line import Argument, Command, Given, Option
 from hetseq.config import Config, DistributedConfig
 from hetseq.ending import Ending, of_errand
 from hetseq.errand import Errand
 from hetseq.errors import EXIT_DONE, CheckpointError, ConfigError
 from hetseq.launch import launch, run_here
-from hetseq.run_directory import RunDirectory
+from hetseq.which_run import existing_run
+from hetseq.workers import ending_server
 
-_EXAMPLES = {
-    "evaluate": "hetseq evaluate runs/mnist --subset test",
-    "predict": "hetseq predict runs/mnist --subset test --output digits.txt",
-}
-#: what takes a value, and what takes none; everything else is an option of `hetseq train`
-_WITH_VALUE = {"evaluate": ("--subset",), "predict": ("--subset", "--output")}
-_WITHOUT = {"evaluate": ("--json",), "predict": ("--overwrite",)}
+_RUN = Argument("RUN", "the --save-dir of a run, under way or not; nothing in it is changed")
+_RESTORE_FILE = Option(
+    "--restore-file", "latest (the default), best, the number of a step, or the path of a checkpoint", "WHICH",
+    is_passed_on=True,
+)  # fmt: skip
+_NOTES = (
+    "One rank per visible GPU, else one on the CPU; --distributed-world-size N or --devices D,D for others, on this"
+    " node. The results are the same on any number. Options of `hetseq train`, such as --data, win over those of the"
+    " run.",
+)
+
+COMMANDS = {
+    "evaluate": Command(
+        "evaluate",
+        "What a checkpoint of a run is worth on a split.",
+        usage=("RUN [options] [options of hetseq train]",),
+        words=(
+            _RUN,
+            Option(
+                "--subset",
+                "splits, separated by commas; default: those that the run validates (also --valid-subset)",
+                "NAMES",
+            ),
+            _RESTORE_FILE,
+            Option("--json", "a line of JSON per split, in full precision, named as in metrics.jsonl"),
+        ),
+        examples=("hetseq evaluate runs/mnist --subset test", "hetseq evaluate runs/mnist --restore-file best --json"),
+        notes=_NOTES,
+        train="among",
+    ),
+    "predict": Command(
+        "predict",
+        "What a checkpoint of a run says of each sample of a split, as a file of lines.",
+        usage=("RUN --subset NAME --output FILE [options]",),
+        words=(
+            _RUN,
+            Option("--subset", "the split (also --valid-subset)", "NAME"),
+            Option(
+                "--output", "where to: one line per sample, in the order of the split; there once it is complete",
+                "FILE", is_needed=True,
+            ),
+            Option("--overwrite", "replace FILE if it exists"),
+            _RESTORE_FILE,
+        ),
+        examples=("hetseq predict runs/mnist --subset test --output digits.txt",),
+        notes=_NOTES,
+        train="among",
+    ),
+}  # fmt: skip
+
 #: what the run says of its own cluster and start, and nothing of this command's
 _OF_THE_RUN = frozenset(field.name for field in dataclasses.fields(DistributedConfig)) - {"cpu"} | {
     "restore_file", "disable_validation", "local_copy", "compile",
@@ -53,65 +100,66 @@ class Request:
     wants_json: bool = False
 
 
+def run_evaluate(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """`hetseq evaluate RUN`: say the numbers of each split; gives the exit code. Raises HetSeqError."""
+    return _do("evaluate", words, say)
+
+
+def run_predict(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """`hetseq predict RUN`: write a line per sample of a split; gives the exit code. Raises HetSeqError."""
+    return _do("predict", words, say)
+
+
+def _do(command: str, words: Sequence[str], say: Callable[[str], None]) -> int:
+    request = parse(command, words)
+    if not request.config.distributed.distributed_no_spawn:
+        logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    with ending_server():
+        ending = run(request)
+    if ending.message and ending.code == EXIT_DONE:
+        say(ending.message)
+    elif ending.message:
+        sys.stderr.write(f"hetseq {command}: {ending.message}\n")
+    return ending.code
+
+
 def parse(command: str, argv: Sequence[str]) -> Request:
-    """The words after `hetseq evaluate` or `hetseq predict`. Raises ConfigError, and CheckpointError without any."""
-    if not argv or argv[0].startswith("-"):
-        raise ConfigError(
-            f"expected `hetseq {command} RUN [options]`, with RUN the --save-dir of a run, as in: {_EXAMPLES[command]}"
-        )
-    run = Path(os.path.abspath(argv[0]))
-    config_file = run / "config.yaml"
-    if not config_file.is_file():
-        raise ConfigError(f"{argv[0]} is no run directory: it has no config.yaml; as in: {_EXAMPLES[command]}")
-    own, rest = _split(command, argv[1:])
-    if "--subset" in own:
-        rest = ["--valid-subset", own["--subset"], *rest]
+    """The words after `hetseq evaluate` or `hetseq predict`.
+
+    Raises ConfigError, CheckpointError where there is no checkpoint, HelpRequested.
+    """
+    line = COMMANDS[command]
+    given = line.read(argv)
+    directory = existing_run(Path(os.path.abspath(given["RUN"])))
+    if not directory.config_file.is_file():
+        raise ConfigError(f"{directory.path} has no config.yaml, which says what was trained: name another run")
+    named = [] if given["--subset"] is None else ["--valid-subset", given["--subset"]]
+    rest = [*named, *given.rest]
     names_devices = any(word.partition("=")[0] == "--devices" for word in rest)
     leave_out = _OF_THE_RUN | {"cpu"} if names_devices else _OF_THE_RUN
-    config = options.parse(["--config", str(config_file), *rest, "--save-dir", str(run)], leave_out=leave_out)
+    words = ["--config", str(directory.config_file), *rest, "--save-dir", str(directory.path)]
+    config = options.parse(words, leave_out=leave_out, also=line.flags)
     if config.distributed.meeting_url is not None:
-        raise ConfigError(
-            f"hetseq {command} uses the ranks of this node alone: leave {config.distributed.meeting_url} out"
-        )
+        raise ConfigError(f"the ranks of this node alone are used: leave {config.distributed.meeting_url} out")
     if config.validation.disable_validation:
-        raise ConfigError(f"hetseq {command} --disable-validation: leave it out, there would be nothing to do")
-    if config.checkpoint.restore_file == type(config.checkpoint).restore_file and not has_commits(RunDirectory(run)):
-        raise CheckpointError(f"{run} holds no checkpoint: train it first")
-    output = _output(own, config) if command == "predict" else None
-    return Request(run, config, output, "--overwrite" in own, "--json" in own)
+        raise ConfigError("--disable-validation: leave it out, there would be nothing to do")
+    if config.checkpoint.restore_file == type(config.checkpoint).restore_file and not has_commits(directory):
+        raise CheckpointError(f"{directory.path} holds no checkpoint: train it first")
+    if command == "evaluate":
+        return Request(directory.path, config, wants_json=given["--json"])
+    return Request(directory.path, config, _output(given, config), given["--overwrite"])
 
 
-def _split(command: str, argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The command's own words with their values, and the options of `hetseq train`."""
-    own, rest, words = {}, [], list(argv)
-    while words:
-        word = words.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag in _WITH_VALUE[command]:
-            if not equals and (not words or words[0].startswith("--")):
-                raise ConfigError(f"hetseq {command}: {flag} stands without a value, as in: {_EXAMPLES[command]}")
-            own[flag] = value if equals else words.pop(0)
-        elif word in _WITHOUT[command]:
-            own[word] = ""
-        else:
-            rest.append(word)
-    return own, rest
-
-
-def _output(own: dict[str, str], config: Config) -> Path:
+def _output(given: Given, config: Config) -> Path:
     """The file to write, if it can be. Raises ConfigError."""
-    if not own.get("--output"):
-        raise ConfigError(f"hetseq predict needs --output FILE, as in: {_EXAMPLES['predict']}")
     if len(config.data.valid_subsets) != 1:
-        raise ConfigError(
-            f"hetseq predict writes one split, and found {config.data.valid_subset!r}: name one with --subset"
-        )
-    output = Path(os.path.abspath(own["--output"]))
+        raise ConfigError(f"one split is written, and found {config.data.valid_subset!r}: name one with --subset")
+    output = Path(os.path.abspath(given["--output"]))
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}; make it first")
     if output.is_dir():
         raise ConfigError(f"--output {output} is a folder: name a file in it")
-    if os.path.lexists(output) and "--overwrite" not in own:
+    if os.path.lexists(output) and not given["--overwrite"]:
         raise _exists(output)
     if not os.access(output.parent, os.W_OK | os.X_OK):
         raise ConfigError(f"--output {output}: you may not write into {output.parent}; choose another --output")

@@ -31,6 +31,7 @@ import torch
 from hetseq.cluster.contract import (
     DIGEST_DIGITS,
     NOT_COMPARED,
+    PART,
     Fields,
     digest,
     file_state,
@@ -41,6 +42,7 @@ from hetseq.cluster.contract import (
     printable,
 )
 from hetseq.config import Config
+from hetseq.errors import DataError
 from hetseq.fetching import base_order, seed_everything
 from hetseq.optim import learning_rates
 from hetseq.plan import derive_seed, epoch_order
@@ -88,13 +90,35 @@ def rank_fields(config: Config, material: Material, *, now: Callable[[], float] 
     }
     deadline_s = now() + _PATIENCE_S
     with _random_numbers_kept():
-        fields.update(_order_fields(train, config))
-        for split, dataset in {**material.valid, config.data.train_subset: train}.items():
+        splits = dict(material.valid)
+        if config.data.data_by_host:  # then they are another part on each host, as they are meant to be
+            fields[PART] = data_digest(train, seed)
+        else:
+            fields.update(_order_fields(train, config))
+            splits[config.data.train_subset] = train
+        if (vocabulary := getattr(train, "vocabulary_digest", None)) is not None:
+            fields[f"vocabulary of {config.data.train_subset}"] = str(vocabulary)
+        for split, dataset in splits.items():
             fields[f"length of {split}"] = f"{len(dataset)} samples"
             fields[f"samples of {split}"] = _content(dataset, seed, lambda: now() > deadline_s)
             if hasattr(dataset, "files"):
                 fields[f"files of {split}"] = _data_files(dataset)
     return fields
+
+
+def data_digest(dataset: Any, seed: int) -> str:
+    """Equal on two ranks of one host where they read the same data, and different where they do not.
+
+    Of the files that the data set names, else of a few samples to the last bit. Raises DataError where both say
+    nothing, and what the data set raises for a sample it cannot read.
+    """
+    base = base_order(dataset)
+    entries = [str(len(dataset)), "" if base is None else digest(base.astype("<i8").tobytes())]
+    files = _data_files(dataset) if hasattr(dataset, "files") else "none"
+    if files == "none" or files.startswith(NOT_COMPARED):
+        with _random_numbers_kept():
+            files = _exact_content(dataset, seed)
+    return digest("\0".join([*entries, files]).encode())
 
 
 # Code
@@ -242,6 +266,21 @@ def _read(dataset: Any, index: int, seed: int) -> _Reading:
     return reading
 
 
+def _exact_content(dataset: Any, seed: int) -> str:
+    """A digest of a few samples to the last bit, which only one machine, or one like it, gives again."""
+    whole = hashlib.sha256()
+    for index in _spread(len(dataset)):
+        first, second = (_read(dataset, index, seed) for _ in range(2))
+        if not first.leaves or first.exact() != second.exact():
+            why = "was another one when it was read again" if first.leaves else "is made of objects of unknown kinds"
+            raise DataError(
+                f"--data-by-host must know which ranks read the same data: {type(dataset).__name__} names no `files`,"
+                f" and its sample {index} {why}: give it `files`, the list of paths it reads"
+            )
+        whole.update(first.exact())
+    return whole.hexdigest()[:DIGEST_DIGITS]
+
+
 def _spread(count: int) -> list[int]:
     """Up to 32 indices from the first to the last, ordered so that any beginning of the list is evenly spread too."""
     indices = np.unique(np.linspace(0, count - 1, min(count, _SAMPLES)).round().astype(np.int64)).tolist()
@@ -303,6 +342,13 @@ class _Reading:
         sums = [(max(tolerance, at_least), *_sums(values)) for tolerance, values in groups]
         texts = [" ".join([f"{tolerance:.3g}", *(f"{value:.10g}" for value in values)]) for tolerance, *values in sums]
         return " | ".join([self._exact.hexdigest()[:DIGEST_DIGITS], *texts])
+
+    def exact(self) -> bytes:
+        """A digest to the last bit."""
+        whole = self._exact.copy()
+        for _, values in self._numbers:
+            whole.update(values.tobytes())
+        return whole.digest()
 
     def _add(self, path: str, kind: str, content: bytes) -> None:
         self._exact.update(f"{path}\0{kind}\0{len(content)}\0".encode("utf-8", "surrogateescape"))

@@ -18,6 +18,7 @@ from hetseq.capacity import Cost
 from hetseq.errors import ConfigError
 from hetseq.metrics import read_rows
 from hetseq.simulation import RankModel, predict, ring_factor
+from hetseq.which_run import existing_run
 
 _ROWS = 50  # how many of the last steps are looked at
 _SETTLING = 5  # the first steps of a run: caches, connections, shares that are not yet known
@@ -55,11 +56,11 @@ class Measured:
 
 def read_measured(run: Path) -> Measured:
     """The last steady steps in the `metrics.jsonl` of a run directory. Raises ConfigError where they are missing."""
-    path = run / "metrics.jsonl"
-    if not path.is_file():
-        raise ConfigError(f"{run} is no run directory: it has no metrics.jsonl; expected the --save-dir of a run")
+    path = existing_run(run).metrics
     try:
         rows = read_rows(path)
+    except FileNotFoundError:
+        rows = []
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     steps = [row for row in rows if row.get("shares") and row.get("seconds") and not row.get("skipped")]

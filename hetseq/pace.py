@@ -12,7 +12,7 @@ import functools
 import logging
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -107,8 +107,13 @@ class MeasuredPace:
         micro_batch: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._planner, self._loader, self._rank, self._world_size = planner, loader, rank, world_size
-        self.meter, self._balancer, self._micro_batch = meter or CostMeter(), Balancer(world_size), micro_batch
-        self._balancer.costs = complete_costs(costs)
+        self.meter, self._micro_batch = meter or CostMeter(), micro_batch
+        # who divides work among themselves: all ranks, or those that read the same shard
+        self._groups = (tuple(range(world_size)),) if planner.shards is None else planner.shards.groups
+        self._balancers = [Balancer(len(ranks)) for ranks in self._groups]
+        if (table := complete_costs(costs)) is not None:
+            for ranks, balancer in zip(self._groups, self._balancers):
+                balancer.costs = tuple(table[rank] for rank in ranks)
         self._presence: list[deque[float]] = [deque(maxlen=_RECENT) for _ in range(world_size)]
         self._advised: set[int] = set()
 
@@ -124,32 +129,55 @@ class MeasuredPace:
         costs = [cost_of(row.measured) for row in rows]
         for rank, row in enumerate(rows):
             self._presence[rank].append(row.measured.overhead_s)
-        work = self._planner.work(plan.epoch, plan.start, plan.stop)
-        table = self._balancer.observe(work, costs)
+        works = self._planner.works(plan)
+        has_moved = [self._observe(number, work, costs) for number, work in enumerate(works)]
         if plan.step % _ADVICE_STEPS == 0:
-            self._advise(work, costs)
-        if table is None:
-            return None
-        return self._shift(plan, work, table)
+            for work, ranks in zip(works, self._groups):
+                self._advise(work, ranks, [costs[rank] for rank in ranks])
+        return self._shift(plan, costs) if any(has_moved) else None
 
     def divide(self, total: int) -> tuple[int, ...]:
-        costs = self._balancer.costs
-        return assign_shares(total, [1 / cost.per_unit_s for cost in costs] if costs else (1.0,) * self._world_size)
+        known = {rank: cost for balancer, ranks in self._balanced() for rank, cost in zip(ranks, balancer.costs or ())}
+        if len(known) < self._world_size:
+            return assign_shares(total, (1.0,) * self._world_size)
+        return assign_shares(total, [1 / known[rank].per_unit_s for rank in range(self._world_size)])
 
-    def _shift(self, plan: StepPlan, work: int, table: tuple[Cost, ...]) -> Shift:
-        first, assign = plan.step + LEAD, assigner(table)
-        shares = self._planner.assigner(first)(work), assign(work)
+    def _balanced(self) -> Iterator[tuple[Balancer, tuple[int, ...]]]:
+        return zip(self._balancers, self._groups)
+
+    def _observe(self, number: int, work: int, costs: Sequence[Cost | None]) -> bool:
+        """Whether a group of ranks is to have other shares; a rank alone has what there is."""
+        balancer, own = self._balancers[number], [costs[rank] for rank in self._groups[number]]
+        if len(own) == 1:
+            balancer.costs = complete_costs(own)
+            return False
+        return work > 0 and balancer.observe(work, own) is not None
+
+    def _table(self, costs: Sequence[Cost | None]) -> tuple[Cost, ...]:
+        """What shares follow from now on: adopted costs, and the same cost for ranks whose shares are still equal."""
+        table = list(complete_costs(costs) or ())
+        for balancer, ranks in self._balanced():
+            mean = complete_costs([*(table[rank] for rank in ranks), None])
+            for place, rank in enumerate(ranks):
+                table[rank] = balancer.costs[place] if balancer.costs else mean[-1] if mean else table[rank]
+        return tuple(table)
+
+    def _shift(self, plan: StepPlan, costs: Sequence[Cost | None]) -> Shift:
+        first, table = plan.step + LEAD, self._table(costs)
+        assign = assigner(table)
+        shares = [self._planner.divide(plan, each) for each in (self._planner.assigner(first), assign)]
         self._planner.change(first, assign)
         self._loader.change(first, assign=assign)
-        return Shift(first, *shares, *(step_seconds(each, table) for each in shares))
+        return Shift(first, shares[0], shares[1], *(step_seconds(each, table) for each in shares))
 
-    def _advise(self, work: int, costs: Sequence[Cost | None]) -> None:
-        """Say once of a rank that the run would be faster without it."""
+    def _advise(self, work: int, ranks: Sequence[int], costs: Sequence[Cost | None]) -> None:
+        """Say once of a rank that those with whom it shares work would be faster without it."""
         known = [cost for cost in costs if cost is not None]
-        if len(known) < len(costs):
+        if len(known) < len(costs) or len(costs) == 1:
             return
-        presence_s = [statistics.median(seconds) for seconds in self._presence]
-        for rank, saved_s in slowed_by(work, known, presence_s):
+        presence_s = [statistics.median(self._presence[rank]) for rank in ranks]
+        for place, saved_s in slowed_by(work, known, presence_s):
+            rank = ranks[place]
             if rank not in self._advised:
                 self._advised.add(rank)
                 level = logging.WARNING if self._rank == 0 else logging.INFO  # all know the same
@@ -167,13 +195,24 @@ def learn(meter: CostMeter, part: Part, *, overhead_s: float, micro_batch: int |
 
 
 def assigner(costs: tuple[Cost, ...]) -> Assign:
-    """Work -> the shares of the shortest step; remembered, since most steps weigh the same."""
-    return functools.lru_cache(maxsize=64)(functools.partial(balance_shares, costs=costs))
+    """Work -> the shares of the shortest step, among all or some; remembered, since most steps weigh the same."""
+
+    @functools.lru_cache(maxsize=64)
+    def assign(work: int, among: tuple[int, ...] | None = None, /) -> tuple[int, ...]:
+        return balance_shares(work, costs if among is None else [costs[rank] for rank in among])
+
+    return assign
 
 
 def assigner_by(weights: tuple[float, ...]) -> Assign:
-    """Work -> shares in proportion to fixed weights; remembered likewise."""
-    return functools.lru_cache(maxsize=64)(functools.partial(assign_shares, weights=weights))
+    """Work -> shares in proportion to fixed weights, or equal ones for ranks that have none; remembered likewise."""
+
+    @functools.lru_cache(maxsize=64)
+    def assign(work: int, among: tuple[int, ...] | None = None, /) -> tuple[int, ...]:
+        chosen = weights if among is None else tuple(weights[rank] for rank in among)
+        return assign_shares(work, chosen if among is None or any(chosen) else (1.0,) * len(chosen))
+
+    return assign
 
 
 def cost_of(measured: Measured) -> Cost | None:

@@ -9,17 +9,25 @@ into micro-batches. Nothing here knows data, devices, time or torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from hetseq.shards import ShardedOrder, Shards
+
 Indices = npt.NDArray[np.int64]
 #: lengths of samples by index: indices (k,) -> tokens (k,)
 Lengths = Callable[[Indices], Indices]
-#: the work of a step, in samples, tokens or units, -> how much of it each rank takes; adds up
-Assign = Callable[[int], tuple[int, ...]]
+
+
+class Assign(Protocol):
+    """The work of a step, in samples, tokens or units, -> how much of it each rank takes, or each of some; adds up."""
+
+    def __call__(self, work: int, among: tuple[int, ...] | None = None, /) -> tuple[int, ...]: ...
+
 
 _ROUNDS = 6
 _BLOCK = 8192  # positions permuted at once; amortises the NumPy calls over many small micro-batches
@@ -150,10 +158,12 @@ class BlockOrder:
         return begin, begin + self.block
 
 
-Order = EpochOrder | BlockOrder
+Order = EpochOrder | BlockOrder | ShardedOrder
 
 
-def epoch_order(n: int, *, seed: int, epoch: int, shuffle: bool = True, block: int | None = None) -> Order:
+def epoch_order(
+    n: int, *, seed: int, epoch: int, shuffle: bool = True, block: int | None = None
+) -> EpochOrder | BlockOrder:
     """The order of epoch `epoch` (from 1) over `n` samples; with `block` it is shuffled in blocks of so many."""
     if block is not None and shuffle:
         return BlockOrder(n, block, seed=seed, epoch=epoch)
@@ -210,7 +220,10 @@ class Position:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Step `step` uses positions start..stop-1 of epoch `epoch`; `shares[rank]` of them in rank order."""
+    """Step `step` uses positions start..stop-1 of epoch `epoch`, and each rank `shares[rank]` of them.
+
+    Their slices follow one another in the order of ranks, or in that of `lineup`.
+    """
 
     step: int
     epoch: int
@@ -218,6 +231,7 @@ class StepPlan:
     stop: int
     shares: tuple[int, ...]
     ends_epoch: bool
+    lineup: tuple[int, ...] | None = None
 
     @property
     def size(self) -> int:
@@ -225,7 +239,8 @@ class StepPlan:
 
     def range_of(self, rank: int) -> tuple[int, int]:
         """First and end position of this rank's share."""
-        start = self.start + sum(self.shares[:rank])
+        ahead = range(rank) if self.lineup is None else self.lineup[: self.lineup.index(rank)]
+        start = self.start + sum(self.shares[other] for other in ahead)
         return start, start + self.shares[rank]
 
     def digest(self) -> int:
@@ -244,7 +259,8 @@ class Planner:
 
     `assign` divides the work of a step among the ranks, until `change` names another from some step on. Work is counted
     in samples; in tokens where there are `lengths`; and with a `unit` above 1 in units: a share is whole units of so
-    many neighbours, and only the last unit of a step may be smaller.
+    many neighbours, and only the last unit of a step may be smaller. With `shards`, which have `n` samples together,
+    each shard's part of a step is divided among those who can read it; steps are then counted in samples.
     """
 
     n: int
@@ -255,13 +271,14 @@ class Planner:
     lengths: Lengths | None = None
     unit: int = 1
     block: int | None = None  # neighbours that are shuffled together; None: every sample for itself
+    shards: Shards | None = None
     _orders: dict[int, Order] = field(default_factory=dict)
     _changes: list[tuple[int, Assign]] = field(default_factory=list)  # (first step, assign), steps ascending
 
     def copy(self) -> Planner:
         """The same plans from an object of its own: planners remember orders and are not for two threads."""
         args = (self.n, self.seed, self.batch, self.assign, self.curriculum, self.lengths, self.unit, self.block)
-        return Planner(*args, _changes=list(self._changes))
+        return Planner(*args, self.shards, _changes=list(self._changes))
 
     def change(self, step: int, assign: Assign) -> None:
         """From step `step` on the work is divided by `assign`; plans of earlier steps stay as they are."""
@@ -273,8 +290,7 @@ class Planner:
         if epoch not in self._orders:
             for old in [known for known in self._orders if known < epoch - 1]:
                 del self._orders[old]  # a loader may still be reading the epoch before
-            shuffle = epoch > self.curriculum
-            self._orders[epoch] = epoch_order(self.n, seed=self.seed, epoch=epoch, shuffle=shuffle, block=self.block)
+            self._orders[epoch] = self._make_order(epoch)
         return self._orders[epoch]
 
     def plan(self, position: Position) -> StepPlan:
@@ -282,7 +298,8 @@ class Planner:
         stop = self._end_of_step(position.epoch, start)
         shares = self._shares(position, stop)
         assert sum(shares) == stop - start, "shares must add up to the global batch"
-        return StepPlan(position.step, position.epoch, start, stop, shares, ends_epoch=stop == self.n)
+        lineup = None if self.shards is None else self.shards.lineup
+        return StepPlan(position.step, position.epoch, start, stop, shares, ends_epoch=stop == self.n, lineup=lineup)
 
     def plans(self, position: Position) -> Iterator[StepPlan]:
         """The plan of this step and of all that follow it, without end."""
@@ -293,7 +310,8 @@ class Planner:
 
     def digest(self, plan: StepPlan) -> int:
         """63 bits that differ where two ranks would compute different steps, or take them from other data or orders."""
-        return derive_seed(plan.digest(), self.n, self.seed, self.curriculum, self.block or 0)
+        shards = () if self.shards is None else (*self.shards.samples, *(plan.lineup or ()))
+        return derive_seed(plan.digest(), self.n, self.seed, self.curriculum, self.block or 0, *shards)
 
     def micro_batches(self, plan: StepPlan, rank: int, cap: MicroBatchCap) -> list[tuple[int, int]]:
         """This rank's micro-batches of a step as position ranges, in order; none for a share of 0."""
@@ -310,8 +328,33 @@ class Planner:
         """What divides the work of step `step`."""
         return next((assign for first, assign in reversed(self._changes) if first <= step), self.assign)
 
+    def divide(self, plan: StepPlan, assign: Assign) -> tuple[int, ...]:
+        """The work of a step by rank, as `assign` would have it."""
+        works = self.works(plan)
+        return assign(works[0]) if self.shards is None else divided(works, self.shards, assign)
+
+    def works(self, plan: StepPlan) -> tuple[int, ...]:
+        """What a step weighs, for all ranks together or, with shards, for the ranks of each."""
+        if self.shards is None:
+            return (self.work(plan.epoch, plan.start, plan.stop),)
+        return self.shards.sizes(plan.start, plan.stop)
+
+    def _make_order(self, epoch: int) -> Order:
+        shuffle = epoch > self.curriculum
+        if self.shards is None:
+            return epoch_order(self.n, seed=self.seed, epoch=epoch, shuffle=shuffle, block=self.block)
+        step = self.batch.sample_limit(epoch)
+        assert step is not None, "steps over shards are counted in samples"
+        orders = [
+            epoch_order(size, seed=derive_seed(self.seed, number), epoch=epoch, shuffle=shuffle, block=self.block)
+            for number, size in enumerate(self.shards.samples)
+        ]
+        return ShardedOrder(self.shards.samples, orders, step=step)
+
     def _shares(self, position: Position, stop: int) -> tuple[int, ...]:
         assign, start = self.assigner(position.step), position.consumed
+        if self.shards is not None:
+            return divided(self.shards.sizes(start, stop), self.shards, assign)
         if self.lengths is not None:
             return self._shares_by_tokens(assign, self.lengths(self.order(position.epoch).take(start, stop)))
         units = -(-(stop - start) // self.unit)
@@ -338,6 +381,15 @@ class Planner:
             return stop
         assert self.lengths is not None, "a batch counted in tokens needs the samples' lengths"
         return _fill(self.order(epoch), start, stop, tokens, self.lengths)
+
+
+def divided(works: Sequence[int], shards: Shards, assign: Assign) -> tuple[int, ...]:
+    """What each rank takes of the work of each shard, which goes to the ranks that can read it."""
+    shares = [0] * shards.world_size
+    for work, ranks in zip(works, shards.groups):
+        for rank, share in zip(ranks, assign(work, ranks)):
+            shares[rank] += share
+    return tuple(shares)
 
 
 def cut(order: Order, start: int, stop: int, cap: MicroBatchCap, *, lengths: Lengths | None) -> list[tuple[int, int]]:

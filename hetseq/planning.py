@@ -6,26 +6,34 @@ It talks to no other rank, and decides nothing that the options do not say.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from hetseq.config import Config, ValidationConfig
+from hetseq.config import Config, DistributedConfig, ValidationConfig
 from hetseq.errors import ConfigError
 from hetseq.fetching import base_order
 from hetseq.material import Material
 from hetseq.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planner
+from hetseq.shards import Shards
 from hetseq.task import lengths_of
 from hetseq.validation import Validator
 
 
-def planner_of(config: Config, dataset: Any, batch: GlobalBatch, assign: Assign) -> Planner:
-    """The plan of a run over its training data. Raises ConfigError where lengths are needed and there are none."""
+def planner_of(
+    config: Config, dataset: Any, batch: GlobalBatch, assign: Assign, shards: Shards | None = None
+) -> Planner:
+    """The plan of a run over its training data, of which this rank may have one of several shards.
+
+    Raises ConfigError where lengths are needed and there are none.
+    """
     counts_tokens = config.data.max_tokens or batch.tokens
     lengths = _needed_lengths(dataset, "use --max-sentences") if counts_tokens else None
     _check_longest(dataset, config.data.max_tokens)
     return Planner(
-        len(dataset),
+        len(dataset) if shards is None else shards.total,
         config.task.seed,
         batch,
         assign,
@@ -33,7 +41,20 @@ def planner_of(config: Config, dataset: Any, batch: GlobalBatch, assign: Assign)
         lengths,
         config.data.unit_size or 1,
         config.data.shuffle_block,
+        shards,
     )
+
+
+def weights_by_slot(config: DistributedConfig, slots: Sequence[int]) -> tuple[float, ...]:
+    """What shares are in proportion to: the fixed weights of these slots, or equal ones, which `auto` begins with.
+
+    A slot that the weights do not name has the mean of those that they do.
+    """
+    named = config.balance_weights()
+    if named is None:
+        return (1.0,) * len(slots)
+    weights = [named[slot] if slot < len(named) else math.fsum(named) / len(named) for slot in slots]
+    return tuple(weights) if sum(weights) > 0 else (1.0,) * len(slots)
 
 
 def _check_longest(dataset: Any, max_tokens: int | None) -> None:

@@ -174,7 +174,7 @@ def condor(job: Job) -> str:
     if job.is_requeued:
         lines += [
             "# 75: stopped before the end, or taken out of a run that goes on: back into the queue",
-            "on_exit_remove = (ExitBySignal == False) && (ExitCode != 75)",
+            "on_exit_remove = (ExitBySignal == True) || (ExitCode != 75)",
         ]
     lines += [f"{kind} = {log}-$(Process).{kind[:3]}" for kind in ("output", "error")]
     lines += [f"log = {log}.log", f"queue {job.nodes}"]

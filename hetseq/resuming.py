@@ -402,7 +402,7 @@ def _in_words(batch: GlobalBatch) -> str:
 
 def check_provenance(saved: Mapping[str, Any], here: Provenance, resets: list[str]) -> None:
     """Raise CheckpointMismatch where the checkpoint is of a run with another result."""
-    saved = {"shuffle_block": None, **saved}  # older ones were not shuffled in blocks
+    saved = {"shuffle_block": None, "parts": None, **saved}  # older ones knew neither
     if saved.get("vocabulary") is None or here.vocabulary is None:
         saved["vocabulary"] = here.vocabulary  # one of the two does not say
     anew = ", or begin the data anew: --reset-dataloader"
@@ -418,6 +418,7 @@ def check_provenance(saved: Mapping[str, Any], here: Provenance, resets: list[st
         ),
         ("seed", resets_data, f"give --seed {saved['seed']}{anew}"),
         ("split", resets_data, f"give --train-subset {saved['split']}{anew}"),
+        ("parts", resets_data, f"{_parts_given(saved)}{anew}"),
         ("samples", resets_data, f"give the same --data{anew}"),
         ("curriculum", resets_data, f"give --curriculum {saved['curriculum']}{anew}"),
         ("unit_size", resets_data, f"{_given(saved, 'unit_size')}{anew}"),
@@ -436,6 +437,12 @@ def check_provenance(saved: Mapping[str, Any], here: Provenance, resets: list[st
 def _given(saved: Mapping[str, Any], name: str) -> str:
     value = saved.get(name)
     return f"leave out {flag(name)}" if value is None else f"give {flag(name)} {value}"
+
+
+def _parts_given(saved: Mapping[str, Any]) -> str:
+    if saved["parts"] is None:
+        return "leave out --data-by-host"
+    return "give --data-by-host, on hosts that have the same parts of the data"
 
 
 def _is_below(path: str, folder: str) -> bool:

@@ -46,13 +46,14 @@ class Provenance:
     optimizer: str
     seed: int
     split: str
-    samples: int  # of the training split
+    samples: int  # of the training split, on all hosts
     curriculum: int
     precision: str
     batch: GlobalBatch
     unit_size: int | None = None
     shuffle_block: int | None = None
     vocabulary: str | None = None  # a digest of what the numbers in the samples mean; None: they do not say
+    parts: str | None = None  # of the training split on different hosts, see `data_by_host`; None: all have all
 
 
 @dataclass(frozen=True)
@@ -362,6 +363,7 @@ def describe(
         "unit_size": provenance.unit_size,
         "shuffle_block": provenance.shuffle_block,
         "vocabulary": provenance.vocabulary,
+        "parts": provenance.parts,
         "global_batch": batch_record(provenance.batch),
         "rows": [jsonable(row) for row in rows],
         "optimizer_numbers": None if optimizer_numbers is None else dict(optimizer_numbers),

@@ -6,41 +6,17 @@ read by the parser of `hetseq train`. It submits nothing and writes no file. Wha
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from hetseq import options
+from hetseq.command_line import Argument, Command, Option, whole_number
 from hetseq.config import Config
 from hetseq.errors import ConfigError
 from hetseq.queues import SYSTEMS, Job, file_name, submit_line
-from hetseq.registry import nearest
-
-USAGE = """usage: hetseq script slurm|sge|pbs|lsf|condor [options] -- OPTIONS OF hetseq train
-
-  --nodes N                 nodes; default 1
-  --gpus-per-node G         GPUs of each, and so workers; default 0: one worker on the CPU, or --distributed-gpus
-  --cpus-per-node C         cores of each; default 4 per worker
-  --time HH:MM:SS           time limit; 2 minutes before it the run saves and ends with 75
-  --queue Q                 queue; for Slurm the partition (also --partition)
-  --account A               account or project
-  --memory M                memory of each node, as 64G
-  --name NAME               name of the job; default: the last part of --save-dir
-  --setup LINE              shell before the run on each node, as 'module load cuda'; may be given several times
-  --requeue                 after exit code 75 the job goes back into the queue
-  --python PY               the Python that has hetseq; default: the one that runs this command
-  --parallel-environment P  Grid Engine's, needed for several nodes; qconf -spl lists them
-  --gpu-resource NAME       Grid Engine's name of GPUs; default gpu
-
-  hetseq script slurm --nodes 2 --gpus-per-node 4 --time 24:00:00 \\
-      -- --task mnist --global-batch-size 64 --save-dir runs/digits > digits.sh
-
-The script goes to standard output, the line that submits it to standard error. Nothing is submitted.
-"""
 
 _CPUS_PER_WORKER = 4
 #: what a directive may hold, in which the shell quotes nothing
@@ -48,15 +24,59 @@ _PLAIN = re.compile(r"[\w.,:@/+-]+")
 _NAME = re.compile(r"[A-Za-z][\w-]*")
 #: options of one scheduler alone, or that one does not know
 _ONLY = {
-    "parallel_environment": ("sge",),
-    "time": ("slurm", "sge", "pbs", "lsf"),
-    "queue": ("slurm", "sge", "pbs", "lsf"),
+    "--parallel-environment": ("sge",),
+    "--time": ("slurm", "sge", "pbs", "lsf"),
+    "--queue": ("slurm", "sge", "pbs", "lsf"),
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"hetseq script: {message}; see hetseq script --help")
+def _seconds(text: str) -> int:
+    """HH:MM:SS in seconds."""
+    found = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text)
+    if found is None or not any(map(int, found.groups())):
+        raise ValueError("expected HH:MM:SS, as 24:00:00")
+    hours, minutes, seconds = map(int, found.groups())
+    return hours * 3600 + minutes * 60 + seconds
+
+
+COMMAND = Command(
+    "script",
+    "A batch script for a run on the nodes of a queue, to read, to change and to submit. Nothing is submitted.",
+    usage=("SYSTEM [options] -- OPTIONS OF hetseq train",),
+    words=(
+        Argument("SYSTEM", "the scheduler: slurm, sge, pbs, lsf or condor", among=tuple(SYSTEMS)),
+        Option("--nodes", "nodes; default 1", "N", read=whole_number(1), default=1),
+        Option(
+            "--gpus-per-node",
+            "GPUs of each, and so workers; default 0: one worker on the CPU, or --distributed-gpus",
+            "G",
+            read=whole_number(0),
+            default=0,
+        ),
+        Option("--cpus-per-node", "cores of each; default 4 per worker", "C", read=whole_number(1)),
+        Option("--time", "time limit; 2 minutes before it the run saves and ends with 75", "HH:MM:SS", read=_seconds),
+        Option("--queue", "queue; for Slurm the partition (also --partition)", "Q", also=("--partition",)),
+        Option("--account", "account or project", "A"),
+        Option("--memory", "memory of each node, as 64G", "M"),
+        Option("--name", "name of the job; default: the last part of --save-dir", "NAME"),
+        Option(
+            "--setup", "shell before the run on each node, as 'module load cuda'; may be given several times", "LINE",
+            is_many=True,
+        ),
+        Option("--requeue", "after exit code 75 the job goes back into the queue"),
+        Option("--python", "the Python that has hetseq; default: the one that runs this command", "PY"),
+        Option(
+            "--parallel-environment", "Grid Engine's, needed for several nodes; qconf -spl lists them", "P"
+        ),
+        Option("--gpu-resource", "Grid Engine's name of GPUs; default gpu", "NAME", default="gpu"),
+    ),
+    examples=(
+        "hetseq script slurm --nodes 2 --gpus-per-node 4 --time 24:00:00 -- --task mnist --global-batch-size 64"
+        " --save-dir runs/digits > digits.sh",
+    ),
+    notes=("The script goes to standard output, the line that submits it to standard error.",),
+    train="behind",
+)  # fmt: skip
 
 
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
@@ -70,79 +90,37 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 def parse(words: Sequence[str]) -> tuple[str, Job]:
     """The scheduler and what is asked of it. Raises ConfigError for what no queue could mend."""
-    if not words or words[0] not in SYSTEMS:
-        found = repr(words[0]) if words else "nothing"
-        hint = nearest(words[0], SYSTEMS) if words else None
-        raise ConfigError(
-            f"hetseq script expects one of {', '.join(SYSTEMS)} first, found {found}"
-            + (f"; did you mean {hint!r}?" if hint else "")
-        )
-    system = words[0]
-    own, train = _split(words[1:])
-    asked = _parser().parse_args(own)
+    asked = COMMAND.read(words)
+    system, train = asked["SYSTEM"], asked.rest
     for name, systems in _ONLY.items():
-        if system not in systems and getattr(asked, name) is not None:
-            raise ConfigError(f"--{name.replace('_', '-')} means nothing to {system}: leave it out")
-    meets = asked.nodes > 1 and not _has(train, "--join")
-    config = _checked(train, asked.nodes, meets=meets)
-    workers = _workers(config, asked.gpus_per_node)
+        if system not in systems and asked[name] is not None:
+            raise COMMAND.refusal(f"{name} means nothing to {system}: leave it out")
+    meets = asked["--nodes"] > 1 and not _has(train, "--join")
+    config = _checked(train, asked["--nodes"], meets=meets)
+    workers = _workers(config, asked["--gpus-per-node"])
     directory, run_directory = os.getcwd(), Path(os.path.abspath(config.checkpoint.save_dir))
     job = Job(
-        name=asked.name or re.sub(r"^[^A-Za-z]*", "", re.sub(r"[^\w-]", "-", run_directory.name)) or "hetseq",
-        nodes=asked.nodes,
-        cpus=asked.cpus_per_node or _CPUS_PER_WORKER * workers,
-        gpus=asked.gpus_per_node,
+        name=asked["--name"] or re.sub(r"^[^A-Za-z]*", "", re.sub(r"[^\w-]", "-", run_directory.name)) or "hetseq",
+        nodes=asked["--nodes"],
+        cpus=asked["--cpus-per-node"] or _CPUS_PER_WORKER * workers,
+        gpus=asked["--gpus-per-node"],
         directory=directory,
         shared=str(run_directory.parent),
-        python=asked.python or sys.executable,
-        words=(*train, *_own_words(config, asked.gpus_per_node)),
+        python=asked["--python"] or sys.executable,
+        words=(*train, *_own_words(config, asked["--gpus-per-node"])),
         meets=meets,
-        min_ranks=asked.nodes * workers if meets and not _has(train, "--min-ranks") else None,
-        setup=tuple(asked.setup),
-        time_s=_seconds(asked.time),
-        queue=asked.queue,
-        account=asked.account,
-        memory=asked.memory,
-        parallel_environment=asked.parallel_environment,
-        gpu_resource=asked.gpu_resource,
-        is_requeued=asked.requeue,
+        min_ranks=asked["--nodes"] * workers if meets and not _has(train, "--min-ranks") else None,
+        setup=asked["--setup"],
+        time_s=asked["--time"],
+        queue=asked["--queue"],
+        account=asked["--account"],
+        memory=asked["--memory"],
+        parallel_environment=asked["--parallel-environment"],
+        gpu_resource=asked["--gpu-resource"],
+        is_requeued=asked["--requeue"],
     )
     _check(system, job)
     return system, job
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """This command's words, and those of `hetseq train` behind `--`."""
-    if "--" not in words:
-        raise ConfigError(
-            "hetseq script expects the options of hetseq train behind --, as in: hetseq script slurm --nodes 2 --"
-            " --task mnist --global-batch-size 64 --save-dir runs/digits"
-        )
-    at = list(words).index("--")
-    return list(words[:at]), list(words[at + 1 :])
-
-
-def _parser() -> _Parser:
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--nodes", type=_at_least(1), default=1)
-    parser.add_argument("--gpus-per-node", type=_at_least(0), default=0)
-    parser.add_argument("--cpus-per-node", type=_at_least(1))
-    parser.add_argument("--queue", "--partition")
-    parser.add_argument("--setup", action="append", default=[])
-    parser.add_argument("--requeue", action="store_true")
-    for name in ("time", "account", "memory", "name", "python", "parallel-environment"):
-        parser.add_argument(f"--{name}")
-    parser.add_argument("--gpu-resource", default="gpu")
-    return parser
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}, expected a number of {least} or more")
-        return int(text)
-
-    return number
 
 
 def _has(train: Sequence[str], option: str) -> bool:
@@ -184,17 +162,6 @@ def _own_words(config: Config, gpus: int) -> list[str]:
     cluster = config.distributed
     says = cluster.devices or cluster.distributed_gpus or cluster.distributed_world_size or cluster.distributed_no_spawn
     return [] if says or cluster.cpu or not gpus else ["--distributed-gpus", str(gpus)]
-
-
-def _seconds(text: str | None) -> int | None:
-    """HH:MM:SS in seconds."""
-    if text is None:
-        return None
-    found = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text)
-    if found is None or not any(map(int, found.groups())):
-        raise ConfigError(f"--time {text}: expected HH:MM:SS, as 24:00:00")
-    hours, minutes, seconds = map(int, found.groups())
-    return hours * 3600 + minutes * 60 + seconds
 
 
 def _check(system: str, job: Job) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +26,7 @@ from hetseq.comm import AnyGroup
 from hetseq.commit import Wish
 from hetseq.config import CheckpointConfig, Config, DataConfig, OptimizationConfig
 from hetseq.controller import Controller, Halt, TrainingState
+from hetseq.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
 from hetseq.device_memo import DeviceMemo
 from hetseq.errors import CheckpointMismatch, ConfigError, DisagreementError
 from hetseq.large_batch import Course, advice, scale_in_words, scaled
@@ -39,7 +39,7 @@ from hetseq.micro_batches import MicroBatchSizes
 from hetseq.optim import parameter_groups
 from hetseq.pace import FixedPace, MeasuredPace, Pace, assigner, assigner_by
 from hetseq.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
-from hetseq.planning import check_best_metric, make_validators, planner_of
+from hetseq.planning import check_best_metric, make_validators, planner_of, weights_by_slot
 from hetseq.reduction import GradientReducer
 from hetseq.replica import Replica, batch_norms, trained_parameters
 from hetseq.replica_check import ReplicaCheck, ReplicasDiffer, kind_of
@@ -176,12 +176,13 @@ def build_session(
     with ExitStack() as undo, _patience(group, is_first, material), _patience(sharing.group, is_first, material):
         replica = _build_replica(config, material, group, carried.optimizer if carried else None)
         undo.callback(replica.reducer.close)
-        weights_of_ranks = _weights_of_ranks(config, slots)
+        weights_of_ranks = weights_by_slot(config.distributed, slots)
         validators = make_validators(config, material)
         check_best_metric(config.validation, validators, material)
 
         asked = global_batch(config.data, group)
-        provenance = carried.provenance if carried else _provenance(config, material, replica, asked)
+        parts = parts_of_ranks(material, group) if config.data.data_by_host else None
+        provenance = carried.provenance if carried else _provenance(config, material, replica, asked, parts)
         inherited: Inherited | None = None
         beginning: Beginning | None = None
         if succession is not None:
@@ -212,7 +213,8 @@ def build_session(
         costs = tuple(Cost(*cost) if cost else None for cost in succession.record.costs) if succession else ()
         table = complete_costs(costs) if is_balanced else None
         assign = assigner(table) if table is not None else assigner_by(weights_of_ranks)
-        planner = planner_of(config, material.train, provenance.batch, assign)
+        shards = shards_of(provenance.parts, parts) if parts and provenance.parts else None
+        planner = planner_of(config, material.train, provenance.batch, assign, shards)
         sizes = _micro_batch_sizes(config.data, device, DeviceMemo(directory, device))
         is_first_measured = (is_balanced or sizes.is_learning) and not sizes.is_fixed and carried is None
         if batch_norms(material.model):
@@ -224,7 +226,7 @@ def build_session(
         )  # fmt: skip
         undo.callback(loader.close)
         unit = 0 if planner.lengths is not None else planner.unit
-        told = RunStatus(Setting(str(config.checkpoint.save_dir), config.distributed.balance, unit))
+        told = RunStatus(Setting(str(config.checkpoint.save_dir), config.distributed.balance, unit, shards is not None))
         status = StatusFiles(directory, sharing, device=str(device), slots=slots, run=told)
         replicas = _replica_check(config, replica, group, metrics, device)
         boundary = RunBoundary(
@@ -263,17 +265,19 @@ def build_session(
         if replicas is not None and is_first:
             replicas.check(state.position.step - 1, (1,) * group.world_size)
         undo.pop_all()
-    told.total_steps = _total_steps(config, len(material.train), provenance.batch, state)
+    told.total_steps = _total_steps(config, planner.n, provenance.batch, state)
     metrics.set_total(told.total_steps)
     status.write(0.0, force=True, step=state.position.step - 1, state="start" if is_first else "train")
     if is_first or carried is None:
         _say_what_runs(controller, material)
+    if shards is not None and group.rank == 0:
+        say_what_holds(shards, has_begun=not is_first)
     if is_first:
-        course = Course(len(material.train), state.position, state.updates, told.total_steps)
+        course = Course(planner.n, state.position, state.updates, told.total_steps)
         _say_what_the_batch_means(config.optimization, provenance.batch, course, beginning)
     if config.data.unit_size is None and is_first:
         _warn_of_batch_norm(controller)
-    is_last = succession is not None and succession.record.is_last
+    is_last = succession is not None and (succession.record.is_last or (shards is not None and bool(shards.lost)))
     due = inherited.due if inherited is not None else None
     return Session(controller, saver, status, boundary, provenance, metrics, is_last, due)
 
@@ -306,18 +310,6 @@ def _build_replica(
     bucket_bytes = int(config.distributed.bucket_cap_mb * _MIB)
     reducer = GradientReducer(parameters, group, bucket_bytes=bucket_bytes)
     return Replica(material.model, optimizer, reducer, BufferKeeper(material.model, group))
-
-
-def _weights_of_ranks(config: Config, slots: Sequence[int]) -> tuple[float, ...]:
-    """What shares are in proportion to: the fixed weights of these slots, or equal ones, which `auto` begins with.
-
-    A slot that the weights do not name has the mean of those that they do.
-    """
-    named = config.distributed.balance_weights()
-    if named is None:
-        return (1.0,) * len(slots)
-    weights = [named[slot] if slot < len(named) else math.fsum(named) / len(named) for slot in slots]
-    return tuple(weights) if sum(weights) > 0 else (1.0,) * len(slots)
 
 
 def global_batch(config: DataConfig, group: AnyGroup) -> GlobalBatch:
@@ -358,19 +350,22 @@ def _most_work_at_once(planner: Planner, sizes: MicroBatchSizes) -> int | None:
     return sizes.cap.tokens if planner.lengths is not None else sizes.cap.samples
 
 
-def _provenance(config: Config, material: Material, replica: Replica, batch: GlobalBatch) -> Provenance:
+def _provenance(
+    config: Config, material: Material, replica: Replica, batch: GlobalBatch, parts: Sequence[tuple[str, int]] | None
+) -> Provenance:
     return Provenance(
         task=type(material.task).__name__,
         optimizer=type(replica.optimizer).__name__,
         seed=config.task.seed,
         split=config.data.train_subset,
-        samples=len(material.train),
+        samples=len(material.train) if parts is None else sum(samples for _, samples in set(parts)),
         curriculum=config.data.curriculum,
         precision=config.optimization.precision,
         batch=batch,
         unit_size=config.data.unit_size,
         shuffle_block=config.data.shuffle_block,
         vocabulary=getattr(material.train, "vocabulary_digest", None),
+        parts=None if parts is None else text_of(parts),
     )
 
 
@@ -445,7 +440,7 @@ def _say_what_runs(controller: Controller, material: Material) -> None:
     parameters = sum(parameter.numel() for parameter in material.model.parameters())
     plan = controller.planner.plan(controller.state.position)
     logger.info(
-        "task %s: %s training samples, %s parameters", type(material.task).__name__, f"{len(material.train):,}",
+        "task %s: %s training samples, %s parameters", type(material.task).__name__, f"{controller.planner.n:,}",
         f"{parameters:,}",
     )  # fmt: skip
     logger.info(

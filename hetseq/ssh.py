@@ -10,7 +10,6 @@ missing there, ends the command at once and leaves nothing running.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -23,30 +22,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from hetseq import options
 from hetseq.cluster.secret import load_secret
+from hetseq.command_line import Command, Option, whole_number
 from hetseq.config import DistributedConfig
 from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, ConfigError, RendezvousError
 from hetseq.far_end import MARK, tag_of
 from hetseq.processes import ECHO_S, first_stop_signal, ringing_on_signals
-
-USAGE = """usage: hetseq ssh --hosts HOST[:N],HOST[:N],... [options] -- OPTIONS OF hetseq train
-
-  --hosts LIST      hosts as ssh knows them, each with its number of workers; without :N one per GPU it shows
-  --ssh COMMAND     default ssh; with options as in 'ssh -p 2222'
-  --directory DIR   where the run begins on each host; default: this directory, by the same path
-  --python PY       the Python there that has hetseq; default: the path of the one that runs this command
-  --env-setup LINE  shell before it, as 'module load cuda'
-  --address ADDR    how the hosts call the first one; default: its name in --hosts
-  --port P          a port of the first host at which they meet; default: one that is free there
-
-  hetseq ssh --hosts labA:2,labB:4 -- --task mnist --global-batch-size 64 --save-dir runs/digits
-
-Every line of output begins with its host. Ctrl-C stops all after their step, a second one at once. The exit code is the
-first that is not 0, in the order of the hosts; 255 is ssh's own.
-"""
 
 _HOST = re.compile(r"(?P<name>(?:[\w.-]+@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:]+\]))(?::(?P<count>\d+))?")
 _ANSWER_S = 120.0  # for a connection, and for a cold import of torch over a network mount
@@ -59,9 +43,40 @@ _SSH_FAILED = 255
 _FAILED = (EXIT_USAGE, EXIT_DISAGREE)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"hetseq ssh: {message}; see hetseq ssh --help")
+COMMAND = Command(
+    "ssh",
+    "A run on several hosts by one command, over ssh.",
+    usage=("--hosts LIST [options] -- OPTIONS OF hetseq train",),
+    words=(
+        Option(
+            "--hosts",
+            "hosts as ssh knows them, each with its workers, as labA:2,ada@labB; without a number one per GPU it shows",
+            "LIST",
+            is_needed=True,
+        ),
+        Option("--ssh", "default ssh; with options as in 'ssh -p 2222'", "COMMAND", default="ssh"),
+        Option(
+            "--directory", "where the run begins on each host; default: this directory, by the same path", "DIR"
+        ),
+        Option(
+            "--python", "the Python there that has hetseq; default: the path of the one that runs this command", "PY"
+        ),
+        Option("--env-setup", "shell before it, as 'module load cuda'", "LINE"),
+        Option("--address", "how the hosts call the first one; default: its name in --hosts", "ADDR"),
+        Option(
+            "--port", "a port of the first host at which they meet; default: one that is free there", "P",
+            read=whole_number(1, 65535),
+        ),
+    ),
+    examples=(
+        "hetseq ssh --hosts labA:2,labB:4 -- --task mnist --global-batch-size 64 --save-dir runs/digits",
+    ),
+    notes=(
+        "Every line of output begins with its host. Ctrl-C stops all after their step, a second one at once. The exit"
+        " code is the first that is not 0, in the order of the hosts; 255 is ssh's own.",
+    ),
+    train="behind",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,30 +108,16 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 def parse(words: Sequence[str]) -> Request:
     """The words after `hetseq ssh`. Raises ConfigError, also for options of the run that no host would take."""
-    if "--" not in words:
-        raise ConfigError(
-            "hetseq ssh expects the options of hetseq train behind --, as in: hetseq ssh --hosts labA:2,labB:4 --"
-            " --task mnist --global-batch-size 64 --save-dir runs/digits"
-        )
-    at = list(words).index("--")
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--hosts", required=True)
-    for name in ("directory", "python", "env-setup", "address"):
-        parser.add_argument(f"--{name}")
-    parser.add_argument("--ssh", default="ssh")
-    parser.add_argument("--port", type=int)
-    asked, train = parser.parse_args(list(words[:at])), tuple(words[at + 1 :])
-    hosts = tuple(_host(text) for text in asked.hosts.split(","))
+    asked = COMMAND.read(words)
+    train, hosts = asked.rest, tuple(_host(text) for text in asked["--hosts"].split(","))
     if len({name for name, _ in hosts}) < len(hosts):
-        raise ConfigError(f"--hosts {asked.hosts} names a host twice: give it once, with all its workers")
-    if asked.port is not None and not 0 < asked.port < 65536:
-        raise ConfigError(f"--port {asked.port}: expected 1 to 65535")
-    address = asked.address or hosts[0][0].rpartition("@")[2]
+        raise ConfigError(f"--hosts {asked['--hosts']} names a host twice: give it once, with all its workers")
+    address = asked["--address"] or hosts[0][0].rpartition("@")[2]
     has_min_ranks = any(word.partition("=")[0] == "--min-ranks" for word in train)
-    meeting = ["--join", f"tcp://{address}:{asked.port or 1}", *([] if has_min_ranks else ["--min-ranks", "1"])]
+    meeting = ["--join", f"tcp://{address}:{asked['--port'] or 1}", *([] if has_min_ranks else ["--min-ranks", "1"])]
     config = options.parse([*train, *meeting])
     if config.distributed.join != meeting[1]:
-        raise ConfigError("hetseq ssh says itself where the nodes meet: leave --join out (--address, --port)")
+        raise ConfigError("where the nodes meet is said by this command: leave --join out (--address, --port)")
     if config.distributed.distributed_gpus is not None or config.distributed.devices:
         raise ConfigError(
             "--hosts says how many workers a host has, as in labA:2: leave --distributed-gpus and --devices out"
@@ -124,8 +125,9 @@ def parse(words: Sequence[str]) -> Request:
     if config.data.global_batch_size is None:
         raise ConfigError("several nodes need --global-batch-size N behind -- (samples of a step over all ranks)")
     return Request(
-        hosts, train, tuple(shlex.split(asked.ssh)), asked.directory or os.getcwd(), asked.python or sys.executable,
-        asked.env_setup, address, asked.port, has_min_ranks, config.distributed.secret_file,
+        hosts, train, tuple(shlex.split(asked["--ssh"])), asked["--directory"] or os.getcwd(),
+        asked["--python"] or sys.executable,
+        asked["--env-setup"], address, asked["--port"], has_min_ranks, config.distributed.secret_file,
     )  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def hand_over(succession: Succession, replica: Replica, provenance: Provenance, 
     """
     carried, source = succession.carried, succession.source
     told = json.loads(send_bytes(sharing.whole, _words(carried).encode(), source=source))
-    provenance = replace(provenance, batch=saved_batch(told))
+    provenance = replace(provenance, batch=saved_batch(told), samples=told["samples"], parts=told["parts"])
     state = carried.state if carried is not None else TrainingState()
     faults.point("transfer")
     if succession.record.fresh:
@@ -118,6 +118,8 @@ def _words(carried: Carried | None) -> str:
             "owes": carried.saver.owes,
             "known": carried.saver.known,
             "global_batch": batch_record(carried.provenance.batch),
+            "samples": carried.provenance.samples,
+            "parts": carried.provenance.parts,
         }
     )
 

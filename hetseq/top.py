@@ -30,28 +30,33 @@ from typing import Any
 
 import numpy as np
 
+from hetseq.command_line import Argument, Command, Option, seconds
 from hetseq.errors import ConfigError
 from hetseq.progress import terminal
 from hetseq.rank_table import RankSummary, Signs, ranks_that_matter, summarise, table_lines, with_slots
 from hetseq.run_status import RunFacts, read_facts
 from hetseq.whereabouts import state_of_process
+from hetseq.which_run import existing_run
 
-USAGE = """usage: hetseq top RUN [--once] [--interval S]
-
-  RUN           the --save-dir of a run; from any machine that sees it, nothing in it is changed
-  --once        show it once, as plain text
-  --interval S  look every S seconds; default: 1 on a terminal, 10 elsewhere
-
-as in: hetseq top runs/mnist
-
-q or Ctrl-C ends the view, never the run; the view ends by itself when the run has ended.
-"""
-
-_EXAMPLE = "as in: hetseq top runs/mnist"
 _LIVE_S, _PLAIN_S, _LEAST_S = 1.0, 10.0, 0.1
 _SILENT_S, _SILENT_STEPS = 10.0, 5  # a rank writes once a second, and at the end of a step
 _ENDED_S = 3.0  # how old the last sign of life is before a run without a launcher counts as over
 _PLAIN_RANKS = 64
+
+COMMAND = Command(
+    "top",
+    "What a run does now: its step, its ranks, who is slow, silent or gone.",
+    usage=("RUN [--once] [--interval S]",),
+    words=(
+        Argument("RUN", "the --save-dir of a run; from any machine that sees it, nothing in it is changed"),
+        Option("--once", "show it once, as plain text"),
+        Option(
+            "--interval", "look every S seconds; default: 1 on a terminal, 10 elsewhere", "S", read=seconds(_LEAST_S)
+        ),
+    ),
+    examples=("hetseq top runs/mnist", "hetseq top runs/mnist --interval 5", "hetseq top runs/mnist --once"),
+    notes=("q or Ctrl-C ends the view, never the run; the view ends by itself when the run has ended.",),
+)
 
 
 @dataclass(frozen=True)
@@ -85,12 +90,12 @@ class RankSign:
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     """`hetseq top RUN`: show a run until it has ended or q is pressed; gives 0. Raises ConfigError."""
     arguments = parse(words)
+    existing_run(arguments.run)
     look = Lookout(arguments.run)
     signs = look.signs()
     if not signs:
         raise ConfigError(
-            f"hetseq top: {arguments.run} is no run that has begun: its status/ names no rank; expected the --save-dir"
-            " of one"
+            f"{arguments.run} is no run that has begun: its status/ names no rank; expected the --save-dir of one"
         )
     with suppress(KeyboardInterrupt):
         if arguments.is_once:
@@ -103,35 +108,9 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 
 def parse(words: Sequence[str]) -> Arguments:
-    """The command line. Raises ConfigError."""
-    targets, is_once, interval_s, left = list[str](), False, None, list(words)
-    while left:
-        word = left.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag == "--interval":
-            if not equals and not left:
-                raise ConfigError(f"hetseq top: --interval stands without a value, {_EXAMPLE} --interval 5")
-            interval_s = _seconds_of(value if equals else left.pop(0))
-        elif word == "--once":
-            is_once = True
-        elif word.startswith("-"):
-            raise ConfigError(f"hetseq top: unknown option {flag}: expected --once, --interval")
-        else:
-            targets.append(word)
-    if len(targets) != 1:
-        found = f"found {' '.join(targets)}" if targets else "found none"
-        raise ConfigError(f"hetseq top: expected one RUN, {found}; {_EXAMPLE}")
-    return Arguments(Path(targets[0]), is_once, interval_s)
-
-
-def _seconds_of(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not _LEAST_S <= seconds < math.inf:
-        raise ConfigError(f"hetseq top: --interval {text}: expected seconds, {_LEAST_S:g} or more")
-    return seconds
+    """The command line. Raises ConfigError, HelpRequested."""
+    given = COMMAND.read(words)
+    return Arguments(Path(given["RUN"]), given["--once"], given["--interval"])
 
 
 # reading

@@ -13,20 +13,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import yaml
+
 from hetseq.capacity import NEGLIGIBLE_GAIN, Cost
 from hetseq.cluster_file import Experiment, read_experiment
+from hetseq.command_line import Argument, Command, Option
 from hetseq.errors import ConfigError
 from hetseq.measured import Measured, named, read_measured
-from hetseq.registry import nearest
+from hetseq.run_directory import RunDirectory
 from hetseq.simulation import RankModel, Step, best_shares, equal_shares, learn, predict, run
 from hetseq.tables import Cells, table
-
-_PLAN = "as in: hetseq plan runs/mnist --without 1 --add gpu3:2.0"
-_SIMULATE = "as in: hetseq simulate cluster.yaml"
 
 _MOST_TIMES = 1e6
 _LEARNED, _LEAST_LEARNED = 60_000, 10
@@ -65,56 +65,40 @@ class SimulateArguments:
     wants_json: bool = False
 
 
+def run_plan(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """`hetseq plan RUN`: say how fast it would be on another cluster; gives 0. Raises ConfigError."""
+    arguments = parse_plan(words)
+    say((plan_json if arguments.wants_json else plan_text)(make_plan(arguments)))
+    return 0
+
+
+def run_simulate(words: Sequence[str], say: Callable[[str], None]) -> int:
+    """`hetseq simulate FILE`: say how fast a cluster on paper would be; gives 0. Raises ConfigError."""
+    arguments = parse_simulate(words)
+    say((simulation_json if arguments.wants_json else simulation_text)(compare(arguments)))
+    return 0
+
+
 def parse_plan(argv: Sequence[str]) -> PlanArguments:
-    """The command line of `hetseq plan`. Raises ConfigError."""
-    target, given = _split("plan", argv, {"--without": True, "--add": True, "--json": False}, "RUN", _PLAN)
+    """The command line of `hetseq plan`. Raises ConfigError, HelpRequested."""
+    given = PLAN.read(argv)
     return PlanArguments(
-        run=Path(target),
-        without=tuple(dict.fromkeys(_rank_number(value) for flag, value in given if flag == "--without")),
-        add=tuple(_addition(value) for flag, value in given if flag == "--add"),
-        wants_json=any(flag == "--json" for flag, _ in given),
+        run=Path(given["RUN"]),
+        without=tuple(dict.fromkeys(given["--without"])),
+        add=given["--add"],
+        wants_json=given["--json"],
     )
 
 
 def parse_simulate(argv: Sequence[str]) -> SimulateArguments:
-    """The command line of `hetseq simulate`. Raises ConfigError."""
-    target, given = _split("simulate", argv, {"--json": False}, "FILE", _SIMULATE)
-    return SimulateArguments(Path(target), wants_json=bool(given))
-
-
-def _split(
-    command: str, argv: Sequence[str], flags: Mapping[str, bool], metavar: str, example: str
-) -> tuple[str, list[tuple[str, str]]]:
-    """The one word without a flag, and the flags with their values ("" for those that take none), in order."""
-    targets, given, words = [], [], list(argv)
-    while words:
-        word = words.pop(0)
-        flag, equals, value = word.partition("=")
-        if not word.startswith("--"):
-            targets.append(word)
-        elif flag not in flags:
-            guess = nearest(flag, flags)
-            hint = f"did you mean {guess}?" if guess else f"expected {', '.join(flags)}"
-            raise ConfigError(f"hetseq {command}: unknown option {flag}: {hint}")
-        elif not flags[flag]:
-            if equals:
-                raise ConfigError(f"hetseq {command}: {word}: {flag} takes no value")
-            given.append((flag, ""))
-        elif equals or words:
-            given.append((flag, value if equals else words.pop(0)))
-        else:
-            raise ConfigError(f"hetseq {command}: {flag} stands without a value, {example}")
-    if len(targets) != 1:
-        found = f"found {' '.join(targets)}" if targets else "found none"
-        raise ConfigError(f"hetseq {command}: expected one {metavar}, {found}; {example}")
-    return targets[0], given
+    """The command line of `hetseq simulate`. Raises ConfigError, HelpRequested."""
+    given = SIMULATE.read(argv)
+    return SimulateArguments(Path(given["FILE"]), wants_json=given["--json"])
 
 
 def _rank_number(text: str) -> int:
-    if not re.fullmatch(r"\d{1,9}", text):
-        raise ConfigError(
-            f"--without {text}: expected the number of a rank, as in --without 1; give the flag once per rank"
-        )
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise ValueError("expected the number of a rank, as in --without 1; give the flag once per rank")
     return int(text)
 
 
@@ -126,11 +110,47 @@ def _addition(text: str) -> Addition:
     except ValueError:
         value = math.nan
     if not name or not 0 < value < math.inf:
-        raise ConfigError(
-            f"--add {text}: expected NAME:SPEED, with SPEED above 0: gpu3:2.0 is twice as fast as the fastest rank of"
-            " the run, gpu3:120/s makes 120 samples per second"
+        raise ValueError(
+            "expected NAME:SPEED, with SPEED above 0: gpu3:2.0 is twice as fast as the fastest rank of the run,"
+            " gpu3:120/s makes 120 samples per second"
         )
     return Addition(name, value, is_per_s=number != speed)
+
+
+PLAN = Command(
+    "plan",
+    "How fast a run would be with the best shares, without a rank, or with another one.",
+    usage=("RUN [--without RANK]... [--add NAME:SPEED]... [--json]",),
+    words=(
+        Argument("RUN", "the --save-dir of a run, finished or not; nothing in it is changed"),
+        Option(
+            "--without", "predict the step without this rank; give it once per rank", "RANK", read=_rank_number,
+            is_many=True,
+        ),
+        Option(
+            "--add",
+            "predict the step with one rank more: gpu3:2.0 is twice as fast as the fastest rank of the run, gpu3:120/s"
+            " makes 120 samples per second alone; give it once per rank",
+            "NAME:SPEED",
+            read=_addition,
+            is_many=True,
+        ),
+        Option("--json", "one line for scripts"),
+    ),
+    examples=("hetseq plan runs/mnist", "hetseq plan runs/mnist --without 1 --add gpu3:2.0"),
+)  # fmt: skip
+
+SIMULATE = Command(
+    "simulate",
+    "How fast a cluster would be that is described in a YAML file.",
+    usage=("FILE [--json]",),
+    words=(
+        Argument("FILE", "YAML: groups of ranks, their speeds and links, a global batch"),
+        Option("--json", "one line for scripts"),
+    ),
+    examples=("hetseq simulate cluster.yaml",),
+    notes=("The keys of the file are in docs/planning.md.",),
+)
 
 
 # plan
@@ -159,6 +179,7 @@ class Plan:
 
 def make_plan(arguments: PlanArguments) -> Plan:
     """The answer to `hetseq plan`. Raises ConfigError for a run without measurements or such a rank."""
+    _check_that_work_moves(arguments.run)
     measured = read_measured(arguments.run)
     world_size = len(measured.ranks)
     for rank in arguments.without:
@@ -181,6 +202,18 @@ def make_plan(arguments: PlanArguments) -> Plan:
         others=tuple(_scenario(measured, title, without, added) for title, without, added in changes),
         advice=tuple(_advice(measured, now, best.step)),
     )
+
+
+def _check_that_work_moves(run: Path) -> None:
+    try:
+        options = yaml.safe_load(RunDirectory(run).config_file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return  # what was measured is enough
+    if isinstance(options, dict) and options.get("data_by_host"):
+        raise ConfigError(
+            f"{run} trains with --data-by-host: which host has what data says who does how much, and hetseq plan"
+            " predicts for ranks that can do each other's work"
+        )
 
 
 def _added_rank(measured: Measured, addition: Addition) -> RankModel:

@@ -27,6 +27,7 @@ from tasks.fine_tuning import Beginning, Ragged, find_beginning, pad
 from tasks.labelled_texts import SUFFIXES, Columns, Labelled, read_labelled
 from tasks.layer_stack import checkpoint_activations_
 from tasks.options import BertClassifyOptions
+from tasks.record_index import vocab_digest
 from tasks.split_files import find_split
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,12 @@ class BertClassifyTask(Task):
                 f"--text-pair-column {self._columns.pair} makes rows of two segments, and type_vocab_size in"
                 f" {begin.files[0]} is {begin.config.type_vocab_size}: expected a network with 2 or more"
             )
-        files = dict.fromkeys([path, self._file(self.config.data.train_subset), *begin.files])
+        files = dict.fromkeys([path, *begin.files])
         dataset = LabelledRows(
             *_encoded(texts, begin, path), self._numbers(texts, path), list(files), padding=begin.config.pad_token_id,
             is_packed=bert_packing.is_wanted(self.config, no_packing=self.options.no_packing),
         )  # fmt: skip
+        dataset.vocabulary_digest = vocab_digest(self.labels)
         logger.info("%s: %d texts from %s, %d labels", split, len(dataset), path, len(self.labels))
         return dataset
 
@@ -159,8 +161,10 @@ class LabelledRows(Dataset[Sample]):
     """Texts as rows of pieces; `files` are the paths that were read, `lengths` the pieces with [CLS] and [SEP].
 
     A batch is padded to its longest row, or with `is_packed` has no padding, as `bert_packing` makes it.
-    `second`: where the second text of each row begins.
+    `second`: where the second text of each row begins. `vocabulary_digest` says which label is which number.
     """
+
+    vocabulary_digest: str | None = None
 
     def __init__(
         self, pieces: Ragged, second: Tensor, labels: Tensor, files: list[Path], *, padding: int,

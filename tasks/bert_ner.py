@@ -26,6 +26,7 @@ from tasks.bert_heads import BertForTokenClassification
 from tasks.fine_tuning import Beginning, Ragged, find_beginning, pad
 from tasks.layer_stack import checkpoint_activations_
 from tasks.options import BertNerOptions
+from tasks.record_index import vocab_digest
 from tasks.split_files import find_split
 from tasks.tagged_words import OUTSIDE, Sentence, read_sentences, tally
 
@@ -51,12 +52,13 @@ class BertNerTask(Task):
         """The sentences of a split. Raises DataError and MissingSplitError."""
         path = self._file(split)
         sentences = self._training if split == self.config.data.train_subset else read_sentences(path)
-        files = dict.fromkeys([path, self._file(self.config.data.train_subset), *self._beginning.files])
+        files = dict.fromkeys([path, *self._beginning.files])
         rows = _encoded(sentences, self._beginning, self._numbers(sentences, path), path)
         dataset = TaggedRows(
             rows, list(files), padding=self._beginning.config.pad_token_id,
             is_packed=bert_packing.is_wanted(self.config, no_packing=self.options.no_packing),
         )  # fmt: skip
+        dataset.vocabulary_digest = vocab_digest(self.labels)
         logger.info("%s: %d sentences from %s, %d tags", split, len(dataset), path, len(self.labels))
         return dataset
 
@@ -163,7 +165,10 @@ class TaggedRows(Dataset[Sample]):
     """Sentences as rows of pieces; `files` are the paths that were read, `lengths` the pieces with [CLS] and [SEP].
 
     A batch is padded to its longest row, or with `is_packed` has no padding, as `bert_packing` makes it.
+    `vocabulary_digest` says which tag is which number.
     """
+
+    vocabulary_digest: str | None = None
 
     def __init__(
         self, rows: Sequence[tuple[list[int], list[int], list[int]]], files: list[Path], *, padding: int,

@@ -40,6 +40,7 @@ Fields = dict[str, str]
 PROTOCOL = "1"
 #: how the value of a field begins that this party could not tell; it equals whatever the others say
 NOT_COMPARED = "not compared"
+PART = "part of the training data"  # which of several a rank reads: the field that may differ, see `data_by_host`
 DIGEST_DIGITS = 12
 
 _NOT_GIVEN, _ABSENT = "(not given)", "(nothing)"
@@ -264,6 +265,10 @@ def _texts(one: str, other: str) -> Shown:
     return None if one == other else (one, other)
 
 
+def _anything(one: str, other: str) -> Shown:
+    return None
+
+
 def _lists(one: str, other: str) -> Shown:
     """The first position where they differ."""
     if one == other:
@@ -370,9 +375,13 @@ class _Kind:
 
 
 _COPY_TASK = "have the same files of the task on all nodes"
-_COPY_DATA = "have the same data on all nodes (copy the files from one of them)"
+_COPY_DATA = (
+    "have the same data on all nodes (copy the files from one of them), or, where each host is to have a part of the"
+    " training data of its own, give --data-by-host"
+)
 _SAME_COMMIT = "have the same HetSeq on all nodes (the same commit, without changes of one)"
 _SAME_MODEL = "build the same model in the same order on all nodes"
+_SAME_VOCABULARY = "have data on all nodes that were made with one vocabulary"
 _SAME_ORDER = "have the data set list its samples in the same order on all nodes"
 _INSTALL = "install the same versions on all nodes (only torch's build tag, as in +cpu, may differ)"
 
@@ -389,6 +398,8 @@ _KINDS = (
     _Kind(("modules of the task",), _common_files, _COPY_TASK, "code-differs"),
     _Kind(("packages of the task",), _common_files, _INSTALL, "versions-differ"),
     _Kind(("parameters", "buffers"), _lists, _SAME_MODEL, "model-differs"),
+    _Kind((PART,), _anything, "", "data-differ"),
+    _Kind(("vocabulary of ",), _texts, _SAME_VOCABULARY, "data-differ"),
     _Kind(("length of ",), _texts, _COPY_DATA, "data-differ"),
     _Kind(("files of ",), _named_files, _COPY_DATA, "data-differ"),
     _Kind(("samples of ",), _samples, _COPY_DATA, "data-differ"),

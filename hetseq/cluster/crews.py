@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hetseq.cluster.contract import difference
+from hetseq.cluster.contract import PART, difference
 from hetseq.cluster.election import Standing
 from hetseq.cluster.generations import Generations
 from hetseq.ending import WorkerEnd, how_it_ended
@@ -59,7 +59,7 @@ class Crews:
         self._starts = dict.fromkeys(sites, 0)
         names = {incarnation(slot, 0): slot for slot in sorted(sites)}
         self._generations = Generations(
-            Record(0, tuple(names)), names, min_ranks=min_ranks, wait_s=wait_s, home=self._node_of
+            Record(0, tuple(names)), names, min_ranks=min_ranks, wait_s=wait_s, home=self._node_of, part=self._part_of
         )  # fmt: skip
         self._story: list[str] = []
         self._stands: dict[str, tuple[dict[str, Any], float]] = {}  # where a process stood when it was asked, and when
@@ -87,12 +87,17 @@ class Crews:
         """The crews of a run that has come to the generation `newest`, of which only the slots of `starts` are left."""
         crews = cls(sites, presented, min_ranks=min_ranks, wait_s=wait_s)
         names = {name: slot_of(name) for name in newest.roster}
-        crews._generations = Generations(newest, names, min_ranks=min_ranks, wait_s=wait_s, home=crews._node_of)
+        crews._generations = Generations(
+            newest, names, min_ranks=min_ranks, wait_s=wait_s, home=crews._node_of, part=crews._part_of
+        )  # fmt: skip
         crews._starts = {slot: starts.get(slot, 0) for slot in sites}
         return crews
 
     def _node_of(self, slot: int) -> int:
         return self._sites[slot].node
+
+    def _part_of(self, slot: int) -> str | None:
+        return self._presented.get(slot, {}).get(PART)
 
     def bereave(self, slots: Collection[int], how: str, now_s: float) -> None:
         """All but the workers of these slots are out of reach."""
@@ -183,9 +188,11 @@ class Crews:
 
     def leave(self, slots: Collection[int], *, is_everybody: bool, now_s: float) -> None:
         """A node is asked to go. Its ranks leave a little later, since a queue may take all nodes in the same moment;
-        with `is_everybody`, or if too few would be left, all stop together."""
+        with `is_everybody`, or if too few ranks or not all of the data would be left, all stop together."""
         self._leaving.update(slots)
-        if is_everybody or len(self.living - self._leaving) < self._min_ranks:
+        staying = self.living - self._leaving
+        keeps_all = {self._part_of(slot) for slot in staying} >= {self._part_of(slot) for slot in self.living}
+        if is_everybody or len(staying) < self._min_ranks or not keeps_all:
             self._leave_s = math.inf
             self._wish(self.living, "STOP")
         elif self._leave_s == math.inf:

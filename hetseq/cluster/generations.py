@@ -32,7 +32,8 @@ class Generations:
     """The generations of one run, from the first one on.
 
     `slots` are those of the first roster. `min_ranks`: with fewer the run waits for newcomers, `wait_s` at most, and
-    then stops with what it has. `home` tells of a slot where it is: who is at one place reaches each other most likely.
+    then stops with what it has; so it does where nobody is left with a `part` of the data that somebody had. `home`
+    tells of a slot where it is: who is at one place reaches each other most likely.
     `outbox` holds (incarnation, order) for the caller to send, in order: `freeze`,
     `record`, `wish`, and for the launcher of a worker `fence`.
     """
@@ -45,11 +46,12 @@ class Generations:
         min_ranks: int = 1,
         wait_s: float = 0.0,
         home: Callable[[int], object] = lambda slot: slot,
+        part: Callable[[int], object] = lambda slot: None,
     ) -> None:
         self.newest = first
         self.outbox: list[tuple[str, Order]] = []
         self.slots = dict(slots)  # of everybody who ever came
-        self._min_ranks, self._wait_s, self._home = min_ranks, wait_s, home
+        self._min_ranks, self._wait_s, self._home, self._part = min_ranks, wait_s, home, part
         self._alive = set(first.roster)
         self._newcomers: list[str] = []  # ready to take part, in the order of their coming
         self._expected: set[int] = set()  # slots whose replacement is being started
@@ -192,8 +194,10 @@ class Generations:
 
     @property
     def _is_waiting_for_more(self) -> bool:
-        """Fewer than `min_ranks` would be left."""
-        return len(self._reports) + len(self._newcomers) < self._min_ranks
+        """Fewer than `min_ranks` would be left, or a part of the data would lie with nobody."""
+        here = [*self._reports, *self._newcomers]
+        needed = {self._part(self.slots[name]) for name in self.newest.roster}
+        return len(here) < self._min_ranks or not needed <= {self._part(self.slots[name]) for name in here}
 
     def _close_if_possible(self, now_s: float) -> None:
         if self._began_s is None or any(now_s < self._due(name) for name in self._missing()):

@@ -7,38 +7,52 @@ one idea: facts first, judgements after, so that every sentence can be tested wi
 from __future__ import annotations
 
 import json
-import math
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetseq.command_line import Command, Given, Option, seconds, whole_number
 from hetseq.config import DistributedConfig
 from hetseq.doctor.facts import Facts
 from hetseq.errors import EXIT_FAILED, ConfigError
-from hetseq.registry import nearest
 
-USAGE = """usage: hetseq doctor [--dir DIR] [--seconds S] [--secret-file FILE] [--json FILE]
-       hetseq doctor --join URL --min-nodes N [--join-timeout S] [as above]
-
-  --dir DIR           a directory that the nodes share: try what its file system promises
-  --seconds S         burn-in of each device, and a forecast from it; default 5, 0 leaves it out
-  --secret-file FILE  look at this file of the secret in place of ~/.hetseq/secret
-  --join URL          meet the doctors of other nodes there, started with the same line: tcp://HOST:PORT or file:///PATH
-  --min-nodes N       with --join: how many nodes there are
-  --join-timeout S    with --join: wait so many seconds for the others; default 600
-  --json FILE         write what was found to FILE, without names, addresses and paths, for others to read
-
-Each finding is ok, a note, a warning or a problem, with what to do about it. Ends with 1 where anything is a problem.
-
-  hetseq doctor --dir /shared/runs --json doctor.json
-  hetseq doctor --join tcp://labA:29400 --min-nodes 2 --dir /shared/runs
-"""
-
-_FLAGS = ("--dir", "--seconds", "--secret-file", "--join", "--min-nodes", "--join-timeout", "--json")
-_EXAMPLE = "as in: hetseq doctor --dir /shared/runs --json doctor.json"
 _LONGEST_S, _LONGEST_WAIT_S = 600.0, 1e6
 _MOST_NODES = 256
+
+
+COMMAND = Command(
+    "doctor",
+    "Is this node, or this cluster, fit for a training, and what should be done about it?",
+    usage=("[options]", "--join URL --min-nodes N [options]"),
+    words=(
+        Option("--dir", "a directory that the nodes share: try what its file system promises", "DIR"),
+        Option(
+            "--seconds", "burn-in of each device, and a forecast from it; default 5, 0 leaves it out", "S",
+            read=seconds(0, _LONGEST_S), default=5.0,
+        ),
+        Option("--secret-file", "look at this file of the secret in place of ~/.hetseq/secret", "FILE"),
+        Option(
+            "--join",
+            "meet the doctors of other nodes there, started with the same line: tcp://HOST:PORT or file:///PATH",
+            "URL",
+        ),
+        Option("--min-nodes", "with --join: how many nodes there are", "N", read=whole_number(2, _MOST_NODES)),
+        Option(
+            "--join-timeout", "with --join: wait so many seconds for the others; default 600", "S",
+            read=seconds(1, _LONGEST_WAIT_S),
+        ),
+        Option("--json", "write what was found to FILE, without names, addresses and paths", "FILE"),
+    ),
+    examples=(
+        "hetseq doctor --dir /shared/runs --json doctor.json",
+        "hetseq doctor --join tcp://labA:29400 --min-nodes 2 --dir /shared/runs",
+    ),
+    notes=(
+        "Each finding is ok, a note, a warning or a problem, with what to do about it. Ends with 1 where anything is a"
+        " problem.",
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,52 +69,30 @@ class Arguments:
 
 
 def parse(words: Sequence[str]) -> Arguments:
-    """The command line of `hetseq doctor`. Raises ConfigError."""
-    given: dict[str, str] = {}
-    left = list(words)
-    while left:
-        flag, equals, value = left.pop(0).partition("=")
-        if flag not in _FLAGS:
-            guess = nearest(flag, _FLAGS)
-            hint = f"did you mean {guess}?" if guess else f"expected {', '.join(_FLAGS)}"
-            raise ConfigError(f"hetseq doctor: unknown option {flag}: {hint}")
-        if not equals and not left:
-            raise ConfigError(f"hetseq doctor: {flag} stands without a value, {_EXAMPLE}")
-        given[flag] = value if equals else left.pop(0)
+    """The command line of `hetseq doctor`. Raises ConfigError, HelpRequested."""
+    given = COMMAND.read(words)
     for flag in ("--min-nodes", "--join-timeout"):
-        if flag in given and "--join" not in given:
-            raise ConfigError(f"hetseq doctor: {flag} {given[flag]}: expected --join URL beside it")
+        if given[flag] is not None and given["--join"] is None:
+            raise COMMAND.refusal(f"{flag} {given[flag]:g}: expected --join URL beside it")
     return Arguments(
-        directory=Path(given["--dir"]).absolute() if "--dir" in given else None,
-        seconds=_number("--seconds", given.get("--seconds", "5"), 0, _LONGEST_S),
-        secret_file=given.get("--secret-file"),
-        json_file=Path(given["--json"]) if "--json" in given else None,
-        join=given.get("--join"),
+        directory=Path(given["--dir"]).absolute() if given["--dir"] is not None else None,
+        seconds=given["--seconds"],
+        secret_file=given["--secret-file"],
+        json_file=Path(given["--json"]) if given["--json"] is not None else None,
+        join=given["--join"],
         nodes=_nodes(given),
-        join_timeout_s=_number("--join-timeout", given.get("--join-timeout", "600"), 1, _LONGEST_WAIT_S),
+        join_timeout_s=given["--join-timeout"] or Arguments.join_timeout_s,
     )
 
 
-def _number(flag: str, text: str, least: float, most: float) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not least <= number <= most:
-        raise ConfigError(f"hetseq doctor: {flag} {text}: expected seconds from {least:g} to {most:g}, as in 5")
-    return number
-
-
-def _nodes(given: dict[str, str]) -> int:
-    if "--join" not in given:
+def _nodes(given: Given) -> int:
+    if given["--join"] is None:
         return 1
-    text = given.get("--min-nodes", "")
-    if not (text.isascii() and text.isdigit() and 2 <= int(text) <= _MOST_NODES):
-        found = f"--min-nodes {text}" if text else "--join without --min-nodes"
-        raise ConfigError(
-            f"hetseq doctor: {found}: expected --min-nodes N, the number of nodes, from 2 to {_MOST_NODES}"
+    if given["--min-nodes"] is None:
+        raise COMMAND.refusal(
+            f"--join without --min-nodes: expected --min-nodes N, the number of nodes, from 2 to {_MOST_NODES}"
         )
-    return int(text)
+    return int(given["--min-nodes"])
 
 
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
@@ -199,5 +191,5 @@ def write(path: Path, content: object) -> None:
         path.write_text(json.dumps(content, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(
-            f"hetseq doctor: --json {path} cannot be written ({error.strerror}): name a file in a directory of yours"
+            f"--json {path} cannot be written ({error.strerror}): name a file in a directory of yours"
         ) from error

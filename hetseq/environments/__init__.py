@@ -12,10 +12,13 @@ from collections.abc import Callable
 
 from hetseq.environments import grid_engine, htcondor, lsf, mpi, pbs, sagemaker, slurm, torchrun
 from hetseq.environments.choice import Choice, choose, leaves_room, seconds_to_stop
-from hetseq.environments.seen import Environment, Look, Seen, UnreadableError
+from hetseq.environments.seen import Environment, Look, NowhereError, Seen, UnreadableError
 from hetseq.errors import ConfigError
 
-__all__ = ["NAMES", "Choice", "Look", "Seen", "UnreadableError", "choose", "leaves_room", "seconds_to_stop", "see"]
+__all__ = [
+    "NAMES", "Choice", "Look", "NowhereError", "Seen", "UnreadableError", "choose", "leaves_room", "seconds_to_stop",
+    "see",
+]  # fmt: skip
 
 #: in the order in which they are asked; LSF stands here as jsrun, and as a job in which mpirun may have been called
 ENVIRONMENTS: tuple[Environment, ...] = (
@@ -36,7 +39,8 @@ def see(look: Look, name: str = "auto", *, tell: Callable[[str], None] = lambda 
     """The first environment that recognises itself; with a name, that one.
 
     `tell` hears of an environment that is there and cannot be read: then none is used, unless it was asked for by name.
-    Raises ConfigError for a named one that is not there or cannot be read.
+    Raises ConfigError for a named one that is not there or cannot be read, and NowhereError, a ConfigError too, for a
+    process that was started beside others and cannot find them.
     """
     for one in ENVIRONMENTS:
         if name not in ("auto", one.name):

@@ -41,6 +41,8 @@ def choose(config: DistributedConfig, seen: Seen, *, gpus: Callable[[], int]) ->
     """
     if seen.is_alone:
         return Choice(config, line=f"{_name(seen)}: one process on one node, so there is nobody to meet")
+    if seen.is_script and config.env == "auto":
+        return Choice(config, line=_line_of_script(seen))
     if seen.is_per_device:
         config = _with_own_device(config, seen, gpus)
     config, words = _with_meeting(config, seen)
@@ -123,6 +125,13 @@ def _line(config: DistributedConfig, seen: Seen) -> str:
     if config.join is None:
         how = f"--distributed-init-method {config.distributed_init_method}, ranks as given"
     return f"{_name(seen)}: {_processes(seen.processes)} on {nodes}, {each}; chosen: {how} (--env none: not)"
+
+
+def _line_of_script(seen: Seen) -> str:
+    return (
+        f"{_name(seen)}: a batch script runs on the first of its {seen.nodes} nodes alone, and so does this run; for"
+        f" all of them write it with hetseq script {seen.system} (--env {seen.system}: wait here for the others)"
+    )
 
 
 def _name(seen: Seen) -> str:

@@ -1,17 +1,28 @@
-"""Grid Engine (SGE, UGE): a job of a parallel environment; PE_HOSTFILE has a line `host slots queue range` per host."""
+"""Grid Engine (SGE, UGE): a job of a parallel environment; PE_HOSTFILE has a line `host slots queue range` per host.
+
+The script alone has that file. What `qrsh -inherit` starts on the other hosts of the job is told how many there are.
+"""
 
 from __future__ import annotations
 
-from hetseq.environments.seen import Look, Seen, UnreadableError, added, index_of
+from hetseq.environments.seen import Look, NowhereError, Seen, UnreadableError, added, index_of
 
 NAME = "sge"
 NEEDS = "JOB_ID and PE_HOSTFILE: submit it with a parallel environment (qsub -pe)"
 
 
 def see(look: Look) -> Seen | None:
-    """A process of a job with a parallel environment."""
+    """The script of a job with a parallel environment; raises NowhereError in what it has started elsewhere."""
     job, path = look.get("JOB_ID"), look.get("PE_HOSTFILE")
-    if job is None or path is None or look.is_terminal:
+    if job is None or look.is_terminal:
+        return None
+    if path is None:
+        if look.get("PE") and (count := look.number("NHOSTS") or 1) > 1:
+            raise NowhereError(
+                f"JOB_ID={job}, NHOSTS={count}: Grid Engine started this process on one of {count} hosts without"
+                " PE_HOSTFILE, so it cannot tell where they meet: say it with --join file:///SHARED --min-ranks N, as"
+                " hetseq script sge does; --env none has it train on its own"
+            )
         return None
     hosts, slots = hosts_of(look)
     task = look.get("SGE_TASK_ID")  # "undefined" where the job is no array
@@ -25,6 +36,7 @@ def see(look: Look) -> Seen | None:
         nodes=len(hosts),
         processes=len(hosts),
         restarts=look.number("RESTARTED") or 0,
+        is_script=True,
     )
 
 

@@ -1,6 +1,7 @@
 """LSF: a job of bsub, and the processes that IBM's jsrun starts in one.
 
 Where jsrun is used the first host of the list is the launch node, on which the batch script runs and nothing computes.
+Elsewhere the script runs there too, once; what blaunch starts is told its number among the tasks.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from hetseq.environments.seen import Look, Seen, UnreadableError, added, counted, index_of
 
 NAME = "lsf"
-NEEDS = "LSB_JOBID, and LSB_DJOB_RANKFILE, LSB_MCPU_HOSTS or LSB_HOSTS (with jsrun also JSM_NAMESPACE_RANK)"
+NEEDS = "LSB_JOBID, and LSB_DJOB_RANKFILE, LSB_HOSTS or LSB_MCPU_HOSTS (with jsrun also JSM_NAMESPACE_RANK)"
 
 
 def see(look: Look) -> Seen | None:
@@ -17,15 +18,17 @@ def see(look: Look) -> Seen | None:
     if job is None or look.is_terminal:
         return None
     hosts, slots = hosts_of(look)
+    index = index_of(look.host, hosts)
     return Seen(
         NAME,
         _id_of(look),
         hosts,
         f"LSB_JOBID={job}",
         slots=slots,
-        index=index_of(look.host, hosts),
+        index=index,
         nodes=len(hosts),
         processes=len(hosts),
+        is_script=look.get("LSF_PM_TASKID") is None and not index,
     )
 
 
@@ -68,14 +71,18 @@ def _id_of(look: Look) -> str:
 
 
 def hosts_of(look: Look) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Hosts and slots, from the file with a line per slot, else a variable. Raises UnreadableError if none is there."""
+    """Hosts and slots, from the file with a line per slot, else a variable. Raises UnreadableError if none is there.
+
+    LSB_HOSTS begins with the host on which the script runs. It is missing where it would be too long; what mpirun.lsf
+    starts may see LSB_MCPU_HOSTS in another order.
+    """
     if (path := look.get("LSB_DJOB_RANKFILE", "LSB_DJOB_HOSTFILE")) and (text := look.read(path)):
         return counted(line.split()[0] for line in text.splitlines() if line.strip())
-    if text := look.get("LSB_MCPU_HOSTS"):  # `hostA 4 hostB 2`, complete where LSB_HOSTS would be too long
+    if text := look.get("LSB_HOSTS"):
+        return counted(text.split())
+    if text := look.get("LSB_MCPU_HOSTS"):  # `hostA 4 hostB 2`
         words = text.split()
         if len(words) % 2 or not all(word.isdigit() for word in words[1::2]):
             raise UnreadableError(f"LSB_MCPU_HOSTS={text}: expected pairs of a host and its slots")
         return added(zip(words[::2], map(int, words[1::2]), strict=True))
-    if text := look.get("LSB_HOSTS"):
-        return counted(text.split())
-    raise UnreadableError("none of LSB_DJOB_RANKFILE, LSB_MCPU_HOSTS and LSB_HOSTS names a host")
+    raise UnreadableError("none of LSB_DJOB_RANKFILE, LSB_HOSTS and LSB_MCPU_HOSTS names a host")

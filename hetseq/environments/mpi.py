@@ -1,7 +1,8 @@
 """MPI: the processes of mpirun or mpiexec of Open MPI, MVAPICH2, and of MPICH's hydra and others that speak PMI.
 
 None of them tells its processes the names of the hosts. On one node that is not needed; on several, MASTER_ADDR or the
-scheduler in whose job mpirun runs names one.
+scheduler in whose job mpirun runs names one. Of Slurm's lists it is that of the job: where mpirun has srun start its
+daemons, processes of other nodes have the list of the daemons' step, on which the node of mpirun is missing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hetseq.environments import grid_engine, lsf, pbs, slurm
-from hetseq.environments.seen import Look, Seen, UnreadableError
+from hetseq.environments.seen import Look, NowhereError, Seen, UnreadableError, index_of
 
 NAME = "mpi"
 NEEDS = "OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK, or PMI_RANK with MPI_LOCALRANKID or PMI_LOCAL_RANK"
@@ -62,31 +63,40 @@ def _seen(look: Look, dialect: _Dialect, rank: int, size: int, local_rank: int, 
         _job_of(look),
         hosts,
         f"{dialect.called}, {dialect.rank}={rank}",
-        index=0 if is_one_node else None,
+        index=0 if is_one_node else index_of(look.host, hosts),
         nodes=1 if is_one_node else len(hosts) if len(hosts) > 1 else -(-size // local_size),
         processes=size,
         rank=rank if is_one_node else None,
         local_rank=local_rank,
         local_size=local_size,
+        end_time=slurm.end_of_job(look),
     )
 
 
 def _named_hosts(look: Look) -> tuple[str, ...]:
     if address := look.get("MASTER_ADDR"):
         return (address,)
+    why = "no variable names one of them"
+    try:
+        if hosts := _hosts_of_job(look):
+            return hosts
+    except UnreadableError as error:
+        why = str(error)
+    raise NowhereError(
+        f"mpirun started processes on several nodes, and this one cannot tell where they meet: {why}; name the first"
+        " node with MASTER_ADDR (mpirun -x MASTER_ADDR=HOST, mpiexec -genv MASTER_ADDR HOST), or a place with --env mpi"
+        " --join file:///SHARED --min-ranks N; --env none has every process train on its own"
+    )
+
+
+def _hosts_of_job(look: Look) -> tuple[str, ...] | None:
     if look.get("PBS_NODEFILE"):
         return pbs.hosts_of(look)[0]
     if look.get("PE_HOSTFILE"):
         return grid_engine.hosts_of(look)[0]
     if look.get("LSB_JOBID"):
         return lsf.hosts_of(look)[0]
-    if hosts := slurm.allocated(look):
-        return hosts
-    raise UnreadableError(
-        "mpirun started processes on several nodes and no variable names one of them: name the first one's with"
-        " MASTER_ADDR (mpirun -x MASTER_ADDR=HOST, mpiexec -genv MASTER_ADDR HOST), or where to meet with --env mpi"
-        " --join file:///SHARED --min-ranks N"
-    )
+    return slurm.allocated(look)
 
 
 def _job_of(look: Look) -> str:

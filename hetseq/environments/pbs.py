@@ -1,8 +1,11 @@
-"""PBS Professional, OpenPBS, Torque: PBS_NODEFILE names a host once for each of its processes."""
+"""PBS Professional, OpenPBS, Torque: PBS_NODEFILE names a host once for each of its processes.
+
+That file is on the first host alone. The script is task 1 of the job; what pbsdsh and pbs_tmrsh start are later ones.
+"""
 
 from __future__ import annotations
 
-from hetseq.environments.seen import Look, Seen, UnreadableError, counted, index_of
+from hetseq.environments.seen import Look, NowhereError, Seen, UnreadableError, counted, index_of
 
 NAME = "pbs"
 NEEDS = "PBS_JOBID and PBS_NODEFILE"
@@ -13,16 +16,28 @@ def see(look: Look) -> Seen | None:
     job, path = look.get("PBS_JOBID"), look.get("PBS_NODEFILE")
     if job is None or path is None or look.is_terminal:
         return None
-    hosts, slots = hosts_of(look)
+    is_task = (look.number("PBS_TASKNUM") or 1) > 1
+    try:
+        hosts, slots = hosts_of(look)
+    except UnreadableError as error:
+        if not is_task:
+            raise
+        raise NowhereError(
+            f"PBS_JOBID={job}, PBS_TASKNUM={look.get('PBS_TASKNUM')}: PBS started this process beside others, and it"
+            f" cannot tell where they meet: {error}; say it with --join file:///SHARED --min-ranks N, as hetseq script"
+            " pbs does; --env none has it train on its own"
+        ) from error
+    index = index_of(look.host, hosts)
     return Seen(
         NAME,
         job,
         hosts,
         f"PBS_JOBID={job}, PBS_NODEFILE",
         slots=slots,
-        index=index_of(look.host, hosts),
+        index=index,
         nodes=len(hosts),
         processes=len(hosts),
+        is_script=not is_task and not index,
     )
 
 

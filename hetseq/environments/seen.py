@@ -21,6 +21,10 @@ class UnreadableError(ConfigError):
     """An environment that is there, but does not say what it has to."""
 
 
+class NowhereError(ConfigError):
+    """One of several processes on several nodes, which nothing tells where they meet. Alone, each would train anew."""
+
+
 @dataclass(frozen=True)
 class Look:
     """All that an environment may look at: variables, files by path (None: not there), this host, standard input."""
@@ -75,6 +79,7 @@ class Seen:
     end_time: int | None = None  # when the scheduler ends the job, in seconds since 1970
     interface: str | None = None  # the network interface that the environment names
     group: str | None = None  # of equal machines, to which this one belongs
+    is_script: bool = False  # the body of a batch script, which the scheduler starts once, on the first of `hosts`
 
     @property
     def is_alone(self) -> bool:

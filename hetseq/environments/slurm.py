@@ -20,7 +20,8 @@ def see(look: Look) -> Seen | None:
     step = look.number("SLURM_STEP_ID", "SLURM_STEPID")
     if job is None or rank is None or step is None or step >= _FIRST_OF_SLURM or look.is_terminal:
         return None
-    hosts = allocated(look)
+    nodes = look.get("SLURM_STEP_NODELIST")
+    hosts = allocated(look) if nodes is None else expand_hosts(nodes)
     if hosts is None:
         raise UnreadableError(f"SLURM_JOB_ID={job}, but neither SLURM_STEP_NODELIST nor SLURM_JOB_NODELIST is set")
     tasks = look.get("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
@@ -44,11 +45,16 @@ def see(look: Look) -> Seen | None:
         local_rank=look.number("SLURM_LOCALID") or 0,
         local_size=slots[index],
         restarts=look.number("SLURM_RESTART_COUNT") or 0,
-        end_time=look.number("SLURM_JOB_END_TIME"),
+        end_time=end_of_job(look),
     )
 
 
 def allocated(look: Look) -> tuple[str, ...] | None:
-    """The hosts of the step, or else of the job."""
-    nodes = look.get("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    """The hosts of the job; None outside of one."""
+    nodes = look.get("SLURM_JOB_NODELIST", "SLURM_NODELIST")
     return None if nodes is None else expand_hosts(nodes)
+
+
+def end_of_job(look: Look) -> int | None:
+    """When Slurm ends the job, in seconds since 1970; None where it does not tell."""
+    return look.number("SLURM_JOB_END_TIME")

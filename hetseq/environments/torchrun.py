@@ -7,6 +7,7 @@ zero, so on several nodes ranks are given out where the processes meet.
 from __future__ import annotations
 
 from hetseq.environments.seen import Look, Seen, UnreadableError
+from hetseq.environments.slurm import end_of_job
 
 NAME = "torchrun"
 NEEDS = "TORCHELASTIC_RUN_ID, RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
@@ -35,4 +36,5 @@ def see(look: Look) -> Seen | None:
         rank=rank if is_one_node else None,
         local_rank=local_rank,
         local_size=local_size,
+        end_time=end_of_job(look),
     )

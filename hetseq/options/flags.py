@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from hetseq import registry
@@ -48,9 +48,9 @@ def read_flags(argv: Sequence[str], catalogue: Mapping[str, Option]) -> Reading:
     return Reading(found, leftovers, config_file or None, wants_help)
 
 
-def refuse_unknown(line: Reading, file: Reading, catalogue: Mapping[str, Option]) -> None:
-    """Raise ConfigError for the words and keys that nobody knows, each with the nearest name."""
-    flags = [name for item in catalogue.values() for name in item.flags] + ["--config", "--help"]
+def refuse_unknown(line: Reading, file: Reading, catalogue: Mapping[str, Option], also: Collection[str] = ()) -> None:
+    """Raise ConfigError for the words and keys that nobody knows, each with the nearest name; `also`: further flags."""
+    flags = [name for item in catalogue.values() for name in item.flags] + ["--config", "--help", *also]
     for word in [entry.value for entry in line.unknown]:
         if word.startswith("-") and word.strip("-"):
             guess = registry.nearest(word.replace("_", "-"), flags)

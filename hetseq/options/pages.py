@@ -14,6 +14,7 @@ from hetseq import registry
 from hetseq.config import SECTIONS, Config, RetiredConfig, flag
 from hetseq.options.fields import catalogue_of, given_retired
 
+_EXAMPLE = "hetseq train --task mnist --global-batch-size 64 --save-dir runs/digits"
 _CONFIG_HELP = "read options from a YAML file; flags win over it"
 
 _CHANGED_SINCE_2020 = (
@@ -33,7 +34,7 @@ _CHANGED_SINCE_2020 = (
 def help_page(own: Iterable[type] = (), note: str = "") -> str:
     """The page of `--help`: options by section with their defaults, those of the user's own sections, then a note."""
     kept = [section for section in SECTIONS if section is not RetiredConfig]
-    parts = ["usage: hetseq train [--config FILE.yaml] [options]\n"]
+    parts = ["usage: hetseq train [--config FILE.yaml] [options]\n", f"for example:\n  {_EXAMPLE}\n"]
     parts += [_help_entry("--config FILE", _CONFIG_HELP) + _help_entry("--help, -h", "show this page")]
     for section in [*kept, *own, RetiredConfig]:
         entries = "".join(

@@ -28,10 +28,11 @@ class HelpRequested(Exception):
         self.text = text
 
 
-def parse(argv: Sequence[str], *, leave_out: Collection[str] = ()) -> Config:
+def parse(argv: Sequence[str], *, leave_out: Collection[str] = (), also: Collection[str] = ()) -> Config:
     """The configuration that `argv` (without the program and its subcommand) describes.
 
-    Keys in `leave_out` are passed over in the file, for a command that uses the file of another one.
+    Keys in `leave_out` are passed over in the file, for a command that uses the file of another one. `also`: the flags
+    that such a command has of its own and has taken out of `argv`; one of them may be what a misspelt one was to be.
 
     `extras` holds the options of the user's task, optimizer and schedule if any of them was given; `complete` adds
     the rest. Raises HelpRequested for `--help`, ConfigError for whatever cannot be meant, and TaskFileError where a
@@ -50,7 +51,7 @@ def parse(argv: Sequence[str], *, leave_out: Collection[str] = ()) -> Config:
         if own:
             catalogue = catalogue_of([*SECTIONS, *own.values()])
             line, file = read_flags(argv, catalogue), read_file(line.config_file, entries, catalogue)
-        refuse_unknown(line, file, catalogue)
+        refuse_unknown(line, file, catalogue, also)
     found = {**file.found, **line.found}
     names = [field.name for field in dataclasses.fields(Config) if field.name != "extras"]
     sections = {name: build(section, found) for name, section in zip(names, SECTIONS, strict=True)}

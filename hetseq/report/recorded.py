@@ -28,7 +28,7 @@ import numpy.typing as npt
 from hetseq.checkpoint.history import COLUMNS, read_history
 from hetseq.errors import ConfigError
 from hetseq.metrics import row_key
-from hetseq.run_directory import RunDirectory
+from hetseq.which_run import existing_run
 
 logger = logging.getLogger(__name__)
 
@@ -133,16 +133,9 @@ class RecordedRun:
 def load_run(directory: str | os.PathLike[str]) -> RecordedRun:
     """What a run directory (`--save-dir`) has recorded, in NumPy arrays; the run may be under way.
 
-    Raises ConfigError where there is no such directory, or none of a run's files in it can be read.
+    Raises ConfigError where there is no such directory, or no run has written into it, or it cannot be read.
     """
-    run = RunDirectory(Path(os.path.abspath(directory)))
-    if not run.path.is_dir():
-        raise ConfigError(f"{run.path} is no run directory: it does not exist; expected the --save-dir of a run")
-    if not run.metrics.is_file() and not run.config_file.is_file():
-        raise ConfigError(
-            f"{run.path} is no run directory: it has neither config.yaml nor metrics.jsonl; expected the --save-dir of"
-            " a run"
-        )
+    run = existing_run(Path(os.path.abspath(directory)))
     try:
         columns = _Columns()
         for row in _rows(run.metrics):

@@ -18,20 +18,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from hetseq.command_line import Argument, Command, Option
 from hetseq.errors import ConfigError, RunDirectoryError
 from hetseq.report.compare import compare, comparison_page
 from hetseq.report.page import report_page
 from hetseq.report.recorded import load_run
 from hetseq.run_directory import RunDirectory, replace_file, utc_now
 
-USAGE = """usage: hetseq report RUN [RUN2] [--output FILE]
-
-  RUN            the --save-dir of a run, finished or not; its report.html is written anew
-  RUN2           another run: both curves, their largest difference, and the options that differ
-  --output FILE  where to; default: RUN/report.html, and RUN/comparison.html for two runs
-
-The page is one file that any browser opens, without a server: hetseq report runs/first
-"""
+COMMAND = Command(
+    "report",
+    "What a run was, as one page that any browser opens, without a server; or two runs compared.",
+    usage=("RUN [RUN2] [--output FILE]",),
+    words=(
+        Argument("RUN", "the --save-dir of a run, finished or not; its report.html is written anew"),
+        Argument(
+            "RUN2", "another run: both curves, their largest difference, and the options that differ", is_optional=True
+        ),
+        Option("--output", "where to; default: RUN/report.html, and RUN/comparison.html for two runs", "FILE"),
+    ),
+    examples=("hetseq report runs/mnist", "hetseq report runs/first runs/second --output comparison.html"),
+)
 
 _PATIENCE_S = 60.0  # 10,000 steps of 64 ranks, 109 MB, take 2.4 s; a file system may hang
 _PACKAGES = ("torch", "numpy")
@@ -166,22 +172,9 @@ def _facts() -> list[tuple[str, str]]:
 
 
 def _parse(words: Sequence[str]) -> tuple[list[Path], Path | None]:
-    runs: list[Path] = []
-    output: Path | None = None
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        name, has_value, value = word.partition("=")
-        if name == "--output":
-            if not has_value and not rest:
-                raise ConfigError("--output: expected a file, as in --output report.html")
-            output = Path(os.path.abspath(value if has_value else rest.pop(0)))
-        elif word.startswith("--"):
-            raise ConfigError(f"unknown option {word}: hetseq report RUN [RUN2] [--output FILE]")
-        else:
-            runs.append(Path(word))
-    if not 1 <= len(runs) <= 2:
-        raise ConfigError(f"expected one run, or two to compare, found {len(runs)}: hetseq report RUN [RUN2]")
+    given = COMMAND.read(words)
+    runs = [Path(given[name]) for name in ("RUN", "RUN2") if given[name] is not None]
+    output = Path(os.path.abspath(given["--output"])) if given["--output"] is not None else None
     if output is not None and output.is_dir():
         raise ConfigError(f"--output {output} is a folder: expected a file, such as {output / 'report.html'}")
     return runs, output

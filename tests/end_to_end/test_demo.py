@@ -9,7 +9,6 @@ import pytest
 
 from hetseq import demo
 from hetseq.cli import main
-from hetseq.demo import run_demo
 from hetseq.errors import ConfigError
 from hetseq.metrics import read_rows
 from tests.support.commands import HETSEQ, run_command
@@ -52,8 +51,8 @@ def test_the_demo_of_bert_makes_a_corpus_and_learns_from_it(tmp_path: Path) -> N
 
 
 def test_another_demo_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="hetseq demo gpt: there is no such demo; expected mnist or bert"):
-        run_demo("gpt")
+    with pytest.raises(ConfigError, match="hetseq demo: NAME gpt: expected mnist, bert"):
+        demo.run(["gpt"], print)
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])

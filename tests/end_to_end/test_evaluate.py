@@ -145,22 +145,25 @@ def test_a_command_that_is_interrupted_leaves_no_file(run: Path, tmp_path: Path,
 
 
 BAD = {
-    "no run": (["/nowhere"], "/nowhere is no run directory: it has no config.yaml"),
-    "no word": ([], "expected `hetseq COMMAND RUN [options]`"),
+    "no run": (["/nowhere"], "/nowhere does not exist: expected the --save-dir of a run"),
+    "no word": ([], "expected one RUN, found none"),
     "no checkpoint at all": (["BARE"], "holds no checkpoint: train it first"),
     "no such checkpoint": (["RUN", "--restore-file", "77"], "77"),
     "no split": (["RUN", "--subset", "gone", "--task", "TASK"], "Toy.load_dataset('gone') gave no data set"),
-    "mistyped": (["RUN", "--subst", "valid"], "unknown option --subst"),
+    "mistyped": (["RUN", "--subst", "valid"], "unknown option --subst: did you mean --subset?"),
     "no value": (["RUN", "--subset"], "--subset stands without a value"),
-    "several nodes": (["RUN", "--distributed-init-method", "tcp://127.0.0.1:1"], "this node alone"),
+    "several nodes": (
+        ["RUN", "--distributed-init-method", "tcp://127.0.0.1:1"],
+        "of this node alone are used",
+    ),
     "no such device": (["RUN", "--devices", "cuda:99"], "--devices cuda:99 asks for cuda:99"),
     "ranks that are not there": (["RUN", "--balance", "3,1", *on(3)], "--balance"),
 }
 BAD_OUTPUT = {
-    "none": ([], "hetseq predict needs --output FILE"),
+    "none": ([], "--output FILE is missing"),
     "no folder": (["--output", "HERE/gone/out.txt"], "there is no folder HERE/gone; make it first"),
     "a folder": (["--output", "HERE"], "is a folder"),
-    "two splits": (["--output", "HERE/out.txt", "--subset", "valid,test"], "hetseq predict writes one split"),
+    "two splits": (["--output", "HERE/out.txt", "--subset", "valid,test"], "one split is written, and found"),
     "no predictions": (["--output", "HERE/out.txt", "--task", "MUTE", *on(2)], "Toy has no predictions(model, sample)"),
 }
 

@@ -25,7 +25,7 @@ HERE = "$PWD"
 #: where the nodes of this machine meet in commands; a test takes a port that is free
 MEETING = "127.0.0.1:29400"
 
-_FENCE = re.compile(r"^(?P<fence>`{3,}) *(?P<language>\w*)(?P<info>.*?)$")
+_FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}) *(?P<language>\w*)(?P<info>.*?)$")
 # Blocks of Python have the form with three lines: `--8<-- "file"` is an expression of Python, which ruff would format.
 _SNIPPET = re.compile(r'^--8<--(?: "|\n)(?P<path>[^"\n:]+)(?::(?P<section>[\w-]+))?(?:"|\n--8<--)$', re.M)
 
@@ -67,7 +67,7 @@ def pages() -> list[Path]:
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """The fenced blocks of a page in order."""
+    """The fenced blocks of a page in order; those in a list stand further in, and are given without that."""
     lines = text.splitlines()
     at = 0
     while at < len(lines):
@@ -76,7 +76,8 @@ def blocks(text: str) -> Iterator[Block]:
             at += 1
             continue
         end = next((i for i in range(at + 1, len(lines)) if lines[i].strip() == opening["fence"]), len(lines))
-        yield Block(opening["language"], opening["info"], tuple(lines[at + 1 : end]), at + 1)
+        inside = tuple(line.removeprefix(opening["indent"]) for line in lines[at + 1 : end])
+        yield Block(opening["language"], opening["info"], inside, at + 1)
         at = end + 1
 
 

@@ -109,3 +109,11 @@ def test_a_few_steps_are_no_reason_for_advice() -> None:
 @pytest.mark.parametrize("unknown", ["seconds", "communication_s"])
 def test_what_is_not_known_is_no_reason_either(unknown: str) -> None:
     assert said([100, 100], **{unknown: None}) == ""
+
+
+def test_with_data_by_host_nobody_is_to_be_done_without_and_no_batch_helps() -> None:
+    slow = {"overhead_s": [0.0, 0.0, 0.12], "fixed_s": [0.0, 0.0, 0.12], "seconds": 0.12}
+    by_host = Setting("runs/a", "auto", is_by_host=True)
+    assert "lab2 costs" in said([100, 100, 0], **slow)
+    assert said([100, 100, 0], by_host, **slow) == ""
+    assert "--num-workers" in said([100, 100], by_host, data_s=[0.0, 0.0121])

@@ -286,8 +286,18 @@ def test_splits_are_found_by_their_words_and_by_whole_names(tmp_path: Path, netw
 def test_files_are_those_that_are_read(tmp_path: Path, network: list[str]) -> None:
     task = task_of(tmp_path, network, dev="cat\tO\n")
     assert [path.name for path in task.load_dataset("valid").files] == [
-        "dev.txt", "train.txt", "network.json", "words.txt",
+        "dev.txt", "network.json", "words.txt",
     ]  # fmt: skip
+
+
+def test_other_tags_of_the_training_split_are_another_vocabulary(tmp_path: Path, network: list[str]) -> None:
+    tags = ["cat\tO\nran\tB-X\n", "cat\tO\nran\tB-Y\n", "ran\tB-Y\ncat\tO\n"]
+    folders = [tmp_path / str(number) for number in range(3)]
+    digests = []
+    for folder, text in zip(folders, tags):
+        folder.mkdir()
+        digests.append(task_of(folder, network, train=text).load_dataset("train").vocabulary_digest)
+    assert digests[0] != digests[1] == digests[2]
 
 
 def test_the_tweets_of_wnut_17(shared_data: Callable[[str], Path]) -> None:

@@ -80,20 +80,20 @@ def fail_a_save(run: Path, step: int, error: str) -> None:
         ("list a b", "expected one RUN, found a b"),
         ("list RUN --step 3", "unknown option --step: expected --json"),
         ("prune RUN --keep 2 --dryrun", "unknown option --dryrun: did you mean --dry-run?"),
-        ("prune RUN", "--keep is missing, as in: hetseq checkpoints prune"),
-        ("prune RUN --keep", "--keep stands without a value"),
+        ("prune RUN", "hetseq checkpoints prune: --keep N is missing, as in: hetseq checkpoints prune"),
+        ("prune RUN --keep", "--keep stands without a value: expected --keep N, as in: hetseq checkpoints prune"),
         ("prune RUN --keep --dry-run", "--keep stands without a value"),
         ("prune RUN --keep 0", "--keep 0: expected how many"),
         ("prune RUN --keep -1", "--keep -1: expected how many"),
         ("prune RUN --keep some", "--keep some: expected how many"),
-        ("prune RUN --keep 1 --keep 2", "--keep stands there twice"),
+        ("prune RUN --keep 1 --keep 2", "--keep stands there twice: give it once"),
         ("prune RUN --keep 1 --drop-best --keep-best", "exclude each other"),
         ("prune RUN --keep 1 --dry-run=yes", "--dry-run takes no value"),
         ("show RUN --step first", "--step first: expected the number of a step, latest or best"),
         ("show RUN --step -3", "--step -3: expected the number of a step"),
-        ("export RUN --to x", "--format is missing"),
-        ("export RUN --format torch", "--to is missing"),
-        ("export RUN --format torch --to=", "--to is missing"),
+        ("export RUN --to x", "--format FORM is missing"),
+        ("export RUN --format torch", "--to PATH is missing"),
+        ("export RUN --format torch --to=", "--to stands without a value"),
         ("export RUN --format torch --to x --output y", "--to stands there twice"),
         ("list RUN --output y", "unknown option --output"),
         ("export RUN --format tensors --to x", "--format tensors: did you mean safetensors?"),
@@ -119,7 +119,7 @@ def test_a_command_line_says_it_all() -> None:
             "export", Path("RUN"), form="hf", target=Path("DIR")
         )
     assert parse(["prune", "RUN", "--keep", "3", "--drop-best", "--dry-run"]) == Arguments(
-        "prune", Path("RUN"), keep=3, keeps_best=False, is_dry_run=True
+        "prune", Path("RUN"), keep=3, drops_best=True, is_dry_run=True
     )
     assert parse(["export", "RUN", "--format", "dcp", "--to", "x"]) == Arguments(
         "export", Path("RUN"), form="dcp", target=Path("x")
@@ -127,9 +127,13 @@ def test_a_command_line_says_it_all() -> None:
 
 
 def test_help_names_every_action(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert all(f"hetseq checkpoints {action} runs/" in told for action in ("list", "show", "verify", "prune", "export"))
     assert main(["checkpoints", "prune", "--help"]) == 0
     told = capsys.readouterr().out
-    assert all(f"hetseq checkpoints {action}" in told for action in ("list", "show", "verify", "prune", "export"))
+    assert "--keep N" in told
+    assert "--format" not in told
     assert main(["checkpoints", "lst"]) == 2
     assert "did you mean list?" in capsys.readouterr().err
 

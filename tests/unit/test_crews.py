@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hetseq.cluster.contract import PART
 from hetseq.cluster.crews import Crews, Site
 from hetseq.cluster.election import Standing
 from hetseq.cluster.generations import ANSWER_S
@@ -27,9 +28,17 @@ KILLED = " was killed (SIGKILL, as the kernel does when memory runs out) [worker
 class Run:
     """Crews of some sites, and what they were told; `now_s` is the clock."""
 
-    def __init__(self, sites: dict[int, Site] | None = None, *, min_ranks: int = 1, wait_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        sites: dict[int, Site] | None = None,
+        *,
+        min_ranks: int = 1,
+        wait_s: float = 30.0,
+        parts: dict[int, str] | None = None,
+    ) -> None:
         sites = sites or TWO_NODES
-        self.crews = Crews(sites, dict.fromkeys(sites, FIELDS), min_ranks=min_ranks, wait_s=wait_s)
+        presented = {slot: FIELDS | ({PART: parts[slot]} if parts else {}) for slot in sites}
+        self.crews = Crews(sites, presented, min_ranks=min_ranks, wait_s=wait_s)
         self.now_s, self.starts = 100.0, dict.fromkeys(sites, 0)
 
     def report(self, *slots: int, generation: int | None = None, step: int = 7) -> Told:
@@ -498,3 +507,19 @@ def test_crashes_at_once_are_one() -> None:
     run.end(2, exit_code=-6)
     run.report(0, 1)
     assert not run.crews.is_hopeless
+
+
+def test_nobody_leaves_alone_with_data_that_nobody_else_has() -> None:
+    everybody = [(slot, "STOP") for slot in range(4)]
+    by_host = {0: "a", 1: "a", 2: "b", 3: "b"}
+    assert wishes(Run(parts=by_host).leave(2, 3)) == everybody
+    assert wishes(Run(parts=by_host).leave(1, 3)) == []
+    assert wishes(Run(parts=dict.fromkeys(range(4), "a")).leave(2, 3)) == []
+
+
+def test_a_newcomer_may_bring_another_part_of_the_data() -> None:
+    run = Run(parts=dict.fromkeys(range(4), "a"))
+    run.crews.seat(4, LAB_B)
+    run.starts[4] = 0
+    told = run.come_back(4, {**FIELDS, PART: "b"})
+    assert (4, "go") in kinds(told)

@@ -67,6 +67,13 @@ def test_commands_are_told_from_output_and_comments() -> None:
     assert program_of("hetseq train --optimizer-overrides \"{'eps': 1e-6}\"") == "hetseq"
 
 
+def test_a_block_in_a_list_is_a_block() -> None:
+    inside = "1. first:\n\n    ```console\n    $ hetseq train \\\n        --cpu\n    two workers\n    ```\n"
+    (block,) = blocks(inside)
+    assert (block.line, block.commands()) == (3, ["hetseq train     --cpu"])
+    assert neither_run_nor_excused(inside.replace("hetseq", "curl")) == ["line 3: curl train     --cpu"]
+
+
 def test_every_public_name_is_on_the_page_of_the_python_interface() -> None:
     shown = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
     public = [f"hetseq.{name}" for name in hetseq.__all__ if name != "__version__"]

@@ -296,7 +296,7 @@ def test_nothing_burnt_nothing_foretold() -> None:
         (["--dir"], "stands without a value"),
         (["--seconds", "soon"], "expected seconds from 0 to 600"),
         (["--seconds", "-1"], "expected seconds from 0 to 600"),
-        (["RUN"], "unknown option RUN"),
+        (["RUN"], "unexpected argument RUN: expected options alone"),
     ],
 )
 def test_a_wrong_command_line_is_answered(words: list[str], part: str) -> None:

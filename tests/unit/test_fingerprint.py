@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from hetseq import Task, fingerprint, registry
-from hetseq.cluster.contract import Fields, difference
+from hetseq.cluster.contract import PART, Fields, difference
 from hetseq.config import Config, DataConfig, OptimizationConfig, TaskConfig
-from hetseq.errors import TaskFileError
-from hetseq.fingerprint import rank_fields
+from hetseq.errors import DataError, TaskFileError
+from hetseq.fingerprint import data_digest, rank_fields
 from hetseq.task import make_task
 from tasks.mnist import load_mnist
 
@@ -606,3 +606,66 @@ def test_mnist_sees_one_changed_byte_of_a_pixel_in_a_sample(mnist_data: Path) ->
     other.images[9999, 14, 14] ^= 1
     (line,) = lines(presented(one), presented(other))
     assert line.startswith("samples of train: sample 9999: checksums ")
+
+
+# Data in parts.
+
+
+def named(files: list[Any], count: int = ROWS) -> Any:
+    data = rows(count)
+    data.files = files
+    return data
+
+
+BY_HOST = Config(data=DataConfig(data_by_host=True, global_batch_size=8))
+
+
+def test_with_data_by_host_other_training_data_are_no_disagreement_and_other_validation_data_are() -> None:
+    one, other = presented(rows(50), config=BY_HOST), presented(rows(40), config=BY_HOST)
+    assert one[PART] != other[PART]
+    assert lines(one, other) == []
+    assert lines(presented(rows(50)), presented(rows(40)))[0].startswith("length of train")  # the twin
+    one, other = (presented(valid=rows(count), config=BY_HOST) for count in (50, 40))
+    assert lines(one, other)[0].startswith("length of valid")
+
+
+def test_a_vocabulary_that_differs_is_named_in_any_case() -> None:
+    def with_vocabulary(digest: str) -> Any:
+        data = rows()
+        data.vocabulary_digest = digest
+        return data
+
+    one, other = (presented(with_vocabulary(digest), config=BY_HOST) for digest in ("aa", "bb"))
+    assert lines(one, other) == ["vocabulary of train: aa on labA; bb on labB"]
+
+
+def test_parts_are_told_by_their_files_else_by_their_samples(tmp_path: Path) -> None:
+    first, second = tmp_path / "a" / "part", tmp_path / "b" / "part"
+    for path, text in ((first, "one"), (second, "two")):
+        path.parent.mkdir()
+        path.write_text(text)
+    digests = [data_digest(data, 7) for data in (rows(), rows(), rows(40), named([first]), named([second]), named([]))]
+    assert digests[0] == digests[1] == digests[5]
+    assert len(set(digests)) == 4
+    second.write_text("one")
+    assert data_digest(named([first]), 7) == data_digest(named([second]), 7), "the same file elsewhere"
+
+
+def test_a_number_that_differs_in_its_last_bit_is_another_part() -> None:
+    data = rows()
+    data[0] = {**data[0], "x": torch.nextafter(data[0]["x"], torch.tensor(9.0))}
+    assert data_digest(data, 7) != data_digest(rows(), 7)
+
+
+def test_data_that_cannot_be_told_from_others_are_refused_with_data_by_host() -> None:
+    class Fresh(Listed):
+        def __getitem__(self, index: Any) -> Any:
+            return {"x": torch.tensor(next(numbers))}
+
+    numbers = itertools.count()
+    with pytest.raises(DataError, match="Fresh names no `files`, and its sample 0 was another one when it was read"):
+        data_digest(Fresh([1, 2]), 7)
+    with pytest.raises(
+        DataError, match="Listed names no `files`, and its sample 0 is made of objects of unknown kinds"
+    ):
+        data_digest(Listed([object()]), 7)

@@ -990,3 +990,27 @@ def test_whatever_the_network_and_the_machines_do_the_run_comes_to_one_end(sched
     assert generations > 1.8 * schedules
     assert all(told[kind] > schedules / 10 for kind in ("record", "freeze", "fence", "wish", "dies", "is stopped"))
     assert told["is cut off"] > schedules / 100
+
+
+# Data in parts.
+
+
+def test_a_part_of_the_data_that_nobody_else_has_is_waited_for() -> None:
+    parts = {0: "a", 1: "b", 2: "a"}
+    rounds = Rounds(wait_s=50.0, part=parts.get)
+    rounds.end(1)
+    assert rounds.report(0, 2) == []
+    assert rounds.wait(49.0) == []
+    assert rosters(rounds.arrive(1)) == {("0.0", "1.1", "2.0")}
+    assert not rounds.those.newest.is_last
+    rounds.end(2)
+    assert rosters(rounds.report(0, 1)) == {("0.0", "1.1")}, "rank 0 has the same part"
+    assert not rounds.those.newest.is_last
+
+
+def test_without_a_part_of_the_data_the_run_stops_with_what_it_has() -> None:
+    rounds = Rounds(wait_s=50.0, part=lambda slot: slot)
+    rounds.end(1)
+    rounds.report(0, 2)
+    assert rosters(rounds.wait(50.1)) == {("0.0", "2.0")}
+    assert rounds.those.newest.is_last

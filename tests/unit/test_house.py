@@ -65,6 +65,10 @@ WITHOUT_TORCH = (
     "hetseq.cluster.channel",
     "hetseq.cluster.hub",
     "hetseq.options",
+    "hetseq.command_line",
+    "hetseq.which_run",
+    "hetseq.drop",
+    "hetseq.demo",
     "hetseq.registry",
     "hetseq.cli",
 )

@@ -120,7 +120,7 @@ def test_a_notebook_shows_the_loss(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(hetseq.ConfigError, match=r"nowhere is no run directory: it does not exist"):
+    with pytest.raises(hetseq.ConfigError, match=r"nowhere does not exist: expected the --save-dir of a run"):
         hetseq.load_run(tmp_path / "nowhere")
-    with pytest.raises(hetseq.ConfigError, match=r"neither config.yaml nor metrics.jsonl"):
+    with pytest.raises(hetseq.ConfigError, match=r"is no run directory, as no file in it was written by a run"):
         hetseq.load_run(tmp_path)

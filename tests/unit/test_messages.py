@@ -17,6 +17,11 @@ import pytest
 from tests.support.docs import ROOT, Block, blocks
 
 PAGE = ROOT / "docs" / "messages.md"
+#: the commands whose every refusal stands on the page, and what they have in common
+COMMANDS = (
+    "command_line.py", "which_run.py", "doctor/__init__.py", "drop.py", "far_end.py", "report/recorded.py",
+    "report/writing.py", "script.py", "selftest/__init__.py", "ssh.py", "top.py",
+)  # fmt: skip
 #: between the fixed parts of a string
 GAP = "\0"
 #: what may stand around a part of a message on the page and not in the source, where strings are put together
@@ -25,7 +30,11 @@ _TELLING = 12  # letters without which a quotation says nothing of where it is f
 
 
 def quotations() -> list[Block]:
-    return [block for block in blocks(PAGE.read_text(encoding="utf-8")) if block.language == "text"]
+    return quotations_of(PAGE.read_text(encoding="utf-8"))
+
+
+def quotations_of(page: str) -> list[Block]:
+    return [block for block in blocks(page) if block.language == "text"]
 
 
 def parts(line: str) -> list[str]:
@@ -69,6 +78,38 @@ def unknown_lines(block: Block) -> list[str]:
     return [line for line in block.lines if not any(holds(template, parts(line)) for template in templates())]
 
 
+def messages(block: Block) -> Iterator[str]:
+    """The messages of a quotation: a line that begins with a space goes on with the one before."""
+    text = "\n".join(block.lines)
+    yield from (" ".join(message.split()) for message in re.split(r"\n(?! )", text))
+
+
+def error_texts(source: str) -> list[str]:
+    """The texts of the errors that a source raises, with gaps; those that are hardly more than gaps are left out."""
+    raised = [node.exc for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Raise)]
+    calls = [node for node in raised if isinstance(node, ast.Call) and node.args]
+    texts = {text for call in calls for text in outer_strings(call.args[-1])}
+    return sorted(text for text in texts if max(map(len, text.split(GAP))) >= _TELLING)
+
+
+def outer_strings(node: ast.AST) -> Iterator[str]:
+    """The strings of an expression, with gaps, without those that are put into another one."""
+    if isinstance(node, ast.JoinedStr):
+        yield "".join(part.value if isinstance(part, ast.Constant) else GAP for part in node.values)  # type: ignore[misc]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    else:
+        for part in ast.iter_child_nodes(node):
+            yield from outer_strings(part)
+
+
+def is_quoted(text: str, page: str) -> bool:
+    """Whether a message of the page has at least half of the fixed letters of a text."""
+    found = [message for block in quotations_of(page) for message in messages(block) if holds(text, parts(message))]
+    letters = len(text.replace(GAP, ""))
+    return any(2 * sum(map(len, parts(message))) >= letters for message in found)
+
+
 @pytest.mark.parametrize("block", quotations(), ids=lambda block: f"line {block.line}")
 def test_a_message_of_the_page_is_one_of_the_code(block: Block) -> None:
     assert unknown_lines(block) == []
@@ -82,6 +123,23 @@ def test_a_message_that_the_code_does_not_have_is_seen() -> None:
     assert look("Node ‹labB› cannot reach the boss ‹labA:29400› (‹no route›). Is it started?") != []
     assert look("cannot reach the head ‹labA:29400› Node ‹labB›. Is it started?") != []  # in another order
     assert look("‹everything is an example›", "‹and so is this›") != []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_refusal_of_a_command_is_on_the_page(name: str) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    texts = error_texts((ROOT / "hetseq" / name).read_text(encoding="utf-8"))
+    assert [text.replace(GAP, "{}") for text in texts if not is_quoted(text, page)] == []
+
+
+def test_a_refusal_that_the_page_lacks_is_seen() -> None:
+    source = 'raise ConfigError(f"the rank {rank} of " f"{run} is no rank: leave {it} out")\nraise Short(f"{a}: {b}")'
+    (text,) = error_texts(source)
+    assert text == f"the rank {GAP} of {GAP} is no rank: leave {GAP} out"
+    assert is_quoted(text, "```text\nthe rank ‹3› of\n    ‹runs/a› is no rank: leave ‹it›\n    out\n```\n")
+    assert not is_quoted(text, "```text\nthe rank ‹3›\nof ‹runs/a› is no rank: leave it out\n```\n")
+    assert not is_quoted(text, "```text\n‹the rank 3 of runs/a is no rank: leave it out›\n```\n")
+    assert not is_quoted(text, "```text\nthe rank ‹3 of runs/a is no rank: leave it out›\n```\n")
 
 
 def test_the_table_of_causes_quotes_the_code() -> None:

@@ -75,6 +75,7 @@ OPTIONS_OF_2020 = [
     ("--batch-size 32", "max_sentences", 32),
     ("--unit-size 8", "unit_size", 8),
     ("--shuffle-block 4096", "shuffle_block", 4096),
+    ("--data-by-host", "data_by_host", True),
     ("--required-batch-size-multiple 8", "required_batch_size_multiple", 8),
     ("--train-subset train", "train_subset", "train"),
     ("--valid-subset valid,test", "valid_subset", "valid,test"),

@@ -16,6 +16,7 @@ from hetseq.capacity import Cost
 from hetseq.commit import CommitRow, Measured, Vote, Wish
 from hetseq.pace import FixedPace, MeasuredPace, Shift, assigner_by
 from hetseq.plan import Assign, GlobalBatch, Planner, Position, StepPlan
+from hetseq.shards import Shards
 from hetseq.share import Part
 
 EQUAL = (1.0, 1.0)
@@ -213,3 +214,41 @@ def test_infinity_stands_for_a_cost_that_is_not_known() -> None:
     assert not Measured(per_unit_s=0.0).is_known
     assert Measured(per_unit_s=1.0).is_known
     assert Cost(0.0, 1.0).seconds(3) == 3.0
+
+
+class Parted(Rank):
+    """Ranks 0 and 2 read 3,000 samples, rank 1 1,000 others: of 12 in a step they have 9 and 3."""
+
+    def __init__(self) -> None:
+        shards = Shards((3_000, 1_000), ((0, 2), (1,)), 3)
+        self.planner = Planner(4_000, 7, GlobalBatch(12), assigner_by((1.0,) * 3), shards=shards)
+        self.loader = Loader()
+        self.pace = MeasuredPace(self.planner, self.loader, rank=0, world_size=3)
+
+
+def test_shares_move_only_among_ranks_that_read_the_same_part() -> None:
+    rank = Parted()
+    assert rank.plan(1).shares == (5, 3, 4)
+    # rank 1 is far slower, and nobody can help it
+    shift = rank.follow(1, [costing(1.0), costing(9.0), costing(2.0)])
+    assert shift == Shift(3, (5, 3, 4), (6, 3, 3), 27.0, 27.0)
+    assert rank.plan(3).shares == (6, 3, 3)
+    assert rank.pace.divide(29) == (18, 2, 9), "outside training all ranks read the same"
+
+
+def test_a_slow_rank_alone_with_its_part_moves_nothing() -> None:
+    rank = Parted()
+    assert rank.follow(1, [costing(1.0), costing(50.0), costing(1.0)]) is None
+    assert rank.loader.told == []
+    assert rank.pace.divide(12) == (4, 4, 4), "nothing was adopted for the others yet"
+
+
+def test_a_rank_is_advised_against_only_where_others_read_its_part(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    rank = Parted()
+    for step in range(1, 51):
+        rank.follow(step, [costing(0.001), costing(0.001, overhead_s=9.0), costing(0.001)])
+    assert "slows this run down" not in caplog.text
+    for step in range(51, 101):
+        rank.follow(step, [costing(0.001), costing(0.001), costing(0.001, overhead_s=9.0)])
+    assert "rank 2 slows this run down" in caplog.text

@@ -328,10 +328,10 @@ def test_two_runs_are_told_apart_on_the_terminal_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "expected one run, or two to compare, found 0"),
-        (["a", "b", "c"], "found 3"),
+        ([], "expected RUN [RUN2], found none"),
+        (["a", "b", "c"], "found a b c"),
         (["a", "--out", "x"], "unknown option --out"),
-        (["a", "--output"], "expected a file"),
+        (["a", "--output"], "--output stands without a value: expected --output FILE"),
         (["a", "--output=/"], "is a folder"),
         (["nowhere"], "does not exist"),
     ],

@@ -172,17 +172,17 @@ def test_condor_s_arguments_say_the_command() -> None:
     assert words[words.index("exec") + 1 :][:4] == ["trainer", "-m", "hetseq", "train"]
     assert words[words.index("--data") + 1] == odd[1]
     assert words[words.index("--join") + 1] == f"file://{os.getcwd()}/runs/meeting-17"
-    assert "(ExitCode != 75)" in text
+    assert "\non_exit_remove = (ExitBySignal == True) || (ExitCode != 75)\n" in text  # ExitCode is none after a signal
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("", "expects one of slurm, sge, pbs, lsf, condor first, found nothing"),
-        ("slurn -- --task mnist", "did you mean 'slurm'"),
-        ("slurm --task mnist", "expects the options of hetseq train behind --"),
-        ("slurm --nodes 0 -- --task mnist", "expected a number of 1 or more"),
-        ("slurm --node 2 -- --task mnist", "unrecognized arguments: --node 2"),
+        ("-- --task mnist", "expected one of slurm, sge, pbs, lsf, condor, found none"),
+        ("slurn -- --task mnist", "SYSTEM slurn: did you mean slurm?"),
+        ("slurm --task mnist", "hetseq script: expected the options of hetseq train behind --"),
+        ("slurm --nodes 0 -- --task mnist", "--nodes 0: expected a whole number of 1 or more"),
+        ("slurm --node 2 -- --task mnist", "unknown option --node: did you mean --nodes?"),
         ("slurm --time 24h -- --task mnist", "--time 24h: expected HH:MM:SS"),
         ("slurm -- --task mnist --learning-rat 1", "--learning-rat"),
         ("slurm --nodes 2 -- --task mnist", "--nodes 2 needs --global-batch-size N"),

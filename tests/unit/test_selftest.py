@@ -74,7 +74,7 @@ def test_batch_normalisation_is_exact_in_units() -> None:
 
 
 def test_a_mistake_in_the_command_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--rounds 0: expected a whole number, at least 1"):
+    with pytest.raises(ConfigError, match="--rounds 0: expected a whole number of 1 or more"):
         run(["--task", "mnist", "--rounds", "0"], print)
 
 

@@ -242,7 +242,7 @@ def test_sixty_four_ranks_write_once_a_second_each_however_many_steps(
         (["a", "b"], "found a b"),
         (["a", "--often"], "unknown option --often"),
         (["a", "--interval"], "stands without a value"),
-        (["a", "--interval", "0"], "expected seconds, 0.1 or more"),
+        (["a", "--interval", "0"], "expected seconds of 0.1 or more"),
         (["a", "--interval=soon"], "--interval soon"),
     ],
 )
@@ -252,5 +252,5 @@ def test_a_mistyped_command_is_explained(words: list[str], message: str) -> None
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="names no rank"):
+    with pytest.raises(ConfigError, match="no file in it was written by a run"):
         run([str(tmp_path)], print)

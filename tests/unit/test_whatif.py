@@ -404,7 +404,7 @@ def test_a_run_that_cannot_be_judged_is_refused_in_words(tmp_path: Path) -> None
 
 def test_what_is_no_run_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(tmp_path / "none")]) == 2
-    assert "is no run directory: it has no metrics.jsonl" in capsys.readouterr().err
+    assert "does not exist: expected the --save-dir of a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
@@ -413,3 +413,13 @@ def test_help_shows_how_the_command_is_used(command: str, capsys: pytest.Capture
     assert capsys.readouterr().out.startswith(f"usage: hetseq {command} ")
     assert main(["--help"]) == 0
     assert f"\n  {command} " in capsys.readouterr().out
+
+
+def test_a_run_whose_data_lie_in_parts_is_not_predicted(tmp_path: Path) -> None:
+    rows = PAIR.rows((20, 12))
+    plan_of(tmp_path, rows)
+    (tmp_path / "config.yaml").write_text("data_by_host: false\n")
+    plan_of(tmp_path, rows)
+    (tmp_path / "config.yaml").write_text("data_by_host: true\n")
+    with pytest.raises(ConfigError, match="trains with --data-by-host"):
+        plan_of(tmp_path, rows)

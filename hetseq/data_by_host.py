@@ -1,0 +1,73 @@
+"""Training data of which every host has a part of its own: `--data-by-host`, as SageMaker's ShardedByS3Key leaves them.
+
+Responsible for finding out which ranks read the same part, for the text by which a checkpoint remembers the parts, and
+for saying what the run promises no longer. It refuses to guess: ranks read the same part if their data have the same
+digest, wherever they run.
+
+The one idea: what lies where is a fact of the data, like their number, so it belongs to what the result of a run
+depends on. Who begins, joins or resumes is held against it; who went with a part that nobody else has ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+
+from hetseq.comm import AnyGroup
+from hetseq.fingerprint import data_digest
+from hetseq.material import Material
+from hetseq.shards import Shards
+
+logger = logging.getLogger(__name__)
+
+
+def parts_of_ranks(material: Material, group: AnyGroup) -> list[tuple[str, int]]:
+    """Of every rank the digest of its training data and their number. Collective; raises DataError."""
+    row = np.array([int(data_digest(material.train, material.seed), 16), len(material.train)], np.int64)
+    return [(f"{digest:012x}", samples) for digest, samples in group.all_gather_rows(row).tolist()]
+
+
+def text_of(parts: Sequence[tuple[str, int]]) -> str:
+    """`DIGEST:SAMPLES,...` of each part once, for the provenance of a run; the same whoever has what."""
+    return ",".join(f"{digest}:{samples}" for digest, samples in sorted(set(parts)))
+
+
+def shards_of(text: str, parts: Sequence[tuple[str, int]]) -> Shards:
+    """The parts of a run by `text_of`, and which ranks have each by now."""
+    named = [entry.split(":") for entry in text.split(",")]
+    holders = [tuple(rank for rank, (digest, _) in enumerate(parts) if digest == name) for name, _ in named]
+    return Shards(tuple(int(samples) for _, samples in named), tuple(holders), len(parts))
+
+
+def say_what_holds(shards: Shards, *, has_begun: bool) -> None:
+    """Say which ranks mix which parts, and what is off; on a later generation what has changed. One rank calls it."""
+    strangers = sorted(set(range(shards.world_size)) - {rank for ranks in shards.holders for rank in ranks})
+    if strangers:
+        logger.warning(
+            "--data-by-host: rank%s %s read%s training data that this run has not begun with, and so get%s no samples",
+            "" if len(strangers) == 1 else "s", ", ".join(map(str, strangers)), *("s" * (len(strangers) == 1),) * 2,
+        )  # fmt: skip
+    if shards.lost:
+        logger.warning(
+            "--data-by-host: nobody is left who can read %d of the %d parts of the training data (%s samples): the"
+            " state is saved, and the same command goes on from it once all hosts are back", len(shards.lost),
+            len(shards.samples), f"{sum(shards.samples[number] for number in shards.lost):,}",
+        )  # fmt: skip
+    if has_begun:
+        return
+    if len(shards.samples) == 1:
+        logger.info("--data-by-host changes nothing here: all ranks read the same training data")
+        return
+    for ranks, samples in zip(shards.holders, shards.samples):
+        logger.info(
+            "--data-by-host: rank%s %s read%s %s of the %s training samples, %.1f %% of every step",
+            "" if len(ranks) == 1 else "s", ", ".join(map(str, ranks)), "s" if len(ranks) == 1 else "",
+            f"{samples:,}", f"{shards.total:,}", 100 * samples / shards.total,
+        )  # fmt: skip
+    logger.warning(
+        "--data-by-host: each sample still counts once in an epoch, and losses are exact; but the order is per host, so"
+        " data placed otherwise give another curve; shares move only among ranks that read the same part, so the host"
+        " with most data for its speed sets the pace; and a host that goes for good ends the run"
+    )

@@ -1,0 +1,117 @@
+"""Training data that lie in pieces: how much of a step comes from each piece, and whose it is. Pure, integers only.
+
+A shard is a part of the training data that some ranks can read and the others cannot (`--data-by-host`). Every rank
+knows how many samples each shard has; of the samples it knows those of its own.
+
+The one idea: of the first x samples of an epoch each shard gives as many as Webster's apportionment (Sainte-Laguë) has
+it give of x seats. These numbers never fall as x grows, add up to x, and at the end of the epoch are the sizes of the
+shards. So each step mixes the shards in proportion to their sizes, and each sample comes once in an epoch. Within a
+step the shards follow one another, and a rank's slice stays a run of positions.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+
+
+class _Order(Protocol):
+    def take(self, start: int, stop: int) -> Indices: ...
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How many samples each shard has, above 0, and which ranks can read it, in ascending order.
+
+    A shard without holders has gone with its host: steps are planned as if the first rank had it, and nobody carries
+    them out.
+    """
+
+    samples: tuple[int, ...]
+    holders: tuple[tuple[int, ...], ...]
+    world_size: int
+
+    @property
+    def total(self) -> int:
+        """The samples of all shards."""
+        return sum(self.samples)
+
+    @property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks among which each shard's part of a step is divided."""
+        return tuple(ranks or (0,) for ranks in self.holders)
+
+    @property
+    def lineup(self) -> tuple[int, ...]:
+        """All ranks in the order of their slices of a step: shard by shard, and last those that can read none."""
+        reading = dict.fromkeys(rank for ranks in self.groups for rank in ranks)
+        return (*reading, *(rank for rank in range(self.world_size) if rank not in reading))
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The shards that nobody holds."""
+        return tuple(number for number, ranks in enumerate(self.holders) if not ranks)
+
+    def sizes(self, start: int, stop: int) -> tuple[int, ...]:
+        """How many of the samples at positions start..stop-1 of an epoch come from each shard."""
+        before, after = apportioned(self.samples, start), apportioned(self.samples, stop)
+        return tuple(late - early for early, late in zip(before, after))
+
+
+class ShardedOrder:
+    """The order of one epoch over all shards: positions -> indices within the shard that they belong to.
+
+    `orders` holds the order of each shard's own samples, `step` is how many samples a step has, and steps begin at
+    multiples of it: the layout within a step needs both ends of it.
+    """
+
+    def __init__(self, samples: Sequence[int], orders: Sequence[_Order], *, step: int) -> None:
+        self._samples, self._orders, self._step = tuple(samples), orders, step
+        self.n = sum(samples)
+
+    def take(self, start: int, stop: int) -> Indices:
+        """Sample indices at positions start..stop-1, which lie in one step and one shard; shape (stop - start,)."""
+        if not 0 <= start <= stop <= self.n:
+            raise IndexError(f"positions {start} to {stop} of an epoch of {self.n} samples")
+        if start == stop:
+            return np.empty(0, np.int64)
+        first = start - start % self._step
+        begins = apportioned(self._samples, first)
+        ends = apportioned(self._samples, min(first + self._step, self.n))
+        place = start - first
+        for begin, end, order in zip(begins, ends, self._orders):
+            if place < end - begin:
+                if place + stop - start > end - begin:
+                    break
+                return order.take(begin + place, begin + place + stop - start)
+            place -= end - begin
+        raise IndexError(f"positions {start} to {stop} belong to more than one shard, and no rank can read both")
+
+
+@functools.lru_cache(maxsize=64)  # every micro-batch of a step asks for both of its ends
+def apportioned(samples: tuple[int, ...], seats: int) -> tuple[int, ...]:
+    """How many of `seats` samples each shard gives, by Webster's method: the order of (2 k + 1) / samples, k from 0.
+
+    A tie goes to the first shard. `seats` is at most the sum of `samples`, and then these are given.
+    """
+    total, count = sum(samples), len(samples)
+    assert 0 <= seats <= total, "no more than there are"
+    # everybody's rounded quota of a few seats less: never more than the method gives, and at most `count` are left
+    fewer = max(0, 2 * seats - count)
+    given = [(size * fewer + total) // (2 * total) if fewer else 0 for size in samples]
+    left = [(Fraction(2 * number + 1, size), shard) for shard, (number, size) in enumerate(zip(given, samples))]
+    heapq.heapify(left)
+    for _ in range(seats - sum(given)):
+        _, shard = left[0]
+        given[shard] += 1
+        heapq.heapreplace(left, (Fraction(2 * given[shard] + 1, samples[shard]), shard))
+    return tuple(given)
