@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -31,20 +32,15 @@ class Pulse:
         self.renew: Callable[[Stand], None] | None = None
         self._cell, self._deadline = cell, deadline
         self._since_s, self._next_s = -1.0, 0.0
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
 
     def start(self) -> None:
         self._cell.answer_signal()
-        self._thread.start()
-
-    def close(self) -> None:
-        self._is_over.set()
-        self._thread.join(_MOST_S)
+        threading.Thread(target=self._run, name="pulse", daemon=True).start()
 
     def _run(self) -> None:
         deadline_s = 0.0
-        while not self._is_over.wait(min(max(deadline_s / _LOOKS, _LEAST_S), _MOST_S)):
+        while True:  # as long as the process
+            time.sleep(min(max(deadline_s / _LOOKS, _LEAST_S), _MOST_S))
             deadline_s = self.look()
 
     def look(self) -> float:
