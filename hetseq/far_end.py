@@ -23,6 +23,7 @@ from typing import Any
 
 from hetseq import options
 from hetseq.cluster.secret import SECRET_BYTES, derive_key, load_secret, secret_file
+from hetseq.config import Config
 from hetseq.errors import EXIT_STOPPED, HetSeqError, RendezvousError
 from hetseq.processes import die_with_parent, first_stop_signal, ringing_on_signals
 from hetseq.run_directory import open_private, write_all
@@ -47,7 +48,7 @@ def main() -> int:
             if begin is None or "stop" in begin:
                 return EXIT_STOPPED
             if begin["secret"] is not None:
-                _keep(begin["secret"], options.parse(request["words"]).distributed.secret_file)
+                _keep(begin["secret"], _parsed(request["words"]).distributed.secret_file)
         except HetSeqError as error:
             sys.stderr.write(f"hetseq: {error}\n")
             return error.exit_code
@@ -98,7 +99,7 @@ def _facts(words: Sequence[str]) -> dict[str, Any]:
     """What the near end has to know of this host. Raises ConfigError for options, SecretError for a bad secret."""
     from hetseq.launch import local_devices
 
-    config = options.parse(words)
+    config = _parsed(words)
     tag = None
     file = config.distributed.secret_file
     if os.path.lexists(secret_file(file)):
@@ -107,6 +108,12 @@ def _facts(words: Sequence[str]) -> dict[str, Any]:
         free.bind(("", 0))
         port = free.getsockname()[1]
     return {"workers": len(local_devices(config.distributed)), "port": port, "secret": tag}
+
+
+def _parsed(words: Sequence[str]) -> Config:
+    """The options of the run, as with the place where the nodes meet, which is not known yet. Raises ConfigError."""
+    has_min_ranks = any(word.partition("=")[0] == "--min-ranks" for word in words)
+    return options.parse([*words, "--join", "tcp://127.0.0.1:1", *([] if has_min_ranks else ["--min-ranks", "1"])])
 
 
 def _keep(digits: str, path: str) -> None:

@@ -4,10 +4,12 @@ Responsible for the factor of `--scale-lr`, and for the line that names both rul
 global batch than its checkpoint had. It changes nothing that was not asked for: the factor is 1 without `--scale-lr`.
 
 The one idea: with k times the samples a step, SGD makes k times fewer steps, so each may go k times as far while the
-gradient hardly changes on the way (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.1). The noise of a
-step falls only as sqrt(k); sqrt(k) times the rate keeps the variance of an update (Krizhevsky, "One weird trick for
-parallelizing convolutional neural networks", 2014, section 5), and is what LAMB was used with for BERT (You et al.,
-"Large Batch Optimization for Deep Learning", 2020). The factor multiplies the whole curve, so that its form stays.
+gradient hardly changes on the way (Goyal et al., "Accurate, Large Minibatch SGD", 2017). The noise of a step falls only
+as sqrt(k); sqrt(k) times the rate keeps the variance of an update (Krizhevsky, "One weird trick for parallelizing
+convolutional neural networks", 2014; Hoffer et al., "Train longer, generalize better", 2017). For Adam the same rule
+follows from its continuous limit where noise outweighs the gradient (Malladi et al., "On the SDEs and Scaling Rules for
+Adaptive Gradient Algorithms", 2022), and LAMB was used with it for BERT (You et al., "Large Batch Optimization for Deep
+Learning", 2020). The factor multiplies the whole curve, so that its form stays.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from hetseq.lr_scheduler import Schedule
 from hetseq.optim import learning_rates
 from hetseq.plan import GlobalBatch, Position, steps_in_epoch
 
-_WARMUP_EPOCHS = 5  # Goyal et al. 2017, section 2.2, of 90 epochs
+_WARMUP_EPOCHS = 5  # Goyal et al. 2017, of 90 epochs
 _WARMUP_SHARE = 5 / 90  # the same of a run that is counted in updates, or has fewer epochs
 
 

@@ -3,10 +3,11 @@
 Samples of a step give gradients that scatter around the true one. While the scatter of their mean is larger than the
 true gradient itself, twice the samples a step nearly halve the steps that training needs; far above, more samples only
 cost. Where both are equal lies B_simple = tr(covariance) / |true gradient|^2, in samples (McCandlish, Kaplan, Amodei,
-"An Empirical Model of Large-Batch Training", 2018, section 2.2 and appendix A.1).
+"An Empirical Model of Large-Batch Training", 2018; the estimate is that of its appendix A.1, for two batch sizes).
 
 The one idea: the squared length of a mean of b samples is, on average, |true|^2 + tr / b. Each rank's first micro-batch
 is such a mean, the whole step is another, and two lengths give both unknowns; each is averaged before they are divided.
+Ranks measure unequal numbers of samples: their lengths are averaged, weighted by samples, and so is 1 / b.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,8 @@ _ADVICE_INTERVAL_S = 5.0
 _ETA_STEPS = 50  # as in the live line
 _SPREAD = 2.0  # standard errors of the pace on either side
 _DIGITS = 5
+_MOST = 1e15  # of a number that is meant; NaN is none
+_Number = TypeVar("_Number", int, float)
 
 _OF_STEP = ("step", "epoch", "loss", "samples", "seconds", "skipped", "generation")
 _BY_RANK = tuple(field.name for field in fields(RankSummary) if field.type == "Numbers")
@@ -106,18 +108,36 @@ class RunFacts:
 def read_facts(told: Any) -> RunFacts | None:
     """What `RunStatus.told` had said, from JSON; None for what is not that, as another version may write it."""
     try:
-        eta, age = told["eta_s"], told["checkpoint_age_s"]
+        eta = told["eta_s"]
+        row = {key: told[key] for key in _OF_STEP if key in told}
         return RunFacts(
-            row={"step": int(told["step"]), **{key: told[key] for key in _OF_STEP if key in told}},
+            row={**row, **{key: _whole(row.get(key)) for key in ("epoch", "generation") if row.get(key) is not None},
+                 "step": _whole(told["step"])},
             summary=None if told["ranks"] is None else _unpacked(told["ranks"]),
-            total_steps=told["total_steps"],
-            eta_s=None if eta is None else (float(eta[0]), float(eta[1])),
-            checkpoint=told["checkpoint"],
-            checkpoint_age_s=None if age is None else float(age),
+            total_steps=_or_none(_whole, told["total_steps"]),
+            eta_s=None if eta is None else (_real(eta[0]), _real(eta[1])),
+            checkpoint=_or_none(_whole, told["checkpoint"]),
+            checkpoint_age_s=_or_none(_real, told["checkpoint_age_s"]),
             advice=tuple(str(text) for text in told["advice"]),
-        )
+        )  # fmt: skip
     except (KeyError, IndexError, TypeError, ValueError):
         return None
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r}: expected a whole number")
+    return value
+
+
+def _real(value: Any) -> float:
+    if type(value) not in (int, float) or not -_MOST <= value <= _MOST:
+        raise ValueError(f"{value!r}: expected a number")
+    return float(value)
+
+
+def _or_none(kind: Callable[[Any], _Number], value: Any) -> _Number | None:
+    return None if value is None else kind(value)
 
 
 def _packed(summary: RankSummary) -> dict[str, Any]:
@@ -137,6 +157,10 @@ def _unpacked(packed: Mapping[str, Any]) -> RankSummary:
     if any(array.shape != (size,) for array in arrays.values()) or len(packed["slots"]) != size:
         raise ValueError(f"{size} shares: expected as many of everything")
     names, slots = tuple(map(str, packed["names"])), tuple(map(int, packed["slots"]))
-    others = {key: packed[key] for key in ("steps", "efficiency", "communication_s", "pace", "step_s")}
-    changes: dict[str, Any] = {"names": names, "slots": slots, **others, **arrays}
+    others = {key: _or_none(_real, packed[key]) for key in ("efficiency", "communication_s", "step_s")}
+    pace = _or_none(_whole, packed["pace"])
+    if len(names) != size or len(set(slots)) < size or not (pace is None or 0 <= pace < size):
+        raise ValueError(f"pace {pace} of {size} ranks: expected a name and a slot for each, and one of them")
+    changes: dict[str, Any] = {"names": names, "slots": slots, "steps": _whole(packed["steps"]), "pace": pace}
+    changes |= {**others, **arrays}
     return RankSummary(**changes)

@@ -34,6 +34,7 @@ from hetseq.processes import ECHO_S, first_stop_signal, ringing_on_signals
 
 _HOST = re.compile(r"(?P<name>(?:[\w.-]+@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:]+\]))(?::(?P<count>\d+))?")
 _ANSWER_S = 120.0  # for a connection, and for a cold import of torch over a network mount
+_SAID_S = 10.0  # after so long without an answer it is said who is waited for
 _LOOK_S = 0.5
 _LAST_S = 10.0  # after a second signal, for the hosts to end
 _HANG_UP_S = 5.0  # for ssh to end with its pipes
@@ -166,8 +167,12 @@ class _Host:
 class FanOut:
     """The hosts of one run, from the first connection to the last exit code."""
 
-    def __init__(self, request: Request, bell: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, request: Request, bell: int, say: Callable[[str], None], *, answer_s: float = _ANSWER_S,
+        said_s: float = _SAID_S, last_s: float = _LAST_S,
+    ) -> None:  # fmt: skip
         self._request, self._bell, self._say = request, bell, say
+        self._answer_s, self._said_s, self._patience_s = answer_s, said_s, last_s
         self._hosts: list[_Host] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(bell, selectors.EVENT_READ)
@@ -183,7 +188,7 @@ class FanOut:
                 assert stream is not None
                 self._selector.register(stream, selectors.EVENT_READ, (host, kind))
             host.tell(words=[*self._request.words, *(["--distributed-gpus", str(count)] if count else [])])
-        deadline_s = time.monotonic() + _ANSWER_S
+        begun_s, is_said = time.monotonic(), False
         while any(host.facts is None for host in self._hosts):
             self._turn()
             silent = [host for host in self._hosts if host.facts is None]
@@ -191,19 +196,37 @@ class FanOut:
                 return EXIT_STOPPED
             if ended := [host for host in silent if host.code is not None]:
                 return self._refuse(ended[0])
-            if time.monotonic() > deadline_s and silent:
+            waited_s, names = time.monotonic() - begun_s, ", ".join(host.name for host in silent)
+            if silent and waited_s > self._answer_s:
                 raise RendezvousError(
-                    f"{', '.join(host.name for host in silent)} did not answer within {_ANSWER_S:.0f} s over ssh; the"
-                    " other hosts are stopped"
+                    f"{names} did not answer within {self._answer_s:g} s over ssh; the other hosts are stopped. See"
+                    f" what `{self._trial(silent[0])}` does: a machine that hangs, a network disk, a shell that asks"
                 )
+            if silent and waited_s > self._said_s and not is_said:
+                is_said = True
+                self._tell(f"no answer from {names} yet; they have {self._answer_s:g} s in all")
         self._begin()
+        told: set[str] = set()
         while any(host.code is None for host in self._hosts):
             self._turn()
+            self._tell_of_lost_(told)
             failed = [host for host in self._hosts if host.code in _FAILED]
             if failed and self._asked_s is None:
                 self._tell(f"{failed[0].name} ended with {failed[0].code}: the other hosts are stopped")
                 self._stop(signal.SIGTERM)
         return next((host.code for host in self._hosts if host.code), EXIT_DONE)
+
+    def _tell_of_lost_(self, told: set[str]) -> None:
+        """Say once of each host that it has ended too early."""
+        for host in self._hosts:
+            if host.code not in (None, EXIT_DONE, *_FAILED) and host.name not in told and self._asked_s is None:
+                told.add(host.name)
+                why = (
+                    "the connection to it is lost, and what runs there stops" if host.code == _SSH_FAILED else
+                    f"it ended with {host.code}"
+                )  # fmt: skip
+                rest = "go on if --min-ranks are left" if self._request.has_min_ranks else "wait for it"
+                self._tell(f"{host.name}: {why}; the others {rest}. Ctrl-C, twice if they wait, ends the run")
 
     def close(self) -> None:
         """Hang up; whatever still runs over there is asked to stop by that."""
@@ -241,9 +264,13 @@ class FanOut:
             is_lacking = secret is not None and facts[host.name]["secret"] is None
             host.tell(words=words, secret=secret if is_lacking else None)
 
+    def _trial(self, host: _Host) -> str:
+        """What tells whether ssh itself works."""
+        return shlex.join([*self._request.ssh, "-o", "BatchMode=yes", host.name, "true"])
+
     def _refuse(self, host: _Host) -> int:
         """Say why a host cannot take part; the others end with the connection."""
-        here = f"`{shlex.join([*self._request.ssh, '-o', 'BatchMode=yes', host.name, 'true'])}`"
+        here = f"`{self._trial(host)}`"
         if host.code == _SSH_FAILED:
             remedy = f"{here} has to work without a question: is the name right, the machine on, your key there?"
         elif host.code == EXIT_USAGE and host.last_words.startswith("hetseq: "):
@@ -278,7 +305,8 @@ class FanOut:
                 self._hear(host, kind, line.decode(errors="replace").rstrip("\r"))
         for host in self._hosts:
             if host.code is None and host.name not in was_heard:
-                host.code = host.process.poll()
+                code = host.process.poll()
+                host.code = code if code is None or code >= 0 else 128 - code  # as a shell counts a signal
         if self._last_s is not None and time.monotonic() > self._last_s:
             for host in self._hosts:
                 if host.code is None:
@@ -305,7 +333,7 @@ class FanOut:
         elif now_s - self._asked_s <= ECHO_S:
             return
         else:
-            self._last_s = self._last_s or now_s + _LAST_S
+            self._last_s = self._last_s or now_s + self._patience_s
         self._stop(number)
 
     def _stop(self, number: int) -> None:

@@ -12,20 +12,15 @@ from __future__ import annotations
 import json
 import math
 import os
-import select
 import shutil
-import signal
 import socket
 import sys
-import termios
 import textwrap
 import time
-import tty
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -33,8 +28,17 @@ import numpy as np
 from hetseq.command_line import Argument, Command, Option, seconds
 from hetseq.errors import ConfigError
 from hetseq.progress import terminal
-from hetseq.rank_table import RankSummary, Signs, ranks_that_matter, summarise, table_lines, with_slots
+from hetseq.rank_table import (
+    OVERHEAD_LINES,
+    RankSummary,
+    Signs,
+    ranks_that_matter,
+    summarise,
+    table_lines,
+    with_slots,
+)
 from hetseq.run_status import RunFacts, read_facts
+from hetseq.screen import ending_once, keys, stepping_aside
 from hetseq.whereabouts import state_of_process
 from hetseq.which_run import existing_run
 
@@ -42,6 +46,7 @@ _LIVE_S, _PLAIN_S, _LEAST_S = 1.0, 10.0, 0.1
 _SILENT_S, _SILENT_STEPS = 10.0, 5  # a rank writes once a second, and at the end of a step
 _ENDED_S = 3.0  # how old the last sign of life is before a run without a launcher counts as over
 _PLAIN_RANKS = 64
+_MOST_NOTES = 6
 
 COMMAND = Command(
     "top",
@@ -100,7 +105,7 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     with suppress(KeyboardInterrupt):
         if arguments.is_once:
             say("\n".join(view(arguments.run, signs, look, width=_width()).lines))
-        elif sys.stdout.isatty() and not terminal(sys.stdout).is_dumb_terminal:
+        elif sys.stdout.isatty() and _can_draw(say):
             _watch_live(arguments, look, say)
         else:
             _watch_plain(arguments, look, say)
@@ -142,7 +147,7 @@ class Lookout:
                 told = json.loads(path.read_text())
                 if isinstance(told, dict):
                     age_s = 0.0 if before is not None else max(0.0, self._wall() - written_ns / 1e9)
-                    self._seen[slot] = (written_ns, told, now_s - age_s)
+                    self._seen[slot] = (written_ns, _sound(told), now_s - age_s)
         return [RankSign(slot, told, now_s - since_s) for slot, (_, told, since_s) in sorted(self._seen.items())]
 
     def has_launcher(self) -> bool:
@@ -166,6 +171,12 @@ class Lookout:
         return False
 
 
+def _sound(told: Mapping[str, Any]) -> dict[str, Any]:
+    """What a status file says, without what it cannot mean: another program or version may have written it."""
+    kinds = {"pid": int, "step": int, "share": int, "state": str, "node": str, "device": str}
+    return {key: value for key, value in told.items() if key not in kinds or type(value) is kinds[key] or value is None}
+
+
 # judging
 
 
@@ -185,12 +196,21 @@ def view(run: Path, signs: Sequence[RankSign], look: Lookout, *, width: int, hei
     states = {sign.slot: _state(sign, look, silent_s) for sign in signs}
     ending = _ending(signs, states, look, facts)
     head = _run_lines(run, facts, teller, width)
-    foot = [*_notes(signs, states, silent_s), *([] if ending is None else [ending])]
-    advice = [] if facts is None or ending is not None else facts.advice
-    tail = [line for text in (*advice, *foot) for line in textwrap.wrap(text, width, subsequent_indent="  ")]
+    foot = _wrapped([*_notes(signs, states, silent_s), *([] if ending is None else [ending])], width)
+    tail = [*_wrapped([] if facts is None or ending is not None else facts.advice, width), *foot]
+    if height is not None:  # one rank stays, and who is in trouble comes before advice
+        most = max(1, height - len(head) - OVERHEAD_LINES)
+        tail = (tail if len(tail) <= most else foot)[-most:]
     summary = with_slots(_summary(signs, facts), {sign.slot: sign.name for sign in signs})
-    room = _PLAIN_RANKS if height is None else max(1, height - len(head) - len(tail) - 4)
-    return View((*head, *_table(summary, signs, states, room, width), *tail), ending)
+    room = _PLAIN_RANKS if height is None else max(1, height - len(head) - len(tail) - OVERHEAD_LINES)
+    lines = [*head, *_table(summary, signs, states, room, width), *tail]
+    # a name is somebody else's: no byte of it is to reach the terminal as a command
+    return View(tuple("".join(c if c.isprintable() else "?" for c in line)[:width] for line in lines), ending)
+
+
+def _wrapped(texts: Sequence[str], width: int) -> list[str]:
+    indent = "  " if width > len("  ") else ""
+    return [line for text in texts for line in textwrap.wrap(text, max(width, 1), subsequent_indent=indent)]
 
 
 def _teller(signs: Sequence[RankSign]) -> tuple[RankSign | None, RunFacts | None]:
@@ -229,7 +249,7 @@ def _ending(signs: Sequence[RankSign], states: dict[int, str], look: Lookout, fa
 
 
 def _notes(signs: Sequence[RankSign], states: dict[int, str], silent_s: float) -> list[str]:
-    """Who is gone, dead or silent, or stands still."""
+    """Who stands still, is gone, dead or silent; of many the first few."""
     notes = [note for sign in signs if states[sign.slot] in ("start", "train") and (note := _standing(sign, silent_s))]
     living = [sign for sign in signs if states[sign.slot] in ("start", "train", "silent")]
     silent = [sign for sign in living if states[sign.slot] == "silent"]
@@ -241,17 +261,24 @@ def _notes(signs: Sequence[RankSign], states: dict[int, str], silent_s: float) -
     for sign in signs:
         if states[sign.slot] in ("gone", "dead"):
             word = "is gone" if states[sign.slot] == "gone" else "has died"
-            notes.append(f"{_who(sign)} {word}, after step {sign.told.get('step')}, {_lasting(sign.age_s)} ago")
-    return notes
+            notes.append(f"{_who(sign)} {word}, after step {sign.told.get('step') or 0}, {_lasting(sign.age_s)} ago")
+    if len(notes) <= _MOST_NOTES:
+        return notes
+    return [
+        *notes[: _MOST_NOTES - 1],
+        f"and {len(notes) - _MOST_NOTES + 1} more ranks are gone, dead or silent, or stand still",
+    ]
 
 
 def _standing(sign: RankSign, silent_s: float) -> str:
     """What a rank has been at for long, as its process says although the step does not go on; empty if it moves."""
     phase, seconds = sign.told.get("phase"), sign.told.get("phase_s")
-    if not isinstance(phase, str) or not isinstance(seconds, (int, float)) or sign.told.get("waits"):
+    if not isinstance(phase, str) or not isinstance(seconds, (int, float)) or not math.isfinite(seconds):
+        return ""
+    if sign.told.get("waits"):
         return ""
     lasts_s = seconds + sign.age_s
-    return f"{_who(sign)} stands still: {phase} for {_lasting(lasts_s)}" if lasts_s > silent_s else ""
+    return f"{_who(sign)} stands still: {phase[:80]} for {_lasting(lasts_s)}" if lasts_s > silent_s else ""
 
 
 def _why(sign: RankSign) -> str:
@@ -310,7 +337,10 @@ def _run_lines(run: Path, facts: RunFacts | None, teller: RankSign | None, width
     first += [f"epoch {row['epoch']}"] if "epoch" in row else []
     loss = row.get("loss")
     first += ["skipped"] if row.get("skipped") else [f"loss {loss:.4g}"] if isinstance(loss, (int, float)) else []
-    now, later = ["  ".join(first)], list[str]()
+    # of a narrow terminal the loss is worth more than the name
+    fitting = (kept for kept in (first, [first[0], *first[-1:]], [first[0].removeprefix(name).strip(), *first[-1:]])
+               if len("  ".join(kept)) <= width)  # fmt: skip
+    now, later = ["  ".join(next(fitting, first[:1]))], list[str]()
     if summary is not None and summary.step_s:
         speed = float(np.nansum(summary.share)) / summary.step_s
         words = f"{speed:,.0f} samples/s" if speed >= 100 else f"{speed:.3g} samples/s"
@@ -360,15 +390,25 @@ def _watch_plain(arguments: Arguments, look: Lookout, say: Callable[[str], None]
         time.sleep(interval_s)
 
 
+def _can_draw(say: Callable[[str], None]) -> bool:
+    """Whether there is what draws on this terminal; without rich a line says so."""
+    try:
+        return not terminal(sys.stdout).is_dumb_terminal
+    except ImportError as error:
+        say(f"hetseq top: no live view, because rich cannot be imported ({error}): pip install rich")
+        return False
+
+
 def _watch_live(arguments: Arguments, look: Lookout, say: Callable[[str], None]) -> None:
     from rich.live import Live
     from rich.text import Text
 
     console = terminal(sys.stdout)
     interval_s, seen = arguments.interval_s or _LIVE_S, None
-    with _ending_once(), _keys() as is_quit, suppress(BrokenPipeError):
+    live = Live(console=console, auto_refresh=False, screen=True)
+    with ending_once() as ending, stepping_aside(sys.stdout.fileno(), live.refresh), keys(ending) as is_quit:
         try:
-            with Live(console=console, auto_refresh=False, screen=True) as live:
+            with live:
                 while seen is None or seen.ending is None:
                     size = console.size
                     seen = view(arguments.run, look.signs(), look, width=size.width, height=size.height)
@@ -379,57 +419,6 @@ def _watch_live(arguments: Arguments, look: Lookout, say: Callable[[str], None])
         finally:
             if seen is not None:  # what was on the other screen stays readable
                 say("\n".join(seen.lines))
-
-
-@contextmanager
-def _ending_once() -> Iterator[None]:
-    """Ctrl-C and SIGTERM leave the view as an exception does, and a second one does not disturb that.
-
-    The other screen and the terminal that gives each key are this process' affair: one that is killed leaves them on.
-    """
-
-    def end(number: int, frame: FrameType | None) -> None:
-        for each in before:
-            signal.signal(each, signal.SIG_IGN)
-        raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        for number in before:
-            signal.signal(number, end)
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[float], bool]]:
-    """Gives what waits for so many seconds, and says whether q was pressed; needs a terminal to read from."""
-    if not sys.stdin.isatty():
-        yield _sleep
-        return
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    tty.setcbreak(descriptor)
-
-    def is_quit(seconds: float) -> bool:
-        is_there, _, _ = select.select([descriptor], [], [], seconds)
-        return bool(is_there) and not {b"q", b"Q", b""}.isdisjoint(_each(os.read(descriptor, 64)))
-
-    try:
-        yield is_quit
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _sleep(seconds: float) -> bool:
-    time.sleep(seconds)
-    return False
-
-
-def _each(keys: bytes) -> list[bytes]:
-    return [keys[place : place + 1] for place in range(len(keys))] or [b""]
 
 
 def _width() -> int:

@@ -28,6 +28,7 @@ _HEIGHT = 220  # pixels, of the axes
 _BELOW = 22  # for the numbers of the x axis
 _TICKS = 7  # at most
 _MOST_DOTS = 60  # more of them would be a band
+_BARS_OF_A_PICTURE = 16  # paper cuts a picture that is longer than a page
 
 #: for whatever holds these pictures; colours have 4.5:1 on their paper as letters, 3:1 as lines
 STYLE = """
@@ -37,10 +38,11 @@ STYLE = """
 --tile:#1e2328;--c0:#6cb2f5;--c1:#fb923c;--c2:#6fcf7a;--c3:#cf9bf0;--c4:#e0c050;--c5:#4dd0e1;--c6:#f48fb1;--c7:#9aa3ad}}
 @media print{:root{--paper:#fff;--ink:#000;--soft:#444;--rule:#ccc;--band:#eee;--tile:#f4f4f4;
 --c0:#1f6fb4;--c1:#c2410c;--c2:#2e7d32;--c3:#8e3fae;--c4:#8a6500;--c5:#0e7490;--c6:#be185d;--c7:#626a73}}
-.chart{margin:0 0 1.6em;break-inside:avoid}.chart figcaption{margin:0 0 .7em;font-weight:600}
+.chart{margin:0 0 1.6em;break-inside:avoid}.chart.long{break-inside:auto}.chart figcaption{break-after:avoid}
+.chart figcaption{margin:0 0 .7em;font-weight:600}
 .chart .unit,.key{font-weight:400;overflow-wrap:anywhere;color:var(--soft);font-size:.86em}
 .legend{display:flex;flex-wrap:wrap;gap:.15em 1.1em;margin-top:.2em}.key i{display:inline-block;width:.8em;height:.8em;
-margin-right:.4em;border-radius:2px;vertical-align:-.05em;background:currentColor}
+margin-right:.4em;border-radius:2px;vertical-align:-.05em;background:currentColor;-webkit-print-color-adjust:exact;print-color-adjust:exact}
 .plot{display:block;overflow:visible;margin-left:56px;width:calc(100% - 66px)}.bars{display:block;width:100%}
 .plot svg{overflow:visible}.plot text,.bars text{font:12px system-ui,sans-serif;fill:var(--soft);
 font-variant-numeric:tabular-nums}.bars text.name{fill:var(--ink)}.grid{stroke:var(--rule)}.band{fill:var(--band)}
@@ -155,9 +157,13 @@ def bar_chart(title: str, kinds: Sequence[tuple[str, int]], bars: Sequence[Bar],
     longest = max((sum(bar.parts) for bar in bars), default=0.0)
     if not longest:
         return ""
-    row, lines = 36, []
+    row, lines = 36, list[str]()
     for place, bar in enumerate(bars):
-        top, begin = place * row, 0.0
+        if place % _BARS_OF_A_PICTURE == 0:
+            height = min(_BARS_OF_A_PICTURE, len(bars) - place) * row
+            lines += ["</svg>"] * (place > 0)
+            lines.append(f'<svg class="bars" height="{height}" role="img" aria-label="{escape(title)}">')
+        top, begin = place % _BARS_OF_A_PICTURE * row, 0.0
         lines.append(f'<text class="name" x="0" y="{top + 12}">{escape(bar.name)}</text>')
         lines.append(f'<text x="100%" y="{top + 12}" text-anchor="end">{escape(bar.note)}</text>')
         for (kind, colour), value in zip(kinds, bar.parts):
@@ -170,8 +176,9 @@ def bar_chart(title: str, kinds: Sequence[tuple[str, int]], bars: Sequence[Bar],
             begin += width
     legend = [(f"c{colour}", kind) for kind, colour in kinds]
     return (
-        f'<figure class="chart">{_caption(title, unit, legend)}<svg class="bars" height="{len(bars) * row}" role="img"'
-        f' aria-label="{escape(title)}">' + "\n".join(lines) + "</svg></figure>\n"
+        f'<figure class="chart{" long" if len(bars) > _BARS_OF_A_PICTURE else ""}">{_caption(title, unit, legend)}'
+        + "\n".join(lines)
+        + "</svg></figure>\n"
     )
 
 

@@ -21,6 +21,11 @@ from hetseq.report.recorded import Floats, Integers, RecordedRun
 
 #: keys that say where a run lives, not what it computes
 _OWN_PLACE = ("save_dir",)
+#: keys that say which samples a step takes, and those that do without --global-batch-size
+_OF_THE_SAMPLES = (
+    "task", "data", "train_subset", "seed", "global_batch_size", "max_tokens", "shuffle_block", "curriculum",
+)  # fmt: skip
+_OF_THE_BATCH = ("max_sentences", "update_freq", "distributed_world_size")
 _ROUNDING = 1e-3  # of a loss; equal curves in fp32 have been seen 6e-4 apart for some steps
 
 
@@ -52,6 +57,9 @@ class Comparison:
     def sentence(self) -> str:
         """The result as one line."""
         if self.largest is None:
+            unknown = len(self.first.steps) - self.alone[0]
+            if unknown:
+                return f"{_counted(unknown, 'step', 'steps')} in common, of which none has a loss in both"
             return f"no step in common: {_size(self.first)} in the one, {_size(self.second)} in the other"
         most, step = self.largest
         found = (
@@ -64,7 +72,8 @@ class Comparison:
 def compare(first: RecordedRun, second: RecordedRun) -> Comparison:
     """What the records of two runs say of each other."""
     common, at, other = np.intersect1d(first.steps, second.steps, assume_unique=True, return_indices=True)
-    difference = second.loss[other] - first.loss[at]
+    with np.errstate(invalid="ignore"):  # of two that are infinite
+        difference = second.loss[other] - first.loss[at]
     is_known = np.isfinite(difference)
     return Comparison(
         first, second, common[is_known], difference[is_known],
@@ -113,6 +122,15 @@ def _remarks(found: Comparison) -> list[str]:
     seconds = [float(run.elapsed_s[-1]) if len(run.steps) else math.nan for run in (found.first, found.second)]
     if all(second > 0 for second in seconds):
         remarks.append(f"Time in steps: {number(round(seconds[0], 3))} s and {number(round(seconds[1], 3))} s.")
+    has_batch = all(run.config.get("global_batch_size") for run in (found.first, found.second))
+    deciding = _OF_THE_SAMPLES if has_batch else (*_OF_THE_SAMPLES, *_OF_THE_BATCH)
+    others = [key for key, _, _ in found.options if key in deciding]
+    if others and found.largest is not None:
+        remarks.append(
+            f"A step of the one need not have taken the samples of that step of the other: {', '.join(others)}"
+            f" {'differs' if len(others) == 1 else 'differ'}. If so, compare where the curves lie, not step by step."
+        )
+        return remarks
     has_units = all(run.config.get("unit_size") for run in (found.first, found.second))
     if found.largest is not None and found.largest[0] > _ROUNDING and not has_units:
         remarks.append(

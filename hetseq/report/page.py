@@ -23,6 +23,7 @@ _MOST_ROWS = 60  # of a table: the first ones and the last ones
 _MOST_BARS = 64
 _LONGEST_NAME = 48  # characters beside a bar
 _MOST_BANDS = 400
+_MANY_STEPS = 50  # a curve of so many has a smoother one before it
 _POINTS_OF_RANKS = 12_800  # of all curves of a chart by rank together
 _KINDS = (("compute", 0), ("data", 4), ("overhead", 7), ("wait", 1), ("communication", 3))
 _PAGE_STYLE = """
@@ -167,7 +168,7 @@ def loss_chart(run: RecordedRun, title: str, *, by_time: bool = False) -> str:
     x = run.elapsed_s if by_time else run.steps.astype(np.float64)
     scale, x_title = _time_axis(x) if by_time else (1.0, "step")
     curves = [Curve("each step", x / scale, run.loss, is_pale=True)]
-    if len(run.steps) >= 50:
+    if len(run.steps) >= _MANY_STEPS:
         curves.append(Curve("mean of its neighbours", x / scale, _smooth(run.loss)))
     else:
         curves = [Curve("each step", x / scale, run.loss)]
@@ -303,7 +304,10 @@ def _times(run: RecordedRun, names: Sequence[str]) -> str:
 
 def _further(run: RecordedRun) -> str:
     speed = run.samples / np.where(run.seconds > 0, run.seconds, np.nan)
-    charts = [line_chart("Speed", [Curve("samples/s", run.steps, speed, 5)], unit="samples/s")]
+    speeds = [Curve("each step", run.steps, speed, 5, is_pale=len(speed) >= _MANY_STEPS)]
+    if len(speed) >= _MANY_STEPS:
+        speeds.append(Curve("mean of its neighbours", run.steps, _smooth(speed), 5))
+    charts = [line_chart("Speed", speeds, unit="samples/s")]
     if np.isfinite(run.efficiency).any():
         charts.append(line_chart("Efficiency", [Curve("efficiency", run.steps, run.efficiency, 2)]))
     if len(run.terms) > 1:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -144,9 +144,9 @@ def load_run(directory: str | os.PathLike[str]) -> RecordedRun:
         events, saves = tuple(_rows(run.events)), tuple(map(_save, read_history(run.history)))
     except OSError as error:
         raise ConfigError(f"{error.filename or run.path} cannot be read: {error.strerror}") from None
-    found = _RUN_ID.search(config_text.partition("\n")[0])
+    run_id = _RUN_ID.search(config_text.partition("\n")[0])
     return RecordedRun(
-        path=run.path, run_id=found.group(1) if found else "", config=_options(config_text), config_text=config_text,
+        path=run.path, run_id=run_id.group(1) if run_id else "", config=_options(config_text), config_text=config_text,
         states=_states(run.status), events=events, checkpoints=saves, **columns.arrays(),
     )  # fmt: skip
 
@@ -165,7 +165,7 @@ class _Columns:
 
     def add(self, row: Mapping[str, Any]) -> None:
         step = row.get("step")
-        if not isinstance(step, int):
+        if not _is_count(step):
             return
         key = row_key(row)
         if key[1]:
@@ -188,12 +188,14 @@ class _Columns:
             return
         size = len(shares)
         slots = row.get("slots", range(size))
-        if len(slots) != size or not all(isinstance(slot, int) and slot >= 0 for slot in slots):
+        if not isinstance(slots, (list, range)) or len(slots) != size or not all(map(_is_count, slots)):
             return
         self._row.extend([number] * size)
         self._slot.extend(slots)
         self._share.extend(map(_number, shares))
-        ranks = row.get("ranks") or {}
+        ranks = row.get("ranks")
+        if not isinstance(ranks, dict):
+            ranks = {}
         if size == 1 and not ranks:  # one rank waits for nobody, and what it does not compute is not told apart
             ranks = {"compute_s": [row.get("seconds")]}
         for key, column in self._of_ranks.items():
@@ -274,6 +276,11 @@ def _states(folder: Path) -> dict[int, str]:
         with suppress(OSError, ValueError, KeyError, TypeError):
             found[int(path.stem.partition("-")[2])] = str(json.loads(path.read_text("utf-8"))["state"])
     return found
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    """A whole number from 0 that a column can hold."""
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _number(value: object) -> float:

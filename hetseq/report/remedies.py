@@ -108,8 +108,8 @@ def _resume(event: Event) -> tuple[str, str]:
 
 
 def _replicas_differ(event: Event) -> tuple[str, str]:
-    ranks = event.get("ranks") or []
-    who = f"rank {', '.join(map(str, ranks))}" if ranks else "no rank could be believed"
+    ranks = event.get("ranks")
+    who = f"rank {', '.join(map(str, ranks))}" if ranks and isinstance(ranks, list) else "no rank could be believed"
     what = f"the copies of the model differed ({event.get('cause', 'cause unknown')}): {who}"
     if event.get("source") is not None:
         what += f"; made equal to rank {event['source']}"

@@ -52,7 +52,10 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
         path = output or RunDirectory(first.path).report
         text = report_page(first, facts=_facts())
     else:
-        found = compare(first, load_run(runs[1]))
+        second = load_run(runs[1])
+        if second.path.samefile(first.path):
+            raise ConfigError(f"{runs[0]} and {runs[1]} are the same directory: expected two runs to compare")
+        found = compare(first, second)
         path = output or first.path / "comparison.html"
         text = comparison_page(found)
         say(found.sentence())

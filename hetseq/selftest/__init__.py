@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from hetseq import options
 from hetseq.command_line import Command, Option, whole_number
 from hetseq.errors import EXIT_DONE, EXIT_FAILED
+from hetseq.selftest.elsewhere import another_process
 
 COMMAND = Command(
     "selftest",
@@ -47,9 +48,10 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     given = COMMAND.read(words)
     config = options.complete(options.parse(given.rest, also=COMMAND.flags))
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    from hetseq.selftest.examination import examine
+    with another_process(given.rest) as other:
+        from hetseq.selftest.examination import examine  # both import torch at the same time
 
-    report = examine(config, rounds=given["--rounds"], samples=given["--samples"])
+        report = examine(config, rounds=given["--rounds"], samples=given["--samples"], other=other)
     for line in [report.json()] if given["--json"] else report.lines():
         say(line)
     return EXIT_DONE if report.is_exact else EXIT_FAILED

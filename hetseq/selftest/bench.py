@@ -56,6 +56,10 @@ class Reader:
         seed_everything(derive_seed(self.seed if seed is None else seed, _EPOCH, int(indices[-1])))
         return self.collate(kept)
 
+    def index(self, position: int) -> int:
+        """The sample of the data set at a position of the epoch."""
+        return int(self._indices([position])[0])
+
     def keep(self) -> None:
         """From now on each sample is read once; only where samples are read one by one."""
         self._kept = {}
@@ -130,7 +134,7 @@ class Bench:
         dtype: torch.dtype,
     ) -> None:  # fmt: skip
         self.task, self.model, self.reader, self.terms = task, model, reader, terms
-        self.place = place_on(device, dtype)
+        self.device, self.dtype, self.place = device, dtype, place_on(device, dtype)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def measure(self, cut: Cut, first: int = 0, *, has_gradients: bool = True) -> Measured:
@@ -183,7 +187,7 @@ class Bench:
         if total.requires_grad:
             total.backward(retain_graph=True)
         flat = [
-            (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).double().flatten()
+            (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()).double().flatten()
             for parameter in self.parameters
         ]
         return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float64)

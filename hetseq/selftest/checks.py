@@ -6,14 +6,14 @@ Responsible for one question each, answered with findings. Refuses to compare cu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from hetseq.fetching import seed_everything
 from hetseq.plan import derive_seed
-from hetseq.selftest.bench import Bench, Reader
+from hetseq.selftest.bench import Bench, Measured, Reader
 from hetseq.selftest.findings import Finding
 from hetseq.selftest.still import difference, held_still
 from hetseq.task import build_model, is_overridden
@@ -51,8 +51,13 @@ def of_batches(reader: Reader, samples: int, *, unit: int | None) -> Finding | s
     """Random numbers that are drawn for a whole micro-batch; a note where they are drawn for each sample."""
     few = range(min(samples, _FEW))
     seeds = reader.seed, derive_seed(reader.seed, 1)
-    at = difference(*(reader.batch(few, seed=seed) for seed in seeds))
-    if at is None:
+    if (at := difference(*(reader.batch(few) for _ in range(2)))) is not None:
+        return Finding(
+            "random batches", "collater",
+            f"the same samples give another micro-batch the second time, with the same seed ({at})",
+            "Draw in __getitem__ from torch's, NumPy's or Python's generator, which HetSeq seeds by sample",
+        )  # fmt: skip
+    if (at := difference(*(reader.batch(few, seed=seed) for seed in seeds))) is None:
         return None
     if not reader.reads_together:
         kept = reader.samples(few)
@@ -90,8 +95,8 @@ def of_one_sample(bench: Bench) -> Finding | None:
     return None
 
 
-def of_repeating(bench: Bench, samples: int, *, tolerance: float) -> Iterator[Finding]:
-    """Forward twice of the same micro-batch: what changes on the way."""
+def of_repeating(bench: Bench, samples: int, *, tolerance: float, mode: str = "") -> Iterator[Finding]:
+    """Forward twice of the same micro-batch in the model's present mode, for which there may be words."""
     few = range(min(samples, _FEW))
     before = {name: buffer.clone() for name, buffer in bench.model.named_buffers()}
     first, again = (bench.piece(few) for _ in range(2))
@@ -106,9 +111,57 @@ def of_repeating(bench: Bench, samples: int, *, tolerance: float) -> Iterator[Fi
         )
         yield Finding(
             "state", term,
-            f"the same micro-batch gives {a:.6g} and then {b:.6g}: forward changes {what}",
+            f"{mode}the same micro-batch gives {a:.6g} and then {b:.6g}: forward changes {what}",
             "Compute what a task remembers in update_step(num_updates), from num_updates; draw from torch's generator",
             b, a,
+        )  # fmt: skip
+
+
+def of_finite(bench: Bench, step: Measured, positions: range) -> Iterator[Finding]:
+    """Terms of a step in one piece whose sum or gradient is not finite, with the first sample that is to blame."""
+    for term in bench.terms:
+        total = step.sum(term)
+        if not step.count(term) or (math.isfinite(total) and bool(step.gradients[term].isfinite().all())):
+            continue
+        broken = next((place for place in positions if not _is_finite(bench, term, place)), None)
+        who = (
+            "only together" if broken is None else f"first of all with sample {bench.reader.index(broken)} of the data"
+        )
+        what = f"its sum over {len(positions)} samples is {total}" if not math.isfinite(total) else (
+            f"its sum over {len(positions)} samples is {total:.6g}, but their gradient is not finite"
+        )  # fmt: skip
+        yield Finding(
+            "not finite", term,
+            f"{what}, with count {step.count(term):g}; {who}",
+            "Look for a logarithm, a quotient or a root of 0, or an input that is not finite",
+            total,
+        )  # fmt: skip
+
+
+def _is_finite(bench: Bench, term: str, position: int) -> bool:
+    done = Measured()
+    try:
+        bench.add_(done, [position], has_gradients=True)
+    except Exception:  # one sample alone may be refused, which is a finding of its own
+        return True
+    return not done.count(term) or bool(math.isfinite(done.sum(term)) and done.gradients[term].isfinite().all())
+
+
+def of_nothing(bench: Bench, steps: Sequence[Measured]) -> Iterator[Finding]:
+    """Terms that nothing counts for, and a loss from which no weight learns."""
+    for term in bench.terms:
+        if not any(step.count(term) for step in steps):
+            yield Finding(
+                "count", term,
+                f"count gives 0 in all {len(steps)} steps: nothing is learnt from the term",
+                "Count what the loss adds up over: samples, or labels that are not ignored",
+            )  # fmt: skip
+    live = [gradient for step in steps for gradient in step.gradients.values()]
+    if live and not any(bool(gradient.any()) for gradient in live):
+        yield Finding(
+            "no gradient", ", ".join(bench.terms),
+            "no parameter has a gradient: nothing is learnt",
+            "Look for detach(), item(), torch.no_grad() or requires_grad = False on the way to the loss",
         )  # fmt: skip
 
 
@@ -120,14 +173,14 @@ def draws_random(bench: Bench, samples: int) -> bool:
 
 
 def draws_although_still(bench: Bench, samples: int) -> bool:
-    """Two forwards with different seeds differ although torch's draws are constants: NumPy or Python draw."""
+    """Two forwards with different seeds differ although torch's draws are constants: somebody else draws."""
     few = range(min(samples, _FEW))
     totals = [bench.forward(few, seed=seed)[1] for seed in (1, 2)]
     return any(not torch.equal(totals[0][term], totals[1][term]) for term in bench.terms if totals[0][term].isfinite())
 
 
-def of_metrics(bench: Bench, samples: int, *, tolerance: float) -> Iterator[Finding]:
-    """Sums with counts, which add up."""
+def of_metrics(bench: Bench, samples: int, *, tolerance: float, has_singles: bool) -> Iterator[Finding]:
+    """Sums with counts, which add up; `has_singles`: one sample alone works."""
     if not is_overridden(bench.task, "metrics"):
         return
     half = max(samples // 3, 1)
@@ -145,6 +198,14 @@ def of_metrics(bench: Bench, samples: int, *, tolerance: float) -> Iterator[Find
             return
         measured.append({name: (float(pair[0]), float(pair[1])) for name, pair in found.items()})
     whole, *parts = measured
+    for name, pair in whole.items():
+        if not all(map(math.isfinite, pair)):
+            yield Finding(
+                "metric", name,
+                f"metrics gives {pair} for {samples} samples, and one number that is not finite spoils a whole split",
+                "Leave out the samples without a value, and let them not count",
+            )  # fmt: skip
+            return
     if any(part.keys() != whole.keys() for part in parts):
         yield Finding(
             "metric", "metrics",
@@ -166,6 +227,27 @@ def of_metrics(bench: Bench, samples: int, *, tolerance: float) -> Iterator[Find
                 )  # fmt: skip
                 break
 
+    singles = range(min(samples, _FEW)) if has_singles else ()
+    yield from _of_summary(bench, [whole, *(_metrics(bench, range(at, at + 1)) for at in singles)])
+
+
+def _of_summary(bench: Bench, sums: Sequence[dict[str, tuple[float, float]]]) -> Iterator[Finding]:
+    """What validation makes of the sums, also of a split of one sample, in which some things are not counted."""
+    for given in sums:
+        try:
+            figures: Any = bench.task.summarise(given)
+            is_sound = isinstance(figures, dict) and all(isinstance(one, int | float) for one in figures.values())
+            said = f"it gives {figures!r}"
+        except Exception as error:  # the user's code may raise anything
+            is_sound, said = False, f"it raises {type(error).__name__}: {error}"
+        if not is_sound:
+            yield Finding(
+                "metric", "summarise",
+                f"{said} for {given}",
+                "Give a dict of name to number from the sums of `metrics`; a count may be 0",
+            )  # fmt: skip
+            return
+
 
 def _metrics(bench: Bench, positions: range) -> dict[str, Any]:
     batch = bench.place(bench.reader.batch(positions))
@@ -184,19 +266,27 @@ def _is_pair(pair: Any) -> bool:
 
 
 def of_predictions(bench: Bench, samples: int) -> Finding | None:
-    """One line of text for each sample."""
+    """One line of text for each sample, in their order."""
     if not is_overridden(bench.task, "predictions"):
         return None
-    for positions in (range(samples), range(1)):
+    few, given = min(samples, _FEW), list[list[str]]()
+    remedy = "Give a list of str, one line for each sample of the micro-batch, in its order"
+    for positions in (range(few), *(range(place, place + 1) for place in range(few))):
         batch = bench.place(bench.reader.batch(positions))
         with held_still(), torch.no_grad():
             lines: Any = bench.task.predictions(bench.model, batch)
-        remedy = "Give a list of str, one line for each sample of the micro-batch, in its order"
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
             return Finding("predictions", "predictions", "it gives something else than a list of str", remedy)
         if len(lines) != len(positions) or any("\n" in line for line in lines):
             text = f"{len(lines)} lines for {len(positions)} samples, or lines of several lines"
             return Finding("predictions", "predictions", text, remedy, float(len(lines)), float(len(positions)))
+        given.append(lines)
+    if sorted(given[0]) == sorted(singly := [line for lines in given[1:] for line in lines]) and given[0] != singly:
+        return Finding(
+            "predictions", "predictions",
+            "the lines of a micro-batch are those of its samples in another order, as where a collater sorts them",
+            remedy,
+        )  # fmt: skip
     return None
 
 
@@ -216,9 +306,8 @@ def of_saved_weights(bench: Bench, samples: int, *, seed: int, tolerance: float)
     _stir_(model)
     expected = bench.piece(few)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
-    kind = next(iter(bench.parameters), torch.zeros(()))
     seed_everything(seed)
-    fresh = build_model(bench.task).to(kind.device, kind.dtype)
+    fresh = build_model(bench.task).to(bench.device, bench.dtype)
     fresh.train(model.training)
     try:
         fresh.load_state_dict(saved)

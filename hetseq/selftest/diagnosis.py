@@ -1,8 +1,8 @@
 """Why a term depends on the cut: from two measured steps that should be equal and are not, to one finding.
 
-Responsible for telling the usual faults apart by small experiments: a mean, a count that does not add up, padding,
-samples that are mixed. The one idea: each fault has one experiment of a few samples that only it fails, and the most
-special is tried first.
+Responsible for telling the usual faults apart by small experiments: a mean, a count that does not add up, a penalty on
+the weights, a divisor of its own, padding, samples that are mixed. The one idea: each fault has one experiment of a few
+samples that only it fails, and the most special is tried first.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -17,27 +18,49 @@ import torch
 
 from hetseq.selftest.bench import Bench, Measured, Piece
 from hetseq.selftest.findings import Finding
+from hetseq.selftest.still import tensors_of
 from hetseq.task import is_overridden
 
 _PAGE = "docs/exactness.md"
 _MOST = 12  # samples of an experiment with pairs
+_APART = 1e-3  # relative: samples that are nearer do not tell their weights
 
 
 class Diagnosis:
     """Experiments on one bench with the samples at positions first..first + samples - 1."""
 
-    def __init__(self, bench: Bench, first: int, samples: int, *, tolerance: float) -> None:
-        self.bench, self.tolerance = bench, tolerance
+    def __init__(self, bench: Bench, first: int, samples: int, *, tolerance: float, least: int = 1) -> None:
+        self.bench, self.tolerance, self._least = bench, tolerance, least  # samples of the smallest micro-batch
         self.positions = range(first, first + samples)
+
+    @cached_property
+    def singles(self) -> list[Piece]:
+        """The first samples, one by one."""
+        return [self.bench.piece([position]) for position in self.positions[:_MOST]]
+
+    @cached_property
+    def doubles(self) -> list[Piece]:
+        """Each of them beside itself."""
+        return [self.bench.piece([position, position]) for position in self.positions[:_MOST]]
+
+    @cached_property
+    def pairs(self) -> list[Piece]:
+        """Each of them beside its neighbour; one fewer."""
+        return [self.bench.piece([position, position + 1]) for position in self.positions[: _MOST - 1]][
+            : len(self.positions) - 1
+        ]
 
     def of_term(self, term: str, whole: Measured, cut: Measured) -> Finding:
         """The reason why a term of the two is not the same."""
-        return (
-            self._of_counts(term, whole, cut)
-            or self._of_mean(term, whole, cut)
-            or self._of_padding(term, whole, cut)
-            or self._of_mixing(term, whole, cut)
-        )
+        found = self._of_counts(term, whole, cut) or self._of_mean(term, whole, cut)
+        if found is None and self._least == 1:
+            found = (
+                self._of_repetition(term)
+                or self._of_penalty(term)
+                or self._of_quotient(term, whole)
+                or self._of_padding(term, whole, cut)
+            )
+        return found or self._of_mixing(term, whole, cut)
 
     def is_close(self, first: float, second: float, *, scale: float = 0.0) -> bool:
         """Equal within the tolerance, relative to the largest of them and of `scale`."""
@@ -65,7 +88,8 @@ class Diagnosis:
         else:
             text, remedy = (
                 f"count gives {expected:g} for the step in one piece and {found:g} for its micro-batches together",
-                "Let count be a sum over samples: of two micro-batches together it is the sum of theirs",
+                "Let count be a sum over samples: of two micro-batches together it is the sum of theirs; a collater"
+                " that drops or cuts samples by what else is there must not",
             )
         return Finding("count", term, text, remedy, found, expected)
 
@@ -89,19 +113,77 @@ class Diagnosis:
                 )  # fmt: skip
         return None
 
+    def _of_repetition(self, term: str) -> Finding | None:
+        """A mean of whatever: a sample twice gives what it gives once, and two something in between."""
+        known = [
+            (once.sums[term], twice.sums[term]) for once, twice in zip(self.singles, self.doubles) if once.counts[term]
+        ]  # fmt: skip
+        if len(known) < 2 or not all(once and self.is_close(once, twice) for once, twice in known):
+            return None
+        for pair, *two in zip(self.pairs, self.singles, self.singles[1:]):
+            low, high = sorted(each.sums[term] for each in two)
+            if all(each.counts[term] for each in two) and not low < pair.sums[term] < high:
+                return None  # as the largest of all
+        once, twice = known[0]
+        return Finding(
+            "mean", term,
+            f"loss gives a mean, not a sum: one sample gives {once:.6g}, and the same sample twice {twice:.6g},"
+            f" expected {2 * once:.6g}",
+            "Use reduction='sum', and give as count what the mean divided by; HetSeq divides by the count of all ranks",
+            twice, 2 * once,
+        )  # fmt: skip
+
+    def _of_penalty(self, term: str) -> Finding | None:
+        """The same number on top of each micro-batch: two samples together lack it once."""
+        trios = [*zip(self.pairs, self.singles, self.singles[1:]), *zip(self.doubles, self.singles, self.singles)]
+        trios = [trio for trio in trios if all(piece.counts[term] for piece in trio)]
+        lacking = [first.sums[term] + second.sums[term] - pair.sums[term] for pair, first, second in trios]
+        scale = max((abs(piece.sums[term]) for trio in trios for piece in trio), default=0.0)
+        if not lacking or not max(lacking) - min(lacking) <= self.tolerance * scale < abs(lacking[0]):
+            return None
+        return Finding(
+            "penalty", term,
+            f"it adds {lacking[0]:.6g} to each micro-batch, however many samples are in it, as a penalty on weights",
+            "Multiply that part by count, by which HetSeq divides; for an L2 penalty give --weight-decay",
+        )  # fmt: skip
+
+    def _of_quotient(self, term: str, whole: Measured) -> Finding | None:
+        """A quotient times the samples: two samples show how much each weighs, which foretells one of them twice."""
+        told: list[Finding] = []
+        for place, (first, second) in enumerate(pairwise(self.singles)):
+            if not first.counts[term] or not second.counts[term]:
+                continue
+            a, b, pair = first.sums[term], second.sums[term], self.pairs[place].sums[term]
+            if self.is_close(a + b, pair) or abs(a - b) <= _APART * max(abs(a), abs(b)):
+                continue  # they say nothing of their weights
+            weight = (pair / 2 - b) / (a - b)  # of the first
+            begin = self.positions[place]
+            trio = self.bench.piece([begin, begin, begin + 1]).sums[term] / 3
+            foretold = b + 2 * weight / (1 + weight) * (a - b) if weight > 0 else math.nan
+            if not 0 < weight < 1 or not self.is_close(trio, foretold, scale=max(abs(a), abs(b)) / _APART):
+                return None
+            told.append(
+                Finding(
+                    "mean", term,
+                    f"it is divided by something of the micro-batch other than count, as by its number of tokens: two"
+                    f" samples give {a:.6g} and {b:.6g} one by one, and {pair:.6g} together",
+                    "Give the sum alone, and as count what it was divided by; HetSeq divides by the count of all"
+                    f" ranks, here {whole.count(term):g}",
+                    pair, a + b,
+                )
+            )  # fmt: skip
+        return told[0] if len(told) > 1 else None
+
     def _of_padding(self, term: str, whole: Measured, cut: Measured) -> Finding | None:
         """Samples alike in width add up, and others do not."""
         if len({piece.widths for piece in (*whole.pieces, *cut.pieces)}) < 2:
             return None
         alike: list[tuple[Piece, Piece, Piece]] = []
         others: list[tuple[Piece, Piece, Piece]] = []
-        singles = [(position, self.bench.piece([position])) for position in self.positions[:_MOST]]
-        for (a, first), (b, second) in pairwise(singles):
-            pair = self.bench.piece([a, b])
+        for pair, first, second in zip(self.pairs, self.singles, self.singles[1:]):
             wide = first.widths == second.widths == pair.widths
             (alike if wide else others).append((pair, first, second))
-        for position, single in singles:  # a sample beside itself is as wide as it is
-            twice = self.bench.piece([position, position])
+        for twice, single in zip(self.doubles, self.singles):  # a sample beside itself is as wide as it is
             if twice.widths == single.widths:
                 alike.append((twice, single, single))
         # the gap of the mean losses, not of the sums: a count may see padding too
@@ -142,59 +224,80 @@ class Diagnosis:
                 added, together,
             )  # fmt: skip
         where = f"{module} mixes" if module else "the loss mixes"
+        clue = "" if module or self._least > 1 else self._clue(term)
         return Finding(
             "mixing", term,
             f"{where} the samples of a micro-batch: {together:.6g} for the step in one piece, {added:.6g} for its"
-            " micro-batches added up",
+            f" micro-batches added up{clue}",
             f"Let each sample's loss depend on that sample alone, or give --unit-size N, which makes every micro-batch"
             f" the same N samples on any ranks ({_PAGE})",
             added, together,
         )  # fmt: skip
 
+    def _clue(self, term: str) -> str:
+        """What a sample beside itself tells of a loss that mixes."""
+        once, twice = self.singles[0], self.doubles[0]
+        if not once.counts[term] or self._adds_up(term, twice, once, once):
+            return ""
+        return (
+            f" (one sample gives {once.sums[term]:.6g}, and the same sample twice {twice.sums[term]:.6g}: a part of it"
+            " is a mean, or is added once for each micro-batch)"
+        )
+
 
 def mixing_module(bench: Bench, positions: Sequence[int], *, tolerance: float) -> str | None:
-    """The first module, by the end of its call, whose rows for some samples depend on which others are there; as
-    `encoder.1 (BatchNorm1d)`. None if none does, or where rows cannot be told apart."""
+    """The first module, by the end of its call, whose rows for some samples depend on which others are there although
+    those that it was given do not; as `encoder.1 (BatchNorm1d)`. None if none does, or where rows cannot be told apart.
+    """
     half = len(positions) // 2
     if half < 2:
         return None
-    together, first, second = (_outputs(bench, chosen) for chosen in (positions, positions[:half], positions[half:]))
-    for name, rows in together.items():
-        if name not in first or name not in second:
-            continue
-        parts = (first[name], second[name])
-        if rows.shape[0] != len(positions) or any(part.shape[1:] != rows.shape[1:] for part in parts):
-            continue
-        gap = float((torch.cat(parts) - rows).norm()) if sum(map(len, parts)) == len(rows) else 0.0
-        if gap > tolerance * float(rows.norm()):
+    together, first, second = (_calls(bench, chosen) for chosen in (positions, positions[:half], positions[half:]))
+
+    def differ(rows: torch.Tensor | None, parts: Sequence[torch.Tensor | None]) -> bool:
+        known = [part for part in parts if part is not None and rows is not None and part.shape[1:] == rows.shape[1:]]
+        if rows is None or len(known) < 2 or not sum(map(len, known)) == len(rows) == len(positions):
+            return False  # not to be told apart
+        return not float((torch.cat(known) - rows).norm()) <= tolerance * float(rows.norm())
+
+    for name in [name for name in together if name in first and name in second]:
+        (given, made), parts = together[name], (first[name], second[name])
+        if differ(made, [part[1] for part in parts]) and not differ(given, [part[0] for part in parts]):
             return f"{name or 'the model'} ({type(bench.model.get_submodule(name)).__name__})"
     return None
 
 
-def _outputs(bench: Bench, positions: Sequence[int]) -> dict[str, torch.Tensor]:
-    """The first output of each module, by name, in the order in which calls end."""
-    found: dict[str, torch.Tensor] = {}
+_Call = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+def _calls(bench: Bench, positions: Sequence[int]) -> dict[str, _Call]:
+    """What each module was given first of all, and gave, by name, in the order in which calls end."""
+    found: dict[str, _Call] = {}
     with _watched(bench.model, found):
         bench.forward(positions)
     return found
 
 
 @contextmanager
-def _watched(model: torch.nn.Module, found: dict[str, torch.Tensor]) -> Iterator[None]:
+def _watched(model: torch.nn.Module, found: dict[str, _Call]) -> Iterator[None]:
     def watch(name: str) -> Any:
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, (tuple, list)) and output else output
-            if isinstance(first, torch.Tensor) and first.dim() and first.is_floating_point():
-                found.setdefault(name, first.detach().clone())
+        def hook(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            # copied, because a later layer may change it in place
+            given, made = (next((_copied(one) for one in tensors_of(each)), None) for each in ((args, kwargs), output))
+            found.setdefault(name, (given, made))
 
         return hook
 
-    hooks = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
+    hooks = [module.register_forward_hook(watch(name), with_kwargs=True) for name, module in model.named_modules()]
     try:
         yield
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor | None:
+    return tensor.detach().clone() if tensor.dim() and tensor.is_floating_point() else None
 
 
 def _grows_with_width(term: str, pieces: Sequence[Piece]) -> bool:

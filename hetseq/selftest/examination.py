@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,7 +27,9 @@ from hetseq.selftest import checks
 from hetseq.selftest.bench import Bench, Measured, Reader, gradient_difference, loss_difference
 from hetseq.selftest.cuts import Cut, random_cut, singles, whole
 from hetseq.selftest.diagnosis import Diagnosis, mixing_module
+from hetseq.selftest.elsewhere import Answer, of_processes, presented
 from hetseq.selftest.findings import Finding, Report, TermRow
+from hetseq.selftest.still import Narrowing
 from hetseq.task import Task, build_model, collater_of, load_split, make_task
 
 logger = logging.getLogger(__name__)
@@ -43,8 +45,11 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps ** 0.5)
 
 
-def examine(config: Config, *, rounds: int, samples: int) -> Report:
-    """Everything that a self-test asks. Raises HetSeqError for what cannot even be built, as a run would."""
+def examine(config: Config, *, rounds: int, samples: int, other: Answer | None = None) -> Report:
+    """Everything that a self-test asks, also of `other`, which has loaded the task in another process.
+
+    Raises HetSeqError for what cannot even be built, as a run would.
+    """
     device = torch.device(config.distributed.devices[0] if config.distributed.devices else "cpu")
     task = make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
     dataset = load_split(task, config.data.train_subset)
@@ -57,15 +62,36 @@ def examine(config: Config, *, rounds: int, samples: int) -> Report:
         type(task).__name__, min(samples, len(dataset)), len(dataset), rounds, "fp64", 0.0, str(device)
     )  # fmt: skip
     with _raising_into(report, task):
+        own = presented(config, task, dataset) if other is not None else {}  # before anything is read again
         _examine_data(report, reader, unit=config.data.unit_size)
         terms = probe.find_terms(task, dataset, collate)
         task.update_step(0)
         bench = _bench(report, task, reader, terms, device=device, seed=seed)
         report.tolerance = tolerance_of(_DTYPES[report.precision])
+        if report.samples < 2:
+            report.add(
+                Finding(
+                    "too few samples", config.data.train_subset,
+                    "the data set has one sample, so no step can be cut: nothing was compared",
+                    "Give more data; 4 samples show what a layer mixes, 32 are the default of --samples",
+                )
+            )  # fmt: skip
+            return report
         _Examination(report, bench, config, rounds=rounds).run()
+        if other is not None:
+            _compare_processes(report, own, other())
     if config.data.max_tokens:
         report.note("--max-tokens makes no difference here: cuts of any size were tried")
     return report
+
+
+def _compare_processes(report: Report, own: Mapping[str, str], others: Mapping[str, str] | str) -> None:
+    if isinstance(others, str):
+        report.note(
+            f"whether another process has the same data was not compared: it could not load the task ({others})"
+        )
+    else:
+        report.add(*of_processes(own, others))
 
 
 @contextmanager
@@ -131,6 +157,12 @@ def _bench(
         report.precision, bench = "fp32", build(torch.float32)
         bench.measure(whole(min(2, report.samples)))
         report.note(f"compared in fp32, because in fp64 the task raised {type(error).__name__}: {error}")
+        return bench
+    with Narrowing() as narrowing:
+        bench.piece(range(min(2, report.samples)))
+    if narrowing.is_seen:
+        report.precision = "fp32"
+        report.note("compared by the digits of fp32, because forward makes fp32 or less of what it is given in fp64")
     return bench
 
 
@@ -142,33 +174,40 @@ class _Examination:
         self.seed, self.unit = config.task.seed, config.data.unit_size
         self._generator = np.random.default_rng(self.seed)
         self._worst: dict[str, tuple[float, float]] = {}
+        self._least = 1  # samples of a micro-batch
 
     def run(self) -> None:
         """Everything; findings and rows go into the report."""
         report, bench = self.report, self.bench
         if (alone := checks.of_one_sample(bench)) is not None:
             report.add(alone)
+            self._least = 2
         report.add(*checks.of_repeating(bench, report.samples, tolerance=report.tolerance))
-        first = self._pass(least=1 if alone is None else 2)
-        self._add_rows(first)
+        is_repeatable = not any(finding.kind == "state" for finding in report.findings)
+        truths = self._pass()
+        self._add_rows(truths[0])
+        report.add(*checks.of_nothing(bench, truths))
         self._training_mode()
-        report.add(*checks.of_metrics(bench, report.samples, tolerance=report.tolerance))
-        if (lines := checks.of_predictions(bench, report.samples)) is not None:
+        alone_works = self._least == 1
+        report.add(
+            *checks.of_metrics(bench, report.samples, tolerance=report.tolerance, has_singles=alone_works)
+        )  # fmt: skip
+        if alone_works and (lines := checks.of_predictions(bench, report.samples)) is not None:
             report.add(lines)
-        report.add(*checks.of_saved_weights(bench, report.samples, seed=self.seed, tolerance=report.tolerance))
+        if is_repeatable:  # else it would be blamed on the weights
+            report.add(*checks.of_saved_weights(bench, report.samples, seed=self.seed, tolerance=report.tolerance))
 
-    def _pass(self, *, least: int) -> Measured:
-        """All rounds in the model's present mode, until each term has its finding; the first step in one piece."""
-        begin: Measured | None = None
+    def _pass(self) -> list[Measured]:
+        """All rounds in the model's present mode, until each term has its finding; the steps in one piece."""
+        truths = []
         for number in range(self.rounds):
             first = self._first_of(number)
             truth = self.bench.measure(whole(self.report.samples, unit=self.unit), first)
-            begin = begin or truth
-            self._check_finite(truth)
-            for cut in self._cuts(number, least=least):
+            truths.append(truth)
+            self.report.add(*checks.of_finite(self.bench, truth, range(first, first + self.report.samples)))
+            for cut in self._cuts(number, least=self._least):
                 self._compare(truth, self.bench.measure(cut, first), first)
-        assert begin is not None, "there is at least one round"
-        return begin
+        return truths
 
     def _first_of(self, number: int) -> int:
         """Where in the epoch the step of a round begins; small data sets begin again."""
@@ -181,19 +220,6 @@ class _Examination:
             yield singles(samples, size=least)
         for ranks in (2, 3):
             yield random_cut(samples, ranks, self._generator, unit=self.unit, least=least)
-
-    def _check_finite(self, truth: Measured) -> None:
-        for term in self.bench.terms:
-            if truth.count(term) and not np.isfinite(truth.sum(term)):
-                self.report.add(
-                    Finding(
-                        "not finite", term,
-                        f"its sum over {self.report.samples} samples is {truth.sum(term)}, with count"
-                        f" {truth.count(term):g}",
-                        "Look for a logarithm or a quotient of 0, or an input that is not finite",
-                        truth.sum(term),
-                    )
-                )  # fmt: skip
 
     def _compare(self, truth: Measured, cut: Measured, first: int) -> None:
         tolerance = self.report.tolerance
@@ -214,12 +240,14 @@ class _Examination:
             report.add(
                 Finding(
                     "random loss", term,
-                    "it draws from NumPy's or Python's generator, once for a whole micro-batch",
+                    "it draws for a whole micro-batch from NumPy's or Python's generator, or within an operator, and"
+                    " cannot be held still",
                     "Draw with torch, a number for each sample, or give --unit-size N (docs/exactness.md)",
                 )
             )  # fmt: skip
             return
-        report.add(Diagnosis(self.bench, first, report.samples, tolerance=report.tolerance).of_term(term, truth, cut))
+        diagnosis = Diagnosis(self.bench, first, report.samples, tolerance=report.tolerance, least=self._least)
+        report.add(diagnosis.of_term(term, truth, cut))
 
     def _add_rows(self, first: Measured) -> None:
         blamed = {finding.name for finding in self.report.findings}
@@ -231,17 +259,24 @@ class _Examination:
     def _training_mode(self) -> None:
         """The same in training mode: what only layers do that mix samples there."""
         report, bench = self.report, self.bench
-        if report.findings or report.samples < 4:
+        if report.findings:
             return  # a second opinion on a task that has none of its own
+        if report.samples < 4:
+            report.note("training mode was not compared: that takes 4 samples, since layers that mix need company")
+            return
         bench.model.train()
         try:
+            forgetful = [*checks.of_repeating(bench, report.samples, tolerance=report.tolerance, mode="in training ")]
+            if forgetful:
+                report.add(*forgetful)
+                return
             if checks.draws_random(bench, report.samples):
                 report.note(
                     "the loss is random in training (dropout, noise), held still here; a run draws for each"
                     " micro-batch, so with other shares the curve is as good but another, unless --unit-size is given"
                 )
             if checks.draws_although_still(bench, report.samples):
-                report.note("training mode was not compared: it draws from NumPy's or Python's generator")
+                report.note("training mode was not compared: draws of NumPy, Python or an operator are not held still")
                 return
             before = dict(self._worst)
             norms = [name for name, module in bench.model.named_modules() if isinstance(module, _BatchNorm)]

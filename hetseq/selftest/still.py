@@ -27,34 +27,60 @@ def held_still() -> Iterator[None]:
 
 class _Still(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        drawn, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        name, kwargs = func.overloadpacket.__name__, dict(kwargs or {})
+        if name.startswith("_scaled_dot_product"):  # its dropout is drawn inside of it
+            args, kwargs = _without_dropout(func, args, kwargs)
+        drawn = func(*args, **kwargs)
         if name == "native_dropout":  # (input, p, train) to (output, mask)
             return _all_kept(drawn, *args[:2])
         constant = _CONSTANTS.get(name.removesuffix("_"))
-        # what is drawn in place has the tensor as its first argument
-        return drawn if constant is None else constant(drawn, args[1:] if name.endswith("_") else args)
+        return drawn if constant is None else constant(drawn, _named(func, args, kwargs))
+
+
+def _named(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """All arguments of a call of an operator by their names in its schema."""
+    arguments = func._schema.arguments
+    return {
+        **{each.name: each.default_value for each in arguments},
+        **{each.name: value for each, value in zip(arguments, args)},
+        **kwargs,
+    }
+
+
+def _without_dropout(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    names = [each.name for each in func._schema.arguments]
+    args = tuple(0.0 if name == "dropout_p" else value for name, value in zip(names, args))
+    return args, {name: 0.0 if name == "dropout_p" else value for name, value in kwargs.items()}
 
 
 def _all_kept(drawn: Any, given: torch.Tensor, rate: float) -> tuple[torch.Tensor, torch.Tensor]:
     return given / (1 - rate) if rate < 1 else drawn[0], torch.ones_like(drawn[1])
 
 
-def _uniform(drawn: torch.Tensor, args: Any) -> torch.Tensor:
-    given = [float(value) for value in args[:2]]
-    low, high = [*given, *[0.0, 1.0][len(given) :]]
+def _uniform(drawn: torch.Tensor, told: Mapping[str, Any]) -> torch.Tensor:
+    low, high = told.get("from", 0.0), told.get("to", 1.0)
     return drawn.fill_(low + _PLACE * (high - low))
 
 
-def _normal(drawn: torch.Tensor, args: Any) -> torch.Tensor:
+def _normal(drawn: torch.Tensor, told: Mapping[str, Any]) -> torch.Tensor:
     """torch.normal(mean, std), of numbers or tensors, and tensor.normal_(mean, std)."""
-    given = [value for value in args[:2] if isinstance(value, (int, float, torch.Tensor))]
-    mean = given[0] if given else 0.0
-    deviation = given[1] if len(given) > 1 else 1.0
-    return drawn.copy_(torch.as_tensor(mean + _PLACE * deviation))
+    return drawn.copy_(torch.as_tensor(told["mean"] + _PLACE * told["std"]))
+
+
+def _integer(drawn: torch.Tensor, told: Mapping[str, Any]) -> torch.Tensor:
+    """The middle of what torch.randint and tensor.random_ choose from; 0 where they are drawn for their bits."""
+    low, high = told.get("low", told.get("from")) or 0, told.get("high", told.get("to"))
+    # bits may be seen as several narrower numbers, which have to be alike
+    return drawn.fill_(0 if high is None else (low + high - 1) // 2)
+
+
+def _order(drawn: torch.Tensor, told: Mapping[str, Any]) -> torch.Tensor:
+    """Backwards: an order of samples that is no order would hide that they are mixed."""
+    return drawn.copy_(torch.arange(len(drawn) - 1, -1, -1))
 
 
 def _fill(value: float) -> Any:
-    return lambda drawn, args: drawn.fill_(value)
+    return lambda drawn, told: drawn.fill_(value)
 
 
 _CONSTANTS: dict[str, Any] = {
@@ -64,11 +90,36 @@ _CONSTANTS: dict[str, Any] = {
     "randn": _fill(_PLACE),
     "randn_like": _fill(_PLACE),
     "normal": _normal,
+    "log_normal": _fill(1.0),
+    "cauchy": _fill(_PLACE),
     "bernoulli": _fill(1),
+    "binomial": lambda drawn, told: drawn.copy_(told["count"] * told["prob"]).round_(),
+    "geometric": _fill(1),
     "exponential": _fill(1.0),
-    "random": _fill(0),
+    "poisson": lambda drawn, told: drawn.copy_(told["self"]).round_(),
+    "_standard_gamma": lambda drawn, told: drawn.copy_(told["self"]),
+    "_sample_dirichlet": lambda drawn, told: drawn.copy_(told["self"] / told["self"].sum(-1, keepdim=True)),
+    "random": _integer,
+    "randint": _integer,
+    "randint_like": _integer,
+    "randperm": _order,
     "multinomial": _fill(0),
 }
+
+
+class Narrowing(TorchDispatchMode):
+    """Within it `is_seen` becomes true when a number of 64 bits is made one of fewer."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        done = func(*args, **(kwargs or {}))
+        is_wide = any(tensor.dtype == torch.float64 for tensor in tensors_of(args))
+        if is_wide and any(tensor.is_floating_point() and tensor.itemsize < 8 for tensor in tensors_of(done)):
+            self.is_seen = True
+        return done
 
 
 def difference(first: Any, second: Any, path: str = "") -> str | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
 import tempfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -118,17 +120,36 @@ def test_a_browser_shows_it_whole_at_any_width_in_both_themes(page: Path, width:
     assert f'"paper":"{paper}"' in measured
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="there is no chromium on this machine")
+def test_on_paper_it_is_light_whatever_the_theme(page: Path) -> None:
+    paper = page.parent / "paper.pdf"
+    browse(page, page.parent, 0, f"--print-to-pdf={paper}", "--no-pdf-header-footer")
+    fills = set[str]()
+    for content in re.findall(rb"stream\r?\n(.*?)\r?\nendstream", paper.read_bytes(), re.DOTALL):
+        with contextlib.suppress(zlib.error):  # a font among them
+            fills |= set(re.findall(r"([\d.]+ [\d.]+ [\d.]+) rg", zlib.decompress(content).decode("latin1")))
+    # paper, words of less importance as they are on paper alone, and the first of the light colours
+    assert {"1 1 1", ".2667 .2667 .2667", ".1216 .4353 .7059"} <= fills
+    assert not [fill for fill in fills if fill.startswith((".0823", ".0824", ".4235"))]  # dark paper, its first colour
+
+
 def shown(page: Path, folder: Path, *, width: int, theme: int) -> str:
     """What a browser says while it makes a picture of the page."""
     frame = folder / "frame.html"
     frame.write_text(
         f'<body style="margin:0"><iframe src="{page.name}" width="{width}" height="4000" style="border:0">'
     )
+    size = f"--window-size={max(width, _LEAST)},4000"
+    return browse(frame, folder, theme, size, "--hide-scrollbars", f"--screenshot={folder / 'shot.png'}")
+
+
+def browse(page: Path, folder: Path, theme: int, *more: str) -> str:
+    """What a browser says of a page, in the light theme (1) or the dark one (0)."""
     words = [
         str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage",
         "--disable-background-networking", "--disable-crash-reporter", f"--user-data-dir={folder / 'profile'}",
-        f"--window-size={max(width, _LEAST)},4000", f"--blink-settings=preferredColorScheme={theme}",
-        "--enable-logging=stderr", "--hide-scrollbars", f"--screenshot={folder / 'shot.png'}", frame.as_uri(),
+        f"--blink-settings=preferredColorScheme={theme}", "--enable-logging=stderr", *more, page.as_uri(),
     ]  # fmt: skip
     with tempfile.TemporaryDirectory(
         prefix="b"

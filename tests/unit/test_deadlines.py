@@ -126,10 +126,10 @@ hetseq/processes.py
     _die_once_readable: wait: a thread that waits for the end of the launcher, to end too
 hetseq/reduction.py
     GradientReducer.finish: bucket.pending.wait: the collective got the deadline of its group
+hetseq/screen.py
+    keys.is_quit: os.read: the terminal was found readable, and nobody else reads it
 hetseq/ssh.py
     FanOut._turn: os.read: the selector has found something to read
-hetseq/top.py
-    _keys.is_quit: os.read: the terminal was found readable, and nobody else reads it
 hetseq/workers.py
     Worker.tell: _channel.send_bytes: the pipe has SO_SNDTIMEO
     Worker.listen: _channel.recv_bytes: poll has found something, and for the rest the pipe has SO_RCVTIMEO

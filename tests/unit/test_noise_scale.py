@@ -38,6 +38,18 @@ def test_many_steps_give_the_trace_of_the_covariance_by_the_square_of_the_gradie
     assert estimated == pytest.approx(EXPECTED, rel=0.05)  # five standard errors of the widest of the three
 
 
+def test_two_batch_sizes_give_what_the_paper_gives() -> None:
+    """McCandlish et al. 2018, appendix A.1: with |G_b|^2 of b samples and |G_B|^2 of B."""
+    small, big, scale = 8, SAMPLES, NoiseScale()
+    square_of_small, square_of_big = 90.0, 40.0  # of the mean gradients
+    for _ in range(5):
+        part = PartialGradient(small, square_of_small * (small / big) ** 2)
+        scale.add([part], samples=big, norm=square_of_big**0.5)
+    true = (big * square_of_big - small * square_of_small) / (big - small)
+    trace = (square_of_small - square_of_big) / (1 / small - 1 / big)
+    assert scale.samples == pytest.approx(trace / true, rel=1e-12)
+
+
 def test_nothing_is_said_before_a_few_steps_were_measured() -> None:
     assert after(4, (8,)).samples is None
     assert after(5, (8,)).samples is not None

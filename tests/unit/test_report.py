@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import html.parser
+import math
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import hetseq
 from hetseq.errors import ConfigError
 from hetseq.report import writing
-from hetseq.report.charts import COLUMNS, Curve, labelled, line_chart, path_of, thinned, ticks
+from hetseq.report.charts import COLUMNS, Bar, Curve, bar_chart, labelled, line_chart, path_of, thinned, ticks
 from hetseq.report.compare import compare, comparison_page
 from hetseq.report.page import aligned, bands_of, duration, repeat_lines, report_page
 from hetseq.report.recorded import RecordedRun
@@ -90,6 +92,7 @@ def test_the_report_needs_no_script_no_server_and_no_other_file(lossy: RecordedR
     assert "url(" not in report_page(lossy)
     assert "@media(prefers-color-scheme:dark)" in report_page(lossy)
     assert "@media print" in report_page(lossy)
+    assert "background:currentColor;-webkit-print-color-adjust:exact" in report_page(lossy)  # or legends are blank
 
 
 def test_nothing_that_comes_from_files_comes_alive(tmp_path: Path) -> None:
@@ -304,6 +307,70 @@ def test_equal_runs_are_called_equal_and_strangers_strangers(tmp_path: Path) -> 
     Reading(comparison_page(compare(one, other)))
 
 
+def test_runs_whose_steps_took_other_samples_are_not_compared_step_by_step(tmp_path: Path) -> None:
+    one, other = (
+        hetseq.load_run(write_run(tmp_path / name, [step_row(1, loss)], config=CONFIG + f"seed: {loss:g}\nlr: 0.1\n"))
+        for name, loss in (("a", 1.0), ("b", 2.0))
+    )
+    page = comparison_page(compare(one, other))
+    assert "need not have taken the samples of that step of the other: seed differs. If so" in page
+    assert "more than rounding" not in page
+
+
+@pytest.mark.parametrize(("batch", "is_other"), [("60", False), ("null", True)])
+def test_micro_batches_make_other_steps_only_without_a_global_batch(
+    tmp_path: Path, batch: str, *, is_other: bool
+) -> None:
+    one, other = (
+        hetseq.load_run(write_run(
+            tmp_path / size, [step_row(1)], config=CONFIG + f"global_batch_size: {batch}\nmax_sentences: {size}\n"
+        )) for size in "12"
+    )  # fmt: skip
+    assert ("max_sentences differs" in comparison_page(compare(one, other))) == is_other
+
+
+def test_steps_without_a_loss_are_in_common_all_the_same(tmp_path: Path) -> None:
+    one = hetseq.load_run(write_run(tmp_path / "a", [step_row(1), step_row(2, math.inf)]))
+    other = hetseq.load_run(write_run(tmp_path / "b", [step_row(1, None), step_row(2, math.inf)]))
+    assert compare(one, other).sentence() == "2 steps in common, of which none has a loss in both"
+
+
+# What no run writes.
+
+
+def changed(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """`row` with each of its values replaced in turn, at any depth."""
+    for key, value in row.items():
+        for other in (None, -1, 10**30, math.inf, True, "x", [], [None, None], ["x", 2], {"a": 1}):
+            yield {**row, key: other}
+        if isinstance(value, dict):
+            yield from ({**row, key: inner} for inner in changed(value))
+
+
+def test_whatever_rows_and_events_say_there_is_a_report(tmp_path: Path) -> None:
+    rows = [
+        {**odd, "step": step} if type(odd.get("step")) is int and odd["step"] in (1, 2) else odd
+        for step, odd in enumerate(changed(step_row(2, slots=(0, 2))), start=3)
+    ]  # fmt: skip
+    rows += changed(validation_row(2, 1.0, valid_accuracy=0.5))
+    kinds = {"generation": {"ranks": [0], "story": "x", "seconds": 1.0}, "resume": {"path": "/x", "refused": []},
+             "replicas_differ": {"ranks": [0], "source": 1, "cause": "x"}, "save_failed": {"error": "x"}}  # fmt: skip
+    events = [odd for kind, told in kinds.items() for odd in changed({"event": kind, "step": 2, **told})]
+    loaded = hetseq.load_run(write_run(tmp_path / "run", [step_row(1), *rows, step_row(2)], events=events))
+    assert len(loaded.steps) > 100
+    Reading(report_page(loaded))
+    Reading(comparison_page(compare(loaded, loaded)))
+
+
+def test_many_bars_are_cut_between_two_of_them() -> None:
+    bars = [Bar(f"rank {rank}", [1.0], "1") for rank in range(40)]
+    chart = bar_chart("A step", [("compute", 0)], bars, unit="ms")
+    Reading(chart)
+    assert re.findall(r'<svg class="bars" height="(\d+)"', chart) == ["576", "576", "288"]
+    assert 'class="chart long"' in chart
+    assert "long" not in bar_chart("A step", [("compute", 0)], bars[:16], unit="ms")
+
+
 # The command.
 
 
@@ -339,6 +406,13 @@ def test_two_runs_are_told_apart_on_the_terminal_too(tmp_path: Path) -> None:
 def test_a_command_line_that_says_something_else_is_refused(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         run(words, print)
+
+
+def test_a_run_is_not_compared_with_itself(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [step_row(1)])
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(ConfigError, match="are the same directory: expected two runs to compare"):
+        run([str(path), str(tmp_path / "link")], print)
 
 
 def test_a_place_that_cannot_be_written_is_named_with_a_remedy(tmp_path: Path) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -167,6 +170,86 @@ def test_before_the_first_step_and_beside_files_of_others_there_is_a_table(tmp_p
     assert "no step yet" in shown(tmp_path)
 
 
+def changed(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """`told` with each of its values replaced in turn, at any depth."""
+    for key, value in told.items():
+        for other in (
+            None,
+            -1,
+            10**6,
+            1.5,
+            math.inf,
+            math.nan,
+            True,
+            "x\x1b[2J\n",
+            [],
+            {"a": 1},
+            [None, None],
+            ["x", 2],
+        ):
+            yield {**told, key: other}
+        if isinstance(value, dict):
+            yield from ({**told, key: inner} for inner in changed(value))
+
+
+def test_whatever_a_status_file_says_there_are_lines_without_commands_for_the_terminal(tmp_path: Path) -> None:
+    gang(tmp_path, 2)
+    status = told(8, 2)
+    status.saved(7, 1.75)
+    path = write(tmp_path, 0, run=status.told(2.0))
+    texts = [json.dumps(about) for about in changed(json.loads(path.read_text()))]
+    for number, text in enumerate([*texts, "", "{", "null", "[]", "\0", texts[0][:90]]):
+        path.write_text(text)
+        os.utime(path, ns=(number, number))
+        lines = shown(tmp_path, width=60, height=24).split("\n")
+        assert len(lines) <= 24, text
+        assert max(map(len, lines)) <= 60, text
+        assert "".join(lines).isprintable(), text
+
+
+def test_a_file_of_the_future_is_new(tmp_path: Path) -> None:
+    os.utime(write(tmp_path, 0), ns=(2**62, 2**62))
+    assert "sign of life" not in shown(tmp_path)
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 24), (40, 10), (20, 10)])
+def test_on_little_room_who_is_in_trouble_comes_before_advice(tmp_path: Path, width: int, height: int) -> None:
+    folder = tmp_path / "digits-7"
+    folder.mkdir()
+    gang(folder, 3)
+    status = told(8, 3).told(2.0)
+    write(folder, 0, run={**status, "advice": ["advice " * 12] * 3})
+    write(folder, 2, pid=None, state="gone")
+    lines = shown(folder, width=width, height=height).splitlines()
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+    assert "rank 2 (lab2/cpu) is gone" in " ".join(lines).replace("   ", " ").replace("is  gone", "is gone")
+    assert (height == 24) == any("advice" in line for line in lines)
+    assert width < 40 or lines[0] == "digits-7  step 8/1,000  loss 0.5"
+
+
+def test_of_many_ranks_that_are_gone_the_first_are_named(tmp_path: Path) -> None:
+    gang(tmp_path, SIZE)
+    for slot in range(4, SIZE):
+        write(tmp_path, slot, pid=None, state="gone")
+    lines = shown(tmp_path, width=80, height=24).splitlines()
+    assert len(lines) <= 24
+    assert lines[-1] == "and 55 more ranks are gone, dead or silent, or stand still"
+    assert "rank 4 (lab4/cpu) is gone" in lines[-6]
+
+
+def test_without_rich_the_view_is_plain_and_a_line_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 0, state="done")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for module in [name for name in sys.modules if name.partition(".")[0] == "rich"] or ["rich", "rich.console"]:
+        monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]  # which makes its import fail
+    said: list[str] = []
+    assert run([str(tmp_path)], said.append) == 0
+    assert said[0].startswith("hetseq top: no live view, because rich cannot be imported (")
+    assert said[0].endswith("): pip install rich")
+    assert "all is done after step 8" in said[1]
+
+
 def test_nothing_in_the_run_directory_is_changed(tmp_path: Path) -> None:
     gang(tmp_path, 2)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
@@ -252,5 +335,7 @@ def test_a_mistyped_command_is_explained(words: list[str], message: str) -> None
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"runs/none does not exist: expected the --save-dir of a run"):
+        run([str(tmp_path / "runs" / "none")], print)
     with pytest.raises(ConfigError, match="no file in it was written by a run"):
         run([str(tmp_path)], print)

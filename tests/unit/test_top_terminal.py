@@ -97,6 +97,43 @@ def is_sane(watched: Watched) -> bool:
     return is_back and has_cursor and watched.attributes() == watched.before
 
 
+def test_ctrl_z_gives_the_terminal_back_until_the_view_goes_on(watched: Watched) -> None:
+    watched.process.send_signal(signal.SIGTSTP)  # as a terminal does that has a shell
+    deadline = time.monotonic() + 30
+    while os.waitid(os.P_PID, watched.process.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is None:
+        assert time.monotonic() < deadline
+        watched._read(0.1)
+    while watched._read(0):
+        pass
+    assert is_sane(watched)
+    watched.screen = b""
+    watched.process.send_signal(signal.SIGCONT)
+    watched.shows(b"labA/cpu")
+    assert OTHER_SCREEN in watched.screen
+    assert watched.attributes() != watched.before
+    os.write(watched.controller, b"q")
+    assert watched.ends() == 0
+    assert is_sane(watched)
+
+
+def test_a_terminal_that_is_gone_ends_the_view(watched: Watched) -> None:
+    """As a window that is closed; what the process says of it goes nowhere, so its end tells."""
+    os.close(watched.controller)
+    watched.controller = os.open(os.devnull, os.O_RDWR)
+    assert watched.process.wait(30) in (0, 128 + signal.SIGHUP, -signal.SIGHUP)
+
+
+def test_a_window_of_another_size_is_filled(watched: Watched) -> None:
+    fcntl.ioctl(watched.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 40, 0, 0))
+    watched.screen = b""
+    watched.shows(b"seen")
+    watched.screen = b""
+    watched.shows(b"seen")  # a whole picture of the new size
+    assert b"labA/cpu" not in watched.screen  # the column of names has no room
+    os.write(watched.controller, b"q")
+    assert watched.ends() == 0
+
+
 def test_q_ends_the_view_and_leaves_what_was_seen(watched: Watched) -> None:
     os.write(watched.controller, b"xq")
     assert watched.ends() == 0
@@ -104,7 +141,9 @@ def test_q_ends_the_view_and_leaves_what_was_seen(watched: Watched) -> None:
     assert b"labA/cpu" in watched.screen.rpartition(OWN_SCREEN)[2]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGHUP, 129)]
+)
 def test_a_signal_ends_the_view_and_leaves_the_terminal_sane(watched: Watched, number: int, code: int) -> None:
     watched.process.send_signal(number)
     assert watched.ends() == code
