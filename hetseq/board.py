@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_RANKS = 8  # with more, only every tenth step tells of each rank
 _THINNING = 10
-_UNTOLD = frozenset({"save"})  # there are many, and `checkpointHistories.csv` lists them
+_UNTOLD = frozenset({"save", "versions"})  # the history of checkpoints and the report list them
 
 
 @dataclass(frozen=True)

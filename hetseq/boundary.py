@@ -9,6 +9,7 @@ import json
 import math
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ from hetseq.saving import Saved, Saver, draw_nonce
 from hetseq.sharing import Sharing
 from hetseq.succession import Due
 from hetseq.validation import Validator
+from hetseq.whereabouts import Phase, Stand, amid
 
 _ABOUT_BYTES = 512
 _NONCES = 2**63
@@ -61,6 +63,8 @@ class StatusFiles:
         #: by rank: the number in the names of its files
         self.slots = tuple(slots) if slots is not None else tuple(range(len(abouts)))
         foreign = set(range(len(abouts))) - set(sharing.ranks) if sharing.is_writer else set()
+        self._newest: dict[str, Any] = {}  # what was written last into this rank's own
+        self._writing = threading.Lock()
         self._files = {
             number: (StatusFile(directory.status / f"rank-{self.slots[number]}.json"), abouts[number])
             for number in [rank, *sorted(foreign)]
@@ -90,7 +94,18 @@ class StatusFiles:
                 continue
             share = {} if shares is None else {"share": shares[rank]}
             run = {"run": self.run.told(now_s)} if self.run is not None and rank == self._rank else {}
-            file.write(now_s, force=force, **fields, **share, **about, **run)
+            told = {**fields, **share, **about, **run}
+            with self._writing:
+                file.write(now_s, force=force, **told)
+                if rank == self._rank:
+                    self._newest = told
+
+    def renew(self, stand: Stand) -> None:
+        """Say that this rank still stands where it does, for who looks at its file meanwhile. For any thread."""
+        now = {"phase": stand.phase.words, "phase_s": round(stand.for_s, 1), "waits": stand.is_waiting}
+        with self._writing:
+            if self._newest:
+                self._files[self._rank][0].write(time.monotonic(), **{**self._newest, **now})
 
 
 def _gather_abouts(sharing: Sharing, about: dict[str, Any]) -> list[dict[str, Any]]:
@@ -188,7 +203,8 @@ class RunBoundary:
         state, replicas, buffers = controller.state, self._replicas, controller.replica.buffers
         if replicas is not None and replicas.is_due(due.step):
             self._saver.settle()  # they may be made equal
-            replicas.check(due.step, shares)
+            with amid(Phase.COMPARING, Phase.BOUNDARY):
+                replicas.check(due.step, shares)
         is_best = False
         is_due = self._is_validation_due(due)
         if self._validators and (is_due or ends_run):
@@ -210,9 +226,12 @@ class RunBoundary:
             buffers.synchronise_(shares)
             is_last = ends_run or is_stopping
             rows = self._metrics.last_rows()
-            self._tell(self._saver.save(state, nonce=due.nonce, kinds=kinds, is_last=is_last, rows=rows))
+            with amid(Phase.SAVING, Phase.BOUNDARY):
+                saves = self._saver.save(state, nonce=due.nonce, kinds=kinds, is_last=is_last, rows=rows)
+            self._tell(saves)
         elif ends_run or is_stopping:
-            self._tell(self._saver.finish())
+            with amid(Phase.SAVING, Phase.BOUNDARY):
+                self._tell(self._saver.finish())
         return bool(kinds) or ends_run or is_stopping
 
     def finish(self) -> None:
@@ -282,7 +301,7 @@ class RunBoundary:
         state, is_best = controller.state, False
         for place, validator in enumerate(self._validators):
             # a rank of a small share waits for the others, far longer than for a step
-            with controller.patience_for(samples=len(validator.source.dataset)):
+            with amid(Phase.VALIDATION, Phase.BOUNDARY), controller.patience_for(samples=len(validator.source.dataset)):
                 values = validator.evaluate(
                     controller.task, controller.replica.model, controller.group, controller.pace.divide
                 )

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
-from hetseq import wall
+from hetseq import wall, whereabouts
 from hetseq.errors import HetSeqError, PeerLostError, RendezvousError
 from hetseq.neighbours import LONGEST_ROW, NO_NAME, Neighbours, Sum, machine, open_door
 
@@ -446,9 +446,12 @@ class _Done:
 
 @contextmanager
 def _peer_errors(what: str, deadline_s: float) -> Iterator[None]:
+    whereabouts.wait_for_others(True)
     try:
         yield
     except RuntimeError as error:
         # the cause is cut off on purpose: its traceback would hold the group's sockets open, and peers would wait
         reason = str(error).splitlines()[0]
         raise PeerLostError(f"lost a peer while waiting up to {deadline_s:.0f} s for {what} ({reason})") from None
+    finally:
+        whereabouts.wait_for_others(False)

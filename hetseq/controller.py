@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 from torch.profiler import record_function as phase
 
-from hetseq import faults
+from hetseq import faults, whereabouts
 from hetseq.comm import AnyGroup, gather_floats
 from hetseq.commit import (
     CommitRow,
@@ -47,6 +47,7 @@ from hetseq.plan import Planner, Position, StepPlan
 from hetseq.precision import LossScale
 from hetseq.share import Part, ShareComputer
 from hetseq.stopwatch import Stopwatch
+from hetseq.whereabouts import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -137,11 +138,7 @@ class Controller:
     def __init__(
         self,
         *,
-        computer: ShareComputer,
-        group: AnyGroup,
-        planner: Planner,
-        loader: StepLoader,
-        pace: Pace,
+        computer: ShareComputer, group: AnyGroup, planner: Planner, loader: StepLoader, pace: Pace,
         schedule: Callable[[int, int], float],
         config: OptimizationConfig,
         boundary: Boundary,
@@ -151,7 +148,7 @@ class Controller:
         memory: Callable[[], tuple[int, int]] = lambda: (0, 0),
         wish: Callable[[], Wish] = lambda: Wish.NONE,
         step_deadline_s: float | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.task, self.replica, self.group = computer.task, computer.replica, group
         self.planner, self.loader, self.pace = planner, loader, pace
         self.terms, self.weights = terms, weights
@@ -192,14 +189,17 @@ class Controller:
         self._set_deadline(plan)
         rate = self._schedule(self.state.updates, plan.epoch)
         with phase("count"):
+            whereabouts.enter(Phase.DATA, plan.step)
             data = self.loader.take(plan)
             clock.lap("data")
+            whereabouts.enter(Phase.COUNT)
             faults.point("count")
             counts = self._counts_ahead or self._gather_counts(data)
             clock.lap("idle")
         outcome = self._agree(plan, data, counts, rate)
         is_to_blame = outcome.verdict is Verdict.SKIP and not self._is_overflow(outcome)
         result = self._resolve(outcome)
+        whereabouts.enter(Phase.BOUNDARY)
         faults.point("boundary")
         if is_to_blame:
             self._explain_skip(plan, data, counts)
@@ -214,12 +214,15 @@ class Controller:
         clock = self._clock
         for attempt in itertools.count():
             with phase("forward_backward"):
+                whereabouts.enter(Phase.FORWARD_BACKWARD)
                 faults.point("forward_backward")
                 part = self._computer.compute(data, counts, self.loader.fetch_again)
                 clock.lap("compute")
+                whereabouts.enter(Phase.DATA)
                 upcoming = self._look_ahead(plan)  # fetched while the buckets travel
                 clock.lap("data")
             with phase("reduce"):
+                whereabouts.enter(Phase.REDUCE)
                 faults.point("reduce")
                 self.replica.reducer.finish()
                 self.replica.buffers.send(plan.shares)
@@ -230,6 +233,7 @@ class Controller:
                 clock.lap("other")
                 # from here on this rank holds the whole gradient of this attempt
                 self._held = _Held(plan, attempt, counts, norm, rate) if part.is_whole else None
+                whereabouts.enter(Phase.COMMIT)
                 faults.point("commit")
                 outcome = self._commit(plan, attempt, norm, part, upcoming)
                 clock.lap("idle")
@@ -395,6 +399,7 @@ class Controller:
         has either done all of it or not seen the verdict; an exception under way ends the process."""
         held, self._held = self._held, None
         assert held is not None
+        whereabouts.enter(Phase.UPDATE)
         if outcome.verdict is Verdict.APPLY:
             with phase("clip"):
                 faults.point("clip")

@@ -41,7 +41,8 @@ from hetseq.placement import Crew, Placement
 from hetseq.processes import ECHO_S, first_stop_signal, ringing_on_signals
 from hetseq.progress import takes_text
 from hetseq.run_directory import RunDirectory
-from hetseq.upkeep import in_use
+from hetseq.standstill import Standstill
+from hetseq.upkeep import adopt_config, in_use, looked_after, taken_over
 from hetseq.watch import Watch, may_go_on
 from hetseq.workers import Worker, end_all, start_worker, threads_per_worker, warm_forkserver
 
@@ -99,6 +100,7 @@ class Launcher:
         self._cut_short = ""  # why the workers are ended without waiting for their step
         self._closing, self._keeping = ExitStack(), ExitStack()  # all that is open; what keeps the run directory
         self._was_part = False  # of the run, before the node that the others called was lost
+        self._is_over = False  # the run, and not just this node's part in it
 
     def run(self) -> Ending:
         """Start, watch, end; every worker has ended when this returns, also when it raises HetSeqError."""
@@ -113,6 +115,7 @@ class Launcher:
                     except _Rejoin:
                         self._start_over(member)
             except _Over as over:
+                self._is_over = True
                 return over.ending
             except _Stopped as stop:
                 ending = lost(f"stopped by {stop} before the first step", self._has_commit())
@@ -196,6 +199,7 @@ class Launcher:
             if is_shared:
                 check_own_place(self._config.checkpoint, mark.path)
                 self._directory = RunDirectory(Path(mark.path))
+                self._keeping.enter_context(looked_after(self._directory, _tell, is_over=lambda: self._is_over))
             return {"kind": "seen", "is_shared": is_shared}
         return None
 
@@ -258,7 +262,7 @@ class Launcher:
             member.send("refused", code=code, message=text_of(error))
             while True:
                 self._next(member)  # until the hub has ended it for all
-        return self._watch(member)
+        return self._watch(member, self._directory)
 
     def _start_workers(self, member: Member, begin: Record) -> None:
         assert self._directory is not None
@@ -307,9 +311,9 @@ class Launcher:
         )  # fmt: skip
         return self._start_worker(self._placements[slot])
 
-    def _watch(self, member: Member) -> Ending:
+    def _watch(self, member: Member, directory: RunDirectory) -> Ending:
         """Pass words on until all workers have ended; once one has failed the others get a short grace."""
-        watch = Watch(self._workers)
+        watch = Watch(self._workers, Standstill(directory, member.send, _tell))
         while watch.running and not self._cut_short and watch.hub_is_there:
             hub = cast(Any, member.channel)
             sources = [self._bell, hub, *(source for worker in watch.running for source in worker.sources())]
@@ -318,6 +322,7 @@ class Launcher:
                 break
             self._look_for_drop(watch)
             try:
+                watch.standstill.look(watch.running)
                 if hub in happened:
                     self._hear(member.channel.receive(10.0), watch)
                 for worker in watch.running:
@@ -360,6 +365,8 @@ class Launcher:
         else:
             _tell("the node that the others called is gone: they call this one now")
             mark = self._mark = self._mark or leave_mark(self._directory, is_owner=self._is_owner)
+            if not self._is_owner:
+                self._keeping.enter_context(taken_over(self._directory, _tell))
         placements, limits = self._placements, self._config.distributed
         orphans = Orphans(
             socket.gethostname(), os.getpid(), member.address, node_fields(self._config),
@@ -393,14 +400,14 @@ class Launcher:
         elif kind in _FOR_WORKERS:
             if kind == "record":
                 self._newest = membership.Record.from_record(record["record"])
-            for worker in watch.named(record):
-                worker.tell(**record)
+            watch.pass_on(record)
         elif kind == "fence":
             for worker in watch.named(record):
                 worker.fence()
         elif kind == "begun":
             watch.is_training = True
-            self._adopt_config()
+            if self._directory is not None:
+                adopt_config(self._directory, _tell)
         elif kind == "ebb":
             watch.is_training = False
             is_training = all(worker.is_ready for worker in self._workers)
@@ -408,13 +415,6 @@ class Launcher:
             if not record["is_polite"]:
                 for worker in watch.running:
                     worker.tell("dismiss", why="the run is ending")
-
-    def _adopt_config(self) -> None:
-        if self._is_owner and self._directory is not None:
-            try:
-                self._directory.adopt_config()
-            except HetSeqError as error:
-                _tell(f"warning: {error}; it says what an earlier start said, and the run goes on")
 
     def _heed(self, signals: bytes, now_s: float) -> None:
         """Answer stop signals: the first ends the run after its step, or at once if there is none; so does a second."""
@@ -460,6 +460,7 @@ class Launcher:
     def _last_words(self, member: Member, watch: Watch) -> Ending:
         """Report how this node ended, and hear how the run did."""
         silent, hub = [worker.rank for worker in watch.running], cast(Any, member.channel)
+        watch.say_who_is_left(_tell if not self._cut_short else lambda _: None)
         end_all(watch.running, _tell)
         if watch.hub_is_there:
             with suppress(ChannelError):

@@ -20,6 +20,8 @@ from typing import Any
 from hetseq.comm import AnyGroup
 from hetseq.commit import Wish
 from hetseq.errors import PeerLostError, RendezvousError
+from hetseq.pulse import Pulse
+from hetseq.whereabouts import Stand
 
 Record = dict[str, Any]
 
@@ -42,6 +44,7 @@ class Line:
         self._frozen = -1  # the newest generation that is over
         self._is_gone = False  # the launcher
         self._group: AnyGroup | None = None
+        self.pulse: Pulse | None = None  # looks whether the training thread moves
         threading.Thread(target=self._listen, name="launcher-line", daemon=True).start()
 
     def send(self, kind: str, **facts: Any) -> None:
@@ -89,6 +92,15 @@ class Line:
         if generation <= self._frozen and group is not None:
             group.sever()
         self.check(generation)
+
+    def deadline(self) -> float | None:
+        """Seconds after which the others give this rank up just now; None while there are none. For any thread."""
+        return None if self._group is None else self._group.deadline_s
+
+    def show(self, renew: Callable[[Stand], None]) -> None:
+        """From now on `renew` is told where this rank stands while it stands there for long."""
+        if self.pulse is not None:
+            self.pulse.renew = renew
 
     def report(self, report: Mapping[str, Any]) -> Record:
         """Say what this frozen rank holds; gives the record of the next generation.
@@ -196,4 +208,7 @@ class Alone:
         return Wish.NONE
 
     def begin(self, generation: int, group: AnyGroup | None) -> None:
+        pass
+
+    def show(self, renew: Callable[[Stand], None]) -> None:
         pass

@@ -105,6 +105,11 @@ class RunDirectory:
         return self.path / "log"
 
     @property
+    def stacks(self) -> Path:
+        """The directory of `rank-N-step-S.txt`, what the threads of a rank did that stood still; made when one does."""
+        return self.path / "stacks"
+
+    @property
     def status(self) -> Path:
         """The directory of `rank-N.json`, what each rank does now."""
         return self.path / "status"

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hetseq import registry
+from hetseq import registry, whereabouts
 from hetseq.capacity import assign_shares
 from hetseq.checkpoint import CheckpointManager, Retention
 from hetseq.comm import AnyGroup
@@ -36,6 +36,7 @@ from hetseq.replica import load_model_, model_tensors
 from hetseq.run_directory import RunDirectory, json_line, write_all
 from hetseq.task import Task, is_overridden, lengths_of, make_task, no_predictions
 from hetseq.validation import Validator
+from hetseq.whereabouts import Phase
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def prepare(errand: Errand, config: Config, device: torch.device) -> Material:
 
 def perform(errand: Errand, config: Config, material: Material, group: AnyGroup) -> str:
     """Do the errand; every rank calls it and gets the same lines for the user. Raises HetSeqError."""
+    whereabouts.enter(Phase.SWEEPING)
     group.deadline_s = config.distributed.step_deadline or _SILENCE_S
     step = _load(errand, config, material, group)
     weights = _weights(config, group)

@@ -39,6 +39,7 @@ from hetseq.rank_table import (
 )
 from hetseq.run_status import RunFacts, read_facts
 from hetseq.screen import ending_once, keys, stepping_aside
+from hetseq.whereabouts import state_of_process
 from hetseq.which_run import existing_run
 
 _LIVE_S, _PLAIN_S, _LEAST_S = 1.0, 10.0, 0.1
@@ -195,7 +196,7 @@ def view(run: Path, signs: Sequence[RankSign], look: Lookout, *, width: int, hei
     states = {sign.slot: _state(sign, look, silent_s) for sign in signs}
     ending = _ending(signs, states, look, facts)
     head = _run_lines(run, facts, teller, width)
-    foot = _wrapped([*_notes(signs, states, facts), *([] if ending is None else [ending])], width)
+    foot = _wrapped([*_notes(signs, states, silent_s), *([] if ending is None else [ending])], width)
     tail = [*_wrapped([] if facts is None or ending is not None else facts.advice, width), *foot]
     if height is not None:  # one rank stays, and who is in trouble comes before advice
         most = max(1, height - len(head) - OVERHEAD_LINES)
@@ -247,23 +248,46 @@ def _ending(signs: Sequence[RankSign], states: dict[int, str], look: Lookout, fa
     return f"the run has ended before its end, after step {step}: the last lines of log/rank-N.txt say why{back}"
 
 
-def _notes(signs: Sequence[RankSign], states: dict[int, str], facts: RunFacts | None) -> list[str]:
-    """Who is gone, dead or silent; of many the first few."""
-    notes = list[str]()
+def _notes(signs: Sequence[RankSign], states: dict[int, str], silent_s: float) -> list[str]:
+    """Who stands still, is gone, dead or silent; of many the first few."""
+    notes = [note for sign in signs if states[sign.slot] in ("start", "train") and (note := _standing(sign, silent_s))]
     living = [sign for sign in signs if states[sign.slot] in ("start", "train", "silent")]
     silent = [sign for sign in living if states[sign.slot] == "silent"]
     if silent and len(silent) == len(living):
         age = _lasting(min(sign.age_s for sign in silent))
         notes.append(f"no rank has given a sign of life for {age}: a validation, a long step, or a run that was lost")
     else:
-        notes += [f"{_who(sign)} has given no sign of life for {_lasting(sign.age_s)}" for sign in silent]
+        notes += [f"{_who(sign)} has given no sign of life for {_lasting(sign.age_s)}{_why(sign)}" for sign in silent]
     for sign in signs:
         if states[sign.slot] in ("gone", "dead"):
             word = "is gone" if states[sign.slot] == "gone" else "has died"
             notes.append(f"{_who(sign)} {word}, after step {sign.told.get('step') or 0}, {_lasting(sign.age_s)} ago")
     if len(notes) <= _MOST_NOTES:
         return notes
-    return [*notes[: _MOST_NOTES - 1], f"and {len(notes) - _MOST_NOTES + 1} more ranks are gone, dead or silent"]
+    return [
+        *notes[: _MOST_NOTES - 1],
+        f"and {len(notes) - _MOST_NOTES + 1} more ranks are gone, dead or silent, or stand still",
+    ]
+
+
+def _standing(sign: RankSign, silent_s: float) -> str:
+    """What a rank has been at for long, as its process says although the step does not go on; empty if it moves."""
+    phase, seconds = sign.told.get("phase"), sign.told.get("phase_s")
+    if not isinstance(phase, str) or not isinstance(seconds, (int, float)) or not math.isfinite(seconds):
+        return ""
+    if sign.told.get("waits"):
+        return ""
+    lasts_s = seconds + sign.age_s
+    return f"{_who(sign)} stands still: {phase[:80]} for {_lasting(lasts_s)}" if lasts_s > silent_s else ""
+
+
+def _why(sign: RankSign) -> str:
+    """What this machine knows of the process of a silent rank, if that is one of its own."""
+    pid = sign.told.get("pid")
+    if sign.told.get("node") != socket.gethostname()[:200] or not isinstance(pid, int):
+        return ""
+    state = state_of_process(pid)
+    return f": {state}" if state else ""
 
 
 def _who(sign: RankSign) -> str:

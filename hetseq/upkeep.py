@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from hetseq.errors import RunDirectoryError
-from hetseq.report.writing import reporting
+from hetseq.report.writing import report_if_nobody_does, reporting, written
 from hetseq.run_directory import RunDirectory
 
 _LOOK_S = 1.0
@@ -27,6 +27,45 @@ def in_use(directory: RunDirectory, tell: Callable[[str], None]) -> Iterator[Non
     """
     with directory.lock(), reporting(directory, tell), upkeep(directory, tell):
         yield
+
+
+@contextmanager
+def taken_over(directory: RunDirectory, tell: Callable[[str], None]) -> Iterator[None]:
+    """A run directory whose launcher is gone, for the one that leads the run now: as `in_use`, as far as it can be.
+
+    It raises nothing. A file server may keep the lock of a machine that is off: then there is only the report.
+    """
+    with ExitStack() as closing:
+        closing.enter_context(reporting(directory, tell))
+        with suppress(RunDirectoryError, OSError), ExitStack() as keeping:
+            keeping.enter_context(directory.lock())
+            keeping.enter_context(upkeep(directory, tell))
+            closing.push(keeping.pop_all())
+        yield
+
+
+@contextmanager
+def looked_after(
+    directory: RunDirectory, tell: Callable[[str], None], *, is_over: Callable[[], bool]
+) -> Iterator[None]:  # fmt: skip
+    """A run directory that another launcher has made: if that ended before the run, the report is made all the same.
+
+    `is_over` is asked when the block ends: whether the run is over then, and not only this launcher's part in it.
+    """
+    before = written(directory)
+    try:
+        yield
+    finally:
+        if is_over():
+            report_if_nobody_does(directory, tell, before=before)
+
+
+def adopt_config(directory: RunDirectory, tell: Callable[[str], None]) -> None:
+    """As `RunDirectory.adopt_config`; a file that cannot be written is a warning."""
+    try:
+        directory.adopt_config()
+    except RunDirectoryError as error:
+        tell(f"warning: {error}; it says what an earlier start said, and the run goes on")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from hetseq.cluster.directories import has_commits
 from hetseq.ending import WorkerEnd
 from hetseq.errors import HetSeqError
 from hetseq.run_directory import RunDirectory
+from hetseq.standstill import Standstill
 from hetseq.workers import Worker
 
 _WRITERS_S = 3.0
@@ -37,8 +38,8 @@ def may_go_on(directory: RunDirectory) -> bool:
 class Watch:
     """What is known of this node's workers while they run."""
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
-        self.running = list(workers)
+    def __init__(self, workers: Sequence[Worker], standstill: Standstill) -> None:
+        self.running, self.standstill = list(workers), standstill
         self.ends: list[WorkerEnd] = []
         self.is_ready_told = False
         self.is_training = False  # the run has begun, and has not begun to end
@@ -57,6 +58,20 @@ class Watch:
             for worker in self.running
             if record.get("rank", worker.rank) == worker.rank and record.get("starts", worker.starts) == worker.starts
         ]
+
+    def pass_on(self, record: Mapping[str, Any]) -> None:
+        """Give a record to the workers that it is for; of one that is to freeze, the head is told where it stands."""
+        for worker in self.named(record):
+            worker.tell(**record)
+            if record["kind"] == "freeze":
+                self.standstill.asked(worker)
+            elif record["kind"] == "record":
+                self.standstill.answered(worker)
+
+    def say_who_is_left(self, tell: Callable[[str], None]) -> None:
+        """Tell where those were last seen that have not ended in time."""
+        for worker in self.running if self.hub_is_there else ():
+            tell(f"rank {worker.rank} has not ended, {self.standstill.words(worker)}")
 
     def left_s(self) -> float:
         return math.inf if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())

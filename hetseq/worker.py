@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from hetseq import faults, sweep
+from hetseq import faults, sweep, whereabouts
 from hetseq.board import hyperparameters
 from hetseq.catalogue import text_of
 from hetseq.comm import AnyGroup, LocalGroup, Meeting, connect
@@ -54,6 +54,7 @@ from hetseq.metrics import Metrics
 from hetseq.options import with_own_options
 from hetseq.placement import Crew, Placement
 from hetseq.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_with_pipe, keep_freed_memory
+from hetseq.pulse import Pulse
 from hetseq.rank_output import RankOutput
 from hetseq.replica_check import ReplicasDiffer
 from hetseq.run_directory import RunDirectory
@@ -61,6 +62,8 @@ from hetseq.saving import Saver
 from hetseq.session import Session, build_session
 from hetseq.sharing import Sharing, everything_shared, share
 from hetseq.succession import Carried, Succession
+from hetseq.versions import gather_versions
+from hetseq.whereabouts import Cell, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +109,12 @@ def worker_main(
     placement: Placement,
     channel: Connection,
     errand: Errand | None,
+    cell: Cell,
 ) -> None:
     """Entry point of a worker process; never returns. `own` holds the values of `config.extras` by kind."""
     stop = StopRequest()
     stop.install()
+    whereabouts.arm(cell)
     os.setsid()  # a terminal's Ctrl-C goes to the launcher alone, which decides what it means
     die_with_parent(os.getppid())
     launcher = parent_process()  # by name; the parent that the kernel knows is the fork server
@@ -117,6 +122,8 @@ def worker_main(
         die_with_pipe(launcher.sentinel)
 
     line, directory = Line(channel), RunDirectory(Path(run_path))
+    line.pulse = Pulse(cell, line.deadline)
+    line.pulse.start()
     report = run_worker(config, directory, placement, stop, own=own, line=line, errand=errand)
     line.send("end", **report)
     line.close()
@@ -187,8 +194,10 @@ class _Life:
         )  # fmt: skip
         closing.callback(self._metrics.close)
         self.output.log_to(self._metrics.log_handler, closing)
+        whereabouts.enter(Phase.LOADING)
         self._material = load_material(config, device) if errand is None else sweep.prepare(errand, config, device)
         faults.point("loading")
+        whereabouts.enter(Phase.MEETING)
         line.present(rank_fields(config, self._material))
         self._gone_back_to = 0
 
@@ -223,6 +232,7 @@ class _Life:
         """Connect to the peers of the generation."""
         crew, placement, line = generation.crew, self._placement, self._line
         rank = crew.rank_of(placement.slot)
+        whereabouts.enter(Phase.CONNECTING)
         faults.point("form")
         line.begin(crew.generation, None)
         generation.group = _connect(placement, crew, line)
@@ -238,6 +248,7 @@ class _Life:
     def _train(self, generation: _Generation) -> dict[str, Any] | str:
         config = self._config
         while True:
+            whereabouts.enter(Phase.BUILDING)
             generation.session = session = self._build(config, generation)
             self._tell(generation, session)
             if not self.is_ready:
@@ -247,9 +258,11 @@ class _Life:
                 logger.info("nothing left to do: step %d was the last one", session.last_step)
                 session.close()
                 return {"code": EXIT_DONE}
+            self._tell_versions(generation, session)
             differing = None
             try:
                 halt = session.train()
+                whereabouts.enter(Phase.ENDING)
                 report = self._finish(session, halt)
                 if halt is Halt.LEAVING:  # others go on, and save anew what is under way: they wait for no writer
                     session.suspend()
@@ -286,12 +299,21 @@ class _Life:
         story = generation.story or "a step could not be finished in time"
         logger.log(level, "%s: %s on after step %d%s", story, who, session.last_step, took)
 
+    def _tell_versions(self, generation: _Generation, session: Session) -> None:
+        """Write down what all ranks have, at a start and when somebody has come. Collective."""
+        if generation.succession is None or generation.succession.record.fresh:
+            group, slots = session.controller.group, generation.crew.slots
+            nodes = gather_versions(group, self._material.device, slots)
+            self._metrics.event("versions", step=session.last_step, nodes=nodes)
+
     def _build(self, config: Config, generation: _Generation) -> Session:
         assert generation.group is not None
-        return build_session(
+        session = build_session(
             config, self._directory, generation.group, self._material, metrics=self._metrics, wish=self._wish,
             sharing=generation.sharing, slots=generation.crew.slots, succession=generation.succession,
         )  # fmt: skip
+        self._line.show(session.status.renew)
+        return session
 
     def _wish(self) -> Wish:
         return self._stop.wish(self._line)
@@ -309,6 +331,7 @@ class _Life:
         """From a generation that is over to the next one that this rank has a place in. Raises PeerLostError."""
         line, session, now_s = self._line, generation.session, time.monotonic()
         assert isinstance(line, Line), "nobody to go on with"
+        whereabouts.enter(Phase.REGROUPING)
         logger.debug("generation %d is over: %s", generation.crew.generation, lost)
         faults.point("regroup")
         generation.sever()

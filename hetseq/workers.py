@@ -31,6 +31,7 @@ from hetseq.ending import WorkerEnd
 from hetseq.errand import Errand
 from hetseq.placement import Placement
 from hetseq.processes import STOP_SIGNALS
+from hetseq.whereabouts import Cell, Phase
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +43,11 @@ _HELD_S = 10.0  # for a killed process to end: it may have to give back much mem
 class Worker:
     """One worker process and the pipe between it and the launcher."""
 
-    def __init__(self, rank: int, starts: int, process: Any, channel: Connection) -> None:
+    def __init__(
+        self, rank: int, starts: int, process: Any, channel: Connection, *, device: str = "", cell: Cell | None = None
+    ) -> None:  # fmt: skip
         self.rank, self.starts = rank, starts  # its slot, and how often that was started before
+        self.device, self.cell = device, cell  # where it computes; where it stands
         self._process, self._channel = process, channel
         _set_deadline(channel, _HALF_S)
         self.sentinel: int = process.sentinel
@@ -55,6 +59,11 @@ class Worker:
     def sources(self) -> list[Any]:
         """What to wait for: its end, and its next word until it has said the last one."""
         return [self.sentinel] if self._channel.closed else [self.sentinel, self._channel]
+
+    @property
+    def pid(self) -> int:
+        """Of its process, until `kill` has given that back."""
+        return int(self._process.pid)
 
     @property
     def is_held(self) -> bool:
@@ -85,6 +94,9 @@ class Worker:
             return True
         self.fence()
         self._is_closed = True
+        if self.cell is not None:
+            self.cell.close()
+            self.cell = None
         self._process.join(max(0.0, (self._killed_s or 0.0) + _HELD_S - time.monotonic()))
         self._channel.close()
         if self._process.exitcode is None:
@@ -156,12 +168,14 @@ def start_worker(config: Config, run_path: Path, placement: Placement, errand: E
     # the user's own Options classes are unknown to a fresh process, so their values travel alone
     own = {kind: dataclasses.asdict(values) for kind, values in config.extras.items()}
     placement = dataclasses.replace(placement, faults=os.environ.get(faults.VARIABLE, ""))
-    arguments = (dataclasses.replace(config, extras={}), own, str(run_path), placement, end_of_worker, errand)
+    cell = Cell()
+    cell.enter(Phase.STARTING)
+    arguments = (dataclasses.replace(config, extras={}), own, str(run_path), placement, end_of_worker, errand, cell)
     process = context.Process(target=_enter, args=arguments, name=f"rank-{placement.slot}")
     with _no_main_module():
         process.start()
     end_of_worker.close()
-    return Worker(placement.slot, placement.starts, process, end)
+    return Worker(placement.slot, placement.starts, process, end, device=placement.device, cell=cell)
 
 
 def end_all(workers: Sequence[Worker], tell: Callable[[str], None]) -> None:

@@ -20,6 +20,7 @@ from hetseq.cluster.roster import clock
 from hetseq.ending import WorkerEnd, how_it_ended
 from hetseq.membership import Record, Report
 from hetseq.placement import Crew
+from hetseq.whereabouts import in_words
 
 _TOGETHER_S = 5.0  # nodes that are asked to leave within it are asked together
 _FIRST_WORD_S = 2.0  # of waiting for more ranks: a worker that is started again is there by then
@@ -64,6 +65,7 @@ class Crews:
             Record(0, tuple(names)), names, min_ranks=min_ranks, wait_s=wait_s, home=self._node_of, part=self._part_of
         )  # fmt: skip
         self._story: list[str] = []
+        self._stands: dict[str, tuple[dict[str, Any], float]] = {}  # where a process stood when it was asked, and when
         self._told = 0  # the newest generation whose record was sent
         self._has_crashed = False  # somebody, in the newest generation, by a fault of its own
         self._crashed_after: set[int | None] = set()  # steps; None: of the newest checkpoint
@@ -107,7 +109,7 @@ class Crews:
         for name in self._generations.members:
             if self._generations.slots[name] not in slots:
                 self._generations.ended(name, now_s)
-        self._pass_on()
+        self._pass_on(now_s)
 
     @property
     def generation(self) -> int:
@@ -152,9 +154,12 @@ class Crews:
             self._generations.reported(Report.from_record({**record["report"], "incarnation": name}), now_s)
         elif kind == "frozen":
             self._generations.answered(name, float(record["patience_s"]), now_s)
+        elif kind == "stands":
+            in_words(record)  # or raise
+            self._stands[name] = dict(record), now_s
         elif kind == "present":
             self._admit(slot, int(record["starts"]), dict(record["fields"]), now_s)
-        self._pass_on()
+        self._pass_on(now_s)
 
     def _admit(self, slot: int, starts: int, fields: Mapping[str, str], now_s: float) -> None:
         """A replacement has to train what the one before it did."""
@@ -195,7 +200,7 @@ class Crews:
             self._leave_s = math.inf
             self._wish(self.living, "STOP")
             self._generations.stop(now_s)
-            self._pass_on()
+            self._pass_on(now_s)
         elif self._leave_s == math.inf:
             self._leave_s = now_s + _TOGETHER_S
 
@@ -230,7 +235,7 @@ class Crews:
         self._generations.ended(incarnation(end.rank, starts), now_s)
         if not is_restarting:
             self._generations.do_not_expect(end.rank, now_s)
-        self._pass_on()
+        self._pass_on(now_s)
 
     def gone(self, slot: int, how: str, now_s: float) -> None:
         """Whatever process sits in this slot is out of reach."""
@@ -238,7 +243,7 @@ class Crews:
             self._story.extend([how] if how not in self._story else [])  # once for all ranks of a node
         self._generations.do_not_expect(slot, now_s)
         self._generations.ended(incarnation(slot, self._starts.get(slot, 0)), now_s)
-        self._pass_on()
+        self._pass_on(now_s)
 
     def tick(self, now_s: float) -> float:
         """Do what time has made due; gives the seconds until there may be something again."""
@@ -246,7 +251,7 @@ class Crews:
         if now_s >= self._leave_s:
             self._leave_s = math.inf
             self._wish(self.living & self._leaving, "LEAVE")
-        self._pass_on()
+        self._pass_on(now_s)
         return min(left_s, self._leave_s - now_s, self._tell_what_is_awaited(now_s))
 
     def _tell_what_is_awaited(self, now_s: float) -> float:
@@ -270,7 +275,10 @@ class Crews:
             self.outbox.extend((slot, "tell", {"text": text}) for slot in sorted(told.values()))
         return self._next_word_s - now_s
 
-    def _pass_on(self) -> None:
+    def _pass_on(self, now_s: float) -> None:
+        kinds = {order["kind"] for _, order in self._generations.outbox}
+        if "record" in kinds and "fence" not in kinds and self.generation > self._told and not self._story:
+            self._blame_the_last()
         story = "; ".join(self._story)
         has_record = False
         for name, order in self._generations.outbox:
@@ -282,14 +290,36 @@ class Crews:
                 facts |= {"crew": self._crew().to_record(), "story": story}
                 has_record = True
             elif kind == "fence":
-                self._story.append(f"rank {slot} on {self._hosts[slot]} fell silent [worker-silent]")
+                where = self._where(name, now_s)
+                self._story.append(f"rank {slot} on {self._hosts[slot]} fell silent{where} [worker-silent]")
                 story = "; ".join(self._story)
             self.outbox.append((slot, kind, facts))
         self._generations.outbox.clear()
         if has_record and self.generation > self._told:
             self._told = self.generation
             self._story.clear()
+            self._stands.clear()
             self._judge_crash()
+
+    def _where(self, name: str, now_s: float) -> str:
+        """Where a process was last seen, as the end of a sentence; empty where its node has not said."""
+        if name not in self._stands:
+            return ""
+        told, at_s = self._stands[name]
+        return f", {in_words(told, more_s=now_s - at_s)}"
+
+    def _blame_the_last(self) -> None:
+        """Nobody was lost, and yet a step did not end in time: say who was still at it when the others gave up."""
+        late = {
+            name: float(told["for_s"])
+            for name, (told, _) in self._stands.items()
+            if not told["is_waiting"] and float(told["for_s"]) >= float(told["deadline_s"])
+        }
+        if late:
+            name = max(late, key=late.__getitem__)
+            told, _ = self._stands[name]
+            slot = self._generations.slots[name]
+            self._story.append(f"rank {slot} on {self._hosts[slot]} kept the others waiting, {in_words(told)}")
 
     def _judge_crash(self) -> None:
         base = self._generations.newest.base

@@ -21,6 +21,7 @@ from torch import nn
 from hetseq import memory
 from hetseq.comm import has_gloo
 from hetseq.doctor.facts import Burn, Device
+from hetseq.versions import torch_build
 
 _WIDTH = 512
 _SMALL, _LARGE = 16, 256  # samples of a step
@@ -31,13 +32,7 @@ _AT_ONCE = 5
 def main(words: list[str]) -> None:
     """Tell of torch, of its devices, and of `words[0]` seconds of burn-in on each; `words[1]` are threads of a CPU."""
     seconds, threads = float(words[0]), int(words[1])
-    _tell(
-        version=str(torch.__version__),
-        cuda=torch.version.cuda or "",
-        rocm=torch.version.hip or "",
-        nccl=_nccl(),
-        has_gloo=has_gloo(),
-    )
+    _tell(**torch_build(), has_gloo=has_gloo())
     torch.set_num_threads(threads)
     devices = [gpu(index) for index in range(torch.cuda.device_count())] or [_cpu()]
     _tell(devices=[dataclasses.asdict(device) for device in devices])
@@ -51,16 +46,6 @@ def main(words: list[str]) -> None:
 def _tell(**facts: object) -> None:
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
-
-
-def _nccl() -> str:
-    """Its version; empty where this torch was built without it."""
-    if not (torch.version.cuda or torch.version.hip):
-        return ""
-    try:
-        return ".".join(map(str, torch.cuda.nccl.version()))
-    except AttributeError:
-        return ""
 
 
 def _cpu() -> Device:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from hetseq.report.charts import COLOURS, COLUMNS, STYLE, Band, Bar, Curve, bar_chart, line_chart, number
 from hetseq.report.recorded import Floats, RecordedRun, names_of
 from hetseq.report.remedies import ROUTINE, incident_of, skipped_steps
+from hetseq.report.software import software
 
 _MOST_ROWS = 60  # of a table: the first ones and the last ones
 _MOST_BARS = 64
@@ -72,6 +73,7 @@ def report_page(run: RecordedRun, *, facts: Sequence[tuple[str, str]] = (), has_
     parts += [
         section("Checkpoints", _checkpoints(run)),
         section("Incidents", _incidents(run)),
+        section("Versions", versions_table(run.versions)),
         section("The same on one device", _repeat(run)),
         section("Configuration", f'<pre class="config">{escape(run.config_text)}</pre>' if run.config_text else ""),
         section("This report", "".join(f"<p>{escape(name)}: {escape(text)}</p>" for name, text in facts)),
@@ -352,6 +354,15 @@ def _incidents(run: RecordedRun) -> str:
         return "<p>None.</p>"
     rows = [[one.time_utc, one.step, one.what, one.remedy] for one in _ends(found)]
     return table(["time (UTC)", ">step", "*what happened", "*what to do"], rows) + _left_out(len(found))
+
+
+def versions_table(versions: Mapping[int, Mapping[str, str]]) -> str:
+    """What software the ranks had, a row for those that had the same on one node; nothing where none was recorded."""
+    found = software(versions)
+    if found is None:
+        return ""
+    said = "".join(f"<p>Unequal: {escape(line)}</p>" for line in found.unequal)
+    return said + table(found.heads, _ends(found.rows)) + _left_out(len(found.rows))
 
 
 def _repeat(run: RecordedRun) -> str:

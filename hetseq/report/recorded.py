@@ -110,6 +110,19 @@ class RecordedRun:
         sizes: Integers = np.isfinite(self.shares).sum(axis=1, dtype=np.int64)
         return sizes
 
+    @property
+    def versions(self) -> dict[int, dict[str, str]]:
+        """By slot: `node`, `device`, and what software its rank had when it came last, as `torch` and `driver`."""
+        found: dict[int, dict[str, str]] = {}
+        for event in self.events:
+            nodes = event.get("nodes") if event.get("event") == "versions" else None
+            for entry in nodes if isinstance(nodes, list) else ():
+                with suppress(KeyError, TypeError, ValueError):
+                    told = {str(key): value for key, value in entry.items() if isinstance(value, str)}
+                    for slot, device in zip(entry["ranks"], entry["devices"], strict=True):
+                        found[int(slot)] = {**told, "device": str(device)}
+        return dict(sorted(found.items()))
+
     def _repr_html_(self) -> str:
         """The curve of the loss as a picture, for notebooks."""
         from hetseq.report.page import notebook_view

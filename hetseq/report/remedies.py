@@ -13,8 +13,8 @@ from typing import Any
 
 Event = Mapping[str, Any]
 
-#: events that have a place of their own in the report: many of them are no incident
-ROUTINE = ("rebalance", "save")
+#: events that have a place of their own in the report, and are no incidents
+ROUTINE = ("rebalance", "save", "versions")
 
 _NOTHING = "Nothing: the step was done again with the same samples."
 #: words of a story -> what to do; the first that fits
@@ -31,8 +31,13 @@ _STORIES = (
     ),
     (
         "fell silent",
-        "See what that node was doing: a stalled disk, a frozen machine, its network. --step-deadline S allows longer"
-        " steps.",
+        "See what that node was doing: a stalled disk, a frozen machine, its network; a file in stacks/ has the calls"
+        " that did not come back. --step-deadline S allows longer steps.",
+    ),
+    (
+        "kept the others waiting",
+        "Nothing, if it was once: the step was done again. Else see what held it, in stacks/; --step-deadline S allows"
+        " longer steps.",
     ),
     ("without a reason", "Read log/rank-N.txt of that rank."),
     ("is gone", "If it should come back: the same command on that node."),

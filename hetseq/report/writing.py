@@ -4,7 +4,8 @@ Responsible for when there is something to report, for the file, and for the com
 launcher: whatever goes wrong here is a line of warning, never an exit code, and takes no longer than a deadline.
 
 The one idea: a launcher reports on the run directory that it has made and locked, so of the nodes that share one only
-one writes, and only if rows or events have come since it began.
+one writes, and only if rows or events have come since it began. If it was lost, the lock is free: whoever comes to the
+end of the run writes in its place.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hetseq.command_line import Argument, Command, Option
-from hetseq.errors import ConfigError
+from hetseq.errors import ConfigError, RunDirectoryError
 from hetseq.report.compare import compare, comparison_page
 from hetseq.report.page import report_page
 from hetseq.report.recorded import load_run
@@ -40,6 +41,7 @@ COMMAND = Command(
 
 _PATIENCE_S = 60.0  # 10,000 steps of 64 ranks, 109 MB, take 2.4 s; a file system may hang
 _PACKAGES = ("torch", "numpy")
+_NOT_NEEDED = "somebody else reports"
 
 
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
@@ -73,23 +75,61 @@ def reporting(directory: RunDirectory, tell: Callable[[str], None]) -> Iterator[
 
     For the launcher that has made and locked the directory. It raises nothing of its own.
     """
-    before = _marks(directory)
+    before = written(directory)
     try:
         yield
     finally:
-        if _marks(directory) != before:
+        if written(directory) != before:
             _report_within(directory, tell, patience_s=_PATIENCE_S)
 
 
-def _report_within(directory: RunDirectory, tell: Callable[[str], None], *, patience_s: float) -> None:
+def report_if_nobody_does(
+    directory: RunDirectory, tell: Callable[[str], None], *, before: list[tuple[int, int]]
+) -> None:  # fmt: skip
+    """Write `report.html` if rows or events have come since they were as `before`, and the launcher whose affair it is
+    has gone without: nobody holds the lock, and no report is as new as they are.
+
+    For a launcher that shares the directory of another one, at the end of the run. It raises nothing of its own.
+    """
+    if written(directory) != before:
+        _report_within(directory, tell, patience_s=_PATIENCE_S, report=_report_in_place)
+
+
+def _report_in_place(directory: RunDirectory, outcome: list[str]) -> None:
+    try:
+        with directory.lock():
+            if not _is_new(directory):
+                _report(directory, outcome)
+                return
+    except RunDirectoryError:  # somebody keeps it, and reports
+        pass
+    outcome.append(_NOT_NEEDED)
+
+
+def _is_new(directory: RunDirectory) -> bool:
+    try:
+        return directory.report.stat().st_mtime_ns >= max(time_ns for _, time_ns in written(directory))
+    except OSError:
+        return False
+
+
+def _report_within(
+    directory: RunDirectory,
+    tell: Callable[[str], None],
+    *,
+    patience_s: float,
+    report: Callable[[RunDirectory, list[str]], None] | None = None,
+) -> None:
     # in a thread, since a file system that hangs may hold that, and is not to hold the launcher
     outcome: list[str] = []
-    writing = threading.Thread(target=_report, args=(directory, outcome), name="report", daemon=True)
+    writing = threading.Thread(target=report or _report, args=(directory, outcome), name="report", daemon=True)
     writing.start()
     writing.join(patience_s)
     by_hand = f"`hetseq report {directory.path}` makes it"
     if not outcome:
         tell(f"warning: the report took longer than {patience_s:g} s: {by_hand}")
+    elif outcome[0] == _NOT_NEEDED:
+        return
     elif outcome[0]:
         tell(f"warning: there is no report ({outcome[0]}): {by_hand}")
     else:
@@ -108,8 +148,8 @@ def _report(directory: RunDirectory, outcome: list[str]) -> None:
         outcome.append("")
 
 
-def _marks(directory: RunDirectory) -> list[tuple[int, int]]:
-    """What tells whether a run has written rows or events."""
+def written(directory: RunDirectory) -> list[tuple[int, int]]:
+    """What tells whether a run has written rows or events: size and time of their files."""
     found = []
     for path in (directory.metrics, directory.events):
         try:

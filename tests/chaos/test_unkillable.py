@@ -138,7 +138,8 @@ def test_a_rank_that_cannot_be_killed_is_left_behind_and_the_run_ends_without_it
     rank, pid = held_in(found.said)
     assert verdict(found, calm) == ""
     assert f"rank {rank} on" in found.said
-    assert "fell silent" in found.said
+    assert "fell silent, last seen on cpu in step" in found.said
+    assert "waits in the kernel for a disk or a network mount (state D); what its threads do: " in found.said
     left = living_under(os.getpid()) - before - {pid}
     assert {"hetseq.checkpoint.writer" in Path(f"/proc/{each}/cmdline").read_text() for each in left} <= {True}
     check_held(pid, mount)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import socket
 import subprocess
@@ -105,6 +106,7 @@ class Case:
     interface: str | None = "lo"
     tellers: int = 0  # how many nodes have to tell it; 0: all
     faults: Faults | None = None
+    culprit: str = ""  # stands in the file of stacks that the message names
 
 
 # --------------------------------------------------------------------------------------------------------- commands
@@ -163,6 +165,19 @@ def material(**difference: object) -> Commands:
     return commands
 
 
+def sticking(where: str) -> Commands:
+    """Two nodes with a task that hangs once, in the first step or the next one, in a function called `stick`."""
+
+    def commands(ground: Ground) -> list[Words]:
+        task = ground.folder / "sticking.py"
+        task.write_text(STICKING.format(where=where, mark=str(ground.folder / "mark"), squares=SQUARES))
+        words: Words = [*BASE, "--no-save", "--task", f"{task}:Sticking", *MORE_STEPS[0]]
+        url = f"tcp://127.0.0.1:{free_port()}"
+        return [at(url, rank, base=words) for rank in (0, 1)]
+
+    return commands
+
+
 def raising(what: str, when: str = 'sample["index"] == 20') -> Commands:
     """A task that raises this when its loss sees a certain sample; 20 is in the second step."""
     loss = f'if ({when}).any(): raise {what}\n        return {{"loss": {SQUARES}.sum()}}'
@@ -183,6 +198,45 @@ def odd(*words: object) -> Commands:
 # ------------------------------------------------------------------------------------------------------------- rows
 
 OUT_OF_MEMORY = 'torch.OutOfMemoryError("CUDA out of memory.")'
+STICKING = """
+import os, time, torch
+from hetseq import Task
+
+READS = []  # the first ones are those of a look at the data before the start
+
+
+def stick(where):
+    if where == "{where}":
+        try:
+            os.close(os.open("{mark}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return  # it was somebody else's turn
+        time.sleep(60)
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        READS.append(index)
+        if len(READS) > 80:
+            stick("loader")
+        return {{"x": torch.ones(3), "y": torch.ones(())}}
+
+
+class Sticking(Task):
+    def load_dataset(self, split):
+        return Data()
+
+    def build_model(self):
+        return torch.nn.Linear(3, 1)
+
+    def loss(self, model, sample):
+        if model.training:
+            stick("forward")
+        return {{"loss": {squares}.sum()}}
+"""
 MORE_STEPS: list[Words] = [["--max-update", 6, "--step-deadline", 2]] * 2
 NO_HEAD = "tcp://no-such-head.invalid:29400"
 CASES = [
@@ -211,9 +265,14 @@ CASES = [
     Case("15", "worker-died", (EXIT_DONE,) * 2,
          (f"rank 1 on {HERE} was killed (SIGKILL", "memory runs out", "rank 0 goes on"),
          given((0, 2), (1, 2), more=MORE_STEPS), tellers=1, faults=Faults().kill(rank=1).at(step=3, phase="reduce")),
-    Case("16", "worker-silent", (EXIT_DONE,) * 2, (f"rank 1 on {HERE} fell silent", "rank 0 goes on"),
-         given((0, 2), (1, 2), more=MORE_STEPS), tellers=1,
+    Case("16", "worker-silent", (EXIT_DONE,) * 2,
+         (f"rank 1 on {HERE} fell silent, last seen on cpu in step 3, forward and backward", "is stopped (SIGSTOP",
+          "rank 0 goes on"), given((0, 2), (1, 2), more=MORE_STEPS), tellers=1,
          faults=Faults().stop(rank=1, seconds=math.inf).at(step=3, phase="forward_backward")),
+    Case("16b", "worker-silent", (EXIT_DONE,) * 2, ("fell silent, last seen on cpu", "reading data (loader) for"),
+         sticking("loader"), tellers=1, culprit="in stick"),
+    Case("16c", "worker-silent", (EXIT_DONE,) * 2, ("fell silent, last seen on cpu", "forward and backward for"),
+         sticking("forward"), tellers=1, culprit="in stick"),
     Case("17", "worker-raised", (EXIT_FAILED,), ("ValueError: rotten",), raising('ValueError("rotten")')),
     Case("18", "device-missing", (EXIT_USAGE,), ("cuda:9", "this node shows"),
          alone("--devices", "cuda:9", base=DIGITS[1:])),
@@ -325,6 +384,10 @@ def message_with(code: str, ended: Ended) -> str:
     return next((text for text in texts if not code or code in codes_in(text)), "")
 
 
+def _stands_in(words: str, match: re.Match[str] | None) -> bool:
+    return match is not None and words in Path(match.group(1)).read_text()
+
+
 def complaints(case: Case, outcome: Outcome) -> list[str]:
     """What is not as it should be."""
     story = "\n".join(f"{ended.code}: {ended.err}" for ended in outcome.ends)
@@ -335,6 +398,11 @@ def complaints(case: Case, outcome: Outcome) -> list[str]:
         found.append(f"other exit codes than {case.exits}: {story}")
     if missing or len(outcome.told) < (case.tellers or len(case.exits)) or others:
         found.append(f"lacks {missing}, told by {len(outcome.told)} nodes, beside {others}: {story}")
+    if case.culprit:
+        named = [re.search(r"what its threads do: (\S+)", text) for text in outcome.told]
+        found += [
+            f"no {case.culprit!r} in the stacks: {story}" for match in named if not _stands_in(case.culprit, match)
+        ]
     if outcome.seconds > PROMISE_S:
         found.append(f"{outcome.seconds:.1f} s: {story}")
     if ("Traceback" in story) > (case.code == "worker-raised"):

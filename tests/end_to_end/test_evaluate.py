@@ -120,7 +120,10 @@ def predict_otherwise(warm: WarmLauncher, run: Path, tmp_path: Path, at_seven: s
 def test_a_rank_that_fails_ends_the_command_in_words_and_leaves_no_file(
     warm: WarmLauncher, run: Path, tmp_path: Path, at_seven: str, code: int, says: tuple[str, ...]
 ) -> None:
-    check_refusal(predict_otherwise(warm, run, tmp_path, at_seven), *says, code=code)
+    done = predict_otherwise(warm, run, tmp_path, at_seven)
+    check_refusal(done, *says, code=code)
+    where = "rank 1 has not ended, last seen on cpu evaluating, or predicting for"
+    assert (where in done.err and "its process is stopped" in done.err) == at_seven.endswith(STOPS)
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".py" and path.name != "__pycache__"] == []
 
 

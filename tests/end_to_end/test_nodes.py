@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from hetseq import load_run
 from hetseq.metrics import read_rows
 from tests.support import bert
 from tests.support.commands import ROOT
@@ -265,6 +266,7 @@ def test_in_a_directory_the_head_may_die_and_the_others_go_on_with_another_one(
         return int(read_rows(rows)[-1]["world_size"])
 
     nodes.wait_until(lambda: world_size() == sum(spread[1:]), "all the others", within_s=60)
+    assert json.loads((run / ".lock").read_text())["pid"] in {node.pid for node in others}, "kept from other runs"
     nodes.forget(head)
     again = nodes.start(*head.args[: head.args.index("--secret-file")])
     nodes.wait_until(lambda: world_size() == sum(spread), "the one that was the head", within_s=60)
@@ -277,6 +279,27 @@ def test_in_a_directory_the_head_may_die_and_the_others_go_on_with_another_one(
     assert {ended.code for ended in ends} == {75}, nodes.story()
     assert not any("Traceback" in ended.err for ended in ends), nodes.story()
     assert place.leftovers() == []
+    report = run / "report.html"
+    assert report.stat().st_mtime_ns >= rows.stat().st_mtime_ns, "by those who were left"
+    assert "fewer than" in report.read_text()
+    assert load_run(run).versions.keys() == set(range(sum(spread)))
+
+
+def test_the_head_reports_when_the_node_that_had_made_the_run_directory_is_gone(nodes: Nodes) -> None:
+    run, words_by_rank = nodes.folder / "run", with_given_ranks(directory(nodes.folder), (1, 1))
+    words = [*DIGITS, "--max-update", 100_000, "--no-epoch-checkpoints", "--save-dir", run]
+    head = nodes.start(*words, *words_by_rank[1])  # the first that comes leads; the directory is rank zero's
+    nodes.wait_until_said(head, "waiting: ")
+    owner = nodes.start(*words, *words_by_rank[0])
+    nodes.wait_until(lambda: (run / "metrics.jsonl").exists(), "a step")
+    os.kill(owner.pid, signal.SIGKILL)
+    nodes.wait_until_said(head, "rank 1 goes on after step")
+    nodes.forget(owner)
+    head.signal(signal.SIGTERM)
+    (ended,) = nodes.finish(head, timeout_s=30)
+    assert ended.code == 75, nodes.story()
+    assert f"report: {run / 'report.html'}" in ended.err
+    assert (run / "report.html").stat().st_mtime_ns >= (run / "metrics.jsonl").stat().st_mtime_ns
 
 
 def test_a_node_that_has_left_comes_back_with_the_same_command(nodes: Nodes) -> None:

@@ -193,6 +193,49 @@ def test_the_story_of_who_fell_silent_is_told_with_the_record_that_leaves_it_out
     assert story_of(told) == "rank 2 on labB fell silent [worker-silent]"
 
 
+STANDS = {
+    "phase": "reading data (loader)", "step": 1204, "for_s": 30.0, "is_waiting": False, "deadline_s": 20.0,
+    "device": "cuda:0", "process": "", "stacks": "RUN/stacks/rank-2-step-1204.txt",
+}  # fmt: skip
+
+
+def test_who_fell_silent_is_named_with_what_it_did_and_for_how_long() -> None:
+    run = Run()
+    run.report(0, 1, 3)
+    run.say(2, "stands", **STANDS)
+    told = run.wait(ANSWER_S + 0.1)
+    assert story_of(told) == (
+        "rank 2 on labB fell silent, last seen on cuda:0 in step 1,204, reading data (loader) for 32 s;"
+        " what its threads do: RUN/stacks/rank-2-step-1204.txt [worker-silent]"
+    )
+
+
+def test_who_reports_last_when_nobody_was_lost_has_kept_the_others_waiting() -> None:
+    run = Run()
+    run.report(0, 1, 3)
+    for slot in (0, 1):
+        run.say(slot, "stands", **{**STANDS, "is_waiting": True})
+    run.say(3, "stands", **{**STANDS, "for_s": 19.0})
+    run.say(2, "stands", **STANDS)
+    run.say(2, "frozen", patience_s=20.0)
+    run.wait(ANSWER_S + 0.1)
+    assert story_of(run.report(2)).startswith("rank 2 on labB kept the others waiting, last seen on cuda:0 in step")
+    run.report(0, 1, 3)
+    assert story_of(run.report(2)) == "", "of the round before nothing is left"
+
+
+def test_nobody_is_blamed_for_a_round_in_which_somebody_was_lost() -> None:
+    run = Run()
+    run.say(2, "stands", **STANDS)
+    run.end(1)
+    assert story_of(run.report(0, 2, 3)) == f"rank 1 on labA{KILLED}"
+
+
+def test_what_no_launcher_would_say_of_a_worker_is_refused() -> None:
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        Run().say(2, "stands", step="soon")
+
+
 def test_who_comes_back_is_told_of() -> None:
     run = Run()
     run.end(2, is_restarting=True)

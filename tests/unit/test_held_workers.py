@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import signal
 from multiprocessing import Pipe, active_children, process
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -74,7 +74,7 @@ def test_one_that_is_held_counts_as_ended_after_a_while(
 ) -> None:
     monkeypatch.setattr(workers, "_HELD_S", held_s)
     stays, hangs = worker(story, 0), worker(story, 1, held=True)
-    watch = Watch([stays, hangs])
+    watch = Watch([stays, hangs], cast(Any, None))
     assert watch.ended(set()) == [], "nobody was killed"
     hangs.fence()
     assert [(end.rank, end.exit_code) for _, end in watch.ended(set())] == ends

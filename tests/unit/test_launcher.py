@@ -44,6 +44,16 @@ def test_a_directory_that_is_seen_is_shared_whatever_ones_own_option_says(tmp_pa
         assert (own is None) or own.name == "run" or not own.exists()
 
 
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_directory_that_is_shared_gets_its_report_where_nobody_else_makes_it(tmp_path: Path, is_over: bool) -> None:
+    node, run = launcher(None), tmp_path / "run"
+    look(node, run)
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    node._is_over = is_over
+    node._leave_directory()
+    assert (run / "report.html").exists() == is_over
+
+
 def test_checkpoints_in_a_directory_of_ones_own_are_not_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

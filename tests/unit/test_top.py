@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from hetseq.errors import ConfigError
 from hetseq.run_directory import RunDirectory
 from hetseq.run_status import RunStatus, read_facts
 from hetseq.top import Lookout, parse, run, view
+from hetseq.whereabouts import Phase, Stand
 
 SIZE = 64
 
@@ -83,6 +85,51 @@ def test_a_rank_whose_file_does_not_change_is_silent_by_the_clock_of_the_reader(
     now[0] = 20.0
     os.utime(write(tmp_path, 0, run=told(8, 2).told(2.0)), ns=(1, 1))
     assert "rank 1 (lab1/cpu) has given no sign of life for 20 s" in shown(tmp_path, look)
+
+
+def test_a_rank_that_stands_still_is_named_with_what_it_is_at(tmp_path: Path) -> None:
+    gang(tmp_path, 3)
+    write(tmp_path, 1, phase="reading data (loader)", phase_s=34.2, waits=False)
+    write(tmp_path, 2, phase="reduction", phase_s=34.1, waits=True)
+    lines = shown(tmp_path)
+    assert "rank 1 (lab1/cpu) stands still: reading data (loader) for 34 s" in lines
+    assert lines.count("stands still") == 1
+    write(tmp_path, 1, phase="reading data (loader)", phase_s=5.0, waits=False)
+    assert "stands still" not in shown(tmp_path)
+
+
+def test_a_silent_rank_of_this_machine_is_told_to_be_stopped(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    try:
+        os.waitpid(pid, os.WUNTRACED)
+        os.utime(write(tmp_path, 1, pid=pid, node=socket.gethostname()[:200]), ns=(1, 1))
+        write(tmp_path, 0)
+        assert "its process is stopped (SIGSTOP" in " ".join(shown(tmp_path).split())
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def test_while_a_rank_stands_still_its_file_says_so_once_a_second_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = list[dict[str, Any]]()
+    monkeypatch.setattr(run_directory, "replace_file", lambda path, data, **_: writes.append(json.loads(data)))
+    whole = SimpleNamespace(rank=0, all_gather_rows=lambda about: np.stack([about]))
+    sharing = cast(Any, SimpleNamespace(whole=whole, ranks=(0,), is_writer=True))
+    files = StatusFiles(RunDirectory(tmp_path), sharing, device="cpu")
+    stand = Stand(Phase.DATA, 7, 0.0, 41.0, False, 60.0, 0.0, True)
+    files.renew(stand)
+    assert writes == [], "nothing was said yet that could be said again"
+    files.write(-1e9, step=6, state="train", shares=[4])
+    files.renew(stand)
+    files.renew(stand)
+    assert [told.get("phase_s") for told in writes] == [None, 41.0]
+    assert {**writes[1], "phase": "", "phase_s": 0, "waits": 0} == {**writes[0], "phase": "", "phase_s": 0, "waits": 0}
+    assert (writes[1]["phase"], writes[1]["waits"]) == ("reading data (loader)", False)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +234,7 @@ def test_of_many_ranks_that_are_gone_the_first_are_named(tmp_path: Path) -> None
         write(tmp_path, slot, pid=None, state="gone")
     lines = shown(tmp_path, width=80, height=24).splitlines()
     assert len(lines) <= 24
-    assert lines[-1] == "and 55 more ranks are gone, dead or silent"
+    assert lines[-1] == "and 55 more ranks are gone, dead or silent, or stand still"
     assert "rank 4 (lab4/cpu) is gone" in lines[-6]
 
 

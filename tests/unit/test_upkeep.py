@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -15,7 +17,8 @@ from hetseq import upkeep as module
 from hetseq.append_file import AppendFile
 from hetseq.errors import RunDirectoryError
 from hetseq.run_directory import RunDirectory, replace_file
-from hetseq.upkeep import upkeep
+from hetseq.upkeep import looked_after, taken_over, upkeep
+from tests.support.recorded import step_row
 
 
 class Told:
@@ -150,3 +153,65 @@ def test_rows_go_into_a_file_that_is_begun_anew_when_it_was_deleted(tmp_path: Pa
     file.append([b"4\n"])
     file.close()
     assert file.path.read_bytes() == b"3\n4\n"
+
+
+# The report of a run whose directory was made by a launcher that is gone.
+
+
+def rows_of(path: Path, number: int) -> RunDirectory:
+    directory = RunDirectory.prepare(path, config_yaml="task: mnist\n")
+    add_rows(directory, number)
+    return directory
+
+
+def add_rows(directory: RunDirectory, number: int) -> None:
+    with directory.metrics.open("a") as file:
+        file.writelines(json.dumps(step_row(step)) + "\n" for step in range(1, number + 1))
+
+
+@pytest.mark.parametrize(
+    ("is_over", "is_kept", "is_reported", "is_written"),
+    [
+        (True, False, False, True),
+        (False, False, False, False),  # it leaves, and others go on
+        (True, True, False, False),  # the launcher that has made it lives
+        (True, False, True, False),  # ... and was quicker
+    ],
+)
+def test_who_is_left_at_the_end_writes_the_report_of_a_directory_that_nobody_keeps(
+    tmp_path: Path, is_over: bool, is_kept: bool, is_reported: bool, is_written: bool
+) -> None:
+    directory, told = rows_of(tmp_path / "run", 1), Told()
+    with ExitStack() as owner, looked_after(directory, told, is_over=lambda: is_over):
+        add_rows(directory, 3)
+        if is_kept:
+            owner.enter_context(directory.lock())
+        if is_reported:
+            directory.report.write_text("by another launcher")
+            os.utime(directory.report, (2**31, 2**31))
+    assert told.texts == ([f"report: {directory.report}"] if is_written else [])
+    assert directory.report.exists() == (is_written or is_reported)
+
+
+def test_where_nothing_has_come_there_is_nothing_to_report(tmp_path: Path) -> None:
+    with looked_after(directory := rows_of(tmp_path / "run", 1), told := Told(), is_over=lambda: True):
+        pass
+    assert told.texts == []
+    assert not directory.report.exists()
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_the_next_head_keeps_the_directory_of_the_lost_one_and_reports_whatever_becomes_of_the_lock(
+    tmp_path: Path, is_free: bool
+) -> None:
+    directory, told = rows_of(tmp_path / "run", 1), Told()
+    with ExitStack() as server:
+        if not is_free:  # as a file server holds that of a machine that is off
+            server.enter_context(directory.lock())
+        with taken_over(directory, told):
+            with pytest.raises(RunDirectoryError, match="in use"), directory.lock():
+                pass
+            add_rows(directory, 3)
+    assert told.texts == [f"report: {directory.report}"]
+    with directory.lock():
+        pass

@@ -7,9 +7,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from hetseq import worker
+from hetseq.comm import LocalGroup
 from hetseq.controller import Halt
+from hetseq.membership import Record
 from hetseq.placement import Crew
 
 
@@ -36,7 +39,8 @@ class FakeSession:
 def trained(session: FakeSession) -> dict[str, Any] | str:
     """How one rank's only generation ends."""
     life: Any = object.__new__(worker._Life)
-    life.__dict__.update(_config=None, _line=mock.Mock(), is_ready=True, _build=lambda config, generation: session)
+    life.__dict__.update(_config=None, _line=mock.Mock(), is_ready=True, _tell_versions=mock.Mock())
+    life._build = lambda config, generation: session
     return life._train(worker._Generation(Crew(0, (0,), ("a",)), None))
 
 
@@ -58,3 +62,19 @@ def test_a_session_that_nobody_goes_on_from_lets_its_writers_finish(halt: Halt) 
     session = FakeSession(halt)
     assert isinstance(trained(session), dict)
     assert session.diary == ["close"]
+
+
+@pytest.mark.parametrize(("fresh", "is_told"), [(None, True), (frozenset(), False), (frozenset({"2.1"}), True)])
+def test_versions_are_written_at_a_start_and_when_somebody_has_come(
+    fresh: frozenset[str] | None, is_told: bool
+) -> None:  # fmt: skip
+    life: Any = object.__new__(worker._Life)
+    life.__dict__.update(_metrics=mock.Mock(), _material=SimpleNamespace(device=torch.device("cpu")))
+    succession = None if fresh is None else mock.Mock(record=Record(1, ("0.0", "2.1"), fresh=fresh))
+    session: Any = SimpleNamespace(controller=SimpleNamespace(group=LocalGroup()), last_step=7)
+    life._tell_versions(worker._Generation(Crew(1, (2,), ("a",)), succession), session)
+    told = life._metrics.event.call_args_list
+    assert len(told) == is_told
+    assert all(
+        (call.args[0], call.kwargs["step"], call.kwargs["nodes"][0]["ranks"]) == ("versions", 7, [2]) for call in told
+    )
