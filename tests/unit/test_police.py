@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.police import Scene
 
+ROOT = Path(__file__).resolve().parents[2]
 IMPATIENT_S = 0.02
 
 
@@ -94,3 +95,34 @@ def test_a_process_group_that_stays_is_named_and_destroyed(tmp_path: Path, monke
     assert scene.leaks() == ["torch's default process group is initialised"]
     scene.restore()
     assert scene.leaks() == []
+
+
+# Prints what it finds in /dev/shm, and leaves a file there.
+OTHER_RUN = """
+import os, sys
+from pathlib import Path
+from tests.support.police import own_shared_memory
+if not own_shared_memory():
+    sys.exit(3)
+print(os.listdir("/dev/shm"), os.statvfs("/dev/shm").f_blocks)
+Path("/dev/shm/hetseq-of-the-other-run").touch()
+print(os.listdir("/dev/shm"))
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
+def test_two_runs_do_not_see_each_others_shared_memory() -> None:
+    path = Path(f"/dev/shm/hetseq-test-{os.getpid()}")
+    path.touch()
+    try:
+        other = subprocess.run([sys.executable, "-c", OTHER_RUN], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        here = os.listdir("/dev/shm")
+    finally:
+        path.unlink()
+    if other.returncode == 3:
+        pytest.skip("mounting is not allowed here")
+    assert other.stdout.splitlines() == [f"[] {os.statvfs('/dev/shm').f_blocks}", "['hetseq-of-the-other-run']"], (
+        other.stderr
+    )
+    assert path.name in here
+    assert "hetseq-of-the-other-run" not in here
