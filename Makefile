@@ -12,8 +12,13 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 # ranks share this machine's cores; more threads than cores would make the tests slow, not fast
 export OMP_NUM_THREADS := 1
 
+# the folders of tests/, the longest first; those that mount a /dev/shm of their own (root) can run side by side
+SUITES := end_to_end unit chaos distributed
+JOBS ?= $(if $(filter 0,$(shell id -u)),2,1)
+IN_CI := not gpu and not long
+
 .DEFAULT_GOAL := help
-.PHONY: chaos soak help demo tour test test-all check format docs dev clean
+.PHONY: chaos soak help demo tour test test-all $(SUITES:%=suite-%) check format docs dev clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -27,8 +32,13 @@ tour: $(VENV)/.installed-dev  ## what docs/tour.md shows, section by section, wi
 test: $(VENV)/.installed-dev  ## the fast tests
 	$(PY) -m pytest -m "not slow and not gpu and not netns"
 
-test-all: $(VENV)/.installed-dev  ## the slow ones too
-	$(PY) -m pytest -m "not gpu and not long"
+# what waits leaves its core to a neighbour; what measures seconds runs by itself, when the rest has passed
+test-all: $(VENV)/.installed-dev  ## the slow ones too, JOBS folders at a time
+	$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target $(SUITES:%=suite-%)
+	$(PY) -m pytest -m "alone and $(IN_CI)"
+
+$(SUITES:%=suite-%): suite-%: $(VENV)/.installed-dev
+	$(PY) -m pytest -o cache_dir=.pytest_cache/$* -m "not alone and $(IN_CI)" tests/$*
 
 chaos: $(VENV)/.installed-dev  ## the table of figures: 300 kills, every kind of fault, strangers; a quarter of an hour
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.chaos --kills 300

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support import ranks
-from tests.support.police import Scene, adopt_orphans
+from tests.support.police import Scene, adopt_orphans, own_shared_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -20,6 +21,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     adopt_orphans()
+    own_shared_memory()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Modules and tests live to the end: no collection of garbage looks through them, neither now nor in the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

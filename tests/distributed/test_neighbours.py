@@ -165,6 +165,7 @@ def lose(group: Group, how: str, when: str) -> tuple[str, float]:
     return "nothing", 0.0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("when", ["before", "ready", "summed"])
 def test_a_rank_that_dies_is_missed_at_once(when: str) -> None:
     for fate in run_ranks(lose, 3, "SIGKILL", when, dies=[1])[::2]:
@@ -173,6 +174,7 @@ def test_a_rank_that_dies_is_missed_at_once(when: str) -> None:
         assert fate[1] < 2, "not by the deadline"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("when", ["before", "ready", "summed"])
 def test_a_rank_that_stands_still_is_missed_after_the_deadline(when: str) -> None:
     for message, seconds in run_ranks(lose, 3, "SIGSTOP", when, dies=[1])[::2]:

@@ -209,6 +209,7 @@ def test_a_mistyped_flag_does_not_import_torch() -> None:
     assert "torch" not in imported
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_mistyped_flag_is_answered_at_once() -> None:
     runs = [run_command(["--max-sentense", "3"]) for _ in range(3)]

@@ -88,6 +88,7 @@ def forget_the_most(pid: int) -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
+@pytest.mark.alone
 @pytest.mark.figure("flood")
 def test_an_honest_node_joins_through_a_flood_that_costs_the_head_no_memory(
     nodes: Nodes, record_property: Callable[[str, object], None]

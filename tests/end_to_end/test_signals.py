@@ -88,6 +88,7 @@ def test_a_stop_signal_to_launcher_group_or_worker_saves_and_the_same_command_go
     assert is_bit_equal(last_state(hurt), last_state(calm))
 
 
+@pytest.mark.alone
 def test_a_second_signal_stops_at_once_and_an_echo_of_the_first_does_not(tmp_path: Path) -> None:
     words = _planned(tmp_path, {"40": "wait"}, "--distributed-world-size", 3, "--save-interval-updates", 1)
     with start_trial(words, tmp_path / "run") as trial:
@@ -162,6 +163,7 @@ def test_a_launcher_killed_takes_a_worker_with_it_that_holds_the_interpreter_in_
         trial.wait_until_gone(NOBODY_LEFT_S)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("world", "saves"), [(1, True), (3, True), (3, False)])
 def test_the_last_worker_killed_ends_the_run_quickly_and_is_named_once(tmp_path: Path, world: int, saves: bool) -> None:
     words = [*DIGITS, "--distributed-world-size", world, "--num-workers", 2, "--max-restarts", 0]
@@ -275,6 +277,7 @@ def test_a_worker_that_leaves_without_a_word_is_a_failure(tmp_path: Path) -> Non
     assert re.search(r"hetseq: rank \d left with exit code 3 without a reason", finished.err)
 
 
+@pytest.mark.alone
 @pytest.mark.fault("FT-3")
 def test_a_worker_that_falls_silent_is_fenced_after_the_deadline_and_the_others_go_on(tmp_path: Path) -> None:
     words = _planned(

@@ -1,14 +1,20 @@
 """Where the nodes of a test meet: a free port, or a directory, a name or an old file for `file://`.
 
-A `Place` knows how it looked before the run, and so what a run has left there.
+A `Place` knows how it looked before the run, and so what a run has left there. A port is taken some time after it was
+given, by a process that the test starts: until then neither the kernel nor another test run may give it away.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+# below the ports that Linux gives to whoever names none (32768 and more)
+FIRST_PORT, PORTS_OF_A_RUN, RUNS = 20_000, 100, 120
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,33 @@ PLACES: dict[str, Callable[[Path], Place]] = {
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens at, and that this test run has not given for a long time, and no other one gives."""
+    for port in itertools.islice(_ports(), PORTS_OF_A_RUN):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError(f"none of the {PORTS_OF_A_RUN} ports of this test run is free")
+
+
+@functools.lru_cache(maxsize=1)
+def _ports() -> Iterator[int]:
+    """The ports of this test run, again and again. They are its own as long as it lives."""
+    first = FIRST_PORT + PORTS_OF_A_RUN * _claim()[0]
+    return itertools.cycle(range(first, first + PORTS_OF_A_RUN))
+
+
+@functools.lru_cache(maxsize=1)
+def _claim() -> tuple[int, socket.socket]:
+    """This test run's number among those of the machine, and the name that holds it until the process ends."""
+    for number in range(RUNS):
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0hetseq-test-ports-{number}")
+        except OSError:
+            name.close()
+        else:
+            return number, name
+    raise OSError(f"{RUNS} test runs have all the ports")

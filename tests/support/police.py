@@ -24,6 +24,7 @@ LIBRARIES_SET = frozenset(
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 PATIENCE_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,24 @@ def adopt_orphans() -> None:
     """From now on a process whose parent has ended becomes our child and not init's: no leak escapes (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def own_shared_memory() -> bool:
+    """From now on /dev/shm is empty and this process's and its descendants' alone; False without the right to mount.
+
+    What a killed rank has left there belongs to no process: in a /dev/shm that two test runs share, each would accuse
+    the other's tests. In one of its own everything is its own.
+    """
+    if sys.platform != "linux" or os.getuid() != 0 or not Path("/dev/shm").is_dir():
+        return False
+    before = os.statvfs("/dev/shm")
+    options = f"mode=1777,size={before.f_blocks * before.f_frsize}".encode()
+    libc = ctypes.CDLL(None)
+    return (
+        libc.unshare(_CLONE_NEWNS) == 0
+        and libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None) == 0  # or everybody would see the next one
+        and libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, options) == 0
+    )
 
 
 def _settled(look: Callable[[], list], patience_s: float) -> list:  # type: ignore[type-arg]

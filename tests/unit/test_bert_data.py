@@ -1155,6 +1155,7 @@ def test_loading_reads_no_more_of_a_large_file_than_its_ends(tmp_path: Path, mon
     assert taken == [2048] * 6
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.parametrize("storage", [{}, {"compression": "gzip"}], ids=["plain", "gzip"])
 def test_a_batch_of_64_is_read_in_a_hundredth_of_the_time_of_2020(tmp_path: Path, storage: dict[str, Any]) -> None:

@@ -43,6 +43,7 @@ from hetseq.cluster.channel import (
 )
 from hetseq.cluster.sockets import AddressError, UnreachableError
 from hetseq.errors import RendezvousError
+from tests.support.places import free_port
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(32)
 FILE, OTHER_FILE = Path("/srv/head/secret"), Path("/srv/node/secret")
@@ -758,11 +759,6 @@ def test_a_client_that_was_dropped_in_a_crowd_comes_again(door: Door) -> None:
 
 
 # Nobody there.
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]  # type: ignore[no-any-return]
 
 
 def unreachable(host: str, port: int, *, seconds: float = 1.0) -> UnreachableError:

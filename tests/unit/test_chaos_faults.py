@@ -71,8 +71,15 @@ def test_there_are_22_kinds_each_in_words_of_its_own() -> None:
 
 def test_what_runs_in_ci_is_what_is_not_left_out_there() -> None:
     assert "make --no-print-directory test-all" in (ROOT / ".ci" / "run").read_text().splitlines()
-    (words,) = re.findall(r'^test-all:.*\n\t.* -m pytest -m "(.*)"$', (ROOT / "Makefile").read_text(), re.MULTILINE)
+    makefile = (ROOT / "Makefile").read_text()
+    (words,) = re.findall(r"^IN_CI := (.*)$", makefile, re.MULTILINE)
     assert {f"not {name}" for name in OUTSIDE_CI} == set(words.split(" and "))
+    assert re.findall(r'-m "(.*\(IN_CI\))"', makefile) == ["alone and $(IN_CI)", "not alone and $(IN_CI)"]
+
+
+def test_ci_runs_the_tests_of_every_folder() -> None:
+    (suites,) = re.findall(r"^SUITES := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(suites.split()) == {path.parent.name for path in (ROOT / "tests").rglob("test_*.py")}
 
 
 # The plugin.

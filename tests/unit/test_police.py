@@ -14,6 +14,7 @@ import pytest
 
 from tests.support.police import Scene
 
+ROOT = Path(__file__).resolve().parents[2]
 IMPATIENT_S = 0.02
 
 
@@ -94,3 +95,36 @@ def test_a_process_group_that_stays_is_named_and_destroyed(tmp_path: Path, monke
     assert scene.leaks() == ["torch's default process group is initialised"]
     scene.restore()
     assert scene.leaks() == []
+
+
+# Prints what it finds in /dev/shm, leaves a file there, and prints the mounts that somebody outside would see.
+OTHER_RUN = """
+import os, sys
+from pathlib import Path
+from tests.support.police import own_shared_memory
+if not own_shared_memory():
+    sys.exit(3)
+print(os.listdir("/dev/shm"), os.statvfs("/dev/shm").f_blocks)
+Path("/dev/shm/hetseq-of-the-other-run").touch()
+print(os.listdir("/dev/shm"))
+print([line for line in Path("/proc/self/mountinfo").read_text().splitlines() if " shared:" in line])
+"""
+SHARING = ("unshare", "--mount", "--propagation", "shared")  # as systemd has it; containers often do not
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may mount")
+def test_two_runs_do_not_see_each_others_shared_memory() -> None:
+    if subprocess.run([*SHARING, "true"], stderr=subprocess.DEVNULL).returncode:
+        pytest.skip("mounting is not allowed here")
+    path, words = Path(f"/dev/shm/hetseq-test-{os.getpid()}"), [*SHARING, sys.executable, "-c", OTHER_RUN]
+    path.touch()
+    try:
+        other = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        here = os.listdir("/dev/shm")
+    finally:
+        path.unlink()
+    blocks = os.statvfs("/dev/shm").f_blocks
+    assert other.stdout.splitlines() == [f"[] {blocks}", "['hetseq-of-the-other-run']", "[]"], other.stderr
+    assert path.name in here
+    assert "hetseq-of-the-other-run" not in here
+    assert os.readlink("/proc/self/ns/mnt") != os.readlink(f"/proc/{os.getppid()}/ns/mnt"), "and so has this run"
