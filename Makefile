@@ -12,9 +12,9 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 # ranks share this machine's cores; more threads than cores would make the tests slow, not fast
 export OMP_NUM_THREADS := 1
 
-# the folders of tests/, the longest first; those that mount a /dev/shm of their own (root) can run side by side
+# the folders of tests/, the longest first; those that can mount a /dev/shm of their own run side by side
 SUITES := end_to_end unit chaos distributed
-JOBS ?= $(if $(filter 0,$(shell id -u)),2,1)
+JOBS ?= $(shell unshare -m mount -t tmpfs tmpfs /dev/shm 2>/dev/null && echo 2 || echo 1)
 IN_CI := not gpu and not long
 
 .DEFAULT_GOAL := help
