@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hetseq.bars import bar
 from hetseq.command_line import Argument, Command, Option
 from hetseq.errors import CheckpointError, CheckpointRefused, ConfigError, RunDirectoryError
 from hetseq.options import HelpRequested
@@ -25,7 +26,7 @@ from hetseq.run_directory import RunDirectory
 from hetseq.which_run import existing_run
 
 if TYPE_CHECKING:
-    from hetseq.checkpoint import Inspected, Scan
+    from hetseq.checkpoint import Commit, Inspected, Scan
 
 #: the last one is written by the run's own task
 FORMS = ("safetensors", "torch", "dcp", "hf")
@@ -223,7 +224,8 @@ def _verify(arguments: Arguments) -> Iterator[str]:
     found = _wanted(arguments)
     damaged = []
     for commit in found.commits:
-        problems = verify(commit, deep=not arguments.is_shallow)
+        with bar(commit.path.name, commit.size_bytes, in_bytes=True) as advance:
+            problems = verify(commit, deep=not arguments.is_shallow, advance=advance)
         if problems and not is_committed(commit.path):
             yield f"{commit.path.name}: removed in the meantime"
             continue
@@ -254,13 +256,13 @@ def _prune(arguments: Arguments) -> Iterator[str]:
 
 
 def _pruned(arguments: Arguments) -> Iterator[str]:
-    from hetseq.checkpoint import remove_all, verify
+    from hetseq.checkpoint import remove_all
     from hetseq.inventory import counted, size_text
 
     commits = _committed(arguments.run).commits
     whole = None
     if len(commits) > arguments.keep:  # reading every byte of a checkpoint takes its time
-        whole = next((at for at, commit in enumerate(commits) if not verify(commit, deep=True)), None)
+        whole = next((at for at, commit in enumerate(commits) if _is_whole(commit)), None)
         if whole is None:
             raise CheckpointError(
                 f"nothing was removed: no checkpoint of {arguments.run} verifies, and an older one may be the only"
@@ -285,6 +287,13 @@ def _pruned(arguments: Arguments) -> Iterator[str]:
     )
     if stuck:
         raise CheckpointError(f"could not be removed: {', '.join(stuck)}")
+
+
+def _is_whole(commit: Commit) -> bool:
+    from hetseq.checkpoint import verify
+
+    with bar(f"verifying {commit.path.name}", commit.size_bytes, in_bytes=True) as advance:
+        return not verify(commit, deep=True, advance=advance)
 
 
 def kept(
@@ -313,14 +322,15 @@ def _export(arguments: Arguments) -> Iterator[str]:
         raise ConfigError(f"--to {target}: there is no folder {target.parent}: make it first")
     inspected, passed_over = _inspected(arguments.run, arguments.which or "latest")
     yield from passed_over
-    if arguments.form == "hf":
-        from hetseq.model_export import export_model
+    with bar(f"reading {inspected.commit.path.name}", inspected.commit.size_bytes, in_bytes=True) as advance:
+        if arguments.form == "hf":
+            from hetseq.model_export import export_model
 
-        path = export_model(arguments.run, inspected.commit, target)
-    else:
-        from hetseq.checkpoint.exporting import export
+            path = export_model(arguments.run, inspected.commit, target, advance=advance)
+        else:
+            from hetseq.checkpoint.exporting import export
 
-        path = export(inspected.commit, target, form=arguments.form)
+            path = export(inspected.commit, target, form=arguments.form, advance=advance)
     yield f"step {inspected.commit.identity.step} of {arguments.run} is in {path} ({arguments.form})"
 
 

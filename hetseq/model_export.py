@@ -7,6 +7,7 @@ architecture; that the directory is there complete or not at all is the affair o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from hetseq import options, registry
@@ -20,12 +21,12 @@ from hetseq.replica import load_model_
 from hetseq.task import build_model, is_overridden, make_task
 
 
-def export_model(run: Path, commit: Commit, target: Path) -> Path:
+def export_model(run: Path, commit: Commit, target: Path, *, advance: Callable[[int], None]) -> Path:
     """Have the task of a run write its model, with the weights of one of its checkpoints; the path of the directory.
 
     Loads no data set, but what the task's `build_model` reads must still be there. Raises ConfigError for a run without
     config.yaml and for a task that writes nothing; CheckpointError as `export` does, and for another model; and what
-    the task raises.
+    the task raises. `advance` is called with the bytes that have been read, now and then.
     """
     config_file = run / "config.yaml"
     if not config_file.is_file():
@@ -50,4 +51,4 @@ def export_model(run: Path, commit: Commit, target: Path) -> Path:
                 sync_file(path)
         return folder
 
-    return export_by(write, commit, target)
+    return export_by(write, commit, target, advance=advance)

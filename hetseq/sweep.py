@@ -241,7 +241,8 @@ def sweep(
 
     `work` is given the pieces of this rank in one round. `now` is a clock in seconds, `weights` are fixed ones by rank.
     """
-    world_size, begin, told_s = group.world_size, 0, now()
+    world_size, begin, begun_s = group.world_size, 0, now()
+    told_s = begun_s
     rates: list[float] = []  # pieces per second of each rank, once they are known
     for number in range(len(pieces)):
         left = len(pieces) - begin
@@ -261,7 +262,10 @@ def sweep(
             ]
         if group.rank == 0 and now() - told_s >= _TELL_EVERY_S:
             told_s = now()
-            logger.info("%s: %d of %d samples", what, pieces[begin][0], pieces[-1][1])
+            left_s = (told_s - begun_s) / begin * (len(pieces) - begin)
+            logger.info(
+                "%s: %d of %d samples, %d:%02d left", what, pieces[begin][0], pieces[-1][1], *divmod(round(left_s), 60)
+            )
 
 
 def size_of_round(left: int, world_size: int, rates: Sequence[float]) -> int:

@@ -30,7 +30,7 @@ _REST = "other"
 _RESERVED = ("", "__metadata__")  # no names for a tensor in a safetensors file
 
 
-def export(commit: Commit, target: Path, *, form: str) -> Path:
+def export(commit: Commit, target: Path, *, form: str, advance: Callable[[int], None] = lambda count: None) -> Path:
     """Write a checkpoint in the form of others; the path of what was written, which is `target`.
 
     * `safetensors`: a folder with `model.safetensors`, `optimizer.safetensors` (`<name>.<state>`) and `config.json`,
@@ -42,6 +42,7 @@ def export(commit: Commit, target: Path, *, form: str) -> Path:
 
     Names stand without `model.` and `optim.`, except in a dcp folder; a tensor with several names stands under the
     first. Tensors whose names begin with neither come as `other`. One process calls it; modes are 0700 and 0600.
+    `advance` is called with the bytes that have been read, now and then.
 
     Raises ConfigError for an unknown form or a target that exists or cannot be; CheckpointError where the checkpoint
     is damaged or the disk refuses. Then nothing is left behind; a process that is killed leaves `<target>.tmp`.
@@ -49,10 +50,16 @@ def export(commit: Commit, target: Path, *, form: str) -> Path:
     write = _FORMS.get(form)
     if write is None:
         raise ConfigError(f"export in the form {form!r}: expected one of {', '.join(_FORMS)}")
-    return export_by(write, commit, target)
+    return export_by(write, commit, target, advance=advance)
 
 
-def export_by(write: Callable[[Spans, Path], Path], commit: Commit, target: Path) -> Path:
+def export_by(
+    write: Callable[[Spans, Path], Path],
+    commit: Commit,
+    target: Path,
+    *,
+    advance: Callable[[int], None] = lambda count: None,
+) -> Path:
     """Let `write` make the target from the tensors of a checkpoint in a folder that it is given, which is empty.
 
     It returns the path of what becomes the target: that folder, or one file in it. The rest is as in `export`, which
@@ -61,7 +68,7 @@ def export_by(write: Callable[[Spans, Path], Path], commit: Commit, target: Path
     target = Path(os.path.abspath(target))
     _check_target(target, commit)
     beside = target.with_name(target.name + ".tmp")
-    spans = Spans(commit)
+    spans = Spans(commit, advance)
     try:
         _make(beside)
     except OSError as error:

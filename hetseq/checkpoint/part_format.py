@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,14 +134,18 @@ def _header_of(start: bytes, raw: bytes, size: int, source: Path) -> PartHeader:
     return PartHeader(pieces, start + raw)
 
 
-def check_sums(path: Path, crc32: Sequence[int]) -> None:
-    """Read a part and compare its checksums; DamagedError names the first chunk that differs."""
+def check_sums(path: Path, crc32: Sequence[int], advance: Callable[[int], None] = lambda count: None) -> None:
+    """Read a part and compare its checksums; DamagedError names the first chunk that differs.
+
+    `advance` is called with the bytes of each chunk.
+    """
     sums, buffer = ChunkSums(), memoryview(bytearray(CHUNK_BYTES))
     with reading(path) as (descriptor, size):
         for begin in range(0, size, CHUNK_BYTES):
             chunk = buffer[: min(CHUNK_BYTES, size - begin)]
             read_into(descriptor, chunk)
             sums.add(chunk)
+            advance(len(chunk))
     compare_sums(path, sums, crc32)
 
 

@@ -56,8 +56,11 @@ def inspect(commit: Commit) -> Inspected:
     )
 
 
-def verify(commit: Commit, *, deep: bool) -> list[str]:
-    """Everything that is wrong with a checkpoint, one sentence per file; `deep` reads every byte of it."""
+def verify(commit: Commit, *, deep: bool, advance: Callable[[int], None] = lambda count: None) -> list[str]:
+    """Everything that is wrong with a checkpoint, one sentence per file; `deep` reads every byte of it.
+
+    `advance` is called with the bytes that have been read, now and then.
+    """
     problems: list[str] = []
 
     def note(file: str, check: Callable[[], _T]) -> _T | None:
@@ -80,7 +83,7 @@ def verify(commit: Commit, *, deep: bool) -> list[str]:
             pairs.append(pair)
             if deep:
                 path, crc32 = commit.path / part_name(index), pair[0].crc32
-                note(path.name, lambda path=path, crc32=crc32: check_sums(path, crc32))  # type: ignore[misc]
+                note(path.name, lambda path=path, crc32=crc32: check_sums(path, crc32, advance))  # type: ignore[misc]
     if len(pairs) == len(commit.parts):
         note("the parts together", lambda: _assemble(pairs))
     return problems

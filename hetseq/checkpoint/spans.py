@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,10 +41,11 @@ class Spans:
 
     Opening it checks all small files and the headers of the parts (up to 8 MiB of each part). Whatever is not as its
     checksum says raises DamagedError, which names the checkpoint and the file, here and in every method that reads.
+    `advance` is called with the bytes of each chunk that was read.
     """
 
-    def __init__(self, commit: Commit) -> None:
-        self.commit = commit
+    def __init__(self, commit: Commit, advance: Callable[[int], None] = lambda count: None) -> None:
+        self.commit, self._advance = commit, advance
         self._chunk, self._chunk_at = bytearray(CHUNK_BYTES), (-1, -1)  # what was read last: (part, chunk)
         try:
             inspected = inspect(commit)
@@ -135,6 +136,7 @@ class Spans:
         if zlib.crc32(chunk) != manifest.crc32[index]:
             raise self._damaged(part, f"the {len(chunk)} bytes from byte {begin} on have another checksum")
         self._chunk_at = (part, index)
+        self._advance(len(chunk))
 
     def _damaged(self, part: int, reason: object) -> DamagedError:
         return DamagedError(describe(self.commit.path, f"{part_name(part)}: {reason}"))

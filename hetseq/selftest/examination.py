@@ -18,6 +18,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetseq import probe, registry
+from hetseq.bars import bar
 from hetseq.config import Config
 from hetseq.errors import TaskError
 from hetseq.fetching import seed_everything
@@ -200,13 +201,15 @@ class _Examination:
     def _pass(self) -> list[Measured]:
         """All rounds in the model's present mode, until each term has its finding; the steps in one piece."""
         truths = []
-        for number in range(self.rounds):
-            first = self._first_of(number)
-            truth = self.bench.measure(whole(self.report.samples, unit=self.unit), first)
-            truths.append(truth)
-            self.report.add(*checks.of_finite(self.bench, truth, range(first, first + self.report.samples)))
-            for cut in self._cuts(number, least=self._least):
-                self._compare(truth, self.bench.measure(cut, first), first)
+        with bar("steps tried", self.rounds) as advance:
+            for number in range(self.rounds):
+                first = self._first_of(number)
+                truth = self.bench.measure(whole(self.report.samples, unit=self.unit), first)
+                truths.append(truth)
+                self.report.add(*checks.of_finite(self.bench, truth, range(first, first + self.report.samples)))
+                for cut in self._cuts(number, least=self._least):
+                    self._compare(truth, self.bench.measure(cut, first), first)
+                advance(1)
         return truths
 
     def _first_of(self, number: int) -> int:

@@ -394,7 +394,7 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(run: Path) -> N
 
 
 def test_a_checkpoint_that_goes_while_it_is_read_is_no_damage(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(commit: Commit, *, deep: bool) -> list[str]:
+    def gone(commit: Commit, *, deep: bool, **_: Any) -> list[str]:
         if commit.identity.step == 1:
             (commit.path / "COMMIT.json").unlink()
         return ["part-00000.safetensors: No such file"] * (commit.identity.step == 1)
@@ -454,7 +454,7 @@ def test_where_nothing_verifies_nothing_goes(run: Path) -> None:
 
 
 def test_where_nothing_is_to_go_nothing_is_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(commit: Commit, *, deep: bool) -> list[str]:
+    def never(commit: Commit, *, deep: bool, **_: Any) -> list[str]:
         raise AssertionError("read for nothing")
 
     monkeypatch.setattr(hetseq.checkpoint, "verify", never)
@@ -491,7 +491,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Path, str]]:
     """Step, target and form of each export; the exporter has tests of its own."""
     calls: list[tuple[int, Path, str]] = []
 
-    def export(commit: Commit, target: Path, *, form: str) -> Path:
+    def export(commit: Commit, target: Path, *, form: str, **_: Any) -> Path:
         calls.append((commit.identity.step, target, form))
         return target
 
