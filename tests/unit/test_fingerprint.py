@@ -651,6 +651,13 @@ def test_parts_are_told_by_their_files_else_by_their_samples(tmp_path: Path) -> 
     assert data_digest(named([first]), 7) == data_digest(named([second]), 7), "the same file elsewhere"
 
 
+def test_a_folder_in_files_does_not_make_two_parts_one(tmp_path: Path) -> None:
+    (tmp_path / "measured").mkdir()
+    for path in (tmp_path / "measured", tmp_path / "gone"):
+        with pytest.raises(DataError, match=f"`files` of Listed names {path.name}, which cannot be read .*no folders"):
+            data_digest(named([path]), 7)
+
+
 def test_a_number_that_differs_in_its_last_bit_is_another_part() -> None:
     data = rows()
     data[0] = {**data[0], "x": torch.nextafter(data[0]["x"], torch.tensor(9.0))}
