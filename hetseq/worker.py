@@ -364,8 +364,15 @@ class _Life:
         return self._line.await_record()
 
     def _read(self, told: dict[str, Any], carried: Carried | None) -> _Generation:
-        """The generation of a record; if nobody holds a state it begins as a start does."""
+        """The generation of a record; if nobody holds a state it begins as a start does.
+
+        Raises PeerLostError where too few are there for that: there is nothing that they could save before they stop.
+        """
         record, crew = Record.from_record(told["record"]), Crew.from_record(told["crew"])
+        if record.base is None and record.is_last:
+            raise PeerLostError(
+                "has nothing to go on with: the state is lost, and too few ranks or not all data are left"
+            )
         return _Generation(crew, None if record.base is None else Succession(record, carried), told["story"])
 
 
