@@ -40,9 +40,12 @@ def shards_of(text: str, parts: Sequence[tuple[str, int]]) -> Shards:
     return Shards(tuple(int(samples) for _, samples in named), tuple(holders), len(parts))
 
 
-def say_what_holds(shards: Shards, *, has_begun: bool) -> None:
-    """Say which ranks mix which parts, and what is off; on a later generation what has changed. One rank calls it."""
-    strangers = sorted(set(range(shards.world_size)) - {rank for ranks in shards.holders for rank in ranks})
+def say_what_holds(shards: Shards, slots: Sequence[int], *, has_begun: bool) -> None:
+    """Say which ranks mix which parts, and what is off; on a later generation what has changed. One rank calls it.
+
+    `slots` are what users call the ranks.
+    """
+    strangers = sorted(set(slots) - {slots[rank] for ranks in shards.holders for rank in ranks})
     if strangers:
         logger.warning(
             "--data-by-host: rank%s %s read%s training data that this run has not begun with, and so get%s no samples",
@@ -62,7 +65,8 @@ def say_what_holds(shards: Shards, *, has_begun: bool) -> None:
     for ranks, samples in zip(shards.holders, shards.samples):
         logger.info(
             "--data-by-host: rank%s %s read%s %s of the %s training samples, %.1f %% of every step",
-            "" if len(ranks) == 1 else "s", ", ".join(map(str, ranks)), "s" if len(ranks) == 1 else "",
+            "" if len(ranks) == 1 else "s", ", ".join(str(slots[rank]) for rank in ranks),
+            "s" if len(ranks) == 1 else "",
             f"{samples:,}", f"{shards.total:,}", 100 * samples / shards.total,
         )  # fmt: skip
     logger.warning(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from hetseq.comm import LocalGroup
-from hetseq.data_by_host import parts_of_ranks
+from hetseq.data_by_host import parts_of_ranks, say_what_holds
 from hetseq.material import Material
 from hetseq.precision import PRECISIONS
+from hetseq.shards import Shards
 from hetseq.task import Task
 
 
@@ -39,3 +41,11 @@ def test_a_rank_reads_the_part_that_it_has_loaded_whatever_epoch_it_is_in() -> N
     data.set_epoch(3)
     assert parts_of_ranks(material(data), group) != parts, "the twin: another digest"
     assert parts_of_ranks(first, group) == parts
+
+
+def test_ranks_are_called_as_users_know_them(caplog: pytest.LogCaptureFixture) -> None:
+    say_what_holds(Shards((3, 1), ((0,), (2,)), 3), (1, 4, 6), has_begun=True)
+    (line,) = caplog.messages
+    assert line.startswith(
+        "--data-by-host: rank 4 reads training data that this run has not begun with, and so gets no"
+    )
