@@ -65,7 +65,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 class Material(Protocol):
-    """What is needed of `hetseq.session.Material`."""
+    """What is needed of `hetseq.material.Material`; `part` with --data-by-host alone."""
 
     @property
     def task(self) -> Any: ...
@@ -75,6 +75,8 @@ class Material(Protocol):
     def valid(self) -> dict[str, Any]: ...
     @property
     def model(self) -> torch.nn.Module: ...
+    @property
+    def part(self) -> str: ...
 
 
 def rank_fields(config: Config, material: Material, *, now: Callable[[], float] = time.monotonic) -> Fields:
@@ -93,7 +95,7 @@ def rank_fields(config: Config, material: Material, *, now: Callable[[], float] 
     with _random_numbers_kept():
         splits = dict(material.valid)
         if config.data.data_by_host:  # then they are another part on each host, as they are meant to be
-            fields[PART] = data_digest(train, seed)
+            fields[PART] = material.part
         else:
             fields.update(_order_fields(train, config))
             splits[config.data.train_subset] = train
