@@ -121,7 +121,8 @@ def worker_main(
     if launcher is not None:
         die_with_pipe(launcher.sentinel)
 
-    line, directory = Line(channel), RunDirectory(Path(run_path))
+    line = Line(channel, join_timeout_s=config.distributed.join_timeout)
+    directory = RunDirectory(Path(run_path))
     line.pulse = Pulse(cell, line.deadline)
     line.pulse.start()
     report = run_worker(config, directory, placement, stop, own=own, line=line, errand=errand)

@@ -418,7 +418,7 @@ class Pipe(Line):
     """The worker's end, without a pipe."""
 
     def __init__(self) -> None:
-        self._wish, self._heard = Wish.NONE, queue.SimpleQueue()
+        self._wish, self._heard, self._record_timeout_s = Wish.NONE, queue.SimpleQueue(), 5.0
 
     def send(self, kind: str, **facts: Any) -> None:
         pass
@@ -608,3 +608,20 @@ def test_a_host_whose_data_nobody_has_is_said_to_be_waited_for() -> None:
     run.wait(0.1)
     (_, _, facts) = run.wait(2.5)[0]
     assert "waiting for a host with its part of the data, 00:2" in facts["text"]
+
+
+class Deaf:
+    """A connection over which nobody says anything, ever."""
+
+    def recv_bytes(self) -> bytes:
+        raise EOFError
+
+
+def test_a_rank_waits_for_the_next_generation_as_long_as_the_run_waits_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connection: Any = Deaf()
+    line, asked = Line(connection, join_timeout_s=86400.0), list[float]()
+    monkeypatch.setattr(line, "_await", lambda kinds, timeout_s, what: asked.append(timeout_s))
+    line.await_record()
+    assert asked[0] > 86400.0
