@@ -60,7 +60,10 @@ def say_what_holds(shards: Shards, slots: Sequence[int], *, has_begun: bool) -> 
     if has_begun:
         return
     if len(shards.samples) == 1:
-        logger.info("--data-by-host changes nothing here: all ranks read the same training data")
+        logger.warning(
+            "--data-by-host: all ranks read the same training data, so it changes nothing; a host that comes later with"
+            " other data gets no samples, so with --join let --min-ranks count the ranks of all hosts"
+        )
         return
     for ranks, samples in zip(shards.holders, shards.samples):
         logger.info(

@@ -43,6 +43,12 @@ def test_a_rank_reads_the_part_that_it_has_loaded_whatever_epoch_it_is_in() -> N
     assert parts_of_ranks(first, group) == parts
 
 
+def test_who_begins_with_one_part_is_told_that_others_come_too_late(caplog: pytest.LogCaptureFixture) -> None:
+    say_what_holds(Shards((3,), ((0, 1),), 2), (0, 1), has_begun=False)
+    (line,) = caplog.messages
+    assert line.endswith("gets no samples, so with --join let --min-ranks count the ranks of all hosts")
+
+
 def test_ranks_are_called_as_users_know_them(caplog: pytest.LogCaptureFixture) -> None:
     say_what_holds(Shards((3, 1), ((0,), (2,)), 3), (1, 4, 6), has_begun=True)
     (line,) = caplog.messages
