@@ -56,6 +56,7 @@ class Hub(Latecomers):
         self._is_polite = True  # the end, if it has begun
         self._roster = Roster()
         self._presented: dict[int, Mapping[str, str]] = {}  # rank -> contract
+        self._early: dict[int, Record] = {}  # claims of nodes that came while others were starting
         self._store: dict[str, str] = {}
         self._awaited: dict[str, list[tuple[int, int]]] = {}  # key -> (member, rank) that wait for it
         self._ends: list[WorkerEnd] = []
@@ -86,6 +87,7 @@ class Hub(Latecomers):
     def gone(self, member: int, why: str, now_s: float) -> None:
         """The channel to a member has ended; nothing for one that never claimed or has reported everything."""
         self._now_s = now_s
+        self._early.pop(member, None)
         if member not in self._members or self._members[member].is_gone or self.phase is Phase.OVER:
             return
         if self.phase is Phase.GATHERING:
@@ -161,11 +163,8 @@ class Hub(Latecomers):
             self._claim_late(member, claim, self._member_of(claim, record))
             return
         if self.phase is not Phase.GATHERING:
-            here = ", ".join(f"{seat.host} ({seat.workers})" for seat in self._seats)
-            self._send(member, "ending", code=EXIT_FAILED, message=(
-                f"{claim.host} came while {here} are starting, without it: give the command again in a minute, when"
-                " they train"
-            ))  # fmt: skip
+            self._early[member] = record
+            self._send(member, "tell", text=f"the others are starting; {claim.host} joins them when they train")
             return
         new = self._member_of(claim, record)
         first = next(iter(self._members), None)
@@ -329,6 +328,8 @@ class Hub(Latecomers):
                 for rank, host in self._hosts.items()
             }
             self._crews = Crews(sites, self._presented, min_ranks=self._min_ranks, wait_s=self._join_timeout_s)
+            for late in list(self._early):
+                self._claim(late, self._early.pop(late))
 
     # Training
 

@@ -69,6 +69,10 @@ class Talk:
     def run(self, nodes: list[tuple[int, int, int]]) -> list[tuple[int, Record]]:
         """Up to the first step."""
         self.begin(nodes)
+        return self.train(nodes)
+
+    def train(self, nodes: list[tuple[int, int, int]]) -> list[tuple[int, Record]]:
+        """From the workers' start to the first step."""
         for member, (workers, rank, _) in enumerate(nodes):
             for local in range(workers):
                 said = self.say(member, "present", rank=rank + local, fields={"parameters": "weight"})
@@ -256,9 +260,26 @@ def test_who_claims_a_rank_that_trains_goes_alone() -> None:
     assert said[0][1]["code"] == 1
     assert "labC claims rank 3, which trains on labB" in said[0][1]["message"]
     assert talk.hub.phase is Phase.RUNNING
-    starting = Talk()
-    starting.begin(TWO)
-    assert "labC came while labA (3), labB (1) are starting" in starting.claim(2, 1, 3, 4)[0][1]["message"]
+
+
+def test_who_comes_while_others_start_waits_until_they_train() -> None:
+    for workers, rank, world, then in ((1, 3, 4, "claims rank 3, which trains on labB"), (1, None, None, "")):
+        talk = Talk()
+        talk.begin(TWO)
+        said = talk.claim(2, workers, rank, world, **({} if rank else {"min_ranks": 4}))
+        assert [(who, kind) for who, kind in kinds(said)] == [(2, "tell")]
+        assert said[0][1]["text"] == "the others are starting; labC joins them when they train"
+        answer = [facts for member, facts in talk.train(TWO) if member == 2]
+        assert [facts["kind"] for facts in answer] == (["ending"] if then else ["tell", "see"])
+        assert then in str(answer[0])
+
+
+def test_who_waits_for_others_to_train_and_leaves_is_forgotten() -> None:
+    talk = Talk()
+    talk.begin(TWO)
+    talk.claim(2, 1, None, None, min_ranks=4)
+    talk.hub.gone(2, "it left", talk.now_s)
+    assert [member for member, _ in talk.train(TWO) if member == 2] == []
 
 
 def test_who_comes_later_with_other_options_goes_alone() -> None:
