@@ -56,7 +56,6 @@ class Hub(Latecomers):
         self._is_polite = True  # the end, if it has begun
         self._roster = Roster()
         self._presented: dict[int, Mapping[str, str]] = {}  # rank -> contract
-        self._early: dict[int, Record] = {}  # claims of nodes that came while others were starting
         self._store: dict[str, str] = {}
         self._awaited: dict[str, list[tuple[int, int]]] = {}  # key -> (member, rank) that wait for it
         self._ends: list[WorkerEnd] = []
@@ -163,8 +162,7 @@ class Hub(Latecomers):
             self._claim_late(member, claim, self._member_of(claim, record))
             return
         if self.phase is not Phase.GATHERING:
-            self._early[member] = record
-            self._send(member, "tell", text=f"the others are starting; {claim.host} joins them when they train")
+            self._claim_early(member, claim, record)
             return
         new = self._member_of(claim, record)
         first = next(iter(self._members), None)

@@ -110,7 +110,7 @@ def test_two_runs_that_start_in_one_place_in_the_same_instant_are_never_mixed(no
         for ended in ends:
             assert ended.code in (EXIT_DONE, EXIT_DISAGREE, EXIT_USAGE, EXIT_FAILED), nodes.story()
             if ended.code != EXIT_DONE:
-                whys = ("claimed twice", "came too late", "did not come in time", "which trains on")
+                whys = ("claimed twice", "came too late", "did not come in time", "are starting, without it")
                 assert any(why in ended.message for why in whys), nodes.story()
         for name in names:
             if (name / "metrics.jsonl").exists():

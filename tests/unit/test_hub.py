@@ -262,16 +262,22 @@ def test_who_claims_a_rank_that_trains_goes_alone() -> None:
     assert talk.hub.phase is Phase.RUNNING
 
 
-def test_who_comes_while_others_start_waits_until_they_train() -> None:
-    for workers, rank, world, then in ((1, 3, 4, "claims rank 3, which trains on labB"), (1, None, None, "")):
-        talk = Talk()
-        talk.begin(TWO)
-        said = talk.claim(2, workers, rank, world, **({} if rank else {"min_ranks": 4}))
-        assert [(who, kind) for who, kind in kinds(said)] == [(2, "tell")]
-        assert said[0][1]["text"] == "the others are starting; labC joins them when they train"
-        answer = [facts for member, facts in talk.train(TWO) if member == 2]
-        assert [facts["kind"] for facts in answer] == (["ending"] if then else ["tell", "see"])
-        assert then in str(answer[0])
+def test_who_comes_with_join_while_others_start_waits_until_they_train() -> None:
+    talk = Talk()
+    talk.begin(TWO)
+    said = talk.claim(2, 1, None, None, min_ranks=4)
+    assert kinds(said) == [(2, "tell")]
+    assert said[0][1]["text"] == "the others are starting; labC joins them when they train"
+    assert [facts["kind"] for member, facts in talk.train(TWO) if member == 2] == ["tell", "see"]
+
+
+def test_who_comes_with_a_rank_while_others_start_is_one_too_many() -> None:
+    talk = Talk()
+    talk.begin(TWO)
+    ((_, facts),) = talk.claim(2, 1, 3, 4)
+    assert facts["kind"] == "ending"
+    assert "labC came while labA (3), labB (1) are starting, without it" in facts["message"]
+    assert [member for member, _ in talk.train(TWO) if member == 2] == []
 
 
 def test_who_waits_for_others_to_train_and_leaves_is_forgotten() -> None:
