@@ -110,8 +110,9 @@ def _about_data(summary: RankSummary, standing: frozenset[str]) -> Iterator[Advi
     late = np.flatnonzero(np.nan_to_num(parts) > _limit(_DATA, "data", standing))
     if len(late):
         worst = int(late[np.argmax(parts[late])])
-        others = f", and {len(late) - 1} more ranks wait," if len(late) > 2 else ""
-        others = ", and another rank waits," if len(late) == 2 else others
+        others = (
+            f", and {len(late) - 1} other rank{'s wait' if len(late) > 2 else ' waits'} too" if len(late) > 1 else ""
+        )
         node = _nodes(summary)[worst]
         yield Advice(
             "data",

@@ -373,7 +373,10 @@ class DistributedConfig:
         metavar="URL",
     )
     min_ranks: int | None = option(
-        None, "with --join: start as soon as so many ranks are there, and stop when fewer are left", metavar="N"
+        None,
+        "with --join: start as soon as so many ranks are there; with fewer left, wait --join-timeout for others, then"
+        " stop",
+        metavar="N",
     )
     max_ranks: int | None = option(
         None, "with --join: nodes with which the run would have more ranks are sent away", metavar="N"

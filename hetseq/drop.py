@@ -30,7 +30,8 @@ COMMAND = Command(
     examples=("hetseq drop runs/mnist labB",),
     notes=(
         "The node finishes its step, leaves, and ends with exit code 0; the others go on. The node that was first of"
-        " all takes the run with it: all stop after a checkpoint. The same command on that node takes part again.",
+        " all takes the run with it, and so does one without which fewer than --min-ranks would be left: all stop after"
+        " a checkpoint. The same command on that node takes part again.",
     ),
 )
 

@@ -226,7 +226,7 @@ class FanOut:
                     f"it ended with {host.code}"
                 )  # fmt: skip
                 rest = "go on if --min-ranks are left" if self._request.has_min_ranks else "wait for it"
-                self._tell(f"{host.name}: {why}; the others {rest}. Ctrl-C, twice if they wait, ends the run")
+                self._tell(f"{host.name}: {why}; the others {rest}. Ctrl-C ends the run")
 
     def close(self) -> None:
         """Hang up; whatever still runs over there is asked to stop by that."""

@@ -28,7 +28,7 @@ from hetseq.comm import AnyGroup
 #: what a rank tells of its software, in the order in which it is shown; what there is none of is left out
 NAMES = ("hetseq", "commit", "python", "torch", "numpy", "cuda", "rocm", "cudnn", "nccl", "driver")
 
-_BYTES = 1024  # of what one rank tells
+_BYTES = 8192  # of what one rank tells: all of it as JSON, be every character of every name escaped
 _LONGEST = 64  # characters of one version
 _DRIVER = Path("/proc/driver/nvidia/version")
 _COMMIT = re.compile(r"[0-9a-f]{40,64}")

@@ -86,6 +86,7 @@ class Hub(Latecomers):
     def gone(self, member: int, why: str, now_s: float) -> None:
         """The channel to a member has ended; nothing for one that never claimed or has reported everything."""
         self._now_s = now_s
+        self._early.pop(member, None)
         if member not in self._members or self._members[member].is_gone or self.phase is Phase.OVER:
             return
         if self.phase is Phase.GATHERING:
@@ -161,11 +162,7 @@ class Hub(Latecomers):
             self._claim_late(member, claim, self._member_of(claim, record))
             return
         if self.phase is not Phase.GATHERING:
-            here = ", ".join(f"{seat.host} ({seat.workers})" for seat in self._seats)
-            self._send(member, "ending", code=EXIT_FAILED, message=(
-                f"{claim.host} came while {here} are starting, without it: give the command again in a minute, when"
-                " they train"
-            ))  # fmt: skip
+            self._claim_early(member, claim, record)
             return
         new = self._member_of(claim, record)
         first = next(iter(self._members), None)
@@ -329,6 +326,8 @@ class Hub(Latecomers):
             }
             self._crews = Crews(sites, self._presented, min_ranks=self._min_ranks, wait_s=self._join_timeout_s)
             self._send_all("begun", parts=sorted(self._crews.parts))
+            for late in list(self._early):
+                self._claim(late, self._early.pop(late))
 
     # Training
 

@@ -33,6 +33,7 @@ class Latecomers(Assembly):
         self._run_name = ""
         self._run_id = ""
         self._late: set[int] = set()  # members that have yet to begin
+        self._early: dict[int, Record] = {}  # claims of nodes that came while others were starting
 
     def go_on(
         self, member: Member, seat: Seat, place: Place, crews: Crews, *, name: str, run_id: str, now_s: float
@@ -71,6 +72,19 @@ class Latecomers(Assembly):
         self._late.add(member)
         self._send(member, "tell", text=f"the run has begun; {claim.host} joins it as it goes on")
         self._send(member, "see", mark=self._places[0].mark)
+
+    def _claim_early(self, member: int, claim: Claim, record: Record) -> None:
+        """A node comes while others are starting: with --join it waits until they train. With ranks given by hand the
+        run has all that it is to have, so this node can only be one too many."""
+        if claim.min_ranks is not None:
+            self._early[member] = record
+            self._send(member, "tell", text=f"the others are starting; {claim.host} joins them when they train")
+            return
+        here = ", ".join(f"{seat.host} ({seat.workers})" for seat in self._seats)
+        self._send(member, "ending", code=EXIT_FAILED, message=(
+            f"{claim.host} came while {here} are starting, without it: give the command again in a minute, when"
+            " they train"
+        ))  # fmt: skip
 
     def _find_slots(self, claim: Claim) -> tuple[int | None, str]:
         """The first slot for a claim; or None and why there is none."""

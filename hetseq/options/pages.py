@@ -23,7 +23,7 @@ _CHANGED_SINCE_2020 = (
     "`--weight-decay` leaves biases and norms alone; `--decay-all` decays them too, as in 2020.",
     "`--optimizer adam` decouples weight decay from the gradient (AdamW), as it did in 2020.",
     "`--num-workers -1`, which ended in an error, chooses the number of loader processes.",
-    "`--distributed-gpus` is detected (it was 4), and so is `--distributed-backend` (it was nccl).",
+    "`--distributed-gpus` is detected (it was 4); `--distributed-backend` (it was nccl) has no effect so far.",
     "Under `--warmup-updates` the first step has learning rate 0, as in 2020.",
     "`--log-interval` (it was 1) defaults to a live line on a terminal and to a line every 10 s elsewhere.",
     "Lists (`--lr`, `--update-freq`, `--adam-betas`) are read as literals; no text is evaluated as Python.",

@@ -35,8 +35,9 @@ COMMAND = Command(
     notes=(
         "Builds task, data and model as `hetseq train` would with the same options, and writes nothing. Each step is"
         " computed as one micro-batch, and cut over two and three emulated ranks with random unequal shares; sums,"
-        " counts and gradients of each loss term must be the same. On the CPU, or on the first of --devices; in fp64"
-        " where the task can, else in fp32.",
+        " counts and gradients of each loss term must be the same. Another process loads task and data too, to see what"
+        " of them depends on the process. On the CPU, or on the first of --devices; in fp64 where the task can, else in"
+        " fp32.",
         "Ends with 0 if the task is exact, 1 if it is not, 2 for a mistake in the command.",
     ),
     train="among",

@@ -50,6 +50,11 @@ def test_a_rank_that_waits_for_its_data_is_named_with_the_option() -> None:
     )
 
 
+def test_others_that_wait_for_their_data_are_counted() -> None:
+    assert "12% of a step for its data, and 1 other rank waits too: more" in said([9, 9], data_s=[0.0121, 0.0120])
+    assert ", and 2 other ranks wait too: more" in said([9, 9, 9], data_s=[0.0121, 0.0120, 0.0120])
+
+
 def test_a_sentence_that_stands_is_withdrawn_later_than_it_is_given() -> None:
     assert "waits" in said([100, 100], standing=frozenset({"data"}), data_s=[0.0, 0.0045])
     assert said([100, 100], standing=frozenset({"data"}), data_s=[0.0, 0.0039]) == ""

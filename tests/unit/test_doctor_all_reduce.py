@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetseq.comm import AnyGroup, Group, LocalGroup, Rows
+from hetseq.comm import AnyGroup, LocalGroup, Rows
 from hetseq.doctor import all_reduce as child
 from hetseq.doctor import participant
 from hetseq.doctor.comparing import compare
@@ -27,7 +27,6 @@ from hetseq.doctor.prediction import foresee
 from hetseq.doctor.report import cluster_document
 from hetseq.errors import PeerLostError, RendezvousError
 from hetseq.simulation import Link, ring_seconds
-from tests.support.ranks import run_ranks
 from tests.support.trials import until
 from tests.unit.test_doctor import BURN, GOOD
 from tests.unit.test_doctor_together import PAIR, WAYS
@@ -181,18 +180,6 @@ def told_by(group: AnyGroup, sizes: tuple[int, ...]) -> list[tuple[str, dict[str
     found: list[tuple[str, dict[str, Any]]] = []
     child.measure(group, torch.device("cpu"), lambda kind, **facts: found.append((kind, facts)), sizes)
     return [one for one in found if one[0] == "measured"]
-
-
-def rank_of_an_all_reduce(group: Group) -> list[tuple[str, dict[str, Any]]]:
-    child._ENOUGH_S = 0.0
-    return told_by(group, (4096, 65536))
-
-
-def test_all_ranks_tell_the_same_seconds_for_each_size() -> None:
-    first, second = run_ranks(rank_of_an_all_reduce, 2)
-    assert first == second
-    assert [facts["bytes"] for _, facts in first] == [4096, 65536]
-    assert all(facts["seconds"] > 0 for _, facts in first)
 
 
 def test_larger_sizes_are_left_out_where_they_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:

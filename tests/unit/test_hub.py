@@ -69,6 +69,10 @@ class Talk:
     def run(self, nodes: list[tuple[int, int, int]]) -> list[tuple[int, Record]]:
         """Up to the first step."""
         self.begin(nodes)
+        return self.train(nodes)
+
+    def train(self, nodes: list[tuple[int, int, int]]) -> list[tuple[int, Record]]:
+        """From the workers' start to the first step."""
         for member, (workers, rank, _) in enumerate(nodes):
             for local in range(workers):
                 said = self.say(member, "present", rank=rank + local, fields={"parameters": "weight"})
@@ -256,9 +260,32 @@ def test_who_claims_a_rank_that_trains_goes_alone() -> None:
     assert said[0][1]["code"] == 1
     assert "labC claims rank 3, which trains on labB" in said[0][1]["message"]
     assert talk.hub.phase is Phase.RUNNING
-    starting = Talk()
-    starting.begin(TWO)
-    assert "labC came while labA (3), labB (1) are starting" in starting.claim(2, 1, 3, 4)[0][1]["message"]
+
+
+def test_who_comes_with_join_while_others_start_waits_until_they_train() -> None:
+    talk = Talk()
+    talk.begin(TWO)
+    said = talk.claim(2, 1, None, None, min_ranks=4)
+    assert kinds(said) == [(2, "tell")]
+    assert said[0][1]["text"] == "the others are starting; labC joins them when they train"
+    assert [facts["kind"] for member, facts in talk.train(TWO) if member == 2] == ["tell", "see"]
+
+
+def test_who_comes_with_a_rank_while_others_start_is_one_too_many() -> None:
+    talk = Talk()
+    talk.begin(TWO)
+    ((_, facts),) = talk.claim(2, 1, 3, 4)
+    assert facts["kind"] == "ending"
+    assert "labC came while labA (3), labB (1) are starting, without it" in facts["message"]
+    assert [member for member, _ in talk.train(TWO) if member == 2] == []
+
+
+def test_who_waits_for_others_to_train_and_leaves_is_forgotten() -> None:
+    talk = Talk()
+    talk.begin(TWO)
+    talk.claim(2, 1, None, None, min_ranks=4)
+    talk.hub.gone(2, "it left", talk.now_s)
+    assert [member for member, _ in talk.train(TWO) if member == 2] == []
 
 
 def test_who_comes_later_with_other_options_goes_alone() -> None:

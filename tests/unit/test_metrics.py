@@ -206,7 +206,7 @@ def test_a_queue_that_overflows_is_warned_about_once(
     disk.goes_on.clear()
     metrics = make()
     metrics.step(row(1))
-    assert disk.began.acquire(timeout=10)  # the writer has taken it and hangs
+    assert disk.began.acquire(timeout=60)  # the writer has taken it and hangs
     for step in range(2, 102):
         metrics.step(row(step))
     assert caplog.text.count("has not been writable for 10 rows: later rows are lost") == 1
@@ -220,14 +220,14 @@ def test_a_disk_that_is_full_and_recovers_loses_no_row(
 ) -> None:
     metrics = make()
     metrics.step(row(1))
-    assert disk.writes.acquire(timeout=10)
+    assert disk.writes.acquire(timeout=60)
     disk.is_full = True
     for step in (2, 3):
         metrics.step(row(step))
-        assert disk.writes.acquire(timeout=10)
+        assert disk.writes.acquire(timeout=60)
     disk.is_full = False
     metrics.step(row(4))
-    assert disk.writes.acquire(timeout=10)
+    assert disk.writes.acquire(timeout=60)
     metrics.close()
     lines = directory.metrics.read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]  # no torn line between them
@@ -255,7 +255,7 @@ def test_memory_stays_bounded_while_a_disk_is_full(
     metrics = make()
     for step in range(1, 7):
         metrics.step(row(step))
-        assert disk.writes.acquire(timeout=10)
+        assert disk.writes.acquire(timeout=60)
     disk.is_full = False
     metrics.close()
     assert steps(read_rows(directory.metrics)) == [4, 5, 6]
@@ -419,8 +419,8 @@ def test_tensorboard_survives_a_full_disk(make: Make, directory: RunDirectory, d
     for step, is_full in ((1, False), (2, True), (3, False)):
         disk.is_full = is_full
         metrics.step(row(step))
-        assert disk.writes.acquire(timeout=10)  # metrics.jsonl
-        assert disk.writes.acquire(timeout=10)  # the event file
+        assert disk.writes.acquire(timeout=60)  # metrics.jsonl
+        assert disk.writes.acquire(timeout=60)  # the event file
     metrics.close()
     assert [step for step, _ in board_numbers(directory)["train/loss"]] == [1, 2, 3]
 

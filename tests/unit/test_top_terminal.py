@@ -38,6 +38,8 @@ class Watched:
             stderr=self.terminal,
             env=environment | {"TERM": "xterm"},
             start_new_session=True,
+            # who runs the tests in the background of a script has SIGINT ignored, and so would this
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
 
     def attributes(self) -> list[object]:

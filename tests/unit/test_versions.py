@@ -45,6 +45,16 @@ def test_a_text_that_is_too_long_is_cut_and_the_row_has_its_size(monkeypatch: py
     assert set(node["python"]) == {"3"}
 
 
+def test_names_of_any_alphabet_and_length_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = dict.fromkeys(versions.NAMES, "ä" * 64)
+    monkeypatch.setattr(versions, "versions_of", lambda device: everything)
+    monkeypatch.setattr(versions, "_name_of", lambda device: "ö" * 5000)
+    monkeypatch.setattr(versions.socket, "gethostname", lambda: "ü" * 5000)
+    (node,) = gather_versions(LocalGroup(), torch.device("cpu"), (0,))
+    assert (node["node"], node["devices"]) == ("ü" * 200, ["ö" * 100])
+    assert {name: node[name] for name in versions.NAMES} == everything
+
+
 def test_ranks_that_have_the_same_on_one_node_are_one_entry() -> None:
     told = [{"node": node, "device": f"gpu{slot}", "versions": ALIKE} for slot, node in enumerate("aab")]
     told.append({"node": "b", "device": "cpu", "versions": {**ALIKE, "torch": "2.6.0+cpu"}})
