@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from hetseq.comm import AnyGroup
-from hetseq.fingerprint import data_digest
 from hetseq.material import Material
 from hetseq.shards import Shards
 
@@ -25,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 def parts_of_ranks(material: Material, group: AnyGroup) -> list[tuple[str, int]]:
     """Of every rank the digest of its training data and their number. Collective; raises DataError."""
-    row = np.array([int(data_digest(material.train, material.seed), 16), len(material.train)], np.int64)
+    row = np.array([int(material.part, 16), len(material.train)], np.int64)
     return [(f"{digest:012x}", samples) for digest, samples in group.all_gather_rows(row).tolist()]
 
 
@@ -41,9 +40,12 @@ def shards_of(text: str, parts: Sequence[tuple[str, int]]) -> Shards:
     return Shards(tuple(int(samples) for _, samples in named), tuple(holders), len(parts))
 
 
-def say_what_holds(shards: Shards, *, has_begun: bool) -> None:
-    """Say which ranks mix which parts, and what is off; on a later generation what has changed. One rank calls it."""
-    strangers = sorted(set(range(shards.world_size)) - {rank for ranks in shards.holders for rank in ranks})
+def say_what_holds(shards: Shards, slots: Sequence[int], *, has_begun: bool) -> None:
+    """Say which ranks mix which parts, and what is off; on a later generation what has changed. One rank calls it.
+
+    `slots` are what users call the ranks.
+    """
+    strangers = sorted(set(slots) - {slots[rank] for ranks in shards.holders for rank in ranks})
     if strangers:
         logger.warning(
             "--data-by-host: rank%s %s read%s training data that this run has not begun with, and so get%s no samples",
@@ -58,12 +60,16 @@ def say_what_holds(shards: Shards, *, has_begun: bool) -> None:
     if has_begun:
         return
     if len(shards.samples) == 1:
-        logger.info("--data-by-host changes nothing here: all ranks read the same training data")
+        logger.warning(
+            "--data-by-host: all ranks read the same training data, so it changes nothing; a host that comes later with"
+            " other data gets no samples, so with --join let --min-ranks count the ranks of all hosts"
+        )
         return
     for ranks, samples in zip(shards.holders, shards.samples):
         logger.info(
             "--data-by-host: rank%s %s read%s %s of the %s training samples, %.1f %% of every step",
-            "" if len(ranks) == 1 else "s", ", ".join(map(str, ranks)), "s" if len(ranks) == 1 else "",
+            "" if len(ranks) == 1 else "s", ", ".join(str(slots[rank]) for rank in ranks),
+            "s" if len(ranks) == 1 else "",
             f"{samples:,}", f"{shards.total:,}", 100 * samples / shards.total,
         )  # fmt: skip
     logger.warning(

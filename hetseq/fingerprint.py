@@ -58,13 +58,14 @@ _UNITS, _EPS = 8, 2.0**-23
 _INITIAL = 1e-4  # of parameters, whose initialisation may take more steps: other weights differ by far more
 _SIGNS = 1 << 16
 _DEEPEST = 32
+_UNREADABLE = "cannot be read"
 _KNOWN = (sys.stdlib_module_names | {"hetseq", "torch"}) - {"__main__"}
 
 Numbers = npt.NDArray[np.float64]
 
 
 class Material(Protocol):
-    """What is needed of `hetseq.session.Material`."""
+    """What is needed of `hetseq.material.Material`; `part` with --data-by-host alone."""
 
     @property
     def task(self) -> Any: ...
@@ -74,6 +75,8 @@ class Material(Protocol):
     def valid(self) -> dict[str, Any]: ...
     @property
     def model(self) -> torch.nn.Module: ...
+    @property
+    def part(self) -> str: ...
 
 
 def rank_fields(config: Config, material: Material, *, now: Callable[[], float] = time.monotonic) -> Fields:
@@ -92,7 +95,7 @@ def rank_fields(config: Config, material: Material, *, now: Callable[[], float] 
     with _random_numbers_kept():
         splits = dict(material.valid)
         if config.data.data_by_host:  # then they are another part on each host, as they are meant to be
-            fields[PART] = data_digest(train, seed)
+            fields[PART] = material.part
         else:
             fields.update(_order_fields(train, config))
             splits[config.data.train_subset] = train
@@ -110,7 +113,7 @@ def data_digest(dataset: Any, seed: int) -> str:
     """Equal on two ranks of one host where they read the same data, and different where they do not.
 
     Of the files that the data set names, else of a few samples to the last bit. Raises DataError where both say
-    nothing, and what the data set raises for a sample it cannot read.
+    nothing, and for a file that is none, such as a folder; and what the data set raises for a sample it cannot read.
     """
     base = base_order(dataset)
     entries = [str(len(dataset)), "" if base is None else digest(base.astype("<i8").tobytes())]
@@ -118,6 +121,13 @@ def data_digest(dataset: Any, seed: int) -> str:
     if files == "none" or files.startswith(NOT_COMPARED):
         with _random_numbers_kept():
             files = _exact_content(dataset, seed)
+    for entry in files.split("\n"):
+        name, _, state = entry.rpartition(": ")
+        if state.startswith(_UNREADABLE):  # other files of that name would look the same
+            raise DataError(
+                f"--data-by-host must know which ranks read the same data: `files` of {type(dataset).__name__} names"
+                f" {name}, which {state}: expected the paths of the files it reads, no folders"
+            )
     return digest("\0".join([*entries, files]).encode())
 
 
@@ -462,7 +472,7 @@ def _data_files(dataset: Any) -> str:
 def _file_text(path: Path, blocks: int) -> str:
     try:
         if not path.is_file():
-            return "cannot be read (no such file)"
+            return f"{_UNREADABLE} (no such file)"
         size = path.stat().st_size
         sampled = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
@@ -470,7 +480,7 @@ def _file_text(path: Path, blocks: int) -> str:
                 file.seek(block * _BLOCK_BYTES)
                 sampled.update(file.read(_BLOCK_BYTES))
     except OSError as error:
-        return f"cannot be read ({error.strerror or type(error).__name__})"
+        return f"{_UNREADABLE} ({error.strerror or type(error).__name__})"
     return f"{size} bytes, {sampled.hexdigest()[:DIGEST_DIGITS]}"
 
 

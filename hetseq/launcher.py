@@ -93,6 +93,7 @@ class Launcher:
         self._workers: list[Worker] = []
         self._newest = membership.Record(0, ())  # the newest generation that this node has heard of
         self._presented: dict[int, dict[str, str]] = {}  # by slot: what it trains
+        self._parts: tuple[str, ...] = ()  # of the training data, that the run has begun with
         self._placements: dict[int, Placement] = {}  # by slot: of the worker that was started last
         self._restarts: dict[int, list[float]] = {}  # when, by slot
         self._is_dropped = False  # it was asked to leave by `hetseq drop`
@@ -370,7 +371,7 @@ class Launcher:
         placements, limits = self._placements, self._config.distributed
         orphans = Orphans(
             socket.gethostname(), os.getpid(), member.address, node_fields(self._config),
-            {slot: placement.starts for slot, placement in placements.items()}, self._presented,
+            {slot: placement.starts for slot, placement in placements.items()}, self._presented, self._parts,
             str(self._directory.path), self._directory.run_id, next(iter(placements.values())).name,
         )  # fmt: skip
         hub = orphaned_hub(
@@ -405,7 +406,7 @@ class Launcher:
             for worker in watch.named(record):
                 worker.fence()
         elif kind == "begun":
-            watch.is_training = True
+            watch.is_training, self._parts = True, tuple(record["parts"])
             if self._directory is not None:
                 adopt_config(self._directory, _tell)
         elif kind == "ebb":

@@ -26,15 +26,15 @@ from hetseq.whereabouts import Stand
 Record = dict[str, Any]
 
 _GO_TIMEOUT_S = 3600.0  # the head waits half as long for the slowest rank to load
-_RECORD_TIMEOUT_S = 7200.0  # a run may wait for newcomers for as long as --join-timeout says; launchers end a round
+_RECORD_TIMEOUT_S = 7200.0  # besides what a run waits for newcomers, as --join-timeout says; launchers end a round
 _PATIENCE_S = 20.0  # of a rank that is between two generations
 
 
 class Line:
     """One worker's pipe. `send` may be called by any thread, the rest by the training thread."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, *, join_timeout_s: float = 0.0) -> None:
+        self._connection, self._record_timeout_s = connection, _RECORD_TIMEOUT_S + join_timeout_s
         self._sending = threading.Lock()
         self._heard: queue.SimpleQueue[Record] = queue.SimpleQueue()
         self._wish = Wish.NONE
@@ -118,7 +118,7 @@ class Line:
 
     def await_record(self) -> Record:
         """The record of the generation that this rank is to take part in."""
-        return self._await(("record",), _RECORD_TIMEOUT_S, "the other ranks to be told of")
+        return self._await(("record",), self._record_timeout_s, "the other ranks to be told of")
 
     def close(self) -> None:
         with suppress(OSError):

@@ -18,6 +18,7 @@ from hetseq import compiling, probe, registry
 from hetseq.config import Config, DataConfig
 from hetseq.errors import MissingSplitError
 from hetseq.fetching import seed_everything
+from hetseq.fingerprint import data_digest
 from hetseq.loader import Source, place_on
 from hetseq.precision import PRECISIONS, Precision
 from hetseq.replica import batch_norms, check_model
@@ -39,6 +40,15 @@ class Material:
     seed: int
     device: torch.device
     precision: Precision
+
+    @functools.cached_property
+    def part(self) -> str:
+        """The digest of the training data, by which ranks that read the same know each other. Raises DataError.
+
+        As it was when it was asked for first, before the first step: a `set_epoch` may give other samples, and a file
+        may grow.
+        """
+        return data_digest(self.train, self.seed)
 
     def source(self, dataset: Any) -> Source:
         def count(sample: Any, size: int) -> tuple[float, ...]:

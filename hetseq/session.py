@@ -214,6 +214,7 @@ def build_session(
         table = complete_costs(costs) if is_balanced else None
         assign = assigner(table) if table is not None else assigner_by(weights_of_ranks)
         shards = shards_of(provenance.parts, parts) if parts and provenance.parts else None
+        is_last = succession is not None and (succession.record.is_last or (shards is not None and bool(shards.lost)))
         planner = planner_of(config, material.train, provenance.batch, assign, shards)
         sizes = _micro_batch_sizes(config.data, device, DeviceMemo(directory, device))
         is_first_measured = (is_balanced or sizes.is_learning) and not sizes.is_fixed and carried is None
@@ -222,7 +223,8 @@ def build_session(
         loader = StepLoader(
             material.source(material.train), planner, state.position, rank=group.rank, cap=sizes.cap,
             first_cap=sizes.first() if is_first_measured else None,
-            num_workers=_num_workers(config.data.num_workers, device),
+            # they would begin at once to fetch steps that nobody trains, perhaps of data that are gone
+            num_workers=0 if is_last else _num_workers(config.data.num_workers, device),
         )  # fmt: skip
         undo.callback(loader.close)
         unit = 0 if planner.lengths is not None else planner.unit
@@ -271,13 +273,12 @@ def build_session(
     if is_first or carried is None:
         _say_what_runs(controller, material)
     if shards is not None and group.rank == 0:
-        say_what_holds(shards, has_begun=not is_first)
+        say_what_holds(shards, slots, has_begun=not is_first)
     if is_first:
         course = Course(planner.n, state.position, state.updates, told.total_steps)
         _say_what_the_batch_means(config.optimization, provenance.batch, course, beginning)
     if config.data.unit_size is None and is_first:
         _warn_of_batch_norm(controller)
-    is_last = succession is not None and (succession.record.is_last or (shards is not None and bool(shards.lost)))
     due = inherited.due if inherited is not None else None
     return Session(controller, saver, status, boundary, provenance, metrics, is_last, due)
 

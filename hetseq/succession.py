@@ -22,7 +22,7 @@ from hetseq import faults
 from hetseq.balance import CostMeter
 from hetseq.checkpoint import Identity, Loaded
 from hetseq.controller import TrainingState
-from hetseq.errors import DisagreementError
+from hetseq.errors import DisagreementError, PeerLostError
 from hetseq.handover import send_checkpoint
 from hetseq.membership import Record
 from hetseq.replica import Replica
@@ -72,6 +72,18 @@ class Succession:
     def source(self) -> int:
         """The rank that gives the state."""
         return self.record.roster.index(self.record.donors[0])
+
+
+def succession_by(record: Record, carried: Carried | None) -> Succession | None:
+    """A rank's way into the generation of a record; None: nobody holds a state, and all begin as at a start.
+
+    Raises PeerLostError where too few are there for that: there is nothing that they could save before they stop.
+    """
+    if record.base is not None:
+        return Succession(record, carried)
+    if record.is_last:
+        raise PeerLostError("has nothing to go on with: the state is lost, and too few ranks or not all data are left")
+    return None
 
 
 @dataclass(frozen=True)

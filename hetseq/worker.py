@@ -61,7 +61,7 @@ from hetseq.run_directory import RunDirectory
 from hetseq.saving import Saver
 from hetseq.session import Session, build_session
 from hetseq.sharing import Sharing, everything_shared, share
-from hetseq.succession import Carried, Succession
+from hetseq.succession import Carried, Succession, succession_by
 from hetseq.versions import gather_versions
 from hetseq.whereabouts import Cell, Phase
 
@@ -121,7 +121,7 @@ def worker_main(
     if launcher is not None:
         die_with_pipe(launcher.sentinel)
 
-    line, directory = Line(channel), RunDirectory(Path(run_path))
+    line, directory = Line(channel, join_timeout_s=config.distributed.join_timeout), RunDirectory(Path(run_path))
     line.pulse = Pulse(cell, line.deadline)
     line.pulse.start()
     report = run_worker(config, directory, placement, stop, own=own, line=line, errand=errand)
@@ -364,9 +364,9 @@ class _Life:
         return self._line.await_record()
 
     def _read(self, told: dict[str, Any], carried: Carried | None) -> _Generation:
-        """The generation of a record; if nobody holds a state it begins as a start does."""
+        """The generation of a record. Raises PeerLostError."""
         record, crew = Record.from_record(told["record"]), Crew.from_record(told["crew"])
-        return _Generation(crew, None if record.base is None else Succession(record, carried), told["story"])
+        return _Generation(crew, succession_by(record, carried), told["story"])
 
 
 @dataclass

@@ -8,7 +8,7 @@ the story of what happened.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,11 +58,15 @@ class Crews:
     ) -> None:  # fmt: skip
         self.outbox: list[tuple[int, str, dict[str, Any]]] = []
         self._sites, self._presented, self._min_ranks = dict(sites), dict(presented), min_ranks
+        self._part_of = {slot: fields[PART] for slot, fields in presented.items() if PART in fields}
+        #: of the training data, that the run has begun with: it trains while there is somebody with each
+        self.parts = frozenset(self._part_of.values())
         self._hosts = {slot: site.host for slot, site in sites.items()}
         self._starts = dict.fromkeys(sites, 0)
         names = {incarnation(slot, 0): slot for slot in sorted(sites)}
         self._generations = Generations(
-            Record(0, tuple(names)), names, min_ranks=min_ranks, wait_s=wait_s, home=self._node_of, part=self._part_of
+            Record(0, tuple(names)), names, min_ranks=min_ranks, wait_s=wait_s, home=self._node_of,
+            part=self._part_of.get, parts=self.parts,
         )  # fmt: skip
         self._story: list[str] = []
         self._stands: dict[str, tuple[dict[str, Any], float]] = {}  # where a process stood when it was asked, and when
@@ -87,21 +91,24 @@ class Crews:
         *,
         min_ranks: int,
         wait_s: float,
+        parts: Iterable[str] = (),
     ) -> Crews:
-        """The crews of a run that has come to the generation `newest`, of which only the slots of `starts` are left."""
+        """The crews of a run that has come to the generation `newest`, of which only the slots of `starts` are left.
+
+        `presented` is what these have shown, `parts` is what the run has begun with.
+        """
         crews = cls(sites, presented, min_ranks=min_ranks, wait_s=wait_s)
+        crews.parts = frozenset(parts)
         names = {name: slot_of(name) for name in newest.roster}
         crews._generations = Generations(
-            newest, names, min_ranks=min_ranks, wait_s=wait_s, home=crews._node_of, part=crews._part_of
+            newest, names, min_ranks=min_ranks, wait_s=wait_s, home=crews._node_of, part=crews._part_of.get,
+            parts=crews.parts,
         )  # fmt: skip
         crews._starts = {slot: starts.get(slot, 0) for slot in sites}
         return crews
 
     def _node_of(self, slot: int) -> int:
         return self._sites[slot].node
-
-    def _part_of(self, slot: int) -> str | None:
-        return self._presented.get(slot, {}).get(PART)
 
     def bereave(self, slots: Collection[int], how: str, now_s: float) -> None:
         """All but the workers of these slots are out of reach."""
@@ -175,6 +182,8 @@ class Crews:
         word = "is new" if slot in self._new else "is back"
         self._new.discard(slot)
         self._presented.setdefault(slot, fields)
+        if PART in fields:  # which need not be that of whoever sat there before
+            self._part_of[slot] = fields[PART]
         self._story.append(f"rank {slot} on {self._hosts[slot]} {word}")
         self.outbox.append((slot, "go", {"starts": starts}))
         self._generations.arrived(incarnation(slot, starts), slot, now_s)
@@ -195,7 +204,7 @@ class Crews:
         with `is_everybody`, or if too few ranks or not all of the data would be left, all stop together."""
         self._leaving.update(slots)
         staying = self.living - self._leaving
-        keeps_all = {self._part_of(slot) for slot in staying} >= {self._part_of(slot) for slot in self.living}
+        keeps_all = self.parts <= {self._part_of.get(slot) for slot in staying}
         if is_everybody or len(staying) < self._min_ranks or not keeps_all:
             self._leave_s = math.inf
             self._wish(self.living, "STOP")

@@ -12,7 +12,7 @@ ends the process before it can take part in anything again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +32,9 @@ class Generations:
     """The generations of one run, from the first one on.
 
     `slots` are those of the first roster. `min_ranks`: with fewer the run waits for newcomers, `wait_s` at most, and
-    then stops with what it has; so it does where nobody is left with a `part` of the data that somebody had. `home`
-    tells of a slot where it is: who is at one place reaches each other most likely.
+    then stops with what it has; so it does where nobody is left with one of the `parts` of the data that the run has
+    begun with, by default those of the first roster. `part` and `home` tell of a slot, for whoever sits in it now, what
+    it reads and where it is: who is at one place reaches each other most likely.
     `outbox` holds (incarnation, order) for the caller to send, in order: `freeze`,
     `record`, `wish`, and for the launcher of a worker `fence`.
     """
@@ -47,11 +48,13 @@ class Generations:
         wait_s: float = 0.0,
         home: Callable[[int], object] = lambda slot: slot,
         part: Callable[[int], object] = lambda slot: None,
+        parts: Iterable[object] | None = None,
     ) -> None:
         self.newest = first
         self.outbox: list[tuple[str, Order]] = []
         self.slots = dict(slots)  # of everybody who ever came
         self._min_ranks, self._wait_s, self._home, self._part = min_ranks, wait_s, home, part
+        self._parts = frozenset(map(part, self.slots.values()) if parts is None else parts)
         self._alive = set(first.roster)
         self._newcomers: list[str] = []  # ready to take part, in the order of their coming
         self._expected: set[int] = set()  # slots whose replacement is being started
@@ -214,8 +217,7 @@ class Generations:
     def _is_waiting_for_more(self) -> bool:
         """Fewer than `min_ranks` would be left, or a part of the data would lie with nobody."""
         here = [*self._reports, *self._newcomers]
-        needed = {self._part(self.slots[name]) for name in self.newest.roster}
-        return len(here) < self._min_ranks or not needed <= {self._part(self.slots[name]) for name in here}
+        return len(here) < self._min_ranks or not self._parts <= {self._part(self.slots[name]) for name in here}
 
     def _close_if_possible(self, now_s: float) -> None:
         if self._began_s is None or any(now_s < self._due(name) for name in self._missing()):

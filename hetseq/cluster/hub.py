@@ -318,7 +318,6 @@ class Hub(Latecomers):
         self._members[member].is_heard = True
         if self.phase is Phase.STARTING and self._all_are_heard():
             self._enter(Phase.RUNNING, float("inf"))
-            self._send_all("begun")
             places = {rank: self._places.index(place) for place in self._places for rank in self._ranks_at(place)}
             nodes = {rank: seat.member for seat in self._seats for rank in seat.ranks}
             sites = {
@@ -326,6 +325,7 @@ class Hub(Latecomers):
                 for rank, host in self._hosts.items()
             }
             self._crews = Crews(sites, self._presented, min_ranks=self._min_ranks, wait_s=self._join_timeout_s)
+            self._send_all("begun", parts=sorted(self._crews.parts))
             for late in list(self._early):
                 self._claim(late, self._early.pop(late))
 

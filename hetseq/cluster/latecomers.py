@@ -147,4 +147,4 @@ class Latecomers(Assembly):
             member, "begin", name=self._run_name, first_rank=seat.first_rank, nodes=[], parts=[], path=place.path,
             run_id=self._run_id, starts=[starts[slot] for slot in seat.ranks], addresses=addresses,
         )  # fmt: skip
-        self._send(member, "begun")
+        self._send(member, "begun", parts=sorted(self._crews.parts))

@@ -8,7 +8,7 @@ each side makes the step that is under way, saves, and stops (exit code 75), for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from hetseq.cluster.assembly import Member, Place
@@ -31,6 +31,7 @@ class Orphans:
     fields: Mapping[str, str]  # what all nodes have to have in common
     starts: Mapping[int, int]  # by slot: how often it was started before
     presented: Mapping[int, Mapping[str, str]]  # by slot: what it trains
+    parts: Collection[str]  # of the training data, that the run has begun with
     path: str  # of the run directory
     run_id: str
     name: str  # of the run's groups
@@ -55,7 +56,9 @@ def orphaned_hub(
     )  # fmt: skip
     site = Site(orphans.host, 0, 0, orphans.address)
     sites = {slot_of(name): site for name in newest.roster} | dict.fromkeys(slots, site)
-    crews = Crews.amid(newest, sites, orphans.presented, orphans.starts, min_ranks=enough, wait_s=wait_s)
+    crews = Crews.amid(
+        newest, sites, orphans.presented, orphans.starts, min_ranks=enough, wait_s=wait_s, parts=orphans.parts
+    )  # fmt: skip
     hub.go_on(member, seat, place, crews, name=orphans.name, run_id=orphans.run_id, now_s=now_s)
     crews.bereave(slots, "the node that the others call is gone", now_s)
     return hub

@@ -24,6 +24,7 @@ _OWN_PLACE = ("save_dir",)
 #: keys that say which samples a step takes, and those that do without --global-batch-size
 _OF_THE_SAMPLES = (
     "task", "data", "train_subset", "seed", "global_batch_size", "max_tokens", "shuffle_block", "curriculum",
+    "data_by_host",
 )  # fmt: skip
 _OF_THE_BATCH = ("max_sentences", "update_freq", "distributed_world_size")
 _ROUNDING = 1e-3  # of a loss; equal curves in fp32 have been seen 6e-4 apart for some steps

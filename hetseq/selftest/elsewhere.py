@@ -59,7 +59,11 @@ def another_process(words: Sequence[str]) -> Iterator[Answer]:
 
 
 def presented(config: Config, task: Task, train: Any) -> Mapping[str, str]:
-    """What a rank of a run would present of this task, its data and a model that is built for it."""
+    """What a rank of a run would present of this task, its data and a model that is built for it.
+
+    Of the training data too where each host would have a part of its own: both processes are on one.
+    """
+    from dataclasses import replace
     from types import SimpleNamespace
 
     from hetseq.fetching import seed_everything
@@ -68,6 +72,7 @@ def presented(config: Config, task: Task, train: Any) -> Mapping[str, str]:
 
     seed_everything(config.task.seed)
     model = build_model(task)
+    config = replace(config, data=replace(config.data, data_by_host=False))
     return rank_fields(config, SimpleNamespace(task=task, train=train, valid={}, model=model))
 
 

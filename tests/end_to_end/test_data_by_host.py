@@ -87,7 +87,7 @@ def test_a_host_that_comes_back_brings_its_data_and_the_curve_is_the_same(
 
 def test_without_a_hosts_data_the_others_save_and_stop(nodes: Nodes) -> None:
     nodes.prepare(2)
-    hosts = Hosts(nodes, "--data-by-host", "--max-update", 10**6, "--join-timeout", 8)
+    hosts = Hosts(nodes, "--data-by-host", "--max-update", 10**6, "--join-timeout", 8, "--num-workers", 1)
     first, second = hosts.start(0, 1)
     hosts.wait_for_steps(5)
     second.signal(signal.SIGKILL)

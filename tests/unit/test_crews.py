@@ -418,7 +418,7 @@ class Pipe(Line):
     """The worker's end, without a pipe."""
 
     def __init__(self) -> None:
-        self._wish, self._heard = Wish.NONE, queue.SimpleQueue()
+        self._wish, self._heard, self._record_timeout_s = Wish.NONE, queue.SimpleQueue(), 5.0
 
     def send(self, kind: str, **facts: Any) -> None:
         pass
@@ -525,6 +525,62 @@ def test_a_newcomer_may_bring_another_part_of_the_data() -> None:
     assert (4, "go") in kinds(told)
 
 
+def test_a_rank_whose_data_the_run_has_not_begun_with_is_not_missed() -> None:
+    run = Run(parts=dict.fromkeys(range(4), "a"))
+    run.crews.seat(4, LAB_B)
+    run.starts[4] = 0
+    run.come_back(4, {**FIELDS, PART: "b"})
+    assert len(crew_of(run.report(*range(4))).slots) == 5
+    assert wishes(run.leave(4)) == []
+    assert wishes(run.wait(5.1)) == [(4, "LEAVE")]
+    run.end(4)
+    told = run.report(*range(4))
+    assert len(crew_of(told).slots) == 4
+    assert not Record.from_record(told[-1][2]["record"]).is_last
+
+
+def test_the_slot_of_a_host_that_went_does_not_stand_for_its_data() -> None:
+    run = Run(parts={0: "a", 1: "a", 2: "b", 3: "b"})
+    for slot in (2, 3):
+        run.end(slot)
+    run.report(0, 1)
+    run.crews.seat(2, LAB_A)
+    run.starts[2] = 1
+    assert kinds(run.come_back(2, {**FIELDS, PART: "c"})) == [(2, "go")]
+    assert run.wait(20.0) == []
+    run.crews.seat(3, LAB_B)
+    run.starts[3] = 1
+    told = run.come_back(3, {**FIELDS, PART: "b"})
+    assert crew_of(told).slots == (0, 1, 2, 3)
+    assert not Record.from_record(told[-1][2]["record"]).is_last
+
+
+def test_whoever_stops_while_a_part_is_waited_for_stops_all() -> None:
+    run = Run(parts={0: "a", 1: "a", 2: "b", 3: "b"})
+    for slot in (2, 3):
+        run.end(slot)
+    run.report(0, 1)
+    told = run.leave(1)
+    assert wishes(told) == [(0, "STOP"), (1, "STOP")]
+    assert Record.from_record(told[-1][2]["record"]).is_last
+
+
+@pytest.mark.parametrize(("parts", "is_there"), [("ab", True), ("abc", False)])
+def test_another_head_waits_for_the_parts_that_the_run_has_begun_with(parts: str, is_there: bool) -> None:
+    """It has heard of its own ranks alone; the others come to it anew, into whatever slots are empty."""
+    run, roster = Run(), ("0.0", "1.0", "2.0")  # of which rank 0 had led, and read what rank 2 reads too
+    run.crews = Crews.amid(
+        Record(3, roster, Lineage(7, 99)), dict.fromkeys(range(3), LAB_B), {1: {**FIELDS, PART: "b"}}, {1: 0},
+        min_ranks=1, wait_s=30.0, parts=parts,
+    )  # fmt: skip
+    run.starts = {1: 0, 0: 1}
+    run.crews.bereave([1], "the head is gone", run.now_s)
+    assert not [kind for _, kind, _ in run.report(1) if kind == "record"]
+    run.crews.seat(0, LAB_A)
+    told = run.come_back(0, {**FIELDS, PART: "a"})
+    assert ((0, "record") in kinds(told)) is is_there
+
+
 def test_each_node_is_told_what_is_waited_for_and_a_stop_ends_it() -> None:
     run = Run(min_ranks=4, wait_s=1800.0)
     run.end(1)
@@ -552,3 +608,20 @@ def test_a_host_whose_data_nobody_has_is_said_to_be_waited_for() -> None:
     run.wait(0.1)
     (_, _, facts) = run.wait(2.5)[0]
     assert "waiting for a host with its part of the data, 00:2" in facts["text"]
+
+
+class Deaf:
+    """A connection over which nobody says anything, ever."""
+
+    def recv_bytes(self) -> bytes:
+        raise EOFError
+
+
+def test_a_rank_waits_for_the_next_generation_as_long_as_the_run_waits_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connection: Any = Deaf()
+    line, asked = Line(connection, join_timeout_s=86400.0), list[float]()
+    monkeypatch.setattr(line, "_await", lambda kinds, timeout_s, what: asked.append(timeout_s))
+    line.await_record()
+    assert asked[0] > 86400.0

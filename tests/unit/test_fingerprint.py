@@ -65,6 +65,8 @@ def presented(
     To find those takes a look at all that is imported, which in a run of the tests is as long as all the rest together.
     """
     made = material(data, model, **more)
+    if config is BY_HOST:
+        made.part = data_digest(made.train, 1)
     with pytest.MonkeyPatch.context() as patch:
         if not has_code:
             patch.setattr(fingerprint, "_modules_beside", lambda names: set())
@@ -649,6 +651,13 @@ def test_parts_are_told_by_their_files_else_by_their_samples(tmp_path: Path) -> 
     assert len(set(digests)) == 4
     second.write_text("one")
     assert data_digest(named([first]), 7) == data_digest(named([second]), 7), "the same file elsewhere"
+
+
+def test_a_folder_in_files_does_not_make_two_parts_one(tmp_path: Path) -> None:
+    (tmp_path / "measured").mkdir()
+    for path in (tmp_path / "measured", tmp_path / "gone"):
+        with pytest.raises(DataError, match=f"`files` of Listed names {path.name}, which cannot be read .*no folders"):
+            data_digest(named([path]), 7)
 
 
 def test_a_number_that_differs_in_its_last_bit_is_another_part() -> None:

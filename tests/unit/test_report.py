@@ -317,6 +317,14 @@ def test_runs_whose_steps_took_other_samples_are_not_compared_step_by_step(tmp_p
     assert "more than rounding" not in page
 
 
+def test_a_run_with_data_in_parts_took_other_samples(tmp_path: Path) -> None:
+    one, other = (
+        hetseq.load_run(write_run(tmp_path / name, [step_row(1, 1.0)], config=CONFIG + f"data_by_host: {name}\n"))
+        for name in ("true", "false")
+    )
+    assert "samples of that step of the other: data_by_host differs. If so" in comparison_page(compare(one, other))
+
+
 @pytest.mark.parametrize(("batch", "is_other"), [("60", False), ("null", True)])
 def test_micro_batches_make_other_steps_only_without_a_global_batch(
     tmp_path: Path, batch: str, *, is_other: bool

@@ -10,10 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hetseq import registry
+from hetseq.config import Config, DataConfig
 from hetseq.errors import ConfigError, MissingSplitError
 from hetseq.selftest import run
 from hetseq.selftest.cuts import random_cut, shares
-from hetseq.selftest.elsewhere import another_process, of_processes
+from hetseq.selftest.elsewhere import another_process, of_processes, presented
+from hetseq.task import load_split, make_task
 from tests.support import bert
 
 FAULTY = Path(__file__).parents[1] / "support" / "faulty.py"
@@ -143,6 +146,12 @@ def test_a_task_that_depends_on_its_process_is_told_by_another_one(monkeypatch: 
         ("process", "initial values"), ("process", "samples of train"),
     ]  # fmt: skip
     assert "sorted(names)" in report["findings"][1]["remedy"]
+
+
+def test_data_in_parts_are_told_by_another_process_too() -> None:
+    config = Config(data=DataConfig(data_by_host=True, global_batch_size=8))
+    task = make_task(registry.find_task(f"{FAULTY}:Honest"), config)
+    assert "samples of train" in presented(config, task, load_split(task, "train"))
 
 
 def test_another_process_that_has_the_same_is_no_finding_and_a_broken_one_a_note() -> None:

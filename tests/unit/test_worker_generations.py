@@ -11,7 +11,9 @@ import torch
 
 from hetseq import worker
 from hetseq.comm import LocalGroup
+from hetseq.commit import Lineage
 from hetseq.controller import Halt
+from hetseq.errors import PeerLostError
 from hetseq.membership import Record
 from hetseq.placement import Crew
 
@@ -78,3 +80,17 @@ def test_versions_are_written_at_a_start_and_when_somebody_has_come(
     assert all(
         (call.args[0], call.kwargs["step"], call.kwargs["nodes"][0]["ranks"]) == ("versions", 7, [2]) for call in told
     )
+
+
+def test_too_few_without_a_state_do_not_begin_anew() -> None:
+    """They would train below --min-ranks, on a part of the data, or beside the run that others go on with."""
+    life: Any = object.__new__(worker._Life)
+    crew = Crew(3, (2,), ("a",)).to_record()
+
+    def told(**facts: Any) -> dict[str, Any]:
+        return {"record": Record(3, ("2.1",), **facts).to_record(), "crew": crew, "story": ""}
+
+    assert life._read(told(), None).succession is None
+    assert life._read(told(base=Lineage(7, 9), is_last=True), None).succession is not None
+    with pytest.raises(PeerLostError, match="nothing to go on with: the state is lost, and too few ranks"):
+        life._read(told(is_last=True), None)
