@@ -235,13 +235,16 @@ def test_a_rank_claimed_twice(nodes: Nodes, where: str) -> None:
 
 
 def test_a_rank_that_nobody_brings_is_named_at_once_and_awaited(nodes: Nodes) -> None:
-    ranks(nodes, tcp(), (4, 0, 1), (4, 2, 2), timeout_s=6)
+    """The deadline is that of the node which came first, so it alone has waited for all of it."""
+    ranks(nodes, tcp(), (4, 0, 1), (4, 2, 2), timeout_s=10)
     for node in nodes.started:
         assert nodes.wait_until_said(node, "rank 1 is claimed by nobody", within_s=PROMISE_S)
-    for ended in nodes.finish():
+    first, second = nodes.finish()
+    for ended in (first, second):
         assert ended.code == EXIT_DISAGREE, nodes.story()
-        assert 5 <= ended.seconds <= 6 + PROMISE_S, nodes.story()
+        assert ended.seconds <= 10 + PROMISE_S, nodes.story()
         check_message(nodes, ended, "rank 1")
+    assert first.seconds >= 10, nodes.story()
 
 
 @pytest.mark.parametrize("where", ["tcp", "directory"])

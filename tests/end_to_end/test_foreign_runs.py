@@ -51,12 +51,13 @@ def planted(honest: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
-        "report RUN --output OUT", "report RUN RUN --output OUT", "top RUN --once", "plan RUN", "checkpoints list RUN",
+        "report RUN --output OUT", "report RUN OTHER --output OUT", "top RUN --once", "plan RUN", "checkpoints list RUN",
         "checkpoints show RUN", "checkpoints verify RUN", "checkpoints export RUN --format torch --to OUT",
     ],
 )  # fmt: skip
 def test_looking_at_a_run_runs_nothing_of_it(words: str, warm: WarmLauncher, planted: Path) -> None:
-    names = {"RUN": str(planted), "OUT": str(planted.parent / "out")}
+    other = shutil.copytree(planted, planted.parent / "other")
+    names = {"RUN": str(planted), "OTHER": str(other), "OUT": str(planted.parent / "out")}
     ended = warm.run([names.get(word, word) for word in words.split()])
     assert ended.code == 0, ended.err
     assert not (planted.parent / "planted.ran").exists()
