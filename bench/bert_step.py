@@ -90,7 +90,8 @@ def our_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 def report_speed(options: argparse.Namespace) -> None:
     """A table of both, and the ratios."""
     ours = BertForPreTraining(config(options.layers, options.hidden, dropout=0)).train()
-    batch, name, loss_of = made_up(options.rows), "transformers", their_bert_loss
+    loss_of: LossOf = their_bert_loss
+    batch, name = made_up(options.rows), "transformers"
     if options.activation_checkpointing:
         other: torch.nn.Module = copy.deepcopy(ours)
         checkpoint_activations_(other)
@@ -123,7 +124,7 @@ def theirs_like(ours: BertForPreTraining, sizes: BertConfig) -> torch.nn.Module:
     logging.disable()  # which attention it takes is not of interest
     keys = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
     rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    theirs = transformers.BertForPreTraining(
+    theirs: torch.nn.Module = transformers.BertForPreTraining(
         transformers.BertConfig(**{key: getattr(sizes, key) for key in keys}, **rates)
     )
     weights = ours.state_dict()
@@ -135,12 +136,11 @@ def theirs_like(ours: BertForPreTraining, sizes: BertConfig) -> torch.nn.Module:
 def check_same(ours: torch.nn.Module, theirs: torch.nn.Module, batch: Batch, their_loss: LossOf) -> None:
     """Raises ValueError unless both have the same loss and gradients, in single precision."""
     losses = [step(ours, our_loss, batch), step(theirs, their_loss, batch)]
-    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    apart = max(
-        float((parameter.grad - gradients[name]).norm() / parameter.grad.norm().clamp(min=1e-3))
-        for name, parameter in ours.named_parameters()
-        if parameter.grad is not None
+    own, gradients = (
+        {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        for model in (ours, theirs)
     )
+    apart = max(float((own[name] - gradients[name]).norm() / own[name].norm().clamp(min=1e-3)) for name in own)
     if abs(losses[0] - losses[1]) > 1e-4 or apart > 1e-3:
         raise ValueError(f"losses {losses}, and gradients {apart:.1e} apart: these are two models")
 
@@ -171,7 +171,7 @@ def in_turn(steps: dict[str, Callable[[], object]], rounds: int) -> dict[str, li
 
 def report_memory() -> None:
     """A table of what the weights take, and a row."""
-    found = []
+    found: list[dict[str, Any]] = []
     for name, (layers, hidden) in SIZES.items():
         sizes = config(layers, hidden)
         model = BertForPreTraining(sizes).train()

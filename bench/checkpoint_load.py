@@ -179,7 +179,7 @@ def _copy_(state: State, loaded: State) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
 # Measuring.

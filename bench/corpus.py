@@ -42,7 +42,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     if options.speed:
-        measure(*options.speed, options.rounds)
+        text, vocab = options.speed
+        measure(text, vocab, options.rounds)
         return
     found = [
         {"corpus": str(folder), "split": split, **judged(folder, split)}
@@ -65,7 +66,7 @@ def measure(text: Path, vocab: Path, rounds: int) -> None:
     for number in range(rounds):
         for kind in [*kinds[number % len(kinds) :], *kinds[: number % len(kinds)]]:
             taken[kind].append(made(text, vocab, *kind))
-    found = []
+    found: list[dict[str, Any]] = []
     for (duplicate, processes), seconds in taken.items():
         alone = taken[duplicate, 1]
         found.append({

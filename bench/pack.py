@@ -80,7 +80,7 @@ def compare(arguments: argparse.Namespace, batches: list[Batch]) -> dict[str, fl
     """The largest relative difference of the loss, and of the whole gradient, in both precisions; without dropout."""
     torch.manual_seed(0)
     model = BertForPreTraining(config(arguments.layers, arguments.hidden, dropout=0))
-    found = {}
+    found: dict[str, float] = {}
     for name, dtype in (("fp32", torch.float32), ("fp64", torch.float64)):
         model.to(dtype)
         losses, gradients = zip(*(difference(model, batch) for batch in batches))

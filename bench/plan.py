@@ -125,7 +125,7 @@ def hetseq(*words: str) -> str:
 
 def step_s(folder: Path) -> float:
     """Seconds of the median of the last steps of a run."""
-    return statistics.median(row["seconds"] for row in rows_of(folder)[-LAST_STEPS:])
+    return statistics.median(float(row["seconds"]) for row in rows_of(folder)[-LAST_STEPS:])
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

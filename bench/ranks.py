@@ -280,6 +280,7 @@ def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Trainin
     import torch
 
     from hetseq import options, session
+    from hetseq.material import load_material
     from hetseq.metrics import Metrics
     from hetseq.run_directory import RunDirectory
     from hetseq.throttle import Throttle
@@ -304,7 +305,7 @@ def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Trainin
         RunDirectory.prepare(save_dir, config_yaml=options.dump_yaml(config))
     group.all_gather_rows(np.zeros(1, np.int64))  # the directory is there
     metrics = Kept(RunDirectory(save_dir), config.log, is_writer=group.rank == 0, total_steps=None)
-    material = session.load_material(config, torch.device("cpu"))
+    material = load_material(config, torch.device("cpu"))
     with mock.patch.object(session, "Throttle", known):  # no option changes a throttle during a run
         built = session.build_session(config, RunDirectory(save_dir), group, material, metrics=metrics)
     controller = built.controller
@@ -340,6 +341,9 @@ class FolderStore:
                 raise SystemExit(f"nobody set {key} within {timeout_s:g} s")
             time.sleep(0.002)
         return self._path(key).read_bytes()
+
+    def check(self) -> None:
+        """A rank that ends is noticed by who waits for its answer."""
 
     def _path(self, key: str) -> Path:
         return self._folder / key.encode().hex()

@@ -286,7 +286,7 @@ def await_(process: subprocess.Popen[bytes], said: IO[bytes], look: Callable[[],
         if process.poll() is not None or time.monotonic() > deadline_s:
             words = os.pread(said.fileno(), 1 << 20, 0).decode(errors="replace")[-4000:]
             state = "runs" if process.poll() is None else f"ended with {process.returncode}"
-            raise SystemExit(f"{what} has not come, and the command {state}: {process.args}\n{words}")
+            raise SystemExit(f"{what} has not come, and the command {state}: {process.args!r}\n{words}")
         time.sleep(LOOK_S)
 
 

@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     logging.disable()  # that packed files are slow is what is measured
-    found = []
+    found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="hetseq-rows-") as folder:
         for name, rows, is_packed in (
             ("plain", ROWS, False), ("gzip, fits", ROWS, True), ("gzip, does not fit", options.packed_rows, True),

@@ -108,7 +108,8 @@ def with_transformers(work: Workload) -> Workload:
 
         ours = work.build()
         assert isinstance(ours, BertForPreTraining), f"{work.name} is no BERT"
-        return Theirs(TheirConfig(**dataclasses.asdict(ours.config)))
+        theirs: torch.nn.Module = Theirs(TheirConfig(**dataclasses.asdict(ours.config)))
+        return theirs
 
     return dataclasses.replace(work, build=build, loss=their_bert_loss)
 

@@ -107,9 +107,9 @@ class BertTask(Task):
 
     def loss(self, model: nn.Module, sample: Batch) -> dict[str, Tensor]:
         """Both cross entropies in nats: summed over the masked words, and over the pairs."""
-        words, pairs = _logits(model, sample)
+        words, pairs = _outputs(model, sample, sample["masked_ids"])
         return {
-            "mlm": F.cross_entropy(words, sample["masked_ids"], reduction="sum"),
+            "mlm": words,
             "nsp": F.cross_entropy(pairs, sample["next_sentence_labels"], reduction="sum"),
         }
 
@@ -119,7 +119,7 @@ class BertTask(Task):
         A tenth of the masked words stand in the input as they are, and a network soon learns to copy those. So the loss
         in nats and the accuracy of the others are told apart: `hidden_mlm` and `hidden_accuracy`.
         """
-        words, pairs = _logits(model, sample)
+        words, pairs = _outputs(model, sample)
         labels = sample["masked_ids"]
         is_hidden = sample["input_ids"].flatten()[sample["masked_positions"]] != labels  # (m,)
         hidden, hidden_labels = words[is_hidden], labels[is_hidden]
@@ -216,9 +216,10 @@ class BertTask(Task):
         return None if given is None else Path(given).expanduser()
 
 
-def _logits(model: nn.Module, sample: Batch) -> tuple[Tensor, Tensor]:
+def _outputs(model: nn.Module, sample: Batch, masked_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
     layout = bert_packing.layout_of(sample)
-    words, pairs = model(sample["input_ids"], sample["token_type_ids"], layout, sample["masked_positions"])
+    masked = sample["masked_positions"], masked_ids
+    words, pairs = model(sample["input_ids"], sample["token_type_ids"], layout, *masked)
     return words, pairs
 
 

@@ -53,11 +53,20 @@ def within(sequences: Sequences) -> Attend:
 def _attend(parts: Parts, rate: float, *, mask: Tensor | None) -> Tensor:
     query, key, value = (part.transpose(1, 2) for part in parts)  # (n, heads, L, size)
     if rate and query.device.type == "cpu":  # torch has no kernel for it there, and a slow dropout
-        scores = query * query.shape[-1] ** -0.5 @ key.transpose(2, 3)  # (n, heads, L, L)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-        return (drop(scores.softmax(dim=3), rate) @ value).transpose(1, 2)
+        weights = _scores(query, key, mask).softmax(dim=-1)  # (n * heads, L, L)
+        return (drop(weights, rate) @ value.flatten(0, 1)).view(query.shape).transpose(1, 2)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=rate).transpose(1, 2)
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
+    """What softmax makes weights of, (n * heads, L, L)."""
+    rows, scale = query.flatten(0, 1), query.shape[-1] ** -0.5
+    if mask is None:
+        return torch.baddbmm(rows.new_zeros(()), rows, key.flatten(0, 1).transpose(1, 2), beta=0, alpha=scale)
+    least = torch.zeros_like(mask, dtype=rows.dtype).masked_fill_(~mask, torch.finfo(rows.dtype).min)  # (n, 1, 1, L)
+    least = least.expand(-1, query.shape[1], -1, -1).flatten(0, 1)
+    # a score is rounded away beside that, and a weight of 0 is left
+    return torch.baddbmm(least, rows, key.flatten(0, 1).transpose(1, 2), alpha=scale)
 
 
 def _attend_by_length(parts: Parts, rate: float, *, runs: list[tuple[int, int]]) -> Tensor:

@@ -12,6 +12,7 @@ time for what is tied, `TIED_NAMES`: leave them out on the way in, and repeat th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -39,6 +40,8 @@ from tasks.network_json import (
     own_keys,
     read_object,
 )
+from tasks.tied import Tied
+from tasks.vocabulary_loss import vocabulary_loss
 
 #: names in Hugging Face's state_dict that ours has not -> the name of the same tensor in both
 TIED_NAMES = {
@@ -193,9 +196,17 @@ class BertForPreTraining(nn.Module):
         _initialise_(self, config.initializer_range)
 
     def forward(
-        self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor | Sequences, masked_positions: Tensor
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor,
+        attention_mask: Tensor | Sequences,
+        masked_positions: Tensor,
+        masked_ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Vocabulary logits (m, vocab_size) of the masked positions only, and next-sentence logits (n, 2).
+
+        With `masked_ids` (m,) int64, the words that belong there, the first is the sum of their cross entropies in
+        nats, a scalar.
 
         input_ids, token_type_ids: (n, L) int64; attention_mask: (n, L) bool, True where there is a token and no
         padding; masked_positions: (m,) int64, row * L + column. m may be 0: the sum of no cross entropies is 0, with
@@ -207,10 +218,11 @@ class BertForPreTraining(nn.Module):
             raise ValueError(
                 f"masked_positions has shape {tuple(masked_positions.shape)}, expected (m,): row * L + column of each"
             )
-        hidden, pooled = self.bert(input_ids, token_type_ids, attention_mask)
+        words = self.bert.embeddings.word_embeddings
+        tied = Tied(words.weight, padding=words.padding_idx)
+        hidden, pooled = self.bert(input_ids, token_type_ids, attention_mask, look_up=tied.look_up)
         masked = hidden.flatten(0, -2).index_select(0, masked_positions)  # (m, hidden_size)
-        word_embeddings = self.bert.embeddings.word_embeddings.weight
-        return self.cls.predictions(masked, word_embeddings), self.cls.seq_relationship(pooled)
+        return self.cls.predictions(masked, tied.head, masked_ids), self.cls.seq_relationship(pooled)
 
 
 class BertModel(nn.Module):
@@ -227,17 +239,22 @@ class BertModel(nn.Module):
         self.pooler = _Pooler(config)
 
     def forward(
-        self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor | Sequences
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor,
+        attention_mask: Tensor | Sequences,
+        look_up: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Raises ValueError as `BertForPreTraining` does."""
+        """`look_up` takes the place of the word embeddings. Raises ValueError as `BertForPreTraining` does."""
         most = self.embeddings.position_embeddings.num_embeddings
+        look_up = look_up or self.embeddings.word_embeddings
         if isinstance(attention_mask, Sequences):
             _check_packed(input_ids, token_type_ids, attention_mask, most)
-            embedded = self.embeddings(input_ids, token_type_ids, attention_mask.positions)
+            embedded = self.embeddings(look_up(input_ids), token_type_ids, attention_mask.positions)
             hidden = self.encoder(embedded, within(attention_mask))  # (T, hidden_size)
             return hidden, self.pooler(hidden.index_select(0, attention_mask.starts))
         _check_shapes(input_ids, token_type_ids, attention_mask, most)
-        hidden = self.encoder(self.embeddings(input_ids, token_type_ids), among_rows(attention_mask))
+        hidden = self.encoder(self.embeddings(look_up(input_ids), token_type_ids), among_rows(attention_mask))
         return hidden, self.pooler(hidden[:, 0])
 
 
@@ -287,13 +304,13 @@ class _Embeddings(nn.Module):
         self.LayerNorm = nn.LayerNorm(size, eps=config.layer_norm_eps)
         self.dropout = Dropout(config.hidden_dropout_prob)
 
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(self, words: Tensor, token_type_ids: Tensor, positions: Tensor | None = None) -> Tensor:
         # (n, L, hidden_size), or (T, hidden_size) with the positions (T,) of the tokens
-        words = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)
+        typed = words + self.token_type_embeddings(token_type_ids)
         if positions is None:
-            placed = words + self.position_embeddings.weight[: input_ids.shape[1]]
+            placed = typed + self.position_embeddings.weight[: token_type_ids.shape[1]]
         else:
-            placed = words + self.position_embeddings(positions)
+            placed = typed + self.position_embeddings(positions)
         return cast(Tensor, self.dropout(self.LayerNorm(placed)))
 
 
@@ -338,9 +355,11 @@ class _SelfAttention(nn.Module):
         self.value = nn.Linear(size, size)
 
     def forward(self, hidden: Tensor, attend: Attend) -> Tensor:
-        query, key, value = (
-            projection(hidden).unflatten(-1, (self.heads, -1)) for projection in (self.query, self.key, self.value)
-        )
+        parts = self.query, self.key, self.value
+        weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
+        # (..., 3 * hidden_size) to (3, ..., heads, L, size) in memory
+        projected = F.linear(hidden, weight, bias).unflatten(-1, (3, self.heads, -1))
+        query, key, value = projected.movedim(-3, 0).transpose(-3, -2).contiguous().transpose(-3, -2)
         return attend((query, key, value), self.dropout_rate if self.training else 0.0).flatten(-2)
 
 
@@ -389,8 +408,11 @@ class _VocabularyHead(nn.Module):
         self.transform = _Transform(config)
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
-    def forward(self, hidden: Tensor, word_embeddings: Tensor) -> Tensor:
-        return F.linear(self.transform(hidden), word_embeddings, self.bias)
+    def forward(self, hidden: Tensor, word_embeddings: Tensor, ids: Tensor | None) -> Tensor:
+        transformed = self.transform(hidden)
+        if ids is None:
+            return F.linear(transformed, word_embeddings, self.bias)
+        return vocabulary_loss(transformed, word_embeddings, self.bias, ids)
 
 
 class _Transform(_DenseWithActivation):

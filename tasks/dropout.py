@@ -45,5 +45,6 @@ def drop(x: Tensor, p: float) -> Tensor:
         return F.dropout(x, p)
     draws = torch.empty(-(-x.numel() // _LANES), dtype=torch.int64).random_(_LEAST, None)
     lanes = draws.view(torch.int16)[: x.numel()].view(x.shape)  # uniform from -2^15 to 2^15 - 1
-    is_kept = lanes >= threshold - _VALUES // 2
-    return x * is_kept.to(x.dtype).mul_(_VALUES / (_VALUES - threshold))
+    # compared into numbers at once: truth values would be written, read and turned into numbers one by one
+    is_kept = torch.ge(lanes, threshold - _VALUES // 2, out=torch.empty_like(lanes, dtype=x.dtype))
+    return x * is_kept.mul_(_VALUES / (_VALUES - threshold))

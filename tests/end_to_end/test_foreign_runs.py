@@ -51,8 +51,9 @@ def planted(honest: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
-        "report RUN --output OUT", "report RUN OTHER --output OUT", "top RUN --once", "plan RUN", "checkpoints list RUN",
-        "checkpoints show RUN", "checkpoints verify RUN", "checkpoints export RUN --format torch --to OUT",
+        "report RUN --output OUT", "report RUN OTHER --output OUT", "top RUN --once", "plan RUN",
+        "checkpoints list RUN", "checkpoints show RUN", "checkpoints verify RUN",
+        "checkpoints export RUN --format torch --to OUT",
     ],
 )  # fmt: skip
 def test_looking_at_a_run_runs_nothing_of_it(words: str, warm: WarmLauncher, planted: Path) -> None:

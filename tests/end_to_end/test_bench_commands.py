@@ -1,0 +1,36 @@
+"""The benchmarks run: each in its smallest form, whose figures mean nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    ("line", "rows"),
+    [
+        ("scale.py --model bert-tiny --rounds 1 --steps 1 --batch 4 --seconds 0.05", 5),
+        ("het.py 1,2 --models bert-tiny --rounds 1 --steps 1 --seconds 0.05", 1),
+        ("step.py --model bert-tiny --batch 4 --rounds 1 --peers none", 1),
+        ("bert_step.py --layers 1 --hidden 32 --rows 2 --rounds 1", 1),
+        ("pack.py --layers 1 --hidden 32 --rows 2 --rounds 1", 1),
+    ],
+)
+def test_a_benchmark_prints_a_row_for_each_thing_that_it_measures(line: str, rows: int, tmp_path: Path) -> None:
+    script, *words = line.split()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, ROOT / "bench" / script, *words], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["bench"] == Path(script).stem
+    assert len(found["rows"]) == rows

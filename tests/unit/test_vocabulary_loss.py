@@ -1,0 +1,89 @@
+"""The loss of a vocabulary head, a piece of the vocabulary at a time: the sum of torch's cross entropies."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tasks import vocabulary_loss as module
+from tasks.vocabulary_loss import vocabulary_loss
+
+SIZE = 6
+Facts = tuple[Tensor, ...]  # the loss, and the gradients of hidden, weight and bias
+
+
+def made(words: int, tokens: int, *, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """hidden, weight and bias, which want gradients, and ids: the first, the last, and some word twice."""
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(7), dtype=dtype)
+    leaves = draw(tokens, SIZE) * scale, draw(words, SIZE), draw(words)
+    ids = torch.tensor([0, words - 1, words // 2, words // 2, *range(words)][:tokens], dtype=torch.int64)
+    return *(leaf.requires_grad_() for leaf in leaves), ids
+
+
+def facts_of(hidden: Tensor, weight: Tensor, bias: Tensor, ids: Tensor, *, is_plain: bool = False) -> Facts:
+    if is_plain:
+        loss = F.cross_entropy(F.linear(hidden, weight, bias), ids, reduction="sum")
+    else:
+        loss = vocabulary_loss(hidden, weight, bias, ids)
+    return loss.detach(), *torch.autograd.grad(loss * 0.25, (hidden, weight, bias))
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight words each."""
+    monkeypatch.setattr(module, "_PIECE_ELEMENTS", 1)
+    monkeypatch.setattr(module, "_LEAST_WORDS", 8)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 30])
+@pytest.mark.parametrize("words", [1, 7, 8, 9, 16, 27])
+@pytest.mark.usefixtures("small_pieces")
+def test_loss_and_gradients_are_those_of_torch(words: int, tokens: int) -> None:
+    case = made(words, min(tokens, words + 4))
+    for found, expected in zip(facts_of(*case), facts_of(*case, is_plain=True), strict=True):
+        assert found.shape == expected.shape
+        assert torch.allclose(found, expected, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_logits_far_apart_neither_overflow_nor_vanish() -> None:
+    case = made(27, 5, scale=1000)
+    for found, expected in zip(facts_of(*case), facts_of(*case, is_plain=True), strict=True):
+        assert found.isfinite().all()
+        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+    assert facts_of(*case)[0] > 1000  # the twin: it is not that nothing is far apart
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_what_is_no_number_is_seen_in_the_loss() -> None:
+    hidden, weight, bias, ids = made(27, 5)
+    with torch.no_grad():
+        hidden[2, 1] = torch.nan
+    assert facts_of(hidden, weight, bias, ids)[0].isnan()
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_backward_may_run_again() -> None:
+    hidden, weight, bias, ids = made(27, 5)
+    loss = vocabulary_loss(hidden, weight, bias, ids)
+    first = torch.autograd.grad(loss, (hidden, weight, bias), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, weight, bias))
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+def test_in_single_precision_it_rounds_like_torch_in_pieces_of_the_usual_size() -> None:
+    case = made(30522, 152, dtype=torch.float32)
+    for found, expected in zip(facts_of(*case), facts_of(*case, is_plain=True), strict=True):
+        assert (found - expected).norm() <= 2e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_it_is_what_torch_does(dtype: torch.dtype) -> None:
+    case = made(27, 5, dtype=torch.float32)
+    with torch.autocast("cpu", dtype):
+        found, expected = facts_of(*case), facts_of(*case, is_plain=True)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
