@@ -52,6 +52,7 @@ class Gradients:
 
     def finish(self) -> None:
         """Wait until the gradient is complete. Raises PeerLostError; the gradient is then rubbish."""
+        self._lay_out()
         self.used[:] = [parameter.grad is not None for parameter in self._parameters]
 
     @contextmanager
@@ -67,6 +68,7 @@ class Gradients:
 
     def norm_so_far(self) -> float:
         """L2 norm of what this rank alone has gathered in this step, before anything of it has travelled (sync)."""
+        self._lay_out()
         return _norm(self._held())
 
     def is_finite(self) -> bool:
@@ -90,6 +92,13 @@ class Gradients:
 
     def close(self) -> None:
         """Let go of the parameters, and of memory that ranks share."""
+
+    def _lay_out(self) -> None:
+        """Have every gradient lie as its parameter does, which fused optimizers rely upon: not sparse, not turned."""
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is not None and (gradient.is_sparse or gradient.stride() != parameter.stride()):
+                parameter.grad = torch.zeros_like(parameter).add_(gradient)
 
     def _held(self) -> list[torch.Tensor]:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]

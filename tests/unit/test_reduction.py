@@ -358,3 +358,29 @@ def test_a_rank_alone_sees_what_is_not_finite(value: float) -> None:
     parameters[3].grad[2] = value
     assert not own.is_finite()
     assert not math.isfinite(own.norm())
+
+
+def test_a_rank_alone_lays_its_gradients_out_as_its_parameters() -> None:
+    table = torch.nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
+    turned = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.float64).t())
+    ids = torch.tensor([1, 3, 3])
+
+    def loss(*, is_sparse: bool) -> torch.Tensor:
+        return (torch.nn.functional.embedding(ids, table, sparse=is_sparse) ** 2).sum() + (turned**3).sum()
+
+    found = []
+    for is_sparse in (True, False):
+        own = gradients_of([table, turned], LocalGroup(), bucket_bytes=1)
+        own.begin()
+        loss(is_sparse=is_sparse).backward()
+        assert table.grad is not None
+        assert table.grad.is_sparse == is_sparse
+        early = own.norm_so_far()  # in the middle of a step
+        loss(is_sparse=is_sparse).backward()
+        assert turned.grad is not None
+        turned.grad = turned.grad.contiguous()  # as somebody may who replaces it
+        own.finish()
+        assert (table.grad.stride(), turned.grad.stride()) == (table.stride(), turned.stride())
+        assert own.norm() == pytest.approx(2 * early, rel=1e-15)
+        found.append(gradients([table, turned]))
+    assert found[0] == found[1]
