@@ -79,9 +79,10 @@ def made_up(rows: int) -> Batch:
 
 def our_loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """The sum of both mean losses, in nats."""
-    names = ("input_ids", "token_type_ids", "attention_mask", "masked_positions")
+    names = ("input_ids", "token_type_ids", "attention_mask", "masked_positions", "masked_ids")
     words, pairs = model(*(batch[name] for name in names))
-    return F.cross_entropy(words, batch["masked_ids"]) + F.cross_entropy(pairs, batch["next_sentence_labels"])
+    loss: torch.Tensor = words / len(batch["masked_ids"]) + F.cross_entropy(pairs, batch["next_sentence_labels"])
+    return loss
 
 
 # Speed

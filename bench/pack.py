@@ -69,8 +69,10 @@ def main() -> None:
 def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """The sum of both mean losses, in nats."""
     layout = batch["sequences"] if "sequences" in batch else batch["attention_mask"]
-    words, pairs = model(batch["input_ids"], batch["token_type_ids"], layout, batch["masked_positions"])
-    return F.cross_entropy(words, batch["masked_ids"]) + F.cross_entropy(pairs, batch["next_sentence_labels"])
+    masked = batch["masked_positions"], batch["masked_ids"]
+    words, pairs = model(batch["input_ids"], batch["token_type_ids"], layout, *masked)
+    loss: torch.Tensor = words / len(masked[1]) + F.cross_entropy(pairs, batch["next_sentence_labels"])
+    return loss
 
 
 # The same numbers

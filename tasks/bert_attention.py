@@ -1,8 +1,8 @@
 """Attention of BERT: every token to the real tokens of its own sequence, in a padded batch or a packed one.
 
 Responsible for where the sequences are in the arithmetic of attention, and for nothing else of the network. Each
-function takes queries, keys and values, (n, L, heads, size of a head) or of a packed batch (T, heads, size of a head),
-and the rate of dropout; what it gives has the same shape.
+function takes queries, keys and values in one tensor, (n, L, 3, heads, size of a head) or of a packed batch (T, 3,
+heads, size of a head), and the rate of dropout; it gives (n, L, heads, size of a head) or (T, heads, size of a head).
 
 The one idea: sequences of one length need no padding, so where a kernel costs little to start, as on a CPU, each length
 has its own. Elsewhere sequences are padded for attention alone, which at 128 tokens is a small part of the arithmetic.
@@ -22,9 +22,8 @@ from torch import Tensor
 from tasks.bert_packing import Sequences
 from tasks.dropout import drop
 
-#: queries, keys and values
-Parts = tuple[Tensor, Tensor, Tensor]
-Attend = Callable[[Parts, float], Tensor]
+#: queries, keys and values, and the rate of dropout
+Attend = Callable[[Tensor, float], Tensor]
 
 #: kinds of devices where each length has a kernel of its own
 _LENGTHS_APART = frozenset({"cpu"})
@@ -50,40 +49,35 @@ def within(sequences: Sequences) -> Attend:
     return functools.partial(_attend_padded, places=places, is_real=is_real.view(count, width))
 
 
-def _attend(parts: Parts, rate: float, *, mask: Tensor | None) -> Tensor:
-    query, key, value = (part.transpose(1, 2) for part in parts)  # (n, heads, L, size)
-    if rate and query.device.type == "cpu":  # torch has no kernel for it there, and a slow dropout
+def _attend(parts: Tensor, rate: float, *, mask: Tensor | None) -> Tensor:
+    parts = parts.permute(2, 0, 3, 1, 4)
+    is_cpu = parts.device.type == "cpu"
+    query, key, value = (parts.contiguous() if is_cpu else parts).unbind()  # (n, heads, L, size) each
+    if rate and is_cpu:  # torch has no kernel for it there, and a slow dropout
         weights = _scores(query, key, mask).softmax(dim=-1)  # (n * heads, L, L)
         return (drop(weights, rate) @ value.flatten(0, 1)).view(query.shape).transpose(1, 2)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=rate).transpose(1, 2)
+    attended: Tensor = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=rate)
+    return attended.transpose(1, 2)
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
     """What softmax makes weights of, (n * heads, L, L)."""
-    rows, scale = query.flatten(0, 1), query.shape[-1] ** -0.5
+    rows, turned, scale = query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), query.shape[-1] ** -0.5
     if mask is None:
-        return torch.baddbmm(rows.new_zeros(()), rows, key.flatten(0, 1).transpose(1, 2), beta=0, alpha=scale)
+        return torch.baddbmm(rows.new_zeros(()), rows, turned, beta=0, alpha=scale)
     least = torch.zeros_like(mask, dtype=rows.dtype).masked_fill_(~mask, torch.finfo(rows.dtype).min)  # (n, 1, 1, L)
     least = least.expand(-1, query.shape[1], -1, -1).flatten(0, 1)
-    # a score is rounded away beside that, and a weight of 0 is left
-    return torch.baddbmm(least, rows, key.flatten(0, 1).transpose(1, 2), alpha=scale)
+    return torch.baddbmm(least, rows, turned, alpha=scale)  # beside that a score is rounded away: its weight is 0
 
 
-def _attend_by_length(parts: Parts, rate: float, *, runs: list[tuple[int, int]]) -> Tensor:
+def _attend_by_length(parts: Tensor, rate: float, *, runs: list[tuple[int, int]]) -> Tensor:
     # runs: (sequences, tokens of each) of those that have one length and lie beside each other
-    pieces = [part.split([count * length for count, length in runs]) for part in parts]
-    attended = []
-    for run, query, key, value in zip(runs, *pieces):
-        rows = query.unflatten(0, run), key.unflatten(0, run), value.unflatten(0, run)
-        attended.append(_attend(rows, rate, mask=None).flatten(0, 1))
+    pieces = parts.split([count * length for count, length in runs])
+    attended = [_attend(piece.unflatten(0, run), rate, mask=None).flatten(0, 1) for run, piece in zip(runs, pieces)]
     return torch.cat(attended)
 
 
-def _attend_padded(parts: Parts, rate: float, *, places: Tensor, is_real: Tensor) -> Tensor:
+def _attend_padded(parts: Tensor, rate: float, *, places: Tensor, is_real: Tensor) -> Tensor:
     # places: (T,), row * L + column; is_real: (n, L)
-    query, key, value = (
-        part.new_zeros(is_real.numel(), *part.shape[1:]).index_copy(0, places, part).unflatten(0, is_real.shape)
-        for part in parts
-    )
-    attended = _attend((query, key, value), rate, mask=is_real[:, None, None, :])
-    return attended.flatten(0, 1).index_select(0, places)
+    rows = parts.new_zeros(is_real.numel(), *parts.shape[1:]).index_copy(0, places, parts).unflatten(0, is_real.shape)
+    return _attend(rows, rate, mask=is_real[:, None, None, :]).flatten(0, 1).index_select(0, places)

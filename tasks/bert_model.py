@@ -357,10 +357,8 @@ class _SelfAttention(nn.Module):
     def forward(self, hidden: Tensor, attend: Attend) -> Tensor:
         parts = self.query, self.key, self.value
         weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
-        # (..., 3 * hidden_size) to (3, ..., heads, L, size) in memory
         projected = F.linear(hidden, weight, bias).unflatten(-1, (3, self.heads, -1))
-        query, key, value = projected.movedim(-3, 0).transpose(-3, -2).contiguous().transpose(-3, -2)
-        return attend((query, key, value), self.dropout_rate if self.training else 0.0).flatten(-2)
+        return attend(projected, self.dropout_rate if self.training else 0.0).flatten(-2)
 
 
 class _AddAndNorm(nn.Module):
