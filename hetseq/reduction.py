@@ -25,7 +25,7 @@ _FIRST_BUCKET_BYTES = 1 << 20
 
 
 class Gradients:
-    """The gradients of `parameters` on a rank that trains alone, or has none to share.
+    """The gradients of `parameters` on a rank that trains alone.
 
     Per step: `begin()`; for each micro-batch its backward, announced by `expect_last()` before the last one;
     `finish()`. Afterwards `.grad` of every parameter is that of the whole step, None where there is none.

@@ -65,9 +65,10 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
     rows, turned, scale = query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), query.shape[-1] ** -0.5
     if mask is None:
         return torch.baddbmm(rows.new_zeros(()), rows, turned, beta=0, alpha=scale)
-    least = torch.zeros_like(mask, dtype=rows.dtype).masked_fill_(~mask, torch.finfo(rows.dtype).min)  # (n, 1, 1, L)
-    least = least.expand(-1, query.shape[1], -1, -1).flatten(0, 1)
-    return torch.baddbmm(least, rows, turned, alpha=scale)  # beside that a score is rounded away: its weight is 0
+    # half of the least number: with a score it is still a number, and far below every other one, so its weight is 0
+    added = torch.zeros_like(mask, dtype=rows.dtype).masked_fill_(~mask, torch.finfo(rows.dtype).min / 2)
+    added = added.expand(-1, query.shape[1], -1, -1).flatten(0, 1)  # (n * heads, 1, L)
+    return torch.baddbmm(added, rows, turned, alpha=scale)
 
 
 def _attend_by_length(parts: Tensor, rate: float, *, runs: list[tuple[int, int]]) -> Tensor:

@@ -36,14 +36,24 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmLauncher]:
         launcher.close()
 
 
+STOCK = pytest.StashKey[Stock]()
+
+
 @pytest.fixture(scope="session")
-def stock() -> Iterator[Stock]:
+def stock(request: pytest.FixtureRequest) -> Iterator[Stock]:
     """Warm processes for the launchers of several nodes."""
-    stock = Stock()
+    request.session.stash[STOCK] = stock = Stock()
     try:
         yield stock
     finally:
         stock.close()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Complete the stock, before any fixture looks what there is."""
+    if "stock" in getattr(item, "fixturenames", ()) and STOCK in item.session.stash:
+        item.session.stash[STOCK].mend()
 
 
 @pytest.fixture

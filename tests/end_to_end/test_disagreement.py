@@ -236,6 +236,7 @@ def test_a_rank_claimed_twice(nodes: Nodes, where: str) -> None:
 
 def test_a_rank_that_nobody_brings_is_named_at_once_and_awaited(nodes: Nodes) -> None:
     """The deadline is that of the node which came first, so it alone has waited for all of it."""
+    nodes.prepare(2)
     ranks(nodes, tcp(), (4, 0, 1), (4, 2, 2), timeout_s=10)
     for node in nodes.started:
         assert nodes.wait_until_said(node, "rank 1 is claimed by nobody", within_s=PROMISE_S)

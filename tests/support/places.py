@@ -9,12 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 # below the ports that Linux gives to whoever names none (32768 and more)
 FIRST_PORT, PORTS_OF_A_RUN, RUNS = 20_000, 100, 120
+_giving = threading.Lock()  # a test may start nodes from several threads
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,14 @@ PLACES: dict[str, Callable[[Path], Place]] = {
 
 def free_port() -> int:
     """A port that nobody listens at, and that this test run has not given for a long time, and no other one gives."""
-    for port in itertools.islice(_ports(), PORTS_OF_A_RUN):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
+    with _giving:
+        for port in itertools.islice(_ports(), PORTS_OF_A_RUN):
+            with socket.socket() as probe:
+                try:
+                    probe.bind(("127.0.0.1", port))
+                except OSError:
+                    continue
+                return port
     raise OSError(f"none of the {PORTS_OF_A_RUN} ports of this test run is free")
 
 
