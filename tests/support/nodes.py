@@ -164,11 +164,12 @@ class Stock:
 
     def mend(self) -> None:
         """Between two tests: replace what the last one has killed, or each later one would start its own."""
-        for number, process in enumerate(self._all):
-            if not process.is_alive():
-                process.close()
-                self._all[number] = self.start()
-        self._idle = list(self._all)
+        for process in [process for process in self._all if not process.is_alive()]:
+            process.close()
+            self._all.remove(process)
+            self._idle = [idle for idle in self._idle if idle is not process]
+            self._all.append(self.start())
+            self._idle.append(self._all[-1])
 
     def give_back(self, process: Process) -> None:
         self._idle.append(process)
