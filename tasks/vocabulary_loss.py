@@ -61,11 +61,8 @@ class _Loss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
-        of_hidden, of_weight, of_bias = (
-            torch.zeros_like(hidden),
-            torch.empty_like(weight),
-            weight.new_empty(len(weight)),
-        )
+        of_hidden, of_weight = torch.zeros_like(hidden), torch.empty_like(weight)
+        of_bias = weight.new_empty(len(weight))
         for (words, tokens, places), scale in zip(ctx.pieces, ctx.scales):
             of_logits = ctx.weights[words] * (scale * factor)  # (words, m)
             of_logits[places, tokens] -= factor
