@@ -8,12 +8,13 @@ a collective becomes one PeerLostError; who is to blame is for the launcher to f
 
 from __future__ import annotations
 
+import functools
 import hmac
 import json
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 
 from hetseq import wall, whereabouts
 from hetseq.errors import HetSeqError, PeerLostError, RendezvousError
-from hetseq.neighbours import LONGEST_ROW, NO_NAME, Neighbours, Sum, machine, open_door
+from hetseq.neighbours import LONGEST_ROW, NO_NAME, Neighbours, machine, open_door
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ _LOOK_S = 0.005  # between two looks at whether a group that is being built is s
 _MOST_DOORS, _DOORS_BYTES = 4, 256
 _MEET_S = 10.0  # for ranks of one machine to find each other, once they are a group
 _END_S = 2.0  # for the transport to end; milliseconds, as a rule
+_CUT_S = 0.3  # for what is under way to end once its connections are cut; less than a millisecond, as a rule
 
 
 class Pending(Protocol):
@@ -67,7 +69,7 @@ class Group:
         self._meeting, self._store = meeting, store
         self._neighbours: Neighbours | None = None
         self._ports: frozenset[tuple[str, int]] = frozenset()  # of the doors of all ranks
-        self._is_severed = False
+        self._is_severed, self._is_cut, self._is_stuck = False, False, False
         self._subgroups: list[Group] = []
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -93,13 +95,12 @@ class Group:
         what, options = "a gradient bucket", AllreduceOptions()  # a sum, unless told otherwise
         options.timeout = timedelta(seconds=self.deadline_s)
         self.bytes_reduced += tensor.numel() * tensor.element_size()
-        work: dist.Work | Sum
         with _peer_errors(what, self.deadline_s):
             if self._neighbours is not None and self._neighbours.holds(tensor):
-                work = self._neighbours.all_reduce_sum(tensor, timeout_s=self.deadline_s)
+                wait = self._neighbours.all_reduce_sum(tensor, timeout_s=self.deadline_s).wait
             else:
-                work = self._transport().allreduce([tensor], options)
-        return _Work(work, what, self.deadline_s)
+                wait = functools.partial(self._await, self._transport().allreduce([tensor], options))
+        return _Work(wait, what, self.deadline_s)
 
     def all_gather_rows(self, row: Rows) -> Rows:
         """Rows of all ranks in rank order: (n,) on each rank gives (world_size, n). Blocks."""
@@ -113,7 +114,7 @@ class Group:
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=self.deadline_s)
         with _peer_errors("a row of every rank", self.deadline_s):
-            self._transport().allgather([table], [mine], options).wait()
+            self._await(self._transport().allgather([table], [mine], options))
         return torch.stack(table).numpy()
 
     def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
@@ -124,7 +125,7 @@ class Group:
         flat = tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else None
         carrier = tensor.contiguous().view(-1).view(torch.uint8) if flat is None else flat
         with _peer_errors(f"{carrier.numel():,} bytes from rank {source}", self.deadline_s):
-            self._transport().broadcast([carrier], options).wait()
+            self._await(self._transport().broadcast([carrier], options))
         if flat is None:
             tensor.copy_(carrier.view(tensor.dtype).view(tensor.shape))
 
@@ -155,7 +156,7 @@ class Group:
         self._is_severed = True
         for group in self._subgroups:
             group.sever()
-        wall.cut(self._ports)
+        self._is_cut = wall.cut(self._ports)
         if self._neighbours is not None:
             self._neighbours.sever()
 
@@ -168,9 +169,9 @@ class Group:
         # the transport's end waits for its own threads, and has no deadline: nobody here waits longer than that
         ending = threading.Thread(target=left.clear, name="transport's end", daemon=True)
         ending.start()
-        ending.join(_END_S)
+        ending.join(0.0 if self._is_stuck else _END_S)
         if ending.is_alive():
-            logger.info("the transport of generation %d has not ended after %g s: left alone", self.generation, _END_S)
+            logger.info("the transport of generation %d is left alone until it ends", self.generation)
 
     def learn_ports(self, own: Collection[tuple[str, int]]) -> None:
         """Tell each other at which doors the transport's connections came in, which is how they are known. Collective.
@@ -204,6 +205,23 @@ class Group:
             self._neighbours = met
         elif met is not None:
             met.close()
+
+    def _await(self, work: dist.Work) -> None:
+        """Wait for what is under way in the transport. Raises RuntimeError, soon after the group was cut too.
+
+        gloo forgets to end a send that finds its connection cut before gloo's own thread has seen that: it would last
+        until its deadline, and what it holds with it.
+        """
+        while True:
+            was_cut = self._is_cut
+            with suppress(RuntimeError):  # not yet, or what the last line raises
+                work.wait(timedelta(seconds=_CUT_S))
+            if work.is_completed():
+                break
+            if was_cut:
+                self._is_stuck = True
+                raise RuntimeError("its connections were cut")
+        work.wait()
 
     def _transport(self) -> dist.ProcessGroup:
         assert self._process_group is not None, "the group is closed"
@@ -431,12 +449,12 @@ class _StoreForGloo(dist.Store):
 
 
 class _Work:
-    def __init__(self, work: dist.Work | Sum, what: str, deadline_s: float) -> None:
-        self._work, self._what, self._deadline_s = work, what, deadline_s
+    def __init__(self, wait: Callable[[], None], what: str, deadline_s: float) -> None:
+        self._wait, self._what, self._deadline_s = wait, what, deadline_s
 
     def wait(self) -> None:
         with _peer_errors(self._what, self._deadline_s):
-            self._work.wait()
+            self._wait()
 
 
 class _Done:

@@ -69,10 +69,10 @@ def free_connections(port: int) -> None:
                 connection.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
-def cut(doors: Collection[tuple[str, int]]) -> None:
+def cut(doors: Collection[tuple[str, int]]) -> bool:
     """Shut the connections of this process that came in at one of these doors (address, port), or that lead to one.
 
-    Whoever reads from them, here or at the other end, sees their end.
+    Whoever reads from them, here or at the other end, sees their end. Whether this can be done here.
     """
     for _, connection in _sockets():
         with connection, contextlib.suppress(OSError):
@@ -80,6 +80,7 @@ def cut(doors: Collection[tuple[str, int]]) -> None:
                 continue
             if _name(connection) in doors or _name(connection, of_peer=True) in doors:
                 connection.shutdown(socket.SHUT_RDWR)
+    return sys.platform.startswith("linux")
 
 
 def _program(addresses: Collection[str]) -> bytes:

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import sys
 import time
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from hetseq import comm, wall
 from hetseq.comm import AnyGroup, Group
-from hetseq.errors import RendezvousError
+from hetseq.errors import PeerLostError, RendezvousError
 from tests.support.ranks import RankRaised, run_ranks
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no socket filters")
@@ -104,6 +105,30 @@ def close_amid_a_sum(group: Group, deadline_s: float) -> float:
 
 def test_who_closes_a_group_does_not_wait_for_what_its_transport_still_waits_for() -> None:
     assert max(run_ranks(close_amid_a_sum, 2, 20.0)) < 10.0, "not by the deadline of the sum"
+
+
+def send_over_what_was_cut(group: Group, deadline_s: float) -> float:
+    """The longest that rank 0 needs to see that the connections over which it sends have just been cut."""
+    longest = 0.0
+    for number in range(40):  # gloo forgets about one send in eight
+        meeting = comm.Meeting(group._meeting.store, f"{group._meeting.name}/cut-{number}", b"key")
+        other = comm.connect(rank=group.rank, world_size=2, meeting=meeting, timeout_s=deadline_s)
+        other.broadcast(torch.zeros(300), source=0)
+        if group.rank == 0:
+            time.sleep(0.02)  # the peer is ready to receive, and that is known here
+            with mock.patch.object(wall, "_sockets", partial(iter, list(wall._sockets()))):  # found before: no delay
+                other.sever()
+        began = time.monotonic()
+        with pytest.raises(PeerLostError):
+            other.broadcast(torch.zeros(300), source=0)
+        longest = max(longest, time.monotonic() - began)
+        other.close()
+        group.all_gather_rows(np.zeros(1, np.int64))
+    return longest
+
+
+def test_a_send_over_connections_that_were_just_cut_ends_at_once() -> None:
+    assert max(run_ranks(send_over_what_was_cut, 2, 10.0)) < 5.0, "not by the deadline of the group"
 
 
 def find_doors(group: Group) -> int:
