@@ -41,7 +41,7 @@ from hetseq.micro_batches import MicroBatchSizes
 from hetseq.optim import parameter_groups
 from hetseq.plan import MicroBatchCap, StepPlan
 from hetseq.precision import PRECISIONS
-from hetseq.reduction import GradientReducer
+from hetseq.reduction import Gradients
 from hetseq.replica import Replica, trained_parameters
 from hetseq.share import ShareComputer
 from hetseq.stopwatch import MicroBatchClock
@@ -185,8 +185,7 @@ class Training:
         parameters = [parameter for _, parameter in trained_parameters(model)]
         groups = parameter_groups(model, config.optimization)
         self.optimizer = registry.find_optimizer(arguments.optimizer)(groups, config.optimization, None)
-        bucket_bytes = int(config.distributed.bucket_cap_mb * 2**20)
-        self._reducer = GradientReducer(parameters, LocalGroup(), bucket_bytes=bucket_bytes)
+        self._reducer = Gradients(parameters)
         self._computer = ShareComputer(
             self.task, Replica(model, self.optimizer, self._reducer, BufferKeeper(model, LocalGroup())),
             terms=TERMS, weights=tuple(float(self.task.term_weights.get(term, 1.0)) for term in TERMS), seed=0,

@@ -1,11 +1,11 @@
-"""Sums of gradients over the ranks, on their way while backward still runs.
+"""Gradients of a step, and their sums over the ranks, on their way while backward still runs.
 
-The gradients of all parameters are views into a few flat buckets, laid out in a fixed order that follows backward
-(last parameter first). The first gradient of a step is moved into its bucket, further ones are added there; during the
-last micro-batch a hook counts the parameters down, and a full bucket starts its all-reduce at once. Buckets leave in
-the same order on every rank, whatever order they fill in, so a rank without samples needs no dummy forward: it sends
-zeros. The reducer knows no world size and divides by nothing: losses were divided by their global counts before
-backward, and sums are all that travels.
+Alone, a rank leaves its gradients where autograd has put them. Among several, those of all parameters are views into a
+few flat buckets, laid out in a fixed order that follows backward (last parameter first). The first gradient of a step
+is moved into its bucket, further ones are added there; during the last micro-batch a hook counts the parameters down,
+and a full bucket starts its all-reduce at once. Buckets leave in the same order on every rank, whatever order they fill
+in, so a rank without samples needs no dummy forward: it sends zeros. Nothing here knows a world size or divides by
+anything: losses were divided by their global counts before backward, and sums are all that travels.
 """
 
 from __future__ import annotations
@@ -22,6 +22,93 @@ from hetseq.comm import AnyGroup, LocalGroup, Pending
 from hetseq.errors import HetSeqError
 
 _FIRST_BUCKET_BYTES = 1 << 20
+
+
+class Gradients:
+    """The gradients of `parameters` on a rank that trains alone.
+
+    Per step: `begin()`; for each micro-batch its backward, announced by `expect_last()` before the last one;
+    `finish()`. Afterwards `.grad` of every parameter is that of the whole step, None where there is none.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        #: (parameters,): after `finish`, a gradient arrived on this rank in this step
+        self.used: npt.NDArray[np.bool_] = np.zeros(len(self._parameters), np.bool_)
+
+    def begin(self) -> None:
+        """Forget all gradients, for a new step or for a step that is done again."""
+        self.used[:] = False
+        for parameter in self._parameters:
+            parameter.grad = None  # zeros to add to would be written and read for nothing
+
+    def expect_last(self) -> None:
+        """The next backward is this rank's last one of the step."""
+
+    @property
+    def has_sent(self) -> bool:
+        """Something has begun to travel in this step, and can no longer be taken back."""
+        return False
+
+    def finish(self) -> None:
+        """Wait until the gradient is complete. Raises PeerLostError; the gradient is then rubbish."""
+        self._lay_out()
+        self.used[:] = [parameter.grad is not None for parameter in self._parameters]
+
+    @contextmanager
+    def without_sending(self) -> Iterator[None]:
+        """Inside, a forward and backward compute this rank's own part, and nothing travels."""
+        yield
+
+    def norm(self) -> float:
+        """L2 norm of the whole gradient; not finite if any element is not (sync, once)."""
+        norm = _norm(self._held())
+        # squares overflow long before their elements do
+        return norm if math.isfinite(norm) else _norm(self._held(), torch.float64)
+
+    def norm_so_far(self) -> float:
+        """L2 norm of what this rank alone has gathered in this step, before anything of it has travelled (sync)."""
+        self._lay_out()
+        return _norm(self._held())
+
+    def is_finite(self) -> bool:
+        """Every element is finite; exact where a norm may overflow (sync)."""
+        return all(
+            math.isfinite(value)
+            for gradient in self._held()
+            if gradient.numel()
+            for value in map(torch.Tensor.item, gradient.aminmax())
+        )
+
+    def scale_(self, factor: float) -> None:
+        """Multiply the whole gradient by `factor`."""
+        if held := self._held():
+            torch._foreach_mul_(held, factor)
+
+    def drop_unused_(self, used: npt.NDArray[np.bool_]) -> None:
+        """Give parameters without a gradient on any rank `grad = None`: zeros would let an optimizer decay them."""
+        for index in np.flatnonzero(~used):
+            self._parameters[index].grad = None
+
+    def close(self) -> None:
+        """Let go of the parameters, and of memory that ranks share."""
+
+    def _lay_out(self) -> None:
+        """Have every gradient lie as its parameter does, which fused optimizers rely upon: not sparse, not turned."""
+        for parameter in self._parameters:
+            gradient = parameter.grad
+            if gradient is not None and (gradient.is_sparse or gradient.stride() != parameter.stride()):
+                parameter.grad = torch.zeros_like(parameter).add_(gradient)
+
+    def _held(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+
+def gradients_of(parameters: Sequence[torch.nn.Parameter], group: AnyGroup, *, bucket_bytes: int) -> Gradients:
+    """What sums up the gradients of `parameters` over `group`. Collective."""
+    if group.world_size == 1:
+        return Gradients(parameters)
+    return GradientReducer(parameters, group, bucket_bytes=bucket_bytes)
 
 
 class Bucket:
@@ -41,15 +128,15 @@ class Bucket:
         self.pending: Pending | None = None
 
 
-class GradientReducer:
+class GradientReducer(Gradients):
     """Owns the gradient memory of `parameters` and sums it over `group`.
 
-    Per step: `begin()`; for each micro-batch its backward, announced by `expect_last()` before the last one;
-    `finish()`. Afterwards `.grad` of every parameter is the sum over all ranks, equal bits on every rank.
+    After `finish` `.grad` of every parameter is the sum over all ranks, equal bits on every rank, and zero where no
+    rank had any.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: AnyGroup, *, bucket_bytes: int) -> None:
-        self._parameters = list(parameters)
+        super().__init__(parameters)
         self._group: AnyGroup = group
         # collective: the ranks may share the memory
         self._buckets = [Bucket(members, group) for members in _divide(self._parameters, bucket_bytes)]
@@ -59,22 +146,17 @@ class GradientReducer:
         self._is_last = False
         self._is_silent = False
         self._sent = 0
-        #: (parameters,): a gradient arrived on this rank in this step
-        self.used: npt.NDArray[np.bool_] = np.zeros(len(self._parameters), np.bool_)
-        self._arrived = np.zeros(len(self._parameters), np.bool_)  # the same within the last micro-batch
+        self._arrived = np.zeros(len(self._parameters), np.bool_)  # a gradient, in the last micro-batch
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
             for index, parameter in enumerate(self._parameters)
         ]
 
     def begin(self) -> None:
-        """Forget all gradients, for a new step or for a step that is done again."""
+        super().begin()
         self._is_last, self._sent = False, 0
-        self.used[:] = False
         for bucket in self._buckets:
             bucket.pending = None
-        for parameter in self._parameters:
-            parameter.grad = None  # zeros to add to would be written and read for nothing
 
     def expect_last(self) -> None:
         """The next backward is this rank's last one of the step: full buckets may leave."""
@@ -85,7 +167,6 @@ class GradientReducer:
 
     @property
     def has_sent(self) -> bool:
-        """A bucket has begun to travel in this step: what it holds can no longer be taken back."""
         return self._sent > 0 and not self._is_silent
 
     def finish(self) -> None:
@@ -101,45 +182,17 @@ class GradientReducer:
 
     @contextmanager
     def without_sending(self) -> Iterator[None]:
-        """Inside, a forward and backward fill the buckets with this rank's own part, and nothing travels."""
         group, self._group, self._is_silent = self._group, LocalGroup(), True
         try:
             yield
         finally:
             self._group, self._is_silent = group, False
 
-    def norm(self) -> float:
-        """L2 norm of the whole gradient; not finite if any element is not (sync, once)."""
-        norm = _hypot([torch.linalg.vector_norm(bucket.flat) for bucket in self._buckets])
-        if math.isfinite(norm):
-            return norm
-        # squares overflow long before their elements do
-        return _hypot([torch.linalg.vector_norm(bucket.flat, dtype=torch.float64) for bucket in self._buckets])
-
     def norm_so_far(self) -> float:
-        """L2 norm of what this rank alone has gathered in this step, before anything of it has travelled (sync)."""
         assert self._sent == 0, "a bucket that travels holds the gradients of others"
-        held = [self._home[index][1] for index in np.flatnonzero(self.used).tolist()]
-        return float(torch.nn.utils.get_total_norm(held)) if held else 0.0
-
-    def is_finite(self) -> bool:
-        """Every element is finite; exact where a norm may overflow (sync)."""
-        return all(
-            math.isfinite(value) for bucket in self._buckets for value in map(torch.Tensor.item, bucket.flat.aminmax())
-        )
-
-    def scale_(self, factor: float) -> None:
-        """Multiply the whole gradient by `factor`."""
-        for bucket in self._buckets:
-            bucket.flat.mul_(factor)
-
-    def drop_unused_(self, used: npt.NDArray[np.bool_]) -> None:
-        """Give parameters without a gradient on any rank `grad = None`: zeros would let an optimizer decay them."""
-        for index in np.flatnonzero(~used):
-            self._parameters[index].grad = None
+        return super().norm_so_far()
 
     def close(self) -> None:
-        """Let go of the parameters, and of memory that ranks share."""
         for hook in self._hooks:
             hook.remove()
         for bucket in self._buckets:
@@ -192,9 +245,13 @@ class _Hook:
         self._reducer._gradient_arrived(self._index, parameter)
 
 
-def _hypot(norms: Sequence[torch.Tensor]) -> float:
-    device = norms[0].device
-    return math.hypot(*torch.stack([norm.to(device, torch.float64) for norm in norms]).tolist())
+def _norm(gradients: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> float:
+    """L2 norm of them all, each added up in its own type, or in `dtype` (a sync for each kind)."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    norms = [torch.stack(list(torch._foreach_norm(alike, 2, dtype))) for alike in kinds.values()]
+    return math.hypot(*(value for some in norms for value in some.tolist()))
 
 
 def _divide(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[tuple[int, torch.nn.Parameter]]]:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetseq.buffers import BufferKeeper
 from hetseq.errors import CheckpointMismatch, TaskError
-from hetseq.reduction import GradientReducer
+from hetseq.reduction import Gradients
 
 
 class Replica:
@@ -24,7 +24,7 @@ class Replica:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        reducer: GradientReducer,
+        reducer: Gradients,
         buffers: BufferKeeper,
     ) -> None:
         self.model = model

@@ -40,7 +40,7 @@ from hetseq.optim import parameter_groups
 from hetseq.pace import FixedPace, MeasuredPace, Pace, assigner, assigner_by
 from hetseq.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.planning import check_best_metric, make_validators, planner_of, weights_by_slot
-from hetseq.reduction import GradientReducer
+from hetseq.reduction import gradients_of
 from hetseq.replica import Replica, batch_norms, trained_parameters
 from hetseq.replica_check import ReplicaCheck, ReplicasDiffer, kind_of
 from hetseq.resuming import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
@@ -309,7 +309,7 @@ def _build_replica(
             build = registry.find_optimizer(config.optimization.optimizer)
             optimizer = build(groups, config.optimization, config.extras.get("optimizer"))
     bucket_bytes = int(config.distributed.bucket_cap_mb * _MIB)
-    reducer = GradientReducer(parameters, group, bucket_bytes=bucket_bytes)
+    reducer = gradients_of(parameters, group, bucket_bytes=bucket_bytes)
     return Replica(material.model, optimizer, reducer, BufferKeeper(material.model, group))
 
 

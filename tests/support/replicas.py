@@ -12,7 +12,7 @@ from hetseq.comm import LocalGroup
 from hetseq.config import CheckpointConfig
 from hetseq.controller import TrainingState
 from hetseq.plan import GlobalBatch, Position
-from hetseq.reduction import GradientReducer
+from hetseq.reduction import Gradients
 from hetseq.replica import Replica
 from hetseq.resuming import Beginning, Target, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory
@@ -40,7 +40,7 @@ def replica_of(model: torch.nn.Module) -> Replica:
     """A replica that trains alone, with AdamW."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.1)
-    reducer = GradientReducer(trained, LocalGroup(), bucket_bytes=1 << 20)
+    reducer = Gradients(trained)
     return Replica(model, optimizer, reducer, BufferKeeper(model, LocalGroup()))
 
 

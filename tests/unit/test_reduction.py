@@ -1,4 +1,7 @@
-"""The gradient memory of one rank: what backward writes ends in the buckets, once, whatever a user does to `.grad`."""
+"""The gradients of one rank: what backward writes ends in the buckets, once, whatever a user does to `.grad`.
+
+A rank alone has no buckets, and the same gradient.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch
 
 from hetseq.comm import LocalGroup, Pending
 from hetseq.errors import HetSeqError
-from hetseq.reduction import GradientReducer
+from hetseq.reduction import GradientReducer, Gradients, gradients_of
 
 SHAPES = [(3, 2), (4,), (), (5, 1), (7,)]
 
@@ -52,7 +55,7 @@ def reducing(
         reducer.close()
 
 
-def step(reducer: GradientReducer, *micro_batches: Callable[[], torch.Tensor]) -> None:
+def step(reducer: Gradients, *micro_batches: Callable[[], torch.Tensor]) -> None:
     reducer.begin()
     for number, loss in enumerate(micro_batches):
         if number == len(micro_batches) - 1:
@@ -297,3 +300,87 @@ def test_a_closed_reducer_has_let_go_of_the_parameters() -> None:
     loss_of(parameters).backward()
     assert not reducer.used.any()
     assert isinstance(reducer.used, np.ndarray)
+
+
+# ----------------------------------------------------------------------------------------------------- a rank alone
+
+
+def alone() -> tuple[list[torch.nn.Parameter], Gradients]:
+    parameters = make_parameters(torch.float64)
+    gradients = gradients_of(parameters, LocalGroup(), bucket_bytes=1 << 20)
+    assert type(gradients) is Gradients, "it has nothing to send"
+    return parameters, gradients
+
+
+def test_a_rank_alone_leaves_gradients_where_autograd_has_put_them() -> None:
+    parameters, own = alone()
+    seen: list[int] = []
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda p: seen.append(0 if p.grad is None else p.grad.data_ptr()))
+    step(own, lambda: loss_of(parameters), lambda: loss_of(parameters, 4.0))
+    assert gradients(parameters) == [(10 * p).flatten().tolist() for p in parameters]
+    assert {p.grad.data_ptr() for p in parameters if p.grad is not None} == set(seen)
+    assert not own.has_sent
+    step(own, lambda: loss_of(parameters, 4.0))  # the twin: a step forgets the one before it
+    assert gradients(parameters) == [(8 * p).flatten().tolist() for p in parameters]
+
+
+def test_a_rank_alone_has_the_norm_of_one_among_several() -> None:
+    parameters, own = alone()
+    with reducing(parameters, bucket_bytes=40) as (reducer, _):
+        step(reducer, lambda: loss_of(parameters))
+        among_several = reducer.norm()
+    step(own, lambda: loss_of(parameters))
+    assert own.norm() == own.norm_so_far() == among_several
+    own.scale_(0.5)
+    assert gradients(parameters) == [p.flatten().tolist() for p in parameters]
+
+
+def test_a_parameter_that_a_rank_alone_did_not_use_has_no_gradient() -> None:
+    parameters, own = alone()
+    step(own, lambda: loss_of(parameters[1:]))
+    assert own.used.tolist() == [False, True, True, True, True]
+    own.drop_unused_(own.used)
+    assert [gradient is None for gradient in gradients(parameters)] == [True, False, False, False, False]
+    step(own)
+    assert not own.used.any()
+    assert own.norm() == 0
+    assert own.is_finite()
+    own.scale_(0.5)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_rank_alone_sees_what_is_not_finite(value: float) -> None:
+    parameters, own = alone()
+    step(own, lambda: loss_of(parameters))
+    assert own.is_finite()
+    assert parameters[3].grad is not None
+    parameters[3].grad[2] = value
+    assert not own.is_finite()
+    assert not math.isfinite(own.norm())
+
+
+def test_a_rank_alone_lays_its_gradients_out_as_its_parameters() -> None:
+    table = torch.nn.Parameter(torch.randn(5, 3, dtype=torch.float64))
+    turned = torch.nn.Parameter(torch.randn(3, 4, dtype=torch.float64).t())
+    ids = torch.tensor([1, 3, 3])
+
+    def loss(*, is_sparse: bool) -> torch.Tensor:
+        return (torch.nn.functional.embedding(ids, table, sparse=is_sparse) ** 2).sum() + (turned**3).sum()
+
+    found = []
+    for is_sparse in (True, False):
+        own = gradients_of([table, turned], LocalGroup(), bucket_bytes=1)
+        own.begin()
+        loss(is_sparse=is_sparse).backward()
+        assert table.grad is not None
+        assert table.grad.is_sparse == is_sparse
+        early = own.norm_so_far()  # in the middle of a step
+        loss(is_sparse=is_sparse).backward()
+        assert turned.grad is not None
+        turned.grad = turned.grad.contiguous()  # as somebody may who replaces it
+        own.finish()
+        assert (table.grad.stride(), turned.grad.stride()) == (table.stride(), turned.stride())
+        assert own.norm() == pytest.approx(2 * early, rel=1e-15)
+        found.append(gradients([table, turned]))
+    assert found[0] == found[1]
