@@ -145,7 +145,9 @@ def test_worker_processes_load_what_is_computed_again(world_size: int, tmp_path:
     words = words_of(10, balance="2,1,2" if world_size == 3 else "equal", max_sentences=10, num_workers=2)
     meals = dine(tmp_path, words, *[Appetite((Fault(0),), late=(2,)), CALM, CALM][:world_size])
     check(meals, 10)
-    assert attempts_of(meals) == [[1, 1, 2, 1, 1]] * world_size
+    attempts = 2 if world_size > 1 else 1  # of a rank alone nothing is on its way
+    assert attempts_of(meals) == [[1, 1, attempts, 1, 1]] * world_size
+    assert forwards_of(meals, 3)[0] > 2, "the first share was done again"
 
 
 def test_a_later_start_remembers_what_the_memory_refused(tmp_path: Path) -> None:
@@ -301,7 +303,8 @@ def check_rounds(path: Path, world_size: int, rounds: int, seed: int) -> Counter
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_ten_runs_with_random_failures(world_size: int, tmp_path: Path) -> None:
     happened = check_rounds(tmp_path, world_size, 5, seed=world_size)
-    assert min(happened["repeated by all"], happened["repeated alone"], happened["calm"]) > 0
+    assert min(happened["repeated alone"], happened["calm"]) > 0
+    assert (happened["repeated by all"] > 0) == (world_size > 1)
 
 
 @pytest.mark.slow
@@ -309,7 +312,8 @@ def test_ten_runs_with_random_failures(world_size: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_fifty_runs_with_random_failures(world_size: int, tmp_path: Path) -> None:
     happened = check_rounds(tmp_path, world_size, 50, seed=10 + world_size)
-    assert min(happened.values()) > 0
+    kinds = [kind for kind, times in happened.items() if times > 0]
+    assert sorted(kinds) == sorted(happened if world_size > 1 else ("calm", "repeated alone"))
     assert len(happened) == 4
 
 
