@@ -169,7 +169,9 @@ class Fetched:
         if not self._have_begun() or self._dead(0.0):
             for child in self._processes:
                 child.kill()
-            # torch tidies up when it is forgotten, and then waits for locks that a killed process may have held
+            # one of them may have held the lock of this, for which torch would wait; nobody is left to be told by it
+            held[0]._workers_done_event = threading.Event()  # type: ignore[attr-defined]
+            # torch tidies up when it is forgotten, and waits a little for each process and thread of its own
             threading.Thread(target=held.clear, name="lost-loader", daemon=True).start()
 
     def _have_begun(self) -> bool:

@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from hetseq import fetching
 from hetseq.capacity import assign_shares
 from hetseq.errors import DataError, HetSeqError
-from hetseq.fetching import LoaderDied, base_order, seed_everything
+from hetseq.fetching import Collate, Fetched, Fetcher, LoaderDied, Request, base_order, seed_everything
 from hetseq.loader import Source, StepLoader, load_range, place_on
 from hetseq.plan import GlobalBatch, MicroBatchCap, Planner, Position, StepPlan
 from tests.support.journeys import Change, Journey, apply, drive, expected, some_journey
@@ -423,6 +423,23 @@ def test_loader_processes_that_are_killed_are_replaced_and_no_sample_is_another(
     assert caplog.text.count("as the kernel does when memory runs out: others take over at step") == 2
     gc.collect()
     assert torch.multiprocessing.active_children() == []
+
+
+def test_nobody_waits_for_a_lock_that_a_killed_process_held() -> None:
+    requests = [Request(0, np.arange(2))] * 3
+    fetched = Fetched(Fetcher(Numbers(), 1), Collate(default_collate), requests, num_workers=2, pin_memory=False)
+    assert next(fetched).tolist() == [0, 1]
+    iterator: Any = fetched._batches
+    iterator._workers_done_event._cond.acquire()  # as by a process that looks at it when it is killed
+    for process in torch.multiprocessing.active_children():
+        process.kill()
+        process.join(PATIENCE_S)
+    del iterator
+    fetched.close()
+    deadline = time.monotonic() + PATIENCE_S
+    while "lost-loader" in (names := [thread.name for thread in threading.enumerate()]):
+        assert time.monotonic() < deadline, names
+        time.sleep(0.01)
 
 
 def some_deaths(seeds: range) -> Iterator[int]:
