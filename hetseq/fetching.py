@@ -136,6 +136,7 @@ class Fetched:
         started = set(multiprocessing.active_children()) - before
         self._processes = [child for child in started if isinstance(child, ForkProcess)]
         self._forked_s = time.monotonic()
+        self._is_closed = False
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -162,6 +163,9 @@ class Fetched:
 
     def close(self) -> None:
         """End the loader processes; may be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         held, self._batches = [self._batches], iter(())
         deadline = time.monotonic() + _REAPED_S  # for those that are only just starting
         while not self._have_begun() and not self._dead(0.001) and time.monotonic() < deadline:

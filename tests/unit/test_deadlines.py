@@ -73,7 +73,7 @@ hetseq/cluster/sockets.py
     take: connection.recv: the socket never waits
 hetseq/comm.py
     connect: building.result: it is over
-    Group._await: work.wait: the collective has ended; before that, each look at it has a deadline, and it one of its own
+    Group._await: work.wait: the collective has ended; before that each look at it has a deadline
 hetseq/demo.py
     _make_corpus: subprocess.run: the user looks on, and Ctrl-C ends both
 hetseq/doctor/all_reduce.py
