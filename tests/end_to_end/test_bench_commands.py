@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("line", "rows"),
     [
-        ("scale.py --model bert-tiny --rounds 1 --steps 1 --batch 4 --seconds 0.05", 5),
+        ("scale.py --model bert-tiny --rounds 1 --steps 1 --batch 4 --seconds 0.05", 6),
         ("het.py 1,2 --models bert-tiny --rounds 1 --steps 1 --seconds 0.05 --batch 16", 1),
         ("step.py --model bert-tiny --batch 4 --rounds 1 --peers none", 1),
         ("bert_step.py --layers 1 --hidden 64 --rows 2 --rounds 1", 1),
