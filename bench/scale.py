@@ -174,22 +174,15 @@ def report(rounds: Sequence[dict[str, list[Timing]]], arguments: argparse.Namesp
         "ours": f"HetSeq, --balance {arguments.balance}",
         "gloo": "the same, as between nodes",
         "ddp": "DDP, gradient_as_bucket_view",
-        "ddp, kept": "the same, freed memory kept",
+        "ddp, kept": "the same, memory kept",
     }
     print(
         f"{arguments.ranks} ranks, one thread each, {arguments.model}, {arguments.batch} samples a rank and step, AdamW"
     )
     heads = [
-        "",
-        "step, ms",
-        "CPU of a rank, ms",
-        "samples/s",
-        "% of both busy",
-        "x DDP",
-        "x DDP that keeps memory",
-        "wall / CPU",
+        "", "step, ms", "CPU of a rank, ms", "samples/s", "% of both busy", "x DDP", "x DDP, memory kept", "wall / CPU",
         "n",
-    ]
+    ]  # fmt: skip
     cells = [
         [
             names.get(row["what"], row["what"]), row["step_s"].shown(".0f", 1e3),
