@@ -87,6 +87,7 @@ $(VENV)/.installed-demo: $(VENV)/.installed-core requirements-dev.txt pyproject.
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed-core requirements-dev.txt pyproject.toml
+	$(PIP) install "$$(grep '^setuptools-scm==' requirements-dev.txt)"  # first: seqeval is built with it
 	DS_BUILD_OPS=0 $(PIP) install --no-build-isolation -r requirements-dev.txt  # deepspeed without compiled operators
 	$(PIP) install --no-build-isolation -e '.[dev]'
 	@touch $@
