@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         RendezvousError,
         TaskError,
     )
+    from hetseq.gradient_memory import empty_gradient
     from hetseq.registry import register_lr_scheduler, register_optimizer, register_task
     from hetseq.report.recorded import RecordedRun, load_run
     from hetseq.task import Task
@@ -44,6 +45,7 @@ _HOMES = {
     "RendezvousError": "errors",
     "Task": "task",
     "TaskError": "errors",
+    "empty_gradient": "gradient_memory",
     "load_run": "report.recorded",
     "option": "config",
     "register_lr_scheduler": "registry",
@@ -67,6 +69,7 @@ __all__ = [
     "Task",
     "TaskError",
     "__version__",
+    "empty_gradient",
     "load_run",
     "option",
     "register_lr_scheduler",

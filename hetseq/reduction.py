@@ -2,14 +2,16 @@
 
 Alone, a rank leaves its gradients where autograd has put them. Among several, those of all parameters are views into a
 few flat buckets, laid out in a fixed order that follows backward (last parameter first). The first gradient of a step
-is moved into its bucket, further ones are added there; during the last micro-batch a hook counts the parameters down,
-and a full bucket starts its all-reduce at once. Buckets leave in the same order on every rank, whatever order they fill
-in, so a rank without samples needs no dummy forward: it sends zeros. Nothing here knows a world size or divides by
-anything: losses were divided by their global counts before backward, and sums are all that travels.
+is moved into its bucket, unless it was made there (`gradient_memory`), and further ones are added there; during the
+last micro-batch a hook counts the parameters down, and a full bucket starts its all-reduce at once. Buckets leave in
+the same order on every rank, whatever order they fill in, so a rank without samples needs no dummy forward: it sends
+zeros. Nothing here knows a world size or divides by anything: losses were divided by their global counts before
+backward, and sums are all that travels.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ import torch
 
 from hetseq.comm import AnyGroup, LocalGroup, Pending
 from hetseq.errors import HetSeqError
+from hetseq.gradient_memory import lending
 
 _FIRST_BUCKET_BYTES = 1 << 20
 
@@ -27,7 +30,7 @@ _FIRST_BUCKET_BYTES = 1 << 20
 class Gradients:
     """The gradients of `parameters` on a rank that trains alone.
 
-    Per step: `begin()`; for each micro-batch its backward, announced by `expect_last()` before the last one;
+    Per step: `begin()`; for each micro-batch its `backward`, announced by `expect_last()` before the last one;
     `finish()`. Afterwards `.grad` of every parameter is that of the whole step, None where there is none.
     """
 
@@ -44,6 +47,10 @@ class Gradients:
 
     def expect_last(self) -> None:
         """The next backward is this rank's last one of the step."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a micro-batch's loss, a scalar."""
+        loss.backward()
 
     @property
     def has_sent(self) -> bool:
@@ -147,6 +154,8 @@ class GradientReducer(Gradients):
         self._is_silent = False
         self._sent = 0
         self._arrived = np.zeros(len(self._parameters), np.bool_)  # a gradient, in the last micro-batch
+        self._lent = np.zeros(len(self._parameters), np.bool_)  # the memory, in this step
+        self._lenders = {id(p): functools.partial(self._lend, index) for index, p in enumerate(self._parameters)}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))
             for index, parameter in enumerate(self._parameters)
@@ -155,6 +164,7 @@ class GradientReducer(Gradients):
     def begin(self) -> None:
         super().begin()
         self._is_last, self._sent = False, 0
+        self._lent[:] = False
         for bucket in self._buckets:
             bucket.pending = None
 
@@ -164,6 +174,10 @@ class GradientReducer(Gradients):
         self._arrived[:] = False
         for bucket in self._buckets:
             bucket.missing = len(bucket.members)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        with lending(self._lenders):
+            loss.backward()
 
     @property
     def has_sent(self) -> bool:
@@ -205,10 +219,11 @@ class GradientReducer(Gradients):
         bucket, view = self._home[index]
         if parameter.grad is not view:  # the first of the step, or somebody has replaced .grad in forward
             assert parameter.grad is not None
-            if not self.used[index]:
-                view.copy_(parameter.grad)
-            elif parameter.grad.data_ptr() != view.data_ptr():
-                view.add_(parameter.grad)
+            if parameter.grad.data_ptr() != view.data_ptr():  # it was not made there
+                if self.used[index]:
+                    view.add_(parameter.grad)
+                else:
+                    view.copy_(parameter.grad)
             parameter.grad = view
         self.used[index] = True
         if not self._is_last:
@@ -224,6 +239,14 @@ class GradientReducer(Gradients):
         bucket.missing -= 1
         while self._sent < len(self._buckets) and self._buckets[self._sent].missing == 0:
             self._send_next()
+
+    def _lend(self, index: int) -> torch.Tensor | None:
+        """Where the first gradient of the step may be made; a tensor of its own, which autograd takes as it is."""
+        bucket, view = self._home[index]
+        if self._lent[index] or self.used[index] or bucket.pending is not None:
+            return None
+        self._lent[index] = True
+        return view.as_strided(view.shape, view.stride())
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._sent]

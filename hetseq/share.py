@@ -157,7 +157,7 @@ class ShareComputer:
         scaled = [sums[self._terms[index]] * (self._weights[index] / counts[index]) for index in live]
         with_gradient = [term for term in scaled if term.requires_grad]
         if with_gradient:
-            (torch.stack(with_gradient).sum() * self.loss_scale).backward()
+            self.replica.reducer.backward(torch.stack(with_gradient).sum() * self.loss_scale)
         return {index: sums[self._terms[index]].detach().double() for index in live}
 
     def _complaint(self, samples: int) -> str:

@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hetseq import empty_gradient
+
 _PIECE_ELEMENTS = 1 << 17  # of logits at once: half a megabyte in single precision
 _LEAST_WORDS = 256
 _PRECISE = frozenset({torch.float32, torch.float64})  # elsewhere products are cheap, and rounding would cost passes
@@ -54,6 +56,7 @@ class _Loss(torch.autograd.Function):
             scales.append(most)
         log_total = most + total.log()
         ctx.save_for_backward(hidden, weight)
+        ctx.weight = weight  # itself, whose view it may be
         ctx.weights, ctx.pieces, ctx.scales = weights, pieces, [(scale - log_total).exp() for scale in scales]
         return (log_total - right).sum()
 
@@ -61,7 +64,7 @@ class _Loss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
-        of_hidden, of_weight = torch.zeros_like(hidden), torch.empty_like(weight)
+        of_hidden, of_weight = torch.zeros_like(hidden), empty_gradient(ctx.weight)
         of_bias = weight.new_empty(len(weight))
         for (words, tokens, places), scale in zip(ctx.pieces, ctx.scales):
             of_logits = ctx.weights[words] * (scale * factor)  # (words, m)

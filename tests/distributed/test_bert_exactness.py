@@ -13,6 +13,7 @@ import torch
 
 from hetseq import options
 from hetseq.comm import AnyGroup
+from hetseq.reduction import GradientReducer
 from hetseq.task import make_task
 from tests.support import bert, oracle
 from tests.support.ranks import run_ranks
@@ -88,6 +89,30 @@ def test_whole_steps_without_a_masked_word_have_the_gradient_of_their_pairs(worl
     facts = check(world_size, tmp_path, [(SHARES[world_size][1 % len(SHARES[world_size])], 5, "fp64")], 5, batch=14)
     # no loss at all, and not one of 0
     assert [sorted(terms or {}) for terms in facts.terms] == [["mlm", "nsp"], ["nsp"], ["nsp"], *[["mlm", "nsp"]] * 2]
+
+
+def loans(group: AnyGroup, save_dir: str, words: list[str]) -> list[list[int] | None]:
+    """The sizes of the gradients that were to be made where they are sent; None where that was refused."""
+    lend, found = GradientReducer._lend, []
+
+    def seen(reducer: GradientReducer, index: int) -> torch.Tensor | None:
+        memory = lend(reducer, index)
+        found.append(None if memory is None else list(memory.shape))
+        return memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradientReducer, "_lend", seen)
+        train(group, save_dir, words)
+    return found
+
+
+def test_the_gradient_of_the_vocabulary_is_made_where_it_is_sent(tmp_path: Path) -> None:
+    """Once a step: what a second micro-batch finds there is added to. Rows 8 to 49 have no masked word."""
+    data, whole = bert.write_folder(tmp_path / "data", ROWS), [bert.VOCAB, bert.CONFIG["hidden_size"]]
+    for cap, second in ((24, []), (12, [None])):  # rows of a micro-batch
+        case = words(data, ("24,24", cap, "fp64"), 2)
+        ranks = run_ranks(loans, 2, prepared(tmp_path / f"run-{cap}"), case, timeout_s=60)
+        assert ranks == [[whole, whole, *second], [whole, *second]]
 
 
 @pytest.mark.slow

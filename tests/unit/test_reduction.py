@@ -60,7 +60,7 @@ def step(reducer: Gradients, *micro_batches: Callable[[], torch.Tensor]) -> None
     for number, loss in enumerate(micro_batches):
         if number == len(micro_batches) - 1:
             reducer.expect_last()
-        loss().backward()
+        reducer.backward(loss())
     reducer.finish()
 
 
