@@ -88,10 +88,10 @@ def test_a_gradient_is_made_where_it_is_sent_and_not_moved(make: Any, monkeypatc
 
 
 def test_a_view_of_all_of_it_counts_and_one_of_a_part_does_not() -> None:
-    weight = nn.Parameter(torch.ones(WORDS, SIZE))
+    weight = nn.Parameter(torch.ones(SIZE, SIZE))
     for view, is_whole in (
         (weight.view_as(weight), True),
-        (weight[:5], False),
+        (weight[:2], False),
         (weight.t(), False),
         (weight * 1, False),
     ):
