@@ -28,7 +28,7 @@ from tasks.bert_records import BertRecords, find_records, load_records
 from tasks.bert_vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab
 from tasks.layer_stack import checkpoint_activations_
 from tasks.local_copy import LocalCopy
-from tasks.options import BertOptions
+from tasks.options import MASK_PROB, BertOptions
 from tasks.pretrained import init_config, read_bert, read_files, write_pretrained
 from tasks.record_index import Index, vocab_digest
 
@@ -67,6 +67,13 @@ class BertTask(Task):
                 raise DataError(
                     f"--local-copy is for records, and --data {data} holds none: make records of its HDF5 files,"
                     f" `python -m preprocessing.convert_hdf5 --input {data} --output DIR`, or leave the option out"
+                )
+            if self.options.mask_prob != MASK_PROB or self.options.whole_words:
+                option = "--whole-words" if self.options.whole_words else f"--mask-prob {self.options.mask_prob:g}"
+                raise DataError(
+                    f"{option} is for records, and the masks of the HDF5 files in --data {data} were drawn when they"
+                    f" were made: make records of them, `python -m preprocessing.convert_hdf5 --input {data} --output"
+                    " DIR`, or leave the option out"
                 )
             dataset = load_bert(
                 data, split, vocab_size=config.vocab_size, max_positions=config.max_position_embeddings,
@@ -143,11 +150,12 @@ class BertTask(Task):
                 f"{self._config_file()} has type_vocab_size {config.type_vocab_size}, and rows of records have two"
                 " segments: give a --config-file with 2 or more"
             )
-        # what is validated with is masked in the same way in every run, whatever its seed, so that runs compare
-        seed = self.config.task.seed if split == self.config.data.train_subset else _VALIDATION_SEED
+        # what is validated with is masked in the same way in every run, whatever its options, so that runs compare
+        trains = split == self.config.data.train_subset
+        seed, share = (self.config.task.seed, self.options.mask_prob) if trains else (_VALIDATION_SEED, MASK_PROB)
         return load_records(
             index, split, read_vocab(vocab), max_positions=config.max_position_embeddings, seed=seed,
-            masking=Masking(whole_words=self.options.whole_words), num_file=self.config.data.num_file,
+            masking=Masking(share, whole_words=self.options.whole_words), num_file=self.config.data.num_file,
             is_packed=self._is_packed, local_copy=self._local_copy,
         )  # fmt: skip
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hetseq import option
+from hetseq import ConfigError, option
+
+MASK_PROB = 0.15  # Devlin et al. 2018
 
 
 def _init_from(what: str) -> Any:
@@ -47,11 +49,18 @@ def _no_packing() -> Any:
 class BertOptions:
     """Pre-training of BERT."""
 
+    mask_prob: float = option(
+        MASK_PROB, "records: share of the words that are masked in training; validation always masks 0.15", metavar="X"
+    )
     whole_words: bool = option(False, "records: mask all pieces of a word or none, not single pieces")
     no_packing: bool = _no_packing()
     init_from: str | None = _init_from("the network")
     activation_checkpointing: bool = _activation_checkpointing()
     local_copy: str | None = _local_copy()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.mask_prob < 1:
+            raise ConfigError(f"--mask-prob {self.mask_prob:g}: expected more than 0 and less than 1")
 
 
 @dataclass(frozen=True)

@@ -415,6 +415,23 @@ def test_whole_words_are_an_option(folder: Path) -> None:
     assert found != batch_of(task_of(folder).load_dataset("train"), range(50))
 
 
+def test_the_share_of_masked_words_is_an_option_of_training(folder: Path) -> None:
+    task = task_of(folder, "--mask-prob", "0.4")
+    found = batch_of(task.load_dataset("train"), range(50))
+    expected = load(folder, masking=Masking(0.4), seed=19940802, is_packed=True)
+    assert found == batch_of(expected, range(50))
+    usual = batch_of(task_of(folder).load_dataset("train"), range(50))
+    assert len(found["masked_ids"]) / len(usual["masked_ids"]) == pytest.approx(0.4 / 0.15, rel=0.1)
+    validated, always = (each.load_dataset("test") for each in (task, task_of(folder)))
+    assert batch_of(validated, range(9)) == batch_of(always, range(9))
+
+
+@pytest.mark.parametrize("share", ["0", "1", "-0.1"])
+def test_a_share_that_cannot_be_meant_is_refused(share: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--mask-prob {share}: expected more than 0 and less than 1"):
+        options.parse(["--task", "bert", f"--mask-prob={share}"])
+
+
 def test_a_folder_of_both_kinds_is_refused(folder: Path) -> None:
     (folder / "x_train.hdf5").write_bytes(b"")
     with pytest.raises(

@@ -73,6 +73,14 @@ def test_nothing_masked_is_nothing_measured(task: BertTask) -> None:
     assert found["mlm_accuracy"] == found["hidden_accuracy"] == found["hidden_mlm"] == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("words", [["--mask-prob", "0.4"], ["--whole-words"]])
+def test_masks_that_files_hold_already_are_not_drawn_by_options(words: list[str], tmp_path: Path) -> None:
+    data = bert.write_folder(tmp_path / "data", 60)
+    task: Any = make_task(BertTask, options.parse(["--task", "bert", "--data", str(data), *words]))
+    with pytest.raises(DataError, match=f"{' '.join(words)} is for records.* preprocessing.convert_hdf5"):
+        task.load_dataset("train")
+
+
 def test_a_file_of_two_splits_is_refused(tmp_path: Path) -> None:
     data = bert.write_folder(tmp_path / "data", 60, train="pretrain", valid="pretrain_valid")
     task: Any = make_task(BertTask, options.parse(["--task", "bert", "--data", str(data)]))
