@@ -396,6 +396,11 @@ class DistributedConfig:
     )
     distributed_no_spawn: bool = node_option(False, "run the only worker in this process, without a launcher")
     bucket_cap_mb: float = option(25.0, "size of the buckets in which gradients travel, in MiB", metavar="MIB")
+    reduce_dtype: str | None = option(
+        None,
+        "add gradients up in double precision: with --unit-size the same bits on any workers of one kind",
+        choices=("fp64",),
+    )
     balance: str = option(
         "auto",
         "shares of the ranks: auto (by measured speed), equal, or fixed weights as in 5,2,1",

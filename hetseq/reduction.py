@@ -6,7 +6,8 @@ is moved into its bucket, unless it was made there (`gradient_memory`), and furt
 last micro-batch a hook counts the parameters down, and a full bucket starts its all-reduce at once. Buckets leave in
 the same order on every rank, whatever order they fill in, so a rank without samples needs no dummy forward: it sends
 zeros. Nothing here knows a world size or divides by anything: losses were divided by their global counts before
-backward, and sums are all that travels.
+backward, and sums are all that travels. They are made in the type of the parameters, or in double precision, in which
+it hardly ever matters who adds what.
 """
 
 from __future__ import annotations
@@ -111,8 +112,12 @@ class Gradients:
         return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
 
 
-def gradients_of(parameters: Sequence[torch.nn.Parameter], group: AnyGroup, *, bucket_bytes: int) -> Gradients:
-    """What sums up the gradients of `parameters` over `group`. Collective."""
+def gradients_of(
+    parameters: Sequence[torch.nn.Parameter], group: AnyGroup, *, bucket_bytes: int, is_wide: bool = False
+) -> Gradients:
+    """What sums up the gradients of `parameters` over `group`; in double precision if `is_wide`. Collective."""
+    if is_wide:
+        return WideReducer(parameters, group, bucket_bytes=bucket_bytes)
     if group.world_size == 1:
         return Gradients(parameters)
     return GradientReducer(parameters, group, bucket_bytes=bucket_bytes)
@@ -121,10 +126,12 @@ def gradients_of(parameters: Sequence[torch.nn.Parameter], group: AnyGroup, *, b
 class Bucket:
     """A flat piece of gradient memory and the parameters that live in it."""
 
-    def __init__(self, members: Sequence[tuple[int, torch.nn.Parameter]], group: AnyGroup) -> None:
+    def __init__(
+        self, members: Sequence[tuple[int, torch.nn.Parameter]], group: AnyGroup, dtype: torch.dtype | None
+    ) -> None:
         first = members[0][1]
         self.members = [index for index, _ in members]
-        self.flat = group.zeros(sum(p.numel() for _, p in members), first.dtype, first.device)
+        self.flat = group.zeros(sum(p.numel() for _, p in members), dtype or first.dtype, first.device)
         self.views: list[torch.Tensor] = []
         offset = 0
         for _, parameter in members:
@@ -142,11 +149,13 @@ class GradientReducer(Gradients):
     rank had any.
     """
 
+    _dtype: torch.dtype | None = None  # of the buckets; None for that of their parameters
+
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: AnyGroup, *, bucket_bytes: int) -> None:
         super().__init__(parameters)
         self._group: AnyGroup = group
         # collective: the ranks may share the memory
-        self._buckets = [Bucket(members, group) for members in _divide(self._parameters, bucket_bytes)]
+        self._buckets = [Bucket(members, group, self._dtype) for members in _divide(self._parameters, bucket_bytes)]
         self._home: dict[int, tuple[Bucket, torch.Tensor]] = {
             index: (bucket, view) for bucket in self._buckets for index, view in zip(bucket.members, bucket.views)
         }
@@ -217,14 +226,7 @@ class GradientReducer(Gradients):
 
     def _gradient_arrived(self, index: int, parameter: torch.Tensor) -> None:
         bucket, view = self._home[index]
-        if parameter.grad is not view:  # the first of the step, or somebody has replaced .grad in forward
-            assert parameter.grad is not None
-            if parameter.grad.data_ptr() != view.data_ptr():  # it was not made there
-                if self.used[index]:
-                    view.add_(parameter.grad)
-                else:
-                    view.copy_(parameter.grad)
-            parameter.grad = view
+        self._take_in(index, parameter, view)
         self.used[index] = True
         if not self._is_last:
             return
@@ -240,6 +242,18 @@ class GradientReducer(Gradients):
         while self._sent < len(self._buckets) and self._buckets[self._sent].missing == 0:
             self._send_next()
 
+    def _take_in(self, index: int, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        """Have the gradient that has come in the bucket."""
+        if parameter.grad is view:  # autograd has added to it
+            return
+        assert parameter.grad is not None  # the first of the step, or somebody has replaced .grad in forward
+        if parameter.grad.data_ptr() != view.data_ptr():  # it was not made there
+            if self.used[index]:
+                view.add_(parameter.grad)
+            else:
+                view.copy_(parameter.grad)
+        parameter.grad = view
+
     def _lend(self, index: int) -> torch.Tensor | None:
         """Where the first gradient of the step may be made; a tensor of its own, which autograd takes as it is."""
         bucket, view = self._home[index]
@@ -254,8 +268,46 @@ class GradientReducer(Gradients):
         for index, view in zip(bucket.members, bucket.views):
             if not self.used[index]:  # it holds what an earlier step has left
                 view.zero_()
-                self._parameters[index].grad = view
+                self._keep(index, view)
         bucket.pending = self._group.all_reduce_sum(bucket.flat)
+
+    def _keep(self, index: int, view: torch.Tensor) -> None:
+        self._parameters[index].grad = view
+
+
+class WideReducer(GradientReducer):
+    """Adds up in double precision, on any number of ranks, and rounds once: `.grad` is of the parameter's type.
+
+    In double precision the sum of n numbers of single precision is exact, and so the same in any order, if none but
+    zeros is smaller than 2^-29 n times the largest. Where one is, two orders differ in the last of 53 bits, which the
+    rounding to 24 hides but for one case in some 2^28.
+    """
+
+    _dtype = torch.float64
+
+    def finish(self) -> None:
+        super().finish()
+        for index, (_, view) in self._home.items():
+            parameter = self._parameters[index]
+            parameter.grad = torch.empty_like(parameter).copy_(view)
+
+    def norm_so_far(self) -> float:
+        assert self._sent == 0, "a bucket that travels holds the gradients of others"
+        return _norm([view for index, (_, view) in self._home.items() if self.used[index]])
+
+    def _take_in(self, index: int, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        if self.used[index]:
+            view.add_(parameter.grad)
+        else:
+            view.copy_(parameter.grad)
+        parameter.grad = None  # the next one is not to be added to it
+
+    def _keep(self, index: int, view: torch.Tensor) -> None:
+        """Nothing is seen of a sum before it is complete."""
+
+    def _lend(self, index: int) -> None:
+        """A gradient cannot be made where sums are of another type."""
 
 
 class _Hook:

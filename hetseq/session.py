@@ -309,7 +309,8 @@ def _build_replica(
             build = registry.find_optimizer(config.optimization.optimizer)
             optimizer = build(groups, config.optimization, config.extras.get("optimizer"))
     bucket_bytes = int(config.distributed.bucket_cap_mb * _MIB)
-    reducer = gradients_of(parameters, group, bucket_bytes=bucket_bytes)
+    is_wide = config.distributed.reduce_dtype is not None
+    reducer = gradients_of(parameters, group, bucket_bytes=bucket_bytes, is_wide=is_wide)
     return Replica(material.model, optimizer, reducer, BufferKeeper(material.model, group))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from hetseq.comm import AnyGroup
 from tests.support import bert
@@ -28,12 +29,18 @@ def curves(group: AnyGroup, save_dir: str, words: list[str], spreads: list[str])
     return [train(group, save_dir, [*words, "--balance", balance]) for balance in chosen]
 
 
-def largest_difference(words: list[str], steps: int, spreads: list[str], path: Path) -> float:
-    """Of all losses and of the last parameters, from those of one process."""
+def trained(words: list[str], steps: int, spreads: list[str], path: Path) -> tuple[Facts, list[Facts]]:
+    """By one process, and by three for each of the spreads."""
     words = [*WORDS.split(), *words, "--max-sentences", "7", "--max-update", str(steps)]
     ((alone,),) = run_ranks(curves, 1, prepared(path / "one"), words, spreads)
     together = run_ranks(curves, 3, prepared(path / "three"), words, spreads)[0]
     assert len(alone.losses) == steps
+    return alone, together
+
+
+def largest_difference(words: list[str], steps: int, spreads: list[str], path: Path) -> float:
+    """Of all losses and of the last parameters, from those of one process."""
+    alone, together = trained(words, steps, spreads, path)
     worst = max((facts.parameters - alone.parameters).abs().max().item() for facts in together)
     return max(worst, *(abs(mine - right) for facts in together for mine, right in zip(facts.losses, alone.losses)))
 
@@ -59,6 +66,14 @@ def test_with_units_products_of_16_bits_are_rounded_alike(task: list[str], tmp_p
     words = [*task, "--precision", "bf16", "--dropout", "0"]
     assert largest_difference([*words, "--unit-size", "4"], 2, ["5,2,1"], tmp_path) <= 1e-6
     assert largest_difference(words, 2, ["5,2,1"], tmp_path / "twin") > 1e-5
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_with_units_and_wide_sums_all_bits_are_the_same(task: list[str], precision: str, tmp_path: Path) -> None:
+    words = [*task, "--precision", precision, "--unit-size", "4", "--clip-norm", "1", "--optimizer", "adamw"]
+    for more, is_equal in ((["--reduce-dtype", "fp64"], True), ([], False)):
+        alone, together = trained([*words, *more], 6, SPREADS, tmp_path / str(is_equal))
+        assert [torch.equal(facts.parameters, alone.parameters) for facts in together] == [is_equal] * len(SPREADS)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import torch
 
 from hetseq.comm import LocalGroup, Pending
 from hetseq.errors import HetSeqError
-from hetseq.reduction import GradientReducer, Gradients, gradients_of
+from hetseq.reduction import GradientReducer, Gradients, WideReducer, gradients_of
 
 SHAPES = [(3, 2), (4,), (), (5, 1), (7,)]
 
@@ -384,3 +384,51 @@ def test_a_rank_alone_lays_its_gradients_out_as_its_parameters() -> None:
         assert own.norm() == pytest.approx(2 * early, rel=1e-15)
         found.append(gradients([table, turned]))
     assert found[0] == found[1]
+
+
+def wide(parameters: list[torch.nn.Parameter]) -> WideReducer:
+    reducer = gradients_of(parameters, LocalGroup(), bucket_bytes=24, is_wide=True)
+    assert isinstance(reducer, WideReducer)  # also of a rank alone
+    return reducer
+
+
+def test_wide_sums_do_not_depend_on_the_order() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))]
+    terms = [torch.tensor([1.0, 1e-8, scale]) for scale in (1.0, 3e7, -3e7, 1e-3)]
+
+    def after(order: tuple[int, ...], reducer: Gradients) -> list[float]:
+        step(reducer, *(lambda index=index: (parameters[0] * terms[index]).sum() for index in order))  # type: ignore[misc]
+        gradient = parameters[0].grad
+        assert gradient is not None
+        assert gradient.dtype is torch.float32
+        reducer.close()
+        return gradient.tolist()
+
+    orders = (0, 1, 2, 3), (1, 3, 0, 2), (3, 2, 1, 0)
+    assert len({tuple(after(order, wide(parameters))) for order in orders}) == 1
+    assert len({tuple(after(order, Gradients(parameters))) for order in orders}) > 1  # the twin
+    assert after(orders[1], wide(parameters)) == torch.stack(terms).double().sum(0).float().tolist()
+
+
+def test_a_wide_gradient_is_seen_when_it_is_complete() -> None:
+    parameters = make_parameters()
+    reducer = wide(parameters)
+    for _ in range(2):
+        reducer.begin()
+        reducer.backward(loss_of(parameters))
+        assert gradients(parameters) == [None] * 5
+        expected = math.sqrt(sum((2 * p).double().square().sum().item() for p in parameters))
+        assert reducer.norm_so_far() == pytest.approx(expected, rel=1e-12)
+        reducer.expect_last()
+        reducer.backward(loss_of(parameters[1:]))
+        reducer.finish()
+        assert gradients(parameters) == [((4 if n else 2) * p).flatten().tolist() for n, p in enumerate(parameters)]
+        assert [p.grad.stride() for p in parameters if p.grad is not None] == [p.stride() for p in parameters]
+        assert reducer.norm() < 2 * expected
+    reducer.begin()
+    reducer.expect_last()
+    reducer.backward(loss_of(parameters[:2]))
+    reducer.finish()
+    reducer.drop_unused_(reducer.used)
+    assert [gradient is None for gradient in gradients(parameters)] == [False, False, True, True, True]
+    reducer.close()
