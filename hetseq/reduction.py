@@ -218,6 +218,7 @@ class GradientReducer(Gradients):
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._lenders.clear()  # which refer to this, and would keep it
         for bucket in self._buckets:
             self._group.release(bucket.flat)
 

@@ -5,7 +5,9 @@ A rank alone has no buckets, and the same gradient.
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -432,3 +434,19 @@ def test_a_wide_gradient_is_seen_when_it_is_complete() -> None:
     reducer.drop_unused_(reducer.used)
     assert [gradient is None for gradient in gradients(parameters)] == [False, False, True, True, True]
     reducer.close()
+
+
+@pytest.mark.parametrize("kind", [GradientReducer, WideReducer])
+def test_a_closed_reducer_goes_at_once(kind: type[GradientReducer]) -> None:
+    """Not when garbage is collected: its buckets may be all the memory there is for the next one."""
+    parameters = make_parameters()
+    reducer = kind(parameters, LocalGroup(), bucket_bytes=24)
+    step(reducer, lambda: loss_of(parameters))
+    reducer.close()
+    seen = weakref.ref(reducer)
+    gc.disable()
+    try:
+        del reducer
+        assert seen() is None
+    finally:
+        gc.enable()
