@@ -27,7 +27,10 @@ def step(number: int, loss: float, *shares: int) -> dict[str, Any]:
 
 
 def validation(accuracy: float, mlm: float) -> dict[str, Any]:
-    return {"step": 2, "valid_mlm_accuracy": accuracy, "valid_hidden_accuracy": accuracy / 2, "valid_mlm": mlm}
+    return {
+        "step": 2, "valid_mlm_accuracy": accuracy, "valid_hidden_accuracy": accuracy / 2, "valid_mlm": mlm,
+        "valid_nsp_accuracy": 0.75,
+    }  # fmt: skip
 
 
 TWO = [step(1, 9.0, 16, 8), validation(0.1, 6.0), step(2, 7.0, 20, 4), validation(0.18, 5.0)]
@@ -40,7 +43,8 @@ def test_what_both_runs_have_shown(script: Any) -> None:
     assert found["share_of_first"] == 36 / 48
     assert found["times_the_most_frequent"] == pytest.approx(3.0)  # by the last validation
     assert (found["largest_apart"], found["median_apart"], found["validation_apart"]) == (0.25, 0.125, 0.5)
-    assert [cells[1] for cells in script("pretrain").cells(found)][6] == "3.00"
+    cells = {cell[0]: cell[1] for cell in script("pretrain").cells(found)}
+    assert (cells["times as often"], cells["pairs of passages told right"]) == ("3.00", "75.0%")
 
 
 def test_runs_of_different_lengths_are_not_compared(script: Any) -> None:
@@ -56,6 +60,14 @@ def test_the_picture_has_both_curves_their_difference_and_the_shares(script: Any
     assert "nan" not in text
     names = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"two unequal workers", "one process", "worker 0", "worker 1", "step"} <= set(names)
+    assert "difference of the two, nats" in names
+
+
+def test_curves_that_are_equal_need_no_picture_of_their_difference(script: Any) -> None:
+    text = script("pretrain").drawn(TWO, TWO)
+    names = [element.text for element in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
+    assert "difference of the two, nats" not in names
+    assert any(name and name.endswith("the two are equal in every step") for name in names)
 
 
 def test_points_lie_where_their_values_are(script: Any) -> None:
