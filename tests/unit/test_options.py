@@ -104,7 +104,6 @@ OPTIONS_OF_2020 = [
     ("--distributed-no-spawn", "distributed_no_spawn", True),
     ("--ddp-backend c10d", "ddp_backend", "c10d"),
     ("--bucket-cap-mb 25", "bucket_cap_mb", 25.0),
-    ("--reduce-dtype fp64", "reduce_dtype", "fp64"),
     ("--memory-buffer-size 2GB", "memory_buffer_size", "2GB"),
     ("--memory-interval-updates 100", "memory_interval_updates", 100),
     ("--fix-batches-to-gpus", "fix_batches_to_gpus", True),
