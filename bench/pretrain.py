@@ -11,7 +11,8 @@ training is the sum of the steps' and so that of all parts.
     apart                the difference of the two curves at a step, in nats: the largest, and the median
 
 The micro-batches are units of 4 rows, so that both runs compute the same products, and gradients are added up in double
-precision, so that it does not matter who adds what: both curves are expected to be equal in every step. Ends with a line of JSON, and with `--picture` both curves are drawn.
+precision, so that it does not matter who adds what: both curves are expected to be equal in every
+step. Ends with a line of JSON, and with `--picture` both curves are drawn.
 """
 
 from __future__ import annotations
