@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from hetseq import faults, sweep, whereabouts
+from hetseq import faults, products, sweep, whereabouts
 from hetseq.board import hyperparameters
 from hetseq.catalogue import text_of
 from hetseq.comm import AnyGroup, LocalGroup, Meeting, connect
@@ -183,6 +183,7 @@ class _Life:
             torch.cuda.set_device(device)
         else:
             keep_freed_memory()
+            products.multiply_by_the_faster_library()
         faults.arm(placement.faults, slot=placement.slot, incarnation=placement.starts)
         self.output = RankOutput(directory, placement.slot)
         crew = None if placement.is_replacement else placement.crew
@@ -478,13 +479,9 @@ def _has_lost_device(error: Exception) -> bool:
 
 def _exit_code(error: Exception, *, is_ready: bool) -> int:
     """The code that an error stands for: what is refused before the first step is usage, a failure after it."""
-    if not isinstance(error, HetSeqError):
+    if not isinstance(error, HetSeqError) or (is_ready and error.exit_code == EXIT_USAGE):
         return EXIT_FAILED
-    if not is_ready and isinstance(error, TaskError):
-        return EXIT_USAGE
-    if is_ready and error.exit_code == EXIT_USAGE:
-        return EXIT_FAILED
-    return error.exit_code
+    return EXIT_USAGE if not is_ready and isinstance(error, TaskError) else error.exit_code
 
 
 def _connect(placement: Placement, crew: Crew, line: Line | Alone) -> AnyGroup:

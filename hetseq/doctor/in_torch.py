@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from hetseq import memory
+from hetseq import memory, products
 from hetseq.comm import has_gloo
 from hetseq.doctor.facts import Burn, Device
 from hetseq.versions import torch_build
@@ -34,6 +34,8 @@ def main(words: list[str]) -> None:
     seconds, threads = float(words[0]), int(words[1])
     _tell(**torch_build(), has_gloo=has_gloo())
     torch.set_num_threads(threads)
+    if not torch.cuda.device_count():
+        products.multiply_by_the_faster_library()  # as a worker of a training does
     devices = [gpu(index) for index in range(torch.cuda.device_count())] or [_cpu()]
     _tell(devices=[dataclasses.asdict(device) for device in devices])
     burns = []
