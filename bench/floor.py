@@ -19,6 +19,7 @@ from typing import Any
 
 import figures
 import torch
+from settings import products_of_a_worker
 
 WARM_UP = 3
 HEAD_ROWS, HEAD_WIDTH, HEAD_WORDS = 640, 256, 30522
@@ -47,7 +48,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def floors(size: int) -> list[Floor]:
-    """The four of them, with their operands."""
+    """All of them, with their operands."""
     square = torch.randn(size, size)
     half = square.bfloat16()
     rows, words = torch.randn(HEAD_ROWS, HEAD_WIDTH), torch.randn(HEAD_WORDS, HEAD_WIDTH)
@@ -55,8 +56,14 @@ def floors(size: int) -> list[Floor]:
     product, half_product = torch.empty_like(square), torch.empty_like(half)
     logits = torch.empty(HEAD_ROWS, HEAD_WORDS)
     cube = 2 * size**3 / 1e9
+
+    def in_a_worker() -> None:
+        with products_of_a_worker():
+            torch.mm(square, square, out=product)
+
     return [
         Floor(f"matmul {size}, fp32", "GFLOP/s", cube, lambda: torch.mm(square, square, out=product)),
+        Floor(f"matmul {size}, fp32, in a worker", "GFLOP/s", cube, in_a_worker),
         Floor(f"matmul {size}, bf16", "GFLOP/s", cube, lambda: torch.mm(half, half, out=half_product)),
         Floor(
             f"vocabulary head {HEAD_ROWS} x {HEAD_WIDTH} x {HEAD_WORDS}, fp32", "GFLOP/s",

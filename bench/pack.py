@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import settings
 import torch
 import torch.nn.functional as F
 from bert_step import LENGTH, config
 from figures import busy_mark, json_line, paired, spread, stretch, table
 from made_up import Batch, made_up
 
-from hetseq.processes import keep_freed_memory
 from tasks.bert_model import BertForPreTraining
 from tasks.bert_packing import pack
 
@@ -54,7 +54,7 @@ def main() -> None:
     """Measure and print."""
     arguments = parse()
     torch.set_num_threads(1)
-    keep_freed_memory()
+    settings.as_a_worker()
     rows = []
     for share in arguments.real:
         batches = [made_up(arguments.rows, share, seed) for seed in range(BATCHES)]

@@ -2,8 +2,8 @@
 
 All trainings of a comparison, those of HetSeq as well as a bare one under DDP, stay alive side by side in the same
 processes. So rounds can take turns, and one run of a script compares neighbours in time. Each rank has one thread, a
-core of its own (where there are enough of them) and memory that it keeps, as a HetSeq worker does, unless it is told
-otherwise. A rank answers with what it measured; what that means is the script's affair.
+core of its own (where there are enough of them) and is set as a worker of HetSeq is, unless it is told otherwise. A
+rank answers with what it measured; what that means is the script's affair.
 
 Two ways to train: `together`, where the ranks of a training wait for each other by themselves, and `side_by_side`,
 where each trains alone but none stops before all have been measured, so that every core is busy all the time.
@@ -11,7 +11,6 @@ where each trains alone but none stops before all have been measured, so that ev
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import os
@@ -32,7 +31,6 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 900.0
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
 
 Request = dict[str, Any]
 
@@ -97,10 +95,9 @@ class Ranks:
         answers = self._ask(dict.fromkeys(range(ranks or len(self._ranks)), request))
         return [Timing(**answer) for answer in answers.values()]
 
-    def keep_freed_memory(self, is_kept: bool) -> None:
-        """From now on freed memory stays with the processes, as in a worker of HetSeq, or goes back to the kernel as in
-        any other program."""
-        self._ask({rank: {"do": "keep_freed_memory", "is_kept": is_kept} for rank in range(len(self._ranks))})
+    def set_as(self, *, is_worker: bool) -> None:
+        """From now on the processes are set as workers of HetSeq are, or as any other program."""
+        self._ask({rank: {"do": "set_as", "is_worker": is_worker} for rank in range(len(self._ranks))})
 
     def alone(self, name: str, rank: int, *, settle: int, least_s: float) -> Timing:
         """Train on one rank while the others rest, for at least two steps and `least_s` seconds."""
@@ -206,7 +203,7 @@ class Life:
         """Do what is asked, one request after another, until nobody is there to ask."""
         deeds: dict[str, Callable[..., Any]] = {
             "open": self._open, "open_ddp": self._open_ddp, "train": self._train, "slow_down": self._slow_down,
-            "rest": lambda: {}, "keep_freed_memory": self._keep_freed_memory,
+            "rest": lambda: {}, "set_as": self._set_as,
         }  # fmt: skip
         while True:
             request = json.loads(self._pipe.recv_bytes())
@@ -268,13 +265,10 @@ class Life:
             step()
         return None
 
-    def _keep_freed_memory(self, is_kept: bool) -> dict[str, Any]:
-        from hetseq.processes import keep_freed_memory
+    def _set_as(self, is_worker: bool) -> dict[str, Any]:
+        import settings
 
-        if is_kept:
-            keep_freed_memory()
-        else:
-            give_freed_memory_back()
+        (settings.as_a_worker if is_worker else settings.as_any_process)()
         return {}
 
     def _is_told(self) -> bool:
@@ -285,14 +279,6 @@ class Life:
         assert slow_down is not None, "only a training of HetSeq has a throttle"
         slow_down(factor)
         return {}
-
-
-def give_freed_memory_back() -> None:
-    """Have glibc do as it does in any program, once that has freed large blocks: its thresholds follow them, up to
-    32 MiB for blocks that it asks the kernel for, and twice that for what it keeps (mallopt(3), M_MMAP_THRESHOLD)."""
-    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        for option, value in ((_M_MMAP_MAX, 65536), (_M_MMAP_THRESHOLD, 32 << 20), (_M_TRIM_THRESHOLD, 64 << 20)):
-            mallopt(option, value)
 
 
 def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Training:
@@ -378,13 +364,14 @@ def main() -> None:
     place = json.loads(sys.argv[1])
     if place["core"] is not None:
         os.sched_setaffinity(0, {place["core"]})  # before any thread: they inherit it
+    import settings
     import torch
 
-    from hetseq.processes import die_with_parent, keep_freed_memory
+    from hetseq.processes import die_with_parent
 
     die_with_parent(place["parent_pid"])
     torch.set_num_threads(1)
-    keep_freed_memory()
+    settings.as_a_worker()
     try:
         Life(Connection(place["descriptor"]), place["rank"], Path(place["folder"]), place["model"]).run()
     except EOFError:

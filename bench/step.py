@@ -1,7 +1,7 @@
 """What a step of HetSeq costs over a bare loop, and what it costs elsewhere: one process, step by step in turn.
 
     python bench/step.py [--model mnist|bert] [--batch 256] [--rounds 40] [--peers all|none|"HF Trainer" ...]
-        [--precision fp32|bf16] [--network transformers]
+        [--precision fp32|bf16] [--network transformers] [--products same]
 
 A bare loop fetches a batch, zeroes the gradients, runs forward and backward, clips and updates. HetSeq's step does the
 same and also plans, seeds, counts, reduces, commits, and writes its row of metrics. Peers do what they do: Accelerate,
@@ -9,8 +9,10 @@ Lightning Fabric, HF Trainer and Lightning Trainer where they are installed, wit
 With `--network transformers` all but HetSeq train that library's BERT of the same sizes, as their users do.
 All run in one process. After each step of a peer, in its own hook where it owns its loop, HetSeq and the bare loop do
 one as well, so that the noise of the machine hits all alike; ratios are taken neighbour by neighbour. All profit from
-memory that is kept between steps, as in a HetSeq worker; without it page faults would decide. Process CPU time stands
-beside wall time: a run whose wall time exceeds its CPU time by more than a tenth shared its core.
+memory that is kept between steps, as in a HetSeq worker; without it page faults would decide. Products of fp32 are made
+by the library that each has by itself: HetSeq's workers choose the faster one, the peers have torch's choice;
+`--products same` gives all of them that of a worker. Process CPU time stands beside wall time: a run whose wall time
+exceeds its CPU time by more than a tenth shared its core.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import figures
+import settings
 import torch
 import workloads
 from peers import PEERS, Peer
@@ -53,6 +56,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of all of them")
     parser.add_argument("--network", choices=["ours", "transformers"], default="ours", help="of all but HetSeq")
+    parser.add_argument("--products", choices=["own", "same"], default="own", help="who multiplies fp32 for the peers")
     arguments = parser.parse_args(words)
     arguments.batch = arguments.batch or BATCHES[arguments.model]
     arguments.rounds = arguments.rounds or ROUNDS[arguments.model]
@@ -71,12 +75,15 @@ def main() -> None:
     arguments = parse()
     torch.set_num_threads(1)
     keep_freed_memory()
+    if arguments.products == "same":
+        settings.as_a_worker()
     rows = []
     with tempfile.TemporaryDirectory(prefix="hetseq-step-") as name:
         folder = Path(name)
         work = workloads.prepare(arguments.model, folder / "data", 64 * arguments.batch)
         work = dataclasses.replace(work, precision=arguments.precision)
-        ours, session = hetseq_loop(work, folder, arguments.batch)
+        train_step, session = hetseq_loop(work, folder, arguments.batch)
+        ours = train_step if arguments.products == "same" else settings.products_of_a_worker()(train_step)
         work = work if arguments.network == "ours" else workloads.with_transformers(work)
         bare = workloads.bare_loop(work, arguments.batch)
         try:
@@ -160,6 +167,7 @@ def report(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> Non
         f"one process, one thread, {arguments.model} in {arguments.precision}, {arguments.batch} samples a step, AdamW,"
         f" torch {torch.__version__}"
         + ("" if arguments.network == "ours" else f"; all but HetSeq train the network of {arguments.network}")
+        + ("; all with the products of a worker" if arguments.products == "same" else "")
     )
     heads = [
         "", "step, CPU ms", "HetSeq beside it", "x HetSeq, CPU", "x HetSeq, wall", "x bare loop, CPU", "wall / CPU", "n"

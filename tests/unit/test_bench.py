@@ -237,13 +237,13 @@ def test_two_ranks_are_compared_round_by_round() -> None:
                 "ours": [timing(2.1 * noise, 16), timing(2.0 * noise, 16)],
                 "gloo": [timing(2.3 * noise, 16), timing(2.2 * noise, 16)],
                 "ddp": [timing(2.4 * noise, 16), timing(2.4 * noise, 16)],
-                "ddp, kept": [timing(2.2 * noise, 16), timing(2.2 * noise, 16)],
+                "ddp, alike": [timing(2.2 * noise, 16), timing(2.2 * noise, 16)],
             }
         )
     rows = {row["what"]: row for row in scale.evaluate(rounds, 8)}
     assert rows["ours"]["of_busy"].low == rows["ours"]["of_busy"].high == pytest.approx(2.0 / 2.1)
     assert rows["ours"]["of_ddp"].median == pytest.approx(2.4 / 2.1)
-    assert rows["ours"]["of_ddp_kept"].median == pytest.approx(2.2 / 2.1)
+    assert rows["ours"]["of_ddp_alike"].median == pytest.approx(2.2 / 2.1)
     assert rows["both busy"]["of_busy"].median == 1
     assert rows["alone"]["step_s"].median == pytest.approx(1.9)
 
