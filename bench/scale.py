@@ -33,7 +33,7 @@ import workloads
 from ranks import Ranks, Timing
 
 #: samples of a rank's step; steps of some hundred milliseconds on the machine of the tables
-LOCAL_BATCH = {"mnist": 256, "bert-tiny": 64, "bert": 8}
+LOCAL_BATCH = {"mnist": 512, "bert-tiny": 64, "bert": 16}
 #: of the first form, in the order of the table
 TURNS = ("alone", "both busy", "ours", "gloo", "ddp", "ddp, alike")
 #: of the second form: samples of a step and of a micro-batch. Small micro-batches on purpose: all ranks begin a step at
