@@ -171,11 +171,21 @@ def test_arguments_that_cannot_be_meant_end_in_words(
 
 def test_defaults_follow_what_is_asked() -> None:
     scale, step = script("scale"), script("step")
-    assert (scale.parse([]).steps, scale.parse([]).batch) == (10, 8)
+    assert (scale.parse([]).steps, scale.parse([]).batch) == (10, 16)
     assert (scale.parse(["--emulate", "8"]).steps, scale.parse(["--emulate", "8"]).batch) == (2, 1024)
     assert step.parse([]).peers == list(step.PEERS)
     assert step.parse(["--peers", "none"]).peers == []
     assert step.parse(["--peers", "HF Trainer"]).peers == ["HF Trainer"]
+
+
+def test_a_step_of_ours_is_multiplied_as_in_a_worker_and_those_beside_it_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = script("settings")
+    monkeypatch.setattr(settings, "_of_a_worker", lambda: "medium")
+    ours = settings.products_of_a_worker()(torch.get_float32_matmul_precision)
+    assert [ours(), torch.get_float32_matmul_precision(), ours()] == ["medium", "highest", "medium"]
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_the_sizes_of_steps_divide_the_images() -> None:
