@@ -3,10 +3,10 @@
     python bench/finetune.py --model DIR --output DIR [--ner FOLDER] [--classify FOLDER] [--seeds 3] [--lr X ...]
 
 `--model` is a directory of Hugging Face, as `hetseq checkpoints export --format hf` writes it. From scratch the same
-network with random weights is trained, with the same vocabulary, data, options and number of steps. Both get every rate
-of `--lr`, and for each of both the one with the best mean counts, so neither is held to a rate that suits the other.
-What is printed is measured on the held-out split after the last step; no step is chosen by it. A seed decides the
-order, dropout and the random weights.
+network with random weights is trained, with the same vocabulary, data, options and number of steps; the pooler that
+labels texts is random in both. Both get every rate of `--lr`, and for each of both the one with the best mean counts,
+so neither is held to a rate that suits the other. What is printed is measured on the held-out split after the last
+step; no step is chosen by it. A seed decides the order, dropout and the random weights.
 
     better   the difference of the means; met if it is larger than the spread, the larger one of the two ranges from
              the worst to the best seed
@@ -39,11 +39,12 @@ class Kind:
     metrics: tuple[str, ...]
     batch: int
     updates: int  # some three epochs
+    of_pretrained: tuple[str, ...] = ()  # words of a run that begins with pre-trained weights
 
 
 KINDS = {
     "ner": Kind("bert_ner", "dev", ("f1", "token_f1"), 16, 640),
-    "classify": Kind("bert_classify", "test", ("accuracy", "macro_f1"), 32, 940),
+    "classify": Kind("bert_classify", "test", ("accuracy", "macro_f1"), 32, 940, ("--fresh-pooler",)),
 }
 
 
@@ -98,7 +99,7 @@ def train(options: argparse.Namespace, kind: Kind, data: Path, start: str, lr: f
     network = ["--config-file", str(model / "config.json"), "--dict", str(model / "vocab.txt")]
     command([
         "hetseq", "train", "--task", kind.task, "--data", str(data), "--valid-subset", kind.split,
-        *(["--init-from", str(model)] if start == PRETRAINED else network),
+        *(["--init-from", str(model), *kind.of_pretrained] if start == PRETRAINED else network),
         "--global-batch-size", str(kind.batch), "--precision", "bf16", "--clip-norm", "1", "--lr", f"{lr:g}",
         "--warmup-updates", "0.1", "--total-num-update", str(kind.updates), "--max-update", str(kind.updates),
         "--validate-interval", "1000", "--save-interval", "1000",

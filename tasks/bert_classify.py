@@ -9,6 +9,7 @@ The one idea: the F1 of a label is a quotient of sums, the mean of many F1 is no
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Mapping, Sequence
@@ -71,7 +72,10 @@ class BertClassifyTask(Task):
         """The encoder with a head for the labels of the training split."""
         begin = self._beginning
         model = BertForSequenceClassification(begin.config, self.labels, dropout=begin.head_dropout)
+        fresh = copy.deepcopy(model.bert.pooler.state_dict())
         begin.fill_(model)
+        if self.options.fresh_pooler:
+            model.bert.pooler.load_state_dict(fresh)
         if self.options.activation_checkpointing:
             checkpoint_activations_(model)
         return model

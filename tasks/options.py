@@ -91,6 +91,13 @@ class BertClassifyOptions:
     label_column: str | None = option(
         None, "column of the label; default: label or category, or the other one of two columns", metavar="NAME"
     )
+    fresh_pooler: bool = option(
+        False, "begin the pooler of --init-from anew: pre-training has made it for pairs of passages"
+    )
+
+    def __post_init__(self) -> None:
+        if self.fresh_pooler and self.init_from is None:
+            raise ConfigError("--fresh-pooler: without --init-from all weights are random; leave it out, or name a DIR")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hetseq import ConfigError, DataError
 from tasks.bert_model import BertConfig, BertForPreTraining
+from tasks.options import BertClassifyOptions
 from tasks.pretrained import write_pretrained
 from tests.support import bert, labelled
 from tests.support.parity import import_transformers
@@ -55,6 +56,29 @@ def test_the_encoder_is_that_of_the_directory(name: str, start: Path, tmp_path: 
         "train.txt" if name == "bert_ner" else "train.csv",
         "config.json", "vocab.txt", "tokenizer_config.json", "model.safetensors",
     }  # fmt: skip
+
+
+def test_a_fresh_pooler_is_random_and_all_else_is_that_of_the_directory(start: Path, tmp_path: Path) -> None:
+    words = ("--init-from", str(start), "--fresh-pooler")
+    stored, models = load_file(start / "model.safetensors"), []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        models.append(task_of("bert_classify", tmp_path, *words).build_model())
+    pooler, weight = models[0].bert.pooler.state_dict(), "bert.pooler.dense.weight"
+    assert not torch.allclose(pooler["dense.weight"], stored[weight], atol=0.01)
+    assert pooler["dense.weight"].std().item() == pytest.approx(labelled.CONFIG["initializer_range"], rel=0.3)
+    assert pooler["dense.bias"].eq(0).all()
+    one, other, again = (model.state_dict() for model in models)
+    assert not torch.equal(one[weight], other[weight])
+    assert torch.equal(one[weight], again[weight])
+    rest = [key for key in one if key.startswith("bert.") and ".pooler." not in key]
+    assert len(rest) > 30
+    assert all(torch.equal(one[key], stored[key]) for key in rest)
+
+
+def test_a_fresh_pooler_of_a_network_that_is_random_anyway_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--fresh-pooler: without --init-from"):
+        BertClassifyOptions(fresh_pooler=True)
 
 
 @pytest.mark.parametrize("name", TASKS)
