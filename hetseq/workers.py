@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _HALF_S = 5.0  # for the rest of a message; whoever is stopped in the middle of one is killed
 _SECONDS = struct.Struct("ll")  # and microseconds, as setsockopt(2) has them
+_LOOK_S = 0.005
 _HELD_S = 10.0  # for a killed process to end: it may have to give back much memory
 
 
@@ -173,9 +174,36 @@ def start_worker(config: Config, run_path: Path, placement: Placement, errand: E
     arguments = (dataclasses.replace(config, extras={}), own, str(run_path), placement, end_of_worker, errand, cell)
     process = context.Process(target=_enter, args=arguments, name=f"rank-{placement.slot}")
     with _no_main_module():
-        process.start()
+        _start(process)
     end_of_worker.close()
     return Worker(placement.slot, placement.starts, process, end, device=placement.device, cell=cell)
+
+
+def _start(process: Any) -> None:
+    """Start a process from the fork server, or from another one where that is killed meanwhile.
+
+    Its workers end with it, and a launcher may hear of them first: it then asks a server for new ones that takes the
+    request, and is gone before it answers.
+    """
+    try:
+        process.start()
+    except (EOFError, ConnectionError):
+        _await_end_of_server()  # or it would be taken for alive again
+        warm_forkserver()
+        process.start()
+
+
+def _await_end_of_server() -> None:
+    from multiprocessing import forkserver
+
+    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    deadline = time.monotonic() + _HELD_S
+    while pid is not None and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        if time.monotonic() > deadline:
+            raise ProcessLookupError(
+                f"the fork server, process {pid}, answers nothing and has not ended for {_HELD_S:g} s"
+            )
+        time.sleep(_LOOK_S)
 
 
 def end_all(workers: Sequence[Worker], tell: Callable[[str], None]) -> None:

@@ -6,7 +6,9 @@ import json
 import multiprocessing
 import os
 import struct
+import subprocess
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 
 import pytest
@@ -83,3 +85,48 @@ def test_a_worker_that_has_ended_hears_nothing_and_nobody_is_killed(pair: Pair) 
     pair.worker.tell("go")
     assert pair.worker.listen() == []
     assert pair.process.kills == 0
+
+
+class Orphan:
+    """A process that a fork server is asked for; what the server answers in turn."""
+
+    def __init__(self, *answers: type[Exception] | None) -> None:
+        self.answers = list(answers)
+
+    def start(self) -> None:
+        if (answer := self.answers.pop(0)) is not None:
+            raise answer
+
+
+@pytest.fixture
+def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """The fork server of this process, which ends in a moment."""
+    with subprocess.Popen(["sleep", "0.2"]) as server:
+        monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", server.pid, raising=False)  # type: ignore[attr-defined]
+        yield server
+
+
+@pytest.mark.parametrize("answer", [EOFError, BrokenPipeError, ConnectionRefusedError])
+def test_a_server_that_is_killed_while_it_is_asked_is_buried_and_another_one_is_asked(
+    dying: subprocess.Popen[bytes], answer: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+    monkeypatch.setattr(workers, "warm_forkserver", lambda: ended.append(dying.poll() is not None))
+    process = Orphan(answer, None)
+    workers._start(process)
+    assert process.answers == []
+    assert ended == [True]
+
+
+def test_a_server_that_lives_is_not_asked_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "warm_forkserver", lambda: pytest.fail("another server"))
+    workers._start(Orphan(None))
+    with pytest.raises(KeyError):  # what the server did not cause is not tried again
+        workers._start(Orphan(KeyError))
+
+
+@pytest.mark.usefixtures("dying")
+def test_a_server_that_neither_answers_nor_ends_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_HELD_S", 0.02)
+    with pytest.raises(ProcessLookupError, match="the fork server, process"):
+        workers._start(Orphan(EOFError))
