@@ -2,7 +2,7 @@
 
 torch leaves these to MKL. MKL chooses its kernels by who made the processor: on one of AMD with AVX-512 it takes those
 of AVX2, half as wide. oneDNN, which torch has too and uses for convolutions and 16 bits, asks what the processor can
-do. Measured on a Zen 5, one thread, 1024 x 256 x 1024: 120 GFLOP/s with MKL, 265 with oneDNN.
+do. Measured on a Zen 5, one thread, squares of 2048: 109 GFLOP/s with MKL, 225 with oneDNN (bench/floor.py).
 
 torch gives oneDNN products of fp32 only where its user allows 16 bits inside (`torch.set_float32_matmul_precision`,
 "medium"). What oneDNN then computes in depends on the processor: without a unit for products of 16-bit matrices, which
