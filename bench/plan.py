@@ -8,8 +8,10 @@ Three cases, each of a run that is measured, a question that is asked of it, and
 * 1:1 with measured shares: what if a third rank came that is half as fast as they are?
 * 1:3 with equal shares: what would the best shares give? They are then trained with as weights.
 
-Every rank is slowed down at least 16 times, so that three of them hardly meet on the cores of a small machine. Both
-runs of a case stand beside each other in time. The step of a run is the median of its last steps.
+Every rank is slowed down at least 16 times, so that five of them hardly meet on the cores of a small machine. The run
+that is measured goes on while the other one is made, and is asked about its steps of that time: machines are now and
+then a tenth faster or slower for minutes, which is nobody's prediction. The step of a run is the median of its last
+steps.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +37,8 @@ import random_images
 ROOT = Path(__file__).resolve().parents[1]
 SLOWED = 16.0  # the factor of a rank of speed 1: asleep for fifteen sixteenths of its time
 LAST_STEPS = 20
+FIRST_STEPS = 15  # of the run that is measured, before it is asked for the first time
+MOST_STEPS = 1_000_000  # it is ended by a signal
 MOST_LOAD = 1.0  # programs that want a core, per core, over the last minute: with more, others had a part in the times
 PATIENCE_S = 600.0
 
@@ -85,42 +92,72 @@ def cells(name: str, rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def compare(case: Case, folder: Path, batch: int, steps: int) -> dict[str, Any]:
     """One case once."""
-    train(folder / "measured", case.measured, case.balance, batch, steps)
-    plan = json.loads(hetseq("plan", str(folder / "measured"), *case.question, "--json"))
-    asked = plan["scenarios"][-1]  # without a question: the best shares
-    weights = ",".join(map(str, asked["shares"]))
-    train(folder / "made", case.answered, weights if case.with_predicted_weights else "auto", batch, steps)
-    made_s = step_s(folder / "made")
+    with going_on(folder / "measured", training(folder / "measured", case.measured, case.balance, batch, MOST_STEPS)):
+        weights = ",".join(map(str, ask(folder / "measured", case)["shares"]))
+        balance = weights if case.with_predicted_weights else "auto"
+        hetseq(*training(folder / "made", case.answered, balance, batch, steps))
+    asked, made_s = ask(folder / "measured", case), step_s(folder / "made")
     return {
-        "case": case.name, "measured_s": plan["scenarios"][0]["step_s"], "predicted_s": asked["step_s"],
+        "case": case.name, "measured_s": step_s(folder / "measured"), "predicted_s": asked["step_s"],
         "made_s": made_s, "ratio": asked["step_s"] / made_s, "predicted_shares": asked["shares"],
         "load": os.getloadavg()[0] / len(os.sched_getaffinity(0)),
         "made_shares": rows_of(folder / "made")[-1]["shares"],
     }  # fmt: skip
 
 
-def train(folder: Path, factors: Sequence[float], balance: str, batch: int, steps: int) -> None:
-    """A run of as many ranks as there are factors, each slowed down by its own."""
+def ask(run: Path, case: Case) -> dict[str, Any]:
+    """What `hetseq plan` answers to the question of a case; without a question: what the best shares give."""
+    scenario: dict[str, Any] = json.loads(hetseq("plan", str(run), *case.question, "--json"))["scenarios"][-1]
+    return scenario
+
+
+def training(folder: Path, factors: Sequence[float], balance: str, batch: int, steps: int) -> list[str]:
+    """The words of a run of as many ranks as there are factors, each slowed down by its own."""
     throttle = ",".join(f"{rank}:{SLOWED * factor:g}" for rank, factor in enumerate(factors))
-    hetseq(
+    return [
         "train", "--task", f"{random_images.__file__}:RandomImageTask", "--cpu", "--global-batch-size", str(batch),
         "--max-sentences", str(max(1, 3 * batch // 8)),  # half a step is cut unevenly: that tells the costs apart
         "--max-update", str(steps), "--distributed-world-size", str(len(factors)), "--throttle", throttle,
         "--balance", balance, "--optimizer", "sgd", "--lr", "0.01", "--disable-validation", "--no-save",
         "--log-format", "none", "--save-dir", str(folder),
-    )  # fmt: skip
+    ]  # fmt: skip
 
 
 def hetseq(*words: str) -> str:
     """What a command prints; ends the script with what it said if it fails."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
         [sys.executable, "-m", "hetseq", *words],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     if ended.returncode:
         sys.exit(f"hetseq {' '.join(words)}\nended with {ended.returncode}: {ended.stderr}")
     return ended.stdout
+
+
+@contextmanager
+def going_on(run: Path, words: Sequence[str]) -> Iterator[None]:
+    """A run that has made its first steps, and is ended afterwards as Ctrl-C does it."""
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hetseq", *words], cwd=ROOT, env=environment(), stdout=said, stderr=said
+        )
+        try:
+            deadline = time.monotonic() + PATIENCE_S
+            while len(rows_of(run)) < FIRST_STEPS:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    said.seek(0)
+                    sys.exit(f"hetseq {' '.join(words)}\nhas not made {FIRST_STEPS} steps: {said.read()}")
+                time.sleep(0.1)
+            yield
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                process.wait(PATIENCE_S)
+
+
+def environment() -> dict[str, str]:
+    """Of every command."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def step_s(folder: Path) -> float:
@@ -129,8 +166,12 @@ def step_s(folder: Path) -> float:
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """The rows of the steps of a run."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    """The rows of the steps of a run, as far as they are written; none before it has begun."""
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 if __name__ == "__main__":

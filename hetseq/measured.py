@@ -75,7 +75,8 @@ def read_measured(run: Path) -> Measured:
     ranks: tuple[RankModel, ...]
     notes: tuple[str, ...]
     if world_size == 1 and "ranks" not in steady[-1]:
-        ranks = (RankModel("", Cost(0.0, step_s / shares[0])),)
+        noise = tuple(row["seconds"] / step_s for row in steady)
+        ranks = (RankModel("", Cost(0.0, step_s / shares[0]), noise=noise),)
         notes = ("one rank: its fixed cost per step is not known and is taken as none",)
         communication_s = 0.0
     elif not telling:
@@ -135,8 +136,14 @@ def _rank_models(
         else:
             cost = Cost(overhead_s, 1.0, limit=0)
             notes.append(f"{named(rank, name)} has had no samples yet: its speed is not known, and it is given none")
-        models.append(RankModel(name, cost, overhead_s))
+        models.append(RankModel(name, cost, overhead_s, _noise(rows, rank, compute_s)))
     return tuple(models), tuple(notes)
+
+
+def _noise(rows: Sequence[Mapping[str, Any]], rank: int, usual_s: float | None) -> tuple[float, ...]:
+    """By row how long the rank computed over how long it usually does; none for a rank that computes nothing."""
+    times = [row["ranks"]["compute_s"][rank] for row in rows]
+    return tuple(time / usual_s for time in times) if usual_s and None not in times else ()
 
 
 def named(rank: int, name: str) -> str:

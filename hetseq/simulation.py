@@ -5,9 +5,11 @@ efficiency come out. It knows no files, no runs and no torch; where the costs co
 the affair of `whatif`.
 
 The one idea: in a step every rank computes its share, waits for the slowest, and then all exchange the gradient. So a
-step takes the time of the slowest rank, plus the part of the exchange that no computing hides. A gradient of n bytes
-goes round a ring of W ranks in 2 (W - 1) rounds, in each of which every rank sends n / W bytes over its own link; the
-slowest link sets the pace of a round.
+step takes the time of the slowest rank, plus the part of the exchange that no computing hides. No machine is equally
+fast in every step, and which rank is the slowest changes: the more ranks, the longer the slowest of a step takes. So
+a rank may have its own noise, step by step as it was measured. A gradient of n bytes goes round a ring of W ranks in
+2 (W - 1) rounds, in each of which every rank sends n / W bytes over its own link; the slowest link sets the pace of a
+round.
 """
 
 from __future__ import annotations
@@ -28,11 +30,16 @@ Seconds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RankModel:
-    """One rank: its cost in samples, and the part of the fixed cost that it pays even with no samples."""
+    """One rank: its cost in samples, the part of the fixed cost that it pays even with no samples, and its noise.
+
+    `noise` is by step how many times its usual time it took; the steps are those of the other ranks of the cluster,
+    whose `noise` is as long. Empty: it always takes its usual time.
+    """
 
     name: str
     cost: Cost
     overhead_s: float = 0.0
+    noise: tuple[float, ...] = ()
 
     def busy_s(self, samples: int) -> float:
         """How long it is busy in a step in which it takes so many samples."""
@@ -78,13 +85,18 @@ class Step:
 
 
 def predict(ranks: Sequence[RankModel], shares: Sequence[int], *, communication_s: float, scale: float = 1.0) -> Step:
-    """The step of these ranks with these shares, without noise; every time is multiplied by `scale`."""
-    busy = [rank.busy_s(samples) for rank, samples in zip(ranks, shares, strict=True)]
-    mean = math.fsum(busy) / len(busy)
+    """The step of these ranks with these shares: the median of their noisy ones; times are multiplied by `scale`."""
+    busy = np.array([rank.busy_s(samples) for rank, samples in zip(ranks, shares, strict=True)])  # (ranks,)
+    noise = np.ones((max(1, *(len(rank.noise) for rank in ranks)), len(ranks)))  # (steps, ranks)
+    for at, rank in enumerate(ranks):
+        if rank.noise:
+            noise[:, at] = rank.noise
+    slowest_s = float(np.median((busy * noise).max(axis=1)))
+    computing_s = min(math.fsum(busy.tolist()) / len(busy), slowest_s)
     return Step(
         shares=tuple(shares),
-        computing_s=scale * mean,
-        waiting_s=scale * (max(busy) - mean),
+        computing_s=scale * computing_s,
+        waiting_s=scale * (slowest_s - computing_s),
         communication_s=scale * communication_s,
         own_per_s=math.fsum(rank.own_per_s(samples) for rank, samples in zip(ranks, shares)) / scale,
     )

@@ -30,6 +30,7 @@ from hetseq.tables import Cells, table
 
 _MOST_TIMES = 1e6
 _LEARNED, _LEAST_LEARNED = 60_000, 10
+_LATER = 7  # steps by which the noise of an added rank comes after that of the rank it is like
 _SHOWN_SHARES = 12  # ranks whose shares are listed one by one
 
 # the command lines
@@ -185,7 +186,7 @@ def make_plan(arguments: PlanArguments) -> Plan:
     for rank in arguments.without:
         if rank >= world_size:
             raise ConfigError(f"--without {rank}: expected a rank of {measured.run}, which has 0 to {world_size - 1}")
-    added = tuple(_added_rank(measured, addition) for addition in arguments.add)
+    added = tuple(_added_rank(measured, addition, at) for at, addition in enumerate(arguments.add))
     changes: list[tuple[str, tuple[int, ...], tuple[RankModel, ...]]]
     changes = [(f"without {_named(measured, [rank])}", (rank,), ()) for rank in arguments.without]
     changes += [(f"with {addition}", (), (rank,)) for addition, rank in zip(arguments.add, added)]
@@ -216,8 +217,11 @@ def _check_that_work_moves(run: Path) -> None:
         )
 
 
-def _added_rank(measured: Measured, addition: Addition) -> RankModel:
-    """A rank that differs from the fastest of the run by a factor, in everything."""
+def _added_rank(measured: Measured, addition: Addition, at: int) -> RankModel:
+    """A rank that differs from the fastest of the run by a factor, in everything; `at`: how many were added before.
+
+    It is as noisy as the fastest one, but at other times.
+    """
     fastest = max(measured.ranks, key=lambda rank: rank.alone_per_s(measured.total))
     factor = addition.speed
     if addition.is_per_s:
@@ -228,7 +232,8 @@ def _added_rank(measured: Measured, addition: Addition) -> RankModel:
             f" {1 / _MOST_TIMES:g} to {_MOST_TIMES:g} times"
         )
     cost = Cost(fastest.cost.fixed_s / factor, fastest.cost.per_unit_s / factor)
-    return RankModel(addition.name, cost, fastest.overhead_s / factor)
+    later = (at + 1) * _LATER % max(1, len(fastest.noise))
+    return RankModel(addition.name, cost, fastest.overhead_s / factor, fastest.noise[later:] + fastest.noise[:later])
 
 
 def _scenario(measured: Measured, title: str, without: Sequence[int] = (), added: Sequence[RankModel] = ()) -> Scenario:

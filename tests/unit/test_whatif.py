@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,6 +126,34 @@ def test_the_step_of_now_is_the_measured_one_even_where_the_costs_are_wrong(tmp_
     assert step_s(plan.now) == pytest.approx(1.5)
     assert plan.measured.scale > 3
     assert plan.now.step.samples_per_s == pytest.approx(32 / 1.5)
+
+
+def noisy_rows(world: World, shares: Sequence[int], draw: random.Random, *, count: int = 45) -> list[dict[str, Any]]:
+    """Rows of a run whose ranks are each now and then slower, as `World.row` has them without that."""
+    rows = []
+    for step in range(1, count + 1):
+        row = world.row(step, shares)
+        busy = [one * draw.lognormvariate(0, 0.15) for one in row["ranks"]["compute_s"]]
+        row["ranks"]["compute_s"] = busy
+        rows.append({**row, "seconds": max(busy) + row["communication_s"]})
+    return rows
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_fewer_ranks_wait_less_for_the_slowest_and_more_ranks_more(tmp_path: Path, seed: int) -> None:
+    draw, pair = random.Random(seed), World((0.0, 0.0), (0.01, 0.01))
+    plan = plan_of(tmp_path, noisy_rows(pair, (30, 30), draw), "--without", "1", "--add", "new:1")
+    truths = []
+    for size in (1, 2, 3):
+        row = World((0.0,) * size, (0.01,) * size)
+        truths.append(
+            statistics.median(row["seconds"] for row in noisy_rows(row, (60 // size,) * size, draw, count=999))
+        )
+    alone, with_third, _ = plan.others
+    assert step_s(plan.now) == pytest.approx(truths[1], rel=0.07)
+    assert step_s(alone) == pytest.approx(truths[0], rel=0.07)
+    assert step_s(with_third) == pytest.approx(truths[2], rel=0.07)
+    assert step_s(alone) < 1.95 * step_s(plan.now)  # of two equal ones that were always as fast it would be twice
 
 
 def test_a_rank_twice_as_fast_is_the_fastest_at_half_the_cost(tmp_path: Path) -> None:
