@@ -152,19 +152,21 @@ def useful_flops(config: BertConfig, lengths: Sequence[int], masked: int) -> int
 
     With T tokens in n sequences of l each, N layers of H and I between, V words and m masked tokens, forward does
 
-        N (T (8 H^2 + 4 H I) + sum 4 l^2 H)  +  m (2 H^2 + 2 H V)  +  n (2 H^2 + 4 H)
+        N (6 T H^2 + sum 4 l^2 H)  +  ((N - 1) T + m + n) (2 H^2 + 4 H I)  +  m (2 H^2 + 2 H V)  +  n (2 H^2 + 4 H)
 
-    of them in its matrix products: queries, keys, values and the way back, the two dense layers, scores and their
-    products with values; the vocabulary head; the pooler and the sentence head. A multiply-add counts as two. Backward
+    of them in its matrix products: queries, keys and values, scores and their products with values; the way back and
+    the two dense layers, in the last layer for masked and first tokens alone; the vocabulary head; the pooler and the
+    sentence head. A multiply-add counts as two. Backward
     does each product twice, for the gradient of either factor, so a step does three times as much. Padding does not
     count, nor do tokens that nobody predicts in the head, what a kernel computes anew in backward (flash attention:
     scores, once), norms, dropout, activations, look-ups and the optimizer.
     """
     hidden, between, tokens = config.hidden_size, config.intermediate_size, sum(lengths)
-    dense = tokens * (8 * hidden**2 + 4 * hidden * between)
-    attention = 4 * hidden * sum(length**2 for length in lengths)
+    attention = tokens * 6 * hidden**2 + 4 * hidden * sum(length**2 for length in lengths)
+    through = (config.num_hidden_layers - 1) * tokens + masked + len(lengths)
+    dense = through * (2 * hidden**2 + 4 * hidden * between)
     heads = masked * (2 * hidden**2 + 2 * hidden * config.vocab_size) + len(lengths) * (2 * hidden**2 + 4 * hidden)
-    return 3 * (config.num_hidden_layers * (dense + attention) + heads)
+    return 3 * (config.num_hidden_layers * attention + dense + heads)
 
 
 # Steps

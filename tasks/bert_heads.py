@@ -37,8 +37,7 @@ class BertForTokenClassification(nn.Module):
 
         Of a packed batch there are its `Sequences` in place of the mask, and positions are 0 to T - 1.
         """
-        hidden, _ = self.bert(input_ids, token_type_ids, attention_mask)
-        chosen = hidden.flatten(0, -2).index_select(0, positions)  # (m, hidden_size)
+        chosen, _ = self.bert(input_ids, token_type_ids, attention_mask, wanted=positions)  # (m, hidden_size)
         return cast(Tensor, self.classifier(self.dropout(chosen)))
 
 
@@ -54,7 +53,8 @@ class BertForSequenceClassification(nn.Module):
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor | Sequences) -> Tensor:
         """Logits (n, labels), in the order of the samples; of a packed batch too."""
-        _, pooled = self.bert(input_ids, token_type_ids, attention_mask)
+        nothing_else = input_ids.new_empty(0)
+        _, pooled = self.bert(input_ids, token_type_ids, attention_mask, wanted=nothing_else)
         return cast(Tensor, self.classifier(self.dropout(pooled)))
 
 

@@ -2,8 +2,9 @@
 
 Responsible for what `bert_config.json` may say, for the arithmetic and for the names of the parameters; knows no files
 of data, losses or ranks. The one idea: only masked tokens are predicted, so only their rows reach the vocabulary head,
-which is 70 % of the arithmetic at 4 layers of 256 if every token goes through it. Nothing in forward looks at a value,
-so nothing in it waits for a device. Batches are padded, or packed as `bert_packing` does; the results are the same.
+which is 70 % of the arithmetic at 4 layers of 256 if every token goes through it, and only they and the first tokens
+go through the rest of the last layer, once they have looked at all others. Nothing in forward looks at a value, so
+nothing in it waits for a device. Batches are padded, or packed as `bert_packing` does; the results are the same.
 
 The arithmetic and the names are those of Hugging Face's `BertForPreTraining`, save two names that stand there a second
 time for what is tied, `TIED_NAMES`: leave them out on the way in, and repeat the tensors on the way out.
@@ -220,16 +221,17 @@ class BertForPreTraining(nn.Module):
             )
         words = self.bert.embeddings.word_embeddings
         tied = Tied(words.weight, padding=words.padding_idx)
-        hidden, pooled = self.bert(input_ids, token_type_ids, attention_mask, look_up=tied.look_up)
-        masked = hidden.flatten(0, -2).index_select(0, masked_positions)  # (m, hidden_size)
+        masked, pooled = self.bert(
+            input_ids, token_type_ids, attention_mask, look_up=tied.look_up, wanted=masked_positions
+        )  # fmt: skip
         return self.cls.predictions(masked, tied.head, masked_ids), self.cls.seq_relationship(pooled)
 
 
 class BertModel(nn.Module):
     """The encoder: ids and mask as in `BertForPreTraining` to hidden states (n, L, hidden_size) and (n, hidden_size).
 
-    The first are (T, hidden_size) of a packed batch, the second those of the first tokens after another dense layer and
-    tanh.
+    The first are (T, hidden_size) of a packed batch, and (k, hidden_size) if only those at k positions are wanted,
+    which saves most of the last layer. The second are those of the first tokens after another dense layer and tanh.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -244,18 +246,28 @@ class BertModel(nn.Module):
         token_type_ids: Tensor,
         attention_mask: Tensor | Sequences,
         look_up: Callable[[Tensor], Tensor] | None = None,
+        wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`look_up` takes the place of the word embeddings. Raises ValueError as `BertForPreTraining` does."""
+        """`look_up` takes the place of the word embeddings; `wanted`: (k,) int64, as masked_positions are; None: all.
+
+        Raises ValueError as `BertForPreTraining` does.
+        """
         most = self.embeddings.position_embeddings.num_embeddings
         look_up = look_up or self.embeddings.word_embeddings
         if isinstance(attention_mask, Sequences):
             _check_packed(input_ids, token_type_ids, attention_mask, most)
             embedded = self.embeddings(look_up(input_ids), token_type_ids, attention_mask.positions)
-            hidden = self.encoder(embedded, within(attention_mask))  # (T, hidden_size)
-            return hidden, self.pooler(hidden.index_select(0, attention_mask.starts))
-        _check_shapes(input_ids, token_type_ids, attention_mask, most)
-        hidden = self.encoder(self.embeddings(look_up(input_ids), token_type_ids), among_rows(attention_mask))
-        return hidden, self.pooler(hidden[:, 0])
+            attend, starts = within(attention_mask), attention_mask.starts
+        else:
+            _check_shapes(input_ids, token_type_ids, attention_mask, most)
+            embedded = self.embeddings(look_up(input_ids), token_type_ids)
+            attend = among_rows(attention_mask)
+            starts = torch.arange(0, input_ids.numel(), input_ids.shape[1], device=input_ids.device)
+        if wanted is None:
+            hidden = self.encoder(embedded, attend)
+            return hidden, self.pooler(hidden.flatten(0, -2).index_select(0, starts))
+        hidden, first = self.encoder(embedded, attend, torch.cat([wanted, starts])).split([len(wanted), len(starts)])
+        return hidden, self.pooler(first)
 
 
 def _check_shapes(input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor, max_length: int) -> None:
@@ -319,8 +331,20 @@ class _Encoder(nn.Module):
         super().__init__()
         self.layer = LayerStack([_Layer(config) for _ in range(config.num_hidden_layers)])
 
-    def forward(self, hidden: Tensor, attend: Attend) -> Tensor:
-        return cast(Tensor, self.layer(hidden, attend))
+    def forward(self, hidden: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        return cast(Tensor, self.layer(hidden, _View(attend), _View(attend, rows)))
+
+
+@dataclass(frozen=True)
+class _View:
+    """What a layer looks at, and for whom: the `rows` (k,) int64 of the hidden states; None: for all."""
+
+    attend: Attend
+    rows: Tensor | None = None
+
+    def chosen(self, hidden: Tensor) -> Tensor:
+        """(n, L, size) or (T, size) to (k, size), or as it is."""
+        return hidden if self.rows is None else hidden.flatten(0, -2).index_select(0, self.rows)
 
 
 class _Layer(nn.Module):
@@ -330,8 +354,8 @@ class _Layer(nn.Module):
         self.intermediate = _DenseWithActivation(config, config.intermediate_size)
         self.output = _AddAndNorm(config, config.intermediate_size)
 
-    def forward(self, hidden: Tensor, attend: Attend) -> Tensor:
-        attended = self.attention(hidden, attend)
+    def forward(self, hidden: Tensor, view: _View) -> Tensor:
+        attended = self.attention(hidden, view)
         return cast(Tensor, self.output(self.intermediate(attended), attended))
 
 
@@ -341,8 +365,8 @@ class _Attention(nn.Module):
         self.self = _SelfAttention(config)
         self.output = _AddAndNorm(config, config.hidden_size)
 
-    def forward(self, hidden: Tensor, attend: Attend) -> Tensor:
-        return cast(Tensor, self.output(self.self(hidden, attend), hidden))
+    def forward(self, hidden: Tensor, view: _View) -> Tensor:
+        return cast(Tensor, self.output(view.chosen(self.self(hidden, view.attend)), view.chosen(hidden)))
 
 
 class _SelfAttention(nn.Module):

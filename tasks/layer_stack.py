@@ -22,14 +22,15 @@ class LayerStack(nn.ModuleList):
 
     keeps_only_inputs = False
 
-    def forward(self, hidden: Tensor, context: Any) -> Tensor:
-        """Hidden states of any shape through every layer; `context` is the second argument of each."""
-        if self.keeps_only_inputs and self.training and torch.is_grad_enabled():
-            for layer in self:
-                hidden = checkpoint(layer, hidden, context, use_reentrant=False)
-        else:
-            for layer in self:
-                hidden = layer(hidden, context)
+    def forward(self, hidden: Tensor, context: Any, last: Any = None) -> Tensor:
+        """Hidden states of any shape through every layer.
+
+        `context` is the second argument of each, but of the last one if that has a context of its own.
+        """
+        keeps_all = not (self.keeps_only_inputs and self.training and torch.is_grad_enabled())
+        for at, layer in enumerate(self, 1):
+            given = context if at < len(self) or last is None else last
+            hidden = layer(hidden, given) if keeps_all else checkpoint(layer, hidden, given, use_reentrant=False)
         return hidden
 
 

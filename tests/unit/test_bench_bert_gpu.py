@@ -47,9 +47,9 @@ def training_on(device: str, *, dropout: float = 0.1, words: list[str] | None = 
 
 @pytest.mark.parametrize(
     ("layers", "hidden", "length", "gflops"),
-    [(12, 768, 128, 70), (12, 768, 512, 301), (24, 1024, 128, 241), (24, 1024, 512, 1021)],
+    [(12, 768, 128, 67), (12, 768, 512, 288), (24, 1024, 128, 235), (24, 1024, 512, 996)],
 )
-def test_a_sequence_of_the_usual_networks_takes_what_the_goals_were_set_for(
+def test_a_sequence_of_the_usual_networks_takes_what_the_documentation_says(
     layers: int, hidden: int, length: int, gflops: int
 ) -> None:
     network = BertConfig(30522, hidden, layers, hidden // 64, 4 * hidden)
@@ -305,7 +305,7 @@ def test_figures_are_those_of_real_tokens_and_useful_operations() -> None:
 
 @pytest.mark.parametrize(
     ("sequences", "tflops", "verdict"),
-    [(1849, 989, "NOT met"), (1850, 989, "met"), (2200, 989, "met, the better one too"), (1850, 992, "NOT met")],
+    [(1849, 960, "NOT met"), (1850, 960, "met"), (2200, 989, "met, the better one too"), (1850, 989, "NOT met")],
 )
 def test_a_bar_is_of_sequences_and_of_the_share_of_the_peak(sequences: float, tflops: float, verdict: str) -> None:
     bench, gpus = script("bert_gpu"), script("gpus")

@@ -75,6 +75,16 @@ def logits_of(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     return model(*(batch[name] for name in ("input_ids", "token_type_ids", "attention_mask", "masked_positions")))
 
 
+def logits_by_all_rows(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """The same, but every token goes through the last layer."""
+    encoder: Any = model.bert
+    hidden, pooled = encoder(*(batch[name] for name in ("input_ids", "token_type_ids", "attention_mask")))
+    masked = hidden.flatten(0, -2)[batch["masked_positions"]]
+    words = encoder.embeddings.word_embeddings.weight
+    heads: Any = model.cls
+    return heads.predictions(masked, words, None), heads.seq_relationship(pooled)
+
+
 def facts_of(model: nn.Module, batch: Batch, logits: Callable[[nn.Module, Batch], Any] = logits_of) -> Facts:
     """Logits, both terms as sums, and the gradient of each term with respect to every parameter."""
     masked, sentence = logits(model, batch)
@@ -183,11 +193,11 @@ def test_in_training_both_drop_the_same_with_the_same_random_numbers(
     torch.manual_seed(5)
     expected = facts_of(theirs, batch, their_logits)
     torch.manual_seed(5)
-    assert distance(facts_of(ours, batch), expected) <= 1e-12
+    assert distance(facts_of(ours, batch, logits_by_all_rows), expected) <= 1e-12
     other = make_model(dataclasses.replace(TINY, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.3)).train()
     torch.manual_seed(5)
-    assert distance(facts_of(other, batch), expected) > 0.01
-    assert distance(facts_of(ours.eval(), batch), expected) > 0.01
+    assert distance(facts_of(other, batch, logits_by_all_rows), expected) > 0.01
+    assert distance(facts_of(ours.eval(), batch, logits_by_all_rows), expected) > 0.01
 
 
 @pytest.mark.slow
@@ -356,6 +366,28 @@ def test_the_vocabulary_head_sees_the_masked_rows_only() -> None:
     model.cls.predictions.register_forward_hook(lambda _, inputs, output: seen.extend((inputs[0].shape, output.shape)))
     logits_of(model, batch)
     assert seen == [(5, 24), (5, 53)]  # of 4 x 12 tokens
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_last_layer_is_computed_for_wanted_rows_only_with_the_same_result(case: str) -> None:
+    model, batch = make_model(), make_batch(CASES[case])
+    seen: list[int] = []
+    for layer in model.bert.encoder.layer:
+        layer.register_forward_hook(lambda _, inputs, output: seen.append(output.numel() // 24))
+    found = facts_of(model, batch)
+    n, length = batch["input_ids"].shape
+    assert seen == [n * length, len(batch["masked_positions"]) + n]
+    assert distance(found, facts_of(model, batch, logits_by_all_rows)) <= 1e-12
+
+
+@pytest.mark.parametrize("rate", ["hidden_dropout_prob", "attention_probs_dropout_prob"])
+def test_dropout_is_active_in_the_last_layer_too(rate: str) -> None:
+    one = dataclasses.replace(TINY, num_hidden_layers=1, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    model, batch = make_model(dataclasses.replace(one, **{rate: 0.5})).train(), make_batch(FULL)
+    model.bert.embeddings.dropout.p = 0.0
+    torch.manual_seed(1)
+    first, second = logits_of(model, batch), logits_of(model, batch)
+    assert all((a != b).any(dim=-1).all() for a, b in zip(first, second))
 
 
 def test_a_position_counts_rows_and_columns() -> None:
