@@ -26,7 +26,7 @@ import random_images
 import workloads
 from ranks import Ranks, Timing
 
-#: samples of a step and most samples of a micro-batch; steps of 500 ms and more on the machine of the tables
+#: fewest samples of a step, and most of a micro-batch; a machine whose steps are too short with them takes more
 SIZES = {"mnist": (1280, 64), "bert-tiny": (192, 8), "bert": (32, 4)}
 FIRST_STEPS, CHANGE_STEPS, CHANGE = 12, 15, 3.0
 LEAST_STEP_S = 0.5
@@ -51,7 +51,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
     parser.add_argument("--steps", type=int, default=6, help="counted steps of a run in a round")
     parser.add_argument("--seconds", type=float, default=4.0, help="of a rank that trains for itself, at least")
-    parser.add_argument("--batch", type=int, help="samples of a step (default: by the model)")
+    parser.add_argument("--batch", type=int, help="samples of a step (default: for steps of 500 ms)")
     parser.add_argument("--change", action="store_true", help="slow the last rank down 3 times more at the end")
     parser.add_argument("--no-pin", action="store_true", help="let the system choose the cores")
     arguments = parser.parse_args(words)
@@ -108,12 +108,12 @@ def main() -> None:
 
 def measure(model: str, ratio: tuple[float, ...], folder: Path, arguments: argparse.Namespace) -> Case:
     """One model at one ratio: a start from an unknown cluster, then rounds."""
-    batch, cap = SIZES[model]
-    batch = arguments.batch or batch
-    work = workloads.prepare(model, folder / "data", 8 * batch)
-    words = [*workloads.hetseq_words(work, batch), "--max-sentences", str(cap)]
+    cap = ["--max-sentences", str(SIZES[model][1])]
     slowed = ["--throttle", ",".join(f"{rank}:{factor:g}" for rank, factor in enumerate(ratio))]
     with Ranks(len(ratio), folder=folder / "ranks", model=model, is_pinned=not arguments.no_pin) as ranks:
+        batch = arguments.batch or long_enough(ranks, model, ratio, folder)
+        work = workloads.prepare(model, folder / "data", 8 * batch)
+        words = [*workloads.hetseq_words(work, batch), *cap]
         for balance in ("auto", "equal"):
             ranks.open(balance, [[*words, *slowed, "--balance", balance]] * len(ratio))
         ranks.open("solo", [[*words, "--throttle", f"0:{factor:g}"] for factor in ratio], is_alone=True)
@@ -126,6 +126,18 @@ def measure(model: str, ratio: tuple[float, ...], folder: Path, arguments: argpa
             ranks.slow_down("auto", len(ratio) - 1, CHANGE * ratio[-1])
             case.change = ranks.together("auto", settle=0, steps=CHANGE_STEPS)[0].steps
     return case
+
+
+def long_enough(ranks: Ranks, model: str, ratio: tuple[float, ...], folder: Path) -> int:
+    """Samples of a step that lasts at least `LEAST_STEP_S` at the summed speeds of the ranks, by the speed of one."""
+    batch, cap = SIZES[model]
+    work = workloads.prepare(model, folder / "trial", 8 * batch)
+    words = [*workloads.hetseq_words(work, batch), "--max-sentences", str(cap)]
+    ranks.open("trial", [words], is_alone=True)
+    speed = ranks.alone("trial", 0, settle=3, least_s=2.0).speed * sum(1 / factor for factor in ratio)
+    while batch < LEAST_STEP_S * speed and (more := workloads.larger_batch(model, batch)):
+        batch = more
+    return batch
 
 
 def one_round(ranks: Ranks, number: int, arguments: argparse.Namespace) -> Round:

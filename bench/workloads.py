@@ -75,6 +75,14 @@ def prepare(name: str, folder: Path, rows: int) -> Workload:
     return workload(name, folder)
 
 
+def larger_batch(name: str, batch: int) -> int | None:
+    """The next number of samples of a step, at least twice as many; None where an epoch holds no more of them."""
+    if name in BERTS:
+        return 2 * batch
+    samples = random_images.SAMPLES
+    return next((size for size in range(2 * batch, samples + 1) if samples % size == 0), None)
+
+
 def workload(name: str, folder: Path) -> Workload:
     """The workload `name`, whose data `prepare` has written into `folder`."""
     if name == "mnist":

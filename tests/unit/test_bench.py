@@ -169,6 +169,12 @@ def test_arguments_that_cannot_be_meant_end_in_words(
     assert message in capsys.readouterr().err
 
 
+def test_a_larger_step_still_ends_with_the_epoch() -> None:
+    larger = script("workloads").larger_batch
+    assert [larger("mnist", batch) for batch in (1280, 2560, 5120, 15360)] == [2560, 5120, 15360, None]
+    assert larger("bert-tiny", 192) == 384
+
+
 def test_defaults_follow_what_is_asked() -> None:
     scale, step = script("scale"), script("step")
     assert (scale.parse([]).steps, scale.parse([]).batch) == (10, 16)
