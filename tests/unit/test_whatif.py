@@ -156,6 +156,15 @@ def test_fewer_ranks_wait_less_for_the_slowest_and_more_ranks_more(tmp_path: Pat
     assert step_s(alone) < 1.95 * step_s(plan.now)  # of two equal ones that were always as fast it would be twice
 
 
+def test_a_rank_that_is_added_is_slow_at_other_times_than_the_one_it_is_like(tmp_path: Path) -> None:
+    alone = World((0.0,), (0.01,))
+    plan = plan_of(tmp_path, noisy_rows(alone, (60,), random.Random(1)), "--add", "new:1")
+    two = World((0.0, 0.0), (0.01, 0.01))
+    truth = statistics.median(row["seconds"] for row in noisy_rows(two, (30, 30), random.Random(2), count=999))
+    assert step_s(plan.others[0]) == pytest.approx(truth, rel=0.07)
+    assert step_s(plan.others[0]) > 1.02 * step_s(plan.now) / 2
+
+
 def test_a_rank_twice_as_fast_is_the_fastest_at_half_the_cost(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, PAIR.rows((20, 12)), "--add", "new:2")
     assert step_s(plan.others[0]) == pytest.approx(PAIR.with_rank(0.01, 0.005).best_s(32))
