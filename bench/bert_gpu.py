@@ -156,10 +156,10 @@ def useful_flops(config: BertConfig, lengths: Sequence[int], masked: int) -> int
 
     of them in its matrix products: queries, keys and values, scores and their products with values; the way back and
     the two dense layers, in the last layer for masked and first tokens alone; the vocabulary head; the pooler and the
-    sentence head. A multiply-add counts as two. Backward
-    does each product twice, for the gradient of either factor, so a step does three times as much. Padding does not
-    count, nor do tokens that nobody predicts in the head, what a kernel computes anew in backward (flash attention:
-    scores, once), norms, dropout, activations, look-ups and the optimizer.
+    sentence head. A multiply-add counts as two. Backward does each product twice, for the gradient of either factor, so
+    a step does three times as much. Padding does not count, nor do tokens that nobody predicts in the head, what a
+    kernel computes anew in backward (flash attention: scores, once), norms, dropout, activations, look-ups and the
+    optimizer.
     """
     hidden, between, tokens = config.hidden_size, config.intermediate_size, sum(lengths)
     attention = tokens * 6 * hidden**2 + 4 * hidden * sum(length**2 for length in lengths)

@@ -150,9 +150,11 @@ def going_on(run: Path, words: Sequence[str]) -> Iterator[None]:
                 time.sleep(0.1)
             yield
         finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+            try:
                 process.wait(PATIENCE_S)
+            finally:
+                process.kill()  # nothing, if it has ended
 
 
 def environment() -> dict[str, str]:
