@@ -37,8 +37,9 @@ LOCAL_BATCH = {"mnist": 512, "bert-tiny": 64, "bert": 16}
 #: of the first form, in the order of the table
 TURNS = ("alone", "both busy", "ours", "gloo", "ddp", "ddp, alike")
 #: of the second form: samples of a step and of a micro-batch. Small micro-batches on purpose: all ranks begin a step at
-#: once, and until their sleeps have drawn them apart they stand in a queue for the cores
-EMULATED_BATCH, UNIT = 1024, 8
+#: once, and until their sleeps have drawn them apart they stand in a queue for the cores. A share of eight ranks is 48
+#: of them: one more, the least that a share can change by, is 2 % of a step
+EMULATED_BATCH, UNIT = 3072, 8
 # calm: with a rate of 0.05 and momentum this net, as data are made up, turns rounding into 1e-3 within 18 steps, also
 # between single and double precision on one rank
 SGD = ["--optimizer", "sgd", "--lr", "0.01", "--momentum", "0"]

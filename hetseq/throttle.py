@@ -2,7 +2,8 @@
 
 A piece of compute that takes c seconds of CPU lasts f * c on a rank throttled by a factor f, which sleeps for the rest:
 it looks like a machine f times slower while its core stays free for others. What it has waited for its core by then
-counts as sleep, since a machine of its own would not have waited; so several such ranks share a core unseen.
+counts as sleep, since a machine of its own would not have waited, and what it has overslept shortens the next piece; so
+several such ranks share a core unseen.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class Throttle:
 
     def __init__(self, factor: float = 1.0) -> None:
         self.factor = factor
+        self._late_s = 0.0  # by how much the last piece ended too late; at most its length, or others' load would pile up
 
     @property
     def is_on(self) -> bool:
@@ -29,7 +31,10 @@ class Throttle:
     def slowed(self) -> Iterator[None]:
         start, began = time.process_time(), time.perf_counter()
         yield
+        if not self.is_on:
+            return
         # process time adds up over the threads of an operator, wall time does not
-        used_s = (time.process_time() - start) / torch.get_num_threads()
-        if self.is_on:
-            time.sleep(max(0.0, self.factor * used_s - (time.perf_counter() - began)))
+        lasts_s = self.factor * (time.process_time() - start) / torch.get_num_threads()
+        due = began + lasts_s - self._late_s
+        time.sleep(max(0.0, due - time.perf_counter()))
+        self._late_s = min(max(0.0, time.perf_counter() - due), lasts_s)

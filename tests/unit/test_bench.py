@@ -178,7 +178,7 @@ def test_a_larger_step_still_ends_with_the_epoch() -> None:
 def test_defaults_follow_what_is_asked() -> None:
     scale, step = script("scale"), script("step")
     assert (scale.parse([]).steps, scale.parse([]).batch) == (10, 16)
-    assert (scale.parse(["--emulate", "8"]).steps, scale.parse(["--emulate", "8"]).batch) == (2, 1024)
+    assert (scale.parse(["--emulate", "8"]).steps, scale.parse(["--emulate", "8"]).batch) == (2, 3072)
     assert step.parse([]).peers == list(step.PEERS)
     assert step.parse(["--peers", "none"]).peers == []
     assert step.parse(["--peers", "HF Trainer"]).peers == ["HF Trainer"]
