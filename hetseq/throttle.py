@@ -20,7 +20,7 @@ class Throttle:
 
     def __init__(self, factor: float = 1.0) -> None:
         self.factor = factor
-        self._late_s = 0.0  # by how much the last piece ended too late; at most its length, or others' load would pile up
+        self._late_s = 0.0  # by how much the last piece ended too late; no more than it lasted, or load would pile up
 
     @property
     def is_on(self) -> bool:
