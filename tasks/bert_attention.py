@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tasks.bert_packing import Sequences
 from tasks.dropout import drop
@@ -28,6 +30,9 @@ Attend = Callable[[Tensor, float], Tensor]
 #: kinds of devices where each length has a kernel of its own
 _LENGTHS_APART = frozenset({"cpu"})
 _MULTIPLE = 8  # of the length of rows, for the tensor cores of GPUs
+
+#: (sequences, tokens of each) of those that have one length and lie beside each other
+Runs = list[tuple[int, int]]
 
 
 def among_rows(is_real: Tensor) -> Attend:
@@ -54,28 +59,88 @@ def _attend(parts: Tensor, rate: float, *, mask: Tensor | None) -> Tensor:
     is_cpu = parts.device.type == "cpu"
     query, key, value = (parts.contiguous() if is_cpu else parts).unbind()  # (n, heads, L, size) each
     if rate and is_cpu:  # torch has no kernel for it there, and a slow dropout
-        weights = _scores(query, key, mask).softmax(dim=-1)  # (n * heads, L, L)
+        weights = _scores(query.flatten(0, 1), key.flatten(0, 1), mask).softmax(dim=-1)  # (n * heads, L, L)
         return (drop(weights, rate) @ value.flatten(0, 1)).view(query.shape).transpose(1, 2)
     attended: Tensor = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=rate)
     return attended.transpose(1, 2)
 
 
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    """What softmax makes weights of, (n * heads, L, L)."""
-    rows, turned, scale = query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), query.shape[-1] ** -0.5
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
+    """What softmax makes weights of, (n * heads, L, L), of queries and keys (n * heads, L, size)."""
+    turned, scale = key.transpose(1, 2), query.shape[-1] ** -0.5
     if mask is None:
-        return torch.baddbmm(rows.new_zeros(()), rows, turned, beta=0, alpha=scale)
+        return torch.baddbmm(query.new_zeros(()), query, turned, beta=0, alpha=scale)
     # half of the least number: with a score it is still a number, and far below every other one, so its weight is 0
-    added = torch.zeros_like(mask, dtype=rows.dtype).masked_fill_(~mask, torch.finfo(rows.dtype).min / 2)
-    added = added.expand(-1, query.shape[1], -1, -1).flatten(0, 1)  # (n * heads, 1, L)
-    return torch.baddbmm(added, rows, turned, alpha=scale)
+    added = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min / 2)
+    added = added.expand(-1, len(query) // len(mask), -1, -1).flatten(0, 1)  # (n * heads, 1, L)
+    return torch.baddbmm(added, query, turned, alpha=scale)
 
 
-def _attend_by_length(parts: Tensor, rate: float, *, runs: list[tuple[int, int]]) -> Tensor:
-    # runs: (sequences, tokens of each) of those that have one length and lie beside each other
+def _attend_by_length(parts: Tensor, rate: float, *, runs: Runs) -> Tensor:
+    if rate and not torch.compiler.is_compiling():
+        attended: Tensor = _ByLength.apply(parts, rate, runs)  # type: ignore[no-untyped-call]
+        return attended
     pieces = parts.split([count * length for count, length in runs])
-    attended = [_attend(piece.unflatten(0, run), rate, mask=None).flatten(0, 1) for run, piece in zip(runs, pieces)]
-    return torch.cat(attended)
+    return torch.cat(
+        [_attend(piece.unflatten(0, run), rate, mask=None).flatten(0, 1) for run, piece in zip(runs, pieces)]
+    )
+
+
+class _ByLength(torch.autograd.Function):
+    """Attention with dropout, a run of sequences after the other, straight from one tensor into another.
+
+    As autograd would do it, each of the many small kernels would have an entry of its own in the graph, and their
+    results would be joined afterwards. With D = dropout(P) and O = D V the gradient of the scores is, as in
+    FlashAttention (Dao et al. 2022, arXiv 2205.14135, appendix B), dS = D * dD - P * rowsum(dO * O): P and D are all
+    that is kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, rate: float, runs: Runs) -> Tensor:
+        attended, kept = parts.new_empty(parts.shape[0], *parts.shape[2:]), []
+        for run, piece, place in zip(runs, _by_run(parts, runs), _by_run(attended, runs)):
+            query, key, value = _heads_first(piece).flatten(1, 2).unbind()
+            weights = _scores(query, key).softmax(dim=-1)
+            dropped = drop(weights, rate)
+            place.copy_(_tokens_first(dropped @ value, run))
+            kept += [weights, dropped]
+        ctx.runs = runs
+        ctx.save_for_backward(parts, attended, *kept)
+        return attended
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        parts, attended, *kept = ctx.saved_tensors
+        runs, scale, of_parts = ctx.runs, parts.shape[-1] ** -0.5, torch.empty_like(parts)
+        means = (gradient * attended).sum(-1, keepdim=True)  # (T, heads, 1): of dD, by the weights
+        tensors = (_by_run(tensor, runs) for tensor in (parts, gradient, means, of_parts))
+        for run, piece, given, mean, place, weights, dropped in zip(runs, *tensors, kept[::2], kept[1::2]):
+            query, key, value = _heads_first(piece).flatten(1, 2).unbind()
+            of_attended, mean = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (given, mean))
+            of_scores = (of_attended @ value.transpose(1, 2)).mul_(dropped).addcmul_(weights, mean, value=-1)
+            of_query, of_key, of_value = place.unbind(2)
+            of_query.copy_(_tokens_first((of_scores @ key).mul_(scale), run))
+            of_key.copy_(_tokens_first((of_scores.transpose(1, 2) @ query).mul_(scale), run))
+            of_value.copy_(_tokens_first(dropped.transpose(1, 2) @ of_attended, run))
+        return of_parts, None, None
+
+
+def _by_run(tensor: Tensor, runs: Runs) -> Iterator[Tensor]:
+    # (T, ...) to (n, L, ...) of each run
+    for run, piece in zip(runs, tensor.split([count * length for count, length in runs])):
+        yield piece.unflatten(0, run)
+
+
+def _heads_first(parts: Tensor) -> Tensor:
+    # (n, L, 3, heads, size) to (3, n, heads, L, size)
+    return parts.permute(2, 0, 3, 1, 4).contiguous()
+
+
+def _tokens_first(attended: Tensor, run: tuple[int, int]) -> Tensor:
+    # (n * heads, L, size) to (n, L, heads, size)
+    count, length = run
+    return attended.view(count, -1, length, attended.shape[-1]).transpose(1, 2)
 
 
 def _attend_padded(parts: Tensor, rate: float, *, places: Tensor, is_real: Tensor) -> Tensor:

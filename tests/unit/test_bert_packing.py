@@ -18,6 +18,7 @@ from hetseq.loader import place_on
 from hetseq.plan import EpochOrder, MicroBatchCap, cut, epoch_order
 from hetseq.task import lengths_of, make_task
 from tasks.bert import BertTask
+from tasks.bert_attention import within
 from tasks.bert_model import BertForPreTraining
 from tasks.bert_packing import Sequences, pack
 from tests.support import bert, bert_records
@@ -171,6 +172,17 @@ def test_in_training_attention_drops_by_the_seed() -> None:
     assert torch.equal(pairs_of(1), pairs_of(1))
     assert (pairs_of(1) - pairs_of(2)).abs().max() > 1e-3
     assert torch.equal(model.eval()(*list_of(packed))[1], pairs_of(1))
+
+
+def test_gradients_of_attention_with_dropout_are_its_derivatives() -> None:
+    attend = within(pack(make_batch(MIXED))["sequences"])
+    parts = torch.randn(34, 3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+    def attended(parts: Tensor) -> Tensor:
+        torch.manual_seed(2)  # the same elements are left out every time
+        return attend(parts, 0.3)
+
+    assert torch.autograd.gradcheck(attended, parts.requires_grad_(), eps=1e-6, atol=1e-9, rtol=1e-6)
 
 
 def list_of(packed: Batch) -> list[Any]:
