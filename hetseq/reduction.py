@@ -26,6 +26,7 @@ from hetseq.errors import HetSeqError
 from hetseq.gradient_memory import lending
 
 _FIRST_BUCKET_BYTES = 1 << 20
+_PIECE_ELEMENTS = 1 << 16  # of what is converted at once: half a megabyte in double precision
 
 
 class Gradients:
@@ -299,7 +300,7 @@ class WideReducer(GradientReducer):
     def _take_in(self, index: int, parameter: torch.Tensor, view: torch.Tensor) -> None:
         assert parameter.grad is not None
         if self.used[index]:
-            view.add_(parameter.grad)
+            _add_converted_(view, parameter.grad)
         else:
             view.copy_(parameter.grad)
         parameter.grad = None  # the next one is not to be added to it
@@ -319,6 +320,16 @@ class _Hook:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         self._reducer._gradient_arrived(self._index, parameter)
+
+
+def _add_converted_(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Add a gradient of another type: on a CPU by pieces, since torch makes a converted copy of all it is given."""
+    if total.device.type != "cpu" or gradient.is_sparse or total.numel() <= _PIECE_ELEMENTS:
+        total.add_(gradient)
+        return
+    rows = max(1, _PIECE_ELEMENTS * len(total) // total.numel())
+    for part, added in zip(total.split(rows), gradient.split(rows)):
+        part.add_(added)
 
 
 def _norm(gradients: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> float:

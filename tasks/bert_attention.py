@@ -55,14 +55,18 @@ def within(sequences: Sequences) -> Attend:
 
 
 def _attend(parts: Tensor, rate: float, *, mask: Tensor | None) -> Tensor:
-    parts = parts.permute(2, 0, 3, 1, 4)
     is_cpu = parts.device.type == "cpu"
-    query, key, value = (parts.contiguous() if is_cpu else parts).unbind()  # (n, heads, L, size) each
-    if rate and is_cpu:  # torch has no kernel for it there, and a slow dropout
+    query, key, value = (_heads_first(parts) if is_cpu else parts.permute(2, 0, 3, 1, 4)).unbind()
+    if _is_written_out(parts, rate):
         weights = _scores(query.flatten(0, 1), key.flatten(0, 1), mask).softmax(dim=-1)  # (n * heads, L, L)
         return (drop(weights, rate) @ value.flatten(0, 1)).view(query.shape).transpose(1, 2)
     attended: Tensor = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=rate)
     return attended.transpose(1, 2)
+
+
+def _is_written_out(parts: Tensor, rate: float) -> bool:
+    # on a CPU torch has no kernel with dropout, and a slow one for bf16: a fifth of the speed, forward and backward
+    return parts.device.type == "cpu" and (rate > 0 or parts.dtype is torch.bfloat16)
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -77,7 +81,7 @@ def _scores(query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def _attend_by_length(parts: Tensor, rate: float, *, runs: Runs) -> Tensor:
-    if rate and not torch.compiler.is_compiling():
+    if _is_written_out(parts, rate) and not torch.compiler.is_compiling():
         attended: Tensor = _ByLength.apply(parts, rate, runs)  # type: ignore[no-untyped-call]
         return attended
     pieces = parts.split([count * length for count, length in runs])
@@ -87,7 +91,7 @@ def _attend_by_length(parts: Tensor, rate: float, *, runs: Runs) -> Tensor:
 
 
 class _ByLength(torch.autograd.Function):
-    """Attention with dropout, a run of sequences after the other, straight from one tensor into another.
+    """Attention written out, a run of sequences after the other, straight from one tensor into another.
 
     As autograd would do it, each of the many small kernels would have an entry of its own in the graph, and their
     results would be joined afterwards. With D = dropout(P) and O = D V the gradient of the scores is, as in

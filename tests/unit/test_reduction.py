@@ -412,6 +412,25 @@ def test_wide_sums_do_not_depend_on_the_order() -> None:
     assert after(orders[1], wide(parameters)) == torch.stack(terms).double().sum(0).float().tolist()
 
 
+@pytest.mark.parametrize("elements", [1, 4, 15, 100])
+def test_wide_sums_of_large_parameters_are_made_by_pieces(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hetseq.reduction._PIECE_ELEMENTS", elements)
+    values = torch.arange(15.0).add(0.1)
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((15,), (5, 3), (1, 15), (), (0, 3))]
+    parameters.append(torch.nn.Parameter(torch.zeros(5, 3).t()))  # rows do not lie one after the other
+
+    def loss(times: float) -> torch.Tensor:
+        return torch.stack([(p * (values[: p.numel()].view(p.shape) * times)).sum() for p in parameters]).sum()
+
+    reducer = wide(parameters)
+    step(reducer, *(lambda times=times: loss(times) for times in (1.0, 1e-7, 3.0)))  # type: ignore[misc]
+    for parameter in parameters:
+        terms = [(values[: parameter.numel()] * times).double() for times in (1.0, 1e-7, 3.0)]
+        assert parameter.grad is not None
+        assert torch.equal(parameter.grad.flatten(), sum(terms, torch.zeros(())).float())
+    reducer.close()
+
+
 def test_a_wide_gradient_is_seen_when_it_is_complete() -> None:
     parameters = make_parameters()
     reducer = wide(parameters)
