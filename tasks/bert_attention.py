@@ -1,8 +1,8 @@
 """Attention of BERT: every token to the real tokens of its own sequence, in a padded batch or a packed one.
 
-Responsible for where the sequences are in the arithmetic of attention, and for nothing else of the network. Each
-function takes queries, keys and values in one tensor, (n, L, 3, heads, size of a head) or of a packed batch (T, 3,
-heads, size of a head), and the rate of dropout; it gives (n, L, heads, size of a head) or (T, heads, size of a head).
+Responsible for where the sequences are in the arithmetic of attention, which is that of `attention`. Each function
+takes queries, keys and values in one tensor, (n, L, 3, heads, size of a head) or of a packed batch (T, 3, heads, size
+of a head), and the rate of dropout; it gives (n, L, heads, size of a head) or (T, heads, size of a head).
 
 The one idea: sequences of one length need no padding, so where a kernel costs little to start, as on a CPU, each length
 has its own. Elsewhere sequences are padded for attention alone, which at 128 tokens is a small part of the arithmetic.
@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tasks.attention import attend, is_written_out, scores
 from tasks.bert_packing import Sequences
 from tasks.dropout import drop
 
@@ -57,37 +57,15 @@ def within(sequences: Sequences) -> Attend:
 def _attend(parts: Tensor, rate: float, *, mask: Tensor | None) -> Tensor:
     is_cpu = parts.device.type == "cpu"
     query, key, value = (_heads_first(parts) if is_cpu else parts.permute(2, 0, 3, 1, 4)).unbind()
-    if _is_written_out(parts, rate):
-        weights = _scores(query.flatten(0, 1), key.flatten(0, 1), mask).softmax(dim=-1)  # (n * heads, L, L)
-        return (drop(weights, rate) @ value.flatten(0, 1)).view(query.shape).transpose(1, 2)
-    attended: Tensor = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=rate)
-    return attended.transpose(1, 2)
-
-
-def _is_written_out(parts: Tensor, rate: float) -> bool:
-    # on a CPU torch has no kernel with dropout, and a slow one for bf16: a fifth of the speed, forward and backward
-    return parts.device.type == "cpu" and (rate > 0 or parts.dtype is torch.bfloat16)
-
-
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
-    """What softmax makes weights of, (n * heads, L, L), of queries and keys (n * heads, L, size)."""
-    turned, scale = key.transpose(1, 2), query.shape[-1] ** -0.5
-    if mask is None:
-        return torch.baddbmm(query.new_zeros(()), query, turned, beta=0, alpha=scale)
-    # half of the least number: with a score it is still a number, and far below every other one, so its weight is 0
-    added = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min / 2)
-    added = added.expand(-1, len(query) // len(mask), -1, -1).flatten(0, 1)  # (n * heads, 1, L)
-    return torch.baddbmm(added, query, turned, alpha=scale)
+    return attend(query, key, value, rate, mask=mask).transpose(1, 2)
 
 
 def _attend_by_length(parts: Tensor, rate: float, *, runs: Runs) -> Tensor:
-    if _is_written_out(parts, rate) and not torch.compiler.is_compiling():
+    if is_written_out(parts, max(length for _, length in runs), rate) and not torch.compiler.is_compiling():
         attended: Tensor = _ByLength.apply(parts, rate, runs)  # type: ignore[no-untyped-call]
         return attended
-    pieces = parts.split([count * length for count, length in runs])
-    return torch.cat(
-        [_attend(piece.unflatten(0, run), rate, mask=None).flatten(0, 1) for run, piece in zip(runs, pieces)]
-    )
+    pieces = [_attend(piece, rate, mask=None) for piece in _by_run(parts, runs)]
+    return torch.cat([piece.flatten(0, 1) for piece in pieces])
 
 
 class _ByLength(torch.autograd.Function):
@@ -104,7 +82,7 @@ class _ByLength(torch.autograd.Function):
         attended, kept = parts.new_empty(parts.shape[0], *parts.shape[2:]), []
         for run, piece, place in zip(runs, _by_run(parts, runs), _by_run(attended, runs)):
             query, key, value = _heads_first(piece).flatten(1, 2).unbind()
-            weights = _scores(query, key).softmax(dim=-1)
+            weights = scores(query, key).softmax(dim=-1)
             dropped = drop(weights, rate)
             place.copy_(_tokens_first(dropped @ value, run))
             kept += [weights, dropped]

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tasks.attention import attend
+from tasks.dropout import Dropout
 from tasks.gpt_config import GptConfig
 from tasks.layer_stack import LayerStack
 from tasks.network_json import ACTIVATIONS
@@ -89,7 +91,7 @@ class _Embeddings(nn.Module):
         self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         is_learned = config.positions == "learned"
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if is_learned else None
-        self.dropout = nn.Dropout(config.embedding_dropout)
+        self.dropout = Dropout(config.embedding_dropout)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         hidden = self.tokens(input_ids)  # (n, L, hidden_size)
@@ -152,7 +154,7 @@ class _Attention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, sum(self.widths), bias=config.attention_bias)
         self.output = nn.Linear(self.heads * size, config.hidden_size, bias=config.attention_bias)
         self.dropout_rate = config.attention_dropout
-        self.dropout = nn.Dropout(config.residual_dropout)
+        self.dropout = Dropout(config.residual_dropout)
 
     def forward(self, hidden: Tensor, rotation: Rotation | None) -> Tensor:
         query, key, value = (
@@ -167,7 +169,7 @@ class _Attention(nn.Module):
             # written out, since not every kernel of SDPA takes groups: head h listens to group h // (heads / groups)
             key, value = (part.repeat_interleave(self.heads // self.groups, dim=1) for part in (key, value))
         rate = self.dropout_rate if self.training else 0.0
-        attended = F.scaled_dot_product_attention(query, key, value, dropout_p=rate, is_causal=True)
+        attended = attend(query, key, value, rate, is_causal=True)
         return cast(Tensor, self.dropout(self.output(attended.transpose(1, 2).flatten(2))))
 
 
@@ -187,7 +189,7 @@ class _Mlp(nn.Module):
         self.up = nn.Linear(size, wide, bias)
         self.down = nn.Linear(wide, size, bias)
         self.activation = ACTIVATIONS[config.hidden_act]
-        self.dropout = nn.Dropout(config.residual_dropout)
+        self.dropout = Dropout(config.residual_dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = self.activation(self.up(x)) if self.gate is None else self.activation(self.gate(x)) * self.up(x)

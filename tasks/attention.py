@@ -1,0 +1,50 @@
+"""Attention of queries to keys by whatever is fastest on a device.
+
+Responsible for the choice and for the arithmetic where it is written out; who may look at whom is told by a model. Of
+torch's kernel (`scaled_dot_product_attention`) the form for CPUs has no dropout, and takes three to five times as long
+in bf16 as its products one after the other do (`bench/attention.py`). These keep a weight for each pair of tokens,
+which torch's does not, so they are for sequences whose weights are small beside the other activations.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tasks.dropout import drop
+
+_LONGEST = 1024  # tokens, of what is written out only for being faster
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, rate: float, *, mask: Tensor | None = None, is_causal: bool = False
+) -> Tensor:
+    """Attended values (n, heads, L, size), of queries, keys and values of that shape; `rate` is that of dropout.
+
+    mask: bool, broadcast to (n, 1, L, L), True where a query may look; `is_causal`: at itself and what is before it.
+    One of both at most. What is hidden has a weight of 0, not a small one, where there is anything to look at.
+    """
+    if not is_written_out(query, query.shape[2], rate):
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=rate, is_causal=is_causal)
+    if is_causal:
+        mask = torch.ones(1, 1, query.shape[2], query.shape[2], dtype=torch.bool).tril()
+    weights = scores(query.flatten(0, 1), key.flatten(0, 1), mask).softmax(dim=-1)  # (n * heads, L, L)
+    return (drop(weights, rate) @ value.flatten(0, 1)).view(query.shape)
+
+
+def is_written_out(like: Tensor, length: int, rate: float) -> bool:
+    """Whether `attend` does without torch's kernel, for `length` tokens and the device and type of `like`."""
+    is_slow = like.dtype is torch.bfloat16 and length <= _LONGEST
+    return like.device.type == "cpu" and (rate > 0 or is_slow)
+
+
+def scores(query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
+    """What softmax makes weights of, (n * heads, L, L), of queries and keys (n * heads, L, size); mask as above."""
+    turned, scale = key.transpose(1, 2), query.shape[-1] ** -0.5
+    if mask is None:
+        return torch.baddbmm(query.new_zeros(()), query, turned, beta=0, alpha=scale)
+    # half of the least number: with a score it is still a number, and far below every other one, so its weight is 0
+    added = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min / 2)
+    added = added.expand(-1, len(query) // len(mask), -1, -1).flatten(0, 1)  # (n * heads, 1 or L, L)
+    return torch.baddbmm(added, query, turned, alpha=scale)
