@@ -1050,6 +1050,7 @@ def test_a_forked_child_reads_the_same_from_files_of_its_own(
     assert_is(dataset, files)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more workers than a machine of one core has
 @pytest.mark.parametrize("storage", [{}, {"compression": "gzip"}], ids=["plain", "gzip"])
 def test_the_workers_of_a_data_loader_read_the_same(tmp_path: Path, storage: dict[str, Any]) -> None:
     arrays = write_hdf5(tmp_path / "x_train.hdf5", rows=60, storage=storage)
