@@ -133,7 +133,8 @@ def test_two_runs_with_one_run_directory_in_the_same_instant(nodes: Nodes) -> No
     going = [node for node in started if node not in refused]
     rows = run / "metrics.jsonl"
     nodes.wait_until(lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 3, "three steps")
-    going[0].signal(signal.SIGTERM)
+    for node in going:  # whichever came first is their head, and may outlive the other
+        node.signal(signal.SIGTERM)
     assert [ended.code for ended in nodes.finish(*going)] == [EXIT_FAILED] * 2, nodes.story()
     steps = [row["step"] for row in read_rows(rows)]
     assert steps == list(range(1, len(steps) + 1)), "one run wrote there"
