@@ -1,9 +1,9 @@
 """Attention of queries to keys by whatever is fastest on a device.
 
 Responsible for the choice and for the arithmetic where it is written out; who may look at whom is told by a model. Of
-torch's kernel (`scaled_dot_product_attention`) the form for CPUs has no dropout, and takes three to five times as long
-in bf16 as its products one after the other do (`bench/attention.py`). These keep a weight for each pair of tokens,
-which torch's does not, so they are for sequences whose weights are small beside the other activations.
+torch's kernel (`scaled_dot_product_attention`) the form for CPUs has no dropout, and in a worker takes four to five
+times as long for 64 to 128 tokens as its products one after the other do (`bench/attention.py`). These keep a weight
+for each pair of tokens, which torch's does not, and the longer the sequences, the less they win.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tasks.dropout import drop
 
-_LONGEST = 1024  # tokens, of what is written out only for being faster
+#: tokens at most, of what is written out only for being faster; as measured
+_LONGEST = {torch.float32: 512, torch.bfloat16: 1024}
 
 
 def attend(
@@ -35,8 +36,7 @@ def attend(
 
 def is_written_out(like: Tensor, length: int, rate: float) -> bool:
     """Whether `attend` does without torch's kernel, for `length` tokens and the device and type of `like`."""
-    is_slow = like.dtype is torch.bfloat16 and length <= _LONGEST
-    return like.device.type == "cpu" and (rate > 0 or is_slow)
+    return like.device.type == "cpu" and (rate > 0 or length <= _LONGEST.get(like.dtype, 0))
 
 
 def scores(query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -60,8 +60,8 @@ def test_each_head_drops_weights_of_its_own_and_keeps_the_mean() -> None:
 @pytest.mark.parametrize(
     ("dtype", "length", "rate", "expected"),
     [
-        (torch.float32, 128, 0.1, True), (torch.float32, 128, 0.0, False), (torch.bfloat16, 128, 0.0, True),
-        (torch.bfloat16, 4096, 0.0, False), (torch.bfloat16, 4096, 0.1, True), (torch.float16, 128, 0.0, False),
+        (torch.float32, 512, 0.0, True), (torch.float32, 513, 0.0, False), (torch.float32, 513, 0.1, True),
+        (torch.bfloat16, 1024, 0.0, True), (torch.bfloat16, 1025, 0.0, False), (torch.float16, 128, 0.0, False),
     ],
 )  # fmt: skip
 def test_torch_is_asked_where_it_is_fast(dtype: torch.dtype, length: int, rate: float, expected: bool) -> None:
