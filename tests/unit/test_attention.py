@@ -15,10 +15,10 @@ from tasks.attention import attend, is_written_out
 IS_REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])[:, None, None, :]
 
 
-def parts(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def parts() -> list[Tensor]:
     """Queries, keys and values (2, 3, 6, 4)."""
     drawn = torch.randn(3, 2, 3, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return [part.to(dtype).requires_grad_() for part in drawn]
+    return [part.requires_grad_() for part in drawn]
 
 
 @pytest.mark.parametrize("who", [{}, {"is_causal": True}, {"mask": IS_REAL}])
