@@ -6,10 +6,10 @@ what then lies there. So a checksum covers the very bytes that will be used, and
 
 Chosen by measurement (0.4 GB in 228 tensors, two cores, ext4 on a virtual disk, medians, GB/s). From the disk: plain
 reading without checksums 2.2; one thread that reads and checks in turn 2.15; one that reads and one that checks 2.0 to
-2.2; mapped and copied 1.8; two threads that read different chunks 1.0, since the kernel then takes the file for one
-that is read at random and stops reading ahead. From the cache: 2.6, 4.5, 3.0 and 3.9 for the last four. A map has
-another fault: an error of the disk kills the process (SIGBUS), where `preadv` lets us refuse the part. POSIX_FADV_
-SEQUENTIAL changed nothing, and WILLNEED a window ahead made 1.4 of 2.0.
+2.2; mapped and copied 1.8; two threads that read different chunks 1.0. From the cache: 2.6, 4.5, 3.0 and 3.9 for the
+last four. A map has another fault: an error of the disk kills the process (SIGBUS), where `preadv` lets us refuse the
+part. POSIX_FADV_SEQUENTIAL changed nothing. What ways to read give on a disk, without checksums, says
+`bench/cold_read.py`: on a faster one too, none that ends in tensors beats one thread by more than a twentieth.
 
 Written here and not by the safetensors library because a part is created exclusively, flushed, and checksummed while
 it is written, and is never held in memory a second time. The library opens every part (a test holds us to it). Inside

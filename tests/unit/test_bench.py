@@ -6,6 +6,8 @@ import argparse
 import importlib
 import json
 import math
+import mmap
+import random
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +157,7 @@ def test_other_ratios_are_refused(text: str) -> None:
         ("pack", ["--hidden", "96"], "a multiple of 64"),
         ("pack", ["--real", "0.4"], "shares from 0.52 to 1"),
         ("checkpoint_load", ["--rounds", "0"], "at least 1"),
+        ("cold_read", ["--size", "0"], "at least 1"),
         ("checkpoint", ["--rounds", "-1"], "at least 1"),
         ("checkpoint", ["--only", "speed"], "invalid choice"),
         ("checkpoint", ["--steps", "4"], "at least 5"),
@@ -347,6 +350,41 @@ def test_pages_in_the_cache_are_counted_and_a_cooled_file_has_none(tmp_path: Pat
     except SystemExit as told:  # a file system in memory
         refusal = str(told)
     assert load.cached_pages(path) == ((11, 11) if "11 of 11 pages" in refusal else (11, 0))
+
+
+def test_each_way_to_read_a_cold_file_fills_the_memory(tmp_path: Path) -> None:
+    read = script("cold_read")
+    content = random.Random(1).randbytes(9 * read.MB + 4096)
+    (tmp_path / "file").write_bytes(content)
+    for name, way in read.WAYS.items():
+        memory = memoryview(mmap.mmap(-1, len(content)))
+        try:
+            way(tmp_path / "file", memory)
+        except OSError:  # a file system without O_DIRECT
+            assert name.startswith("O_DIRECT")
+        else:
+            assert memory == content, name
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_a_file_that_ends_early_ends_the_reading_in_words(tmp_path: Path, threads: int) -> None:
+    read = script("cold_read")
+    (tmp_path / "file").write_bytes(bytes(4 * read.MB))
+    memory = memoryview(mmap.mmap(-1, 8 * read.MB))
+    for way in (read.in_turn, read.by_region):
+        with pytest.raises(EOFError, match="ends before its data"):
+            way(tmp_path / "file", memory, threads=threads, call=read.MB)
+
+
+def test_ways_to_read_are_compared_within_a_round(capsys: pytest.CaptureFixture[str]) -> None:
+    read = script("cold_read")
+    times = {read.PLAIN: [1.0, 8.0, 9.0], "another": [2.0, 4.0, 3.0]}  # seconds; medians alone would say 2.67
+    taken = {name: [read.Taken(wall_s, 0.5) for wall_s in walls] for name, walls in times.items()}
+    read.report(taken, read.parse(["--size", "100"]))
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    assert [row["x"]["median"] for row in rows] == [1, 2]
+    assert rows[1]["x"]["quartiles"] == [0.5, 3]
+    assert rows[1]["gb_per_s"]["median"] == pytest.approx(100 * read.MB / 3 / 1e9)
 
 
 @pytest.mark.parametrize("format", ["OURS", "PLAIN", "TORCH", "MAPPED", "DCP", "SAFETENSORS"])
