@@ -77,6 +77,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     if min(arguments.rounds, arguments.layers, arguments.width) < 1:
         parser.error("--rounds, --layers and --width: expected numbers of at least 1")
+    if arguments.directory is not None and not arguments.directory.is_dir():
+        parser.error(f"--directory {arguments.directory}: expected a directory that is there")
     return arguments
 
 

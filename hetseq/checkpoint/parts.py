@@ -4,12 +4,10 @@ Responsible for: what the bytes of a part mean to torch. Refuses to know which c
 a part is read from front to back, straight into the tensors, by one thread; others check behind it, chunk by chunk,
 what then lies there. So a checksum covers the very bytes that will be used, and no memory is taken besides.
 
-Chosen by measurement (0.4 GB in 228 tensors, two cores, ext4 on a virtual disk, medians, GB/s). From the disk: plain
-reading without checksums 2.2; one thread that reads and checks in turn 2.15; one that reads and one that checks 2.0 to
-2.2; mapped and copied 1.8; two threads that read different chunks 1.0. From the cache: 2.6, 4.5, 3.0 and 3.9 for the
-last four. A map has another fault: an error of the disk kills the process (SIGBUS), where `preadv` lets us refuse the
-part. POSIX_FADV_SEQUENTIAL changed nothing. What ways to read give on a disk, without checksums, says
-`bench/cold_read.py`: on a faster one too, none that ends in tensors beats one thread by more than a twentieth.
+Chosen by measurement (`bench/cold_read.py`, `bench/checkpoint_load.py`; docs/benchmarks.md has the figures). From the
+disk no way to read that ends in tensors is faster than one thread with large calls by more than a twentieth, and eight
+threads are slower. From the cache the checksums take longer than reading does, so others make them. A map is no faster,
+and has another fault: an error of the disk kills the process (SIGBUS), where `preadv` lets us refuse the part.
 
 Written here and not by the safetensors library because a part is created exclusively, flushed, and checksummed while
 it is written, and is never held in memory a second time. The library opens every part (a test holds us to it). Inside
@@ -37,7 +35,7 @@ from hetseq.checkpoint.memory_sums import chunk_sum
 from hetseq.checkpoint.part_format import ChunkSums, PartHeader, header_bytes, in_file_order
 from hetseq.checkpoint.records import CHUNK_BYTES, DamagedError
 
-#: threads that check what one reads: from a warm cache the checksum of a chunk takes 1.5 times as long as reading it
+#: threads that check what one reads: from a warm cache the checksum of a chunk takes longer than reading it
 CHECKERS = 2
 CHUNKS_AT_ONCE = 4  # that one call reads
 _COPIERS = 4  # threads that copy from memory and check
