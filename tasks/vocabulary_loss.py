@@ -4,9 +4,9 @@ Responsible for the sum of the cross entropies of `linear(hidden, weight, bias)`
 of the head. What it computes is what torch's functions compute one after the other; elsewhere they do.
 
 The one idea: logits are many times as large as what they are made of, and every pass over them goes through the whole
-memory. A piece that fits the cache is made, turned into weights of a softmax and left; what a maximum found later
-changes is only the scale of what was left before (Milakov & Gimelshein 2018, arXiv 1805.02867). They lie there words by
-tokens, which is the order in which the products are fastest.
+memory. A piece that fits the cache is made, turned into weights of a softmax and left; backward has two products to make
+of it and nothing else. How it is done depends on what a pass costs beside a product, so there are two ways: `_Precise`
+of numbers of 32 and 64 bits, and `_Rounded` of bfloat16.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from torch.autograd.function import once_differentiable
 
 from hetseq import empty_gradient
 
-_PIECE_ELEMENTS = 1 << 17  # of logits at once: half a megabyte in single precision
+_PIECE_ELEMENTS = {torch.float32: 1 << 17, torch.float64: 1 << 17, torch.bfloat16: 1 << 19}  # of logits at once
 _LEAST_WORDS = 256
-_PRECISE = frozenset({torch.float32, torch.float64})  # elsewhere products are cheap, and rounding would cost passes
+_ADDED = 4  # columns of what `_Rounded` multiplies: two for the bias and two for the shift
+_LARGEST_SUM = 2.0**100  # of exponentials: its inverse, times a number of a hidden state, is none that is denormal
 
 
 def vocabulary_loss(hidden: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
@@ -33,20 +34,35 @@ def vocabulary_loss(hidden: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -
     hidden: (m, hidden_size), weight: (vocab_size, hidden_size), bias: (vocab_size,); ids: (m,) int64 of the words that
     are right.
     """
-    is_slow = hidden.device.type == "cpu" and hidden.dtype in _PRECISE and not torch.is_autocast_enabled("cpu")
-    if not is_slow or torch.compiler.is_compiling():
+    function = _function_for(hidden)
+    if function is None:
         return F.cross_entropy(F.linear(hidden, weight, bias), ids, reduction="sum")
-    loss: Tensor = _Loss.apply(hidden, weight, bias, ids)  # type: ignore[no-untyped-call]
+    loss: Tensor = function.apply(hidden, weight, bias, ids)  # type: ignore[no-untyped-call]
     return loss
 
 
-class _Loss(torch.autograd.Function):
+def _function_for(hidden: Tensor) -> type[torch.autograd.Function] | None:
+    """What computes the loss; None: torch."""
+    if hidden.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    if torch.is_autocast_enabled("cpu"):
+        return _Rounded if torch.get_autocast_dtype("cpu") is torch.bfloat16 else None
+    return _Precise if hidden.dtype in (torch.float32, torch.float64) else None
+
+
+class _Precise(torch.autograd.Function):
+    """Each piece by its own maximum, and by a running one; nothing is rounded that torch's functions do not round.
+
+    What a maximum found later changes is only the scale of what was left before (Milakov & Gimelshein 2018, arXiv
+    1805.02867). The pieces lie words by tokens, which is the order in which these products are fastest.
+    """
+
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
         most = hidden.new_full((len(ids),), -torch.inf)
         total, right = torch.zeros_like(most), torch.empty_like(most)
         weights = hidden.new_empty(len(weight), len(ids))  # of each piece times exp of its own `most`
-        pieces = list(_pieces(ids, len(weight)))
+        pieces = list(_pieces_with_tokens(ids, _pieces(weight, len(ids), hidden.dtype)))
         scales = []
         for words, tokens, places in pieces:
             values = torch.mm(weight[words], hidden.t(), out=weights[words]).add_(bias[words, None])
@@ -75,12 +91,91 @@ class _Loss(torch.autograd.Function):
         return of_hidden, of_weight, of_bias, None
 
 
-def _pieces(ids: Tensor, vocab_size: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Words of the vocabulary, the tokens for which one of them is right, and which one, counted from the first."""
+class _Rounded(torch.autograd.Function):
+    """Products of bfloat16 into bfloat16, as under torch's autocast, with a softmax that costs them two passes.
+
+    Products being cheap, passes count. Bias and shift of the softmax are therefore columns of the product: each is the
+    sum of two numbers of bfloat16, beside ones. The shift is the logit of the right word, which is known beforehand: so
+    the loss is the logarithm of the sum of the exponentials, rounding is finest near the right word, and no maximum is
+    looked for but for tokens whose sum is too large. A softmax's denominators scale tokens, not weights, in backward,
+    and its -1 at the right word is added to the gradients without being rounded.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
+        size = hidden.shape[1]
+        table = weight.new_empty(len(weight), size + _ADDED, dtype=torch.bfloat16)
+        table[:, :size], table[:, size + 2 :] = weight, 1
+        table[:, size : size + 2] = _in_two(bias)
+        tokens = torch.ones(len(ids), size + _ADDED, dtype=torch.bfloat16)
+        tokens[:, :size] = hidden
+        right = (tokens[:, :size].float() * table[ids, :size]).sum(1) + bias[ids]
+
+        pieces = list(_pieces(weight, len(ids), torch.bfloat16))
+        total, weights = _exponentials(tokens, table, pieces, right)
+        lost = (~(total < _LARGEST_SUM)).nonzero()[:, 0]  # also what is no number
+        shift = right
+        if len(lost) > 0:
+            most = torch.mm(tokens[lost], table.t()).amax(1)  # above the right word
+            shift = right.index_add(0, lost, most.float())
+            total[lost], found = _exponentials(tokens[lost], table, pieces, shift[lost])
+            for before, after in zip(weights, found):
+                before[lost] = after
+        ctx.save_for_backward(tokens, table, ids, total, *weights)
+        ctx.weight, ctx.pieces, ctx.dtype = weight, pieces, hidden.dtype
+        return (total.log() + (shift - right)).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        tokens, table, ids, total, *weights = ctx.saved_tensors
+        size = tokens.shape[1] - _ADDED
+        of_weight = empty_gradient(ctx.weight)
+        of_bias, of_hidden = of_weight.new_empty(len(of_weight)), of_weight.new_zeros(len(ids), size)
+        scale = (factor / total)[:, None]
+        scaled = (tokens * scale).bfloat16()  # the scale itself where tokens are 1
+        for words, piece in zip(ctx.pieces, weights):
+            of_words = torch.mm(piece.t(), scaled)
+            of_weight[words], of_bias[words] = of_words[:, :size], of_words[:, size]
+            of_hidden += torch.mm(piece, table[words, :size])
+        of_hidden.mul_(scale).sub_(table[ids, :size].float() * factor)
+        of_weight.index_add_(0, ids, tokens[:, :size].float() * -factor)
+        of_bias.index_add_(0, ids, (-factor).expand(len(ids)))
+        return of_hidden.to(ctx.dtype), of_weight, of_bias, None
+
+
+def _exponentials(
+    tokens: Tensor, table: Tensor, pieces: list[slice], shift: Tensor
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """Of logits less `shift` (m,): the sum over all words (m,), and in bfloat16 those of each piece (m, words).
+
+    The shift is written into `tokens`.
+    """
+    tokens[:, -2:] = _in_two(-shift)
+    total, weights = torch.zeros_like(shift), []
+    for words in pieces:
+        weights.append(torch.mm(tokens, table[words].t()).exp_())
+        total += weights[-1].sum(1, dtype=shift.dtype)
+    return total, weights
+
+
+def _in_two(numbers: Tensor) -> Tensor:
+    """(k,) to (k, 2) in bfloat16, whose sums are the numbers but for 2^-17 of each."""
+    high = numbers.bfloat16()
+    return torch.stack([high, (numbers - high).bfloat16()], dim=1)
+
+
+def _pieces(weight: Tensor, tokens: int, dtype: torch.dtype) -> Iterator[slice]:
+    """All words of the vocabulary, as many at once as have logits of `tokens` that fit the cache."""
+    step = max(_LEAST_WORDS, _PIECE_ELEMENTS[dtype] // max(tokens, 1))
+    for start in range(0, len(weight), step):
+        yield slice(start, min(start + step, len(weight)))
+
+
+def _pieces_with_tokens(ids: Tensor, pieces: Iterator[slice]) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Pieces, the tokens for which one of its words is right, and which one, counted from the first."""
     order = ids.argsort()
     listed = ids[order].tolist()
-    step = max(_LEAST_WORDS, _PIECE_ELEMENTS // max(len(ids), 1))
-    for start in range(0, vocab_size, step):
-        words = slice(start, min(start + step, vocab_size))
+    for words in pieces:
         tokens = order[bisect.bisect_left(listed, words.start) : bisect.bisect_left(listed, words.stop)]
-        yield words, tokens, ids[tokens] - start
+        yield words, tokens, ids[tokens] - words.start
