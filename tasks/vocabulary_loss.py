@@ -4,8 +4,8 @@ Responsible for the sum of the cross entropies of `linear(hidden, weight, bias)`
 of the head. What it computes is what torch's functions compute one after the other; elsewhere they do.
 
 The one idea: logits are many times as large as what they are made of, and every pass over them goes through the whole
-memory. A piece that fits the cache is made, turned into weights of a softmax and left; backward has two products to make
-of it and nothing else. How it is done depends on what a pass costs beside a product, so there are two ways: `_Precise`
+memory. A piece that fits the cache is made, turned into weights of a softmax and left; backward makes two products of
+it. How it is done depends on what a pass costs beside a product, so there are two ways: `_Precise`
 of numbers of 32 and 64 bits, and `_Rounded` of bfloat16.
 """
 
@@ -37,7 +37,7 @@ def vocabulary_loss(hidden: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -
     function = _function_for(hidden)
     if function is None:
         return F.cross_entropy(F.linear(hidden, weight, bias), ids, reduction="sum")
-    loss: Tensor = function.apply(hidden, weight, bias, ids)  # type: ignore[no-untyped-call]
+    loss: Tensor = function.apply(hidden, weight, bias, ids)
     return loss
 
 
