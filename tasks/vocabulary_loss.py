@@ -4,9 +4,9 @@ Responsible for the sum of the cross entropies of `linear(hidden, weight, bias)`
 of the head. What it computes is what torch's functions compute one after the other; elsewhere they do.
 
 The one idea: logits are many times as large as what they are made of, and every pass over them goes through the whole
-memory. A piece that fits the cache is made, turned into weights of a softmax and left; backward makes two products of
-it. How it is done depends on what a pass costs beside a product, so there are two ways: `_Precise`
-of numbers of 32 and 64 bits, and `_Rounded` of bfloat16.
+memory. A piece that fits the cache is made, turned into weights of a softmax and left, and backward makes two products
+of it. Where products are slow, in 32 and 64 bits, `_Precise` does so without rounding more than torch; in bfloat16,
+where they are fast, `_Rounded` goes through a piece less often.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hetseq import empty_gradient
 _PIECE_ELEMENTS = {torch.float32: 1 << 17, torch.float64: 1 << 17, torch.bfloat16: 1 << 19}  # of logits at once
 _LEAST_WORDS = 256
 _ADDED = 4  # columns of what `_Rounded` multiplies: two for the bias and two for the shift
-_LARGEST_SUM = 2.0**100  # of exponentials: its inverse, times a number of a hidden state, is none that is denormal
+_LARGEST_SUM = 2.0**100  # of exponentials: the numbers of a hidden state divided by it are still normal ones
 
 
 def vocabulary_loss(hidden: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def _function_for(hidden: Tensor) -> type[torch.autograd.Function] | None:
     """What computes the loss; None: torch."""
     if hidden.device.type != "cpu" or torch.compiler.is_compiling():
         return None
-    if torch.is_autocast_enabled("cpu"):
+    if torch.is_autocast_enabled("cpu") and hidden.dtype is not torch.float64:  # which autocast leaves as it is
         return _Rounded if torch.get_autocast_dtype("cpu") is torch.bfloat16 else None
     return _Precise if hidden.dtype in (torch.float32, torch.float64) else None
 
@@ -92,13 +92,12 @@ class _Precise(torch.autograd.Function):
 
 
 class _Rounded(torch.autograd.Function):
-    """Products of bfloat16 into bfloat16, as under torch's autocast, with a softmax that costs them two passes.
+    """Products of bfloat16 into bfloat16, as under torch's autocast, and two passes over each piece: exp and sum.
 
-    Products being cheap, passes count. Bias and shift of the softmax are therefore columns of the product: each is the
-    sum of two numbers of bfloat16, beside ones. The shift is the logit of the right word, which is known beforehand: so
-    the loss is the logarithm of the sum of the exponentials, rounding is finest near the right word, and no maximum is
-    looked for but for tokens whose sum is too large. A softmax's denominators scale tokens, not weights, in backward,
-    and its -1 at the right word is added to the gradients without being rounded.
+    Bias and shift of the softmax are columns of the product, each as two numbers of bfloat16 that meet ones. The shift
+    is the logit of the right word, which is known beforehand: the loss is then the logarithm of the sum, logits near
+    the right one are rounded least, and a maximum is looked for only where the sum is too large. In backward the sums
+    divide the tokens, not the pieces, and the -1 at the right word is added to the gradients without being rounded.
     """
 
     @staticmethod
@@ -113,7 +112,7 @@ class _Rounded(torch.autograd.Function):
 
         pieces = list(_pieces(weight, len(ids), torch.bfloat16))
         total, weights = _exponentials(tokens, table, pieces, right)
-        lost = (~(total < _LARGEST_SUM)).nonzero()[:, 0]  # also what is no number
+        lost = (total >= _LARGEST_SUM).nonzero()[:, 0]
         shift = right
         if len(lost) > 0:
             most = torch.mm(tokens[lost], table.t()).amax(1)  # above the right word
@@ -144,9 +143,7 @@ class _Rounded(torch.autograd.Function):
         return of_hidden.to(ctx.dtype), of_weight, of_bias, None
 
 
-def _exponentials(
-    tokens: Tensor, table: Tensor, pieces: list[slice], shift: Tensor
-) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+def _exponentials(tokens: Tensor, table: Tensor, pieces: list[slice], shift: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Of logits less `shift` (m,): the sum over all words (m,), and in bfloat16 those of each piece (m, words).
 
     The shift is written into `tokens`.
