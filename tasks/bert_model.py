@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetseq import DataError
-from tasks.bert_attention import Attend, among_rows, within
+from tasks.bert_attention import AttendForSome, Attention, among_rows, within
 from tasks.bert_packing import Sequences
 from tasks.dropout import Dropout
 from tasks.layer_stack import LayerStack
@@ -331,16 +331,18 @@ class _Encoder(nn.Module):
         super().__init__()
         self.layer = LayerStack([_Layer(config) for _ in range(config.num_hidden_layers)])
 
-    def forward(self, hidden: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
-        return cast(Tensor, self.layer(hidden, _View(attend), _View(attend, rows)))
+    def forward(self, hidden: Tensor, attend: Attention, rows: Tensor | None = None) -> Tensor:
+        last = None if rows is None else _View(attend, rows, attend.for_some(rows))
+        return cast(Tensor, self.layer(hidden, _View(attend), last))
 
 
 @dataclass(frozen=True)
 class _View:
     """What a layer looks at, and for whom: the `rows` (k,) int64 of the hidden states; None: for all."""
 
-    attend: Attend
+    attend: Attention
     rows: Tensor | None = None
+    attend_for_rows: AttendForSome | None = None
 
     def chosen(self, hidden: Tensor) -> Tensor:
         """(n, L, size) or (T, size) to (k, size), or as it is."""
@@ -366,7 +368,8 @@ class _Attention(nn.Module):
         self.output = _AddAndNorm(config, config.hidden_size)
 
     def forward(self, hidden: Tensor, view: _View) -> Tensor:
-        return cast(Tensor, self.output(view.chosen(self.self(hidden, view.attend)), view.chosen(hidden)))
+        chosen = view.chosen(hidden)
+        return cast(Tensor, self.output(self.self(hidden, chosen, view), chosen))
 
 
 class _SelfAttention(nn.Module):
@@ -378,11 +381,17 @@ class _SelfAttention(nn.Module):
         self.key = nn.Linear(size, size)
         self.value = nn.Linear(size, size)
 
-    def forward(self, hidden: Tensor, attend: Attend) -> Tensor:
-        parts = self.query, self.key, self.value
+    def forward(self, hidden: Tensor, chosen: Tensor, view: _View) -> Tensor:
+        rate = self.dropout_rate if self.training else 0.0
+        if view.attend_for_rows is None:
+            return view.chosen(view.attend(self._project(hidden, self.query, self.key, self.value), rate).flatten(-2))
+        query, others = self._project(chosen, self.query), self._project(hidden, self.key, self.value)
+        return view.attend_for_rows(query.squeeze(-3), others, rate).flatten(-2)
+
+    def _project(self, hidden: Tensor, *parts: nn.Linear) -> Tensor:
+        # (..., size) to (..., parts, heads, size of a head), by one product
         weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
-        projected = F.linear(hidden, weight, bias).unflatten(-1, (3, self.heads, -1))
-        return attend(projected, self.dropout_rate if self.training else 0.0).flatten(-2)
+        return cast(Tensor, F.linear(hidden, weight, bias).unflatten(-1, (len(parts), self.heads, -1)))
 
 
 class _AddAndNorm(nn.Module):

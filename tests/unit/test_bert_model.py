@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from hetseq import DataError
 from hetseq.config import OptimizationConfig
@@ -460,6 +461,21 @@ def test_nothing_in_forward_waits_for_a_device() -> None:
     assert not names & WAITING
     for looks in (lambda: bool(mask.all()), lambda: mask[mask], lambda: torch.equal(mask, mask)):
         assert operations_of(looks) & WAITING
+
+
+def test_the_last_layer_has_queries_of_the_wanted_tokens_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = make_model().train(), make_batch(PADDED)  # with dropout, so written out
+    counts = []
+    for kinds in ({"cpu"}, set()):
+        monkeypatch.setattr("tasks.bert_attention._LENGTHS_APART", frozenset(kinds))
+        with FlopCounterMode(display=False) as counter:
+            logits_of(model, batch)
+        counts.append(counter.get_total_flops())
+    size, (rows, length) = TINY.hidden_size, batch["input_ids"].shape
+    wanted, places = 5 + rows, 4 * rows  # three masked tokens and the first one in the row that has most
+    assert counts[1] - counts[0] == 2 * size * size * (rows * length - wanted) + 4 * size * length * (
+        rows * length - places
+    )
 
 
 @pytest.mark.slow  # a second for what torch imports of "meta"
