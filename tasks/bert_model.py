@@ -288,7 +288,7 @@ def _check_shapes(input_ids: Tensor, token_type_ids: Tensor, attention_mask: Ten
 
 
 def _check_packed(input_ids: Tensor, token_type_ids: Tensor, sequences: Sequences, max_length: int) -> None:
-    tokens, count = sum(sequences.lengths), len(sequences.lengths)
+    real, padding, count = sum(sequences.lengths), sequences.padding, len(sequences.lengths)
     shortest, longest = min(sequences.lengths, default=0), max(sequences.lengths, default=0)
     if not 1 <= shortest <= longest <= max_length:
         raise ValueError(
@@ -296,12 +296,13 @@ def _check_packed(input_ids: Tensor, token_type_ids: Tensor, sequences: Sequence
             " max_position_embeddings of the model's configuration; make shorter rows, or a model with more positions"
         )
     for name, tensor, expected in (
-        ("input_ids", input_ids, (tokens,)), ("token_type_ids", token_type_ids, (tokens,)),
-        ("positions", sequences.positions, (tokens,)), ("starts", sequences.starts, (count,)),
+        ("input_ids", input_ids, (real + padding,)), ("token_type_ids", token_type_ids, (real + padding,)),
+        ("positions", sequences.positions, (real + padding,)), ("starts", sequences.starts, (count,)),
     ):  # fmt: skip
         if tuple(tensor.shape) != expected:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, expected {expected}: {count} sequences of {tokens} tokens"
+                f"{name} has shape {tuple(tensor.shape)}, expected {expected}: {count} sequences of {real} tokens, and"
+                f" {padding} of none"
             )
 
 

@@ -15,22 +15,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hetseq import Config
 
 #: the entries of a packed batch that are as in a padded one, but (T,) in place of (n, L)
 _TOKENS = ("input_ids", "token_type_ids")
+_MULTIPLE = 16  # of the tokens of a packed batch: products of other numbers of them take up to a third longer
 
 
 class Sequences(NamedTuple):
     """Where n sequences lie in a row of T tokens; in place of the `attention_mask` of a padded batch.
 
-    The lengths are numbers of the host: the shapes that attention works on follow from them, and a device need not be
-    waited for.
+    Lengths and padding are numbers of the host: the shapes that attention works on follow from them, and a device need
+    not be waited for.
     """
 
-    lengths: tuple[int, ...]  # in the order in which they lie, 1 or more each, T in all
+    lengths: tuple[int, ...]  # in the order in which they lie, 1 or more each
+    padding: int  # tokens behind the last sequence that are of none; T in all
     starts: Tensor  # (n,) int64, by sample: its first token, [CLS]
     positions: Tensor  # (T,) int64: of each token in its own sequence, from 0
 
@@ -59,14 +62,16 @@ def pack(batch: dict[str, Any], *, places: Sequence[str] = ("masked_positions",)
     begins = np.cumsum(ordered) - ordered
     starts = np.empty_like(begins)
     starts[order] = begins
-    positions = np.arange(ordered.sum()) - np.repeat(begins, ordered)  # (T,)
-    taken = torch.from_numpy(np.repeat(order * width, ordered) + positions)  # (T,): from where in the padded batch
+    positions = np.arange(ordered.sum()) - np.repeat(begins, ordered)
+    taken = torch.from_numpy(np.repeat(order * width, ordered) + positions)  # from where in the padded batch
+    padding = -len(positions) % _MULTIPLE
     packed = {name: value for name, value in batch.items() if name != "attention_mask"}
-    packed |= {name: batch[name].flatten()[taken] for name in _TOKENS}
+    packed |= {name: F.pad(batch[name].flatten()[taken], (0, padding)) for name in _TOKENS}  # (T,)
     for name in places:
         row, column = np.divmod(batch[name].numpy(), width)  # (m,)
         packed[name] = torch.from_numpy(starts[row] + column)
-    sequences = Sequences(tuple(ordered.tolist()), torch.from_numpy(starts), torch.from_numpy(positions))
+    positions = np.pad(positions, (0, padding))
+    sequences = Sequences(tuple(ordered.tolist()), padding, torch.from_numpy(starts), torch.from_numpy(positions))
     return packed | {"sequences": sequences}
 
 

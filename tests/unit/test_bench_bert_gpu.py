@@ -66,7 +66,9 @@ def counted(training: Any, batch: Any, *, is_packed: bool) -> int:
 
 def test_what_is_useful_is_what_torch_counts_where_nothing_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tasks.vocabulary_loss._function_for", lambda hidden: None)  # as on a GPU
-    monkeypatch.setattr("tasks.bert_attention._find_seats", lambda wanted, runs: None)
+    monkeypatch.setattr("tasks.bert_attention._LARGEST_PART", 0.0)  # with queries of all tokens, as there
+    for name in ("attention._MULTIPLE_APART", "packing._MULTIPLE"):
+        monkeypatch.setattr(f"tasks.bert_{name}", 1)  # nothing is padded
     training, network = training_on("cpu")
     for share in (1.0, 0.68):
         batch = batch_of(4, share)

@@ -1,4 +1,4 @@
-"""Attention for the tokens that are wanted against attention for all, of which those are chosen."""
+"""Attention for the tokens that are wanted against attention for all, and in blocks of rows against one by one."""
 
 from __future__ import annotations
 
@@ -9,68 +9,87 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from tasks.attention import attend
 from tasks.bert_attention import AttendForSome, Attention, among_rows, within
 from tasks.bert_packing import Sequences
 
 HEADS, SIZE = 2, 4
-LENGTHS = (7, 7, 3, 2, 2, 2)  # of a packed batch
-MASK = torch.arange(6) < torch.tensor([[6], [4], [1], [5]])  # of a padded one
+LENGTHS, PADDING = (2, 1, 2, 33, 32, 40), 2  # of a packed batch
+STARTS = (0, 2, 3, 5, 38, 70)
+MASK = torch.arange(20) < torch.tensor([[20], [14], [1], [15], [20], [7]])  # of a padded one
 
-#: a batch and as many tokens as it has places
-BATCHES: dict[str, tuple[Callable[[], Attention], int]] = {
-    "packed": (
-        lambda: within(
-            Sequences(
-                lengths=LENGTHS,
-                positions=torch.cat([torch.arange(length) for length in LENGTHS]),
-                starts=torch.tensor([0, 7, 14, 17, 19, 21]),
-            )
-        ),
-        23,
-    ),
-    "padded": (lambda: among_rows(MASK), 24),
+
+def packed() -> Attention:
+    positions = torch.cat([torch.arange(length) for length in LENGTHS] + [torch.zeros(PADDING, dtype=torch.int64)])
+    return within(Sequences(LENGTHS, PADDING, torch.tensor(STARTS), positions))
+
+
+def padded() -> Attention:
+    return among_rows(MASK)
+
+
+#: attention in a batch, and the shape of its tokens
+BATCHES: dict[str, tuple[Callable[[], Attention], tuple[int, ...]]] = {
+    "packed": (packed, (112,)),
+    "padded": (padded, tuple(MASK.shape)),
 }
 
-#: of either batch; the first of a row or sequence among them or not, several times, in any order
+#: real tokens of either batch; the first of a sequence or row among them or not, several times, in any order
 WANTED = {
-    "one of each": [0, 9, 15, 17, 20, 22],
+    "one of each": [0, 20, 40, 60, 80, 101],
     "unequally many": [8, 6, 12, 0, 9],
     "one twice": [13, 4, 13, 0],
-    "one alone": [22],
+    "one alone": [80],
     "none": [],
 }
 
 
-def parts_of(tokens: int, seed: int = 1) -> Tensor:
-    return torch.randn(tokens, 3, HEADS, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+def parts_of(shape: tuple[int, ...], seed: int = 1) -> Tensor:
+    return torch.randn(*shape, 3, HEADS, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def shaped(parts: Tensor) -> Tensor:
-    """As of the padded batch, if it has as many tokens."""
-    return parts.unflatten(0, MASK.shape) if len(parts) == MASK.numel() else parts
-
-
-def for_some(attend: Attention, wanted: list[int]) -> AttendForSome:
-    found = attend.for_some(torch.tensor(wanted, dtype=torch.int64))
+def for_some(attention: Attention, wanted: list[int]) -> AttendForSome:
+    found = attention.for_some(torch.tensor(wanted, dtype=torch.int64))
     assert found is not None
     return found
 
 
+def queries(parts: Tensor, wanted: list[int]) -> Tensor:
+    return parts.flatten(0, -4)[wanted, 0]
+
+
+@pytest.fixture(params=["written out", "by the kernel"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("tasks.attention.is_written_out", lambda *_: request.param == "written out")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("kinds", [{"cpu"}, set()], ids=["each length apart", "all together"])
+@pytest.mark.usefixtures("way")
+def test_sequences_in_blocks_are_as_one_by_one(kinds: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.bert_attention._LENGTHS_APART", frozenset(kinds))
+    parts = parts_of((112,)).requires_grad_()
+    found = packed()(parts, 0.0)
+    alone = [attend(*piece.permute(1, 2, 0, 3)[:, None], 0.0)[0] for piece in parts.split([*LENGTHS, PADDING])[:-1]]
+    expected = torch.cat([attended.transpose(0, 1) for attended in alone] + [torch.zeros(PADDING, HEADS, SIZE)])
+    factors = parts_of((112,), seed=2)[:, 0]
+    for one, other in zip(
+        *([attended, *torch.autograd.grad((attended * factors).sum(), parts)] for attended in (found, expected)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+
+
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("case", WANTED)
-@pytest.mark.parametrize("is_written_out", [True, False])
-def test_it_is_that_of_all_at_the_tokens_wanted(
-    batch: str, case: str, is_written_out: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("attention", "bert_attention"):
-        monkeypatch.setattr(f"tasks.{module}.is_written_out", lambda *_: is_written_out)
-    make, tokens = BATCHES[batch]
-    attend, wanted = make(), WANTED[case]
-    parts = parts_of(tokens).requires_grad_()
-    of_all = attend(shaped(parts), 0.0).reshape(tokens, HEADS, SIZE)[wanted]
-    of_some = for_some(attend, wanted)(parts[wanted, 0], shaped(parts[:, 1:]), 0.0)
+@pytest.mark.usefixtures("way")
+def test_it_is_that_of_all_at_the_tokens_wanted(batch: str, case: str) -> None:
+    make, shape = BATCHES[batch]
+    attention, wanted, parts = make(), WANTED[case], parts_of(shape).requires_grad_()
+    of_all = attention(parts, 0.0).flatten(0, -3)[wanted]
+    of_some = for_some(attention, wanted)(queries(parts, wanted), parts[..., 1:, :, :], 0.0)
     assert of_some.shape == (len(wanted), HEADS, SIZE)
-    factors = parts_of(tokens, seed=2)[: len(wanted), 0]
+    factors = queries(parts_of(shape, seed=2), wanted)
     expected, found = (
         [attended, *torch.autograd.grad((attended * factors).sum(), parts)] for attended in (of_all, of_some)
     )
@@ -79,49 +98,51 @@ def test_it_is_that_of_all_at_the_tokens_wanted(
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_gradients_with_dropout_are_its_derivatives(batch: str) -> None:
-    make, tokens = BATCHES[batch]
-    attend, wanted = for_some(make(), WANTED["unequally many"]), WANTED["unequally many"]
-
-    def attended(query: Tensor, others: Tensor) -> Tensor:
-        torch.manual_seed(2)  # the same elements are left out every time
-        return attend(query, shaped(others), 0.3)
-
-    parts = parts_of(tokens)
-    given = parts[wanted, 0].requires_grad_(), parts[:, 1:].contiguous().requires_grad_()
-    assert torch.autograd.gradcheck(attended, given, eps=1e-6, atol=1e-9, rtol=1e-6)
-
-
-def test_it_drops_weights_at_the_rate() -> None:
-    attend, parts = for_some(BATCHES["padded"][0](), [6, 7]), torch.ones(24, 3, HEADS, SIZE)
+def test_it_drops_weights_at_the_rate(batch: str) -> None:
+    make, shape = BATCHES[batch]
+    attend, parts = for_some(make(), [0, 20]), torch.ones(*shape, 3, HEADS, SIZE)
     torch.manual_seed(1)
-    drawn = torch.stack([attend(parts[[6, 7], 0], shaped(parts[:, 1:]), 0.25) for _ in range(400)])
-    kept = drawn[..., 0] * 0.75 * 4  # of the four real tokens of their row
-    assert set(kept.round().flatten().tolist()) == {0.0, 1.0, 2.0, 3.0, 4.0}
-    assert kept.mean() == pytest.approx(3.0, abs=0.05)
+    drawn = torch.stack([attend(queries(parts, [0, 20]), parts[..., 1:, :, :], 0.25) for _ in range(400)])
+    of_each = (drawn[..., 0] * 0.75 * torch.tensor([[2], [33]] if batch == "packed" else [[20], [14]])).round()
+    assert len(of_each[:, 1, 0].unique()) > 8  # sums of 33 or 14 tokens
+    for kept, total in zip(of_each.mean(dim=(0, 2)), (2, 33) if batch == "packed" else (20, 14), strict=True):
+        assert kept == pytest.approx(0.75 * total, rel=0.03)
 
 
 @pytest.mark.parametrize(
     ("batch", "places"),
-    # at most three of a sequence of seven tokens, and none of the shorter ones; at most three of a row
-    [("packed", 2 * 3 * 7 + 3 + 3 * 2), ("padded", 4 * 3 * 6)],
+    # all five are of one sequence or row, so each has five places
+    [("packed", 6 * 5 * 40), ("padded", 6 * 5 * 20)],
 )
 def test_products_are_of_as_many_queries_as_the_sequence_with_most_has(batch: str, places: int) -> None:
-    make, tokens = BATCHES[batch]
-    attend, wanted, parts = make(), WANTED["unequally many"], parts_of(tokens)
+    make, shape = BATCHES[batch]
+    attend, wanted, parts = make(), [5, 6, 8, 9, 10], parts_of(shape)
     with FlopCounterMode(display=False) as counter:
-        for_some(attend, wanted)(parts[wanted, 0], shaped(parts[:, 1:]), 0.1)
+        for_some(attend, wanted)(queries(parts, wanted), parts[..., 1:, :, :], 0.1)
     assert counter.get_total_flops() == 2 * 2 * HEADS * SIZE * places
+
+
+def test_products_are_of_rows_of_about_the_length_of_their_sequences() -> None:
+    attention, parts = packed(), parts_of((112,))
+    with FlopCounterMode(display=False) as counter:
+        attention(parts, 0.1)
+    # three short ones, one of 33, one of 32, one of 40, in this order
+    assert counter.get_total_flops() == 2 * 2 * HEADS * SIZE * (3 * 32**2 + 64**2 + 32**2 + 64**2)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_for_most_of_the_tokens_it_is_not_worth_while(batch: str) -> None:
-    make, tokens = BATCHES[batch]
-    attend = make()
-    assert attend.for_some(torch.arange(tokens)) is None
-    assert attend.for_some(torch.arange(0, tokens, 4)) is not None
+    attention = BATCHES[batch][0]()
+    assert attention.for_some(torch.arange(80, 101)) is None  # most of what one sequence or row has
+    assert attention.for_some(torch.arange(0, 101, 4)) is not None
 
 
 def test_no_other_device_is_waited_for() -> None:
+    # tensors on "meta" have no values, and what is of the host is not among them
     with torch.device("meta"):
         assert among_rows(torch.ones(4, 6, dtype=torch.bool)).for_some(torch.arange(2)) is None
+        sequences = Sequences(LENGTHS, PADDING, torch.zeros(6, dtype=torch.int64), torch.zeros(112, dtype=torch.int64))
+        parts = torch.empty(112, 3, HEADS, SIZE)
+    attention = within(sequences)
+    assert attention(parts, 0.1).shape == (112, HEADS, SIZE)
+    assert attention.for_some(sequences.starts) is None

@@ -187,7 +187,7 @@ def test_in_training_both_drop_the_same_with_the_same_random_numbers(
     make_theirs: MakeTheirs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # so dropout sits in the same places, in the same order and with the same rates
-    for module in ("dropout", "attention", "bert_attention"):
+    for module in ("dropout", "attention"):
         monkeypatch.setattr(f"tasks.{module}.drop", torch.nn.functional.dropout)
     ours = make_model(dataclasses.replace(TINY, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.4)).train()
     batch, theirs = make_batch(PADDED), make_theirs(ours)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hetseq import options
@@ -74,11 +75,13 @@ def test_tokens_lie_by_length_and_samples_keep_their_order() -> None:
         "next_sentence_labels": torch.tensor([0, 1, 1, 0]),
     }
     packed = pack(batch)
-    assert packed["input_ids"].tolist() == [20, 40, 30, 31, 10, 11, 12]
-    assert packed["token_type_ids"].tolist() == [0, 0, 0, 1, 0, 1, 1]
+    nobody = [0] * 9  # up to a multiple of 16 tokens
+    assert packed["input_ids"].tolist() == [20, 40, 30, 31, 10, 11, 12, *nobody]
+    assert packed["token_type_ids"].tolist() == [0, 0, 0, 1, 0, 1, 1, *nobody]
     assert packed["sequences"].lengths == (1, 1, 2, 3)
     assert packed["sequences"].starts.tolist() == [4, 0, 2, 1]
-    assert packed["sequences"].positions.tolist() == [0, 0, 0, 1, 0, 1, 2]
+    assert packed["sequences"].positions.tolist() == [0, 0, 0, 1, 0, 1, 2, *nobody]
+    assert packed["sequences"].padding == 9
     assert packed["masked_positions"].tolist() == [4, 6, 3, 1]
     assert packed["masked_ids"] is batch["masked_ids"]
     assert packed["next_sentence_labels"] is batch["next_sentence_labels"]
@@ -146,7 +149,7 @@ def test_a_sample_does_not_depend_on_its_neighbours() -> None:
 def test_sequences_that_lie_elsewhere_are_seen(fault: str) -> None:
     model, batch = make_model(), make_batch(MIXED)
     packed = pack(batch)
-    lengths, starts, positions = packed["sequences"]
+    lengths, padding, starts, positions = packed["sequences"]
     wrong = {
         "lengths": {"lengths": (2, 3, 4, 7, 9, 9)},
         "starts": {"starts": starts.roll(1)},
@@ -156,7 +159,7 @@ def test_sequences_that_lie_elsewhere_are_seen(fault: str) -> None:
     if fault in ("lengths", "order"):  # where the sequences are padded, they begin at the positions 0
         ends = np.cumsum(wrong["lengths"])
         begins = np.repeat(ends - wrong["lengths"], wrong["lengths"])
-        wrong["positions"] = torch.arange(int(ends[-1])) - torch.from_numpy(begins)
+        wrong["positions"] = F.pad(torch.arange(int(ends[-1])) - torch.from_numpy(begins), (0, padding))
     found = facts_of(model, packed | {"sequences": packed["sequences"]._replace(**wrong)}, logits_of)
     assert distance(found, facts_of(model, batch)) > 0.01
 
@@ -176,7 +179,7 @@ def test_in_training_attention_drops_by_the_seed() -> None:
 
 def test_gradients_of_attention_with_dropout_are_its_derivatives() -> None:
     attend = within(pack(make_batch(MIXED))["sequences"])
-    parts = torch.randn(34, 3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    parts = torch.randn(48, 3, 2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def attended(parts: Tensor) -> Tensor:
         torch.manual_seed(2)  # the same elements are left out every time
@@ -192,9 +195,9 @@ def list_of(packed: Batch) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("input_ids", lambda ids: ids[1:], r"input_ids has shape \(33,\), expected \(34,\): 6 sequences of 34 tokens"),
-        ("token_type_ids", lambda types: types[None], r"token_type_ids has shape \(1, 34\), expected \(34,\)"),
-        ("sequences", lambda found: found._replace(positions=found.positions[1:]), r"positions has shape \(33,\)"),
+        ("input_ids", lambda ids: ids[1:], r"input_ids has shape \(47,\), expected \(48,\): 6 sequences of 34 tok"),
+        ("token_type_ids", lambda types: types[None], r"token_type_ids has shape \(1, 48\), expected \(48,\)"),
+        ("sequences", lambda found: found._replace(positions=found.positions[1:]), r"positions has shape \(47,\)"),
         ("sequences", lambda found: found._replace(starts=found.starts[1:]), r"starts has shape \(5,\), expected \(6,"),
         (
             "sequences",
@@ -276,4 +279,4 @@ def test_a_sample_costs_its_real_tokens_and_micro_batches_are_cut_by_them(make: 
 
 
 def _tokens(dataset: Any, order: EpochOrder, start: int, stop: int) -> int:
-    return int(dataset.__getitems__(order.take(start, stop).tolist())["input_ids"].numel())
+    return sum(dataset.__getitems__(order.take(start, stop).tolist())["sequences"].lengths)
