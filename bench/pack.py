@@ -1,12 +1,13 @@
 """What packing earns: steps of BERT on packed batches against padded ones, in turn, one process, one thread.
 
-    python bench/pack.py [--layers 4] [--hidden 256] [--rows 16] [--rounds 16] [--real 0.68 0.97 1] [--dropout 0.1]
+    python bench/pack.py [--layers 4] [--hidden 256] [--rows 16] [--length 128] [--rounds 16] [--real 0.68 0.97 1]
+                         [--dropout 0.1]
 
 A step is forward, backward, clipping and AdamW, of one model on one batch, once packed and once padded; ratios are
 taken within a pair. The ideal is padded tokens / real tokens: what would be won if a token were a token. The lengths of
-the rows are spread evenly from the shortest to 128, so that hardly two are equal, and every batch has others' words.
-Before that losses and gradients of both are compared without dropout. CPU time stands beside wall time. Ends with a
-line of JSON.
+the rows are spread evenly from the shortest to the longest, so that hardly two are equal, and every batch has others'
+words. Before that losses and gradients of both are compared without dropout. CPU time stands beside wall time. Ends
+with a line of JSON.
 """
 
 from __future__ import annotations
@@ -37,12 +38,15 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--rows", type=int, default=16, help="rows of a step")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of the longest row")
     parser.add_argument("--rounds", type=int, default=16, help="counted pairs of steps")
     parser.add_argument("--real", type=float, nargs="+", default=[0.68, 0.97, 1.0], help="share of real tokens")
     parser.add_argument("--dropout", type=float, default=0.1)
     arguments = parser.parse_args(words)
     if min(arguments.layers, arguments.rows, arguments.rounds) < 1:
         parser.error("--layers, --rows and --rounds: expected numbers of at least 1")
+    if not 8 <= arguments.length <= LENGTH:
+        parser.error(f"--length: expected a number from 8 to {LENGTH}")
     if arguments.hidden < 64 or arguments.hidden % 64:
         parser.error("--hidden: expected a multiple of 64, a head's size")
     if not all(0.52 <= share <= 1 for share in arguments.real):
@@ -57,7 +61,7 @@ def main() -> None:
     settings.as_a_worker()
     rows = []
     for share in arguments.real:
-        batches = [made_up(arguments.rows, share, seed) for seed in range(BATCHES)]
+        batches = [made_up(arguments.rows, share, seed, length=arguments.length) for seed in range(BATCHES)]
         apart = compare(arguments, batches[:2])
         rows += [
             {"asked": share, "precision": precision, **apart, **measure(arguments, batches, precision)}
@@ -159,8 +163,8 @@ def evaluate(seconds: dict[str, list[float]], real: float) -> dict[str, Any]:
 def report(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
     """A table, what is to be said against it, and the same as one line of JSON."""
     print(
-        f"{arguments.layers} layers of {arguments.hidden}, {arguments.rows} rows of up to {LENGTH} tokens a step,"
-        f" dropout {arguments.dropout:g}, AdamW, one thread, torch {torch.__version__}; quartiles"
+        f"{arguments.layers} layers of {arguments.hidden}, {arguments.rows} rows of up to {arguments.length} tokens a"
+        f" step, dropout {arguments.dropout:g}, AdamW, one thread, torch {torch.__version__}; quartiles"
     )
     cells = [
         [
