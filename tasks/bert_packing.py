@@ -1,11 +1,11 @@
 """Batches of BERT without their padding: the real tokens of all rows one after another.
 
 Responsible for the layout of a packed batch and for making one of a padded batch; it knows no files, no network and no
-losses. Attention within each sequence is the affair of `bert_model`, for which `Sequences` says where they lie.
+losses. Attention within each sequence is the affair of `bert_attention`, which `Sequences` tells where they lie.
 
 The one idea: nothing in BERT but attention looks at two tokens, so all other layers take one long row of tokens of
-whichever sequences, and padding need not exist. Sequences lie by ascending length, so that those of one length are
-neighbours and attention takes them together; the samples keep their order.
+whichever sequences, and padding need not exist. Sequences lie by ascending length, so that those of about one length
+are neighbours and attention takes them together; the samples keep their order.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def is_wanted(config: Config, *, no_packing: bool) -> bool:
 
 
 def pack(batch: dict[str, Any], *, places: Sequence[str] = ("masked_positions",)) -> dict[str, Any]:
-    """The batch without padding: `input_ids`, `token_type_ids` (T,) and `sequences`, with `places` in 0 to T - 1.
+    """The batch without its padding: `input_ids`, `token_type_ids` (T,) and `sequences`, with `places` in 0 to T - 1.
 
-    `places` are the entries that are row * L + column of a padded batch. All others, and the order of the samples, are
-    as they were. A batch without padding is given
-    back as it is; so is one with padding elsewhere than behind the tokens of a row, which no program writes that we
-    know. The result depends on nothing but the batch.
+    T is the number of real tokens, rounded up to a multiple of 16. `places` are the entries that are row * L + column
+    of a padded batch. All others, and the order of the samples, are as they were. A batch without padding is given back
+    as it is; so is one with padding elsewhere than behind the tokens of a row, which no program writes that we know.
+    The result depends on nothing but the batch.
     """
     mask = batch["attention_mask"].numpy()  # (n, L)
     width, lengths = mask.shape[1], mask.sum(axis=1)  # (n,)
