@@ -131,21 +131,25 @@ def test_so_does_one_that_is_killed_at_any_instants(tmp_path: Path, calm: Result
     """Also in the middle of a save or of a sum of the ranks; from the disk, or from memory after each step."""
     draw, run, deaths = random.Random(), tmp_path / "run", list[int]()
     write_plan(tmp_path)
-    for world, (first, last) in zip(WORLDS, ((10, 20), (25, 45), (50, 70))):
+    for world, (first, last) in zip(WORLDS, ((10, 20), (30, 45), (55, 70))):
         shares = ["--distributed-world-size", world, "--balance", draw_weights(draw, world)]
         slowly = ["--throttle", ",".join(f"{rank}:20" for rank in range(world))]  # to be caught in the middle
         memory = ["--memory-interval-updates", every]
+        if every:
+            memory += ["--save-interval-updates", 1000, "--no-epoch-checkpoints"]  # there is nothing on the disk
         with start_trial([*WORDS, "--data", tmp_path, *shares, *slowly, *memory], run, program=HETSEQ) as trial:
             trial.wait_for_step(draw.randint(first, last))
             trial.kill_everything()
         deaths.append(max(curve(run)))
     start_to_end(tmp_path)
-    resumed_from = [event["step"] for event in events(run, "resume")]
+    resumes = events(run, "resume")
+    resumed_from = [event["step"] for event in resumes]
     worst = assert_same_result(result_of(run), calm)
     print(f"killed after steps {deaths}, went on from {resumed_from}; largest relative error {worst:.1e}")
     if every:
-        assert all(death - 2 <= step <= death for death, step in zip(deaths, resumed_from))
-        assert len(resumed_from) == 3
+        # a step whose predecessor is not sealed yet is passed over, so how many are lost is up to the processors
+        assert [event["path"] for event in resumes] == [None] * 3
+        assert all(before < step <= death for before, step, death in zip([0, *deaths], resumed_from, deaths))
     else:
         assert len(resumed_from) >= 2  # of 3: before the first save a run begins anew
 
