@@ -159,7 +159,7 @@ class _Packed:
 
     def for_some(self, wanted: Tensor) -> AttendForSome | None:
         # of few queries the arithmetic is little, and so all rows are together
-        blocks = _blocks_of(self.sequences, are_apart=False)
+        blocks = self.blocks if len(self.blocks.shapes) == 1 else _blocks_of(self.sequences, are_apart=False)
         attend_among_rows = _Masked(blocks.masks[0]).for_some(blocks.places[wanted])
         if attend_among_rows is None:
             return None
