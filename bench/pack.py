@@ -28,6 +28,7 @@ from tasks.bert_model import BertForPreTraining
 from tasks.bert_packing import pack
 
 BATCHES, WARM_UP, CLIP_NORM = 4, 3, 1.0
+SHORTEST = 32  # of the longest rows: with the least --real, the shortest row still has a token
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16}
 HEADS = ("real tokens", "precision", "padded, CPU ms", "packed, CPU ms", "x, CPU", "x, wall", "of the ideal", "n")
 
@@ -45,8 +46,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     if min(arguments.layers, arguments.rows, arguments.rounds) < 1:
         parser.error("--layers, --rows and --rounds: expected numbers of at least 1")
-    if not 8 <= arguments.length <= LENGTH:
-        parser.error(f"--length: expected a number from 8 to {LENGTH}")
+    if not SHORTEST <= arguments.length <= LENGTH:
+        parser.error(f"--length: expected a number from {SHORTEST} to {LENGTH}")
     if arguments.hidden < 64 or arguments.hidden % 64:
         parser.error("--hidden: expected a multiple of 64, a head's size")
     if not all(0.52 <= share <= 1 for share in arguments.real):

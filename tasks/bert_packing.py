@@ -22,7 +22,7 @@ from hetseq import Config
 
 #: the entries of a packed batch that are as in a padded one, but (T,) in place of (n, L)
 _TOKENS = ("input_ids", "token_type_ids")
-_MULTIPLE = 16  # of the tokens of a packed batch: products of other numbers of them take up to a third longer
+_MULTIPLE = 16  # of the tokens of a packed batch: products of some other numbers take longer
 
 
 class Sequences(NamedTuple):

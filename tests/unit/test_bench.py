@@ -441,6 +441,18 @@ def test_rows_to_be_packed_have_the_share_of_real_tokens_that_is_asked() -> None
     assert not torch.equal(pack.made_up(16, 0.68, 0)["input_ids"], pack.made_up(16, 0.68, 1)["input_ids"])
 
 
+def test_the_rows_to_be_packed_may_be_so_short_that_each_has_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    pack = script("pack")
+    for length in (31, 129):
+        with pytest.raises(SystemExit):
+            pack.parse(["--length", str(length)])
+        assert "--length: expected a number from 32 to 128" in capsys.readouterr().err
+    least = pack.parse(["--length", "32", "--real", "0.52"])
+    mask = pack.made_up(16, *least.real, 0, length=least.length)["attention_mask"]
+    assert mask.shape == (16, 32)
+    assert mask.any(dim=1).all()
+
+
 def test_ranks_meet_in_a_folder(tmp_path: Path) -> None:
     ranks = script("ranks")
     ranks.FolderStore(tmp_path / "store").set("ours/0", b"here")
