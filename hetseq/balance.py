@@ -168,6 +168,18 @@ class _Step:
         return shaped.possible(self.units / self.batches)
 
 
+@dataclass(frozen=True)
+class AtOnce:
+    """The most that one forward of a rank takes, in the unit in which work is divided.
+
+    `is_filled`: a share is cut into micro-batches of just so many, and a last one. Tokens are not: a sample that does
+    not fit leaves room, so nobody knows how many micro-batches a share of tokens will be.
+    """
+
+    units: int
+    is_filled: bool = True
+
+
 class CostMeter:
     """One rank's own cost, learned from how long its own micro-batches took. Local to the rank.
 
@@ -210,19 +222,17 @@ class CostMeter:
             line = self._judged(self._line.scaled(1, doubt=DRIFT), step)
         self._line = line if line.is_sound() else step.first_line()  # wild times have led it astray: begin anew
 
-    def cost(self, micro_batch: int | None = None) -> Cost | None:
+    def cost(self, at_once: AtOnce | None = None) -> Cost | None:
         """What this rank needs for its share of a step, as far as is known; None until something was measured.
 
-        `micro_batch` is the most units that one forward takes; None: the whole share.
+        `at_once` None: one forward takes the whole share.
         """
         if self._line is None:
             return None
-        fixed_s, per_unit_s = self._line.fixed_s, self._line.per_unit_s
-        if not micro_batch or self._units <= micro_batch:
-            return Cost(self.overhead_s + fixed_s, per_unit_s)
-        # A line in place of stairs, which meets them at this rank's share of now: each step up is one micro-batch more.
-        above = math.ceil(self._units / micro_batch) - self._units / micro_batch
-        return Cost(self.overhead_s + above * fixed_s, per_unit_s + fixed_s / micro_batch)
+        if at_once is None:
+            return Cost(self.overhead_s + self._line.fixed_s, self._line.per_unit_s)
+        stairs = Cost(self.overhead_s, self._line.per_unit_s, per_batch_s=self._line.fixed_s, batch=at_once.units)
+        return stairs if at_once.is_filled else stairs.line(self._units)
 
     @property
     def overhead_s(self) -> float:
@@ -369,7 +379,7 @@ class _Trials:
             self._patience[rank] = TRIAL_STEPS if share else self._patience[rank]
         rank = max(range(len(costs)), key=lambda rank: (self._idle_steps[rank], -rank))
         step_s, cost = step_seconds(shares, costs), costs[rank]
-        units = max(1, int(min(TRIAL_PART * total / len(costs), TRIAL_STEP_PART * step_s / cost.per_unit_s)))
+        units = max(1, int(min(TRIAL_PART * total / len(costs), TRIAL_STEP_PART * step_s / cost.slope_s)))
         units = units if cost.limit is None else min(units, cost.limit)
         if units == 0 or step_s == 0:
             return None
@@ -390,6 +400,6 @@ def complete_costs(costs: Sequence[Cost | None]) -> tuple[Cost, ...] | None:
         return None
     mean = Cost(
         math.fsum(cost.fixed_s for cost in known) / len(known),
-        math.fsum(cost.per_unit_s for cost in known) / len(known),
+        math.fsum(cost.slope_s for cost in known) / len(known),
     )
     return tuple(cost or mean for cost in costs)

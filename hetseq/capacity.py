@@ -3,8 +3,10 @@
 A unit is a sample, a token or a fixed micro-batch: this module does not care, nor does it know how a cost was measured.
 The shares of a step minimise the time of its slowest rank. Giving each unit in turn to the rank that would finish it
 first does that exactly, because no rank gets faster by doing more; whoever would get most units anyway is given them
-without counting. With a cost proportional to the units, which is what fixed weights say, this is the highest-averages
-method of D'Hondt. All ranks call this with the same numbers and so get the same shares.
+without counting. A rank that needs several micro-batches for its share has a cost of stairs: the first unit of one more
+is dear, and shares end where that is not worth it. With a cost proportional to the units, which is what fixed weights
+say, this is the highest-averages method of D'Hondt. All ranks call this with the same numbers and so get the same
+shares.
 """
 
 from __future__ import annotations
@@ -12,32 +14,68 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 NEGLIGIBLE_GAIN = 0.02  # of a step: less is not worth a word to the user
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank needs for n units of a step: fixed_s + per_unit_s * n seconds, for 0 < n <= limit.
+    """What one rank needs for n units of a step, for 0 < n <= limit; without units it needs nothing.
 
-    Without units it needs nothing. `limit` is the most units it can take: None for any number, 0 for none. Raises
-    ValueError for seconds that are negative or not finite, for units that cost nothing, and for a negative limit.
+    That is fixed_s + per_unit_s * n seconds, and per_batch_s for each micro-batch of at most `batch` units: all are
+    full but the last. `batch` None: there are none, or their number is in the other seconds. `limit` is the most units
+    it can take: None for any number, 0 for none. Raises ValueError for seconds that are negative or not finite, for
+    units that cost nothing, for a negative limit, and for a `batch` below 1.
     """
 
     fixed_s: float
     per_unit_s: float
     limit: int | None = None
+    per_batch_s: float = 0.0
+    batch: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.fixed_s < math.inf or not 0 < self.per_unit_s < math.inf:
             raise ValueError(f"{self}: expected finite seconds, fixed_s of 0 or more and per_unit_s above 0")
         if self.limit is not None and self.limit < 0:
             raise ValueError(f"{self}: expected a limit of 0 or more units, or None")
+        if not 0 <= self.per_batch_s < math.inf or (self.batch is None and self.per_batch_s != 0):
+            raise ValueError(f"{self}: expected per_batch_s finite and 0 or more, and 0 without batch")
+        if self.batch is not None and self.batch < 1:
+            raise ValueError(f"{self}: expected a batch of 1 or more units, or None")
+
+    @property
+    def slope_s(self) -> float:
+        """What one more unit costs on the whole, with its part of a micro-batch."""
+        return self.per_unit_s + self.per_batch_s / self.batch if self.batch else self.per_unit_s
 
     def seconds(self, units: int) -> float:
         """The time for so many units, 0 for none. Does not look at the limit."""
-        return self.fixed_s + self.per_unit_s * units if units else 0.0
+        if not units:
+            return 0.0
+        batches = -(-units // self.batch) if self.batch else 0
+        return self.fixed_s + self.per_unit_s * units + self.per_batch_s * batches
+
+    def units_by(self, now_s: float) -> int:
+        """How many units it has done by then. Does not look at the limit."""
+        left_s = now_s - self.fixed_s
+        if left_s <= 0:
+            return 0
+        if not self.batch:
+            return int(left_s / self.per_unit_s)
+        full, rest_s = divmod(left_s, self.per_batch_s + self.batch * self.per_unit_s)
+        return int(full) * self.batch + int(max(0.0, rest_s - self.per_batch_s) / self.per_unit_s)
+
+    def line(self, units: int) -> Cost:
+        """This cost without stairs, as it is about `units`: within one micro-batch, or from step to step of many."""
+        if self.batch is None:
+            return self
+        if units <= self.batch:
+            straight = (self.fixed_s + self.per_batch_s, self.per_unit_s)
+        else:
+            straight = (self.seconds(units) - self.slope_s * units, self.slope_s)
+        return replace(self, fixed_s=max(0.0, straight[0]), per_unit_s=straight[1], per_batch_s=0.0, batch=None)
 
 
 def assign_shares(total: int, weights: Sequence[float]) -> tuple[int, ...]:
@@ -113,10 +151,7 @@ def _room(total: int, costs: Sequence[Cost]) -> list[int]:
 
 def _units_by(now_s: float, costs: Sequence[Cost], room: Sequence[int]) -> list[int]:
     """The units that each rank has done by then. Shape (world_size,)."""
-    return [
-        int(min(most, (now_s - cost.fixed_s) / cost.per_unit_s)) if now_s > cost.fixed_s else 0
-        for cost, most in zip(costs, room)
-    ]
+    return [min(most, cost.units_by(now_s)) for cost, most in zip(costs, room)]
 
 
 def _units_to_start_with(total: int, costs: Sequence[Cost], room: Sequence[int]) -> list[int]:

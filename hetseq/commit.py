@@ -22,8 +22,8 @@ from hetseq.noise_scale import UNMEASURED, PartialGradient
 
 Words = npt.NDArray[np.int64]
 
-_INTEGERS = 8  # words of a row before the floats
-_FLOATS = 7  # of what was measured
+_INTEGERS = 9  # words of a row before the floats
+_FLOATS = 8  # of what was measured
 
 
 class Vote(enum.IntEnum):
@@ -59,10 +59,13 @@ class Measured:
     data_s: float = 0.0  # waiting for data
     idle_s: float = 0.0  # waiting for peers, and for what travels
     overhead_s: float = 0.0  # what else kept it busy, such as the optimizer of the step before
-    fixed_s: float = 0.0  # the cost of its next shares: fixed_s + per_unit_s * work seconds
+    # the cost of its next shares, as `capacity.Cost` has it
+    fixed_s: float = 0.0
     per_unit_s: float = math.inf  # infinity: not known
+    per_batch_s: float = 0.0
     memory_bytes: int = 0  # most in use so far
     memory_limit_bytes: int = 0  # 0: not known
+    batch: int = 0  # of the cost; 0: none
 
     @property
     def is_known(self) -> bool:
@@ -102,11 +105,11 @@ class RowFormat:
         return _INTEGERS + _FLOATS + 2 * self.terms + -(-self.parameters // 64)
 
     def pack(self, row: CommitRow) -> Words:
-        *seconds, memory_bytes, memory_limit_bytes = astuple(row.measured)
+        *seconds, memory_bytes, memory_limit_bytes, batch = astuple(row.measured)
         flags = int(row.wish) | int(row.save) << 8 | int(row.writing) << 9 | int(row.keep) << 10
         flags |= int(row.sealed) << 11
         integers = [row.digest, int(row.vote), row.next_samples, flags, row.nonce, row.partial.samples]
-        integers += [memory_bytes, memory_limit_bytes]
+        integers += [memory_bytes, memory_limit_bytes, batch]
         bits = np.zeros(-(-self.parameters // 64) * 64, np.uint8)
         bits[: self.parameters] = row.used
         return np.concatenate(
@@ -118,7 +121,7 @@ class RowFormat:
         )
 
     def unpack(self, words: Words) -> CommitRow:
-        digest, vote, next_samples, flags, nonce, samples, *memory_bytes = (int(word) for word in words[:_INTEGERS])
+        digest, vote, next_samples, flags, nonce, samples, *whole = (int(word) for word in words[:_INTEGERS])
         end = _INTEGERS + _FLOATS + 2 * self.terms
         floats = words[_INTEGERS:end].copy().view(np.float64).tolist()
         *seconds, square = floats[:_FLOATS]
@@ -130,7 +133,7 @@ class RowFormat:
             next_counts=tuple(floats[_FLOATS : _FLOATS + self.terms]),
             sums=tuple(floats[_FLOATS + self.terms :]),
             used=bits[: self.parameters].astype(np.bool_),
-            measured=Measured(*seconds, *memory_bytes),
+            measured=Measured(*seconds, *whole),
             wish=Wish(flags & 0xFF),
             save=bool(flags >> 8 & 1),
             nonce=nonce,

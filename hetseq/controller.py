@@ -24,6 +24,7 @@ import numpy as np
 from torch.profiler import record_function as phase
 
 from hetseq import faults, whereabouts
+from hetseq.accounting import with_cost
 from hetseq.comm import AnyGroup, gather_floats
 from hetseq.commit import (
     CommitRow,
@@ -318,8 +319,8 @@ class Controller:
         # what this rank did besides, in this step so far and in the update of the step before
         overhead_s = seconds["compute"] - compute_s + seconds["other"] + self._update_s
         cost = self.pace.learn(part, overhead_s=data_s + overhead_s) if part.is_whole else None
-        known = (cost.fixed_s, cost.per_unit_s) if cost else (0.0, math.inf)
-        return Measured(compute_s, data_s, seconds["idle"], overhead_s, *known, *self._memory())
+        measured = Measured(compute_s, data_s, seconds["idle"], overhead_s, 0.0, math.inf, 0.0, *self._memory())
+        return measured if cost is None else with_cost(measured, cost)
 
     def _clip(self, norm: float) -> None:
         """Give the gradient the size that it is applied in."""
@@ -452,7 +453,7 @@ class Controller:
             lineage=self.state.lineage,
             gradient=None if held is None else Tag(held.plan.step, self.group.generation, held.attempt),
             last=last,
-            cost=None if cost is None else (cost.fixed_s, cost.per_unit_s),
+            cost=cost,
         )
 
     def catch_up(self, last: Update | None) -> None:

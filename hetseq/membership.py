@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hetseq.capacity import Cost
 from hetseq.commit import Lineage, Verdict
 from hetseq.errors import HetSeqError
 
@@ -54,7 +55,7 @@ class Report:
     lineage: Lineage | None = None  # None: it holds no state, or not a whole one
     gradient: Tag | None = None  # complete in its memory, and of a step that it has not seen the end of
     last: Update | None = None  # the update by which it came to its lineage; None: it has made none itself
-    cost: tuple[float, float] | None = None  # seconds of a share: fixed, and per unit of work
+    cost: Cost | None = None  # of its shares
 
     def to_record(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -79,7 +80,7 @@ class Record:
     base: Lineage | None = None  # the state it begins with; None: the newest checkpoint, or nothing
     last: Update | None = None  # the update that made the base, for those who have yet to make it
     fresh: frozenset[str] = frozenset()  # who is given the state
-    costs: tuple[tuple[float, float] | None, ...] = ()  # by rank, as far as they are known; the shares follow
+    costs: tuple[Cost | None, ...] = ()  # by rank, as far as they are known; the shares follow
     is_last: bool = False  # too few are left: save the state, and stop
 
     @property
@@ -97,7 +98,7 @@ class Record:
         return cls(
             int(record["generation"]), tuple(map(str, record["roster"])), _lineage(record["base"]),
             _update(record["last"]), frozenset(map(str, record["fresh"])),
-            tuple(None if cost is None else (float(cost[0]), float(cost[1])) for cost in record["costs"]),
+            tuple(map(_cost, record["costs"])),
             bool(record["is_last"]),
         )  # fmt: skip
 
@@ -154,7 +155,7 @@ def _reaches(report: Report, base: Lineage, last: Update | None) -> bool:
     return follows == base and (verdict is Verdict.SKIP or report.gradient == tag)
 
 
-def _costs(roster: Sequence[str], reports: Mapping[str, Report]) -> tuple[tuple[float, float] | None, ...]:
+def _costs(roster: Sequence[str], reports: Mapping[str, Report]) -> tuple[Cost | None, ...]:
     return tuple(reports[name].cost if name in reports else None for name in roster)
 
 
@@ -173,11 +174,11 @@ def _whole(number: Any) -> int:
     return int(number)
 
 
-def _cost(record: Any) -> tuple[float, float] | None:
+def _cost(record: Any) -> Cost | None:
     if record is None:
         return None
-    fixed_s, per_unit_s = record
-    return float(fixed_s), float(per_unit_s)
+    limit, batch = (None if record[key] is None else _whole(record[key]) for key in ("limit", "batch"))
+    return Cost(float(record["fixed_s"]), float(record["per_unit_s"]), limit, float(record["per_batch_s"]), batch)
 
 
 def _tag(record: Any) -> Tag | None:

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetseq.balance import Balancer, CostMeter, complete_costs
+from hetseq.accounting import cost_of
+from hetseq.balance import AtOnce, Balancer, CostMeter, complete_costs
 from hetseq.capacity import Cost, assign_shares, balance_shares, slowed_by, step_seconds
-from hetseq.commit import CommitRow, Measured
+from hetseq.commit import CommitRow
 from hetseq.loader import StepLoader
 from hetseq.plan import Assign, Planner, StepPlan
 from hetseq.share import Part
@@ -71,18 +72,18 @@ class FixedPace:
         weights: Sequence[float],
         *,
         meter: CostMeter | None = None,
-        micro_batch: Callable[[], int | None] = lambda: None,
+        at_once: Callable[[], AtOnce | None] = lambda: None,
     ) -> None:
-        self._weights, self.meter, self._micro_batch = tuple(weights), meter or CostMeter(), micro_batch
+        self._weights, self.meter, self._at_once = tuple(weights), meter or CostMeter(), at_once
 
     def learn(self, part: Part, *, overhead_s: float) -> Cost | None:
-        return learn(self.meter, part, overhead_s=overhead_s, micro_batch=self._micro_batch())
+        return learn(self.meter, part, overhead_s=overhead_s, at_once=self._at_once())
 
     def follow(self, plan: StepPlan, rows: Sequence[CommitRow]) -> Shift | None:
         return None
 
     def cost(self) -> Cost | None:
-        return self.meter.cost(self._micro_batch())
+        return self.meter.cost(self._at_once())
 
     def divide(self, total: int) -> tuple[int, ...]:
         return assign_shares(total, self._weights)
@@ -91,7 +92,7 @@ class FixedPace:
 class MeasuredPace:
     """`--balance auto`: shares that give the shortest step by the costs of all ranks.
 
-    `micro_batch` gives the most work that this rank does at once by now, None for a whole share. `meter` and `costs`,
+    `at_once` gives the most work that this rank does at once by now, None for a whole share. `meter` and `costs`,
     one by rank as far as they are known, are what an earlier generation has learned.
     """
 
@@ -104,10 +105,10 @@ class MeasuredPace:
         world_size: int,
         meter: CostMeter | None = None,
         costs: Sequence[Cost | None] = (),
-        micro_batch: Callable[[], int | None] = lambda: None,
+        at_once: Callable[[], AtOnce | None] = lambda: None,
     ) -> None:
         self._planner, self._loader, self._rank, self._world_size = planner, loader, rank, world_size
-        self.meter, self._micro_batch = meter or CostMeter(), micro_batch
+        self.meter, self._at_once = meter or CostMeter(), at_once
         # who divides work among themselves: all ranks, or those that read the same shard
         self._groups = (tuple(range(world_size)),) if planner.shards is None else planner.shards.groups
         self._balancers = [Balancer(len(ranks)) for ranks in self._groups]
@@ -118,10 +119,10 @@ class MeasuredPace:
         self._advised: set[int] = set()
 
     def learn(self, part: Part, *, overhead_s: float) -> Cost | None:
-        return learn(self.meter, part, overhead_s=overhead_s, micro_batch=self._micro_batch())
+        return learn(self.meter, part, overhead_s=overhead_s, at_once=self._at_once())
 
     def cost(self) -> Cost | None:
-        return self.meter.cost(self._micro_batch())
+        return self.meter.cost(self._at_once())
 
     def follow(self, plan: StepPlan, rows: Sequence[CommitRow]) -> Shift | None:
         if self._world_size == 1:
@@ -140,7 +141,7 @@ class MeasuredPace:
         known = {rank: cost for balancer, ranks in self._balanced() for rank, cost in zip(ranks, balancer.costs or ())}
         if len(known) < self._world_size:
             return assign_shares(total, (1.0,) * self._world_size)
-        return assign_shares(total, [1 / known[rank].per_unit_s for rank in range(self._world_size)])
+        return assign_shares(total, [1 / known[rank].slope_s for rank in range(self._world_size)])
 
     def _balanced(self) -> Iterator[tuple[Balancer, tuple[int, ...]]]:
         return zip(self._balancers, self._groups)
@@ -187,11 +188,11 @@ class MeasuredPace:
                 )  # fmt: skip
 
 
-def learn(meter: CostMeter, part: Part, *, overhead_s: float, micro_batch: int | None) -> Cost | None:
+def learn(meter: CostMeter, part: Part, *, overhead_s: float, at_once: AtOnce | None) -> Cost | None:
     """Show a rank's part of a step to its meter; gives what a share costs by now. What weighs nothing tells nothing."""
     timed = [(work, seconds) for work, seconds in zip(part.work, part.seconds) if work]
     meter.observe([work for work, _ in timed], [seconds for _, seconds in timed], overhead_s=overhead_s)
-    return meter.cost(micro_batch)
+    return meter.cost(at_once)
 
 
 def assigner(costs: tuple[Cost, ...]) -> Assign:
@@ -213,8 +214,3 @@ def assigner_by(weights: tuple[float, ...]) -> Assign:
         return assign_shares(work, chosen if among is None or any(chosen) else (1.0,) * len(chosen))
 
     return assign
-
-
-def cost_of(measured: Measured) -> Cost | None:
-    """The cost in a rank's row; None as long as that rank does not know it."""
-    return Cost(measured.fixed_s, measured.per_unit_s) if measured.is_known else None

@@ -208,6 +208,13 @@ class MicroBatchCap:
     multiple: int = 1  # sizes are rounded down to a multiple of this where they hold more
     is_ramp: bool = False
 
+    @property
+    def most_samples(self) -> int | None:
+        """What all micro-batches but the last of a share hold, if no other limit is reached before; None: no limit."""
+        if self.samples is None or self.samples <= self.multiple:
+            return self.samples
+        return self.samples - self.samples % self.multiple
+
 
 @dataclass(frozen=True)
 class Position:

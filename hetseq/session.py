@@ -18,10 +18,9 @@ import torch
 
 from hetseq import registry
 from hetseq.advice import Setting
-from hetseq.balance import complete_costs
+from hetseq.balance import AtOnce, complete_costs
 from hetseq.boundary import RunBoundary, StatusFiles
 from hetseq.buffers import BufferKeeper
-from hetseq.capacity import Cost
 from hetseq.comm import AnyGroup
 from hetseq.commit import Wish
 from hetseq.config import CheckpointConfig, Config, DataConfig, OptimizationConfig
@@ -210,7 +209,7 @@ def build_session(
         undo.callback(saver.close)
 
         is_balanced = config.distributed.balance == "auto" and group.world_size > 1
-        costs = tuple(Cost(*cost) if cost else None for cost in succession.record.costs) if succession else ()
+        costs = succession.record.costs if succession else ()
         table = complete_costs(costs) if is_balanced else None
         assign = assigner(table) if table is not None else assigner_by(weights_of_ranks)
         shards = shards_of(provenance.parts, parts) if parts and provenance.parts else None
@@ -244,11 +243,11 @@ def build_session(
             noise_scale_every=config.optimization.noise_scale_every,
         )  # fmt: skip
         at_once, meter = functools.partial(_most_work_at_once, planner, sizes), carried.meter if carried else None
-        pace: Pace = FixedPace(weights_of_ranks, meter=meter, micro_batch=at_once)
+        pace: Pace = FixedPace(weights_of_ranks, meter=meter, at_once=at_once)
         if is_balanced:
             pace = MeasuredPace(
                 planner, loader, rank=group.rank, world_size=group.world_size, meter=meter, costs=costs,
-                micro_batch=at_once,
+                at_once=at_once,
             )  # fmt: skip
         controller = Controller(
             computer=computer, group=group, planner=planner, loader=loader, pace=pace,
@@ -345,11 +344,14 @@ def _memory_of(device: torch.device) -> Callable[[], tuple[int, int]]:
     return lambda: (in_use_bytes(device), limit)
 
 
-def _most_work_at_once(planner: Planner, sizes: MicroBatchSizes) -> int | None:
+def _most_work_at_once(planner: Planner, sizes: MicroBatchSizes) -> AtOnce | None:
     """A micro-batch's cap in the unit in which the work of a step is divided; None for a whole share."""
+    cap = sizes.cap
     if planner.unit > 1:
-        return 1
-    return sizes.cap.tokens if planner.lengths is not None else sizes.cap.samples
+        return AtOnce(1)
+    if planner.lengths is not None:
+        return AtOnce(cap.tokens, is_filled=False) if cap.tokens else None
+    return AtOnce(most) if (most := cap.most_samples) else None
 
 
 def _provenance(

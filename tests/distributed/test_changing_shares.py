@@ -287,3 +287,39 @@ def test_a_rank_that_is_slowed_down_gets_less(tmp_path: Path) -> None:
     assert all(fast > slow for fast, slow in slowed[0][0].shares[2:])
     assert equal[0][0].shares == [(16, 16)] * 8  # the twin
     assert slowed[0][0].losses == equal[0][0].losses  # to the bit: sums of integers
+
+
+def batches_of_costs(group: AnyGroup, save_dir: str, runs: list[tuple[str, Words]]) -> list[list[int]]:
+    """A rank's life: what all ranks told at the end of each run of the micro-batches in their costs, 0 for none."""
+    return [batches_of_one_run(group, save_dir, toy, words) for toy, words in runs]
+
+
+def batches_of_one_run(group: AnyGroup, save_dir: str, toy: str, words: Words) -> list[int]:
+    session, _ = session_of(group, save_dir, toy, words)
+    pace, told = session.controller.pace, list[CommitRow]()
+    follow = pace.follow
+
+    def listen(plan: StepPlan, rows: Sequence[CommitRow]) -> Shift | None:
+        told[:] = rows
+        return follow(plan, rows)
+
+    pace.follow = listen  # type: ignore[method-assign]
+    try:
+        session.train()
+    finally:
+        session.close()
+    assert all(row.measured.is_known for row in told)
+    return [row.measured.batch for row in told]
+
+
+def test_a_cost_has_the_stairs_of_micro_batches_that_are_all_full_but_the_last(tmp_path: Path) -> None:
+    options_of = {"global_batch_size": 12, "balance": "auto"}
+    runs = [
+        ("TwoTerms", words_of("TwoTerms", 4, **options_of, max_sentences=4)),
+        ("TwoTerms", words_of("TwoTerms", 4, **options_of, max_sentences=5, required_batch_size_multiple=2)),
+        ("TwoTerms", words_of("TwoTerms", 4, **options_of, unit_size=3)),
+        ("TwoTerms", words_of("TwoTerms", 4, **options_of)),
+        ("Sentences", words_of("Sentences", 4, max_tokens=6, balance="auto")),  # where they end, nobody knows before
+    ]
+    ranks = run_ranks(batches_of_costs, 2, prepared(tmp_path), runs)
+    assert ranks[0] == ranks[1] == [[4, 4], [4, 4], [1, 1], [0, 0], [0, 0]]

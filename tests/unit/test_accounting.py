@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hetseq.accounting import account, busy_s
+from hetseq.accounting import account, busy_s, cost_of, with_cost
+from hetseq.capacity import Cost
 from hetseq.commit import CommitRow, Measured, Vote, Wish
 
 
@@ -96,6 +98,21 @@ def test_costs_are_told_in_samples_whatever_a_step_is_divided_by() -> None:
     idle = Measured(idle_s=4.0, per_unit_s=0.125)
     row = told([Measured(compute_s=4.0), idle], [4, 0], 4.0, work=40)
     assert row["efficiency"] == pytest.approx(1 / (1 + 1 / 1.25))
+
+
+@pytest.mark.parametrize("cost", [Cost(0.5, 0.25), Cost(0.0, 1e-9, None, 0.125, 1), Cost(3.0, 2.0, None, 0.0, 64)])
+def test_a_cost_comes_out_of_a_row_as_it_went_in(cost: Cost) -> None:
+    assert cost_of(with_cost(Measured(compute_s=1.0), cost)) == cost
+    assert cost_of(Measured()) is None
+
+
+def test_a_cost_of_stairs_is_told_as_the_straight_one_about_the_share_of_now() -> None:
+    stairs = with_cost(Measured(compute_s=8.0), Cost(0.5, 1.0, None, 2.0, 4))
+    ranks = told([stairs, stairs, replace(stairs, compute_s=0.0)], [5, 3, 0], 8.0)["ranks"]
+    assert ranks["fixed_s"][:2] == [0.5 + 4.0 - 2.5, 0.5 + 2.0]  # two micro-batches of five samples; one of three
+    assert ranks["per_sample_s"][:2] == [1.0 + 2.0 / 4, 1.0]
+    alone = told([replace(stairs, compute_s=5.5), replace(stairs, compute_s=0.0)], [4, 0], 5.5)
+    assert alone["efficiency"] == pytest.approx(4 / 5.5 / (4 / 5.5 + 1 / 1.5))  # the other could do one in 1.5 s
 
 
 def test_memory_is_told_by_rank() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hetseq.balance import Balancer, CostMeter
+from hetseq.balance import AtOnce, Balancer, CostMeter
 from hetseq.capacity import Cost
 
 RAMP = [1, 2, 4, 8, 16, 32, 1]  # the micro-batches of a first step of 64 samples
@@ -279,17 +279,32 @@ def test_micro_batches_smaller_than_the_share_pay_the_fixed_part_more_often() ->
     feed(meter, RAMP, fixed_s=8)
     for _ in range(3):
         feed(meter, [16, 16, 16, 2], fixed_s=8)
-    cost = meter.cost(16)
+    cost = meter.cost(AtOnce(16))
     assert cost is not None
     assert cost.seconds(50) == pytest.approx(4 * 8 + 50, rel=0.01)  # as it is
-    assert cost.per_unit_s == pytest.approx(1 + 8 / 16, rel=0.01)  # sixteen samples more are a micro-batch more
+    assert cost.seconds(48) == pytest.approx(3 * 8 + 48, rel=0.01)  # two samples less are a micro-batch less
+    assert cost.seconds(16) == pytest.approx(8 + 16, rel=0.01)
     whole = meter.cost()
     assert whole is not None
     assert whole.seconds(50) == pytest.approx(8 + 50, rel=0.01)
     meter.observe([], [], overhead_s=0.0)
-    assert meter.cost(16) == cost
+    assert meter.cost(AtOnce(16)) == cost
+
+
+def test_micro_batches_that_are_not_filled_are_paid_for_by_the_unit() -> None:
+    meter = CostMeter()
+    feed(meter, RAMP, fixed_s=8)
+    for _ in range(3):
+        feed(meter, [16, 16, 16, 2], fixed_s=8)
+    tokens = meter.cost(AtOnce(16, is_filled=False))
+    assert tokens is not None
+    assert tokens.batch is None  # nobody knows where a micro-batch of tokens ends
+    assert tokens.seconds(50) == pytest.approx(4 * 8 + 50, rel=0.01)  # as it is
+    assert tokens.per_unit_s == pytest.approx(1 + 8 / 16, rel=0.01)  # sixteen more are a micro-batch more
+    meter.observe([], [], overhead_s=0.0)
+    assert meter.cost(AtOnce(16, is_filled=False)) == tokens
     feed(meter, [10], fixed_s=8)
-    assert meter.cost(16) == meter.cost()  # a share that is one micro-batch
+    assert meter.cost(AtOnce(16, is_filled=False)) == meter.cost()  # a share that is one micro-batch
 
 
 def test_whatever_the_times_the_cost_is_one_that_a_machine_can_have() -> None:
@@ -300,7 +315,8 @@ def test_whatever_the_times_the_cost_is_one_that_a_machine_can_have() -> None:
             sizes = [generator.randint(1, 10 ** generator.randint(0, 6)) for _ in range(generator.randint(0, 4))]
             seconds = [generator.choice([0, 1, 1, size]) * 10 ** generator.uniform(-5, 3) for size in sizes]
             meter.observe(sizes, seconds, overhead_s=generator.choice([0, generator.random()]))
-            meter.cost(generator.choice([None, 1, 7]))  # Cost refuses what no machine has
+            # Cost refuses what no machine has
+            meter.cost(generator.choice([None, AtOnce(1), AtOnce(7), AtOnce(7, is_filled=False)]))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,16 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.support.simulated import CALM, Machine, Trace, Weather, train, unlike_machines
+from hetseq.balance import AtOnce
+from tests.support.simulated import (
+    CALM,
+    Machine,
+    Trace,
+    Weather,
+    machines_with_micro_batches,
+    train,
+    unlike_machines,
+)
 
 
 def runs(
@@ -87,6 +96,25 @@ def test_limits_and_micro_batches_of_a_rank_are_respected() -> None:
     trace = train(machines, 100, 60)
     assert all(share[1] == 20 for share in trace.shares[2:])
     assert trace.excess(first=10) < 1.05
+
+
+@pytest.mark.parametrize("total", [64, 256])
+def test_shares_end_where_a_micro_batch_ends_if_that_is_best(total: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs without stairs, the twin, lose up to a tenth where a share is a few micro-batches, and never come to rest.
+
+    As measured, of the oracle once settled, 64 samples: 1.000 at most, without stairs 1.025 and at worst 1.099, with
+    7.5 changes of shares in 130 steps; 256 samples: 1.000, without stairs 1.002 and at worst 1.007.
+    """
+
+    def traces() -> list[Trace]:
+        clusters = [machines_with_micro_batches(random.Random(seed), total) for seed in range(20)]
+        return [train(cluster, total, 150) for cluster in clusters]
+
+    stairs = traces()
+    assert max(trace.excess(first=5) for trace in stairs) < 1.001
+    assert all(trace.changes(first=5) == 0 for trace in stairs)
+    monkeypatch.setattr(Machine, "at_once", property(lambda machine: AtOnce(machine.micro_batch, is_filled=False)))
+    assert max(trace.excess(first=5) for trace in traces()) > 1.005
 
 
 def test_the_same_run_is_the_same_again() -> None:

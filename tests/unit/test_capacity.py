@@ -7,6 +7,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -116,12 +117,14 @@ def test_weights_that_divide_nothing_are_refused(weights: tuple[float, ...]) -> 
 
 
 def random_costs(generator: random.Random, ranks: int) -> list[Cost]:
-    """Costs with and without a fixed part, with and without limits; in whole numbers, so that ties are ties."""
+    """With and without fixed parts, limits and micro-batches; in whole numbers, so that ties are ties."""
     costs = []
     for _ in range(ranks):
         fixed_s = generator.choice([0, 0, generator.randint(0, 9), generator.randint(0, 40)])
         limit = generator.choice([None, None, 0, 1, generator.randint(0, 6)])
-        costs.append(Cost(float(fixed_s), float(generator.randint(1, 9)), limit))
+        batch = generator.choice([None, None, 1, generator.randint(2, 6)])
+        per_batch_s = generator.choice([0, generator.randint(1, 9), generator.randint(1, 40)]) if batch else 0
+        costs.append(Cost(float(fixed_s), float(generator.randint(1, 9)), limit, float(per_batch_s), batch))
     return costs
 
 
@@ -130,7 +133,7 @@ def one_at_a_time(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
     shares = [0] * len(costs)
     for _ in range(total):
         open_ranks = [n for n, cost in enumerate(costs) if cost.limit is None or shares[n] < cost.limit]
-        shares[min(open_ranks, key=lambda n: (costs[n].fixed_s + costs[n].per_unit_s * (shares[n] + 1), n))] += 1
+        shares[min(open_ranks, key=lambda n: (costs[n].seconds(shares[n] + 1), n))] += 1
     return tuple(shares)
 
 
@@ -141,7 +144,7 @@ def by_speed_alone(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
 
 def test_no_other_division_has_a_shorter_step() -> None:
     generator = random.Random(4)
-    refused = by_speed_is_slower = 0
+    refused = by_speed_is_slower = by_lines_is_slower = 0
     for _ in range(3000):
         ranks = generator.randint(1, 4)
         total, costs = generator.randint(0, {1: 20, 2: 20, 3: 8, 4: 6}[ranks]), random_costs(generator, ranks)
@@ -160,8 +163,11 @@ def test_no_other_division_has_a_shorter_step() -> None:
         assert step_seconds(shares, costs) == min(step_seconds(other, costs) for other in allowed), (total, costs)
         if any(cost.limit is None for cost in costs):
             by_speed_is_slower += step_seconds(by_speed_alone(total, costs), costs) > step_seconds(shares, costs)
+        lines = [cost.line(total // ranks) for cost in costs]
+        by_lines_is_slower += step_seconds(balance_shares(total, lines), costs) > step_seconds(shares, costs)
     assert refused > 200
-    assert by_speed_is_slower > 200  # the twin: most of the answer is not in the speeds
+    assert by_speed_is_slower > 200  # the twins: most of the answer is not in the speeds,
+    assert by_lines_is_slower > 20  # and some of it not in straight costs
 
 
 def test_the_units_that_are_not_dealt_one_by_one_are_the_same_units() -> None:
@@ -175,8 +181,12 @@ def test_the_units_that_are_not_dealt_one_by_one_are_the_same_units() -> None:
             for _ in range(generator.randint(1, 7))
         ]
         limited = [Cost(cost.fixed_s, cost.per_unit_s, generator.choice([None, 3, 40])) for cost in costs]
+        stairs = [
+            replace(cost, per_batch_s=generator.choice([0.0, generator.uniform(0, 9)]), batch=generator.randint(1, 60))
+            for cost in limited
+        ]
         total = generator.randint(0, 300)
-        for each in (costs, [*limited, Cost(50.0, 3.0)]):
+        for each in (costs, [*limited, Cost(50.0, 3.0)], [*stairs, Cost(50.0, 3.0, None, 7.0, 16)]):
             assert balance_shares(total, each) == one_at_a_time(total, each), (total, each)
 
 
@@ -196,6 +206,12 @@ def test_the_units_that_are_not_dealt_one_by_one_are_the_same_units() -> None:
         (2, [Cost(0, 3), Cost(0, 1), Cost(0, 1)], (0, 1, 1)),  # fewer units than ranks
         (0, [Cost(3, 1), Cost(0, 1, 0)], (0, 0)),
         (0, [], ()),
+        # micro-batches of 8 that take 10 s more than their samples: two full ones each are better than 17 + 15
+        (32, [Cost(0, 1, None, 10, 8), Cost(0, 1.1, None, 10, 8)], (16, 16)),
+        (32, [Cost(0, 1), Cost(0, 1.1)], (17, 15)),
+        (33, [Cost(0, 1, None, 10, 8), Cost(0, 1.1, None, 10, 8)], (17, 16)),
+        (12, [Cost(0, 1, None, 10, 8), Cost(0, 5, None, 0, 8)], (8, 4)),
+        (5, [Cost(0, 1, None, 3, 1), Cost(0, 2, None, 6, 1)], (4, 1)),  # each unit a micro-batch
         (10**6, [Cost(0, 1e-6), Cost(0, 3e-6)], (750_000, 250_000)),  # tokens
         (10**12, [Cost(0, 1), Cost(0, 3)], (750_000_000_000, 250_000_000_000)),
     ],
@@ -216,9 +232,14 @@ def test_without_fixed_parts_the_shares_are_those_of_the_speeds() -> None:
 def test_the_unit_of_time_does_not_matter() -> None:
     generator = random.Random(7)
     for _ in range(200):
-        costs = [Cost(generator.uniform(0, 5), generator.uniform(0.1, 2)) for _ in range(6)]
+        costs = [
+            Cost(generator.uniform(0, 5), generator.uniform(0.1, 2), None, generator.uniform(0, 9), 16)
+            for _ in range(6)
+        ]
         total, scale = generator.randint(0, 5000), 2.0 ** generator.randint(-20, 20)
-        scaled = [Cost(cost.fixed_s * scale, cost.per_unit_s * scale) for cost in costs]
+        scaled = [
+            Cost(cost.fixed_s * scale, cost.per_unit_s * scale, None, cost.per_batch_s * scale, 16) for cost in costs
+        ]
         assert balance_shares(total, scaled) == balance_shares(total, costs)
 
 
@@ -234,9 +255,11 @@ def test_a_million_tokens_are_not_dealt_one_by_one(monkeypatch: pytest.MonkeyPat
     generator = random.Random(8)
     for ranks, total in ((64, 4096), (64, 10**6), (1024, 65536)):
         costs = [Cost(generator.uniform(0, 5), generator.uniform(0.1, 2)) for _ in range(ranks)]
-        asked.clear()
-        assert sum(balance_shares(total, costs)) == total
-        assert len(asked) <= 4 * ranks  # once per rank to begin with, and for about one unit each
+        stairs = [replace(cost, per_batch_s=generator.uniform(0, 9), batch=16) for cost in costs]
+        for each, most in ((costs, 4 * ranks), (stairs, 20 * ranks)):  # all of them may have a full micro-batch at once
+            asked.clear()
+            assert sum(balance_shares(total, each)) == total
+            assert len(asked) <= most  # once per rank to begin with, and for about one unit each
 
 
 def test_a_rank_without_units_does_not_hold_up_a_step() -> None:
@@ -246,14 +269,37 @@ def test_a_rank_without_units_does_not_hold_up_a_step() -> None:
     assert step_seconds((0, 0), costs) == step_seconds((), []) == 0
 
 
+def test_units_done_by_a_time_are_those_that_need_no_longer() -> None:
+    generator = random.Random(9)
+    for _ in range(300):
+        (cost,) = random_costs(generator, 1)
+        now_s = float(generator.randint(0, 200))
+        units = cost.units_by(now_s)
+        assert cost.seconds(units) <= now_s < cost.seconds(units + 1), cost
+
+
+def test_a_cost_of_stairs_is_straight_within_a_micro_batch_and_on_the_whole() -> None:
+    stairs = Cost(2, 1, 99, 8, 4)  # 2 s, 8 s for each micro-batch of four, 1 s for each sample
+    assert [stairs.seconds(units) for units in (0, 1, 4, 5, 8, 9)] == [0, 11, 14, 23, 26, 35]
+    assert stairs.slope_s == 3
+    assert stairs.line(3) == stairs.line(4) == Cost(10, 1, 99)
+    assert stairs.line(8) == Cost(2, 3, 99)
+    assert stairs.line(9) == Cost(8, 3, 99)
+    for units in range(1, 40):
+        assert stairs.line(units).seconds(units) == stairs.seconds(units)
+    straight = Cost(2, 1, 99)
+    assert straight.line(9) is straight
+    assert straight.slope_s == 1
+
+
 @pytest.mark.parametrize(
-    ("fixed_s", "per_unit_s", "limit"),
-    [(-1, 1, None), (0, 0, None), (0, -1, None), (math.nan, 1, None), (0, math.nan, None), (math.inf, 1, None),
-     (0, math.inf, None), (0, 1, -1)],
+    "numbers",
+    [(-1, 1), (0, 0), (0, -1), (math.nan, 1), (0, math.nan), (math.inf, 1), (0, math.inf), (0, 1, -1),
+     (0, 1, None, 1), (0, 1, None, -1, 4), (0, 1, None, math.inf, 4), (0, 1, None, math.nan, 4), (0, 1, None, 0, 0)],
 )  # fmt: skip
-def test_costs_that_no_machine_has_are_refused(fixed_s: float, per_unit_s: float, limit: int | None) -> None:
+def test_costs_that_no_machine_has_are_refused(numbers: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="expected"):
-        Cost(fixed_s, per_unit_s, limit)
+        Cost(*numbers)  # type: ignore[arg-type]
 
 
 def test_more_units_than_the_limits_hold_are_refused_with_both_numbers() -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from hetseq.capacity import Cost
 from hetseq.commit import Lineage, Verdict
 from hetseq.membership import Record, Report, SplitBrainError, Tag, Update, decide
 
@@ -197,20 +198,22 @@ def test_nobody_left_is_no_generation() -> None:
 
 def test_ranks_follow_the_slots_whoever_comes_first_and_bring_what_their_shares_cost() -> None:
     order = {"C": 0, "A": 1, "D": 2, "B": 3}
-    reports = {name: holds(name, NONE, cost=(0.5, float(ord(name)))) for name in "AB"}
+    reports = {name: holds(name, NONE, cost=Cost(0.5, float(ord(name)))) for name in "AB"}
     reports["C"] = holds("C", NONE)
     record = decide(Record(0, ("A", "B", "C")), reports, ["D"], order=order)
     assert record.roster == ("C", "A", "D", "B")
-    assert record.costs == (None, (0.5, 65.0), None, (0.5, 66.0))
+    assert record.costs == (None, Cost(0.5, 65.0), None, Cost(0.5, 66.0))
     assert record.donors == ("C", "A", "B")
 
 
 # JSON.
 
-FULL = Report("3.1", 4, Lineage(7, -(2**63)), Tag(8, 4, 1), Update(Tag(7, 4, 0), SKIP, "cm93cw=="), (0.25, 1e-3))
+FULL = Report(
+    "3.1", 4, Lineage(7, -(2**63)), Tag(8, 4, 1), Update(Tag(7, 4, 0), SKIP, "cm93cw=="), Cost(0.25, 1e-3, 7, 0.5, 4)
+)
 RECORD = Record(
-    5, ("0.0", "3.1", "2.0"), Lineage(7, 2**63 - 1), FULL.last, frozenset({"3.1", "2.0"}), ((0.25, 1e-3), None, None),
-    is_last=True,
+    5, ("0.0", "3.1", "2.0"), Lineage(7, 2**63 - 1), FULL.last, frozenset({"3.1", "2.0"}),
+    (Cost(0.25, 1e-3), None, None), is_last=True,
 )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetseq.balance import WARM_UP
+from hetseq.balance import WARM_UP, AtOnce
 from hetseq.capacity import Cost
 from hetseq.commit import CommitRow, Measured, Vote, Wish
 from hetseq.pace import FixedPace, MeasuredPace, Shift, assigner_by
@@ -119,15 +119,15 @@ def test_what_lies_outside_training_is_divided_by_speed() -> None:
 
 @pytest.mark.parametrize("kind", ["fixed", "measured"])
 def test_a_rank_learns_its_own_cost(kind: str) -> None:
-    def pace_of(micro_batch: int | None) -> Any:
-        at_once = {"micro_batch": lambda: micro_batch}
-        return FixedPace(EQUAL, **at_once) if kind == "fixed" else Rank(**at_once).pace
+    def pace_of(at_once: AtOnce | None) -> Any:
+        words = {"at_once": lambda: at_once}
+        return FixedPace(EQUAL, **words) if kind == "fixed" else Rank(**words).pace
 
     # 3 s for each micro-batch and 2 s for each sample, and 0.5 s besides
     part = Part((1.0,), (1, 2, 4, 8, 16) * 2, (5.0, 7.0, 11.0, 19.0, 35.0) * 2)
     costs = []
-    for micro_batch in (None, 6):
-        pace = pace_of(micro_batch)
+    for at_once in (None, AtOnce(6)):
+        pace = pace_of(at_once)
         assert pace.learn(Part((0.0,), (), ()), overhead_s=0.5) is None
         for _ in range(WARM_UP + 20):
             cost = pace.learn(part, overhead_s=0.5)
@@ -135,14 +135,15 @@ def test_a_rank_learns_its_own_cost(kind: str) -> None:
     whole, sixths = costs
     assert whole.fixed_s == pytest.approx(3.5, rel=0.02)
     assert whole.per_unit_s == pytest.approx(2.0, rel=0.02)
-    assert sixths.per_unit_s == pytest.approx(2.5, rel=0.02)  # a sixth of a micro-batch for each sample
+    assert sixths.seconds(12) == pytest.approx(0.5 + 2 * 3 + 24, rel=0.02)
+    assert sixths.seconds(13) == pytest.approx(0.5 + 3 * 3 + 26, rel=0.02)  # one sample more, one micro-batch more
 
 
 def test_a_rank_learns_something_from_any_times() -> None:
     """A machine that does other things besides: micro-batches take up to thirty times as long, for no reason."""
     chance = random.Random(7)
     for _ in range(300):
-        pace = FixedPace(EQUAL, micro_batch=lambda: chance.choice([None, 1, 4]))
+        pace = FixedPace(EQUAL, at_once=lambda: chance.choice([None, AtOnce(1), AtOnce(4)]))
         for _ in range(12):
             sizes = tuple(chance.choice([1, 2, 5, 8]) for _ in range(chance.choice([0, 1, 1, 2, 3, 5])))
             seconds = tuple((1e-3 + 1e-4 * size) * chance.choice([1, 1, 1, 3, 30]) for size in sizes)

@@ -366,6 +366,8 @@ def test_micro_batches_are_rounded_down_to_a_multiple_where_they_hold_more() -> 
     assert sizes(0, 20, MicroBatchCap(7, multiple=4)) == [4, 4, 4, 4, 4]
     assert sizes(0, 22, MicroBatchCap(7, multiple=4)) == [4, 4, 4, 4, 6]  # the last one holds what is left
     assert sizes(0, 6, MicroBatchCap(3, multiple=8)) == [3, 3]  # nothing to round to
+    assert [MicroBatchCap(*cap).most_samples for cap in ((7, None, 4), (8, None, 4), (3, None, 8))] == [4, 8, 3]
+    assert MicroBatchCap(None, 64, 4).most_samples is None
     assert sizes(0, 20, MicroBatchCap(7)) == [7, 7, 6]
 
 
