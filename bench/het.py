@@ -7,8 +7,9 @@ turns in the same processes: the run with `--balance auto`, the run with `--bala
 itself while all the others do the same (`busy`), and each rank training for itself while the others rest (`idle`). A
 rank that trains for itself does whole steps of the same global batch, in micro-batches of the same size, slowed down by
 the same code, with data, optimizer and metrics: all but communication. The speeds of `busy`, summed, are 100 %; those
-of `idle` are higher, since two busy cores share caches and clock, and stand beside. `--change` then slows the last rank
-down 3 times more in the middle of the run and counts the slow steps.
+of `idle` are higher, since two busy cores share caches and clock, and stand beside. A round goes through the four and
+then back again, so that a machine whose speed drifts meanwhile treats all of them alike. `--change` then slows the last
+rank down 3 times more in the middle of the run and counts the slow steps.
 """
 
 from __future__ import annotations
@@ -49,8 +50,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("ratios", nargs="+", type=factors, metavar="RATIO", help="as in 1,2 1,3 1,4")
     parser.add_argument("--models", nargs="+", choices=workloads.MODELS, default=["mnist", "bert-tiny"])
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds")
-    parser.add_argument("--steps", type=int, default=6, help="counted steps of a run in a round")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a rank that trains for itself, at least")
+    parser.add_argument("--steps", type=int, default=6, help="counted steps of a run in a round, half of them each way")
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="of a rank that trains for itself in a round, at least"
+    )
     parser.add_argument("--batch", type=int, help="samples of a step (default: for steps of 500 ms)")
     parser.add_argument("--change", action="store_true", help="slow the last rank down 3 times more at the end")
     parser.add_argument("--no-pin", action="store_true", help="let the system choose the cores")
@@ -141,20 +144,33 @@ def long_enough(ranks: Ranks, model: str, ratio: tuple[float, ...], folder: Path
 
 
 def one_round(ranks: Ranks, number: int, arguments: argparse.Namespace) -> Round:
-    """All four in turn; who begins changes from round to round."""
+    """All four in turn and back again, a half of each at a time; who begins changes from round to round."""
     turns = ["auto", "busy", "equal", "idle"]
     begin = number % len(turns)
-    seen: dict[str, list[Timing]] = {}
-    for turn in turns[begin:] + turns[:begin]:
+    order = turns[begin:] + turns[:begin]
+    halves = {turn: list[list[Timing]]() for turn in turns}
+    for turn in order + order[::-1]:
         if turn == "busy":
-            seen[turn] = ranks.side_by_side("solo", settle=1, least_s=arguments.seconds)
+            half = ranks.side_by_side("solo", settle=1, least_s=arguments.seconds / 2)
         elif turn == "idle":
-            seen[turn] = [
-                ranks.alone("solo", rank, settle=1, least_s=arguments.seconds) for rank in range(ranks.world_size)
+            half = [
+                ranks.alone("solo", rank, settle=1, least_s=arguments.seconds / 2) for rank in range(ranks.world_size)
             ]
         else:
-            seen[turn] = ranks.together(turn, settle=1, steps=arguments.steps)
-    return Round(**seen)
+            half = ranks.together(turn, settle=1, steps=-(-arguments.steps // 2))
+        halves[turn].append(half)
+    return Round(**{turn: [whole(rank) for rank in zip(*halves[turn])] for turn in turns})
+
+
+def whole(parts: Sequence[Timing]) -> Timing:
+    """What one rank measured in several parts, as one."""
+    return Timing(
+        wall_s=sum(part.wall_s for part in parts),
+        cpu_s=sum(part.cpu_s for part in parts),
+        samples=sum(part.samples for part in parts),
+        steps=[step for part in parts for step in part.steps],
+        settling=[step for part in parts for step in part.settling],
+    )
 
 
 def evaluate(case: Case) -> dict[str, Any]:

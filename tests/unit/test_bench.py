@@ -134,6 +134,38 @@ def test_ratios_are_how_many_times_ranks_are_slowed_down() -> None:
     assert het.parse(["1,2", "1,3"]).ratios == [(1.0, 2.0), (1.0, 3.0)]
 
 
+def test_both_ways_of_a_round_count_as_one() -> None:
+    het = script("het")
+    order = []
+
+    class Ranks:
+        world_size = 2
+
+        def together(self, name: str, *, settle: int, steps: int) -> list[Any]:
+            return self.timings(name, steps)
+
+        def side_by_side(self, name: str, *, settle: int, least_s: float) -> list[Any]:
+            assert least_s == 1.5
+            return self.timings("busy", 3)
+
+        def alone(self, name: str, rank: int, *, settle: int, least_s: float) -> Any:
+            return self.timings("idle", 3)[rank] if rank == 0 else het.Timing(1.0, 1.0, 4, [{}], [])
+
+        def timings(self, name: str, steps: int) -> list[Any]:
+            order.append(name)
+            wall_s = float(len(order))
+            return [het.Timing(wall_s * (1 + rank), 0.5, 8, [{"loss": wall_s}] * steps, []) for rank in range(2)]
+
+    one = het.one_round(Ranks(), 1, het.parse(["1,2", "--steps", "4", "--seconds", "3"]))
+    assert order == ["busy", "equal", "idle", "auto", "auto", "idle", "equal", "busy"]
+    assert [(rank.wall_s, rank.samples, len(rank.steps), rank.cpu_s) for rank in one.auto] == [
+        (9.0, 16, 4, 1.0), (18.0, 16, 4, 1.0)
+    ]  # fmt: skip
+    assert [rank.speed for rank in one.busy] == [16 / 9, 16 / 18]
+    assert [rank.wall_s for rank in one.idle] == [9.0, 2.0]
+    assert [step["loss"] for step in one.equal[0].steps] == [2.0, 2.0, 7.0, 7.0]
+
+
 @pytest.mark.parametrize("text", ["3", "1,", "1,x", "1,0.5", "1,nan", "1,inf", ""])
 def test_other_ratios_are_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="as in 1,3"):
