@@ -25,7 +25,7 @@ from typing import Any
 import figures
 import random_images
 import workloads
-from ranks import Ranks, Timing
+from ranks import Ranks, Timing, there_and_back
 
 #: fewest samples of a step, and most of a micro-batch; a machine whose steps are too short with them takes more
 SIZES = {"mnist": (1280, 64), "bert-tiny": (192, 8), "bert": (32, 4)}
@@ -144,33 +144,17 @@ def long_enough(ranks: Ranks, model: str, ratio: tuple[float, ...], folder: Path
 
 
 def one_round(ranks: Ranks, number: int, arguments: argparse.Namespace) -> Round:
-    """All four in turn and back again, a half of each at a time; who begins changes from round to round."""
-    turns = ["auto", "busy", "equal", "idle"]
-    begin = number % len(turns)
-    order = turns[begin:] + turns[:begin]
-    halves = {turn: list[list[Timing]]() for turn in turns}
-    for turn in order + order[::-1]:
+    """All four in turn and back again."""
+
+    def half(turn: str) -> list[Timing]:
+        least_s = arguments.seconds / 2
         if turn == "busy":
-            half = ranks.side_by_side("solo", settle=1, least_s=arguments.seconds / 2)
-        elif turn == "idle":
-            half = [
-                ranks.alone("solo", rank, settle=1, least_s=arguments.seconds / 2) for rank in range(ranks.world_size)
-            ]
-        else:
-            half = ranks.together(turn, settle=1, steps=-(-arguments.steps // 2))
-        halves[turn].append(half)
-    return Round(**{turn: [whole(rank) for rank in zip(*halves[turn])] for turn in turns})
+            return ranks.side_by_side("solo", settle=1, least_s=least_s)
+        if turn == "idle":
+            return [ranks.alone("solo", rank, settle=1, least_s=least_s) for rank in range(ranks.world_size)]
+        return ranks.together(turn, settle=1, steps=-(-arguments.steps // 2))
 
-
-def whole(parts: Sequence[Timing]) -> Timing:
-    """What one rank measured in several parts, as one."""
-    return Timing(
-        wall_s=sum(part.wall_s for part in parts),
-        cpu_s=sum(part.cpu_s for part in parts),
-        samples=sum(part.samples for part in parts),
-        steps=[step for part in parts for step in part.steps],
-        settling=[step for part in parts for step in part.settling],
-    )
+    return Round(**there_and_back(["auto", "busy", "equal", "idle"], number, half))
 
 
 def evaluate(case: Case) -> dict[str, Any]:

@@ -55,6 +55,33 @@ class Timing:
         """Seconds of a step."""
         return self.wall_s / len(self.steps)
 
+    @classmethod
+    def whole(cls, parts: Sequence[Timing]) -> Timing:
+        """What one rank measured in several parts, as one."""
+        return cls(
+            wall_s=sum(part.wall_s for part in parts),
+            cpu_s=sum(part.cpu_s for part in parts),
+            samples=sum(part.samples for part in parts),
+            steps=[step for part in parts for step in part.steps],
+            settling=[step for part in parts for step in part.settling],
+        )
+
+
+def there_and_back(
+    turns: Sequence[str], number: int, half: Callable[[str], Sequence[Timing]]
+) -> dict[str, list[Timing]]:
+    """Round `number` of several trainings that take turns, and what each rank measured of each.
+
+    All have a `half` of their turn, and then the other one in the reversed order, so that a machine whose speed drifts
+    meanwhile treats all of them alike. Who begins changes from round to round.
+    """
+    begin = number % len(turns)
+    order = [*turns[begin:], *turns[:begin]]
+    halves = {turn: list[Sequence[Timing]]() for turn in turns}
+    for turn in order + order[::-1]:
+        halves[turn].append(half(turn))
+    return {turn: [Timing.whole(rank) for rank in zip(*halves[turn])] for turn in turns}
+
 
 class Ranks:
     """The processes, from the outside. Use it as a context manager."""

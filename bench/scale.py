@@ -30,7 +30,7 @@ from typing import Any
 import figures
 import random_images
 import workloads
-from ranks import Ranks, Timing
+from ranks import Ranks, Timing, there_and_back
 
 #: samples of a rank's step; steps of some hundred milliseconds on the machine of the tables
 LOCAL_BATCH = {"mnist": 512, "bert-tiny": 64, "bert": 16}
@@ -113,24 +113,22 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def one_round(ranks: Ranks, number: int, arguments: argparse.Namespace) -> dict[str, list[Timing]]:
-    """All in turn; who begins changes from round to round."""
-    turns = list(TURNS)
-    begin = number % len(turns)
-    seen: dict[str, list[Timing]] = {}
-    for turn in turns[begin:] + turns[:begin]:
+    """All in turn and back again."""
+
+    def half(turn: str) -> list[Timing]:
+        steps, least_s = -(-arguments.steps // 2), arguments.seconds / 2
         if turn == "alone":
-            seen[turn] = [
-                ranks.alone("solo", rank, settle=1, least_s=arguments.seconds) for rank in range(ranks.world_size)
-            ]
-        elif turn == "both busy":
-            seen[turn] = ranks.side_by_side("solo", settle=1, least_s=arguments.seconds)
-        elif turn == "ddp":
+            return [ranks.alone("solo", rank, settle=1, least_s=least_s) for rank in range(ranks.world_size)]
+        if turn == "both busy":
+            return ranks.side_by_side("solo", settle=1, least_s=least_s)
+        if turn == "ddp":
             ranks.set_as(is_worker=False)
-            seen[turn] = ranks.together("ddp", settle=1, steps=arguments.steps)
+            timings = ranks.together("ddp", settle=1, steps=steps)
             ranks.set_as(is_worker=True)
-        else:
-            seen[turn] = ranks.together(turn.partition(",")[0], settle=1, steps=arguments.steps)
-    return seen
+            return timings
+        return ranks.together(turn.partition(",")[0], settle=1, steps=steps)
+
+    return there_and_back(TURNS, number, half)
 
 
 def speed(turn: str, timings: Sequence[Timing]) -> float:

@@ -57,25 +57,29 @@ class Cost:
         batches = -(-units // self.batch) if self.batch else 0
         return self.fixed_s + self.per_unit_s * units + self.per_batch_s * batches
 
-    def units_by(self, now_s: float) -> int:
-        """How many units it has done by then. Does not look at the limit."""
+    def units_by(self, now_s: float, most: int) -> int:
+        """How many of `most` units it has done by then. Does not look at the limit."""
         left_s = now_s - self.fixed_s
         if left_s <= 0:
             return 0
         if not self.batch:
-            return int(left_s / self.per_unit_s)
-        full, rest_s = divmod(left_s, self.per_batch_s + self.batch * self.per_unit_s)
-        return int(full) * self.batch + int(max(0.0, rest_s - self.per_batch_s) / self.per_unit_s)
+            return int(min(most, left_s / self.per_unit_s))
+        batch_s = self.per_batch_s + self.batch * self.per_unit_s
+        if left_s / batch_s >= most:
+            return most
+        full, rest_s = divmod(left_s, batch_s)
+        return min(most, int(full) * self.batch + int(max(0.0, rest_s - self.per_batch_s) / self.per_unit_s))
 
     def line(self, units: int) -> Cost:
         """This cost without stairs, as it is about `units`: within one micro-batch, or from step to step of many."""
         if self.batch is None:
             return self
         if units <= self.batch:
-            straight = (self.fixed_s + self.per_batch_s, self.per_unit_s)
+            fixed_s, per_unit_s = self.fixed_s + self.per_batch_s, self.per_unit_s
         else:
-            straight = (self.seconds(units) - self.slope_s * units, self.slope_s)
-        return replace(self, fixed_s=max(0.0, straight[0]), per_unit_s=straight[1], per_batch_s=0.0, batch=None)
+            # not below 0, by rounding
+            fixed_s, per_unit_s = max(0.0, self.seconds(units) - self.slope_s * units), self.slope_s
+        return replace(self, fixed_s=fixed_s, per_unit_s=per_unit_s, per_batch_s=0.0, batch=None)
 
 
 def assign_shares(total: int, weights: Sequence[float]) -> tuple[int, ...]:
@@ -151,7 +155,7 @@ def _room(total: int, costs: Sequence[Cost]) -> list[int]:
 
 def _units_by(now_s: float, costs: Sequence[Cost], room: Sequence[int]) -> list[int]:
     """The units that each rank has done by then. Shape (world_size,)."""
-    return [min(most, cost.units_by(now_s)) for cost, most in zip(costs, room)]
+    return [cost.units_by(now_s, most) for cost, most in zip(costs, room)]
 
 
 def _units_to_start_with(total: int, costs: Sequence[Cost], room: Sequence[int]) -> list[int]:

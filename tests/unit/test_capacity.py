@@ -274,8 +274,10 @@ def test_units_done_by_a_time_are_those_that_need_no_longer() -> None:
     for _ in range(300):
         (cost,) = random_costs(generator, 1)
         now_s = float(generator.randint(0, 200))
-        units = cost.units_by(now_s)
+        units = cost.units_by(now_s, 1000)
         assert cost.seconds(units) <= now_s < cost.seconds(units + 1), cost
+        assert cost.units_by(now_s, 3) == min(units, 3)
+    assert Cost(0, 1e-300).units_by(1e300, 7) == Cost(0, 1e-300, None, 0, 2).units_by(1e300, 7) == 7
 
 
 def test_a_cost_of_stairs_is_straight_within_a_micro_batch_and_on_the_whole() -> None:
