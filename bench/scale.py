@@ -8,7 +8,8 @@ each rank training for itself while the others rest (`alone`), the same while al
 HetSeq as its ranks on one node exchange gradients (through shared memory) and as those of several nodes do (gloo, here
 over the loopback), and a bare loop under DistributedDataParallel with `gradient_as_bucket_view`, as it is by itself and
 in processes set as HetSeq's workers are, which keep what is freed and multiply fp32 by the faster library. 100 % are
-the summed speeds of `both busy`: busy cores share caches and clock, which is nobody's communication.
+the summed speeds of `both busy`: busy cores share caches and clock, which is nobody's communication. A round goes
+through the six and then back again, so that a machine whose speed drifts meanwhile treats all of them alike.
 
 The second form is about the number of ranks. 1, 2, 4 and 8 ranks train the MNIST net, dropout included, on steps of the
 same global batch; all ranks are slowed down 8 times (`--throttle`), so that a core or two carry them. `--unit-size`
@@ -22,6 +23,7 @@ import argparse
 import os
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -161,6 +163,9 @@ def evaluate(rounds: Sequence[dict[str, list[Timing]]], batch: int) -> list[dict
                 "wall_to_cpu": figures.spread(
                     [max(figures.stretch(timing.wall_s, timing.cpu_s) for timing in seen[turn]) for seen in rounds]
                 ),
+                "shares": Counter("+".join(map(str, step["shares"])) for seen in rounds for step in seen[turn][0].steps)
+                if turn in ("ours", "gloo")
+                else {},
             }
         )
     return rows
@@ -192,6 +197,10 @@ def report(rounds: Sequence[dict[str, list[Timing]]], arguments: argparse.Namesp
         for row in rows
     ]  # fmt: skip
     print(figures.table(heads, cells))
+    for row in rows:
+        if row["shares"]:
+            told = ", ".join(f"{shares} in {steps}" for shares, steps in row["shares"].items())
+            print(f"{names[row['what']]}: counted steps by shares: {told}")
     if mark := figures.busy_mark(rows[1]["wall_to_cpu"].high):
         print(f"({mark})")
     print(figures.json_line("scale", vars(arguments), rows))
