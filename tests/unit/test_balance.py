@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hetseq.balance import AtOnce, Balancer, CostMeter
+from hetseq.balance import AtOnce, Balancer, CostMeter, complete_costs
 from hetseq.capacity import Cost
 
 RAMP = [1, 2, 4, 8, 16, 32, 1]  # the micro-batches of a first step of 64 samples
@@ -441,11 +441,18 @@ def test_a_rank_with_nothing_that_has_become_faster_comes_back() -> None:
 
 
 def test_a_trial_is_smaller_where_the_rank_is_slow_or_holds_little() -> None:
-    for third, little in ((Cost(520, 1), 20), (Cost(0, 600), 1), (Cost(520, 1, 5), 5)):
+    stairs = Cost(490, 1, None, 50, 1)  # 51 s a sample
+    for third, little in ((Cost(520, 1), 20), (Cost(0, 600), 1), (Cost(520, 1, 5), 5), (stairs, 4)):
         balancer = settled([Cost(0, 1), Cost(0, 1), third], steps=50)
         assert balancer.shares(1000) == (500, 500, 0)
         assert adopted_after(balancer, [Cost(0, 1), Cost(0, 1), third]) == 1
         assert balancer.shares(1000)[2] == little
+
+
+def test_a_rank_of_unknown_cost_counts_as_the_mean_of_the_others_with_their_micro_batches() -> None:
+    known = [Cost(2, 1, None, 8, 8), Cost(4, 3)]
+    assert complete_costs([known[0], None, known[1]]) == (known[0], Cost(3, 2.5), known[1])
+    assert complete_costs([None, None]) is None
 
 
 def test_a_rank_that_was_back_for_a_while_is_tried_as_soon_as_the_first_time() -> None:

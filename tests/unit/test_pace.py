@@ -6,6 +6,7 @@ import logging
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,9 @@ def test_what_lies_outside_training_is_divided_by_speed() -> None:
     assert rank.pace.divide(12) == (6, 6)  # before anything is known
     rank.follow(1, [costing(1.0, fixed_s=100.0), costing(3.0)])
     assert rank.pace.divide(12) == (9, 3)  # fixed costs are those of a training step
+    batches = Rank((5.0, 1.0))
+    batches.follow(1, [replace(costing(1.0), per_batch_s=8.0, batch=4), costing(1.0)])
+    assert batches.pace.divide(12) == (3, 9)  # those of micro-batches are not: a sample costs a quarter of one
     assert FixedPace((5.0, 1.0)).divide(12) == (10, 2)
 
 
