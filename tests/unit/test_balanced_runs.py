@@ -98,12 +98,14 @@ def test_limits_and_micro_batches_of_a_rank_are_respected() -> None:
     assert trace.excess(first=10) < 1.05
 
 
-@pytest.mark.parametrize("total", [64, 256])
-def test_shares_end_where_a_micro_batch_ends_if_that_is_best(total: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("total", "lost", "changes"), [(64, 0.05, 5.0), (256, 0.005, 0.1)])
+def test_shares_end_where_a_micro_batch_ends_if_that_is_best(
+    total: int, lost: float, changes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Costs without stairs, the twin, lose up to a tenth where a share is a few micro-batches, and never come to rest.
 
-    As measured, of the oracle once settled, 64 samples: 1.000 at most, without stairs 1.025 and at worst 1.099, with
-    7.5 changes of shares in 130 steps; 256 samples: 1.000, without stairs 1.002 and at worst 1.007.
+    As measured, of the oracle after the first five steps, 64 samples: 1.000 at most, without stairs 1.026 and at worst
+    1.098, with 9 changes of shares in 145 steps; 256 samples: 1.000, without stairs 1.003 and at worst 1.008.
     """
 
     def traces() -> list[Trace]:
@@ -114,7 +116,9 @@ def test_shares_end_where_a_micro_batch_ends_if_that_is_best(total: int, monkeyp
     assert max(trace.excess(first=5) for trace in stairs) < 1.001
     assert all(trace.changes(first=5) == 0 for trace in stairs)
     monkeypatch.setattr(Machine, "at_once", property(lambda machine: AtOnce(machine.micro_batch, is_filled=False)))
-    assert max(trace.excess(first=5) for trace in traces()) > 1.005
+    straight = traces()
+    assert max(trace.excess(first=5) for trace in straight) > 1 + lost
+    assert statistics.mean(trace.changes(first=5) for trace in straight) > changes
 
 
 def test_the_same_run_is_the_same_again() -> None:
