@@ -8,10 +8,8 @@ communication took; whatever another one was idle for longer than that, it waite
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from hetseq.capacity import Cost
 from hetseq.commit import CommitRow, Measured
 
 
@@ -27,11 +25,10 @@ def account(rows: Sequence[CommitRow], *, shares: Sequence[int], work: int, seco
     run by the sum of the speeds that its ranks would have on their own, at their shares; None where one is not known.
     """
     samples, measured = sum(shares), [row.measured for row in rows]
-    costs = [cost_of(one) for one in measured]
-    lines = [cost and cost.line(round(share * work / samples)) for share, cost in zip(shares, costs)]
+    lines = [one.cost and one.cost.line(round(share * work / samples)) for share, one in zip(shares, measured)]
     least_idle_s = min(one.idle_s for one in measured)
     busy = [busy_s(one) for one in measured]
-    speeds = [_solo_speed(*rank, work / samples) for rank in zip(shares, measured, costs)]
+    speeds = [_solo_speed(share, one, work / samples) for share, one in zip(shares, measured)]
     known = [speed for speed in speeds if speed]
     return {
         "communication_s": least_idle_s,
@@ -50,26 +47,8 @@ def account(rows: Sequence[CommitRow], *, shares: Sequence[int], work: int, seco
     }
 
 
-def cost_of(measured: Measured) -> Cost | None:
-    """The cost in a rank's row; None as long as that rank does not know it."""
-    if not measured.is_known:
-        return None
-    return Cost(measured.fixed_s, measured.per_unit_s, None, measured.per_batch_s, measured.batch or None)
-
-
-def with_cost(measured: Measured, cost: Cost) -> Measured:
-    """The row of a rank that knows its cost: the inverse of `cost_of`, but for a limit, which does not travel."""
-    return replace(
-        measured,
-        fixed_s=cost.fixed_s,
-        per_unit_s=cost.per_unit_s,
-        per_batch_s=cost.per_batch_s,
-        batch=cost.batch or 0,
-    )
-
-
-def _solo_speed(share: int, measured: Measured, cost: Cost | None, work_per_sample: float) -> float | None:
+def _solo_speed(share: int, measured: Measured, work_per_sample: float) -> float | None:
     """Samples per second of a rank on its own; None if it had nothing to do and nobody knows what it could."""
     if share:
         return share / busy_s(measured) if busy_s(measured) > 0 else None
-    return 1 / (cost.slope_s * work_per_sample) if cost and work_per_sample else None
+    return 1 / (measured.cost.slope_s * work_per_sample) if measured.cost and work_per_sample else None

@@ -12,11 +12,12 @@ import enum
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from hetseq.capacity import Cost
 from hetseq.errors import DisagreementError
 from hetseq.noise_scale import UNMEASURED, PartialGradient
 
@@ -59,18 +60,9 @@ class Measured:
     data_s: float = 0.0  # waiting for data
     idle_s: float = 0.0  # waiting for peers, and for what travels
     overhead_s: float = 0.0  # what else kept it busy, such as the optimizer of the step before
-    # the cost of its next shares, as `capacity.Cost` has it
-    fixed_s: float = 0.0
-    per_unit_s: float = math.inf  # infinity: not known
-    per_batch_s: float = 0.0
     memory_bytes: int = 0  # most in use so far
     memory_limit_bytes: int = 0  # 0: not known
-    batch: int = 0  # of the cost; 0: none
-
-    @property
-    def is_known(self) -> bool:
-        """Whether this rank knows what a share costs it."""
-        return 0 < self.per_unit_s < math.inf
+    cost: Cost | None = None  # of its next shares; None: not known. A limit does not travel
 
 
 @dataclass(frozen=True)
@@ -105,11 +97,13 @@ class RowFormat:
         return _INTEGERS + _FLOATS + 2 * self.terms + -(-self.parameters // 64)
 
     def pack(self, row: CommitRow) -> Words:
-        *seconds, memory_bytes, memory_limit_bytes, batch = astuple(row.measured)
+        measured, cost = row.measured, row.measured.cost
+        seconds = [measured.compute_s, measured.data_s, measured.idle_s, measured.overhead_s]
+        seconds += [cost.fixed_s, cost.per_unit_s, cost.per_batch_s] if cost else [0.0, math.inf, 0.0]
         flags = int(row.wish) | int(row.save) << 8 | int(row.writing) << 9 | int(row.keep) << 10
         flags |= int(row.sealed) << 11
         integers = [row.digest, int(row.vote), row.next_samples, flags, row.nonce, row.partial.samples]
-        integers += [memory_bytes, memory_limit_bytes, batch]
+        integers += [measured.memory_bytes, measured.memory_limit_bytes, (cost and cost.batch) or 0]
         bits = np.zeros(-(-self.parameters // 64) * 64, np.uint8)
         bits[: self.parameters] = row.used
         return np.concatenate(
@@ -121,10 +115,11 @@ class RowFormat:
         )
 
     def unpack(self, words: Words) -> CommitRow:
-        digest, vote, next_samples, flags, nonce, samples, *whole = (int(word) for word in words[:_INTEGERS])
+        digest, vote, next_samples, flags, nonce, samples, in_use, limit, batch = map(int, words[:_INTEGERS])
         end = _INTEGERS + _FLOATS + 2 * self.terms
         floats = words[_INTEGERS:end].copy().view(np.float64).tolist()
-        *seconds, square = floats[:_FLOATS]
+        compute_s, data_s, idle_s, overhead_s, fixed_s, per_unit_s, per_batch_s, square = floats[:_FLOATS]
+        cost = Cost(fixed_s, per_unit_s, None, per_batch_s, batch or None) if per_unit_s < math.inf else None
         bits = np.unpackbits(words[end:].copy().view(np.uint8), bitorder="little")
         return CommitRow(
             digest=digest,
@@ -133,7 +128,7 @@ class RowFormat:
             next_counts=tuple(floats[_FLOATS : _FLOATS + self.terms]),
             sums=tuple(floats[_FLOATS + self.terms :]),
             used=bits[: self.parameters].astype(np.bool_),
-            measured=Measured(*seconds, *whole),
+            measured=Measured(compute_s, data_s, idle_s, overhead_s, in_use, limit, cost),
             wish=Wish(flags & 0xFF),
             save=bool(flags >> 8 & 1),
             nonce=nonce,

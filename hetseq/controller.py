@@ -24,7 +24,6 @@ import numpy as np
 from torch.profiler import record_function as phase
 
 from hetseq import faults, whereabouts
-from hetseq.accounting import with_cost
 from hetseq.comm import AnyGroup, gather_floats
 from hetseq.commit import (
     CommitRow,
@@ -319,8 +318,7 @@ class Controller:
         # what this rank did besides, in this step so far and in the update of the step before
         overhead_s = seconds["compute"] - compute_s + seconds["other"] + self._update_s
         cost = self.pace.learn(part, overhead_s=data_s + overhead_s) if part.is_whole else None
-        measured = Measured(compute_s, data_s, seconds["idle"], overhead_s, 0.0, math.inf, 0.0, *self._memory())
-        return measured if cost is None else with_cost(measured, cost)
+        return Measured(compute_s, data_s, seconds["idle"], overhead_s, *self._memory(), cost)
 
     def _clip(self, norm: float) -> None:
         """Give the gradient the size that it is applied in."""

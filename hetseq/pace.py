@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetseq.accounting import cost_of
 from hetseq.balance import AtOnce, Balancer, CostMeter, complete_costs
 from hetseq.capacity import Cost, assign_shares, balance_shares, slowed_by, step_seconds
 from hetseq.commit import CommitRow
@@ -127,7 +126,7 @@ class MeasuredPace:
     def follow(self, plan: StepPlan, rows: Sequence[CommitRow]) -> Shift | None:
         if self._world_size == 1:
             return None
-        costs = [cost_of(row.measured) for row in rows]
+        costs = [row.measured.cost for row in rows]
         for rank, row in enumerate(rows):
             self._presence[rank].append(row.measured.overhead_s)
         works = self._planner.works(plan)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetseq.accounting import account, busy_s, cost_of, with_cost
+from hetseq.accounting import account, busy_s
 from hetseq.capacity import Cost
 from hetseq.commit import CommitRow, Measured, Vote, Wish
 
@@ -80,8 +80,8 @@ def test_equal_shares_of_unequal_ranks_cost_what_theory_says(ratio: int, efficie
 
 
 def test_a_rank_without_samples_counts_with_what_it_could() -> None:
-    idle = Measured(idle_s=8.0, fixed_s=9.0, per_unit_s=4.0)
-    busy = Measured(compute_s=8.0, per_unit_s=1.0)
+    idle = Measured(idle_s=8.0, cost=Cost(9.0, 4.0))
+    busy = Measured(compute_s=8.0, cost=Cost(0.0, 1.0))
     # one sample a second, and a quarter of one that nobody asked for
     assert told([busy, idle], [8, 0], 8.0)["efficiency"] == pytest.approx(1 / 1.25)
     unknown = Measured(idle_s=8.0)
@@ -91,23 +91,17 @@ def test_a_rank_without_samples_counts_with_what_it_could() -> None:
 
 def test_costs_are_told_in_samples_whatever_a_step_is_divided_by() -> None:
     # 4 samples of 10 tokens each; per_unit_s is of a token
-    ranks = [Measured(compute_s=4.0, fixed_s=0.5, per_unit_s=0.125), Measured(compute_s=1.0, idle_s=3.0)]
+    ranks = [Measured(compute_s=4.0, cost=Cost(0.5, 0.125)), Measured(compute_s=1.0, idle_s=3.0)]
     lists = told(ranks, [3, 1], 4.0, work=40)["ranks"]
     assert lists["per_sample_s"] == [1.25, None]
     assert lists["fixed_s"] == [0.5, None]
-    idle = Measured(idle_s=4.0, per_unit_s=0.125)
+    idle = Measured(idle_s=4.0, cost=Cost(0.0, 0.125))
     row = told([Measured(compute_s=4.0), idle], [4, 0], 4.0, work=40)
     assert row["efficiency"] == pytest.approx(1 / (1 + 1 / 1.25))
 
 
-@pytest.mark.parametrize("cost", [Cost(0.5, 0.25), Cost(0.0, 1e-9, None, 0.125, 1), Cost(3.0, 2.0, None, 0.0, 64)])
-def test_a_cost_comes_out_of_a_row_as_it_went_in(cost: Cost) -> None:
-    assert cost_of(with_cost(Measured(compute_s=1.0), cost)) == cost
-    assert cost_of(Measured()) is None
-
-
 def test_a_cost_of_stairs_is_told_as_the_straight_one_about_the_share_of_now() -> None:
-    stairs = with_cost(Measured(compute_s=8.0), Cost(0.5, 1.0, None, 2.0, 4))
+    stairs = Measured(compute_s=8.0, cost=Cost(0.5, 1.0, None, 2.0, 4))
     ranks = told([stairs, stairs, replace(stairs, compute_s=0.0)], [5, 3, 0], 8.0)["ranks"]
     assert ranks["fixed_s"][:2] == [0.5 + 4.0 - 2.5, 0.5 + 2.0]  # two micro-batches of five samples; one of three
     assert ranks["per_sample_s"][:2] == [1.0 + 2.0 / 4, 1.0]

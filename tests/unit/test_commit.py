@@ -9,6 +9,7 @@ from dataclasses import astuple, fields, replace
 import numpy as np
 import pytest
 
+from hetseq.capacity import Cost
 from hetseq.commit import (
     CommitRow,
     Lineage,
@@ -24,6 +25,7 @@ from hetseq.commit import (
 from hetseq.errors import DisagreementError
 from hetseq.noise_scale import PartialGradient
 
+COST = Cost(0.25, 2.0**-20, None, 2.0**-9, 8)
 ROW = CommitRow(
     digest=-1234567890123456789,
     vote=Vote.OK,
@@ -31,7 +33,7 @@ ROW = CommitRow(
     next_counts=(8.0, 3.5),
     sums=(1.25, -0.0),
     used=np.array([True, False, True]),
-    measured=Measured(0.125, 0.0, 1e-300, 0.5, 0.25, 2.0**-20, 2.0**-9, 2**40, 2**41, 8),
+    measured=Measured(0.125, 0.0, 1e-300, 0.5, 2**40, 2**41, COST),
     wish=Wish.NONE,
     save=False,
     nonce=2**62 + 1,
@@ -49,10 +51,10 @@ def through_words(row: CommitRow, row_format: RowFormat = FORMAT) -> CommitRow:
 
 def bits(row: CommitRow) -> tuple[object, ...]:
     """Everything of a row, floats by their bits: NaN equals itself, and -0.0 is not 0.0."""
-    *seconds, memory_bytes, limit_bytes = astuple(row.measured)
+    *seconds, memory_bytes, limit_bytes, cost = astuple(row.measured)
     floats = (*row.next_counts, *row.sums, *seconds, row.partial.square)
     exact = struct.pack(f"{len(floats)}d", *floats)
-    whole = (row.digest, row.vote, row.next_samples, memory_bytes, limit_bytes, row.wish, row.save, row.nonce)
+    whole = (row.digest, row.vote, row.next_samples, memory_bytes, limit_bytes, cost, row.wish, row.save, row.nonce)
     flags = (row.writing, row.keep, row.sealed, row.partial.samples)
     return (*whole, *flags, len(row.next_counts), exact, row.used.tolist())
 
@@ -101,7 +103,17 @@ def test_a_row_that_differs_anywhere_has_other_words() -> None:
         replace(ROW, next_counts=(8.0, 3.0)),
         replace(ROW, sums=(1.25, 0.0)),  # 0.0 for -0.0
         replace(ROW, used=np.array([True, True, True])),
-        *(replace(ROW, measured=replace(ROW.measured, **{field.name: 7})) for field in fields(Measured)),
+        *(
+            replace(ROW, measured=replace(ROW.measured, **{field.name: 7}))
+            for field in fields(Measured)
+            if field.name != "cost"
+        ),
+        *(
+            replace(ROW, measured=replace(ROW.measured, cost=replace(COST, **{field.name: 7})))
+            for field in fields(Cost)
+            if field.name != "limit"  # which does not travel
+        ),
+        replace(ROW, measured=replace(ROW.measured, cost=None)),
         replace(ROW, wish=Wish.STOP),
         replace(ROW, save=True),
         replace(ROW, nonce=0),
@@ -114,9 +126,13 @@ def test_a_row_that_differs_anywhere_has_other_words() -> None:
 
 
 def test_a_rank_that_does_not_know_its_cost_says_so() -> None:
-    assert not Measured().is_known
-    assert not through_words(replace(ROW, measured=Measured())).measured.is_known
-    assert ROW.measured.is_known
+    assert Measured().cost is None
+    assert through_words(replace(ROW, measured=Measured())).measured.cost is None
+
+
+@pytest.mark.parametrize("cost", [Cost(0.5, 0.25), Cost(0.0, 1e-9, None, 0.125, 1), Cost(3.0, 2.0, None, 0.0, 64)])
+def test_a_cost_comes_out_of_a_row_as_it_went_in(cost: Cost) -> None:
+    assert through_words(replace(ROW, measured=Measured(cost=cost))).measured.cost == cost
 
 
 # Verdicts.

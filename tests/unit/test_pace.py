@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,7 +49,7 @@ class Rank:
 
 
 def costing(per_unit_s: float, fixed_s: float = 0.0, overhead_s: float = 0.0) -> Measured:
-    return Measured(per_unit_s=per_unit_s, fixed_s=fixed_s, overhead_s=overhead_s)
+    return Measured(overhead_s=overhead_s, cost=Cost(fixed_s, per_unit_s))
 
 
 def test_measured_costs_change_the_shares_two_steps_later_on_all_ranks_alike() -> None:
@@ -116,7 +114,7 @@ def test_what_lies_outside_training_is_divided_by_speed() -> None:
     rank.follow(1, [costing(1.0, fixed_s=100.0), costing(3.0)])
     assert rank.pace.divide(12) == (9, 3)  # fixed costs are those of a training step
     batches = Rank((5.0, 1.0))
-    batches.follow(1, [replace(costing(1.0), per_batch_s=8.0, batch=4), costing(1.0)])
+    batches.follow(1, [Measured(cost=Cost(0.0, 1.0, None, 8.0, 4)), costing(1.0)])
     assert batches.pace.divide(12) == (3, 9)  # those of micro-batches are not: a sample costs a quarter of one
     assert FixedPace((5.0, 1.0)).divide(12) == (10, 2)
 
@@ -212,13 +210,6 @@ def test_nobody_is_named_while_a_cost_is_unknown(caplog: pytest.LogCaptureFixtur
     for step in range(1, 82):
         rank.follow(step, [Measured(overhead_s=30.0), costing(1.0), costing(1.0)])
     assert advice(caplog) == []
-
-
-def test_infinity_stands_for_a_cost_that_is_not_known() -> None:
-    assert not Measured(per_unit_s=math.inf).is_known
-    assert not Measured(per_unit_s=0.0).is_known
-    assert Measured(per_unit_s=1.0).is_known
-    assert Cost(0.0, 1.0).seconds(3) == 3.0
 
 
 class Parted(Rank):
