@@ -84,8 +84,9 @@ class Crew:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return self._executor.submit(work, job)
-        except BrokenProcessPool:
-            raise _lost(job) from None
+        except BrokenProcessPool as broken:
+            # not told here: jobs given out before this one may have no result either, and theirs is the turn
+            return _failed(broken)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
@@ -94,14 +95,16 @@ def _result(job: Job, future: Future[Result]) -> Result:
     try:
         return future.result()
     except BrokenProcessPool:
-        raise _lost(job) from None
+        raise LostProcess(
+            f"a process was killed while {job} was not done yet: where memory is short, give fewer --processes; the"
+            " same command goes on with what is finished"
+        ) from None
 
 
-def _lost(job: object) -> LostProcess:
-    return LostProcess(
-        f"a process was killed while {job} was not done yet: where memory is short, give fewer --processes; the same"
-        " command goes on with what is finished"
-    )
+def _failed(error: Exception) -> Future[Result]:
+    future: Future[Result] = Future()
+    future.set_exception(error)
+    return future
 
 
 def _end_with_parent() -> None:
