@@ -8,8 +8,10 @@ communication took; whatever another one was idle for longer than that, it waite
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from hetseq.capacity import Cost
 from hetseq.commit import CommitRow, Measured
 
 
@@ -25,7 +27,7 @@ def account(rows: Sequence[CommitRow], *, shares: Sequence[int], work: int, seco
     run by the sum of the speeds that its ranks would have on their own, at their shares; None where one is not known.
     """
     samples, measured = sum(shares), [row.measured for row in rows]
-    lines = [one.cost and one.cost.line(round(share * work / samples)) for share, one in zip(shares, measured)]
+    costs = [_in_samples(one.cost, share, work / samples) for share, one in zip(shares, measured)]
     least_idle_s = min(one.idle_s for one in measured)
     busy = [busy_s(one) for one in measured]
     speeds = [_solo_speed(share, one, work / samples) for share, one in zip(shares, measured)]
@@ -39,12 +41,22 @@ def account(rows: Sequence[CommitRow], *, shares: Sequence[int], work: int, seco
             "data_s": [one.data_s for one in measured],
             "overhead_s": [one.overhead_s for one in measured],
             "wait_s": [one.idle_s - least_idle_s for one in measured],
-            "fixed_s": [line and line.fixed_s for line in lines],
-            "per_sample_s": [line and line.per_unit_s * work / samples for line in lines],
+            "fixed_s": [cost and cost.fixed_s for cost in costs],
+            "per_sample_s": [cost and cost.per_unit_s for cost in costs],
+            "per_micro_batch_s": [cost and cost.per_batch_s for cost in costs],
+            "micro_batch": [cost and cost.batch for cost in costs],
             "memory_bytes": [one.memory_bytes for one in measured],
             "memory_limit_bytes": [one.memory_limit_bytes for one in measured],
         },
     }
+
+
+def _in_samples(cost: Cost | None, share: int, work_per_sample: float) -> Cost | None:
+    """A cost by work as one by samples: as it is where a sample is a unit, else the straight one about the share."""
+    if cost is None or work_per_sample == 1:
+        return cost
+    line = cost.line(round(share * work_per_sample))
+    return replace(line, per_unit_s=line.per_unit_s * work_per_sample)
 
 
 def _solo_speed(share: int, measured: Measured, work_per_sample: float) -> float | None:

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetseq.capacity import NEGLIGIBLE_GAIN, Cost
+from hetseq.capacity import NEGLIGIBLE_GAIN
 from hetseq.rank_table import Numbers, RankSummary
-from hetseq.simulation import RankModel, best_shares, predict, ring_factor
+from hetseq.simulation import TOLD, TOLD_OF_STAIRS, RankModel, best_shares, known_cost, predict, ring_factor
 
 ADVICE_STEPS = 20  # that an advice rests upon: the first shares of a run, and one slow read, are behind it then
 
@@ -129,13 +129,13 @@ def _about_ranks(
     if len(models) < 2 or summary.communication_s is None:
         return
     total = _total(summary)
-    with_all_s = _best_step_s(models, total, summary.communication_s)
+    with_all_s = _best_step_s(models, total, summary.communication_s, setting)
     for node, group in _judged(summary):
         others = [model for rank, model in enumerate(models) if rank not in group]
         if all(model.cost.limit == 0 for model in others):
             continue
         communication_s = summary.communication_s * ring_factor(len(others)) / ring_factor(len(models))
-        gain = 1 - _best_step_s(others, total, communication_s) / with_all_s
+        gain = 1 - _best_step_s(others, total, communication_s, setting) / with_all_s
         key = f"without {'+'.join(str(summary.slots[rank]) for rank in group)}"
         if gain <= _limit(NEGLIGIBLE_GAIN, key, standing):
             continue
@@ -156,7 +156,7 @@ def _about_balance(
     communication_s = summary.communication_s or 0.0
     shares = [int(share) for share in summary.share]
     now_s = predict(models, shares, communication_s=communication_s).step_s
-    gain = 1 - _best_step_s(models, sum(shares), communication_s) / now_s
+    gain = 1 - _best_step_s(models, sum(shares), communication_s, setting) / now_s
     if gain > _limit(_BALANCE, "balance", standing):
         yield Advice(
             "balance",
@@ -173,8 +173,9 @@ def _about_rounding(
     if setting.balance != "auto" or unit < 1 or not 2 <= len(models) <= _MOST_ROUNDED:
         return
     working = np.array([share > 0 and model.cost.limit != 0 for share, model in zip(summary.share, models)])
-    fixed_s = np.array([model.cost.fixed_s for model in models])[working]
-    piece_s = np.array([model.cost.per_unit_s * unit for model in models])[working]
+    lines = [model.cost.line(round(share)) for model, share in zip(models, summary.share.tolist())]
+    fixed_s = np.array([line.fixed_s for line in lines])[working]
+    piece_s = np.array([line.per_unit_s * unit for line in lines])[working]
     pieces = np.round(summary.share[working] / unit)  # shapes (working ranks,)
     if len(pieces) < 2 or not pieces.all():
         return
@@ -238,26 +239,23 @@ def _total(summary: RankSummary) -> int:
 
 def _models(summary: RankSummary) -> list[RankModel]:
     """The ranks as the planner sees them; one whose cost nobody knows, as it has had nothing to do, takes nothing."""
-    models = []
     # as lists: NumPy's numbers one by one took half of the time of an advice on 256 ranks, 13 of 26 ms
-    overheads_s, computes_s = np.nan_to_num(summary.overhead_s).tolist(), np.nan_to_num(summary.compute_s).tolist()
-    costs_s = zip(summary.fixed_s.tolist(), summary.per_sample_s.tolist())
-    for rank, (share, (fixed_s, per_sample_s)) in enumerate(zip(summary.share.tolist(), costs_s)):
-        overhead_s, compute_s = overheads_s[rank], computes_s[rank]
-        if fixed_s >= 0 and per_sample_s > 0:
-            cost = Cost(fixed_s, per_sample_s)
-        elif share > 0 and compute_s > 0:
-            cost = Cost(overhead_s, compute_s / share)
-        else:
-            cost = Cost(overhead_s, 1.0, limit=0)
-        models.append(RankModel(summary.names[rank], cost, overhead_s))
+    told = {
+        name: [None if math.isnan(number) else number for number in getattr(summary, name).tolist()]
+        for name in (*TOLD, *TOLD_OF_STAIRS)
+    }
+    models = []
+    for rank, share in enumerate(summary.share.tolist()):
+        cost = known_cost(share, {name: numbers[rank] for name, numbers in told.items()})
+        models.append(RankModel(summary.names[rank], cost, told["overhead_s"][rank] or 0.0))
     return models
 
 
-def _best_step_s(models: Sequence[RankModel], total: int, communication_s: float) -> float:
+def _best_step_s(models: Sequence[RankModel], total: int, communication_s: float, setting: Setting) -> float:
     if all(model.cost.limit == 0 for model in models):
         return math.inf
-    return predict(models, best_shares(models, total), communication_s=communication_s).step_s
+    shares = best_shares(models, total, setting.unit or 1)
+    return predict(models, shares, communication_s=communication_s).step_s
 
 
 def _judged(summary: RankSummary) -> list[tuple[str, tuple[int, ...]]]:

@@ -70,11 +70,22 @@ class Cost:
         full, rest_s = divmod(left_s, batch_s)
         return min(most, int(full) * self.batch + int(max(0.0, rest_s - self.per_batch_s) / self.per_unit_s))
 
+    def scaled(self, factor: float) -> Cost:
+        """That of a machine on which everything takes `factor` times as long; the limit and the micro-batch stay."""
+        return replace(
+            self, fixed_s=self.fixed_s * factor, per_unit_s=self.per_unit_s * factor,
+            per_batch_s=self.per_batch_s * factor,
+        )  # fmt: skip
+
     def line(self, units: int) -> Cost:
-        """This cost without stairs, as it is about `units`: within one micro-batch, or from step to step of many."""
+        """This cost without stairs, as it is about `units`: within one micro-batch, or from step to step of many.
+
+        About none it is as about the first one.
+        """
         if self.batch is None:
             return self
-        if units <= self.batch:
+        units = max(1, units)
+        if units <= self.batch and self.batch > 1:  # stairs of one unit are a line
             fixed_s, per_unit_s = self.fixed_s + self.per_batch_s, self.per_unit_s
         else:
             # not below 0, by rounding

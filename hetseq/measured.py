@@ -17,7 +17,7 @@ from typing import Any
 from hetseq.capacity import Cost
 from hetseq.errors import ConfigError
 from hetseq.metrics import read_rows
-from hetseq.simulation import RankModel, predict, ring_factor
+from hetseq.simulation import TOLD, TOLD_OF_STAIRS, RankModel, known_cost, predict, ring_factor
 from hetseq.which_run import existing_run
 
 _ROWS = 50  # how many of the last steps are looked at
@@ -37,6 +37,7 @@ class Measured:
     ranks: tuple[RankModel, ...]
     communication_s: float
     notes: tuple[str, ...] = ()
+    unit: int = 1  # samples that are dealt as one piece
 
     @property
     def total(self) -> int:
@@ -85,6 +86,8 @@ def read_measured(run: Path) -> Measured:
             " an older HetSeq wrote them; go on with the run for a few steps with this one, and ask again"
         )
     else:
+        newest = telling[-1]["ranks"].get("micro_batch")
+        telling = [row for row in telling if row["ranks"].get("micro_batch") == newest]  # costs rest upon it
         ranks, notes = _rank_models(path, telling, shares)
         communication_s = statistics.median(row["communication_s"] for row in telling)
     if world_size == 1:
@@ -121,22 +124,16 @@ def _rank_models(
 ) -> tuple[tuple[RankModel, ...], tuple[str, ...]]:
     """The ranks of these rows, and what had to be assumed of them."""
     models, notes = [], []
+    keys = (*TOLD, *(key for key in TOLD_OF_STAIRS if key in rows[-1]["ranks"]))
     for rank, share in enumerate(shares):
-        of_rank = {
-            key: _median(path, rows, key, rank) for key in ("compute_s", "fixed_s", "per_sample_s", "overhead_s")
-        }
+        told = {key: _median(path, rows, key, rank) for key in keys}
         name = str((_names(rows[-1]) or [""] * len(shares))[rank])
-        overhead_s = of_rank["overhead_s"] or 0.0
-        fixed_s, per_sample_s, compute_s = of_rank["fixed_s"], of_rank["per_sample_s"], of_rank["compute_s"]
-        if fixed_s is not None and per_sample_s:
-            cost = Cost(max(fixed_s, 0.0), per_sample_s)
-        elif share and compute_s:
-            cost = Cost(overhead_s, compute_s / share)
-            notes.append(f"{named(rank, name)}: its fixed and its per-sample cost are not told apart yet")
-        else:
-            cost = Cost(overhead_s, 1.0, limit=0)
+        cost = known_cost(share, told)
+        if cost.limit == 0:
             notes.append(f"{named(rank, name)} has had no samples yet: its speed is not known, and it is given none")
-        models.append(RankModel(name, cost, overhead_s, _noise(rows, rank, compute_s)))
+        elif not told["per_sample_s"]:
+            notes.append(f"{named(rank, name)}: its fixed and its per-sample cost are not told apart yet")
+        models.append(RankModel(name, cost, told["overhead_s"] or 0.0, _noise(rows, rank, told["compute_s"])))
     return tuple(models), tuple(notes)
 
 

@@ -18,7 +18,8 @@ With more than one rank a row also has
 * `communication_s`: what every rank spent in communication that computing did not hide, the least wait of all;
 * `ranks`, lists by rank: `names` (node/device); of this step the seconds `compute_s` (without any wait for peers),
   `data_s` (waiting for the loader), `wait_s` (for slower peers), `overhead_s` (optimizer, reporting and the like); the
-  cost that is reckoned with, about its share, `fixed_s` of a step and `per_sample_s` (null while not known);
+  cost that is reckoned with, `fixed_s` of a step, `per_sample_s`, and `per_micro_batch_s` of each micro-batch of at
+  most `micro_batch` samples (null while not known; `micro_batch` also where the other two say all);
   `memory_bytes` in use and `memory_limit_bytes` (0: not known).
 
 A row that has `ranks` needs no other row to be understood, so rows may be lost, repeated and handed over one by one. In

@@ -48,7 +48,9 @@ class RankSummary:
     step_s: float | None
     overhead_s: Numbers
     fixed_s: Numbers  # the cost that shares are reckoned with, of a step
-    per_sample_s: Numbers  # and of each of its samples
+    per_sample_s: Numbers  # of each of its samples
+    per_micro_batch_s: Numbers  # and of each micro-batch
+    micro_batch: Numbers  # the most samples of one
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,11 @@ def summarise(rows: Iterable[Row]) -> RankSummary | None:
         return None
     newest, size = rows[-1], len(rows[-1]["shares"])
 
-    def median(name: str) -> Numbers:
-        return _medians([_numbers(row["ranks"].get(name), size) for row in rows])
+    def median(name: str, of: Sequence[Row] = rows) -> Numbers:
+        return _medians([_numbers(row["ranks"].get(name), size) for row in of])
 
+    # a cost rests upon the micro-batches
+    with_batches = [row for row in rows if row["ranks"].get("micro_batch") == newest["ranks"].get("micro_batch")]
     return RankSummary(
         steps=len(rows),
         names=_names(newest),
@@ -102,8 +106,10 @@ def summarise(rows: Iterable[Row]) -> RankSummary | None:
         pace=_usual_pace(rows),
         step_s=_median_of_one(rows, "seconds"),
         overhead_s=median("overhead_s"),
-        fixed_s=median("fixed_s"),
-        per_sample_s=median("per_sample_s"),
+        fixed_s=median("fixed_s", of=with_batches),
+        per_sample_s=median("per_sample_s", of=with_batches),
+        per_micro_batch_s=median("per_micro_batch_s", of=with_batches),
+        micro_batch=_numbers(newest["ranks"].get("micro_batch"), size),
     )
 
 

@@ -16,10 +16,11 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from hetseq.capacity import NEGLIGIBLE_GAIN, Cost
+from hetseq.capacity import NEGLIGIBLE_GAIN
 from hetseq.cluster_file import Experiment, read_experiment
 from hetseq.command_line import Argument, Command, Option
 from hetseq.errors import ConfigError
@@ -180,8 +181,14 @@ class Plan:
 
 def make_plan(arguments: PlanArguments) -> Plan:
     """The answer to `hetseq plan`. Raises ConfigError for a run without measurements or such a rank."""
-    _check_that_work_moves(arguments.run)
-    measured = read_measured(arguments.run)
+    options = _options_of(arguments.run)
+    if options.get("data_by_host"):
+        raise ConfigError(
+            f"{arguments.run} trains with --data-by-host: which host has what data says who does how much, and hetseq"
+            " plan predicts for ranks that can do each other's work"
+        )
+    unit = options.get("unit_size")
+    measured = replace(read_measured(arguments.run), unit=unit if isinstance(unit, int) and unit > 0 else 1)
     world_size = len(measured.ranks)
     for rank in arguments.without:
         if rank >= world_size:
@@ -205,16 +212,13 @@ def make_plan(arguments: PlanArguments) -> Plan:
     )
 
 
-def _check_that_work_moves(run: Path) -> None:
+def _options_of(run: Path) -> dict[str, Any]:
+    """What the run was started with, by name; nothing where that cannot be read, as what was measured is enough."""
     try:
         options = yaml.safe_load(RunDirectory(run).config_file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
-        return  # what was measured is enough
-    if isinstance(options, dict) and options.get("data_by_host"):
-        raise ConfigError(
-            f"{run} trains with --data-by-host: which host has what data says who does how much, and hetseq plan"
-            " predicts for ranks that can do each other's work"
-        )
+        return {}
+    return options if isinstance(options, dict) else {}
 
 
 def _added_rank(measured: Measured, addition: Addition, at: int) -> RankModel:
@@ -231,7 +235,7 @@ def _added_rank(measured: Measured, addition: Addition, at: int) -> RankModel:
             f"--add {addition}: {factor:.2g} times as fast as the fastest rank of {measured.run}; expected from"
             f" {1 / _MOST_TIMES:g} to {_MOST_TIMES:g} times"
         )
-    cost = Cost(fastest.cost.fixed_s / factor, fastest.cost.per_unit_s / factor)
+    cost = replace(fastest.cost, limit=None).scaled(1 / factor)
     later = (at + 1) * _LATER % max(1, len(fastest.noise))
     return RankModel(addition.name, cost, fastest.overhead_s / factor, fastest.noise[later:] + fastest.noise[:later])
 
@@ -246,7 +250,7 @@ def _scenario(measured: Measured, title: str, without: Sequence[int] = (), added
         )
     step = predict(
         ranks,
-        best_shares(ranks, measured.total),
+        best_shares(ranks, measured.total, measured.unit),
         communication_s=measured.communication_of(len(ranks)),
         scale=measured.scale,
     )
@@ -348,10 +352,12 @@ def compare(arguments: SimulateArguments) -> Comparison:
 def plan_text(plan: Plan) -> str:
     """What a person reads."""
     measured = plan.measured
-    ranks: list[Cells] = [("rank", "where", "share", "best", "fixed", "per sample", "alone, samples/s")]
+    has_stairs = any(model.cost.batch for model in measured.ranks)
+    heads = ("fixed", "per sample", *(("per micro-batch",) if has_stairs else ()), "alone, samples/s")
+    ranks: list[Cells] = [("rank", "where", "share", "best", *heads)]
     for rank, model in enumerate(measured.ranks):
         shares = str(measured.shares[rank]), str(plan.best.step.shares[rank])
-        ranks.append((str(rank), model.name, *shares, *_cost_cells(model, measured)))
+        ranks.append((str(rank), model.name, *shares, *_cost_cells(model, measured, has_stairs)))
     scenarios: list[Cells] = [("", "step", "of it exchange", "samples/s", "efficiency", "shares")]
     for scenario in (plan.now, plan.best, *plan.others):
         times = _s(scenario.step.step_s), _s(scenario.step.communication_s)
@@ -452,11 +458,13 @@ def _step_facts(step: Step) -> dict[str, float]:
     return {**dict(zip(names, _times(step))), "samples_per_s": step.samples_per_s, "efficiency": step.efficiency}
 
 
-def _cost_cells(rank: RankModel, measured: Measured) -> tuple[str, str, str]:
-    if rank.cost.limit == 0:
-        return "?", "?", "?"
-    alone_per_s = rank.alone_per_s(measured.total) / measured.scale
-    return _s(rank.cost.fixed_s), _s(rank.cost.per_unit_s), _speed(alone_per_s)
+def _cost_cells(rank: RankModel, measured: Measured, has_stairs: bool) -> Cells:
+    cost = rank.cost
+    if cost.limit == 0:
+        return ("?",) * (4 if has_stairs else 3)
+    stairs = f"{_s(cost.per_batch_s)} of {cost.batch}" if cost.batch else "-"
+    alone = _speed(rank.alone_per_s(measured.total) / measured.scale)
+    return (_s(cost.fixed_s), _s(cost.per_unit_s), *((stairs,) if has_stairs else ()), alone)
 
 
 def _speed_cells(step: Step) -> tuple[str, str]:

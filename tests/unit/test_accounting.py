@@ -100,13 +100,25 @@ def test_costs_are_told_in_samples_whatever_a_step_is_divided_by() -> None:
     assert row["efficiency"] == pytest.approx(1 / (1 + 1 / 1.25))
 
 
-def test_a_cost_of_stairs_is_told_as_the_straight_one_about_the_share_of_now() -> None:
+COST = ("fixed_s", "per_sample_s", "per_micro_batch_s", "micro_batch")
+
+
+def test_a_cost_by_micro_batches_is_told_as_it_is() -> None:
     stairs = Measured(compute_s=8.0, cost=Cost(0.5, 1.0, None, 2.0, 4))
-    ranks = told([stairs, stairs, replace(stairs, compute_s=0.0)], [5, 3, 0], 8.0)["ranks"]
-    assert ranks["fixed_s"][:2] == [0.5 + 4.0 - 2.5, 0.5 + 2.0]  # two micro-batches of five samples; one of three
-    assert ranks["per_sample_s"][:2] == [1.0 + 2.0 / 4, 1.0]
+    ranks = told([stairs, Measured(compute_s=3.0, cost=Cost(0.5, 1.0)), Measured(compute_s=3.0)], [5, 3, 3], 8.0)
+    assert [[ranks["ranks"][name][rank] for name in COST] for rank in range(3)] == [
+        [0.5, 1.0, 2.0, 4], [0.5, 1.0, 0.0, None], [None] * 4
+    ]  # fmt: skip
     alone = told([replace(stairs, compute_s=5.5), replace(stairs, compute_s=0.0)], [4, 0], 5.5)
     assert alone["efficiency"] == pytest.approx(4 / 5.5 / (4 / 5.5 + 1 / 1.5))  # the other could do one in 1.5 s
+
+
+@pytest.mark.parametrize("shares", [(40, 8), (8, 0), (8, 8)])
+def test_a_cost_by_fixed_micro_batches_is_told_by_the_sample(shares: tuple[int, int]) -> None:
+    # units of 8 samples, 2 + 6 s each
+    ranks = [Measured(compute_s=8.0, cost=Cost(0.5, 2.0, None, 6.0, 1))] * 2
+    lists = told(ranks, shares, 8.0, work=sum(shares) // 8)["ranks"]
+    assert [lists[name] for name in COST] == [[0.5] * 2, [1.0] * 2, [0.0] * 2, [None] * 2]
 
 
 def test_memory_is_told_by_rank() -> None:

@@ -28,7 +28,7 @@ def summary(shares: list[int], *, steps: int = ADVICE_STEPS, **changes: Any) -> 
         "memory_bytes": [GIB] * size,
         "memory_limit_bytes": [8 * GIB] * size,
     }
-    own = {key: changes.pop(key) for key in list(changes) if key in ranks}
+    own = {key: changes.pop(key) for key in list(changes) if key in ranks or "micro_batch" in key}
     row = {"step": 1, "shares": shares, "seconds": 0.1, "communication_s": 0.0, "ranks": ranks | own} | changes
     found = summarise([row] * steps)
     assert found is not None
@@ -91,6 +91,21 @@ def test_equal_shares_of_unequal_ranks_are_an_advice_and_fitting_ones_are_not() 
     assert "with --balance auto a step would be 50% shorter" in said([100, 100], equal, **unequal)
     assert said([100, 100], AUTO, **unequal) == ""
     assert said([100, 100], equal, per_sample_s=[1e-3, 1.1e-3]) == ""  # 4.8 %
+
+
+def test_other_shares_are_an_advice_only_where_they_are_shares_of_whole_units() -> None:
+    uneven = {"per_sample_s": [1e-3, 1.3e-3], "seconds": 0.0208}
+    assert "with --balance auto" in said([16, 16], Setting("runs/a", "equal"), **uneven)
+    assert said([16, 16], Setting("runs/a", "equal", unit=16), **uneven) == ""
+
+
+def test_a_share_that_fills_its_micro_batch_is_not_advised_to_grow() -> None:
+    # one sample more would be another 100 ms, which the line within the micro-batch does not know
+    equal, slow = Setting("runs/a", "equal"), {"fixed_s": [0.0, 0.0], "per_sample_s": [1e-3, 1e-6], "seconds": 0.2}
+    filled = {"per_micro_batch_s": [0.0, 0.1], "micro_batch": [None, 100]}
+    assert said([200, 100], equal, **slow, **filled) == ""
+    assert "a step would be 50% shorter" in said([200, 1], equal, **slow, **filled)
+    assert "with --balance auto" in said([200, 100], equal, **{**slow, "fixed_s": [0.0, 0.1]})
 
 
 def test_waiting_that_is_rounding_comes_with_the_global_batch_that_removes_it() -> None:

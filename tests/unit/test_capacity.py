@@ -167,7 +167,7 @@ def test_no_other_division_has_a_shorter_step() -> None:
         by_lines_is_slower += step_seconds(balance_shares(total, lines), costs) > step_seconds(shares, costs)
     assert refused > 200
     assert by_speed_is_slower > 200  # the twins: most of the answer is not in the speeds,
-    assert by_lines_is_slower > 20  # and some of it not in straight costs
+    assert by_lines_is_slower > 10  # and some of it not in straight costs
 
 
 def test_the_units_that_are_not_dealt_one_by_one_are_the_same_units() -> None:
@@ -291,6 +291,9 @@ def test_a_cost_of_stairs_is_straight_within_a_micro_batch_and_on_the_whole() ->
         assert stairs.line(units).seconds(units) == stairs.seconds(units)
     straight = Cost(2, 1, 99)
     assert straight.line(9) is straight
+    fixed = Cost(2, 1, per_batch_s=4, batch=1)
+    assert fixed.line(0) == fixed.line(1) == fixed.line(7) == Cost(2, 5)
+    assert stairs.line(0) == stairs.line(1)
     assert straight.slope_s == 1
 
 

@@ -55,6 +55,19 @@ def test_the_short_last_step_of_an_epoch_does_not_move_the_shares() -> None:
     assert lines(full, short, short) != lines(full, full, full)
 
 
+def test_a_cost_is_that_of_the_micro_batches_of_now() -> None:
+    before, now = row([0.2, 0.1]), row([0.4, 0.1])
+    before["ranks"] |= {"fixed_s": [0.5, 0.5], "per_micro_batch_s": [0.2, 0.0], "micro_batch": [8, None]}
+    now["ranks"] |= {"fixed_s": [0.1, 0.1], "per_micro_batch_s": [0.3, 0.0], "micro_batch": [4, None]}
+    found = summarise([before, before, before, now])
+    assert found is not None
+    assert found.fixed_s.tolist() == [0.1, 0.1]
+    assert found.per_micro_batch_s.tolist() == [0.3, 0.0]
+    assert found.micro_batch[0] == 4
+    assert np.isnan(found.micro_batch[1])
+    assert (found.steps, found.compute_s[0]) == (4, 0.2)  # what is seen is not
+
+
 def test_memory_is_the_newest() -> None:
     old, new = row([0.1, 0.1]), row([0.1, 0.1], memory_bytes=[2 * GIB, GIB])
     assert lines(old, old, new) == lines(new, new, new) != lines(new, new, old)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -73,6 +74,25 @@ def test_equal_shares_of_two_unequal_ranks_waste_what_theory_says(slower: int) -
     equal = predict(ranks, (60, 60), communication_s=0.0)
     assert equal.efficiency == pytest.approx(2 / (slower + 1))
     assert predict(ranks, best_shares(ranks, 120), communication_s=0.0).efficiency == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("total", [8, 13, 24, 31])
+def test_shares_in_pieces_are_the_best_ones_in_pieces(total: int) -> None:
+    ranks = [RankModel("", Cost(0.5, 1.0)), RankModel("", Cost(0.0, 3.0, limit=9)), RankModel("", Cost(2.0, 1.5))]
+    shares = best_shares(ranks, total, 4)
+    assert sum(shares) == total
+    pieces = [-(-share // 4) for share in shares]
+    last = max(rank for rank, share in enumerate(shares) if share)
+    assert [share % 4 for share in shares if share][:-1] == [0] * (sum(share > 0 for share in shares) - 1)
+    assert shares[last] == 4 * pieces[last] - -total % 4
+
+    def step_s(pieces: Sequence[int]) -> float:
+        return max(rank.cost.seconds(4 * count) for rank, count in zip(ranks, pieces))
+
+    whole = -(-total // 4)
+    every = itertools.product(range(whole + 1), range(3), range(whole + 1))  # no more than 9 samples: two pieces
+    assert step_s(pieces) == min(step_s(counts) for counts in every if sum(counts) == whole)
+    assert best_shares(ranks, total) == best_shares(ranks, total, 1)
 
 
 # the ring

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from hetseq.whatif import Addition, Plan, PlanArguments, Scenario, make_plan, pa
 
 @dataclass(frozen=True)
 class World:
-    """A cluster whose truth is known: by rank, seconds of a step with any samples, and per sample."""
+    """A cluster whose truth is known: by rank, seconds of a step with any samples, per sample, and per micro-batch."""
 
     fixed_s: tuple[float, ...]
     per_sample_s: tuple[float, ...]
@@ -28,13 +29,20 @@ class World:
     exchanged_s: float = 0.0  # bytes of the gradient over the speed of a link
     friction: float = 1.0  # what everything takes longer than the costs say
     names: tuple[str, ...] = ()
+    per_batch_s: tuple[float, ...] = ()
+    batch: tuple[int | None, ...] = ()
+
+    def busy_s(self, rank: int, share: int) -> float:
+        if not share:
+            return self.overhead_s
+        line_s = self.fixed_s[rank] + self.per_sample_s[rank] * share
+        most = self.batch[rank] if self.batch else None
+        return line_s + (self.per_batch_s[rank] * math.ceil(share / most) if most else 0.0)
 
     def step_s(self, shares: Sequence[int]) -> float:
         size = len(self.fixed_s)
-        busy = (
-            fixed + per_sample * share if share else self.overhead_s
-            for fixed, per_sample, share in zip(self.fixed_s, self.per_sample_s, shares, strict=True)
-        )
+        assert len(shares) == size
+        busy = (self.busy_s(rank, share) for rank, share in enumerate(shares))
         return self.friction * (max(busy) + self.communication_s(size))
 
     def communication_s(self, size: int) -> float:
@@ -56,6 +64,8 @@ class World:
             self,
             fixed_s=tuple(self.fixed_s[rank] for rank in keep),
             per_sample_s=tuple(self.per_sample_s[rank] for rank in keep),
+            per_batch_s=tuple(self.per_batch_s[rank] for rank in keep if self.batch),
+            batch=tuple(self.batch[rank] for rank in keep if self.batch),
         )
 
     def with_rank(self, fixed_s: float, per_sample_s: float) -> World:
@@ -67,10 +77,11 @@ class World:
         """A row of `metrics.jsonl` as a run on this cluster writes it."""
         size = len(shares)
         names = self.names or tuple(f"node{rank}/cpu" for rank in range(size))
-        busy = [fixed + each * share for fixed, each, share in zip(self.fixed_s, self.per_sample_s, shares)]
+        busy = [self.busy_s(rank, share) if share else self.fixed_s[rank] for rank, share in enumerate(shares)]
         ranks = {
             "names": names, "compute_s": busy, "data_s": [0.0] * size, "wait_s": [max(busy) - one for one in busy],
             "fixed_s": self.fixed_s, "per_sample_s": self.per_sample_s, "overhead_s": [self.overhead_s] * size,
+            "per_micro_batch_s": self.per_batch_s or [0.0] * size, "micro_batch": self.batch or [None] * size,
         }  # fmt: skip
         return {
             "step": step, "epoch": 1, "loss": 1.0, "samples": sum(shares), "seconds": self.step_s(shares),
@@ -119,6 +130,62 @@ def test_a_rank_that_leaves_leaves_the_best_step_of_the_others(tmp_path: Path) -
         naive /= sum(1 / each for each in world.without(gone).per_sample_s)
         is_not_just_the_sum_of_speeds += abs(naive / truth - 1) > 0.1
     assert is_not_just_the_sum_of_speeds > 15
+
+
+def test_micro_batches_are_counted(tmp_path: Path) -> None:
+    draw = random.Random(6)
+    is_not_a_line = 0
+    for case in range(30):
+        size = draw.choice((2, 3))
+        world = World(
+            tuple(draw.uniform(0, 0.05) for _ in range(size)), tuple(draw.uniform(0.005, 0.02) for _ in range(size)),
+            exchanged_s=draw.uniform(0, 0.05), per_batch_s=tuple(draw.uniform(0, 0.1) for _ in range(size)),
+            batch=tuple(draw.choice((2, 4, 5, None)) for _ in range(size)),
+        )  # fmt: skip
+        gone, total = draw.randrange(size), draw.randint(size, 24)
+        shares = (total - size + 1, *(1,) * (size - 1))
+        plan = plan_of(tmp_path / str(case), world.rows(shares), "--without", str(gone))
+        assert step_s(plan.best) == pytest.approx(world.best_s(total))
+        assert step_s(plan.others[0]) == pytest.approx(world.without(gone).best_s(total))
+        straight = replace(world, batch=())
+        is_not_a_line += straight.best_s(total) < 0.9 * world.best_s(total)
+    assert is_not_a_line > 15
+
+
+#: rank 1 has one micro-batch of its 8 samples
+CROWDED = World((0.0, 0.001), (0.001, 0.001), per_batch_s=(0.0, 0.004), batch=(None, 8), names=("a/cpu", "b/cpu"))
+
+
+def test_a_rank_alone_would_have_more_micro_batches_than_it_has_now(tmp_path: Path) -> None:
+    text = plan_text(plan_of(tmp_path, CROWDED.rows((13, 8)), "--add", "twin:1"))
+    # 21 samples in three micro-batches: 1 ms + 21 ms + 3 * 4 ms
+    head, first, second = [" ".join(line.split()) for line in text.splitlines()[2:5]]
+    assert head == "rank where share best fixed per sample per micro-batch alone, samples/s"
+    assert first == "0 a/cpu 13 13 0 s 1 ms - 1000"
+    assert second == "1 b/cpu 8 8 1 ms 1 ms 4 ms of 8 617.6"
+
+
+def test_one_that_is_like_a_rank_with_micro_batches_has_them_too(tmp_path: Path) -> None:
+    alone = World((0.002,), (0.001,), per_batch_s=(0.004,), batch=(8,))
+    plan = plan_of(tmp_path, alone.rows((24,)), "--add", "new:2")
+    two = World((0.002, 0.001), (0.001, 0.0005), per_batch_s=(0.004, 0.002), batch=(8, 8))
+    assert step_s(plan.others[0]) == pytest.approx(two.best_s(24))
+
+
+def test_costs_of_other_micro_batches_than_those_of_now_do_not_count(tmp_path: Path) -> None:
+    halved = replace(CROWDED, per_batch_s=(0.0, 0.003), batch=(None, 4))
+    rows = CROWDED.rows((13, 8), count=20) + halved.rows((13, 8), begin=21, count=6)
+    plan = plan_of(tmp_path, rows, "--without", "0")
+    assert [rank.cost.seconds(8) for rank in plan.measured.ranks] == pytest.approx([0.008, 0.015])
+
+
+def test_rows_that_know_no_micro_batches_have_straight_costs(tmp_path: Path) -> None:
+    rows = PAIR.rows((20, 12))
+    for one in rows:
+        one["ranks"] = {key: of for key, of in one["ranks"].items() if "micro_batch" not in key}
+    plan = plan_of(tmp_path, rows, "--without", "1")
+    assert step_s(plan.others[0]) == pytest.approx(PAIR.without(1).best_s(32))
+    assert "micro-batch" not in plan_text(plan)
 
 
 def test_the_step_of_now_is_the_measured_one_even_where_the_costs_are_wrong(tmp_path: Path) -> None:
@@ -258,6 +325,14 @@ def test_of_many_ranks_a_few_rows_are_enough(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, rows, "--without", "1")
     assert plan.measured.steps == 50
     assert step_s(plan.others[0]) == pytest.approx(PAIR.without(1).best_s(32))
+
+
+def test_fixed_micro_batches_are_dealt_whole(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("unit_size: 8\n")
+    plan = plan_of(tmp_path, PAIR.rows((16, 24)))
+    assert plan.best.step.shares == (32, 8)
+    (tmp_path / "config.yaml").write_text("unit_size: null\n")
+    assert plan_of(tmp_path, PAIR.rows((16, 24))).best.step.shares == (31, 9)
 
 
 # what is not known
