@@ -121,6 +121,13 @@ def test_a_cost_by_fixed_micro_batches_is_told_by_the_sample(shares: tuple[int, 
     assert [lists[name] for name in COST] == [[0.5] * 2, [1.0] * 2, [0.0] * 2, [None] * 2]
 
 
+def test_a_cost_by_other_work_than_samples_is_the_straight_one_about_the_share() -> None:
+    # 5 samples of 2, in micro-batches of 4: 0.5 s + 10 s + 3 * 2 s, and from one micro-batch to the next 1.5 s each
+    one = Measured(compute_s=16.0, cost=Cost(0.5, 1.0, None, 2.0, 4))
+    lists = told([one, one], (5, 5), 16.0, work=20)["ranks"]
+    assert [lists[name][0] for name in COST] == [16.5 - 10 * 1.5, 3.0, 0.0, None]
+
+
 def test_memory_is_told_by_rank() -> None:
     ranks = [Measured(compute_s=1.0, memory_bytes=5, memory_limit_bytes=8), Measured(compute_s=1.0)]
     lists = told(ranks, [1, 1], 1.0)["ranks"]

@@ -113,6 +113,9 @@ def test_waiting_that_is_rounding_comes_with_the_global_batch_that_removes_it() 
     rounded = {"per_sample_s": [2e-3, 3e-3], "seconds": 6e-3, "wait_s": [2e-3, 0.0]}
     text = said([2, 2], **rounded)
     assert text == "20% of a step is lost as shares are whole samples: --global-batch-size 5 would remove it"
+    # with 2 ms more for a micro-batch, 4 of 6 ms: all would be done at 4.5 ms if samples could be cut
+    stairs = {"per_sample_s": [1e-3, 3e-3], "per_micro_batch_s": [2e-3, 0.0], "micro_batch": [2, None]}
+    assert said([2, 2], **{**rounded, **stairs}).startswith("25% of a step is lost")
     assert said([3, 2], **rounded) == ""
     assert said([2, 2], **{**rounded, "wait_s": [0.0, 0.0]}) == ""  # nobody waits for it
     assert said([2, 2], Setting("runs/a", "auto", unit=0), **rounded) == ""  # tokens are dealt

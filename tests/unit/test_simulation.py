@@ -68,6 +68,10 @@ def test_the_speed_alone_is_that_of_the_whole_step() -> None:
     assert RankModel("", Cost(2.0, 0.5, limit=0)).alone_per_s(12) == 0
 
 
+def test_a_rank_without_a_share_could_fill_its_micro_batches() -> None:
+    assert RankModel("", Cost(2.0, 1.0, per_batch_s=4.0, batch=8)).own_per_s(0) == 1 / 1.5
+
+
 @pytest.mark.parametrize("slower", [2, 3, 4])
 def test_equal_shares_of_two_unequal_ranks_waste_what_theory_says(slower: int) -> None:
     ranks = ranks_of(slower, 1)
@@ -78,7 +82,7 @@ def test_equal_shares_of_two_unequal_ranks_waste_what_theory_says(slower: int) -
 
 @pytest.mark.parametrize("total", [8, 13, 24, 31])
 def test_shares_in_pieces_are_the_best_ones_in_pieces(total: int) -> None:
-    ranks = [RankModel("", Cost(0.5, 1.0)), RankModel("", Cost(0.0, 3.0, limit=9)), RankModel("", Cost(2.0, 1.5))]
+    ranks = [RankModel("", Cost(0.5, 1.0)), RankModel("", Cost(0.0, 0.1, limit=9)), RankModel("", Cost(2.0, 1.5))]
     shares = best_shares(ranks, total, 4)
     assert sum(shares) == total
     pieces = [-(-share // 4) for share in shares]
