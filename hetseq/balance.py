@@ -155,7 +155,10 @@ class _Step:
         if max(self.sizes) < VARIED * min(self.sizes):
             return line
         # A smaller one cannot need longer than a larger one: if it did, it was disturbed.
-        times = [min(time for other, time in zip(self.sizes, self.times) if other >= size) for size in self.sizes]
+        least_s, so_far_s = dict[int, float](), math.inf
+        for size, time in sorted(zip(self.sizes, self.times), reverse=True):
+            least_s[size] = so_far_s = min(so_far_s, time)
+        times = [least_s[size] for size in self.sizes]
         shaped = line
         for size, time in zip(self.sizes, times):
             expected_s = line.seconds(1, size)

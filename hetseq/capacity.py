@@ -54,8 +54,11 @@ class Cost:
         """The time for so many units, 0 for none. Does not look at the limit."""
         if not units:
             return 0.0
-        batches = -(-units // self.batch) if self.batch else 0
-        return self.fixed_s + self.per_unit_s * units + self.per_batch_s * batches
+        return self.fixed_s + self.per_unit_s * units + self.per_batch_s * self.batches(units)
+
+    def batches(self, units: int) -> int:
+        """How many micro-batches so many units are; 0 where that plays no part."""
+        return -(-units // self.batch) if self.batch else 0
 
     def units_by(self, now_s: float, most: int) -> int:
         """How many of `most` units it has done by then. Does not look at the limit."""

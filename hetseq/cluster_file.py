@@ -23,7 +23,7 @@ _MOST_STEPS = 100_000
 _MOST_SAMPLES = 10**12
 _LEAST, _MOST = 1e-9, 1e18
 _TOP = ("global_batch", "other_batches", "gradient_bytes", "groups", "steps", "noise", "seed")
-_GROUP = ("name", "count", "samples_per_s", "fixed_s", "link")
+_GROUP = ("name", "count", "samples_per_s", "fixed_s", "micro_batch", "per_micro_batch_s", "link")
 _LINK = ("mbit_per_s", "latency_ms")
 
 
@@ -67,6 +67,8 @@ def _group(table: _Table) -> Group:
         count=table.whole("count", least=1, most=_MOST_RANKS),
         samples_per_s=table.number("samples_per_s", least=_LEAST),
         fixed_s=table.number("fixed_s", least=0, default=0.0),
+        micro_batch=table.whole("micro_batch", least=1, most=_MOST_SAMPLES) if table.has("micro_batch") else None,
+        per_micro_batch_s=table.number("per_micro_batch_s", least=0, default=0.0),
         link=Link(
             bytes_per_s=link.number("mbit_per_s", least=_LEAST) * 1e6 / 8,
             latency_s=link.number("latency_ms", least=0, default=0.0) / 1e3,

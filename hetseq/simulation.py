@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hetseq.balance import Balancer, CostMeter
+from hetseq.balance import AtOnce, Balancer, CostMeter
 from hetseq.capacity import Cost, assign_shares, balance_shares
 
 Seconds = npt.NDArray[np.float64]
@@ -164,17 +164,25 @@ def ring_seconds(links: Iterable[Link], world_size: int, gradient_bytes: float) 
 
 @dataclass(frozen=True)
 class Group:
-    """So many equal ranks. With n samples one of them computes for fixed_s + n / samples_per_s seconds."""
+    """So many equal ranks. With n samples one of them computes for fixed_s + n / samples_per_s seconds.
+
+    To that comes per_micro_batch_s for each micro-batch of at most `micro_batch` samples, None for any number.
+    """
 
     name: str
     count: int
     samples_per_s: float
     link: Link
     fixed_s: float = 0.0
+    micro_batch: int | None = None
+    per_micro_batch_s: float = 0.0
 
     def rank(self) -> RankModel:
         """One rank of the group; all of its fixed cost is paid with samples only."""
-        return RankModel(self.name, Cost(self.fixed_s, 1 / self.samples_per_s))
+        if self.micro_batch is None:
+            return RankModel(self.name, Cost(self.fixed_s + self.per_micro_batch_s, 1 / self.samples_per_s))
+        cost = Cost(self.fixed_s, 1 / self.samples_per_s, None, self.per_micro_batch_s, self.micro_batch)
+        return RankModel(self.name, cost)
 
 
 @dataclass(frozen=True)
@@ -254,14 +262,24 @@ def run(cluster: Cluster, shares: Sequence[int], clock: Clock) -> Step:
 def learn(cluster: Cluster, total: int, clock: Clock) -> tuple[int, ...]:
     """The shares that `--balance auto` has come to after the clock's steps, beginning with equal ones.
 
-    Every rank computes its share in one micro-batch and is busy with nothing else.
+    Every rank computes its share in the fewest micro-batches; what they have no part in is timed beside them.
     """
     balancer, meters = Balancer(cluster.world_size), [CostMeter() for _ in cluster.ranks]
+    most = [AtOnce(rank.cost.batch) if rank.cost.batch else None for rank in cluster.ranks]
     shares = balancer.shares(total)
     for draw in clock.draws(cluster.world_size):
         for rank, meter, samples, factor in zip(cluster.ranks, meters, shares, draw.tolist()):
-            sizes = [samples] if samples else []
-            meter.observe(sizes, [rank.busy_s(size) * factor for size in sizes], overhead_s=0.0)
-        if balancer.observe(total, [meter.cost() for meter in meters]) is not None:
+            cost = rank.cost
+            sizes = _micro_batches(samples, cost.batch)
+            times_s = [(cost.per_batch_s + cost.per_unit_s * size) * factor for size in sizes]
+            meter.observe(sizes, times_s, overhead_s=cost.fixed_s * factor)
+        if balancer.observe(total, [meter.cost(at_once) for meter, at_once in zip(meters, most)]) is not None:
             shares = balancer.shares(total)
     return shares
+
+
+def _micro_batches(samples: int, most: int | None) -> list[int]:
+    """The sizes of the micro-batches of a share: all full but the last; none for no samples."""
+    size = most or max(1, samples)
+    full, rest = divmod(samples, size)
+    return [size] * full + [rest] * (rest > 0)

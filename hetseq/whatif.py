@@ -331,8 +331,9 @@ def compare(arguments: SimulateArguments) -> Comparison:
         ),
     ]
     balanced = trials[1].step
-    # learning is done in plain Python: about two seconds for so many steps of a rank
-    watched = min(clock.steps, _LEARNED // cluster.world_size)
+    # learning is done in plain Python: about two seconds for so many micro-batches
+    computed = sum(max(1, rank.cost.batches(share)) for share, rank in zip(balanced.shares, cluster.ranks))
+    watched = min(clock.steps, _LEARNED // computed)
     if watched >= _LEAST_LEARNED:
         shares = learn(cluster, total, replace(clock, steps=watched))
         trials.insert(2, Trial(f"learned in {watched} steps", run(cluster, shares, clock)))

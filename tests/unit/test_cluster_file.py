@@ -43,9 +43,34 @@ def test_a_file_says_what_is_simulated(tmp_path: Path) -> None:
     assert (told.clock, told.global_batches) == (Clock(7, 0.05, 3), (120, 60, 240))
 
 
+def test_a_group_may_have_micro_batches(tmp_path: Path) -> None:
+    text = GOOD.replace("fixed_s: 0.01", "fixed_s: 0.01, micro_batch: 8, per_micro_batch_s: 0.04")
+    gpu, cpu = read_experiment(written(tmp_path, text)).cluster.groups
+    assert gpu.rank().busy_s(17) == pytest.approx(0.01 + 17 / 100 + 3 * 0.04)
+    assert cpu.rank().busy_s(17) == pytest.approx(17 / 10)
+    one = GOOD.replace("fixed_s: 0.01", "per_micro_batch_s: 0.04")  # of any size
+    gpu, _ = read_experiment(written(tmp_path, one)).cluster.groups
+    assert gpu.rank().busy_s(17) == pytest.approx(17 / 100 + 0.04)
+
+
+def test_learning_is_left_out_where_micro_batches_are_too_many_to_count(tmp_path: Path) -> None:
+    def titles(micro_batch: int) -> list[str]:
+        text = GOOD.replace("count: 2,", f"count: 2, micro_batch: {micro_batch},")
+        found = comparison_of(tmp_path, text.replace("global_batch: 120", "global_batch: 12000"))
+        return [trial.title for trial in found.trials]
+
+    assert titles(100) == ["equal shares", "best shares", "learned in 100 steps"]
+    assert titles(10) == ["equal shares", "best shares", "learned in 59 steps"]
+    assert titles(1) == ["equal shares", "best shares"]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
+        ("fixed_s: 0.01", "micro_batch: 0", "line 5: groups[0].micro_batch: found '0', expected a whole number from 1"),
+        ("fixed_s: 0.01", "micro_batch: 1.5", "line 5: groups[0].micro_batch: found '1.5', expected a whole number"),
+        ("fixed_s: 0.01", "per_micro_batch_s: -1", "groups[0].per_micro_batch_s: found '-1', expected a number from 0"),
+        ("fixed_s: 0.01", "microbatch: 8", "unknown key groups[0].microbatch: did you mean micro_batch?"),
         ("global_batch: 120\n", "", "line 2: global_batch is missing: expected a whole number from 1 to"),
         ("global_batch: 120", "global_batch: many", "line 2: global_batch: found 'many', expected a whole number"),
         ("global_batch: 120", "global_batch: 1.5", "line 2: global_batch: found '1.5', expected a whole number"),

@@ -218,6 +218,17 @@ def test_a_run_that_knows_nothing_learns_good_shares_in_noise() -> None:
     assert len(set(equal_shares(cluster, 512))) == 1
 
 
+def test_it_learns_what_micro_batches_cost() -> None:
+    groups = (Group("fast", 2, 100, GIGABIT, 0.0, 8, 0.04), Group("slow", 2, 100, GIGABIT, 0.2, 8, 0.2))
+    cluster = Cluster(groups, 0.0)
+    best, equal = (predict(cluster.ranks, shares, communication_s=0.0).step_s for shares in both(cluster, 130))
+    learned = learn(cluster, 130, Clock(steps=20))
+    assert predict(cluster.ranks, learned, communication_s=0.0).step_s == pytest.approx(best)
+    assert equal > 1.5 * best
+    noisy = learn(cluster, 130, Clock(steps=40, noise=0.02, seed=3))
+    assert predict(cluster.ranks, noisy, communication_s=0.0).step_s < 1.05 * best
+
+
 def both(cluster: Cluster, total: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return best_shares(cluster.ranks, total), equal_shares(cluster, total)
 
