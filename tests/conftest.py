@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import ranks
 from tests.support.police import Scene, adopt_orphans, own_shared_memory
@@ -20,6 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
+    torch.set_num_threads(1)  # tests fork this process, and a child waits for ever for threads that it does not have
     adopt_orphans()
     own_shared_memory()
 
