@@ -3,16 +3,23 @@
 A step is as long as its slowest rank and what travels after it. Every rank is busy for a while (data, forward and
 backward, its update), then idle. The rank that is idle least was awaited by all others, and its idle time is what
 communication took; whatever another one was idle for longer than that, it waited for its peers.
+
+Whoever reads such a row later has the cost of a rank back from it here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hetseq.capacity import Cost
 from hetseq.commit import CommitRow, Measured
+
+#: what a row of `metrics.jsonl` tells of each rank that its cost is made of (see `known_cost`), by their names there
+TOLD = ("compute_s", "overhead_s", "fixed_s", "per_sample_s")
+#: and what rows of older versions do not tell, whose costs are straight ones
+TOLD_OF_STAIRS = ("per_micro_batch_s", "micro_batch")
 
 
 def busy_s(measured: Measured) -> float:
@@ -49,6 +56,22 @@ def account(rows: Sequence[CommitRow], *, shares: Sequence[int], work: int, seco
             "memory_limit_bytes": [one.memory_limit_bytes for one in measured],
         },
     }
+
+
+def known_cost(share: float, told: Mapping[str, float | None]) -> Cost:
+    """What samples cost a rank of which `TOLD`, and perhaps `TOLD_OF_STAIRS`, are told; None: not known.
+
+    Where the parts of its cost are not known, all it computed was for its `share` of samples; a rank that has had none
+    can be given none.
+    """
+    overhead_s, compute_s = told["overhead_s"] or 0.0, told["compute_s"]
+    fixed_s, per_sample_s, micro_batch = told["fixed_s"], told["per_sample_s"], told.get("micro_batch")
+    if fixed_s is not None and per_sample_s:
+        stairs_s = told.get("per_micro_batch_s") if micro_batch else None
+        return Cost(max(fixed_s, 0.0), per_sample_s, None, stairs_s or 0.0, int(micro_batch) if micro_batch else None)
+    if share and compute_s:
+        return Cost(overhead_s, compute_s / share)
+    return Cost(overhead_s, 1.0, limit=0)
 
 
 def _in_samples(cost: Cost | None, share: int, work_per_sample: float) -> Cost | None:

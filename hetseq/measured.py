@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetseq.accounting import TOLD, TOLD_OF_STAIRS, known_cost
 from hetseq.capacity import Cost
 from hetseq.errors import ConfigError
 from hetseq.metrics import read_rows
-from hetseq.simulation import TOLD, TOLD_OF_STAIRS, RankModel, known_cost, predict, ring_factor
+from hetseq.simulation import RankModel, predict, ring_factor
 from hetseq.which_run import existing_run
 
 _ROWS = 50  # how many of the last steps are looked at

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,11 +26,6 @@ from hetseq.balance import AtOnce, Balancer, CostMeter
 from hetseq.capacity import Cost, assign_shares, balance_shares
 
 Seconds = npt.NDArray[np.float64]
-
-#: what a row of `metrics.jsonl` tells of each rank that its cost is made of (see `known_cost`), by their names there
-TOLD = ("compute_s", "overhead_s", "fixed_s", "per_sample_s")
-#: and what rows of older versions do not tell, whose costs are straight ones
-TOLD_OF_STAIRS = ("per_micro_batch_s", "micro_batch")
 
 
 @dataclass(frozen=True)
@@ -57,22 +52,6 @@ class RankModel:
     def alone_per_s(self, total: int) -> float:
         """The samples per second that it would reach alone with a whole step of `total`; 0 if it can take none."""
         return 0.0 if self.cost.limit == 0 else total / self.busy_s(total)
-
-
-def known_cost(share: float, told: Mapping[str, float | None]) -> Cost:
-    """What samples cost a rank of which `TOLD`, and perhaps `TOLD_OF_STAIRS`, are told; None: not known.
-
-    Where the parts of its cost are not known, all it computed was for its `share` of samples; a rank that has had none
-    can be given none.
-    """
-    overhead_s, compute_s = told["overhead_s"] or 0.0, told["compute_s"]
-    fixed_s, per_sample_s, micro_batch = told["fixed_s"], told["per_sample_s"], told.get("micro_batch")
-    if fixed_s is not None and per_sample_s:
-        stairs_s = told.get("per_micro_batch_s") if micro_batch else None
-        return Cost(max(fixed_s, 0.0), per_sample_s, None, stairs_s or 0.0, int(micro_batch) if micro_batch else None)
-    if share and compute_s:
-        return Cost(overhead_s, compute_s / share)
-    return Cost(overhead_s, 1.0, limit=0)
 
 
 @dataclass(frozen=True)
