@@ -18,6 +18,7 @@ from hetseq.accounting import TOLD, TOLD_OF_STAIRS, known_cost
 from hetseq.capacity import Cost
 from hetseq.errors import ConfigError
 from hetseq.metrics import read_rows
+from hetseq.rank_table import with_present_micro_batches
 from hetseq.simulation import RankModel, predict, ring_factor
 from hetseq.which_run import existing_run
 
@@ -87,8 +88,7 @@ def read_measured(run: Path) -> Measured:
             " an older HetSeq wrote them; go on with the run for a few steps with this one, and ask again"
         )
     else:
-        newest = telling[-1]["ranks"].get("micro_batch")
-        telling = [row for row in telling if row["ranks"].get("micro_batch") == newest]  # costs rest upon it
+        telling = with_present_micro_batches(telling)
         ranks, notes = _rank_models(path, telling, shares)
         communication_s = statistics.median(row["communication_s"] for row in telling)
     if world_size == 1:

@@ -87,8 +87,7 @@ def summarise(rows: Iterable[Row]) -> RankSummary | None:
     def median(name: str, of: Sequence[Row] = rows) -> Numbers:
         return _medians([_numbers(row["ranks"].get(name), size) for row in of])
 
-    # a cost rests upon the micro-batches
-    with_batches = [row for row in rows if row["ranks"].get("micro_batch") == newest["ranks"].get("micro_batch")]
+    with_costs = with_present_micro_batches(rows)
     return RankSummary(
         steps=len(rows),
         names=_names(newest),
@@ -106,11 +105,17 @@ def summarise(rows: Iterable[Row]) -> RankSummary | None:
         pace=_usual_pace(rows),
         step_s=_median_of_one(rows, "seconds"),
         overhead_s=median("overhead_s"),
-        fixed_s=median("fixed_s", of=with_batches),
-        per_sample_s=median("per_sample_s", of=with_batches),
-        per_micro_batch_s=median("per_micro_batch_s", of=with_batches),
+        fixed_s=median("fixed_s", of=with_costs),
+        per_sample_s=median("per_sample_s", of=with_costs),
+        per_micro_batch_s=median("per_micro_batch_s", of=with_costs),
         micro_batch=_numbers(newest["ranks"].get("micro_batch"), size),
     )
+
+
+def with_present_micro_batches(rows: Sequence[Row]) -> list[Row]:
+    """Of rows with `ranks`, oldest first, those with the micro-batches of the newest: costs of others are others."""
+    newest = rows[-1]["ranks"].get("micro_batch")
+    return [row for row in rows if row["ranks"].get("micro_batch") == newest]
 
 
 def ranks_that_matter(summary: RankSummary, count: int) -> list[int]:

@@ -111,6 +111,17 @@ def step_s(scenario: Scenario) -> float:
 # predictions
 
 
+def predicts_the_best(folder: Path, world: World, draw: random.Random) -> tuple[int, int]:
+    """Of some total and without some rank, which are given back: the plan's step is that of the best division."""
+    size = len(world.fixed_s)
+    gone, total = draw.randrange(size), draw.randint(size, 24)
+    shares = (total - size + 1, *(1,) * (size - 1))
+    plan = plan_of(folder, world.rows(shares), "--without", str(gone))
+    assert step_s(plan.best) == pytest.approx(world.best_s(total))
+    assert step_s(plan.others[0]) == pytest.approx(world.without(gone).best_s(total))
+    return total, gone
+
+
 def test_a_rank_that_leaves_leaves_the_best_step_of_the_others(tmp_path: Path) -> None:
     draw = random.Random(4)
     is_not_just_the_sum_of_speeds = 0
@@ -120,12 +131,8 @@ def test_a_rank_that_leaves_leaves_the_best_step_of_the_others(tmp_path: Path) -
             tuple(draw.uniform(0, 0.2) for _ in range(size)), tuple(draw.uniform(0.005, 0.1) for _ in range(size)),
             overhead_s=draw.choice((0.0, 0.1)), exchanged_s=draw.uniform(0, 0.3), friction=draw.uniform(0.8, 1.3),
         )  # fmt: skip
-        gone, total = draw.randrange(size), draw.randint(size, 24)
-        shares = (total - size + 1, *(1,) * (size - 1))
-        plan = plan_of(tmp_path / str(case), world.rows(shares), "--without", str(gone))
+        total, gone = predicts_the_best(tmp_path / str(case), world, draw)
         truth = world.without(gone).best_s(total)
-        assert step_s(plan.others[0]) == pytest.approx(truth)
-        assert step_s(plan.best) == pytest.approx(world.best_s(total))
         naive = world.best_s(total) * sum(1 / each for each in world.per_sample_s)
         naive /= sum(1 / each for each in world.without(gone).per_sample_s)
         is_not_just_the_sum_of_speeds += abs(naive / truth - 1) > 0.1
@@ -142,11 +149,7 @@ def test_micro_batches_are_counted(tmp_path: Path) -> None:
             exchanged_s=draw.uniform(0, 0.05), per_batch_s=tuple(draw.uniform(0, 0.1) for _ in range(size)),
             batch=tuple(draw.choice((2, 4, 5, None)) for _ in range(size)),
         )  # fmt: skip
-        gone, total = draw.randrange(size), draw.randint(size, 24)
-        shares = (total - size + 1, *(1,) * (size - 1))
-        plan = plan_of(tmp_path / str(case), world.rows(shares), "--without", str(gone))
-        assert step_s(plan.best) == pytest.approx(world.best_s(total))
-        assert step_s(plan.others[0]) == pytest.approx(world.without(gone).best_s(total))
+        total, _ = predicts_the_best(tmp_path / str(case), world, draw)
         straight = replace(world, batch=())
         is_not_a_line += straight.best_s(total) < 0.9 * world.best_s(total)
     assert is_not_a_line > 15
@@ -157,7 +160,7 @@ CROWDED = World((0.0, 0.001), (0.001, 0.001), per_batch_s=(0.0, 0.004), batch=(N
 
 
 def test_a_rank_alone_would_have_more_micro_batches_than_it_has_now(tmp_path: Path) -> None:
-    text = plan_text(plan_of(tmp_path, CROWDED.rows((13, 8)), "--add", "twin:1"))
+    text = plan_text(plan_of(tmp_path, CROWDED.rows((13, 8))))
     # 21 samples in three micro-batches: 1 ms + 21 ms + 3 * 4 ms
     head, first, second = [" ".join(line.split()) for line in text.splitlines()[2:5]]
     assert head == "rank where share best fixed per sample per micro-batch alone, samples/s"
