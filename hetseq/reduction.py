@@ -167,7 +167,7 @@ class GradientReducer(Gradients):
         self._lent = np.zeros(len(self._parameters), np.bool_)  # the memory, in this step
         self._lenders = {id(p): functools.partial(self._lend, index) for index, p in enumerate(self._parameters)}
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))
+            parameter.register_post_accumulate_grad_hook(_Hook(self, index, self._home[index][1]))
             for index, parameter in enumerate(self._parameters)
         ]
 
@@ -223,9 +223,6 @@ class GradientReducer(Gradients):
         for bucket in self._buckets:
             self._group.release(bucket.flat)
 
-    def _hook(self, index: int) -> _Hook:
-        return _Hook(self, index)
-
     def _gradient_arrived(self, index: int, parameter: torch.Tensor) -> None:
         bucket, view = self._home[index]
         self._take_in(index, parameter, view)
@@ -246,10 +243,9 @@ class GradientReducer(Gradients):
 
     def _take_in(self, index: int, parameter: torch.Tensor, view: torch.Tensor) -> None:
         """Have the gradient that has come in the bucket."""
-        if parameter.grad is view:  # autograd has added to it
-            return
-        assert parameter.grad is not None  # the first of the step, or somebody has replaced .grad in forward
-        if parameter.grad.data_ptr() != view.data_ptr():  # it was not made there
+        assert parameter.grad is not None
+        # the first of the step, or somebody has replaced .grad in forward; else it was made or added to there
+        if parameter.grad.data_ptr() != view.data_ptr():
             if self.used[index]:
                 view.add_(parameter.grad)
             else:
@@ -313,13 +309,15 @@ class WideReducer(GradientReducer):
 
 
 class _Hook:
-    """What autograd calls when the gradient of one parameter has been added."""
+    """What autograd calls when the gradient of one parameter has been added, in every micro-batch: mostly to the `view`
+    in its bucket, where nobody waits for it yet."""
 
-    def __init__(self, reducer: GradientReducer, index: int) -> None:
-        self._reducer, self._index = reducer, index
+    def __init__(self, reducer: GradientReducer, index: int, view: torch.Tensor) -> None:
+        self._reducer, self._index, self._view = reducer, index, view
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        self._reducer._gradient_arrived(self._index, parameter)
+        if self._reducer._is_last or parameter.grad is not self._view:
+            self._reducer._gradient_arrived(self._index, parameter)
 
 
 def _add_converted_(total: torch.Tensor, gradient: torch.Tensor) -> None:
