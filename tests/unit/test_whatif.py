@@ -430,6 +430,18 @@ def test_better_shares_are_pointed_out_and_good_ones_are_not(tmp_path: Path) -> 
     assert len(good.advice) == 1
 
 
+def test_shares_that_only_the_costs_make_better_are_not_called_the_best(tmp_path: Path) -> None:
+    pair = World((0.0, 0.0), (0.01, 0.01))
+    rows = pair.rows((28, 32), count=50)
+    for step, row in enumerate(rows):  # never both at once, and each of them in less than half of the steps
+        late = ([1.0, 1.0], [1.2, 1.0], [1.0, 1.5])[(step % 9 + 3) // 4]
+        busy = [factor * usual for factor, usual in zip(late, row["ranks"]["compute_s"])]
+        row["ranks"]["compute_s"], row["seconds"] = busy, max(busy)
+    plan = plan_of(tmp_path, rows)
+    assert plan.best.step == plan.now.step
+    assert len(plan.advice) == 1
+
+
 # words
 
 
