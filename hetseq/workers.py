@@ -250,7 +250,8 @@ def warm_forkserver() -> Any:
     # the server does not get sys.path, and a checkout that is not installed is found by nothing else
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), path]))
     try:
-        resource_tracker.ensure_running()  # unblocks two of them when it has started
+        with _no_warning("resource_tracker"):
+            resource_tracker.ensure_running()  # unblocks two of them when it has started
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         forkserver.ensure_running()
     finally:
@@ -284,6 +285,21 @@ def ending_server() -> Iterator[None]:
         for pid in filter(None, helpers if before is None else ()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
+def _no_warning(beginning: str) -> Iterator[None]:
+    """A helper that is started here gives no warning that begins so.
+
+    Workers end without a farewell, or are killed. What they leave, such as the lock of a progress bar, the resource
+    tracker tidies up, and nobody need be told.
+    """
+    before = sys.warnoptions[:]
+    sys.warnoptions.append(f"ignore:{beginning}")
+    try:
+        yield
+    finally:
+        sys.warnoptions[:] = before
 
 
 @contextmanager
