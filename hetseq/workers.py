@@ -250,7 +250,7 @@ def warm_forkserver() -> Any:
     # the server does not get sys.path, and a checkout that is not installed is found by nothing else
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), path]))
     try:
-        with _no_warning("resource_tracker"):
+        with _tidied_up_in_silence():
             resource_tracker.ensure_running()  # unblocks two of them when it has started
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         forkserver.ensure_running()
@@ -288,14 +288,13 @@ def ending_server() -> Iterator[None]:
 
 
 @contextmanager
-def _no_warning(beginning: str) -> Iterator[None]:
-    """A helper that is started here gives no warning that begins so.
+def _tidied_up_in_silence() -> Iterator[None]:
+    """A resource tracker that the block starts does not warn of what it tidies up.
 
-    Workers end without a farewell, or are killed. What they leave, such as the lock of a progress bar, the resource
-    tracker tidies up, and nobody need be told.
+    Workers end without a farewell, or are killed, and may leave such things as the lock of a progress bar.
     """
     before = sys.warnoptions[:]
-    sys.warnoptions.append(f"ignore:{beginning}")
+    sys.warnoptions.append("ignore:resource_tracker")  # how its warnings begin
     try:
         yield
     finally:

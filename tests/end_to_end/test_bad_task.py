@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import shlex
 import socket
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.commands import TRAIN, Finished, WarmLauncher, run_command
+from tests.support.commands import Finished, WarmLauncher, run_command
 from tests.support.refusals import BASE, COLD_S, PROMISE_S, SQUARES, TWO, check_refusal, rows, train, write_task
 
 BAD_FILES = {
@@ -178,18 +177,3 @@ def test_a_contract_that_is_broken_after_the_first_step_fails_with_1(warm: WarmL
     finished = train(warm, tmp_path, *args)
     check_refusal(finished, "rank 1: Toy.loss returned the terms ['other']", "the same terms", code=1)
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
-
-
-LOCKED = "import multiprocessing; Toy.lock = multiprocessing.RLock()  # as tqdm does"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_what_a_task_leaves_in_its_workers_is_tidied_up_without_a_word(tmp_path: Path) -> None:
-    path = write_task(tmp_path, build_model=f"{LOCKED}\n        return torch.nn.Linear(3, 1)")
-    before = set(Path("/dev/shm").glob("sem.mp-*"))
-    words = [*TRAIN, *BASE, *TWO, "--task", str(path), "--save-dir", str(tmp_path / "run")]
-    finished = subprocess.run(words, capture_output=True, text=True)  # to the end of the tracker, which holds stderr
-    assert finished.returncode == 0, finished.stderr
-    assert "resource_tracker" not in finished.stderr
-    assert set(Path("/dev/shm").glob("sem.mp-*")) <= before

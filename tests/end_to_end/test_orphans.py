@@ -1,13 +1,15 @@
 """Signals to a launcher and to its workers: five seconds after the end of whom they hit, nothing of it is left.
 
 Loader processes, fork server and resource tracker are among what is counted, and so are processes whose parents have
-ended. A writer with a checkpoint to finish may take longer; there is none here.
+ended. A writer with a checkpoint to finish may take longer; there is none here. What is no process, a lock that a task
+leaves in its workers, is looked for after an orderly end.
 """
 
 from __future__ import annotations
 
 import shlex
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import forked
+from tests.support.commands import TRAIN
 from tests.support.nodes import living_under
+from tests.support.refusals import BASE, TWO, write_task
 from tests.support.trials import Trial, start_trial, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -93,3 +97,14 @@ def test_a_process_without_a_parent_would_be_seen(tmp_path: Path) -> None:
         assert len(orphans(trial, launcher_lives=False)) >= 4
         trial.signal(signal.SIGTERM, trial.launcher)
         trial.finish()
+
+
+def test_what_a_task_leaves_in_its_workers_is_tidied_up_without_a_word(tmp_path: Path) -> None:
+    lock = "import multiprocessing; Toy.lock = multiprocessing.RLock()  # as a progress bar of tqdm does"
+    path = write_task(tmp_path, build_model=f"{lock}\n        return torch.nn.Linear(3, 1)")
+    before = set(Path("/dev/shm").glob("sem.mp-*"))
+    words = [*TRAIN, *BASE, *TWO, "--task", str(path), "--save-dir", str(tmp_path / "run")]
+    finished = subprocess.run(words, capture_output=True, text=True)  # to the end of the tracker, which holds stderr
+    assert finished.returncode == 0, finished.stderr
+    assert "resource_tracker" not in finished.stderr
+    assert set(Path("/dev/shm").glob("sem.mp-*")) == before
