@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from hetseq import faults, products, sweep, whereabouts
+from hetseq import faults, gpu, products, sweep, whereabouts
 from hetseq.board import hyperparameters
 from hetseq.catalogue import text_of
 from hetseq.comm import AnyGroup, LocalGroup, Meeting, connect
@@ -448,12 +448,13 @@ def _repeat_failures(saver: Saver, *, has_ended: bool) -> None:
 
 def _report_of_failure(error: Exception, placement: Placement, *, is_ready: bool) -> dict[str, Any]:
     """The report of a rank that has failed."""
-    if is_ready and _has_lost_device(error):
-        reason = str(error).partition("\n")[0]
-        return {"code": EXIT_FAILED, "message": f"its device failed ({reason})", "has_lost_device": True}
+    device = torch.device(placement.device)
+    if is_ready and gpu.has_failed(error, device):
+        message = f"its device failed ({gpu.first_line(error)})"
+        return {"code": EXIT_FAILED, "message": message, "has_lost_device": True}
     if is_exhausted(error):  # outside of a share, which would have been cut smaller: in a trial, a build, a validation
         when = "" if is_ready else "before the first step "
-        what = where_exhausted(error, torch.device(placement.device))
+        what = where_exhausted(error, device)
         error = DeviceMemoryError(
             f"rank {placement.slot} on {socket.gethostname()}: {when}{what}: make samples or model smaller, or leave"
             " this device out of --devices"
@@ -467,14 +468,6 @@ def _text_of(error: Exception) -> str:
     if isinstance(error, HetSeqError):
         return text_of(error)
     return "".join(traceback.format_exception(error)).rstrip() + " [worker-raised]"
-
-
-def _has_lost_device(error: Exception) -> bool:
-    """Whether a device has failed under this process, which cannot use it any more, as another one perhaps can.
-
-    An assertion that fails on a device, for an index out of range, is the fault of the code, and would fail again.
-    """
-    return isinstance(error, torch.AcceleratorError) and not is_exhausted(error) and "assert" not in str(error)
 
 
 def _exit_code(error: Exception, *, is_ready: bool) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import Finished, WarmLauncher, run_command
+from tests.support.cuda_errors import OUT_OF_MEMORY
 from tests.support.refusals import BASE, COLD_S, PROMISE_S, SQUARES, TWO, check_refusal, rows, train, write_task
 
 BAD_FILES = {
@@ -145,7 +146,7 @@ def test_a_task_that_raises_on_one_rank_is_told_once_with_that_rank(warm: WarmLa
 def test_a_rank_that_holds_not_one_sample_ends_the_run_with_one_message(warm: WarmLauncher, tmp_path: Path) -> None:
     body = f'bad = (sample["index"] == 30).any(); return {{"loss": {SQUARES}.sum() if not bad else exhausted()}}'
     task = write_task(tmp_path, loss=body)
-    task.write_text(task.read_text() + "\ndef exhausted():\n    raise torch.OutOfMemoryError('CUDA out of memory.')\n")
+    task.write_text(task.read_text() + f"\ndef exhausted():\n    raise torch.OutOfMemoryError({OUT_OF_MEMORY!r})\n")
     words = (f"rank 1 on {socket.gethostname()}: the memory of cpu does not hold even one sample", "in use", "smaller")
     finished = train(warm, tmp_path, "--task", task, *EQUAL_THREE)
     check_refusal(finished, *words, code=1)

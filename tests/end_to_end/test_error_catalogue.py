@@ -27,6 +27,7 @@ import torch
 from hetseq.catalogue import codes_in
 from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 from hetseq.testing import Faults
+from tests.support import cuda_errors
 from tests.support.commands import ROOT
 from tests.support.differing import write_other_torch, write_what
 from tests.support.nodes import Ended, Nodes, Process, Stock
@@ -197,7 +198,7 @@ def odd(*words: object) -> Commands:
 
 # ------------------------------------------------------------------------------------------------------------- rows
 
-OUT_OF_MEMORY = 'torch.OutOfMemoryError("CUDA out of memory.")'
+OUT_OF_MEMORY = f"torch.OutOfMemoryError({cuda_errors.OUT_OF_MEMORY!r})"
 STICKING = """
 import os, time, torch
 from hetseq import Task

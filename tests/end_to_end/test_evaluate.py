@@ -11,6 +11,7 @@ import pytest
 
 from tests.support import forked
 from tests.support.commands import HETSEQ, Finished, WarmLauncher, start_command
+from tests.support.cuda_errors import OUT_OF_MEMORY
 from tests.support.refusals import check_refusal, write_task
 from tests.support.trials import until
 
@@ -112,7 +113,7 @@ def predict_otherwise(warm: WarmLauncher, run: Path, tmp_path: Path, at_seven: s
         ("import os; os.kill(os.getpid(), 9)", 1, ("rank 1 was killed (SIGKILL", "give the command again")),
         (f"import os; {STOPS}", 1, ("rank 1 fell silent", "give the command again")),
         ("import ctypes; ctypes.string_at(0)", 1, ("rank 1 crashed (SIGSEGV)",)),
-        ("raise torch.OutOfMemoryError('CUDA out of memory.')", 1, ("rank 1: the memory of cpu does not hold",)),
+        (f"raise torch.OutOfMemoryError({OUT_OF_MEMORY!r})", 1, ("rank 1: the memory of cpu does not hold",)),
         ('return ["a\\nb"] * 5', 2, ("rank 1: Toy.predictions gave", "for sample 5: expected one line")),
         ("return []", 2, ("rank 1: Toy.predictions gave 0 of them for 5 samples",)),
     ],

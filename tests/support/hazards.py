@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hetseq import Task
+from tests.support import cuda_errors
 
 SAMPLES = 96
 ELEMENTS = 1 << 21  # of Ballast's only parameter: 8 MiB in a checkpoint
@@ -66,9 +67,9 @@ class Hazard(Task):
             raise ValueError(f"sample {key} is poisoned")
         is_first = len(list(self.folder.glob(f"reached-{key}-*"))) == 1
         if what == "lose the device" or (what == "lose the device once" and is_first):
-            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nand more")
+            raise cuda_errors.accelerator_error(cuda_errors.ILLEGAL_ACCESS)
         if what == "fail on the device":
-            raise torch.AcceleratorError("CUDA error: device-side assert triggered\nand more")
+            raise cuda_errors.accelerator_error(cuda_errors.DEVICE_ASSERT)
         if what == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
         if what == "exit":

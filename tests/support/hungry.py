@@ -25,7 +25,7 @@ from hetseq.plan import Position
 from hetseq.run_directory import RunDirectory
 from hetseq.session import Session, build_session
 from hetseq.task import make_task
-from tests.support import oracle, toys
+from tests.support import cuda_errors, oracle, toys
 from tests.support.ranks import run_ranks
 from tests.support.training import Recorder, toy_words
 
@@ -137,7 +137,7 @@ class Hungry(toys.TwoTerms):
     def _run_out(self) -> None:
         self._fault = None
         self.attempt.append("failed")
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB, says the test")
+        raise cuda_errors.out_of_memory()
 
     @property
     def attempt(self) -> Attempt:

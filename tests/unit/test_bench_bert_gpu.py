@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from tasks.bert import BertTask
 from tasks.bert_model import BertConfig
+from tests.support import cuda_errors
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 SMALL = ["--device", "cpu", "--model", "tiny", "--length", "16", "--words", "2000", "--steps", "2"]
@@ -171,7 +172,7 @@ def no_more_than(rows: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def limited(self: BertTask, model: torch.nn.Module, sample: Any) -> Any:
         seen.append(len(sample["next_sentence_labels"]))
         if seen[-1] > rows:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            raise cuda_errors.out_of_memory()
         return loss(self, model, sample)
 
     monkeypatch.setattr(BertTask, "loss", limited)
@@ -220,7 +221,7 @@ def test_memory_that_runs_out_in_the_update_is_refused_and_other_errors_are_not_
     training, _ = training_on("cpu")
     data = training.data(batch_of(2, 1.0), is_packed=True)
     for error, expected in (
-        (torch.OutOfMemoryError("CUDA out of memory"), script("bert_gpu").Refused),
+        (cuda_errors.out_of_memory(), script("bert_gpu").Refused),
         (RuntimeError("another one"), RuntimeError),
     ):
 

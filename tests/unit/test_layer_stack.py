@@ -20,7 +20,7 @@ from hetseq.precision import PRECISIONS
 from tasks.bert_packing import pack
 from tasks.layer_stack import LayerStack, checkpoint_activations_
 from tasks.pretrained import write_pretrained
-from tests.support import bert, gpt, gpt_records, labelled
+from tests.support import bert, cuda_errors, gpt, gpt_records, labelled
 from tests.support.gpt import LAYOUTS
 from tests.support.training import prepared, train
 from tests.unit import test_bert_model, test_bert_packing
@@ -161,7 +161,7 @@ def test_memory_that_runs_out_in_backward_is_known_as_such_and_harms_no_second_a
 
     def refuse(*_: object) -> None:
         if fails and fails.pop(0):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            raise cuda_errors.out_of_memory()
 
     for layer in model.bert.encoder.layer:
         layer.register_forward_pre_hook(refuse)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hetseq import memory
+from tests.support import cuda_errors
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -24,15 +25,15 @@ class OddError(RuntimeError):
 @pytest.mark.parametrize(
     ("error", "is_exhausted"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (cuda_errors.out_of_memory(), True),
         (MemoryError(), True),
         (RuntimeError("[enforce fail] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (cuda_errors.accelerator_error(cuda_errors.DEVICE_ASSERT), False),
         (OddError("DefaultCPUAllocator: can't allocate memory"), False),
         (ValueError("out of memory"), False),
-        (torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be"), True),
-        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
+        (cuda_errors.accelerator_error(cuda_errors.NO_HOST_MEMORY), True),
+        (cuda_errors.accelerator_error(cuda_errors.ILLEGAL_ACCESS), False),
     ],
 )
 def test_memory_that_ran_out_is_told_from_other_failures(error: BaseException, is_exhausted: bool) -> None:
@@ -61,7 +62,7 @@ def ask_numpy() -> None:
 
 
 def ask_gpu() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory.")
+    raise cuda_errors.out_of_memory()
 
 
 @pytest.mark.parametrize(("ask", "lacking"), [(ask_torch, "cpu"), (ask_numpy, "cpu"), (ask_gpu, "cuda:3")])

@@ -1,16 +1,19 @@
-"""What a worker reports when memory has run out where no smaller micro-batch helps."""
+"""What a worker reports when memory has run out where no smaller micro-batch helps, or when its device has failed."""
 
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from hetseq import worker
+from hetseq import memory, worker
 from hetseq.catalogue import codes_in
-from hetseq.errors import EXIT_FAILED, DeviceMemoryError
+from hetseq.errors import EXIT_FAILED, DeviceMemoryError, PeerLostError
 from hetseq.placement import Placement
+from tests.support import cuda_errors
 
 PLACEMENT = Placement(slot=2, device="cpu", threads=1)
 
@@ -34,5 +37,54 @@ def test_what_says_it_itself_is_left_as_it_is() -> None:
 def test_another_failure_of_the_task_keeps_its_traceback() -> None:
     other = worker._report_of_failure(RuntimeError("shapes"), PLACEMENT, is_ready=False)
     assert codes_in(other["message"]) == ["worker-raised"]
-    lost = worker._report_of_failure(torch.AcceleratorError("CUDA error: illegal"), PLACEMENT, is_ready=True)
+
+
+LOST = cuda_errors.accelerator_error(cuda_errors.ILLEGAL_ACCESS)
+ASSERTED = cuda_errors.accelerator_error(cuda_errors.DEVICE_ASSERT)
+CUBLAS = RuntimeError(cuda_errors.CUBLAS_FAILED)
+
+
+def report_on_gpu(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, device_says: Exception | None, *, is_ready: bool = True
+) -> dict[str, Any]:
+    """The report of a rank on a GPU which answers `device_says` when it is asked."""
+
+    def synchronize(device: torch.device) -> None:
+        assert device == torch.device("cuda:1")
+        if device_says is not None:
+            raise device_says
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    return worker._report_of_failure(error, replace(PLACEMENT, device="cuda:1"), is_ready=is_ready)
+
+
+@pytest.mark.parametrize("tail", [cuda_errors.TAIL, cuda_errors.OTHER_TAIL])
+def test_a_device_that_has_failed_is_known_by_the_first_line_of_its_error(
+    monkeypatch: pytest.MonkeyPatch, tail: str
+) -> None:
+    """Torch adds a line about device-side assertions to every error of CUDA."""
+    lost = report_on_gpu(cuda_errors.accelerator_error(cuda_errors.ILLEGAL_ACCESS, tail), monkeypatch, LOST)
     assert lost["has_lost_device"]
+    assert lost["message"] == f"its device failed ({cuda_errors.ILLEGAL_ACCESS})"
+    failed = report_on_gpu(cuda_errors.accelerator_error(cuda_errors.DEVICE_ASSERT, tail), monkeypatch, ASSERTED)
+    assert "has_lost_device" not in failed, "the fault of the code"
+    assert codes_in(failed["message"]) == ["worker-raised"]
+
+
+@pytest.mark.parametrize("text", [cuda_errors.CUBLAS_FAILED, cuda_errors.CUDNN_FAILED + "\nYou can try to repro"])
+def test_a_device_that_fails_within_a_library_is_asked_and_its_answer_decides(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    first = text.partition("\n")[0]
+    lost = report_on_gpu(RuntimeError(text), monkeypatch, LOST)
+    assert lost == {"code": EXIT_FAILED, "message": f"its device failed ({first})", "has_lost_device": True}
+    for answer in (None, ASSERTED, RuntimeError("another")):
+        assert "has_lost_device" not in report_on_gpu(RuntimeError(text), monkeypatch, answer)
+
+
+def test_only_what_may_come_from_the_device_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error in (DeviceMemoryError("full"), cuda_errors.out_of_memory(), PeerLostError("gone")):
+        monkeypatch.setattr(memory, "usage", lambda device: "all of it")
+        assert "has_lost_device" not in report_on_gpu(error, monkeypatch, LOST)
+    assert "has_lost_device" not in report_on_gpu(CUBLAS, monkeypatch, LOST, is_ready=False)
+    assert "has_lost_device" not in worker._report_of_failure(CUBLAS, PLACEMENT, is_ready=True), "a CPU"
