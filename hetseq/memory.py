@@ -23,7 +23,17 @@ _TEXTS_OF_EXHAUSTION = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "CUDA error: out of memory",
+    "HIP error: out of memory",
+    "hipErrorOutOfMemory",
 )
+#: texts of libraries that get no memory for themselves; they have other causes too
+_TEXTS_OF_A_FULL_GPU = (
+    "CUBLAS_STATUS_NOT_INITIALIZED",
+    "CUDNN_STATUS_INTERNAL_ERROR",
+    "unable to find an engine",
+    "Unable to find a valid cuDNN algorithm",
+)
+_FULL_PART = 0.05  # of a GPU's memory: with less of it free, those texts mean that memory ran out
 
 
 def in_use_bytes(device: torch.device) -> int:
@@ -75,10 +85,27 @@ def is_exhausted(error: BaseException) -> bool:
     """Whether this is a device that has no memory left.
 
     torch gives its CPU allocator and the libraries of CUDA no exception of their own, so those are known by their text.
+    Ask while the tensors of the failed work still exist: some texts count only while the GPU is full.
     """
-    is_plain = type(error) in (RuntimeError, torch.AcceleratorError)
-    is_told = is_plain and any(text in str(error) for text in _TEXTS_OF_EXHAUSTION)
-    return is_told or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if type(error) not in (RuntimeError, torch.AcceleratorError):
+        return False
+    message = str(error)
+    if any(text in message for text in _TEXTS_OF_EXHAUSTION):
+        return True
+    return any(text in message for text in _TEXTS_OF_A_FULL_GPU) and _is_gpu_full()
+
+
+def _is_gpu_full() -> bool:
+    """Whether the GPU of this process, if it has one, has hardly any memory left for anything but torch's tensors."""
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        free, total = torch.cuda.mem_get_info()  # what torch has cached is of no use to a library
+    except RuntimeError:  # the device has failed
+        return False
+    return free < _FULL_PART * total
 
 
 def usage(device: torch.device) -> str:

@@ -43,6 +43,14 @@ CUBLAS_FAILED = (
     "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb, m, n, k, &alpha, a, lda,"
     " b, ldb, &beta, c, ldc)`"
 )
+#: what libraries say where they get no memory for themselves, and for other reasons
+AMBIGUOUS = (
+    "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+    "GET was unable to find an engine to execute this computation",
+    "FIND was unable to find an engine to execute this computation",
+    "Unable to find a valid cuDNN algorithm to run convolution",
+)
 CUDNN_FAILED = "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"
 
 

@@ -34,10 +34,31 @@ class OddError(RuntimeError):
         (ValueError("out of memory"), False),
         (cuda_errors.accelerator_error(cuda_errors.NO_HOST_MEMORY), True),
         (cuda_errors.accelerator_error(cuda_errors.ILLEGAL_ACCESS), False),
+        (torch.AcceleratorError("HIP error: out of memory" + cuda_errors.TAIL), True),
+        (RuntimeError("HIP error: hipErrorOutOfMemory"), True),
+        (RuntimeError(cuda_errors.CUBLAS_FAILED), False),
+        *((RuntimeError(text), False) for text in cuda_errors.AMBIGUOUS),  # there is no GPU here
     ],
 )
 def test_memory_that_ran_out_is_told_from_other_failures(error: BaseException, is_exhausted: bool) -> None:
     assert memory.is_exhausted(error) is is_exhausted
+
+
+@pytest.mark.parametrize("text", cuda_errors.AMBIGUOUS)
+def test_what_a_library_says_of_a_full_gpu_and_of_other_faults_is_judged_by_the_memory_of_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    error = RuntimeError(text)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for free, is_exhausted in ((0.04, True), (0.06, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (int(free * 80 * 2**30), 80 * 2**30))
+        assert memory.is_exhausted(error) is is_exhausted
+
+    def refuse() -> None:
+        raise cuda_errors.accelerator_error(cuda_errors.ILLEGAL_ACCESS)
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
+    assert not memory.is_exhausted(error), "a device that has failed has no memory to speak of"
 
 
 def test_the_real_refusals_of_torch_and_numpy_are_recognised() -> None:
