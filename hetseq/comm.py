@@ -2,8 +2,9 @@
 
 A `Group` is one fixed membership, built over gloo on one chosen interface and owned by nobody else: no default process
 group, no environment variables. Where all its ranks are on one machine, sums and rows go through shared memory instead
-(`neighbours`). `LocalGroup` answers the same calls for a world of one. Every wait has a deadline, and every failure of
-a collective becomes one PeerLostError; who is to blame is for the launcher to find out.
+(`neighbours`). `LocalGroup` answers the same calls for a world of one. Every wait has a deadline. A failure of a
+collective becomes one PeerLostError, and the launcher finds out who is to blame; but an error of this rank's own device
+or memory stays as it is.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import hmac
 import json
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOption
 
 from hetseq import wall, whereabouts
 from hetseq.errors import HetSeqError, PeerLostError, RendezvousError
+from hetseq.memory import is_exhausted
 from hetseq.neighbours import LONGEST_ROW, NO_NAME, Neighbours, machine, open_door
 
 logger = logging.getLogger(__name__)
@@ -78,7 +80,7 @@ class Group:
         Collective. Raises PeerLostError.
         """
         if self._neighbours is not None:
-            with _peer_errors("memory that ranks share", self.deadline_s):
+            with _PeerErrors("memory that ranks share", self.deadline_s):
                 is_wanted, timeout_s = elements > 0 and device.type == "cpu", self.deadline_s
                 shared = self._neighbours.zeros(elements, dtype, is_wanted=is_wanted, timeout_s=timeout_s)
             if shared is not None:
@@ -91,21 +93,29 @@ class Group:
             self._neighbours.release(tensor)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
-        """Start adding `tensor` over all ranks, in place; returns at once. Sums are awaited in the same order."""
+        """Start adding `tensor` over all ranks, in place; returns at once. Sums are awaited in the same order.
+
+        Raises PeerLostError, and torch's own error where the memory or the device of this rank has failed; the group is
+        over then. So does `wait`.
+        """
         what, options = "a gradient bucket", AllreduceOptions()  # a sum, unless told otherwise
         options.timeout = timedelta(seconds=self.deadline_s)
         self.bytes_reduced += tensor.numel() * tensor.element_size()
-        with _peer_errors(what, self.deadline_s):
-            if self._neighbours is not None and self._neighbours.holds(tensor):
-                wait = self._neighbours.all_reduce_sum(tensor, timeout_s=self.deadline_s).wait
-            else:
-                wait = functools.partial(self._await, self._transport().allreduce([tensor], options))
+        try:
+            with _PeerErrors(what, self.deadline_s):
+                if self._neighbours is not None and self._neighbours.holds(tensor):
+                    wait = self._neighbours.all_reduce_sum(tensor, timeout_s=self.deadline_s).wait
+                else:
+                    wait = functools.partial(self._await, self._transport().allreduce([tensor], options))
+        except RuntimeError:  # this rank's own; gloo has counted the sum, and peers would take the next one for it
+            self.sever()
+            raise
         return _Work(wait, what, self.deadline_s)
 
     def all_gather_rows(self, row: Rows) -> Rows:
         """Rows of all ranks in rank order: (n,) on each rank gives (world_size, n). Blocks."""
         if self._neighbours is not None and row.nbytes <= LONGEST_ROW:
-            with _peer_errors("a row of every rank", self.deadline_s):
+            with _PeerErrors("a row of every rank", self.deadline_s):
                 rows = self._neighbours.all_gather(row.tobytes(), timeout_s=self.deadline_s)
             return np.frombuffer(b"".join(rows), np.int64).reshape(self.world_size, -1)
         # fresh memory for each call: an abandoned gather may still write into its own
@@ -113,7 +123,7 @@ class Group:
         table = [torch.empty_like(mine) for _ in range(self.world_size)]
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=self.deadline_s)
-        with _peer_errors("a row of every rank", self.deadline_s):
+        with _PeerErrors("a row of every rank", self.deadline_s):
             self._await(self._transport().allgather([table], [mine], options))
         return torch.stack(table).numpy()
 
@@ -124,7 +134,7 @@ class Group:
         # by bytes, because gloo does not know every dtype
         flat = tensor.view(-1).view(torch.uint8) if tensor.is_contiguous() else None
         carrier = tensor.contiguous().view(-1).view(torch.uint8) if flat is None else flat
-        with _peer_errors(f"{carrier.numel():,} bytes from rank {source}", self.deadline_s):
+        with _PeerErrors(f"{carrier.numel():,} bytes from rank {source}", self.deadline_s):
             self._await(self._transport().broadcast([carrier], options))
         if flat is None:
             tensor.copy_(carrier.view(tensor.dtype).view(tensor.shape))
@@ -453,7 +463,7 @@ class _Work:
         self._wait, self._what, self._deadline_s = wait, what, deadline_s
 
     def wait(self) -> None:
-        with _peer_errors(self._what, self._deadline_s):
+        with _PeerErrors(self._what, self._deadline_s):
             self._wait()
 
 
@@ -462,14 +472,23 @@ class _Done:
         pass
 
 
-@contextmanager
-def _peer_errors(what: str, deadline_s: float) -> Iterator[None]:
-    whereabouts.wait_for_others(True)
-    try:
-        yield
-    except RuntimeError as error:
-        # the cause is cut off on purpose: its traceback would hold the group's sockets open, and peers would wait
-        reason = str(error).splitlines()[0]
-        raise PeerLostError(f"lost a peer while waiting up to {deadline_s:.0f} s for {what} ({reason})") from None
-    finally:
+class _PeerErrors:
+    """Makes the loss of a peer of what fails in the block, unless this rank's own device or memory has failed."""
+
+    def __init__(self, what: str, deadline_s: float) -> None:
+        self._what, self._deadline_s = what, deadline_s
+
+    def __enter__(self) -> None:
+        whereabouts.wait_for_others(True)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         whereabouts.wait_for_others(False)
+        if not isinstance(error, RuntimeError):
+            return
+        # the frames are cut off on purpose: they would hold the group's sockets open, and peers would wait
+        if isinstance(error, torch.AcceleratorError) or is_exhausted(error):
+            raise error.with_traceback(None)
+        reason = str(error).splitlines()[0]
+        raise PeerLostError(
+            f"lost a peer while waiting up to {self._deadline_s:.0f} s for {self._what} ({reason})"
+        ) from None

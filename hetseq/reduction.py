@@ -262,12 +262,12 @@ class GradientReducer(Gradients):
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._sent]
-        self._sent += 1
         for index, view in zip(bucket.members, bucket.views):
             if not self.used[index]:  # it holds what an earlier step has left
                 view.zero_()
                 self._keep(index, view)
         bucket.pending = self._group.all_reduce_sum(bucket.flat)
+        self._sent += 1  # only now: where memory ran out, nothing has left
 
     def _keep(self, index: int, view: torch.Tensor) -> None:
         self._parameters[index].grad = view

@@ -235,8 +235,9 @@ def test_a_rank_that_is_asked_to_go_leaves_and_the_others_go_on(tmp_path: Path) 
     assert "2 ranks go on after step" in finished.err
 
 
-def test_a_worker_whose_device_fails_is_replaced_by_another_process(tmp_path: Path) -> None:
-    words = _planned(tmp_path, {"40": "lose the device once"}, "--distributed-world-size", 3)
+@pytest.mark.parametrize("where", ["lose the device once", "lose the device in the exchange"])
+def test_a_worker_whose_device_fails_is_replaced_by_another_process(tmp_path: Path, where: str) -> None:
+    words = _planned(tmp_path, {"40": where}, "--distributed-world-size", 3)
     with start_trial(words, tmp_path / "run") as trial:
         finished = trial.finish()
     assert finished.code == 0, finished.err
@@ -244,6 +245,19 @@ def test_a_worker_whose_device_fails_is_replaced_by_another_process(tmp_path: Pa
     assert re.search(story, finished.err)
     assert "Traceback" not in finished.err
     assert "AcceleratorError: CUDA error" in (tmp_path / "run" / "log" / "rank-1.txt").read_text()
+
+
+def test_a_worker_whose_memory_runs_out_in_the_exchange_takes_smaller_micro_batches_and_blames_no_peer(
+    tmp_path: Path,
+) -> None:
+    words = _planned(tmp_path, {"40": "run out of memory in the exchange"}, "--distributed-world-size", 3)
+    with start_trial(words, tmp_path / "run") as trial:
+        finished = trial.finish()
+    assert finished.code == 0, finished.err
+    assert "rank 1" in finished.err
+    assert "did not hold a micro-batch" in finished.err
+    assert "3 ranks go on after step" in finished.err, "the group is built anew, in the same processes"
+    assert "is back" not in finished.err
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from hetseq import Task
+from hetseq.neighbours import Neighbours
 from tests.support import cuda_errors
 
 SAMPLES = 96
@@ -62,12 +63,18 @@ class Hazard(Task):
         what = self.plan.get(key)
         if what is None:
             return
-        (self.folder / f"reached-{key}-{os.getpid()}").touch()
+        mark = self.folder / f"reached-{key}-{os.getpid()}"
+        is_again = mark.exists()  # the same process does its share once more
+        mark.touch()
         if what == "raise":
             raise ValueError(f"sample {key} is poisoned")
         is_first = len(list(self.folder.glob(f"reached-{key}-*"))) == 1
         if what == "lose the device" or (what == "lose the device once" and is_first):
             raise cuda_errors.accelerator_error(cuda_errors.ILLEGAL_ACCESS)
+        if what == "lose the device in the exchange" and is_first:
+            fail_in_exchange(cuda_errors.accelerator_error(cuda_errors.ILLEGAL_ACCESS))
+        if what == "run out of memory in the exchange" and is_first and not is_again:
+            fail_in_exchange(cuda_errors.out_of_memory())
         if what == "fail on the device":
             raise cuda_errors.accelerator_error(cuda_errors.DEVICE_ASSERT)
         if what == "crash":
@@ -78,6 +85,16 @@ class Hazard(Task):
             ctypes.PyDLL(None).sleep(60)  # in C and without releasing it: no other thread runs
         while what == "wait" and not (self.folder / "open").exists():
             time.sleep(0.005)
+
+
+def fail_in_exchange(error: Exception) -> None:
+    """The next sum that this process starts fails, as one of a CUDA tensor may: it copies, and pins host memory."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        Neighbours.all_reduce_sum = start  # type: ignore[method-assign]
+        raise error
+
+    start, Neighbours.all_reduce_sum = Neighbours.all_reduce_sum, fail  # type: ignore[method-assign]
 
 
 class Lengths(Indices):

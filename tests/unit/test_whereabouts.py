@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from hetseq import whereabouts
-from hetseq.comm import LocalGroup, _peer_errors
+from hetseq.comm import LocalGroup, _PeerErrors
 from hetseq.errors import PeerLostError
 from hetseq.pulse import SHARE, Pulse
 from hetseq.run_directory import RunDirectory
@@ -66,7 +66,7 @@ def test_whoever_waits_in_a_collective_is_not_the_one_that_is_waited_for(cell: C
     seen = []
 
     def fail_in_collective() -> None:
-        with _peer_errors("a row", 5.0):
+        with _PeerErrors("a row", 5.0):
             seen.append(cell.stand().is_waiting)
             raise RuntimeError("its end")
 
