@@ -16,7 +16,7 @@ import queue
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -251,20 +251,21 @@ def _request(itinerary: Itinerary, base: Indices | None, epoch: int, key: Key) -
     return Request(epoch, indices if base is None else base[indices])
 
 
-def load_range(
-    source: Source, pieces: Sequence[tuple[int, int]], *, is_listed: bool = True
-) -> Iterator[MicroBatch]:  # fmt: skip
-    """Micro-batches of a data set in its own order, for validation; fetched in this thread.
+def range_reader(source: Source, *, is_listed: bool = True) -> Callable[[int, int], MicroBatch]:
+    """A function that reads samples start to stop - 1 of a data set, in its own order, in the thread of its caller.
 
-    Where `is_listed` that is the order of its `ordered_indices`, if it has them; else that of its indices.
+    For validation. Where `is_listed` that is the order of its `ordered_indices`, if it has them; else that of its
+    indices. The sample is on the host.
     """
     fetcher = Fetcher(source.dataset, source.seed, epoch=0)  # no set_epoch: it may be the training data, one step ahead
     base = base_order(source.dataset) if is_listed else None
-    for start, stop in pieces:
+
+    def read(start: int, stop: int) -> MicroBatch:
         indices = np.arange(start, stop) if base is None else base[start:stop]
         sample = source.collate(fetcher.samples(Request(0, indices)))
-        counts = source.count(sample, stop - start)
-        yield MicroBatch(source.place(sample), start, stop - start, counts, stop - start)
+        return MicroBatch(sample, start, stop - start, source.count(sample, stop - start), stop - start)
+
+    return read
 
 
 class _Requests:

@@ -114,6 +114,16 @@ def usage(device: torch.device) -> str:
     return f"{used / 2**30:.2f} of {limit / 2**30:.2f} GiB in use by this rank"
 
 
+def complaint(
+    device: torch.device, what: str = "even one sample", remedy: str = "make samples or model smaller"
+) -> str:
+    """What to tell of a device whose memory does not hold the smallest piece of work."""
+    return (
+        f"the memory of {device} does not hold {what} ({usage(device)}): {remedy}, or leave this device out of"
+        " --devices"
+    )
+
+
 def where_exhausted(error: BaseException, device: torch.device) -> str:
     """Which memory ran out and in which line, torch's own left out; for an error that `is_exhausted` knows."""
     is_main = isinstance(error, MemoryError) or "CPUAllocator" in str(error)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from hetseq.config import Config, DistributedConfig, ValidationConfig
 from hetseq.errors import ConfigError
 from hetseq.fetching import base_order
 from hetseq.material import Material
+from hetseq.micro_batches import MicroBatchSizes
 from hetseq.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planner
 from hetseq.shards import Shards
 from hetseq.task import lengths_of
@@ -92,12 +93,18 @@ def _lengths_by_place(dataset: Any) -> Lengths | None:
     return lambda places: lengths(base[places])
 
 
-def make_validators(config: Config, material: Material) -> list[Validator]:
-    """One validator per validation split, in the order of --valid-subset."""
+def make_validators(config: Config, material: Material, sizes: MicroBatchSizes | None = None) -> list[Validator]:
+    """One validator per validation split, in the order of --valid-subset.
+
+    Where the options give no size for validation, a forward is no larger than `sizes`, those of training, come to be.
+    """
     samples = config.validation.max_sentences_valid or config.data.max_sentences
     tokens = config.validation.max_tokens_valid or config.data.max_tokens
     if not samples and not tokens:
         samples = config.data.global_batch_size
+    learned: Callable[[], MicroBatchCap] = MicroBatchCap
+    if sizes is not None and not (config.validation.max_sentences_valid or config.validation.max_tokens_valid):
+        learned = functools.partial(_learned, sizes)
     weights = tuple(float(material.task.term_weights.get(term, 1.0)) for term in material.terms)
     computing = functools.partial(material.precision.computing, material.device)
     validators = []
@@ -106,8 +113,18 @@ def make_validators(config: Config, material: Material) -> list[Validator]:
         if tokens and not samples:
             lengths = _needed_lengths(dataset, "add --max-sentences-valid")
         cap = MicroBatchCap(samples, tokens if lengths is not None else None)
-        validators.append(Validator(name, material.source(dataset), cap, lengths, material.terms, weights, computing))
+        validators.append(
+            Validator(
+                name, material.source(dataset), cap, lengths, material.terms, weights, computing,
+                material.device, learned,
+            )
+        )  # fmt: skip
     return validators
+
+
+def _learned(sizes: MicroBatchSizes) -> MicroBatchCap:
+    """The cap of training by now; a unit of --unit-size says nothing of memory."""
+    return MicroBatchCap() if sizes.is_fixed else sizes.cap
 
 
 def check_best_metric(config: ValidationConfig, validators: list[Validator], material: Material) -> None:

@@ -176,7 +176,8 @@ def build_session(
         replica = _build_replica(config, material, group, carried.optimizer if carried else None)
         undo.callback(replica.reducer.close)
         weights_of_ranks = weights_by_slot(config.distributed, slots)
-        validators = make_validators(config, material)
+        sizes = _micro_batch_sizes(config.data, device, DeviceMemo(directory, device))
+        validators = make_validators(config, material, sizes)
         check_best_metric(config.validation, validators, material)
 
         asked = global_batch(config.data, group)
@@ -215,7 +216,6 @@ def build_session(
         shards = shards_of(provenance.parts, parts) if parts and provenance.parts else None
         is_last = succession is not None and (succession.record.is_last or (shards is not None and bool(shards.lost)))
         planner = planner_of(config, material.train, provenance.batch, assign, shards)
-        sizes = _micro_batch_sizes(config.data, device, DeviceMemo(directory, device))
         is_first_measured = (is_balanced or sizes.is_learning) and not sizes.is_fixed and carried is None
         if batch_norms(material.model):
             is_first_measured = False  # which fails on a micro-batch of one sample

@@ -164,7 +164,4 @@ class ShareComputer:
         what, remedy = "even one sample", "make samples or model smaller"
         if self.sizes.is_fixed:
             what, remedy = f"a unit of {samples} samples", "give a smaller --unit-size"
-        return (
-            f"{self._name}: the memory of {self._device} does not hold {what} ({memory.usage(self._device)}):"
-            f" {remedy}, or leave this device out of --devices"
-        )
+        return f"{self._name}: {memory.complaint(self._device, what, remedy)}"

@@ -1,10 +1,10 @@
 """A pass over whole splits by all ranks, in place of training: what `hetseq evaluate` and `hetseq predict` do.
 
 Responsible for dividing a split, for the numbers and for the lines of predictions. Refuses to know how the ranks were
-started and what becomes of the file. The one idea: a split is cut into pieces by its options alone, one forward each;
-ranks are dealt whole pieces, and what comes of them is put together in the order of the pieces. So every number has the
-same bits on any number of equal devices, and who computes which piece is a matter of speed only: pieces are dealt in
-rounds, by what each rank has shown before, and the rounds get shorter towards the end.
+started and what becomes of the file. The one idea: a split is cut into pieces by its options alone, one forward each
+where memory holds it; ranks are dealt whole pieces, and what comes of them is put together in the order of the pieces.
+So every number has the same bits on any number of equal devices, and who computes which piece is a matter of speed
+only: pieces are dealt in rounds, by what each rank has shown before, and the rounds get shorter towards the end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,11 +26,9 @@ from hetseq.checkpoint import CheckpointManager, Retention
 from hetseq.comm import AnyGroup
 from hetseq.config import Config
 from hetseq.errand import Errand
-from hetseq.errors import CheckpointError, ConfigError, DeviceMemoryError, HetSeqError, TaskError
-from hetseq.loader import MicroBatch, load_range
+from hetseq.errors import CheckpointError, ConfigError, HetSeqError, TaskError
+from hetseq.loader import MicroBatch, range_reader
 from hetseq.material import Material, load_material
-from hetseq.memory import is_exhausted
-from hetseq.plan import EpochOrder, cut
 from hetseq.planning import make_validators
 from hetseq.replica import load_model_, model_tensors
 from hetseq.run_directory import RunDirectory, json_line, write_all
@@ -69,28 +67,13 @@ def perform(errand: Errand, config: Config, material: Material, group: AnyGroup)
     weights = _weights(config, group)
     lines = []
     for validator in make_validators(config, material):
-        with _refused_memory(validator, material.device):
-            if errand.output is None:
-                values = evaluate(validator, material.task, material.model, group, weights=weights)
-                lines.append(_shown(step, validator.split, values, wants_json=errand.wants_json))
-            else:
-                count = predict(validator, material.task, material.model, group, Path(errand.output), weights=weights)
-                lines.append(f"step {step} {validator.split} predictions {count}")
+        if errand.output is None:
+            values = evaluate(validator, material.task, material.model, group, weights=weights)
+            lines.append(_shown(step, validator.split, values, wants_json=errand.wants_json))
+        else:
+            count = predict(validator, material.task, material.model, group, Path(errand.output), weights=weights)
+            lines.append(f"step {step} {validator.split} predictions {count}")
     return "\n".join(lines)
-
-
-@contextmanager
-def _refused_memory(validator: Validator, device: torch.device) -> Iterator[None]:
-    """A device without memory is told in words: no smaller pieces are tried, as other ranks have theirs already."""
-    try:
-        yield
-    except Exception as error:
-        if not is_exhausted(error):
-            raise
-        remedy = "add --max-sentences-valid with a smaller number, or leave this device out of --devices"
-        raise DeviceMemoryError(
-            f"the memory of {device} does not hold a micro-batch of {validator.split}: {remedy}"
-        ) from None
 
 
 def _load(errand: Errand, config: Config, material: Material, group: AnyGroup) -> int:
@@ -161,23 +144,25 @@ def predict(
     """
     # labels are not needed, so nothing is counted that a split without them lacks
     source = replace(validator.source, count=lambda sample, size: (), terms=0)
-    size = len(source.dataset)
     lengths = lengths_of(source.dataset) if validator.lengths is not None else None
-    order = EpochOrder(size, seed=0, epoch=0, shuffle=False)
+    validator = replace(validator, source=source, lengths=lengths)
+    read = range_reader(source, is_listed=False)
+
+    def lines_of(start: int, stop: int) -> bytes:
+        batch = read(start, stop)
+        return _lines(task, task.predictions(model, source.place(batch.sample)), batch)
 
     def work(pieces: Sequence[Piece]) -> list[bytes]:
-        batches = load_range(source, pieces, is_listed=False)
-        return [_lines(task, task.predictions(model, batch.sample), batch) for batch in batches]
+        return [b"".join(validator.in_parts(piece, lines_of)) for piece in pieces]
 
     with validator.judging(task, model), ExitStack() as closing:
         file = _Output(output, closing) if group.rank == 0 else None
-        pieces = cut(order, 0, size, validator.cap, lengths=lengths)
-        for lines in sweep(group, pieces, work, weights=weights, what=validator.split):
+        for lines in sweep(group, validator.pieces(), work, weights=weights, what=validator.split):
             if file is not None:
                 file.write(lines)
         if file is not None:
             file.finish()
-    return size
+    return len(source.dataset)
 
 
 def _lines(task: Task, predictions: object, batch: MicroBatch) -> bytes:

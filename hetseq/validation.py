@@ -1,24 +1,34 @@
 """Evaluates a split on all ranks, each sample exactly once whatever the world size.
 
 The samples are divided by the same shares as a training step; sums and counts of losses and metrics travel, never
-means, and are added in rank order, so every rank knows the same result to the bit.
+means, and are added in rank order, so every rank knows the same result to the bit. How many samples a rank takes at
+once is its own affair: sums are additive, so what its memory does not hold is done again in halves.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
+from hetseq import memory
 from hetseq.comm import AnyGroup, sum_floats
-from hetseq.errors import TaskError
-from hetseq.loader import MicroBatch, Source, load_range
+from hetseq.errors import DeviceMemoryError, TaskError
+from hetseq.loader import MicroBatch, Source, range_reader
+from hetseq.micro_batches import MicroBatchSizes
 from hetseq.plan import EpochOrder, Lengths, MicroBatchCap, cut
 from hetseq.task import Task, check_sums
+
+logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,11 +37,13 @@ class Validator:
 
     split: str
     source: Source
-    cap: MicroBatchCap
+    cap: MicroBatchCap  # by the options
     lengths: Lengths | None
     terms: tuple[str, ...]
     weights: tuple[float, ...]
     computing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    device: torch.device = _CPU
+    learned: Callable[[], MicroBatchCap] = MicroBatchCap  # what training has learned of this rank's memory so far
 
     def evaluate(
         self, task: Task, model: torch.nn.Module, group: AnyGroup, assign: Callable[[int], tuple[int, ...]]
@@ -70,15 +82,41 @@ class Validator:
         return sorted(self._metrics_of_first(task, model))
 
     def pieces(self) -> list[tuple[int, int]]:
-        """The whole split in micro-batches."""
-        return self._cut(0, len(self.source.dataset))
+        """The whole split in micro-batches by the options alone: the same on every rank."""
+        return self._cut(0, len(self.source.dataset), self.cap)
 
     def rows(
         self, task: Task, model: torch.nn.Module, names: list[str], pieces: Sequence[tuple[int, int]]
     ) -> Iterator[list[float]]:
         """For each piece sum and count of each term, then of each metric, one after the other, within `judging`."""
-        for batch in load_range(self.source, pieces):
-            yield [number for pair in self._pairs(task, model, names, batch) for number in pair]
+        read = range_reader(self.source)
+
+        def judge(start: int, stop: int) -> list[float]:
+            return [number for pair in self._pairs(task, model, names, read(start, stop)) for number in pair]
+
+        for piece in pieces:
+            yield [sum(column) for column in zip(*self.in_parts(piece, judge), strict=True)]
+
+    def in_parts(self, piece: tuple[int, int], work: Callable[[int, int], T]) -> list[T]:
+        """What `work(start, stop)` gives of a piece; of its parts, in order, where memory does not hold it at once.
+
+        Raises DeviceMemoryError where memory does not hold one sample.
+        """
+        waiting, results = [piece], []
+        while waiting:
+            start, stop = waiting.pop()
+            parts = self._cut(start, stop, self._cap())
+            if len(parts) > 1:
+                waiting += reversed(parts)
+                continue
+            result = _within_memory(work, start, stop)
+            if result is None:
+                memory.release(self.device)  # only here, when no exception holds the frames and their tensors any more
+                self._refuse(start, stop)
+                waiting.append((start, stop))
+            else:
+                results.append(result)
+        return results
 
     def figures(self, task: Task, names: list[str], totals: Sequence[float]) -> dict[str, float]:
         """What `evaluate` gives, from the rows of all pieces, added up."""
@@ -92,16 +130,41 @@ class Validator:
     def _own_pieces(self, group: AnyGroup, assign: Callable[[int], tuple[int, ...]]) -> list[tuple[int, int]]:
         shares = assign(len(self.source.dataset))
         start = sum(shares[: group.rank])
-        return self._cut(start, start + shares[group.rank])
+        return self._cut(start, start + shares[group.rank], self._cap())
 
-    def _cut(self, start: int, stop: int) -> list[tuple[int, int]]:
-        order = EpochOrder(len(self.source.dataset), seed=0, epoch=0, shuffle=False)
-        return cut(order, start, stop, self.cap, lengths=self.lengths)
+    @property
+    def _order(self) -> EpochOrder:
+        return EpochOrder(len(self.source.dataset), seed=0, epoch=0, shuffle=False)
+
+    def _cut(self, start: int, stop: int, cap: MicroBatchCap) -> list[tuple[int, int]]:
+        return cut(self._order, start, stop, cap, lengths=self.lengths)
+
+    @functools.cached_property
+    def _sizes(self) -> MicroBatchSizes:
+        """What forwards of this split have taught of this rank's memory."""
+        return MicroBatchSizes(self.cap)
+
+    def _cap(self) -> MicroBatchCap:
+        """What this rank takes at once."""
+        own, learned = self._sizes.cap, self.learned()
+        return replace(own, samples=_least(own.samples, learned.samples), tokens=_least(own.tokens, learned.tokens))
+
+    def _refuse(self, start: int, stop: int) -> None:
+        """Memory did not hold these samples at once."""
+        is_first, size = self._sizes.cap == self.cap, stop - start
+        tokens = 0 if self.lengths is None else int(self.lengths(self._order.take(start, stop)).sum())
+        if not self._sizes.refuse(size, tokens):
+            raise DeviceMemoryError(memory.complaint(self.device, f"even one sample of {self.split}"))
+        if is_first:
+            logger.warning(
+                "the memory of %s did not hold a micro-batch of %d samples of %s: this rank takes smaller ones from now"
+                " on, with the same result [batch-halved]", self.device, size, self.split,
+            )  # fmt: skip
 
     def _metrics_of_first(self, task: Task, model: torch.nn.Module) -> dict[str, tuple[float, float]]:
         """The names of the metrics, asked of one sample so that a rank without samples knows them too."""
-        batch = next(load_range(self.source, [(0, 1)]))
-        measured = task.metrics(model, batch.sample)
+        read = range_reader(self.source)
+        (measured,) = self.in_parts((0, 1), lambda *piece: task.metrics(model, self.source.place(read(*piece).sample)))
         self._check_names(task, "metrics", measured)
         return measured
 
@@ -123,15 +186,30 @@ class Validator:
     def _pairs(
         self, task: Task, model: torch.nn.Module, names: list[str], batch: MicroBatch
     ) -> list[tuple[float, float]]:
-        counts = dict(zip(self.terms, batch.counts))
-        sums = check_sums(task, task.micro_step(model, batch.sample, counts), self.terms)
-        measured = task.metrics(model, batch.sample)
+        counts, sample = dict(zip(self.terms, batch.counts)), self.source.place(batch.sample)
+        sums = check_sums(task, task.micro_step(model, sample, counts), self.terms)
+        measured = task.metrics(model, sample)
         if sorted(measured) != names:
             raise TaskError(
                 f"{type(task).__name__}.metrics gave {sorted(measured)}, earlier {names}: give the same names"
             )
         losses = [(_number(sums[term]) if counts[term] else 0.0, counts[term]) for term in self.terms]
         return losses + [(_number(measured[name][0]), _number(measured[name][1])) for name in names]
+
+
+def _within_memory(work: Callable[[int, int], T], start: int, stop: int) -> T | None:
+    """What `work` gives, or None if memory ran out."""
+    try:
+        return work(start, stop)
+    except (RuntimeError, MemoryError) as error:
+        if not memory.is_exhausted(error):
+            raise
+        return None
+
+
+def _least(one: int | None, other: int | None) -> int | None:
+    """The smaller limit; None for no limit."""
+    return other if one is None else one if other is None else min(one, other)
 
 
 def _number(value: torch.Tensor | float) -> float:

@@ -422,3 +422,26 @@ def test_a_process_that_may_have_no_more_memory_takes_less_at_once(is_in_backwar
         assert all(
             (g - right).norm() <= LIMIT * right.norm() for g, right in zip(gradients, curve.gradients, strict=True)
         )
+
+
+# In validation, which has no micro-batch of its own where the options give none.
+
+
+def validate_at_the_end(group: AnyGroup, save_dir: str, words: Words, most: list[int]) -> list[dict[str, Any]]:
+    session, recorder = session_of(group, save_dir, words)
+    keep_diary(group, session)
+    session.controller.task.appetite = Appetite(most=most[group.rank])  # type: ignore[attr-defined]
+    with session:
+        session.train()
+    return recorder.validations
+
+
+def test_a_rank_whose_memory_holds_little_validates_in_as_small_micro_batches_as_it_trains(tmp_path: Path) -> None:
+    """Without a cap one forward would have a whole global batch of the split."""
+    words = [word for word in words_of(24, balance="1,1", max_update=2) if word != "--disable-validation"]
+    runs = zip(prepared(tmp_path, 2), ([1000, 1000], [5, 2]), strict=True)
+    (calm, hurt) = (run_ranks(validate_at_the_end, 2, save_dir, words, most) for save_dir, most in runs)
+    assert len(calm[0]) == 1
+    assert hurt[0] == hurt[1]
+    for name, value in calm[0][0].items():
+        assert hurt[0][0][name] == (pytest.approx(value, rel=1e-13) if isinstance(value, float) else value)

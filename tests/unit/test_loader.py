@@ -24,7 +24,7 @@ from hetseq import fetching
 from hetseq.capacity import assign_shares
 from hetseq.errors import DataError, HetSeqError
 from hetseq.fetching import Collate, Fetched, Fetcher, LoaderDied, Request, base_order, seed_everything
-from hetseq.loader import Source, StepLoader, load_range, place_on
+from hetseq.loader import Source, StepLoader, place_on, range_reader
 from hetseq.plan import GlobalBatch, MicroBatchCap, Planner, Position, StepPlan
 from tests.support.journeys import Change, Journey, apply, drive, expected, some_journey
 
@@ -206,9 +206,10 @@ def test_the_order_that_a_data_set_lists_is_followed() -> None:
     straight, listed = run(Numbers(), 3), run(Backwards(), 3)
     assert samples_by_step(listed) == [[N - 1 - sample for sample in step] for step in samples_by_step(straight)]
     assert base_order(Numbers()) is None
-    own = [batch.sample for batch in load_range(make_source(Backwards()), [(0, 2), (9, 11)])]
-    assert own == [[10, 9], [1, 0]]
-    assert [batch.sample for batch in load_range(make_source(Numbers()), [(0, 2)])] == [[0, 1]]
+    read = range_reader(make_source(Backwards()))
+    assert [read(0, 2).sample, read(9, 11).sample] == [[10, 9], [1, 0]]
+    assert range_reader(make_source(Numbers()))(0, 2).sample == [0, 1]
+    assert range_reader(make_source(Backwards()), is_listed=False)(0, 2).sample == [0, 1]
 
 
 @pytest.mark.parametrize("listed", [[0, 1, 2], [0] * N, list(range(1, N + 1))])
@@ -531,7 +532,7 @@ def test_placing_moves_the_floats_to_the_precision_and_leaves_the_rest() -> None
 
 def test_a_stock_collate_function_works() -> None:
     source = make_source(Numbers(), default_collate)
-    (batch,) = load_range(source, [(2, 5)])
+    batch = range_reader(source)(2, 5)
     assert batch.sample.tolist() == [2, 3, 4]
     assert (batch.start, batch.size, batch.counts) == (2, 3, (3.0, 1.5))
 

@@ -16,12 +16,13 @@ from torch.utils.data import default_collate
 
 from hetseq import Config, Task
 from hetseq.comm import LocalGroup
-from hetseq.errors import HetSeqError, TaskError, TaskFileError
+from hetseq.errors import DeviceMemoryError, HetSeqError, TaskError, TaskFileError
 from hetseq.loader import Source
 from hetseq.plan import MicroBatchCap
 from hetseq.sweep import evaluate, predict, size_of_round, sweep
 from hetseq.task import make_task
 from hetseq.validation import Validator
+from tests.support import cuda_errors
 
 N = 13  # no number of ranks below divides it, nor do 4 samples a piece
 
@@ -68,9 +69,15 @@ class Named(Task):
     """Predicts the index and the score of each sample; `said` is said of the batch with sample 0 instead."""
 
     said: Any = None
+    most = N  # samples that memory holds at once
     most_tokens = 100
 
+    def _need_memory(self, sample: Any) -> None:
+        if len(sample["index"]) > self.most:
+            raise cuda_errors.out_of_memory()
+
     def loss(self, model: Any, sample: Any) -> Any:
+        self._need_memory(sample)
         return {"loss": (model(sample["x"]) ** 2).sum()}
 
     def metrics(self, model: Any, sample: Any) -> Any:
@@ -79,6 +86,7 @@ class Named(Task):
     def predictions(self, model: Any, sample: Any) -> list[str]:
         assert not model.training
         assert not torch.is_grad_enabled()
+        self._need_memory(sample)
         size, tokens = len(sample["index"]), sum(Rows.lengths[index] for index in sample["index"].tolist())
         assert size == 1 or tokens <= self.most_tokens
         if self.said is not None and 0 in sample["index"].tolist():
@@ -126,6 +134,32 @@ def test_each_sample_has_one_line_in_the_order_of_the_data_set(tmp_path: Path, c
         texts.append(path.read_text())
     assert texts[0] == texts[1] == texts[2]
     assert [line.split()[0] for line in texts[0].splitlines()] == [str(index) for index in range(N)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_what_memory_does_not_hold_is_evaluated_and_predicted_in_halves(tmp_path: Path, world_size: int) -> None:
+    """Pieces stay those that the ranks were dealt, so the lines are in order and the numbers those of a calm run."""
+    calm, task = make_task(Named, Config()), make_task(Named, Config())
+    task.most = 3  # type: ignore[attr-defined]
+    for cap in (MicroBatchCap(7), MicroBatchCap(9, 20), MicroBatchCap(100)):
+        expected = evaluate(validator(cap), calm, make_model(), LocalGroup())
+        life = lambda group, model, cap=cap: evaluate(validator(cap), task, model, group)  # noqa: E731
+        found = on_ranks(world_size, life)
+        assert found == [found[0]] * world_size
+        assert found[0] == pytest.approx(expected, rel=1e-12)
+        paths = [tmp_path / f"{cap.samples}-{name}.txt" for name in ("calm", "full")]
+        predict(validator(cap), calm, make_model(), LocalGroup(), paths[0])
+        life = lambda group, model, cap=cap, path=paths[1]: predict(validator(cap), task, model, group, path)  # noqa: E731
+        on_ranks(world_size, life)
+        assert paths[1].read_text() == paths[0].read_text()
+        assert len(paths[1].read_text().splitlines()) == N
+
+
+def test_where_memory_does_not_hold_one_sample_it_is_said() -> None:
+    task = make_task(Named, Config())
+    task.most = 0  # type: ignore[attr-defined]
+    with pytest.raises(DeviceMemoryError, match="the memory of cpu does not hold even one sample of valid"):
+        evaluate(validator(), task, make_model(), LocalGroup())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,17 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from hetseq import Config, Task
+from hetseq import Config, Task, memory
 from hetseq.capacity import assign_shares
+from hetseq.catalogue import codes_in
 from hetseq.comm import LocalGroup
-from hetseq.errors import TaskError
+from hetseq.errors import DeviceMemoryError, TaskError
 from hetseq.loader import Source
+from hetseq.micro_batches import MicroBatchSizes
 from hetseq.plan import MicroBatchCap
 from hetseq.task import counts_of, lengths_of, make_task
 from hetseq.validation import Validator
+from tests.support import cuda_errors
 
 N = 13
 TERMS = ("square", "masked")
@@ -40,9 +44,12 @@ class Rows(list):  # type: ignore[type-arg]
 class Judged(Task):
     """Two terms, two metrics; remembers which samples it was asked to judge."""
 
+    most = N  # samples that memory holds at once
+
     def __init__(self, args: Any) -> None:
         super().__init__(args)
         self.seen: list[int] = []
+        self.sizes: list[int] = []  # of all forwards, also of those in vain
 
     def count(self, sample: Any) -> Any:
         return {"square": len(sample["x"]), "masked": sample["mask"].sum()}
@@ -50,6 +57,9 @@ class Judged(Task):
     def loss(self, model: Any, sample: Any) -> Any:
         assert not torch.is_grad_enabled()
         assert not model.training
+        self.sizes.append(len(sample["x"]))
+        if self.sizes[-1] > self.most:
+            raise cuda_errors.out_of_memory()
         self.seen += sample["index"].tolist()
         error = (model(sample["x"][:, None])[:, 0] - 1) ** 2
         mask = sample["mask"]
@@ -178,6 +188,75 @@ def test_the_model_is_left_as_it_was(was_training: bool) -> None:
     with pytest.raises(KeyError, match="in loss"):
         make_validator(failing, Rows()).evaluate(failing, model, LocalGroup(), lambda total: (total,))
     assert model.training is was_training
+
+
+@pytest.mark.parametrize("cap", [MicroBatchCap(), MicroBatchCap(8), MicroBatchCap(tokens=30), MicroBatchCap(9, 25)])
+@pytest.mark.parametrize("hook", ["loss", "metrics"])
+def test_what_memory_does_not_hold_is_judged_in_halves_with_the_same_numbers(
+    cap: MicroBatchCap, hook: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    released: list[int] = []
+    monkeypatch.setattr(memory, "release", lambda device: released.append(task.sizes[-1]))
+
+    class Full(Judged):
+        most = 3
+
+        def metrics(self, model: Any, sample: Any) -> Any:
+            if len(sample["x"]) > self.most:
+                raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
+            return super().metrics(model, sample)
+
+        def loss(self, model: Any, sample: Any) -> Any:
+            self.most = N if hook == "metrics" else 3
+            found = super().loss(model, sample)
+            self.most = 3
+            return found
+
+    task, model = make_task(Full, Config()), make_model()
+    assert isinstance(task, Full)
+    validator = make_validator(task, Rows(), cap)
+    for _ in range(2):
+        task.seen.clear()
+        result = validator.evaluate(task, model, LocalGroup(), lambda total: (total,))
+        assert result == pytest.approx(plain_loop(), rel=1e-12)
+        assert sorted(set(task.seen)) == list(range(N))
+        if hook == "loss":
+            assert sorted(task.seen) == list(range(N)), "no sample is judged twice"
+    assert all(size > 3 for size in released)
+    assert len(released) == sum(size > 3 for size in task.sizes) < 4, "what was refused is not tried again"
+    (told,) = [record.message for record in caplog.records]
+    assert codes_in(told) == ["batch-halved"]
+    assert f"did not hold a micro-batch of {released[0]} samples of valid" in told
+
+
+def test_where_memory_does_not_hold_one_sample_validation_ends_in_words() -> None:
+    task = judge()
+    task.most = 0
+    with pytest.raises(DeviceMemoryError, match="the memory of cpu does not hold even one sample of valid") as raised:
+        make_validator(task, Rows()).evaluate(task, make_model(), LocalGroup(), lambda total: (total,))
+    assert "leave this device out of --devices" in str(raised.value)
+    assert task.sizes == [4, 2, 1]
+
+
+def test_another_error_is_no_lack_of_memory() -> None:
+    class Broken(Judged):
+        def loss(self, model: Any, sample: Any) -> Any:
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    task = make_task(Broken, Config())
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        make_validator(task, Rows()).evaluate(task, make_model(), LocalGroup(), lambda total: (total,))
+
+
+def test_forwards_are_no_larger_than_training_has_learned() -> None:
+    task, training = judge(), MicroBatchSizes(MicroBatchCap())
+    validator = replace(make_validator(task, Rows(), MicroBatchCap()), learned=lambda: training.cap)
+    for expected in ([N], [3] * 4 + [1]):
+        task.sizes.clear()
+        result = validator.evaluate(task, make_model(), LocalGroup(), lambda total: (total,))
+        assert result == pytest.approx(plain_loop(), rel=1e-12)
+        assert task.sizes == expected
+        training.refuse(7)
 
 
 def test_metrics_that_change_their_names_are_refused() -> None:
