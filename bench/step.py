@@ -1,7 +1,7 @@
 """What a step of HetSeq costs over a bare loop, and what it costs elsewhere: one process, step by step in turn.
 
     python bench/step.py [--model mnist|bert] [--batch 256] [--rounds 40] [--peers all|none|"HF Trainer" ...]
-        [--precision fp32|bf16] [--network transformers] [--products same]
+        [--precision fp32|bf16] [--network transformers] [--products same] [--device cuda:0 --peers none]
 
 A bare loop fetches a batch, zeroes the gradients, runs forward and backward, clips and updates. HetSeq's step does the
 same and also plans, seeds, counts, reduces, commits, and writes its row of metrics. Peers do what they do: Accelerate,
@@ -12,7 +12,8 @@ one as well, so that the noise of the machine hits all alike; ratios are taken n
 memory that is kept between steps, as in a HetSeq worker; without it page faults would decide. Products of fp32 are made
 by the library that each has by itself: HetSeq's workers choose the faster one, the peers have torch's choice;
 `--products same` gives all of them that of a worker. Process CPU time stands beside wall time: a run whose wall time
-exceeds its CPU time by more than a tenth shared its core.
+exceeds its CPU time by more than a tenth shared its core. On a GPU every step ends with a synchronisation before the
+clock is read, which neither loop makes by itself; there only the bare loop stands beside HetSeq.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import figures
 import settings
 import torch
 import workloads
+from gpus import open_device
 from peers import PEERS, Peer
 from workloads import Workload
 
@@ -56,6 +58,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of all of them")
     parser.add_argument("--network", choices=["ours", "transformers"], default="ours", help="of all but HetSeq")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda:N")
     parser.add_argument("--products", choices=["own", "same"], default="own", help="who multiplies fp32 for the peers")
     arguments = parser.parse_args(words)
     arguments.batch = arguments.batch or BATCHES[arguments.model]
@@ -65,6 +68,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--batch and --rounds: expected numbers of at least 1")
     if arguments.network != "ours" and arguments.model not in workloads.BERTS:
         parser.error(f"--network {arguments.network}: expected a BERT, and --model {arguments.model} is none")
+    if arguments.device != "cpu" and arguments.peers != ["none"]:
+        parser.error(f"--device {arguments.device}: expected --peers none, since the others are set up for a CPU")
     if "all" in arguments.peers or "none" in arguments.peers:
         arguments.peers = list(PEERS) if "all" in arguments.peers else []
     return arguments
@@ -73,21 +78,26 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     arguments = parse()
-    torch.set_num_threads(1)
-    keep_freed_memory()
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)
+        keep_freed_memory()
+    else:
+        torch.cuda.set_device(open_device(arguments.device, without="or leave --device out").torch)
     if arguments.products == "same":
         settings.as_a_worker()
     rows = []
     with tempfile.TemporaryDirectory(prefix="hetseq-step-") as name:
         folder = Path(name)
         work = workloads.prepare(arguments.model, folder / "data", 64 * arguments.batch)
-        work = dataclasses.replace(work, precision=arguments.precision)
+        work = dataclasses.replace(work, precision=arguments.precision, device=arguments.device)
         train_step, session = hetseq_loop(work, folder, arguments.batch)
-        ours = train_step if arguments.products == "same" else settings.products_of_a_worker()(train_step)
+        is_set_alike = arguments.products == "same" or arguments.device != "cpu"
+        ours = train_step if is_set_alike else settings.products_of_a_worker()(train_step)
         work = work if arguments.network == "ours" else workloads.with_transformers(work)
         bare = workloads.bare_loop(work, arguments.batch)
         try:
-            times = beside({"HetSeq": ours}, alone(bare), work, arguments)
+            alone_bare = alone(synchronized(bare, work.device))
+            times = beside({"HetSeq": synchronized(ours, work.device)}, alone_bare, work, arguments)
             rows.append(evaluate("bare loop", times, of=["HetSeq"]))
             for peer in arguments.peers:
                 try:
@@ -107,10 +117,22 @@ def hetseq_loop(work: Workload, folder: Path, batch: int) -> tuple[Callable[[], 
     config = options.complete(options.parse(words))
     directory = RunDirectory.prepare(folder / "run", config_yaml=options.dump_yaml(config))
     metrics = Metrics(directory, config.log, is_writer=True, total_steps=None)
-    material = load_material(config, torch.device("cpu"))
+    material = load_material(config, torch.device(work.device))
     session = build_session(config, directory, LocalGroup(), material, metrics=metrics)
     session.controller.replica.model.train()
     return session.controller.train_step, session
+
+
+def synchronized(step: Callable[[], Any], device: str) -> Callable[[], Any]:
+    """The step, over when the device has done all of it; on a CPU the step itself."""
+    if device == "cpu":
+        return step
+
+    def whole() -> None:
+        step()
+        torch.cuda.synchronize(device)  # sync
+
+    return whole
 
 
 def alone(step: Callable[[], Any]) -> Peer:

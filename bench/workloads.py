@@ -20,6 +20,7 @@ import random_images
 import torch
 import torch.nn.functional as F
 
+from hetseq.loader import place_on
 from hetseq.precision import PRECISIONS
 from tasks.bert_data import load_bert
 from tasks.bert_model import BertConfig, BertForPreTraining
@@ -62,10 +63,16 @@ class Workload:
     loss: Callable[[torch.nn.Module, Any], torch.Tensor]
     #: of `hetseq train`; every loop computes in it
     precision: str = "fp32"
+    #: "cpu" or "cuda:N"
+    device: str = "cpu"
 
     def computing(self) -> AbstractContextManager[object]:
         """Within it a loop that nobody helps computes in that precision."""
-        return PRECISIONS[self.precision].computing(torch.device("cpu"))
+        return PRECISIONS[self.precision].computing(torch.device(self.device))
+
+    def place(self, sample: Any) -> Any:
+        """A batch on the device, floating tensors in fp32."""
+        return place_on(torch.device(self.device), torch.float32)(sample)
 
 
 def prepare(name: str, folder: Path, rows: int) -> Workload:
@@ -181,7 +188,8 @@ def hetseq_words(work: Workload, batch: int) -> list[str]:
     """The words of a `hetseq train` that does the same, and saves and validates nothing."""
     words = [
         *work.words,
-        "--cpu",
+        "--devices",
+        work.device,
         "--precision",
         work.precision,
         "--global-batch-size",
@@ -215,11 +223,11 @@ def bare_loop(
 ) -> Callable[[], float]:
     """A step of the loop anybody would write, which gives its loss; `wrap` may put DDP around the model."""
     torch.manual_seed(0)
-    model = wrap(work.build().train())
+    model = wrap(work.build().train().to(work.device))
     optimizer, samples = build_optimizer(model), batches(work, batch, rank=rank, world_size=world_size)
 
     def step() -> float:
-        sample = next(samples)
+        sample = work.place(next(samples))
         optimizer.zero_grad()
         with work.computing():
             loss = work.loss(model, sample)

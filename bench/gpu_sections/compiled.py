@@ -1,0 +1,27 @@
+"""--compile on this device: the losses of an eager run, and how long the first step takes, with loader processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpu_sections.corpora import corpus
+from gpu_sections.runs import PICTURES, PLAIN, Wanted, gap, train_all
+from gpu_sections.section import Check, Place, figure_of, within
+
+STEPS = 20
+
+
+def checks(place: Place) -> Iterator[Check]:
+    """BERT on a GPU; on a CPU, whose compiler takes longer, the network of pictures."""
+    one = place.devices(1)
+    words: tuple[object, ...] = (*PLAIN, "--max-update", STEPS, "--lr", "0.0005", "--num-workers", 2)
+    if place.is_gpu:
+        words = (*words, "--task", "bert", "--data", corpus(place, "bert"), "--dropout", 0, "--global-batch-size", 32)
+    else:
+        words = (*words, "--task", PICTURES, "--global-batch-size", 96)
+    runs = train_all(place, [Wanted("eager", words, one), Wanted("compiled", (*words, "--compile"), one)])
+    yield within("compiled against eager, nats", gap(runs["eager"], runs["compiled"]), 1e-3)
+    for name, run in runs.items():
+        seconds = [row["seconds"] for row in run.rows]
+        later = sorted(seconds[5:])[len(seconds[5:]) // 2]
+        yield Check(f"{name}: first step, median of later ones", f"{figure_of(seconds[0])}, {figure_of(later)}")
