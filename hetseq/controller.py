@@ -332,7 +332,7 @@ class Controller:
         self.replica.reducer.drop_unused_(outcome.used)
         self.replica.buffers.keep_()
         self.replica.set_learning_rate(rate)
-        self.replica.optimizer.step()
+        self.replica.update()
         self.state.updates += 1
         self.state.skipped_in_a_row = 0
         if self._has_loss_scale:

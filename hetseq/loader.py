@@ -1,4 +1,4 @@
-"""This rank's micro-batches of a step: fetched, collated, counted and moved to the device, one step ahead.
+"""This rank's micro-batches of a step: fetched, collated and counted, one step ahead, on the host.
 
 The plans of all coming steps are known while the shares stay as they are, so a stock DataLoader can run ahead of
 training: its batch sampler walks an itinerary, this rank's micro-batches from some position on, without end. Where the
@@ -38,6 +38,7 @@ _MOST_DEATHS = 2  # while one step is loaded; with one more the step itself is t
 class MicroBatch:
     """One forward's worth: `size` samples from position `start` on, their counts in the order of the run's terms.
 
+    The sample is as it was collated, on the host: its reader places it where memory that runs out can be handled.
     `work` is what they weigh when a step is divided: samples, tokens or units.
     """
 
@@ -64,12 +65,12 @@ class StepData:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set and what turns its samples into counted micro-batches on the device."""
+    """A data set and what turns its samples into counted micro-batches, and places these."""
 
     dataset: Any
     collate: Callable[[list[Any]], Any]
     count: Callable[[Any, int], tuple[float, ...]]  # (collated sample, number of samples) -> counts by term
-    place: Callable[[Any], Any]  # to this rank's device and precision
+    place: Callable[[Any], Any]  # to this rank's device and precision; readers of a split call it
     terms: int
     seed: int
     pin_memory: bool = False
@@ -242,8 +243,7 @@ def _micro_batch(source: Source, itinerary: Itinerary, plan: StepPlan, key: Key,
     if isinstance(sample, Refused):
         raise sample.error
     size = key.stop - key.start
-    counts = source.count(sample, size)
-    return MicroBatch(source.place(sample), key.start, size, counts, itinerary.work(plan.epoch, key))
+    return MicroBatch(sample, key.start, size, source.count(sample, size), itinerary.work(plan.epoch, key))
 
 
 def _request(itinerary: Itinerary, base: Indices | None, epoch: int, key: Key) -> Request:
@@ -255,7 +255,7 @@ def range_reader(source: Source, *, is_listed: bool = True) -> Callable[[int, in
     """A function that reads samples start to stop - 1 of a data set, in its own order, in the thread of its caller.
 
     For validation. Where `is_listed` that is the order of its `ordered_indices`, if it has them; else that of its
-    indices. The sample is on the host.
+    indices.
     """
     fetcher = Fetcher(source.dataset, source.seed, epoch=0)  # no set_epoch: it may be the training data, one step ahead
     base = base_order(source.dataset) if is_listed else None

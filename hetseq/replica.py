@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from hetseq import memory
 from hetseq.buffers import BufferKeeper
 from hetseq.errors import CheckpointMismatch, TaskError
 from hetseq.reduction import Gradients
@@ -31,12 +32,23 @@ class Replica:
         self.optimizer = optimizer
         self.reducer = reducer
         self.buffers = buffers
+        self._is_first_update = True
         self._by_name = dict(trained_parameters(model))
         self._names = {parameter: name for name, parameter in self._by_name.items()}
 
     def set_learning_rate(self, rate: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+
+    def update(self) -> None:
+        """One step of the optimizer. The first one makes the optimizer's state, and gets all memory that can be had.
+
+        Where memory runs out here nothing can be done again: some parameters may have changed already.
+        """
+        if self._is_first_update:
+            memory.release(next(iter(self._names)).device)
+            self._is_first_update = False
+        self.optimizer.step()
 
     def state_bytes(self) -> int:
         """About what a checkpoint holds: parameters and two tensors of optimizer state for each."""

@@ -1,6 +1,7 @@
 """Forward and backward over this rank's share of a step: micro-batch by micro-batch, timed, within its memory.
 
-Memory may run out at any moment. If none of this rank's buckets has begun to travel, it begins its share again in
+A sample is moved to the device just before its forward, so that one micro-batch at a time takes memory there. Memory
+may run out at any moment. If none of this rank's buckets has begun to travel, it begins its share again in
 micro-batches half as large, and nobody else learns of it. If one has, what is repeated would be counted twice: the rank
 lets the rest travel as it is and asks for the whole step to be done again, by all. Sizes that have passed come last in
 a step, so that is rare.
@@ -18,7 +19,7 @@ import torch
 from hetseq import memory
 from hetseq.errors import DeviceMemoryError
 from hetseq.fetching import seed_everything
-from hetseq.loader import MicroBatch, StepData
+from hetseq.loader import MicroBatch, StepData, place_on
 from hetseq.micro_batches import MicroBatchSizes
 from hetseq.noise_scale import UNMEASURED, PartialGradient
 from hetseq.plan import MicroBatchCap, derive_seed
@@ -62,6 +63,7 @@ class ShareComputer:
     ) -> None:
         self.task, self.replica, self.sizes = task, replica, sizes
         self._terms, self._weights, self._seed = terms, weights, seed
+        self._place = place_on(device, precision.storage)
         self._device, self._name, self._throttle = device, name, throttle or Throttle()
         self.precision = precision
         self.loss_scale = 1.0  # what every gradient is multiplied by from here on; for whoever uses it to divide
@@ -147,9 +149,9 @@ class ShareComputer:
 
     def _micro_batch(self, batch: MicroBatch, counts: tuple[float, ...]) -> dict[int, torch.Tensor]:
         """Its sum of each term that has a count."""
-        own = dict(zip(self._terms, batch.counts))
+        own, sample = dict(zip(self._terms, batch.counts)), self._place(batch.sample)
         with self.precision.computing(self._device):
-            sums = check_sums(self.task, self.task.micro_step(self.replica.model, batch.sample, own), self._terms)
+            sums = check_sums(self.task, self.task.micro_step(self.replica.model, sample, own), self._terms)
         # A term without any count, here or anywhere, contributes nothing: its sum may well be 0/0.
         live = [index for index in range(len(self._terms)) if batch.counts[index] and counts[index]]
         # The one division: by the count over all ranks and micro-batches. Gradients are then summed. A sum that does

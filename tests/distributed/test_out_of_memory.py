@@ -31,7 +31,7 @@ from hetseq.run_directory import RunDirectory
 from hetseq.session import build_session
 from hetseq.share import ShareComputer
 from hetseq.task import make_task
-from tests.support import toys
+from tests.support import cuda_errors, toys
 from tests.support.hungry import (
     CALM,
     LAST,
@@ -46,6 +46,7 @@ from tests.support.hungry import (
     check_buffers,
     curve_of,
     dine,
+    eat,
     eat_all,
     forwards_in,
     keep_diary,
@@ -422,6 +423,30 @@ def test_a_process_that_may_have_no_more_memory_takes_less_at_once(is_in_backwar
         assert all(
             (g - right).norm() <= LIMIT * right.norm() for g, right in zip(gradients, curve.gradients, strict=True)
         )
+
+
+# While a sample is moved to the device.
+
+
+def eat_what_cannot_be_placed(group: AnyGroup, save_dir: str, words: Words, most: int) -> Meal:
+    """Train where memory does not even take the samples of more than `most` at once."""
+    to = torch.Tensor.to
+
+    def place(tensor: torch.Tensor, *args: Any, **flags: Any) -> torch.Tensor:
+        if flags.get("non_blocking") and tensor.dim() and len(tensor) > most:
+            raise cuda_errors.out_of_memory()
+        return to(tensor, *args, **flags)
+
+    torch.Tensor.to = place  # type: ignore[method-assign, assignment]
+    return eat(group, save_dir, words, CALM)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_memory_that_runs_out_while_a_sample_is_placed_is_halved_like_any_other(workers: int, tmp_path: Path) -> None:
+    words = words_of(12, balance="1,1", num_workers=workers)
+    meals = run_ranks(eat_what_cannot_be_placed, 2, prepared(tmp_path, 1)[0], words, 4)
+    assert worst_error(meals, curve_of(12)) <= LIMIT
+    assert [meal.caps for meal in meals] == [[3] * STEPS] * 2
 
 
 # In validation, which has no micro-batch of its own where the options give none.

@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from hetseq import memory
+from hetseq.buffers import BufferKeeper
+from hetseq.comm import LocalGroup
 from hetseq.errors import TaskError
-from hetseq.replica import check_model
+from hetseq.reduction import Gradients
+from hetseq.replica import Replica, check_model
 
 
 def with_parameter(value: torch.Tensor) -> nn.Module:
@@ -75,3 +79,22 @@ def test_extra_state_is_refused_since_no_checkpoint_could_hold_it() -> None:
     with pytest.raises(TaskError, match=r"^1 \(Remembering\) keeps extra state"):
         check_model(nn.Sequential(nn.Linear(4, 4), Remembering(4, 1)))
     check_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_cached_memory_is_given_back_before_the_first_update_which_allocates(
+    optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update that runs out of memory cannot be done again: some parameters have changed."""
+    model, released = nn.Linear(4, 1), []
+    parameters = list(model.parameters())
+    replica = Replica(
+        model, optimizer(parameters, lr=0.1), Gradients(parameters), BufferKeeper(model, LocalGroup())
+    )  # fmt: skip
+    monkeypatch.setattr(memory, "release", lambda device: released.append((device, len(replica.optimizer.state))))
+    before = model.weight.detach().clone()
+    for _ in range(3):
+        model(torch.ones(1, 4)).sum().backward()
+        replica.update()
+    assert released == [(torch.device("cpu"), 0)]
+    assert not torch.equal(model.weight, before)
