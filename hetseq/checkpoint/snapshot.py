@@ -17,6 +17,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ class Snapshot:
             self.image_bytes += piece.bytes
         self._copying: _Copying | None = None
         self._registered: int | None = None
+        self._device = torch.device("cpu")  # the GPU whose driver was asked, once one was
         # one thread for all copies: to start one takes a wait for it, and it would share the core of a pinned trainer
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="snapshot", daemon=True)
@@ -67,10 +69,11 @@ class Snapshot:
             source = _elements(tensors[piece.spec.name], piece)
             (now if piece.spec.name in at_once else later).append((target, source))
         _copy(now)
-        is_on_gpu = any(source.is_cuda for _, source in later)
-        if is_on_gpu and self._registered is None:
-            self._registered = _register(self.arena)
-        self._copying = (_CudaCopying if is_on_gpu else _Copying)(later, when_whole)
+        on_gpu = [source.device for _, source in later if source.is_cuda]
+        if on_gpu and self._registered is None:
+            self._device = on_gpu[0]
+            self._registered = _register(self.arena, self._device)
+        self._copying = (_CudaCopying if on_gpu else _Copying)(later, when_whole)
         self._tasks.put(self._copying.run)
 
     def settle(self) -> None:
@@ -95,7 +98,7 @@ class Snapshot:
         self._tasks.put(None)
         self._thread.join()
         if self._registered is not None:
-            _unregister(self._registered)
+            _unregister(self._registered, self._device)
         self._targets.clear()
         if copying is not None:
             copying.join()
@@ -187,17 +190,28 @@ def _view(image: memoryview, offset: int, piece: Piece) -> Tensor:
     return flat.view(piece.stored_shape)
 
 
-def _register(arena: Arena) -> int:
+def _register(arena: Arena, device: torch.device) -> int:
     """Tell the CUDA driver of the arena, so that copies into it need no second buffer; 0 where it refuses."""
     whole: Any = (ctypes.c_char * len(arena.image)).from_buffer(arena.image)
     address = ctypes.addressof(whole)
     code = torch.cuda.cudart().cudaHostRegister(address, len(arena.image), 0)
     if int(code) != 0:
+        _forget_error(device)
         logger.warning("the driver does not take the snapshot's memory (%s): copies to it are slower", code)
         return 0
     return address
 
 
-def _unregister(address: int) -> None:
-    if address:
-        torch.cuda.cudart().cudaHostUnregister(address)
+def _unregister(address: int, device: torch.device) -> None:
+    if address and int(torch.cuda.cudart().cudaHostUnregister(address)) != 0:
+        _forget_error(device)
+
+
+def _forget_error(device: torch.device) -> None:
+    """Clear the error that a refused call of CUDA's runtime has left behind in this thread.
+
+    torch has no name for cudaGetLastError. The next kernel checks its launch by it, would fail without a reason of its
+    own, and clears it: this is that kernel.
+    """
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device).add_(1)

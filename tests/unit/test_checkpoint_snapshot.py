@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from hetseq.checkpoint.part_writing import PartWriting
 from hetseq.checkpoint.parts import _DTYPE, spec_of, write_part
 from hetseq.checkpoint.records import CHUNK_BYTES, DamagedError
 from hetseq.checkpoint.snapshot import Snapshot, image_bytes
+from tests.support import cuda_errors
 
 
 class Gate:
@@ -232,3 +234,47 @@ def test_a_part_never_goes_where_something_is(tmp_path: Path, make: Callable[[Pa
     with pytest.raises(FileExistsError):
         PartWriting(tmp_path / "part", memoryview(b"data"))
     assert not (tmp_path / "elsewhere").exists()
+
+
+# -- memory that the driver is told of ---------------------------------------------------------------------------------
+
+
+class Driver:
+    """Stands in for CUDA: a call that fails leaves its error behind, and the next kernel of the thread raises it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, register: int = 0, unregister: int = 0) -> None:
+        self._codes, self.left, self.kernels = (register, unregister), 0, []
+        zeros = torch.zeros
+
+        def launch(*shape: int, device: Any = None) -> Tensor:
+            self.kernels.append(device)
+            left, self.left = self.left, 0
+            if left:
+                raise cuda_errors.accelerator_error(cuda_errors.NO_HOST_MEMORY)
+            return zeros(*shape)
+
+        monkeypatch.setattr(torch, "zeros", launch)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.left = self._codes[0]
+        return self.left
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.left = self._codes[1]
+        return self.left
+
+
+@pytest.mark.parametrize(("register", "unregister"), [(0, 0), (2, 0), (0, 713), (712, 0)])
+def test_what_the_driver_refuses_does_not_fail_the_next_kernel(
+    register: int, unregister: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver, device = Driver(monkeypatch, register=register, unregister=unregister), torch.device("cuda:1")
+    arena: Any = SimpleNamespace(image=memoryview(bytearray(1 << 16)))
+    address = snapshot._register(arena, device)
+    assert driver.left == 0, "else the next forward raises it"
+    assert bool(address) == (register == 0)
+    snapshot._unregister(address, device)
+    assert driver.left == 0
+    assert driver.kernels == [device] * ((register != 0) + (unregister != 0)), "no kernel where nothing was refused"
+    assert ["copies to it are slower" in record.message for record in caplog.records] == [True] * (register != 0)
