@@ -41,6 +41,7 @@ CODES = {
     # a node cannot begin
     "option-refused": "An option, or several together, cannot be meant.",
     "device-missing": "This node does not show the GPU that was asked for.",
+    "device-unusable": "A GPU of this node cannot be used by this torch, or by this process.",
     "run-in-use": "Another run uses the run directory.",
     "save-dir-unusable": "The run directory cannot be made, or cannot be written.",
     "data-unreadable": "A file of the data is missing, empty, cut short or something else.",

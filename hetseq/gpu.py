@@ -1,15 +1,87 @@
-"""The state of a GPU: whether it has failed under this process.
+"""The state of a GPU: whether this process can use it, and whether it has failed under this process.
 
-Responsible for judging errors that torch has raised on a rank with a GPU. Refuses to know what becomes of the rank. The
-one idea: an error of CUDA that destroys the context comes back from every later call, so the device can be asked.
+Responsible for opening a GPU, with words for what stands in the way, and for judging errors that torch has raised on
+it. Refuses to know what becomes of the rank. An error of CUDA that destroys the context comes back from every later
+call, so the device can be asked.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from hetseq.errors import HetSeqError
+from hetseq.errors import ConfigError, HetSeqError
 from hetseq.memory import is_exhausted
+
+_FIRST_WITH_BF16 = (8, 0)
+_BUSY = "busy or unavailable"  # cudaErrorDevicesUnavailable
+_OLD_DRIVER = "driver on your system is too old"
+
+
+def open_device(device: torch.device, who: str) -> None:
+    """Make a GPU that of this process, and run a first kernel on it; `who` is the rank and its node.
+
+    Raises ConfigError where this torch has no code for it, its driver is too old, or another process has it for itself.
+    """
+    try:
+        about = torch.cuda.get_device_properties(device)
+        _check_code(device, about, who)
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device).add_(1)
+    except RuntimeError as error:
+        reason = first_line(error)
+        if _OLD_DRIVER in reason:  # torch says more about it
+            raise ConfigError(f"{who}: {device} cannot be used: {reason} [device-unusable]") from None
+        if _BUSY not in reason:
+            raise
+        raise ConfigError(
+            f"{who}: {device} is busy or unavailable, as a GPU in exclusive mode is to a second process: give each rank"
+            f" a GPU of its own with --devices, end the other process, or allow several by nvidia-smi -i {device.index}"
+            " -c 0 [device-unusable]"
+        ) from None
+
+
+def _check_code(device: torch.device, about: Any, who: str) -> None:
+    """Raise ConfigError where this torch has no code for the GPU."""
+    if not is_built_for(about):
+        built, capability = torch.cuda.get_arch_list(), (about.major, about.minor)
+        has_newer_code = any(_capability(name) > capability for name in built)
+        other = "one of https://download.pytorch.org/whl/cu126" if has_newer_code else "a newer torch"
+        raise ConfigError(
+            f"{who}: {device} is a {about.name} of compute capability {about.major}.{about.minor}, and torch"
+            f" {torch.__version__} is built for {', '.join(built)}: install a torch that is built for it, such as"
+            f" {other}, or leave this device out of --devices [device-unusable]"
+        )
+
+
+def is_built_for(about: Any) -> bool:
+    """Whether this torch has code for a GPU with these properties; ROCm names its GPUs otherwise, and is believed."""
+    return torch.version.cuda is None or runs_on(torch.cuda.get_arch_list(), (about.major, about.minor))
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether a GPU computes in bf16 itself; otherwise torch emulates it."""
+    about = torch.cuda.get_device_properties(device)
+    return torch.version.cuda is None or (about.major, about.minor) >= _FIRST_WITH_BF16
+
+
+def runs_on(built: list[str], capability: tuple[int, int]) -> bool:
+    """Whether code for these (`sm_80`, `compute_90`) runs on a GPU: its own generation, or any later from `compute_`.
+
+    Source: CUDA C++ Programming Guide, "Binary Compatibility" and "PTX Compatibility". An empty list tells nothing.
+    """
+    for name in built:
+        code = _capability(name)
+        if code and code <= capability and (name.startswith("compute_") or code[0] == capability[0]):
+            return True
+    return not built
+
+
+def _capability(name: str) -> tuple[int, ...]:
+    """Of the generation that code is named after; empty where the name is another one."""
+    number = name.partition("_")[2].rstrip("af")
+    return (int(number[:-1]), int(number[-1])) if number.isdigit() else ()
 
 
 def first_line(error: BaseException) -> str:

@@ -180,7 +180,7 @@ class _Life:
         torch.set_num_threads(placement.threads)
         device = torch.device(placement.device)
         if device.type == "cuda":
-            torch.cuda.set_device(device)
+            gpu.open_device(device, f"rank {placement.slot} on {socket.gethostname()}")
         else:
             keep_freed_memory()
             products.multiply_by_the_faster_library()
@@ -195,6 +195,8 @@ class _Life:
         )  # fmt: skip
         closing.callback(self._metrics.close)
         self.output.log_to(self._metrics.log_handler, closing)
+        if device.type == "cuda" and config.optimization.precision == "bf16" and not gpu.has_bf16(device):
+            logger.warning("%s has no bf16: torch emulates it, several times slower than --precision fp16", device)
         whereabouts.enter(Phase.LOADING)
         self._material = load_material(config, device) if errand is None else sweep.prepare(errand, config, device)
         faults.point("loading")

@@ -21,6 +21,7 @@ from torch import nn
 from hetseq import memory, products
 from hetseq.comm import has_gloo
 from hetseq.doctor.facts import Burn, Device
+from hetseq.gpu import is_built_for
 from hetseq.versions import torch_build
 
 _WIDTH = 512
@@ -59,26 +60,8 @@ def gpu(index: int) -> Device:
     """A GPU as torch sees it; the first call starts its driver."""
     about = torch.cuda.get_device_properties(index)
     free, _ = torch.cuda.mem_get_info(index)
-    built = torch.cuda.get_arch_list()
-    is_built_for = torch.version.cuda is None or runs_on(built, (about.major, about.minor))
-    return Device(f"cuda:{index}", about.name, about.total_memory, free, f"{about.major}.{about.minor}", is_built_for)
-
-
-def runs_on(built: list[str], capability: tuple[int, int]) -> bool:
-    """Whether code for these (`sm_80`, `compute_90`) runs on a GPU: its own generation, or any later from `compute_`.
-
-    Source: CUDA C++ Programming Guide, "Binary Compatibility" and "PTX Compatibility". An empty list tells nothing.
-    """
-    major, minor = capability
-    for name in built:
-        kind, _, digits = name.partition("_")
-        number = digits.rstrip("af")
-        if not number.isdigit():
-            continue
-        code = (int(number[:-1]), int(number[-1]))
-        if code <= (major, minor) and (kind == "compute" or code[0] == major):
-            return True
-    return not built
+    capability = f"{about.major}.{about.minor}"
+    return Device(f"cuda:{index}", about.name, about.total_memory, free, capability, is_built_for(about))
 
 
 def burn(device: torch.device, seconds: float) -> Burn:

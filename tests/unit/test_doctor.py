@@ -20,10 +20,10 @@ from hetseq.doctor.directory import examine
 from hetseq.doctor.facts import Burn, Device, Directory, Facts, Limits, NamedAddress, Network, Torch, from_json, to_json
 from hetseq.doctor.findings import Finding, exit_code, judge, size
 from hetseq.doctor.gathering import ask_torch, read_torch, secret_state
-from hetseq.doctor.in_torch import runs_on
 from hetseq.doctor.prediction import Candidate, candidates_of, foresee
 from hetseq.doctor.report import COLUMNS, document, text
 from hetseq.errors import ConfigError
+from hetseq.gpu import runs_on
 from hetseq.simulation import Link
 
 GIB = 2**30
