@@ -16,10 +16,11 @@ export OMP_NUM_THREADS := 1
 # one's own) and cores that are free: where two share what one needs, tests wait longer than they are given
 SUITES := end_to_end unit chaos distributed
 JOBS ?= 1
+DEVICE ?= cuda:0
 IN_CI := not gpu and not long
 
 .DEFAULT_GOAL := help
-.PHONY: chaos soak help demo tour test test-all $(SUITES:%=suite-%) check format docs dev clean
+.PHONY: gpu chaos soak help demo tour test test-all $(SUITES:%=suite-%) check format docs dev clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -46,6 +47,9 @@ chaos: $(VENV)/.installed-dev  ## the table of figures: 300 kills, every kind of
 
 soak: $(VENV)/.installed-dev  ## kills for eight hours, with an eye on memory and descriptors
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.chaos --soak 28800
+
+gpu: $(VENV)/.installed-dev  ## whether HetSeq works on a GPU, with the tests marked gpu; DEVICE=cpu: what needs none
+	$(PY) bench/gpu_check.py --device $(DEVICE) --budget 900
 
 check: $(VENV)/.installed-dev  ## format, lint, types, floors
 	$(PY) -m ruff format --check .

@@ -60,11 +60,11 @@ SECTIONS = (
     Section("lost_device", 40, "a device fails under one rank and the run resumes", CORE),
     Section("snapshot", 60, "a state that is saved while training goes on is the state of its step", CORE),
     Section("resume", 60, "a run moves between GPU and CPU, and resumes from memory after a kill", CORE),
-    Section("precision", 60, "fp32, bf16, fp16 and packing of BERT and GPT", CORE),
+    Section("precision", 90, "fp32, bf16, fp16 and packing of BERT and GPT", CORE),
     Section("speed", 60, "sequences a second of BERT, and the share of the card's peak", (*CORE, "h5py")),
     Section("overhead", 60, "a step of HetSeq against a bare loop", (*CORE, "h5py")),
     Section("exchange", 40, "bandwidth of gloo and of copies between GPU and host"),
-    Section("compiled", 60, "--compile: losses, and seconds of the first step", CORE),
+    Section("compiled", 90, "--compile: the losses of an eager run, and what compiling takes", CORE),
     Section("nccl", 20, "what torch's NCCL does here; HetSeq does not use it yet"),
     Section(
         "shared_memory",
@@ -94,7 +94,7 @@ class Result:
         if self.cause:
             return self.cause
         telling = [check for check in self.checks if check.expected] or self.checks
-        return "; ".join(f"{check.name}: {check.figure}" for check in telling[-2:])
+        return one_line("; ".join(f"{check.name}: {check.figure}" for check in telling[-2:]), most=120)
 
     def expected(self) -> str:
         """What was expected of the check that failed, or how many were as expected."""
@@ -339,9 +339,15 @@ def mark(result: Result) -> str:
 
 
 def report(results: Sequence[Result]) -> str:
-    """The table at the end."""
+    """The table at the end; a cause is cut there, and stands whole in the line that was printed before."""
     rows = [
-        (result.section, result.result, f"{result.seconds:.1f}", result.figure().replace("|", "/"), result.expected())
+        (
+            result.section,
+            result.result,
+            f"{result.seconds:.1f}",
+            one_line(result.figure().replace("|", "/"), most=120),
+            result.expected(),
+        )
         for result in results
     ]
     return "\n" + table(("section", "result", "seconds", "figure, or why not", "expected"), rows)

@@ -34,6 +34,12 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
     (r"\bH100\b", Peak(989, "NVIDIA H100 data sheet, SXM: 1,979 with sparsity")),
     (r"\bA100\b", Peak(312, "NVIDIA A100 data sheet")),
     (r"\bL40S\b", Peak(362, "NVIDIA L40S data sheet")),
+    (r"\bRTX 4090$", Peak(165, "NVIDIA Ada architecture paper, GeForce RTX 4090")),
+    (r"\bRTX 3090$", Peak(71, "NVIDIA GA102 architecture paper, GeForce RTX 3090")),
+    (r"\bRTX A6000\b", Peak(155, "NVIDIA RTX A6000 data sheet: 310 with sparsity")),
+    (r"\bRTX A5000\b", Peak(111, "NVIDIA RTX A5000 data sheet: 222 with sparsity")),
+    (r"\bA40\b", Peak(150, "NVIDIA A40 data sheet")),
+    (r"\bA10\b", Peak(125, "NVIDIA A10 data sheet")),
     (r"\bL4\b", Peak(121, "NVIDIA L4 data sheet: 242 with sparsity")),
 )
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from gpu_sections import faults
 from gpu_sections.runs import PICTURES, PLAIN, SGD, gap, start, told
-from gpu_sections.section import Check, Place, equal, within
+from gpu_sections.section import Check, Place, equal, holds, within
 
 WORDS = ("--task", PICTURES, *PLAIN, *SGD, "--precision", "fp64", "--global-batch-size", 96, "--max-update", 12)
 
@@ -22,6 +22,8 @@ def checks(place: Place) -> Iterator[Check]:
     hungry = start(place, "texts", *WORDS, "--fault", "exhaust-texts", "--fits", 4, devices="cpu").end()
     calm_run = calm.end()
     yield equal("texts of exhaustion", hungry.logs.count("[batch-halved]"), len(faults.EXHAUSTED))
+    yield holds("no text is taken for a failed device", "device failed" not in hungry.output, seen=hungry.last_words,
+                expected="a run in one process")  # fmt: skip
     yield within("losses after them, nats", gap(calm_run, hungry), 1e-10)
     words = (
         *WORDS, "--fault", "lose-in-exchange", "--distributed-init-method", f"file://{place.folder / 'meeting'}",

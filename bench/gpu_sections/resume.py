@@ -9,7 +9,7 @@ from gpu_sections.section import Check, Place, holds, within
 
 SAVING = tuple(word for word in PLAIN if word != "--no-save")
 WORDS = (
-    "--task", PICTURES, *SAVING, *SGD, "--momentum", "0.9", "--precision", "fp64", "--global-batch-size", 96,
+    "--task", PICTURES, *SAVING, *SGD, "--lr", "0.05", "--momentum", "0.9", "--precision", "fp64", "--global-batch-size", 96,
 )  # fmt: skip
 #: the later of two values of an option counts
 KEEPING = (*WORDS, "--memory-interval-updates", 1, "--persistent-time-interval", 0, "--max-update", 60)
