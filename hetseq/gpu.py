@@ -92,15 +92,14 @@ def first_line(error: BaseException) -> str:
 def has_failed(error: BaseException, device: torch.device) -> bool:
     """Whether `error` means that the device has failed under this process, while another process may still use it.
 
-    An assertion that fails on a device, for an index out of range, is the fault of the code, and would fail again. A
-    library such as cuBLAS reports a failed device by an error of its own, so a GPU is then asked (sync).
+    An assertion that fails on a device, for an index out of range, is the fault of the code, and would fail again. So
+    is a kernel that cannot be launched, which leaves the device as it was; and a library such as cuBLAS reports a
+    failed device by an error of its own. A GPU is therefore asked (sync).
     """
     if isinstance(error, HetSeqError) or is_exhausted(error):
         return False
-    if isinstance(error, torch.AcceleratorError):
-        return _is_fatal(error)
     if device.type != "cuda":
-        return False
+        return isinstance(error, torch.AcceleratorError) and _is_fatal(error)
     try:
         torch.cuda.synchronize(device)  # sync, once, in a process that ends
     except torch.AcceleratorError as answer:

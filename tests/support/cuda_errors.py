@@ -10,6 +10,7 @@ import torch
 ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered"
 DEVICE_ASSERT = "CUDA error: device-side assert triggered"
 NO_HOST_MEMORY = "CUDA error: out of memory"  # of the host too, where memory is to be pinned
+NOT_LAUNCHED = "CUDA error: invalid configuration argument"  # of a kernel; the device is well
 BUSY_DEVICE = "CUDA error: CUDA-capable device(s) is/are busy or unavailable"
 
 #: after the first line of every error that CUDA's runtime reports
@@ -26,6 +27,7 @@ OTHER_TAIL = "\nDevice-side assertions were explicitly omitted for this error ch
 _NAMES = {
     ILLEGAL_ACCESS: "cudaErrorIllegalAddress",
     DEVICE_ASSERT: "cudaErrorAssert",
+    NOT_LAUNCHED: "cudaErrorInvalidConfiguration",
     NO_HOST_MEMORY: "cudaErrorMemoryAllocation",
     BUSY_DEVICE: "cudaErrorDevicesUnavailable",
 }

@@ -82,6 +82,12 @@ def test_a_device_that_fails_within_a_library_is_asked_and_its_answer_decides(
         assert "has_lost_device" not in report_on_gpu(RuntimeError(text), monkeypatch, answer)
 
 
+def test_a_kernel_that_cannot_be_launched_is_no_failed_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = report_on_gpu(cuda_errors.accelerator_error(cuda_errors.NOT_LAUNCHED), monkeypatch, None)
+    assert "has_lost_device" not in refused
+    assert codes_in(refused["message"]) == ["worker-raised"]
+
+
 def test_only_what_may_come_from_the_device_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (DeviceMemoryError("full"), cuda_errors.out_of_memory(), PeerLostError("gone")):
         monkeypatch.setattr(memory, "usage", lambda device: "all of it")
