@@ -8,10 +8,8 @@ from gpu_sections.runs import PICTURES, PLAIN, SGD, gap, start, told, train
 from gpu_sections.section import Check, Place, holds, within
 
 SAVING = tuple(word for word in PLAIN if word != "--no-save")
-WORDS = (
-    "--task", PICTURES, *SAVING, *SGD, "--lr", "0.05", "--momentum", "0.9", "--precision", "fp64", "--global-batch-size", 96,
-)  # fmt: skip
-#: the later of two values of an option counts
+SLOWLY = ("--lr", "0.05", "--momentum", "0.9")  # the later of two values of an option counts
+WORDS = ("--task", PICTURES, *SAVING, *SGD, *SLOWLY, "--precision", "fp64", "--global-batch-size", 96)
 KEEPING = (*WORDS, "--memory-interval-updates", 1, "--persistent-time-interval", 0, "--max-update", 60)
 
 
