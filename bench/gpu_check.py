@@ -3,10 +3,10 @@
     python bench/gpu_check.py [--device cuda:0|cpu] [--budget 420] [--only NAME ...] [--out gpu_check.jsonl]
         [--packages DIR]
 
-A section starts where its limit fits into what is left of the budget, so the script ends in time whatever happens. What
-a section finds is written to `--out` as soon as it has ended, a line of JSON each; the last line holds the whole result
-and is what docs/gpu/ collects. A section that fails stops no other. Ends with a table, and with 1 where one failed.
-`--device cpu` runs everything that needs no GPU. `--packages` names a folder of unpacked wheels for machines on which
+A section starts only if its limit fits into the rest of the budget, so the script always ends in time. Each section
+writes one line of JSON to `--out` as soon as it ends. The last line holds the whole result; docs/gpu/ collects these
+lines. A section that fails does not stop the others. The script prints a table and exits with 1 if a section failed.
+`--device cpu` runs everything that needs no GPU. `--packages` names a folder of unpacked wheels, for machines on which
 packages are missing. Nothing is downloaded.
 """
 
@@ -51,14 +51,14 @@ class Section:
 
 
 SECTIONS = (
-    Section("facts", 20, "what is there, and that HetSeq can be imported"),
+    Section("facts", 20, "card, driver, torch and machine; HetSeq can be imported"),
     Section("errors", 45, "memory that runs out, assertions, illegal access, refused registration", CORE),
     Section("gloo", 30, "sums of gloo on this device, and a peer that is killed in one"),
     Section("worlds", 60, "the same losses on one rank, two, and ranks on GPU and CPU", CORE),
     Section("kill", 50, "two ranks are killed and come back, the losses stay", CORE),
     Section("memory", 60, "memory runs out in training, validation and between ranks", CORE),
     Section("lost_device", 40, "a device fails under one rank and the run resumes", CORE),
-    Section("snapshot", 60, "a state that is saved while training goes on is the state of its step", CORE),
+    Section("snapshot", 60, "a state saved during training is the state of its step", CORE),
     Section("resume", 60, "a run moves between GPU and CPU, and resumes from memory after a kill", CORE),
     Section("precision", 90, "fp32, bf16, fp16 and packing of BERT and GPT", CORE),
     Section("speed", 60, "sequences a second of BERT, and the share of the card's peak", (*CORE, "h5py")),
@@ -97,13 +97,13 @@ class Result:
         return one_line("; ".join(f"{check.name}: {check.figure}" for check in telling[-2:]), most=120)
 
     def expected(self) -> str:
-        """What was expected of the check that failed, or how many were as expected."""
+        """The expected value of the check that failed, or the number of checks."""
         failed = [check for check in self.checks if not check.passed]
         return failed[0].expected if failed else f"{len(self.checks)} checks" if self.checks else ""
 
 
 class Stopped(Exception):
-    """Somebody asked the script to stop."""
+    """A signal asked the script to stop."""
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -355,7 +355,7 @@ def report(results: Sequence[Result]) -> str:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM raise Stopped, so that what was found is still written and shown."""
+    """Inside, SIGINT and SIGTERM raise Stopped, so that the results so far are still written and shown."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped

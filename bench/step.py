@@ -13,7 +13,7 @@ memory that is kept between steps, as in a HetSeq worker; without it page faults
 by the library that each has by itself: HetSeq's workers choose the faster one, the peers have torch's choice;
 `--products same` gives all of them that of a worker. Process CPU time stands beside wall time: a run whose wall time
 exceeds its CPU time by more than a tenth shared its core. On a GPU every step ends with a synchronisation before the
-clock is read, which neither loop makes by itself; there only the bare loop stands beside HetSeq.
+clock is read, which neither loop makes by itself. The other peers are set up for a CPU and are left out there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The state of a GPU: whether this process can use it, and whether it has failed under this process.
 
-Responsible for opening a GPU, with words for what stands in the way, and for judging errors that torch has raised on
-it. Refuses to know what becomes of the rank. An error of CUDA that destroys the context comes back from every later
+Responsible for opening a GPU, with a clear error where it cannot be used, and for judging errors that torch has raised
+on it. Refuses to know what becomes of the rank. An error of CUDA that destroys the context comes back from every later
 call, so the device can be asked.
 """
 
@@ -20,7 +20,7 @@ _OLD_DRIVER = "driver on your system is too old"
 
 
 def open_device(device: torch.device, who: str) -> None:
-    """Make a GPU that of this process, and run a first kernel on it; `who` is the rank and its node.
+    """Select a GPU for this process, and run a first kernel on it; `who` is the rank and its node.
 
     Raises ConfigError where this torch has no code for it, its driver is too old, or another process has it for itself.
     """

@@ -1,6 +1,6 @@
 """Bandwidth: sums of gloo between ranks of this device, and copies between the GPU and memory of the host.
 
-Figures for whoever builds a faster exchange, and for who wants to know what a node's exchange costs. A GB is 1e9 bytes.
+The figures tell what an exchange costs on this node and what a faster one could gain. A GB is 1e9 bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is there: card, driver, torch, libraries, limits of this machine; and that HetSeq can be imported."""
+"""Facts about the card, driver, torch, libraries and machine; and a test that HetSeq can be imported."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Sums of gloo on tensors of this device, as HetSeq asks for them, and what a killed peer does to those who wait.
+"""All-reduces of gloo on tensors of this device, as HetSeq calls them, and the effect of a killed peer.
 
-Three processes over the loopback, the last of them on the CPU. They use torch's process group itself: what is checked
-here is the ground that HetSeq stands on; `worlds` checks HetSeq.
+Three processes over the loopback, the last of them on the CPU. They use torch's process group itself. This section
+checks torch; `worlds` checks HetSeq.
 """
 
 from __future__ import annotations

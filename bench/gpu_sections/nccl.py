@@ -17,7 +17,7 @@ MIB = 25
 
 
 def checks(place: Place) -> Iterator[Check]:
-    """Seconds of its start, of a sum and of an abort, for whoever builds an exchange on it."""
+    """Seconds of its start, of a sum and of an abort."""
     if not place.is_gpu or not dist.is_nccl_available():
         raise NotBuilt("exchange of gradients by NCCL")
     # else torch's watchdog ends the process after an abort

@@ -86,7 +86,7 @@ class Run:
 
 
 class Running:
-    """A run that goes on."""
+    """A run whose process has been started."""
 
     def __init__(self, place: Place, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.name, self.folder = name, place.folder / name
@@ -98,7 +98,7 @@ class Running:
             )  # fmt: skip
 
     def now(self) -> Run:
-        """What is known of it at this moment."""
+        """The state of the run at this moment."""
         return Run(
             self.name, self.folder, self.process.poll(), time.monotonic() - self._began_s,
             self._printed.read_text(encoding="utf-8", errors="replace"),

@@ -1,4 +1,4 @@
-"""What a section is given, and what it says: a place to work in, checks, and the reason why it can say nothing."""
+"""The interface between a section and the script: the place to work in, the checks, and the reasons to skip."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CORE = ("numpy", "yaml", "tensorboard", "safetensors", "rich", "tokenizers")  # 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: what was seen, and what was expected ("" where a figure is only reported)."""
+    """One check: the figure that was seen, and the expected one ("" for a figure that is only reported)."""
 
     name: str
     figure: str
@@ -80,7 +80,7 @@ class Place:
             file.write(json.dumps(entry) + "\n")
 
     def begin(self, doing: str) -> None:
-        """Say what is done next, which is the cause if the section ends in it."""
+        """Say what the section does next. It is told as the cause if the section ends there."""
         self.say(doing=doing)
 
     def tell(self, check: Check) -> None:

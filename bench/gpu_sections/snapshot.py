@@ -1,4 +1,4 @@
-"""A state that is saved while training goes on is the state of its step, bit for bit; and what the save costs.
+"""A state saved during training is the state of its step, bit for bit; and the cost of the save.
 
 AdamW changes every tensor in each step meanwhile. `CheckpointManager` saves as the trainer does: `begin` after an
 update, `settle` before the next one. What it wrote is read back and compared with a copy made at `begin`. On a GPU a

@@ -22,7 +22,7 @@ SAMPLES, CLASSES = 2048, 10
 
 @dataclass(frozen=True)
 class PictureOptions:
-    """What is trained, and what goes wrong."""
+    """Size of the pictures and of the network, and the fault to make."""
 
     side: int = option(12, "width and height of a picture, in pixels")
     width: int = option(8, "channels of the network")

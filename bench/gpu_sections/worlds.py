@@ -15,7 +15,7 @@ LEAST = 1e-10  # nats; fp64 rounds at 1e-16, and 40 steps of this network keep i
 
 
 def checks(place: Place) -> Iterator[Check]:
-    """Curves of several worlds against that of one rank; on a GPU also where the shares go."""
+    """Curves of several worlds against the curve of one rank; on a GPU also the shares of GPU and CPU."""
     wanted = [
         Wanted("one", EXACT, place.devices(1)),
         Wanted("two", EXACT, place.devices(2)),

@@ -81,7 +81,7 @@ def checkout(tmp_path: Path) -> Iterator[Checkout]:
     shutil.rmtree(tmp_path / "checkout")
 
 
-#: section: (file, what stands there, what stands there when it is broken, words of the cause)
+#: section: (file, its text, the broken text, words of the cause)
 BREAKS = {
     "facts": ("hetseq/__init__.py", '"Controller": "controller"', '"Controller": "gone"', "names of hetseq"),
     "errors": ("hetseq/memory.py", "DefaultCPUAllocator: can't allocate", "no", "exhausted ended with 1"),

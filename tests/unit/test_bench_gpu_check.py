@@ -1,4 +1,4 @@
-"""The check of a GPU without its processes: how a section is judged, what is skipped, and what sections may use."""
+"""The check of a GPU without its processes: judging a section, skipping one, and the names that sections may use."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_value_beyond_its_limit_and_one_that_is_no_number_fail(gpu_check: Any)
     assert not within("losses", float("nan"), 1e-10).passed
 
 
-# What is skipped, and what is refused.
+# Skipped sections and refused options.
 
 
 def results_of(gpu_check: Any, *sections: Any, left_s: float = 100.0, packages: Path | None = None) -> list[Any]:
@@ -155,7 +155,7 @@ def test_processes_are_found_by_the_mark_that_they_inherit(gpu_check: Any, monke
         child.communicate()
 
 
-# What sections may use, and what the manual says of them.
+# The names that sections may use, and their page in the manual.
 
 
 def private_names(source: str) -> Iterator[str]:
