@@ -72,7 +72,7 @@ SECTIONS = (
         "exchange between GPUs of a node through shared memory",
         not_built="exchange between GPUs of a node through shared memory; they use gloo",
     ),
-    Section("marked_tests", 40, "the tests marked gpu", (*CORE, "pytest")),
+    Section("marked_tests", 40, "the tests marked gpu", (*CORE, "pytest", "pytest_timeout")),
     Section("fake", 60, "faults of GPUs in torch's own words, on the CPU", CORE),
 )
 NAMES = tuple(section.name for section in SECTIONS)

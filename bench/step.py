@@ -23,6 +23,7 @@ import dataclasses
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from hetseq.material import load_material
 from hetseq.metrics import Metrics
 from hetseq.processes import keep_freed_memory
 from hetseq.run_directory import RunDirectory
-from hetseq.session import Session, build_session
+from hetseq.session import build_session
 
 WARM_UPS = {"mnist": 15, "bert-tiny": 15, "bert": 5, "bert-base": 3}
 BATCHES = {"mnist": 256, "bert-tiny": 64, "bert": 8, "bert-base": 4}
@@ -86,41 +87,39 @@ def main() -> None:
     if arguments.products == "same":
         settings.as_a_worker()
     rows = []
-    with tempfile.TemporaryDirectory(prefix="hetseq-step-") as name:
+    with tempfile.TemporaryDirectory(prefix="hetseq-step-") as name, ExitStack() as closing:
         folder = Path(name)
         work = workloads.prepare(arguments.model, folder / "data", 64 * arguments.batch)
         work = dataclasses.replace(work, precision=arguments.precision, device=arguments.device)
-        train_step, session = hetseq_loop(work, folder, arguments.batch)
+        train_step = hetseq_loop(work, folder, arguments.batch, closing)
         is_set_alike = arguments.products == "same" or arguments.device != "cpu"
         ours = train_step if is_set_alike else settings.products_of_a_worker()(train_step)
         work = work if arguments.network == "ours" else workloads.with_transformers(work)
         bare = workloads.bare_loop(work, arguments.batch)
-        try:
-            alone_bare = alone(synchronized(bare, work.device))
-            times = beside({"HetSeq": synchronized(ours, work.device)}, alone_bare, work, arguments)
-            rows.append(evaluate("bare loop", times, of=["HetSeq"]))
-            for peer in arguments.peers:
-                try:
-                    times = beside({"HetSeq": ours, "bare loop": bare}, PEERS[peer], work, arguments)
-                except ImportError as error:
-                    print(f"(without {peer}: {error})")
-                    continue
-                rows.append(evaluate(peer, times, of=["HetSeq", "bare loop"]))
-        finally:
-            session.close()
+        alone_bare = alone(synchronized(bare, work.device))
+        times = beside({"HetSeq": synchronized(ours, work.device)}, alone_bare, work, arguments)
+        rows.append(evaluate("bare loop", times, of=["HetSeq"]))
+        for peer in arguments.peers:
+            try:
+                times = beside({"HetSeq": ours, "bare loop": bare}, PEERS[peer], work, arguments)
+            except ImportError as error:
+                print(f"(without {peer}: {error})")
+                continue
+            rows.append(evaluate(peer, times, of=["HetSeq", "bare loop"]))
     report(rows, arguments)
 
 
-def hetseq_loop(work: Workload, folder: Path, batch: int) -> tuple[Callable[[], Any], Session]:
-    """One step of HetSeq, with all it does in a real run."""
+def hetseq_loop(work: Workload, folder: Path, batch: int, closing: ExitStack) -> Callable[[], Any]:
+    """One step of HetSeq, with all it does in a real run; `closing` ends its threads, which write into the folder."""
     words = [*workloads.hetseq_words(work, batch), "--save-dir", str(folder / "run")]
     config = options.complete(options.parse(words))
     directory = RunDirectory.prepare(folder / "run", config_yaml=options.dump_yaml(config))
-    metrics = Metrics(directory, config.log, is_writer=True, total_steps=None)
+    metrics = closing.enter_context(Metrics(directory, config.log, is_writer=True, total_steps=None))
     material = load_material(config, torch.device(work.device))
     session = build_session(config, directory, LocalGroup(), material, metrics=metrics)
+    closing.callback(session.close)
     session.controller.replica.model.train()
-    return session.controller.train_step, session
+    return session.controller.train_step
 
 
 def synchronized(step: Callable[[], Any], device: str) -> Callable[[], Any]:

@@ -75,6 +75,11 @@ def machine(place: Place) -> Iterator[Check]:
     yield Check("folder of the check", f"{shutil.disk_usage(place.folder).free / 2**30:.1f} GiB free")
 
 
+def is_large_card(place: Place) -> bool:
+    """Whether the GPU has at least 40 GiB, so that the larger sizes of `speed` and `overhead` fit."""
+    return torch.cuda.get_device_properties(torch.device(place.device)).total_memory >= 40 * 2**30
+
+
 def asked(*command: str) -> list[str]:
     """The lines that a command prints; one that says why it printed none."""
     try:

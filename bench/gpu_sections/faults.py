@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -60,6 +60,7 @@ class Plan:
 
     def prepare(self) -> None:
         """Change torch as the fault asks for, before the run begins."""
+        Heavy.fits = self.fits  # of the class: an attribute of the tensor would be lost where the batch is pinned
         if self.fault == "lose-in-exchange":
             _fail_in_gloo(self)
 
@@ -68,9 +69,7 @@ class Plan:
         if self.fault != "exhaust-place":
             return samples
         pictures, labels = samples
-        heavy = pictures.as_subclass(Heavy)
-        heavy.fits = self.fits
-        return heavy, labels
+        return pictures.as_subclass(Heavy), labels
 
     def before(self, pictures: torch.Tensor, *, is_training: bool) -> None:
         """Called ahead of forward."""
@@ -114,7 +113,7 @@ class Plan:
 class Heavy(torch.Tensor):
     """A tensor that cannot be moved where it has more than `fits` rows."""
 
-    fits: int
+    fits: ClassVar[int] = 0
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         if len(self) > self.fits:

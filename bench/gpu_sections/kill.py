@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from gpu_sections.runs import PICTURES, PLAIN, SGD, RunFailed, Running, gap, start
 from gpu_sections.section import Check, Place, holds, within
 
-STEPS, PAUSE_S = 600, 0.03
+STEPS, PAUSE_S = 600, 0.06  # so long that two ranks come back in time, where a process with a GPU takes 8 s to begin
 WORDS = (
     "--task", PICTURES, *PLAIN, *SGD, "--precision", "fp64", "--global-batch-size", 48, "--max-update", STEPS,
 )  # fmt: skip

@@ -13,7 +13,12 @@ from gpu_sections.section import ROOT, Check, Place, holds, one_line
 def checks(place: Place) -> Iterator[Check]:
     """All tests that are marked `gpu`."""
     place.need_gpu()
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/unit"]
+    files = [
+        str(path)
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "mark.gpu" in path.read_text(encoding="utf-8")
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines() or [done.stderr.strip()]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gpu_sections.facts import is_large_card
 from gpu_sections.runs import measured
 from gpu_sections.section import Check, Place
 
@@ -17,11 +18,12 @@ def checks(place: Place) -> Iterator[Check]:
         row = measured(place, "step.py", "--model", "mnist", *ALONE)
         yield Check("images", f"a bare step takes {ratio(row):.3f} of one of HetSeq")
         return
-    for rows in (32, 256):
+    many = 256 if is_large_card(place) else 64
+    for rows in (16, many):
         words = ("--model", "bert-base", "--batch", str(rows), "--precision", "bf16", *ALONE)
         value = ratio(measured(place, "step.py", *words))
         name, figure = f"BERT-base, {rows} rows", f"a bare step takes {value:.3f} of one of HetSeq"
-        yield Check(name, figure) if rows < 256 else Check(name, figure, f"at least {LEAST}", value >= LEAST)
+        yield Check(name, figure) if rows < many else Check(name, figure, f"at least {LEAST}", value >= LEAST)
 
 
 def ratio(row: dict[str, dict[str, float]]) -> float:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from gpu_sections.facts import is_large_card
 from gpu_sections.runs import measured
 from gpu_sections.section import Check, Place, Skipped
 
 #: model, tokens of a row, rows of a step on a card with at least 40 GiB and on a smaller one
 SHAPES = (("base", 128, 256, 64), ("base", 512, 64, 16), ("large", 128, 128, 32), ("large", 512, 32, 8))
-LARGE_CARD_BYTES = 40 * 2**30
 
 
 def checks(place: Place) -> Iterator[Check]:
@@ -24,9 +24,8 @@ def checks(place: Place) -> Iterator[Check]:
     properties = torch.cuda.get_device_properties(torch.device(place.device))
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         raise Skipped(f"{properties.name} has no products of bf16")
-    is_large = properties.total_memory >= LARGE_CARD_BYTES
     for model, length, many, few in SHAPES:
-        shape = ("--model", model, "--length", str(length), "--micro-batch", str(many if is_large else few))
+        shape = ("--model", model, "--length", str(length), "--micro-batch", str(many if is_large_card(place) else few))
         row = measured(place, "bert_gpu.py", *shape, "--steps", "15", "--forms", "full")
         yield judged(f"{model}, {length} tokens", row)
 
