@@ -1,7 +1,7 @@
-"""Runs of earlier versions are resumed, evaluated and predicted with: `tests/golden`, by real commands.
+"""The present commands resume and evaluate the runs of earlier versions in `tests/golden`.
 
-What `Exact` computes is never rounded, so these runs must end with the bits that the undisturbed run had then. The
-others are compared within a tolerance, because another processor or another torch rounds otherwise.
+The task `Exact` never rounds, so its resumed runs must end with the same bits as the undisturbed run. The other runs
+are compared within a tolerance, because another processor or another torch rounds differently.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ TOLERANCE_FP16 = 2e-3
 
 @pytest.fixture(scope="module", autouse=True)
 def no_imports() -> None:
-    """All commands here begin after their imports."""
+    """All commands here are forked after their imports."""
     forked.warm_up()
 
 
 def run(words: Sequence[object], folder: Path, *, code: int = 0) -> Finished:
-    """`hetseq WORDS` in the folder where an archive was unpacked."""
+    """`hetseq WORDS` in the folder of an unpacked archive."""
     finished = run_command([str(word) for word in words], cwd=folder, program=HETSEQ, is_cold=False)
     assert finished.code == code, finished.err
     return finished
 
 
 def folder_of(run_directory: Path, step: int) -> Path:
-    """The folder of the only checkpoint of a step, relative to where the commands run."""
+    """The folder of the only checkpoint of a step, relative to the folder in which the commands run."""
     (found,) = (run_directory / "checkpoints").glob(f"step-{step:09d}.*")
     return found.relative_to(run_directory.parent)
 
 
 def assert_ends_as_it_did(run_directory: Path, *, after: int) -> None:
-    """All steps after that one have the losses, and the last checkpoint the tensors, of the undisturbed run."""
+    """The losses of all steps after `after` and the last tensors are bit-equal to those of the undisturbed run."""
     expected = runs()["exact"]
     found = losses(run_directory)
     assert {step: found.get(step) for step in expected["losses"] if int(step) > after} == {
@@ -74,7 +74,7 @@ def assert_ends_as_it_did(run_directory: Path, *, after: int) -> None:
 def test_a_branch_from_the_middle_of_an_old_run_ends_with_the_same_bits(
     ranks: list[str], step: int, tmp_path: Path
 ) -> None:
-    """From the old command with the interval's checkpoint, from the old config.yaml with that of the epoch."""
+    """The old command resumes from an interval checkpoint, the old config.yaml from an epoch checkpoint."""
     old = unpack("exact", tmp_path)
     begin = runs()["exact"]["command"] if step == 4 else ["train", "--config", "exact/config.yaml"]
     run([*begin, *ranks, "--restore-file", folder_of(old, step), "--save-dir", "branch"], tmp_path)
@@ -85,7 +85,7 @@ def test_a_branch_from_the_middle_of_an_old_run_ends_with_the_same_bits(
 
 
 def test_a_branch_with_another_rate_would_be_seen(tmp_path: Path) -> None:
-    """The twin, which must not end as the run did."""
+    """The twin: this branch must end with other bits."""
     old = unpack("exact", tmp_path)
     words = [*runs()["exact"]["command"], *ONE, "--restore-file", folder_of(old, 8), "--save-dir", "branch"]
     run([*words, "--lr", "0.125"], tmp_path)
@@ -106,7 +106,7 @@ def test_evaluation_and_predictions_of_an_old_run_are_the_same_text(tmp_path: Pa
 # the disturbed ones
 
 
-def test_a_run_that_a_signal_stopped_goes_on_to_the_same_end(tmp_path: Path) -> None:
+def test_a_run_that_a_signal_stopped_resumes_and_ends_with_the_same_bits(tmp_path: Path) -> None:
     old = unpack("stopped", tmp_path)
     reached = max(map(int, losses(old)))
     assert [entry["step"] for entry in describe(old) if "signal" in entry["kinds"]] == [reached]
@@ -115,7 +115,7 @@ def test_a_run_that_a_signal_stopped_goes_on_to_the_same_end(tmp_path: Path) -> 
     assert_ends_as_it_did(old, after=0)
 
 
-def test_a_torn_run_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
+def test_a_torn_run_resumes_from_the_checkpoint_before(tmp_path: Path) -> None:
     old, facts = unpack("torn", tmp_path), runs()["torn"]
     damaged, uncommitted = folder_of(old, facts["damaged"]), folder_of(old, 8)
     torn_tail = (old / "metrics.jsonl").read_bytes().rpartition(b"\n")[2]
@@ -133,19 +133,19 @@ def test_a_torn_run_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
     assert_ends_as_it_did(old, after=0)
 
 
-def test_a_run_that_was_killed_goes_on_from_the_memory_that_it_left(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_from_shared_memory(tmp_path: Path) -> None:
     old, step = unpack("memory", tmp_path), int(told()["memory"]["resumed_from"])
     with planted(tmp_path / "memory_arenas", old) as paths:
         finished = run(runs()["memory"]["command"], tmp_path)
-        assert not any(path.exists() for path in paths)  # a run that ends as it should gives the memory back
+        assert not any(path.exists() for path in paths)  # a run that ends normally removes its arenas
     assert f"going on after step {step} (the memory of this run's nodes)" in finished.err
     (event,) = events(old, "resume")
     assert (event["step"], event["path"]) == (step, None)
     assert_ends_as_it_did(old, after=0)
 
 
-def test_without_that_memory_the_run_goes_on_from_the_disk(tmp_path: Path) -> None:
-    """The twin: the state of the later step was nowhere else. A copy of the directory is not that run either."""
+def test_a_killed_run_without_its_shared_memory_resumes_from_the_disk(tmp_path: Path) -> None:
+    """The twin: these arenas belong to a copy of the run directory, so this run must not use them."""
     old = unpack("memory", tmp_path)
     copy = tmp_path / "elsewhere"
     shutil.copytree(old, copy)
@@ -176,7 +176,7 @@ def test_an_old_corpus_is_read_and_the_run_on_it_resumes(name: str, tmp_path: Pa
 
 
 def test_an_old_corpus_gives_an_untrained_network_the_same_steps(tmp_path: Path) -> None:
-    """From the beginning: the order of the rows, their masks, the initial weights and dropout."""
+    """The order of the rows, their masks, the initial weights and dropout are as they were."""
     unpack("bert", tmp_path)
     facts = runs()["bert"]
     run([*facts["command"], "--save-dir", "anew", "--disable-validation", "--no-save"], tmp_path)
@@ -198,7 +198,7 @@ def test_every_optimizer_resumes_with_its_state(name: str, tmp_path: Path) -> No
 
 
 def compare(run_directory: Path, facts: dict[str, Any], *, first: int, tolerance: float = TOLERANCE) -> None:
-    """The losses from that step on; all of them were finite."""
+    """The losses from step `first` on are finite, and agree with the old ones."""
     expected = {int(step): loss for step, loss in facts["losses"].items() if int(step) >= first}
     found = {int(step): loss for step, loss in losses(run_directory).items()}
     assert sorted(found) == sorted(expected)

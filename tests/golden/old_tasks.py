@@ -1,7 +1,7 @@
-"""The tasks of the runs in this folder, frozen with them: `--task old_tasks.py:Exact` and `:Mixed`.
+"""The frozen tasks of the runs in this folder: `--task old_tasks.py:Exact`, `:Mixed` and `:Loud`.
 
-The resumed runs need the same task that wrote the checkpoints, so this file is never changed. It imports torch and
-public names of `hetseq` alone.
+A resumed run needs the task that wrote its checkpoints, so this file is never changed. It imports only torch and public
+names of `hetseq`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Rows(Dataset[Batch]):
 
 
 def whole_numbers(rows: int, columns: int, *, least: int, most: int, start: int) -> Tensor:
-    """A matrix of small integers, from arithmetic that no version of torch can change."""
+    """A matrix of small integers; no generator of torch is used, because another version might draw others."""
     # the generator of Park and Miller with the constants of 1993
     state, numbers = start, []
     for _ in range(rows * columns):
@@ -41,7 +41,7 @@ def whole_numbers(rows: int, columns: int, *, least: int, most: int, start: int)
 
 
 class Counting(nn.Module):
-    """A linear layer of 4 by 3 whose buffers count its forwards in training."""
+    """A linear layer of 4 by 3; its two buffers count the forwards in training."""
 
     steps: Tensor
     halves: Tensor
@@ -63,9 +63,9 @@ class Counting(nn.Module):
 
 
 class Exact(Task):
-    """No result is ever rounded in fp64, so equal bits are expected on any processor and on any number of ranks.
+    """In fp64 no result is rounded, so every processor and every number of ranks computes the same bits.
 
-    The targets are fitted by absolute differences: a gradient is a sum of small integers. With a global batch of 8, a
+    The loss is the absolute difference, so a gradient is a sum of small integers. With a global batch of 8, a
     learning rate of 2^-4 and momentum 2^-1, 12 steps take fewer than 30 of the 53 bits.
     """
 
@@ -162,6 +162,6 @@ class Mixed(Task):
 
 
 class Loud(Mixed):
-    """`Mixed` with gradients that are too large for the first loss scale of fp16, so that a step is skipped."""
+    """`Mixed` with gradients that are too large for the first loss scale of fp16: two steps are skipped."""
 
     term_weights = {"label": 1.0, "number": 2.0}

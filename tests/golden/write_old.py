@@ -1,16 +1,17 @@
-"""The script that wrote the archives in this folder; kept to show where they come from, and for the next format.
+"""Writes the archives of this folder. It is kept to show where they come from, and for the next format.
 
     unshare --mount --uts sh -c 'hostname old && mount -t tmpfs none /mnt && mount -t tmpfs none /dev/shm &&
         PYTHONPATH=. OMP_NUM_THREADS=1 python tests/golden/write_old.py /mnt'
 
-It ran at the commits that `old.json` names. It starts the real commands in the folder that is given, packs what they
-leave, and writes into `old.json` what the code reads in it. No archive is ever replaced: names on the command line
-choose some, and one that is there is refused. The namespaces keep the names of a machine out of the files.
+The script ran at the commits that `old.json` names. It runs the real commands in the given folder and packs the files
+that they write. What the present code reads in these files goes into `old.json`. Names on the command line choose some
+of the archives. The script refuses to replace an archive. The namespaces keep the names of a machine out of the files.
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -40,7 +41,7 @@ EXACT = shlex.split(
     " --max-update 12 --optimizer sgd --lr 0.0625 --momentum 0.5 --lr-scheduler constant --clip-norm 0 --seed 7"
     " --save-interval-updates 4 --persistent-time-interval 0"
 )
-SLOWLY = ["--throttle", "0:300"]  # so that a signal meets a run that is under way; it changes no number
+SLOWLY = ["--throttle", "0:300"]  # so that a signal arrives before the run ends; no number changes
 MIXED = shlex.split(
     "train --task old_tasks.py:Mixed --devices cpu,cpu --balance 2,1 --global-batch-size 12 --max-update 8 --lr 0.01"
     " --lr-scheduler constant --seed 7 --save-interval-updates 4 --persistent-time-interval 0"
@@ -74,7 +75,7 @@ def main(scratch: Path, names: Sequence[str]) -> None:
     path = GOLDEN / "old.json"
     for name in names or list(WRITERS):
         if (GOLDEN / f"{name}.tar.gz").exists():
-            sys.exit(f"{name}.tar.gz is there, and archives are never replaced: give a new format a new name")
+            sys.exit(f"{name}.tar.gz is there, and an archive is never replaced: give a new format a new name")
         folder = scratch / name
         folder.mkdir()
         shutil.copy(GOLDEN / "old_tasks.py", folder)
@@ -83,12 +84,13 @@ def main(scratch: Path, names: Sequence[str]) -> None:
         if name == "memory":
             said["resumed_from"] = resumed_from_memory(folder)
         everything = json.loads(path.read_text()) if path.exists() else {}
-        everything[name] = {"commit": commit(), **said}
+        content = (GOLDEN / f"{name}.tar.gz").read_bytes()
+        everything[name] = {"commit": commit(), "sha256": hashlib.sha256(content).hexdigest(), **said}
         path.write_text(json.dumps(everything, indent=1) + "\n")
 
 
 def exact(folder: Path) -> dict[str, Any]:
-    """A run that nothing happened to, with its evaluation and predictions."""
+    """An undisturbed run, with its evaluation and predictions."""
     run(folder, [*EXACT, "--save-dir", "exact"])
     evaluated = run(folder, ["evaluate", "exact", "--json"])
     run(folder, ["predict", "exact", "--subset", "valid", "--output", "exact_predictions.txt"])
@@ -110,14 +112,14 @@ def stopped(folder: Path) -> dict[str, Any]:
 
 
 def torn(folder: Path) -> dict[str, Any]:
-    """A killed run whose newest commit has a wrong byte, with an attempt beside it and half a row at its end."""
+    """A killed run with a wrong byte in its newest commit, an attempt without a commit, and half a row at its end."""
     command, run_folder = [*EXACT, "--save-dir", "torn"], folder / "torn"
     with started([*command, *SLOWLY, "--memory-interval-updates", "0"], run_folder, is_cold=True) as trial:
         until(lambda: 8 in {each.identity.step for each in checkpoints(run_folder).list()}, "the commit of step 8")
         trial.kill_everything()
     intact = {each.identity.step: each.path for each in checkpoints(run_folder).list()}
     assert sorted(intact) == [4, 5, 8]
-    (intact[8] / "COMMIT.json").unlink()  # an attempt that a kill has left before its second part was whole
+    (intact[8] / "COMMIT.json").unlink()  # as if the kill had come before the second part was whole
     (intact[8] / "part-00001.json").unlink()
     flip(intact[5] / "part-00001.safetensors", -5)
     rows = run_folder / "metrics.jsonl"
@@ -129,7 +131,7 @@ def torn(folder: Path) -> dict[str, Any]:
 
 
 def memory(folder: Path) -> dict[str, Any]:
-    """A run that SIGKILL ended between two saves, with the shared memory that it left."""
+    """A run that SIGKILL ended between two saves, and its arenas in shared memory."""
     command, run_folder = [*EXACT, "--save-dir", "memory"], folder / "memory"
     with started([*command, *SLOWLY, "--memory-interval-updates", "1"], run_folder, is_cold=True) as trial:
         trial.wait_for_step(7)
@@ -145,7 +147,7 @@ def memory(folder: Path) -> dict[str, Any]:
 
 
 def resumed_from_memory(folder: Path) -> int:
-    """The step from which the present code resumes `memory`; the folder has been packed before."""
+    """The step from which the present code resumes `memory`. Call it after the folder was packed."""
     with planted(folder / "memory_arenas", folder / "memory"):
         run(folder, [*EXACT, "--save-dir", "memory"])
     (event,) = events(folder / "memory", "resume")
@@ -154,7 +156,7 @@ def resumed_from_memory(folder: Path) -> int:
 
 
 def nebula(folder: Path) -> dict[str, Any]:
-    """Three tags, the newest of them damaged, and a folder that was never completed."""
+    """Three tags, of which the newest is damaged, and a folder without COMMIT.json."""
     place, values = folder / "nebula", {}
     nm.init(place)
     for step in (1, 2, 3):
@@ -175,7 +177,7 @@ def nebula(folder: Path) -> dict[str, Any]:
 
 
 def nebula_state(step: int) -> dict[str, Any]:
-    """Everything that a tag can hold; the tensors `tied`, `same` and `row` look into one memory."""
+    """One value of each type that a tag can hold; the tensors `tied`, `same` and `row` share their memory."""
     tied = torch.arange(12, dtype=torch.float32).reshape(3, 4) + step
     kinds = ("float64", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool", "complex64")
     return {
@@ -194,7 +196,7 @@ def nebula_state(step: int) -> dict[str, Any]:
 
 
 def optimizer_state(step: int) -> dict[str, Any]:
-    """The state of an Adam that has made steps."""
+    """The state of an Adam after so many steps."""
     weight = torch.nn.Parameter(torch.arange(6, dtype=torch.float32))
     optimizer = torch.optim.Adam([weight], lr=0.125)
     for _ in range(step):
@@ -212,7 +214,7 @@ def bert(folder: Path) -> dict[str, Any]:
 
 
 def bert_hdf5(folder: Path) -> dict[str, Any]:
-    """The same in the HDF5 files of 2020."""
+    """The same text in the HDF5 files of 2020, and a run of the same network on them."""
     make_corpus(
         folder, "bert_hdf5_corpus", ["preprocessing.bert_corpus", "--duplicate", "1", "--output-format", "hdf5"]
     )
@@ -228,7 +230,7 @@ def gpt(folder: Path) -> dict[str, Any]:
 
 
 def make_corpus(folder: Path, name: str, words: Sequence[str]) -> None:
-    """A corpus of 15 kB of this repository's own text, which is not kept."""
+    """A corpus made of 15 kB of this repository's manual; the text itself is not packed."""
     pages = [ROOT / "README.md", ROOT / "docs" / "exactness.md", ROOT / "docs" / "bert.md"]
     text = "\n\n".join(page.read_text() for page in pages).encode("ascii", "ignore").decode()[:15_000]
     source = folder / "text.txt"
@@ -240,14 +242,14 @@ def make_corpus(folder: Path, name: str, words: Sequence[str]) -> None:
 
 
 def write_network(folder: Path, made: str, name: str, changes: dict[str, Any]) -> None:
-    """A `config.json` with the vocabulary of the one that was made, and a network of a few thousand numbers."""
+    """Write the configuration of a tiny network for the vocabulary of a corpus."""
     before = json.loads((folder / made).read_text())
     kept = before if "bert" in name else {"vocab_size": before["vocab_size"]}
     (folder / name).write_text(json.dumps({**kept, **changes}, indent=2) + "\n")
 
 
 def text_run(folder: Path, command: list[str]) -> dict[str, Any]:
-    """What a run of a text says of itself, with its evaluation."""
+    """Run the command, and evaluate the run."""
     run(folder, command)
     evaluated = run(folder, ["evaluate", command[-1], "--json"])
     return {"command": command, **facts(folder / command[-1]), "evaluated": evaluated.out}
@@ -283,7 +285,7 @@ def run(folder: Path, words: Sequence[str]) -> Finished:
 
 
 def commit() -> str:
-    """The commit of the code that runs; its packages must be as they are in it."""
+    """The commit of the present code. Fails if the packages differ from that commit."""
     packages = ["hetseq", "tasks", "preprocessing"]
     changed = subprocess.run(["git", "status", "--porcelain", *packages], cwd=ROOT, capture_output=True, check=True)
     assert not changed.stdout, changed.stdout.decode()
@@ -293,7 +295,7 @@ def commit() -> str:
 
 
 def pack(folder: Path, path: Path) -> None:
-    """A .tar.gz of what the commands have left: sorted, and without owners and times."""
+    """Pack a folder: names sorted, no owners, no times."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for source in sorted(folder.rglob("*")):

@@ -1,8 +1,8 @@
-"""The files of earlier versions in `tests/golden`: unpacked, and described in a form that `old.json` can hold.
+"""The archives of earlier versions in `tests/golden`: unpack them, and describe them as `old.json` does.
 
-`tests/golden/write_old.py` wrote the archives and, with the functions here, what the code of that time read in them.
-The tests unpack an archive and ask the present code for the same. Every archive becomes folders below the one that is
-given, with `old_tasks.py` beside them: commands are run there, with relative paths.
+`tests/golden/write_old.py` used the functions below to write `old.json`. The tests call the same functions with the
+present code and compare. An archive is unpacked into a given folder, beside `old_tasks.py`, and commands run in that
+folder with relative paths.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _RECORD_AT, _RECORD_BYTES = 4096, 1 << 20
 
 @functools.lru_cache(maxsize=1)
 def told() -> dict[str, Any]:
-    """`old.json`: by archive, what the code that wrote it read in it."""
+    """`old.json`: what the writing code read in each archive, by the name of the archive."""
     found: dict[str, Any] = json.loads((GOLDEN / "old.json").read_text())
     return found
 
 
 def unpack(name: str, folder: Path) -> Path:
-    """Unpack an archive into `folder`, with the task file; gives `folder / name`."""
+    """Unpack an archive and the task file into `folder`; gives `folder / name`."""
     with tarfile.open(GOLDEN / f"{name}.tar.gz") as archive:
         archive.extractall(folder, filter="data")
     shutil.copy(GOLDEN / "old_tasks.py", folder)
@@ -52,13 +52,13 @@ def unpack(name: str, folder: Path) -> Path:
 
 
 def losses(run: Path) -> dict[str, float]:
-    """The loss of each step by its number, as text because JSON has no other keys; of two rows the later counts."""
+    """The loss of each step, by the number of the step as text, as in JSON. Of two rows of a step the later counts."""
     rows = read_rows(run / "metrics.jsonl")
     return {str(row["step"]): row["loss"] for row in rows if "loss" in row}
 
 
 def describe(run: Path) -> list[dict[str, Any]]:
-    """Every commit of a run, oldest first: step, kinds, digests of tensors and state; or that it is damaged."""
+    """Every commit of a run, oldest first: step, kinds, and digests of tensors and state or `is_damaged`."""
     found: list[dict[str, Any]] = []
     for commit in reversed(checkpoints(run).list()):
         entry: dict[str, Any] = {"step": commit.identity.step, "kinds": sorted(commit.kinds)}
@@ -75,13 +75,13 @@ def describe(run: Path) -> list[dict[str, Any]]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Type, shape and the SHA-256 of the bytes of a tensor."""
+    """The type, the shape and the SHA-256 of the bytes of a tensor."""
     content = tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     return f"{str(tensor.dtype)[6:]} {list(tensor.shape)} {hashlib.sha256(content).hexdigest()}"
 
 
 def plain(value: Any) -> Any:
-    """A nested state as JSON that keeps its types: [type, content]; a tensor is its digest."""
+    """A nested state as JSON, each value as [type, content]; a tensor becomes its digest."""
     if isinstance(value, torch.Tensor):
         return ["tensor", digest(value)]
     name = type(value).__name__
@@ -103,7 +103,7 @@ def flip(path: Path, position: int) -> None:
 
 @contextmanager
 def started(words: Sequence[str], run: Path, *, is_cold: bool = False) -> Iterator[Trial]:
-    """`hetseq WORDS` in the parent of the run directory, under way; what is left of it is killed at the end."""
+    """`hetseq WORDS`, running in the parent of the run directory; all its processes are killed at the end."""
     mark, rows = uuid.uuid4().hex, run / "metrics.jsonl"
     begin = rows.stat().st_size if rows.exists() else 0
     with start_command(words, cwd=run.parent, env={MARK: mark}, program=HETSEQ, is_cold=is_cold) as command:
@@ -116,10 +116,10 @@ def started(words: Sequence[str], run: Path, *, is_cold: bool = False) -> Iterat
 
 @contextmanager
 def planted(arenas: Path, run: Path) -> Iterator[list[Path]]:
-    """Put the shared memory of a killed run back into /dev/shm, as that of this user and of the directory `run`.
+    """Put the arenas of a killed run into /dev/shm, as arenas of this user and of the directory `run`.
 
-    A record names its run directory by device and inode, which the unpacked one does not have, and the name of an
-    arena begins with the user. Both are replaced, with the length and the CRC of the record. Removed at the end.
+    The name of an arena holds the user id, and its record holds device and inode of the run directory. Both are
+    replaced, and with them the length and the CRC of the record. The arenas are removed at the end.
     """
     about, made = run.stat(), list[Path]()
     try:
@@ -127,7 +127,7 @@ def planted(arenas: Path, run: Path) -> Iterator[list[Path]]:
             content = bytearray(source.read_bytes())
             magic, version, status, serial, size, crc32 = _HEADER.unpack_from(content)
             old = bytes(content[_RECORD_AT : _RECORD_AT + size])
-            if size:  # else it was never filled
+            if size:  # 0 in an arena that was never filled
                 assert (magic, version, crc32) == (b"hetseq-a", 2, zlib.crc32(old))
                 record = json.loads(old)
                 record["directory"] = f"{about.st_dev}:{about.st_ino}"
@@ -149,7 +149,7 @@ def planted(arenas: Path, run: Path) -> Iterator[list[Path]]:
 
 
 def runs() -> dict[str, dict[str, Any]]:
-    """What `old.json` says of each run, by its folder below the one in which its archive is unpacked."""
+    """What `old.json` says of each run, by the path of the run directory, as in optimizers/lamb."""
     several = told()["optimizers"]["runs"]
     alone = {name: facts for name, facts in told().items() if "checkpoints" in facts}
     return {**alone, **{f"optimizers/{name}": facts for name, facts in several.items()}}

@@ -1,11 +1,12 @@
-"""Files of earlier versions are read as what they were when they were written: `tests/golden/old.json` says it.
+"""The present code reads in the files of earlier versions what those versions read: `tests/golden/old.json`.
 
-Nothing is trained here; tests/end_to_end/test_old_files.py resumes these runs.
+Nothing is trained here. tests/end_to_end/test_old_files.py resumes these runs.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import math
 import re
@@ -43,7 +44,7 @@ def test_every_checkpoint_and_every_loss_is_what_it_was(name: str, tmp_path: Pat
 
 
 def test_a_wrong_byte_would_be_seen(tmp_path: Path) -> None:
-    """The twin: of a file, of a tensor, and of its type."""
+    """The twin: a byte of a file, and a number, the type and the shape of a tensor."""
     run = unpacked("exact", tmp_path)
     (folder,) = (run / "checkpoints").glob("step-000000008.*")
     flip(folder / "part-00000.safetensors", -1)
@@ -93,7 +94,7 @@ def test_load_run_gives_what_they_recorded(name: str, tmp_path: Path) -> None:
 # shared memory
 
 
-def test_the_memory_of_a_killed_run_can_be_put_back_and_goes_again(tmp_path: Path) -> None:
+def test_the_arenas_of_a_killed_run_are_planted_and_removed(tmp_path: Path) -> None:
     run = unpacked("memory", tmp_path)
     arenas = sorted((tmp_path / "memory_arenas").iterdir())
     with planted(tmp_path / "memory_arenas", run) as paths:
@@ -123,7 +124,7 @@ def test_the_tags_hold_what_was_saved(place: Path) -> None:
                 assert as_json(checkpoint.load(name)) == value
 
 
-def test_tied_tensors_of_a_tag_look_into_one_memory(place: Path) -> None:
+def test_tied_tensors_of_a_tag_share_their_memory(place: Path) -> None:
     model = nm.get_checkpoint("global_step2", place).load("model")
     model["tied"][1, 0] = 77
     assert model["same"][1, 0] == model["row"][0] == 77
@@ -143,7 +144,7 @@ def test_the_damaged_tag_is_passed_over_and_refused_by_its_name(place: Path, cap
 
 
 def test_another_value_in_a_tag_would_be_seen() -> None:
-    """The twin: equal to Python, and another type."""
+    """The twin: values that Python calls equal have different types here."""
     assert plain([1, (2,)]) != plain([True, (2,)]) != plain([1, [2]])
     assert plain({1: -0.0}) != plain({1: 0.0})
 
@@ -166,6 +167,12 @@ def test_the_folder_is_small_and_its_table_names_every_file() -> None:
 
 
 @pytest.mark.parametrize("name", ARCHIVES)
+def test_an_archive_is_never_rewritten(name: str) -> None:
+    content = (GOLDEN / f"{name}.tar.gz").read_bytes()
+    assert hashlib.sha256(content).hexdigest() == told()[name]["sha256"]
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
 def test_an_archive_names_no_machine_and_no_person(name: str) -> None:
     with tarfile.open(GOLDEN / f"{name}.tar.gz") as archive:
         members = archive.getmembers()
@@ -181,7 +188,7 @@ def test_an_archive_names_no_machine_and_no_person(name: str) -> None:
             assert set(re.findall(r'"node": "([^"]*)"', text)) <= {"old"}, member.name
 
 
-def test_the_old_tasks_import_torch_and_public_names_alone() -> None:
+def test_the_old_tasks_import_only_torch_and_public_names() -> None:
     tree = ast.parse((GOLDEN / "old_tasks.py").read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
