@@ -32,7 +32,7 @@ from figures import json_line, paired, spread, table
 from gpus import H200, Device, Peak, open_device, peak_of
 from made_up import Batch, made_up
 
-from hetseq import memory, options, registry
+from hetseq import options, registry
 from hetseq.buffers import BufferKeeper
 from hetseq.comm import LocalGroup
 from hetseq.fetching import seed_everything
@@ -45,6 +45,7 @@ from hetseq.reduction import Gradients
 from hetseq.replica import Replica, trained_parameters
 from hetseq.share import ShareComputer
 from hetseq.stopwatch import MicroBatchClock
+from hetseq.system import device_memory as memory
 from hetseq.task import make_task
 from tasks.bert import BertTask
 from tasks.bert_model import BertConfig, BertForPreTraining

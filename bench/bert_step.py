@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from figures import busy_mark, json_line, paired, spread, stretch, table
 from workloads import their_bert_loss
 
-from hetseq.processes import keep_freed_memory
+from hetseq.system.processes import keep_freed_memory
 from tasks.bert_model import TIED_NAMES, BertConfig, BertForPreTraining
 from tasks.layer_stack import checkpoint_activations_
 

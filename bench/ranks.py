@@ -394,7 +394,7 @@ def main() -> None:
     import settings
     import torch
 
-    from hetseq.processes import die_with_parent
+    from hetseq.system.processes import die_with_parent
 
     die_with_parent(place["parent_pid"])
     torch.set_num_threads(1)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
-from hetseq.processes import keep_freed_memory
-from hetseq.products import multiply_by_the_faster_library
+from hetseq.system.matmul_backend import multiply_by_the_faster_library
+from hetseq.system.processes import keep_freed_memory
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
 

@@ -39,9 +39,9 @@ from hetseq import options
 from hetseq.comm import LocalGroup
 from hetseq.material import load_material
 from hetseq.metrics import Metrics
-from hetseq.processes import keep_freed_memory
 from hetseq.run_directory import RunDirectory
 from hetseq.session import build_session
+from hetseq.system.processes import keep_freed_memory
 
 WARM_UPS = {"mnist": 15, "bert-tiny": 15, "bert": 5, "bert-base": 3}
 BATCHES = {"mnist": 256, "bert-tiny": 64, "bert": 8, "bert-base": 4}

@@ -32,8 +32,8 @@ from hetseq.run_status import RunStatus
 from hetseq.saving import Saved, Saver, draw_nonce
 from hetseq.sharing import Sharing
 from hetseq.succession import Due
+from hetseq.system.rank_phase import Phase, Stand, amid
 from hetseq.validation import Validator
-from hetseq.whereabouts import Phase, Stand, amid
 
 _ABOUT_BYTES = 512
 _NONCES = 2**63

@@ -23,7 +23,6 @@ from typing import Protocol
 import numpy as np
 from torch.profiler import record_function as phase
 
-from hetseq import faults, whereabouts
 from hetseq.comm import AnyGroup, gather_floats
 from hetseq.commit import (
     CommitRow,
@@ -47,7 +46,9 @@ from hetseq.plan import Planner, Position, StepPlan
 from hetseq.precision import LossScale
 from hetseq.share import Part, ShareComputer
 from hetseq.stopwatch import Stopwatch
-from hetseq.whereabouts import Phase
+from hetseq.system import faults
+from hetseq.system import rank_phase as whereabouts
+from hetseq.system.rank_phase import Phase
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetseq import options
-from hetseq.checkpoint.files import sync_directory
 from hetseq.cluster.directories import has_commits
 from hetseq.command_line import Argument, Command, Given, Option
 from hetseq.config import Config, DistributedConfig
@@ -30,6 +29,7 @@ from hetseq.ending import Ending, of_errand
 from hetseq.errand import Errand
 from hetseq.errors import EXIT_DONE, CheckpointError, ConfigError
 from hetseq.launch import launch, run_here
+from hetseq.system.files import sync_directory
 from hetseq.which_run import existing_run
 from hetseq.workers import ending_server
 

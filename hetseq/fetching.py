@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader
 
 from hetseq.errors import HetSeqError, TaskFileError
 from hetseq.plan import Indices, derive_seed
-from hetseq.processes import die_with_parent, ignore_stop_signals
+from hetseq.system.processes import die_with_parent, ignore_stop_signals
 
 _LOOK_S = 1.0  # after so long without a sample the processes are looked at
 # A process may hang before its first instruction: threads of the transport take the interpreter to let go of tensors,

@@ -38,10 +38,10 @@ from hetseq.errand import Errand
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, HetSeqError, RendezvousError
 from hetseq.options import dump_yaml
 from hetseq.placement import Crew, Placement
-from hetseq.processes import ECHO_S, first_stop_signal, ringing_on_signals
 from hetseq.progress import takes_text
 from hetseq.run_directory import RunDirectory
 from hetseq.standstill import Standstill
+from hetseq.system.processes import ECHO_S, first_stop_signal, ringing_on_signals
 from hetseq.upkeep import adopt_config, in_use, looked_after, taken_over
 from hetseq.watch import Watch, may_go_on
 from hetseq.workers import Worker, end_all, start_worker, threads_per_worker, warm_forkserver

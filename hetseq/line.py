@@ -21,7 +21,7 @@ from hetseq.comm import AnyGroup
 from hetseq.commit import Wish
 from hetseq.errors import PeerLostError, RendezvousError
 from hetseq.pulse import Pulse
-from hetseq.whereabouts import Stand
+from hetseq.system.rank_phase import Stand
 
 Record = dict[str, Any]
 

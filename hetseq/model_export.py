@@ -13,11 +13,11 @@ from pathlib import Path
 from hetseq import options, registry
 from hetseq.checkpoint import Commit
 from hetseq.checkpoint.exporting import export_by
-from hetseq.checkpoint.files import sync_file
 from hetseq.checkpoint.spans import Spans
 from hetseq.errors import ConfigError
 from hetseq.precision import PRECISIONS
 from hetseq.replica import load_model_
+from hetseq.system.files import sync_file
 from hetseq.task import build_model, is_overridden, make_task
 
 

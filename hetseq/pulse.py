@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from hetseq.whereabouts import MOST_STACKS_BYTES, Cell, Stand
+from hetseq.system.rank_phase import MOST_STACKS_BYTES, Cell, Stand
 
 SHARE = 0.25  # of the deadline, until the stacks are written for the first time
 _LEAST_S, _MOST_S = 0.1, 1.0  # between two looks

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hetseq import memory
 from hetseq.buffers import BufferKeeper
 from hetseq.errors import CheckpointMismatch, TaskError
 from hetseq.reduction import Gradients
+from hetseq.system import device_memory as memory
 
 
 class Replica:

@@ -17,7 +17,6 @@ from typing import Any
 
 from torch import Tensor
 
-from hetseq import faults
 from hetseq.checkpoint import CheckpointManager, Identity, Loaded, SaveResult
 from hetseq.commit import parse_lineage
 from hetseq.config import CheckpointConfig
@@ -27,6 +26,7 @@ from hetseq.precision import LossScale
 from hetseq.replica import Replica
 from hetseq.run_directory import jsonable
 from hetseq.sharing import Sharing
+from hetseq.system import faults
 
 logger = logging.getLogger(__name__)
 

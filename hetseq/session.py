@@ -32,7 +32,6 @@ from hetseq.large_batch import Course, advice, scale_in_words, scaled
 from hetseq.loader import StepLoader
 from hetseq.material import Material
 from hetseq.membership import Update
-from hetseq.memory import in_use_bytes, limit_bytes
 from hetseq.metrics import Metrics
 from hetseq.micro_batches import MicroBatchSizes
 from hetseq.optim import parameter_groups
@@ -49,6 +48,7 @@ from hetseq.saving import Provenance, Saver, saved_batch
 from hetseq.share import ShareComputer
 from hetseq.sharing import Sharing, everything_shared, send_tensor
 from hetseq.succession import Carried, Due, Inherited, Succession, hand_over
+from hetseq.system.device_memory import in_use_bytes, limit_bytes
 from hetseq.throttle import Throttle
 
 logger = logging.getLogger(__name__)

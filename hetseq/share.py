@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hetseq import memory
 from hetseq.errors import DeviceMemoryError
 from hetseq.fetching import seed_everything
 from hetseq.loader import MicroBatch, StepData, place_on
@@ -26,6 +25,7 @@ from hetseq.plan import MicroBatchCap, derive_seed
 from hetseq.precision import Precision
 from hetseq.replica import Replica
 from hetseq.stopwatch import MicroBatchClock
+from hetseq.system import device_memory as memory
 from hetseq.task import Task, check_sums
 from hetseq.throttle import Throttle
 

@@ -30,7 +30,7 @@ from hetseq.command_line import Command, Option, whole_number
 from hetseq.config import DistributedConfig
 from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, ConfigError, RendezvousError
 from hetseq.far_end import MARK, tag_of
-from hetseq.processes import ECHO_S, first_stop_signal, ringing_on_signals
+from hetseq.system.processes import ECHO_S, first_stop_signal, ringing_on_signals
 
 _HOST = re.compile(r"(?P<name>(?:[\w.-]+@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:]+\]))(?::(?P<count>\d+))?")
 _ANSWER_S = 120.0  # for a connection, and for a cold import of torch over a network mount

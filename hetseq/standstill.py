@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hetseq.run_directory import RunDirectory, replace_file, utc_now
-from hetseq.whereabouts import STACKS_SIGNAL, Cell, Stand, in_words, letter_of, state_of_process
+from hetseq.system.rank_phase import STACKS_SIGNAL, Cell, Stand, in_words, letter_of, state_of_process
 
 SHARE = 0.5  # of the deadline, after which a rank is said to stand still
 _LEAST_TOLD_S = 10.0  # a step that takes a few seconds longer is nothing to talk about

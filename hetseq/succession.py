@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from hetseq import faults
 from hetseq.balance import CostMeter
 from hetseq.checkpoint import Identity, Loaded
 from hetseq.controller import TrainingState
@@ -29,6 +28,7 @@ from hetseq.replica import Replica
 from hetseq.replica_check import checksums
 from hetseq.saving import Provenance, Saver, batch_record, describe, read_state, saved_batch
 from hetseq.sharing import Sharing, send_bytes
+from hetseq.system import faults
 
 logger = logging.getLogger(__name__)
 

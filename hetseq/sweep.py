@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hetseq import registry, whereabouts
+from hetseq import registry
 from hetseq.capacity import assign_shares
 from hetseq.checkpoint import CheckpointManager, Retention
 from hetseq.comm import AnyGroup
@@ -32,9 +32,10 @@ from hetseq.material import Material, load_material
 from hetseq.planning import make_validators
 from hetseq.replica import load_model_, model_tensors
 from hetseq.run_directory import RunDirectory, json_line, write_all
+from hetseq.system import rank_phase as whereabouts
+from hetseq.system.rank_phase import Phase
 from hetseq.task import Task, is_overridden, lengths_of, make_task, no_predictions
 from hetseq.validation import Validator
-from hetseq.whereabouts import Phase
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
     Faults().kill(rank=1).at(step=4, phase="reduce").stop(rank=2, seconds=3).at(step=6, phase="commit")
 
 Responsible for writing a schedule of faults and for drawing one by chance. Refuses to know how a fault happens
-(`hetseq.faults`) and what a run makes of it. The one idea: a schedule is a value; it travels in one environment
+(`hetseq.system.faults`) and what a run makes of it. The one idea: a schedule is a value; it travels in one environment
 variable, `environment()`, and what it prints is the expression that makes it, so a failure is replayed by pasting.
 """
 
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hetseq.faults import (
+from hetseq.system.faults import (
     ENDING,
     KINDS,
     LASTING,

@@ -38,8 +38,8 @@ from hetseq.rank_table import (
     with_slots,
 )
 from hetseq.run_status import RunFacts, read_facts
-from hetseq.screen import ending_once, keys, stepping_aside
-from hetseq.whereabouts import state_of_process
+from hetseq.system.rank_phase import state_of_process
+from hetseq.system.terminal import ending_once, keys, stepping_aside
 from hetseq.which_run import existing_run
 
 _LIVE_S, _PLAIN_S, _LEAST_S = 1.0, 10.0, 0.1

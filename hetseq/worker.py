@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from hetseq import faults, gpu, products, sweep, whereabouts
+from hetseq import sweep
 from hetseq.board import hyperparameters
 from hetseq.catalogue import text_of
 from hetseq.comm import AnyGroup, LocalGroup, Meeting, connect
@@ -49,11 +49,9 @@ from hetseq.fingerprint import rank_fields
 from hetseq.line import Alone, Line
 from hetseq.material import load_material
 from hetseq.membership import Record, Report
-from hetseq.memory import is_exhausted, where_exhausted
 from hetseq.metrics import Metrics
 from hetseq.options import with_own_options
 from hetseq.placement import Crew, Placement
-from hetseq.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_with_pipe, keep_freed_memory
 from hetseq.pulse import Pulse
 from hetseq.rank_output import RankOutput
 from hetseq.replica_check import ReplicasDiffer
@@ -62,8 +60,13 @@ from hetseq.saving import Saver
 from hetseq.session import Session, build_session
 from hetseq.sharing import Sharing, everything_shared, share
 from hetseq.succession import Carried, Succession, succession_by
+from hetseq.system import faults, gpu
+from hetseq.system import matmul_backend as products
+from hetseq.system import rank_phase as whereabouts
+from hetseq.system.device_memory import is_exhausted, where_exhausted
+from hetseq.system.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_with_pipe, keep_freed_memory
+from hetseq.system.rank_phase import Cell, Phase
 from hetseq.versions import gather_versions
-from hetseq.whereabouts import Cell, Phase
 
 logger = logging.getLogger(__name__)
 

@@ -25,13 +25,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hetseq import faults
 from hetseq.config import Config
 from hetseq.ending import WorkerEnd
 from hetseq.errand import Errand
 from hetseq.placement import Placement
-from hetseq.processes import STOP_SIGNALS
-from hetseq.whereabouts import Cell, Phase
+from hetseq.system import faults
+from hetseq.system.processes import STOP_SIGNALS
+from hetseq.system.rank_phase import Cell, Phase
 
 logger = logging.getLogger(__name__)
 

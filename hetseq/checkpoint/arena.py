@@ -32,8 +32,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hetseq.checkpoint.files import lock
 from hetseq.checkpoint.records import CHUNK_BYTES
+from hetseq.system.files import lock
 
 SHARED_MEMORY = Path("/dev/shm")
 PAGE = 4096

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hetseq.checkpoint.directory import attempt_name, is_committed, parse_attempt_name, read_commit, scan, step_of
-from hetseq.checkpoint.files import read_into, reading
 from hetseq.checkpoint.publishing import CHECKPOINTS_NAME
 from hetseq.checkpoint.records import Commit
 from hetseq.errors import CheckpointError, CheckpointRefused
+from hetseq.system.files import read_into, reading
 
 # where the folder of a checkpoint lies, seen from the run directory or from the path that was given
 NOWHERE, IN_CHECKPOINTS, INSIDE, ITSELF, IN_MEMORY = range(5)

@@ -13,7 +13,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetseq.checkpoint.files import COMMIT_NAME, publish, read_bounded, sync_directory
 from hetseq.checkpoint.records import (
     RECORD_LIMIT,
     Attempt,
@@ -25,6 +24,7 @@ from hetseq.checkpoint.records import (
     parse_json,
 )
 from hetseq.errors import CheckpointError
+from hetseq.system.files import COMMIT_NAME, publish, read_bounded, sync_directory
 
 STATE_NAME = "state.json"
 LATEST_NAME = "latest.json"

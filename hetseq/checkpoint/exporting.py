@@ -18,11 +18,11 @@ from typing import IO, Any, cast
 
 import torch
 
-from hetseq.checkpoint.files import creating, make_directory, sync_directory, write_all, write_new
 from hetseq.checkpoint.part_format import HEADER_LIMIT
 from hetseq.checkpoint.records import STATE_KEY, Commit
 from hetseq.checkpoint.spans import Spans
 from hetseq.errors import CheckpointError, ConfigError
+from hetseq.system.files import creating, make_directory, sync_directory, write_all, write_new
 
 # prefix of the names in a checkpoint -> what the export calls that group
 _GROUPS = {"model.": "model", "optim.": "optimizer"}

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hetseq.checkpoint.files import write_all
+from hetseq.system.files import write_all
 
 HISTORY_NAME = "checkpointHistories.csv"
 COLUMNS = (

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetseq.checkpoint.files import read_into, reading
 from hetseq.checkpoint.layout import Piece, TensorSpec, split_name
 from hetseq.checkpoint.records import CHUNK_BYTES, DamagedError, parse_json
+from hetseq.system.files import read_into, reading
 
 HEADER_LIMIT = 100_000_000  # bytes; the safetensors library refuses longer headers
 DIMENSIONS_LIMIT = 64

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from hetseq.checkpoint.files import write_all
 from hetseq.checkpoint.records import CHUNK_BYTES
+from hetseq.system.files import write_all
 
 PAGE = 4096  # what direct writes are aligned to, in memory and in the file
 WINDOW_BYTES = 64 << 20  # at most two of these are dirty

@@ -29,11 +29,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hetseq.checkpoint.files import creating, reading, write_all
 from hetseq.checkpoint.layout import Piece, TensorSpec
 from hetseq.checkpoint.memory_sums import chunk_sum
 from hetseq.checkpoint.part_format import ChunkSums, PartHeader, header_bytes, in_file_order
 from hetseq.checkpoint.records import CHUNK_BYTES, DamagedError
+from hetseq.system.files import creating, reading, write_all
 
 #: threads that check what one reads: from a warm cache the checksum of a chunk takes longer than reading it
 CHECKERS = 2

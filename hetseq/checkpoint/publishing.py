@@ -23,7 +23,6 @@ from hetseq.checkpoint.directory import (
     write_commit,
     write_latest,
 )
-from hetseq.checkpoint.files import free_bytes, make_directory, sync_directory, write_new
 from hetseq.checkpoint.history import HISTORY_NAME, append_history
 from hetseq.checkpoint.part_format import read_header
 from hetseq.checkpoint.reader import check_size, inspect_manifest, patiently, verify
@@ -31,6 +30,7 @@ from hetseq.checkpoint.records import Attempt, Commit, DamagedError, Manifest, P
 from hetseq.checkpoint.recovery import remove_all, remove_litter
 from hetseq.checkpoint.retention import Kept, Retention, superseded
 from hetseq.errors import CheckpointError
+from hetseq.system.files import free_bytes, make_directory, sync_directory, write_new
 
 logger = logging.getLogger(__name__)
 

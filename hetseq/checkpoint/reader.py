@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hetseq.checkpoint.directory import STATE_NAME, manifest_name, part_name, read_commit
-from hetseq.checkpoint.files import read_bounded, reading
 from hetseq.checkpoint.layout import TensorSpec, whole_tensors
 from hetseq.checkpoint.part_format import PartHeader, check_sums, read_header
 from hetseq.checkpoint.records import (
@@ -29,6 +28,7 @@ from hetseq.checkpoint.records import (
     sha256,
 )
 from hetseq.errors import CheckpointError
+from hetseq.system.files import read_bounded, reading
 
 _T = TypeVar("_T")
 RETRY_S = 0.05

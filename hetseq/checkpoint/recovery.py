@@ -26,7 +26,6 @@ from hetseq.checkpoint.directory import (
     step_of,
     write_commit,
 )
-from hetseq.checkpoint.files import COMMIT_NAME, read_bounded, remove_attempt, sync_file
 from hetseq.checkpoint.layout import Piece, whole_tensors
 from hetseq.checkpoint.part_format import check_sums, read_header
 from hetseq.checkpoint.reader import check_size, verify
@@ -42,6 +41,7 @@ from hetseq.checkpoint.records import (
     sha256,
 )
 from hetseq.errors import CheckpointError
+from hetseq.system.files import COMMIT_NAME, read_bounded, remove_attempt, sync_file
 
 logger = logging.getLogger(__name__)
 

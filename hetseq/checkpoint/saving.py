@@ -18,7 +18,6 @@ from typing import Any
 from torch import Tensor
 
 from hetseq.checkpoint.directory import part_name
-from hetseq.checkpoint.files import sync_directory
 from hetseq.checkpoint.layout import Piece, TensorSpec, divide
 from hetseq.checkpoint.parts import spec_of, write_part
 from hetseq.checkpoint.publishing import Publisher, write_manifest
@@ -37,6 +36,7 @@ from hetseq.checkpoint.records import (
 from hetseq.checkpoint.rows import Row, exchange, failure_row, first_failure
 from hetseq.checkpoint.setting import Setting
 from hetseq.errors import DisagreementError
+from hetseq.system.files import sync_directory
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from hetseq.checkpoint.choice import describe
 from hetseq.checkpoint.directory import part_name
-from hetseq.checkpoint.files import read_into, reading
 from hetseq.checkpoint.layout import TensorSpec
 from hetseq.checkpoint.parts import allocate
 from hetseq.checkpoint.reader import inspect
 from hetseq.checkpoint.records import CHUNK_BYTES, Commit, DamagedError
+from hetseq.system.files import read_into, reading
 
 
 @dataclass(frozen=True)

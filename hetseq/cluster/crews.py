@@ -20,7 +20,7 @@ from hetseq.cluster.roster import clock
 from hetseq.ending import WorkerEnd, how_it_ended
 from hetseq.membership import Record, Report
 from hetseq.placement import Crew
-from hetseq.whereabouts import in_words
+from hetseq.system.rank_phase import in_words
 
 _TOGETHER_S = 5.0  # nodes that are asked to leave within it are asked together
 _FIRST_WORD_S = 2.0  # of waiting for more ranks: a worker that is started again is there by then

@@ -25,7 +25,7 @@ import torch
 from hetseq.comm import AnyGroup, Meeting, connect, gather_floats
 from hetseq.doctor.exchange import SIZES
 from hetseq.errors import HetSeqError, PeerLostError, RendezvousError
-from hetseq.processes import die_with_pipe
+from hetseq.system.processes import die_with_pipe
 
 CONNECT_S, DEADLINE_S = 30.0, 20.0
 _LONGEST_S = 8.0  # a size that would take longer is left out

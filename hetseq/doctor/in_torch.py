@@ -18,10 +18,11 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from hetseq import memory, products
 from hetseq.comm import has_gloo
 from hetseq.doctor.facts import Burn, Device
-from hetseq.gpu import is_built_for
+from hetseq.system import device_memory as memory
+from hetseq.system import matmul_backend as products
+from hetseq.system.gpu import is_built_for
 from hetseq.versions import torch_build
 
 _WIDTH = 512

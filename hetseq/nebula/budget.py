@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetseq.checkpoint.arena import SHARED_MEMORY
-from hetseq.checkpoint.files import free_bytes
 from hetseq.errors import ConfigError
+from hetseq.system.files import free_bytes
 
 OURS, NEBULAS, LOCAL_WORLD = "HETSEQ_MEMORY_BUFFER_SIZE", "NEBULA_MEMORY_BUFFER_SIZE", "LOCAL_WORLD_SIZE"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetseq.checkpoint.files import COMMIT_NAME
 from hetseq.errors import CheckpointError
 from hetseq.nebula.reading import MapLocation, load_file, load_slot
 from hetseq.nebula.saving import MEMORY, OPEN, PERSISTED, WRITING, Saving
 from hetseq.nebula.tags import Commit, check_name, read_commit
+from hetseq.system.files import COMMIT_NAME
 
 if TYPE_CHECKING:
     from hetseq.nebula.service import Service

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 import hetseq.nebula as nm
-from hetseq.checkpoint.files import publish, read_bounded
 from hetseq.errors import CheckpointRefused
 from hetseq.nebula import facade
+from hetseq.system.files import publish, read_bounded
 
 _module = importlib.import_module("deepspeed.runtime.checkpoint_engine.checkpoint_engine")
 _CheckpointEngine: Any = _module.CheckpointEngine

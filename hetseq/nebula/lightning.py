@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 import hetseq.nebula as nm
-from hetseq.checkpoint.files import COMMIT_NAME, remove_attempt
 from hetseq.errors import CheckpointRefused
 from hetseq.nebula import facade
 from hetseq.nebula.tags import read_commit, scan
+from hetseq.system.files import COMMIT_NAME, remove_attempt
 
 logger = logging.getLogger(__name__)
 

@@ -18,16 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetseq.checkpoint.files import (
-    COMMIT_NAME,
-    free_bytes,
-    lock,
-    publish,
-    read_bounded,
-    remove_attempt,
-    sync_directory,
-    write_new,
-)
 from hetseq.checkpoint.history import HISTORY_NAME, append_history
 from hetseq.checkpoint.records import STATE_LIMIT, DamagedError, unseal
 from hetseq.errors import CheckpointError
@@ -50,6 +40,16 @@ from hetseq.nebula.tags import (
     superseded,
     tag_of,
     written_names,
+)
+from hetseq.system.files import (
+    COMMIT_NAME,
+    free_bytes,
+    lock,
+    publish,
+    read_bounded,
+    remove_attempt,
+    sync_directory,
+    write_new,
 )
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hetseq.checkpoint.files import COMMIT_NAME
 from hetseq.checkpoint.layout import Piece
 from hetseq.checkpoint.parts import spec_of, write_part
 from hetseq.checkpoint.records import sha256, utc_text
@@ -47,6 +46,7 @@ from hetseq.nebula.slots import Slot, Slots, anchor, holder_mark
 from hetseq.nebula.structure import Flat, flatten
 from hetseq.nebula.tags import Attempt, Manifest, data_name
 from hetseq.nebula.writer import setting_of
+from hetseq.system.files import COMMIT_NAME
 
 logger = logging.getLogger(__name__)
 

@@ -19,13 +19,13 @@ from typing import Any
 from torch import Tensor
 
 from hetseq.checkpoint.arena import OVERHEAD_BYTES, READY, SHARED_MEMORY, WRITTEN, Arena
-from hetseq.checkpoint.files import lock
 from hetseq.checkpoint.layout import Piece
 from hetseq.checkpoint.part_format import in_file_order
 from hetseq.checkpoint.remains import sweep
 from hetseq.checkpoint.snapshot import Snapshot
 from hetseq.nebula.budget import Budget
 from hetseq.nebula.publishing import Place
+from hetseq.system.files import lock
 
 logger = logging.getLogger(__name__)
 

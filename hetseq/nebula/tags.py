@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from hetseq.checkpoint.files import COMMIT_NAME, read_bounded
 from hetseq.checkpoint.layout import escape, unescape
 from hetseq.checkpoint.part_format import check_sums, read_header
 from hetseq.checkpoint.reader import check_size, reason_of
@@ -35,6 +34,7 @@ from hetseq.checkpoint.records import (
     unseal,
 )
 from hetseq.errors import CheckpointError
+from hetseq.system.files import COMMIT_NAME, read_bounded
 
 FORMAT = "hetseq-nebula"
 VERSION = 1

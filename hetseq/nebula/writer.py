@@ -30,7 +30,7 @@ from hetseq.checkpoint.writer import Line
 from hetseq.errors import CheckpointError
 from hetseq.nebula.publishing import Place, Publisher
 from hetseq.nebula.tags import Attempt, Manifest, data_name, manifest_name
-from hetseq.processes import ignore_stop_signals
+from hetseq.system.processes import ignore_stop_signals
 
 logger = logging.getLogger(__name__)
 

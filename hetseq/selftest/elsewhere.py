@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hetseq.processes import die_with_parent
 from hetseq.selftest.findings import Finding
+from hetseq.system.processes import die_with_parent
 
 if TYPE_CHECKING:  # it imports torch
     from hetseq.config import Config

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from hetseq.checkpoint.arena import SHARED_MEMORY, Arena
-from hetseq.faults import read_schedule
 from hetseq.run_directory import RunDirectory
+from hetseq.system.faults import read_schedule
 from hetseq.testing import Faults
 from tests.chaos import table
 from tests.chaos.killers import Kill, Killer, OneByOne

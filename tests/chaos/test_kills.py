@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hetseq.faults import read_schedule
+from hetseq.system.faults import read_schedule
 from hetseq.testing import Faults
 from tests.chaos.killers import Killer
 from tests.chaos.runs import Chaos, Outcome, options_of, verdict

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq import memory, options
+from hetseq import options
 from hetseq import session as session_module
 from hetseq.buffers import BufferKeeper
 from hetseq.comm import AnyGroup
@@ -30,6 +30,7 @@ from hetseq.plan import MicroBatchCap
 from hetseq.run_directory import RunDirectory
 from hetseq.session import build_session
 from hetseq.share import ShareComputer
+from hetseq.system import device_memory as memory
 from hetseq.task import make_task
 from tests.support import cuda_errors, toys
 from tests.support.hungry import (

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hetseq.errors import PeerLostError
-from hetseq.processes import die_with_parent
+from hetseq.system.processes import die_with_parent
 from tests.support.ranks import RankDied, RankFailure, RankHung, RankRaised, run_ranks
 
 

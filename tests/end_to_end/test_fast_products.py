@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetseq import products
+from hetseq.system import matmul_backend as products
 from tests.support.commands import WarmLauncher
 from tests.support.refusals import SQUARES, TWO, train, write_task
 

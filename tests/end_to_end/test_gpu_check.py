@@ -84,14 +84,14 @@ def checkout(tmp_path: Path) -> Iterator[Checkout]:
 #: section: (file, its text, the broken text, words of the cause)
 BREAKS = {
     "facts": ("hetseq/__init__.py", '"Controller": "controller"', '"Controller": "gone"', "names of hetseq"),
-    "errors": ("hetseq/memory.py", "DefaultCPUAllocator: can't allocate", "no", "exhausted ended with 1"),
+    "errors": ("hetseq/system/device_memory.py", "DefaultCPUAllocator: can't allocate", "no", "exhausted ended with 1"),
     "gloo": ("bench/gpu_sections/gloo.py", "remainder_(1009).mul_(rank +", "remainder_(1009).mul_(2 * rank +", "sums:"),
     # the mean of the ranks' means
     "worlds": ("hetseq/share.py", "[index] / counts[index]", "[index] / batch.counts[index]", "against one, nats"),
     "kill": ("hetseq/launcher.py", ">= self._config.distributed.max_restarts", ">= 0", "before rank 1 came back"),
     # what has been sent is computed again
     "memory": ("hetseq/share.py", "if self.replica.reducer.has_sent:", "if False:", "late ended with 1"),
-    "lost_device": ("hetseq/gpu.py", '"device-side assert" not in', '"illegal" not in', "hurt ended with 1"),
+    "lost_device": ("hetseq/system/gpu.py", '"device-side assert" not in', '"illegal" not in', "hurt ended with 1"),
     "snapshot": (
         "hetseq/checkpoint/snapshot.py",
         "source for _, source in pairs",
@@ -114,7 +114,7 @@ BREAKS = {
     "overhead": ("bench/step.py", "    arguments = parse()\n", "    return\n    arguments = parse()\n", "step.py"),
     "exchange": ("bench/gpu_sections/exchange.py", "fill_(rank + 1)", "fill_(rank + 2)", "expected right sums"),
     "compiled": ("hetseq/compiling.py", '= "inductor"', '= "none"', "compiled ended with 1"),
-    "fake": ("hetseq/memory.py", "HIP error: out of memory", "nothing", "failed device"),
+    "fake": ("hetseq/system/device_memory.py", "HIP error: out of memory", "nothing", "failed device"),
 }
 
 

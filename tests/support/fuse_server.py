@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetseq.processes import die_with_parent
+from hetseq.system.processes import die_with_parent
 
 NOT_PERMITTED = 77  # exit code of a server that may not mount
 _REFUSALS = (errno.EPERM, errno.EACCES, errno.ENOENT, errno.ENODEV)

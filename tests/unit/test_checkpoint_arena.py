@@ -16,8 +16,8 @@ import pytest
 from hetseq.checkpoint import Identity
 from hetseq.checkpoint import arena as arena_module
 from hetseq.checkpoint.arena import EMPTY, FILLING, PAGE, READY, RECORD_BYTES, SUMS_BYTES, WRITTEN, Arena
-from hetseq.checkpoint.files import lock
 from hetseq.checkpoint.records import CHUNK_BYTES
+from hetseq.system.files import lock
 from tests.support.checkpoints import LINEAGE, SMALL, fork, held, loaded_step, manager, reap, save, tensors_of
 
 SHARED_MEMORY = Path("/dev/shm")

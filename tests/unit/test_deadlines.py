@@ -86,7 +86,7 @@ hetseq/doctor/participant.py
 hetseq/far_end.py
     _Near.look: os.read: select has found something to read
     _look_after: child.poll: of a process, looks once
-hetseq/faults.py
+hetseq/system/faults.py
     _stop: os.waitpid: it was killed just before; and tests alone come here
 hetseq/launcher.py
     Launcher._beside: with PoolExecutor: its one job, to knock at doors, has a deadline
@@ -126,11 +126,11 @@ hetseq/nebula/writer.py
 hetseq/neighbours.py
     Neighbours._take: socket.recv_fds: the socket never waits
     Neighbours._tell: socket.send_fds: the socket never waits
-hetseq/processes.py
+hetseq/system/processes.py
     _die_once_readable: wait: a thread that waits for the end of the launcher, to end too
 hetseq/reduction.py
     GradientReducer.finish: bucket.pending.wait: the collective got the deadline of its group
-hetseq/screen.py
+hetseq/system/terminal.py
     keys.is_quit: os.read: the terminal was found readable, and nobody else reads it
 hetseq/ssh.py
     FanOut._turn: os.read: the selector has found something to read
@@ -158,7 +158,7 @@ hetseq/comm.py
 hetseq/doctor/all_reduce.py
     _changed: held for a few lines that wait for nothing
     _sending: held while a line is written, which the doctor reads all the time; when it ends, this process is killed
-hetseq/faults.py
+hetseq/system/faults.py
     _lock: held for a few lines that wait for nothing
 hetseq/itinerary.py
     _lock: held for a few lines that wait for nothing

@@ -23,8 +23,8 @@ from hetseq.doctor.gathering import ask_torch, read_torch, secret_state
 from hetseq.doctor.prediction import Candidate, candidates_of, foresee
 from hetseq.doctor.report import COLUMNS, document, text
 from hetseq.errors import ConfigError
-from hetseq.gpu import runs_on
 from hetseq.simulation import Link
+from hetseq.system.gpu import runs_on
 
 GIB = 2**30
 GPU = Device("cuda:0", "RTX A6000", 48 * GIB, 47 * GIB, "8.6")

@@ -28,7 +28,7 @@ from hetseq.environments import (
 )
 from hetseq.environments.node_list import expand_counts, expand_hosts
 from hetseq.errors import ConfigError
-from hetseq.processes import STOP_SIGNALS, ringing_on_signals
+from hetseq.system.processes import STOP_SIGNALS, ringing_on_signals
 
 RECORDINGS = sorted((Path(__file__).parents[1] / "environments").glob("*.json"))
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_NODELIST": "n[1-2]"}

@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 
-from hetseq import faults
-from hetseq.faults import PHASES
+from hetseq.system import faults
+from hetseq.system.faults import PHASES
 from hetseq.testing import Faults
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq import gpu, options, worker
+from hetseq import options, worker
 from hetseq.catalogue import codes_in
 from hetseq.errors import EXIT_FAILED, EXIT_USAGE, ConfigError
 from hetseq.line import Alone
 from hetseq.placement import Placement
 from hetseq.run_directory import RunDirectory
+from hetseq.system import gpu
 from tests.support import cuda_errors
 
 DEVICE = torch.device("cuda:1")

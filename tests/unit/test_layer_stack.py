@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hetseq import memory, registry
+from hetseq import registry
 from hetseq.cluster.contract import option_fields
 from hetseq.comm import LocalGroup
 from hetseq.precision import PRECISIONS
+from hetseq.system import device_memory as memory
 from tasks.bert_packing import pack
 from tasks.layer_stack import LayerStack, checkpoint_activations_
 from tasks.pretrained import write_pretrained

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetseq import memory
+from hetseq.system import device_memory as memory
 from tests.support import cuda_errors
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetseq import products
+from hetseq.system import matmul_backend as products
 
 AMD, INTEL = "vendor_id\t: AuthenticAMD\nmodel name\t: AMD EPYC\n", "vendor_id\t: GenuineIntel\n"
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from hetseq import memory
 from hetseq.buffers import BufferKeeper
 from hetseq.comm import LocalGroup
 from hetseq.errors import TaskError
 from hetseq.reduction import Gradients
 from hetseq.replica import Replica, check_model
+from hetseq.system import device_memory as memory
 
 
 def with_parameter(value: torch.Tensor) -> nn.Module:

@@ -12,8 +12,8 @@ import pytest
 
 from hetseq import far_end, ssh
 from hetseq.errors import EXIT_STOPPED, ConfigError, RendezvousError
-from hetseq.processes import ECHO_S
 from hetseq.ssh import FanOut, parse
+from hetseq.system.processes import ECHO_S
 from tests.unit.test_script import program
 
 #: the far end, played by a shell: what it does after the word to begin follows from the name of its host

@@ -10,7 +10,7 @@ from multiprocessing.connection import wait
 
 import pytest
 
-from hetseq.processes import STOP_SIGNALS, ringing_on_signals
+from hetseq.system.processes import STOP_SIGNALS, ringing_on_signals
 
 
 @pytest.fixture(autouse=True)

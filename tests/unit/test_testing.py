@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from hetseq import faults
-from hetseq.faults import ENDING, KINDS, LASTING, PHASES, STEP_PHASES, Fault
+from hetseq.system import faults
+from hetseq.system.faults import ENDING, KINDS, LASTING, PHASES, STEP_PHASES, Fault
 from hetseq.testing import Faults, random_faults
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -243,18 +243,18 @@ def test_choices_that_cannot_be_meant_are_refused_even_if_chance_would_pass_them
 def points(tree: ast.AST) -> Iterator[tuple[int, str | None]]:
     """Line and phase of every `faults.point("...")`; None for a phase that is not written down there.
 
-    A name that hides the call from this search, such as `from hetseq.faults import point`, is reported as None too.
+    A name that hides the call from this search, such as `from hetseq.system.faults import point`, is reported as None too.
     """
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("faults.point", "hetseq.faults.point"):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("faults.point", "hetseq.system.faults.point"):
             (phase, *others) = [*node.args, *node.keywords] or [None]
             is_plain = isinstance(phase, ast.Constant) and isinstance(phase.value, str) and not others
             yield node.lineno, phase.value if is_plain else None  # type: ignore[union-attr]
-        if isinstance(node, ast.ImportFrom) and node.module == "hetseq.faults":
+        if isinstance(node, ast.ImportFrom) and node.module == "hetseq.system.faults":
             yield from ((node.lineno, None) for alias in node.names if alias.name == "point")
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = {f"{getattr(node, 'module', '')}.{alias.name}".strip("."): alias.asname for alias in node.names}
-            if names.get("hetseq.faults"):
+            if names.get("hetseq.system.faults"):
                 yield node.lineno, None
 
 
@@ -279,12 +279,12 @@ def test_a_point_is_seen_and_so_is_one_that_hides() -> None:
     def seen(source: str) -> list[str | None]:
         return [phase for _, phase in points(ast.parse(source))]
 
-    assert seen("from hetseq import faults\nfaults.point('reduce')\nfaults.point('typo')") == ["reduce", "typo"]
-    assert seen("import hetseq.faults\nhetseq.faults.point('reduce')") == ["reduce"]
+    assert seen("from hetseq.system import faults\nfaults.point('reduce')\nfaults.point('typo')") == ["reduce", "typo"]
+    assert seen("import hetseq.system.faults\nhetseq.system.faults.point('reduce')") == ["reduce"]
     assert seen("faults.point(name)\nfaults.point(phase='reduce')\nfaults.point()\nfaults.point(3)") == [None] * 4
-    assert seen("from hetseq.faults import point\npoint('reduce')") == [None]
-    assert seen("from hetseq import faults as f\nf.point('reduce')") == [None]
-    assert seen("import hetseq.faults as f\nf.point('reduce')") == [None]
+    assert seen("from hetseq.system.faults import point\npoint('reduce')") == [None]
+    assert seen("from hetseq.system import faults as f\nf.point('reduce')") == [None]
+    assert seen("import hetseq.system.faults as f\nf.point('reduce')") == [None]
     assert seen("from hetseq import comm as f\nshape.point('reduce')\nfaults.at_step(3)") == []
 
 

@@ -22,8 +22,8 @@ from hetseq.boundary import StatusFiles
 from hetseq.errors import ConfigError
 from hetseq.run_directory import RunDirectory
 from hetseq.run_status import RunStatus, read_facts
+from hetseq.system.rank_phase import Phase, Stand
 from hetseq.top import Lookout, parse, run, view
-from hetseq.whereabouts import Phase, Stand
 
 SIZE = 64
 

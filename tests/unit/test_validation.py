@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from hetseq import Config, Task, memory
+from hetseq import Config, Task
 from hetseq.capacity import assign_shares
 from hetseq.catalogue import codes_in
 from hetseq.comm import LocalGroup
@@ -19,6 +19,7 @@ from hetseq.errors import DeviceMemoryError, TaskError
 from hetseq.loader import Source
 from hetseq.micro_batches import MicroBatchSizes
 from hetseq.plan import MicroBatchCap
+from hetseq.system import device_memory as memory
 from hetseq.task import counts_of, lengths_of, make_task
 from hetseq.validation import Validator
 from tests.support import cuda_errors

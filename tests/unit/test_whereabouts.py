@@ -13,12 +13,12 @@ from typing import Any, cast
 
 import pytest
 
-from hetseq import whereabouts
 from hetseq.comm import LocalGroup, _PeerErrors
 from hetseq.errors import PeerLostError
 from hetseq.pulse import SHARE, Pulse
 from hetseq.run_directory import RunDirectory
-from hetseq.whereabouts import STACKS_SIGNAL, Cell, Phase, in_words, state_of_process
+from hetseq.system import rank_phase as whereabouts
+from hetseq.system.rank_phase import STACKS_SIGNAL, Cell, Phase, in_words, state_of_process
 from tests.support.training import toy_words, train
 from tests.support.trials import until
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq import memory, worker
+from hetseq import worker
 from hetseq.catalogue import codes_in
 from hetseq.errors import EXIT_FAILED, DeviceMemoryError, PeerLostError
 from hetseq.placement import Placement
+from hetseq.system import device_memory as memory
 from tests.support import cuda_errors
 
 PLACEMENT = Placement(slot=2, device="cpu", threads=1)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hetseq.errors import ConfigError, HetSeqError
-from hetseq.memory import is_exhausted
+from hetseq.system.device_memory import is_exhausted
 
 _FIRST_WITH_BF16 = (8, 0)
 _BUSY = "busy or unavailable"  # cudaErrorDevicesUnavailable
