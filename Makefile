@@ -65,8 +65,8 @@ docs: $(VENV)/.installed-dev docs/options.md  ## the manual, into site/
 	$(PY) -m mkdocs build --strict --quiet --site-dir site
 
 # committed, so that it can be read without installing anything; tests/unit/test_options.py holds it to the code
-docs/options.md: hetseq/config.py $(wildcard hetseq/options/*.py) tasks/options.py | $(VENV)/.installed-dev
-	$(PY) -c "from hetseq.options import write_page; write_page('$@')"
+docs/options.md: hetseq/config/sections.py $(wildcard hetseq/config/*.py) tasks/options.py | $(VENV)/.installed-dev
+	$(PY) -c "from hetseq.config import write_page; write_page('$@')"
 
 dev: $(VENV)/.installed-dev  ## only install, for work on HetSeq itself
 

@@ -32,7 +32,8 @@ from figures import json_line, paired, spread, table
 from gpus import H200, Device, Peak, open_device, peak_of
 from made_up import Batch, made_up
 
-from hetseq import options, registry
+from hetseq import config as options
+from hetseq import registry
 from hetseq.buffers import BufferKeeper
 from hetseq.comm import LocalGroup
 from hetseq.fetching import seed_everything

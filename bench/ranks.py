@@ -316,7 +316,8 @@ def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Trainin
     import numpy as np
     import torch
 
-    from hetseq import options, session
+    from hetseq import config as options
+    from hetseq import session
     from hetseq.material import load_material
     from hetseq.metrics import Metrics
     from hetseq.run_directory import RunDirectory

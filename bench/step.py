@@ -35,7 +35,7 @@ from gpus import open_device
 from peers import PEERS, Peer
 from workloads import Workload
 
-from hetseq import options
+from hetseq import config as options
 from hetseq.comm import LocalGroup
 from hetseq.material import load_material
 from hetseq.metrics import Metrics

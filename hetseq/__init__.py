@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hetseq.checkpoint import CheckpointManager
     from hetseq.checkpoint.dcp import HetSeqReader
-    from hetseq.config import Config, OptimizationConfig, option
+    from hetseq.config.sections import Config, OptimizationConfig, option
     from hetseq.controller import Controller
     from hetseq.errors import (
         CheckpointError,
@@ -33,21 +33,21 @@ __version__ = "2.0.0.dev0"
 _HOMES = {
     "CheckpointError": "errors",
     "CheckpointManager": "checkpoint",
-    "Config": "config",
+    "Config": "config.sections",
     "ConfigError": "errors",
     "Controller": "controller",
     "DataError": "errors",
     "HetSeqError": "errors",
     "HetSeqReader": "checkpoint.dcp",
     "MissingSplitError": "errors",
-    "OptimizationConfig": "config",
+    "OptimizationConfig": "config.sections",
     "RecordedRun": "report.recorded",
     "RendezvousError": "errors",
     "Task": "task",
     "TaskError": "errors",
     "empty_gradient": "gradient_memory",
     "load_run": "report.recorded",
-    "option": "config",
+    "option": "config.sections",
     "register_lr_scheduler": "registry",
     "register_optimizer": "registry",
     "register_task": "registry",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hetseq.append_file import AppendFile
-from hetseq.config import Config
+from hetseq.config.sections import Config
 from hetseq.progress import samples_per_second, validation_numbers
 from hetseq.rank_table import Row, rank_speeds
 

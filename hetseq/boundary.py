@@ -20,7 +20,7 @@ import numpy as np
 
 from hetseq.accounting import account
 from hetseq.commit import Verdict, Wish
-from hetseq.config import ValidationConfig
+from hetseq.config.sections import ValidationConfig
 from hetseq.controller import Controller, StepResult, TrainingState
 from hetseq.errors import ConfigError
 from hetseq.metrics import Metrics

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetseq.bars import bar
-from hetseq.command_line import Argument, Command, Option
+from hetseq.config import HelpRequested
+from hetseq.config.command_line import Argument, Command, Option
 from hetseq.errors import CheckpointError, CheckpointRefused, ConfigError, RunDirectoryError
-from hetseq.options import HelpRequested
 from hetseq.registry import nearest
 from hetseq.run_directory import RunDirectory
 from hetseq.which_run import existing_run

@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from hetseq import catalogue, options
-from hetseq.command_line import CommandRefused
+from hetseq import catalogue
+from hetseq import config as options
+from hetseq.config.command_line import CommandRefused
 from hetseq.errors import EXIT_USAGE, HetSeqError
 from hetseq.registry import nearest
 

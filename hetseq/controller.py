@@ -37,7 +37,7 @@ from hetseq.commit import (
     add_in_rank_order,
     resolve,
 )
-from hetseq.config import OptimizationConfig
+from hetseq.config.sections import OptimizationConfig
 from hetseq.errors import NonFiniteError
 from hetseq.loader import StepData, StepLoader
 from hetseq.membership import Report, Tag, Update

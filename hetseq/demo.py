@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hetseq import options
-from hetseq.command_line import Argument, Command
+from hetseq import config as options
+from hetseq.config.command_line import Argument, Command
 from hetseq.errors import HetSeqError
 from hetseq.launch import launch
 from hetseq.metrics import read_rows

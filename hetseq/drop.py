@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hetseq.command_line import Argument, Command
+from hetseq.config.command_line import Argument, Command
 from hetseq.errors import ConfigError
 from hetseq.run_directory import RunDirectory, open_private
 from hetseq.which_run import existing_run

@@ -21,10 +21,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetseq import options
+from hetseq import config as options
 from hetseq.cluster.directories import has_commits
-from hetseq.command_line import Argument, Command, Given, Option
-from hetseq.config import Config, DistributedConfig
+from hetseq.config.command_line import Argument, Command, Given, Option
+from hetseq.config.sections import Config, DistributedConfig
 from hetseq.ending import Ending, of_errand
 from hetseq.errand import Errand
 from hetseq.errors import EXIT_DONE, CheckpointError, ConfigError

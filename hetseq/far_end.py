@@ -21,9 +21,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from hetseq import options
+from hetseq import config as options
 from hetseq.cluster.secret import SECRET_BYTES, derive_key, load_secret, secret_file
-from hetseq.config import Config
+from hetseq.config.sections import Config
 from hetseq.errors import EXIT_STOPPED, HetSeqError, RendezvousError
 from hetseq.run_directory import open_private, write_all
 from hetseq.system.processes import die_with_parent, first_stop_signal, ringing_on_signals

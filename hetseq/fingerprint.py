@@ -41,7 +41,7 @@ from hetseq.cluster.contract import (
     option_fields,
     printable,
 )
-from hetseq.config import Config
+from hetseq.config.sections import Config
 from hetseq.errors import DataError
 from hetseq.fetching import base_order, seed_everything
 from hetseq.optim import learning_rates

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hetseq.config import OptimizationConfig
+from hetseq.config.sections import OptimizationConfig
 from hetseq.errors import ConfigError
 from hetseq.lr_scheduler import Schedule
 from hetseq.optim import learning_rates

@@ -21,16 +21,16 @@ from pathlib import Path
 
 from hetseq.cluster.interfaces import interfaces
 from hetseq.cluster.roster import why_ranks_do_not_fit
-from hetseq.config import Config, DistributedConfig
+from hetseq.config import dump_yaml
+from hetseq.config.byte_size import parse_size
+from hetseq.config.sections import Config, DistributedConfig
 from hetseq.ending import Ending
 from hetseq.environments import Choice, Look, Seen, choose, leaves_room, seconds_to_stop, see
 from hetseq.errand import Errand
 from hetseq.errors import ConfigError, HetSeqError
 from hetseq.launcher import Launcher
-from hetseq.options import dump_yaml
 from hetseq.placement import Placement
 from hetseq.run_directory import RunDirectory
-from hetseq.sizes import parse_size
 from hetseq.upkeep import in_use
 from hetseq.workers import threads_per_worker
 

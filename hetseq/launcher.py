@@ -31,12 +31,12 @@ from hetseq.cluster.directories import Mark, check_own_place, leave_mark, newest
 from hetseq.cluster.member import Member, claim_of, join
 from hetseq.cluster.orphans import Orphans, orphaned_hub
 from hetseq.cluster.rendezvous import Meeting, meet
-from hetseq.config import Config
+from hetseq.config import dump_yaml
+from hetseq.config.sections import Config
 from hetseq.drop import is_asked
 from hetseq.ending import Ending, WorkerEnd, judge, lost
 from hetseq.errand import Errand
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, HetSeqError, RendezvousError
-from hetseq.options import dump_yaml
 from hetseq.placement import Crew, Placement
 from hetseq.progress import takes_text
 from hetseq.run_directory import RunDirectory

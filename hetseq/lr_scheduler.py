@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from hetseq.config import OptimizationConfig
+from hetseq.config.sections import OptimizationConfig
 from hetseq.optim import learning_rates
 
 #: (number of updates made so far, epoch from 1) -> learning rate of the next update

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hetseq import compiling, probe, registry
-from hetseq.config import Config, DataConfig
+from hetseq.config.sections import Config, DataConfig
 from hetseq.errors import MissingSplitError
 from hetseq.fetching import seed_everything
 from hetseq.fingerprint import data_digest

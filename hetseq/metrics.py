@@ -47,7 +47,7 @@ from typing import Any, Protocol, TextIO
 from hetseq.advice import Advice
 from hetseq.append_file import MOST_WAITING_BYTES, TAIL_BYTES, AppendFile
 from hetseq.board import Board, Hyperparameters, Opening, add_to_board
-from hetseq.config import LogConfig
+from hetseq.config.sections import LogConfig
 from hetseq.progress import LiveProgress, PlainProgress, ProgressHandler, progress_for
 from hetseq.rank_table import Row
 from hetseq.run_directory import RunDirectory, json_line, utc_now

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from hetseq import options, registry
+from hetseq import config as options
+from hetseq import registry
 from hetseq.checkpoint import Commit
 from hetseq.checkpoint.exporting import export_by
 from hetseq.checkpoint.spans import Spans

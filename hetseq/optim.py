@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hetseq.config import OptimizationConfig
+from hetseq.config.sections import OptimizationConfig
 from hetseq.errors import TaskError
 
 #: `--lr` where it is not given; an optimizer of the user's own has `_OTHER_RATE`

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hetseq.config import Config, DistributedConfig, ValidationConfig
+from hetseq.config.sections import Config, DistributedConfig, ValidationConfig
 from hetseq.errors import ConfigError
 from hetseq.fetching import base_order
 from hetseq.material import Material

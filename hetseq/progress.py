@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, Protocol, TextIO
 
-from hetseq.config import LogConfig
+from hetseq.config.sections import LogConfig
 from hetseq.rank_table import (
     MEDIAN_STEPS,
     OVERHEAD_LINES,

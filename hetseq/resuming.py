@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hetseq.checkpoint import CheckpointManager, Loaded, Retention, TooNewError
 from hetseq.comm import AnyGroup
-from hetseq.config import CheckpointConfig, flag
+from hetseq.config.sections import CheckpointConfig, flag
 from hetseq.controller import TrainingState
 from hetseq.errors import CheckpointError, CheckpointMismatch, CheckpointRefused, PeerLostError
 from hetseq.handover import complete_rows, send_checkpoint

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hetseq.checkpoint import CheckpointManager, Identity, Loaded, SaveResult
 from hetseq.commit import parse_lineage
-from hetseq.config import CheckpointConfig
+from hetseq.config.sections import CheckpointConfig
 from hetseq.controller import TrainingState
 from hetseq.plan import GlobalBatch, Position
 from hetseq.precision import LossScale

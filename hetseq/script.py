@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hetseq import options
-from hetseq.command_line import Argument, Command, Option, whole_number
-from hetseq.config import Config
+from hetseq import config as options
+from hetseq.config.command_line import Argument, Command, Option, whole_number
+from hetseq.config.sections import Config
 from hetseq.errors import ConfigError
 from hetseq.queues import SYSTEMS, Job, file_name, submit_line
 

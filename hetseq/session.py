@@ -23,7 +23,7 @@ from hetseq.boundary import RunBoundary, StatusFiles
 from hetseq.buffers import BufferKeeper
 from hetseq.comm import AnyGroup
 from hetseq.commit import Wish
-from hetseq.config import CheckpointConfig, Config, DataConfig, OptimizationConfig
+from hetseq.config.sections import CheckpointConfig, Config, DataConfig, OptimizationConfig
 from hetseq.controller import Controller, Halt, TrainingState
 from hetseq.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
 from hetseq.device_memo import DeviceMemo

@@ -24,10 +24,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hetseq import options
+from hetseq import config as options
 from hetseq.cluster.secret import load_secret
-from hetseq.command_line import Command, Option, whole_number
-from hetseq.config import DistributedConfig
+from hetseq.config.command_line import Command, Option, whole_number
+from hetseq.config.sections import DistributedConfig
 from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, ConfigError, RendezvousError
 from hetseq.far_end import MARK, tag_of
 from hetseq.system.processes import ECHO_S, first_stop_signal, ringing_on_signals

@@ -24,7 +24,7 @@ from hetseq import registry
 from hetseq.capacity import assign_shares
 from hetseq.checkpoint import CheckpointManager, Retention
 from hetseq.comm import AnyGroup
-from hetseq.config import Config
+from hetseq.config.sections import Config
 from hetseq.errand import Errand
 from hetseq.errors import CheckpointError, ConfigError, HetSeqError, TaskError
 from hetseq.loader import MicroBatch, range_reader

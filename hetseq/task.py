@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from hetseq.config import Config
+from hetseq.config.sections import Config
 from hetseq.errors import ConfigError, MissingSplitError, TaskError, TaskFileError
 from hetseq.plan import Indices, Lengths
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from hetseq.command_line import Argument, Command, Option, seconds
+from hetseq.config.command_line import Argument, Command, Option, seconds
 from hetseq.errors import ConfigError
 from hetseq.progress import terminal
 from hetseq.rank_table import (

@@ -22,7 +22,7 @@ import yaml
 
 from hetseq.capacity import NEGLIGIBLE_GAIN
 from hetseq.cluster_file import Experiment, read_experiment
-from hetseq.command_line import Argument, Command, Option
+from hetseq.config.command_line import Argument, Command, Option
 from hetseq.errors import ConfigError
 from hetseq.measured import Measured, named, read_measured
 from hetseq.run_directory import RunDirectory

@@ -31,7 +31,8 @@ from hetseq.board import hyperparameters
 from hetseq.catalogue import text_of
 from hetseq.comm import AnyGroup, LocalGroup, Meeting, connect
 from hetseq.commit import Wish
-from hetseq.config import CheckpointConfig, Config
+from hetseq.config import with_own_options
+from hetseq.config.sections import CheckpointConfig, Config
 from hetseq.controller import Halt
 from hetseq.errand import Errand
 from hetseq.errors import (
@@ -50,7 +51,6 @@ from hetseq.line import Alone, Line
 from hetseq.material import load_material
 from hetseq.membership import Record, Report
 from hetseq.metrics import Metrics
-from hetseq.options import with_own_options
 from hetseq.placement import Crew, Placement
 from hetseq.pulse import Pulse
 from hetseq.rank_output import RankOutput

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hetseq.config import Config
+from hetseq.config.sections import Config
 from hetseq.ending import WorkerEnd
 from hetseq.errand import Errand
 from hetseq.placement import Placement

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import hetseq
-from hetseq.config import (
+from hetseq.config.sections import (
     SECTIONS,
     CheckpointConfig,
     Config,

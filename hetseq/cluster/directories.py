@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetseq.config import CheckpointConfig
+from hetseq.config.sections import CheckpointConfig
 from hetseq.errors import ConfigError
 from hetseq.run_directory import RunDirectory, open_private, write_all
 

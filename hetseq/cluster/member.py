@@ -27,7 +27,7 @@ from hetseq.cluster.rendezvous import Meeting, meet
 from hetseq.cluster.roster import Claim
 from hetseq.cluster.secret import copy_command, secret_file
 from hetseq.cluster.sockets import ask_when_idle
-from hetseq.config import DistributedConfig
+from hetseq.config.sections import DistributedConfig
 
 _CLOSE_S = 10.0
 

@@ -43,7 +43,7 @@ from hetseq.cluster.roster import command_of_rank
 from hetseq.cluster.secret import derive_key, load_secret, secret_file
 from hetseq.cluster.shared_directory import OtherSecret
 from hetseq.cluster.sockets import AddressError, UnreachableError, bind, host_text
-from hetseq.config import DistributedConfig
+from hetseq.config.sections import DistributedConfig
 from hetseq.errors import RendezvousError
 
 #: how long one try waits for an answer; a program that is silent for so long is no head

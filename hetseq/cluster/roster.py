@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hetseq.config import DistributedConfig
+from hetseq.config.sections import DistributedConfig
 
 _LONGEST_HOST = 255
 _MOST = 2**20  # ranks; a claim beyond is nonsense, and nobody is to count that far for it

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetseq.command_line import Command, Given, Option, seconds, whole_number
-from hetseq.config import DistributedConfig
+from hetseq.config.command_line import Command, Given, Option, seconds, whole_number
+from hetseq.config.sections import DistributedConfig
 from hetseq.doctor.facts import Facts
 from hetseq.errors import EXIT_FAILED, ConfigError
 

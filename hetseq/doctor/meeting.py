@@ -22,7 +22,7 @@ from hetseq.cluster.channel import Channel, ChannelClosed, ChannelError, Channel
 from hetseq.cluster.contract import node_fields
 from hetseq.cluster.rendezvous import Meeting, meet
 from hetseq.cluster.sockets import ask_when_idle
-from hetseq.config import Config, DistributedConfig
+from hetseq.config.sections import Config, DistributedConfig
 from hetseq.doctor.comparing import Examination
 from hetseq.doctor.exchange import AllReduce, Trouble, Way, why_not
 from hetseq.doctor.facts import Facts, from_json, to_json

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from hetseq.config import DistributedConfig
+from hetseq.config.sections import DistributedConfig
 from hetseq.environments.seen import Seen
 from hetseq.errors import ConfigError
 

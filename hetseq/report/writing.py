@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hetseq.command_line import Argument, Command, Option
+from hetseq.config.command_line import Argument, Command, Option
 from hetseq.errors import ConfigError, RunDirectoryError
 from hetseq.report.compare import compare, comparison_page
 from hetseq.report.page import report_page

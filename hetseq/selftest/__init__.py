@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from hetseq import options
-from hetseq.command_line import Command, Option, whole_number
+from hetseq import config as options
+from hetseq.config.command_line import Command, Option, whole_number
 from hetseq.errors import EXIT_DONE, EXIT_FAILED
 from hetseq.selftest.elsewhere import another_process
 

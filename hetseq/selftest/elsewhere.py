@@ -23,7 +23,7 @@ from hetseq.selftest.findings import Finding
 from hetseq.system.processes import die_with_parent
 
 if TYPE_CHECKING:  # it imports torch
-    from hetseq.config import Config
+    from hetseq.config.sections import Config
     from hetseq.task import Task
 
 _MARK = "hetseq elsewhere: "
@@ -98,7 +98,8 @@ def _last_line(text: str) -> str:
 
 def main() -> int:
     """The other process: the options of `hetseq train` as its words, what it presents on standard output."""
-    from hetseq import options, registry
+    from hetseq import config as options
+    from hetseq import registry
     from hetseq.task import load_split, make_task
 
     config = options.complete(options.parse(sys.argv[1:]))

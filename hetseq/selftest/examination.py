@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetseq import probe, registry
 from hetseq.bars import bar
-from hetseq.config import Config
+from hetseq.config.sections import Config
 from hetseq.errors import TaskError
 from hetseq.fetching import seed_everything
 from hetseq.plan import epoch_order

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetseq import options
+from hetseq import config as options
 from hetseq.comm import AnyGroup
 from hetseq.reduction import GradientReducer
 from hetseq.task import make_task

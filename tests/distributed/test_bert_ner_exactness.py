@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hetseq import options
+from hetseq import config as options
 from hetseq.comm import AnyGroup
 from hetseq.task import make_task
 from tasks.bert_ner import BertNerTask

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetseq import options
+from hetseq import config as options
 from hetseq.comm import AnyGroup
 from hetseq.errors import HetSeqError
 from hetseq.session import Session

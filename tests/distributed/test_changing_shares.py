@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq import options
+from hetseq import config as options
 from hetseq.capacity import Cost, assign_shares
 from hetseq.comm import AnyGroup
 from hetseq.commit import CommitRow

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq import Task, options
+from hetseq import Task
+from hetseq import config as options
 from hetseq.comm import AnyGroup
 from hetseq.errors import DisagreementError, HetSeqError, NonFiniteError
 from hetseq.loader import StepData

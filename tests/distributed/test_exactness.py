@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq import Task, options
+from hetseq import Task
+from hetseq import config as options
 from hetseq.comm import AnyGroup
 from hetseq.task import make_task
 from tests.support import oracle, toys

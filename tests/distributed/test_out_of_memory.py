@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq import options
+from hetseq import config as options
 from hetseq import session as session_module
 from hetseq.buffers import BufferKeeper
 from hetseq.comm import AnyGroup

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetseq import options
+from hetseq import config as options
 from hetseq.comm import AnyGroup
 from hetseq.material import load_material
 from hetseq.pace import Shift

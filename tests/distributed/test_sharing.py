@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq import options
+from hetseq import config as options
 from hetseq import sharing as sharing_module
 from hetseq.checkpoint import CheckpointManager, Identity, Loaded, saving
 from hetseq.checkpoint.records import seal, unseal
 from hetseq.comm import AnyGroup
-from hetseq.config import LogConfig
+from hetseq.config.sections import LogConfig
 from hetseq.errors import HetSeqError
 from hetseq.handover import complete_rows, send_checkpoint
 from hetseq.material import load_material

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hetseq import Task, options, registry
+from hetseq import Task, registry
+from hetseq import config as options
 from hetseq.task import make_task
 
 PIECES = ["the", "cat", "sat", "in", "paris", "on", "un", "##walk", "##ed", "walk", "anna", "bob", ".", "mat"]

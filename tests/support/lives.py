@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from hetseq import Task, options
+from hetseq import Task
+from hetseq import config as options
 from hetseq.comm import AnyGroup
 from hetseq.errors import HetSeqError
 from hetseq.material import load_material

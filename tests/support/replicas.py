@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from hetseq import options
+from hetseq import config as options
 from hetseq.buffers import BufferKeeper
 from hetseq.comm import LocalGroup
-from hetseq.config import CheckpointConfig
+from hetseq.config.sections import CheckpointConfig
 from hetseq.controller import TrainingState
 from hetseq.plan import GlobalBatch, Position
 from hetseq.reduction import Gradients

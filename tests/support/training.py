@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from hetseq import options
+from hetseq import config as options
 from hetseq.comm import AnyGroup
-from hetseq.config import LogConfig
+from hetseq.config.sections import LogConfig
 from hetseq.material import load_material
 from hetseq.metrics import Metrics
 from hetseq.run_directory import RunDirectory

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hetseq import DataError
-from hetseq.config import OptimizationConfig
+from hetseq.config.sections import OptimizationConfig
 from hetseq.optim import parameter_groups
 from tasks.bert_model import ACTIVATIONS, TIED_NAMES, BertConfig, BertForPreTraining, BertModel
 from tests.support.parity import Facts, distance, import_transformers

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hetseq import options
+from hetseq import config as options
 from hetseq.loader import place_on
 from hetseq.plan import EpochOrder, MicroBatchCap, cut, epoch_order
 from hetseq.task import lengths_of, make_task

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from hetseq import ConfigError, DataError, MissingSplitError, options
+from hetseq import ConfigError, DataError, MissingSplitError
+from hetseq import config as options
 from hetseq.task import collater_of, lengths_of, make_task
 from tasks.bert import BertTask
 from tasks.bert_masking import Masking, Words, draw, numbers_of

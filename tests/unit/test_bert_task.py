@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from hetseq import DataError, options
+from hetseq import DataError
+from hetseq import config as options
 from hetseq.task import make_task
 from tasks.bert import BertTask
 from tests.support import bert

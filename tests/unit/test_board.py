@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from hetseq.board import Hyperparameters, hyperparameters
-from hetseq.config import LogConfig
+from hetseq.config import parse
+from hetseq.config.sections import LogConfig
 from hetseq.metrics import Metrics
-from hetseq.options import parse
 from hetseq.run_directory import RunDirectory
 
 pytest.importorskip("tensorboard")

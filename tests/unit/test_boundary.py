@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hetseq.boundary import RunBoundary
-from hetseq.config import ValidationConfig
+from hetseq.config.sections import ValidationConfig
 from hetseq.controller import TrainingState
 
 

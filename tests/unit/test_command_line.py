@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hetseq.cli import main
-from hetseq.command_line import Argument, Command, CommandRefused, Option, seconds, whole_number
+from hetseq.config import HelpRequested, parse
+from hetseq.config.command_line import Argument, Command, CommandRefused, Option, seconds, whole_number
 from hetseq.errors import ConfigError
-from hetseq.options import HelpRequested, parse
 
 TOY = Command(
     "toy",

@@ -19,7 +19,7 @@ import pytest
 
 from hetseq import checkpoints, evaluate, whatif
 from hetseq.cli import COMMANDS
-from hetseq.command_line import Command, CommandRefused, Option
+from hetseq.config.command_line import Command, CommandRefused, Option
 from tests.support.docs import ROOT, pages, shell_blocks
 from tests.unit.test_messages import GAP, error_texts
 

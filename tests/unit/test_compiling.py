@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from hetseq import Task, compiling, evaluate, options
+from hetseq import Task, compiling, evaluate
+from hetseq import config as options
 from hetseq.comm import LocalGroup
 from hetseq.errors import ConfigError
 from hetseq.material import load_material

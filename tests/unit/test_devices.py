@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from hetseq import launch
-from hetseq.config import DistributedConfig
+from hetseq.config import parse
+from hetseq.config.sections import DistributedConfig
 from hetseq.errors import EXIT_USAGE, ConfigError
 from hetseq.launch import local_devices
-from hetseq.options import parse
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import pytest
 
 import hetseq
 import hetseq.nebula
-from hetseq.config import SECTIONS, flag
+from hetseq.config.sections import SECTIONS, flag
 from tests.support.docs import (
     ROOT,
     Block,

@@ -18,7 +18,7 @@ from hetseq import doctor
 from hetseq.cluster.channel import Channel, ChannelClosed, Listener, connect
 from hetseq.cluster.secret import derive_key, load_secret
 from hetseq.cluster.sockets import ForeignBytes
-from hetseq.config import DistributedConfig
+from hetseq.config.sections import DistributedConfig
 from hetseq.doctor import meeting
 from hetseq.doctor.comparing import Examination, Way, compare, side_by_side
 from hetseq.doctor.exchange import AllReduce, Trouble

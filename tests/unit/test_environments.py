@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hetseq import launch
-from hetseq.config import DistributedConfig
+from hetseq.config.sections import DistributedConfig
 from hetseq.environments import (
     NAMES,
     Look,

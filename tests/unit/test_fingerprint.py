@@ -20,7 +20,7 @@ from torch import nn
 
 from hetseq import Task, fingerprint, registry
 from hetseq.cluster.contract import PART, Fields, difference
-from hetseq.config import Config, DataConfig, OptimizationConfig, TaskConfig
+from hetseq.config.sections import Config, DataConfig, OptimizationConfig, TaskConfig
 from hetseq.errors import DataError, TaskFileError
 from hetseq.fingerprint import data_digest, rank_fields
 from hetseq.task import make_task

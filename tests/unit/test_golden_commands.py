@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.config import Config
+from hetseq.config import all_flags, dump_yaml, parse, retired_notes
+from hetseq.config.sections import Config
 from hetseq.errors import ConfigError
-from hetseq.options import all_flags, dump_yaml, parse, retired_notes
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-UPDATE = 'python -c "from hetseq.options import all_flags; print(*all_flags(), sep=chr(10))" > tests/golden/flags.txt'
+UPDATE = 'python -c "from hetseq.config import all_flags; print(*all_flags(), sep=chr(10))" > tests/golden/flags.txt'
 
 
 def published(program: str = "train.py") -> list[str]:

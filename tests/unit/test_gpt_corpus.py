@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from hetseq import ConfigError, DataError, options
+from hetseq import ConfigError, DataError
+from hetseq import config as options
 from hetseq.task import make_task
 from preprocessing import bert_corpus, byte_pairs, gpt_corpus
 from preprocessing.plain_text import Document

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hetseq import ConfigError, DataError, MissingSplitError, options, registry
+from hetseq import ConfigError, DataError, MissingSplitError, registry
+from hetseq import config as options
 from hetseq.checkpoints import answer, parse
 from hetseq.run_directory import RunDirectory
 from hetseq.task import collater_of, lengths_of, make_task

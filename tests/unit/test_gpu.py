@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq import options, worker
+from hetseq import config as options
+from hetseq import worker
 from hetseq.catalogue import codes_in
 from hetseq.errors import EXIT_FAILED, EXIT_USAGE, ConfigError
 from hetseq.line import Alone

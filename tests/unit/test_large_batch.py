@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetseq.comm import LocalGroup
-from hetseq.config import OptimizationConfig
+from hetseq.config.sections import OptimizationConfig
 from hetseq.errors import ConfigError
 from hetseq.large_batch import Course, advice, factor, scale_in_words, scaled, step_size, warmup_updates
 from hetseq.lr_scheduler import Schedule, constant, cosine, polynomial, polynomial_from_zero

@@ -12,9 +12,9 @@ import pytest
 from hetseq.cluster.channel import ChannelClosed
 from hetseq.cluster.directories import leave_mark
 from hetseq.cluster.member import Member
+from hetseq.config import parse
 from hetseq.errors import ConfigError, RunDirectoryError
 from hetseq.launcher import Launcher, _Stopped
-from hetseq.options import parse
 from hetseq.run_directory import RunDirectory
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from hetseq import DataError, evaluate, options
+from hetseq import DataError, evaluate
+from hetseq import config as options
 from hetseq.cluster.contract import option_fields
 from hetseq.fingerprint import _data_files
 from hetseq.registry import find_task

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hetseq.config import OptimizationConfig
+from hetseq.config.sections import OptimizationConfig
 from hetseq.lr_scheduler import Schedule, constant, cosine, polynomial, polynomial_from_zero
 
 

@@ -19,7 +19,7 @@ import pytest
 from hetseq import append_file as append_module
 from hetseq import board as board_module
 from hetseq import metrics as metrics_module
-from hetseq.config import LogConfig
+from hetseq.config.sections import LogConfig
 from hetseq.metrics import Metrics, read_events, read_rows
 from hetseq.run_directory import RunDirectory, json_line, write_all
 

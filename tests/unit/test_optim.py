@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hetseq.config import OptimizationConfig
+from hetseq.config.sections import OptimizationConfig
 from hetseq.errors import TaskError
 from hetseq.optim import Lamb, adadelta, adam, adamw, lamb, learning_rates, parameter_groups, sgd
 

@@ -17,9 +17,7 @@ from typing import Any
 import pytest
 
 from hetseq import registry
-from hetseq.config import SECTIONS, Config, DataConfig, DistributedConfig, flag
-from hetseq.errors import ConfigError, TaskFileError
-from hetseq.options import (
+from hetseq.config import (
     FIRST_LINE,
     HelpRequested,
     complete,
@@ -31,6 +29,8 @@ from hetseq.options import (
     with_own_options,
     write_page,
 )
+from hetseq.config.sections import SECTIONS, Config, DataConfig, DistributedConfig, flag
+from hetseq.errors import ConfigError, TaskFileError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -299,7 +299,7 @@ def test_a_mistyped_flag_takes_no_torch_and_no_yaml() -> None:
     program = (
         "import sys\n"
         "from hetseq.errors import ConfigError\n"
-        "from hetseq.options import parse\n"
+        "from hetseq.config import parse\n"
         "try:\n"
         "    parse(['--task', 'mnist', '--max-sentence', '3'])\n"
         "except ConfigError as error:\n"

@@ -18,7 +18,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from hetseq import DataError, options
+from hetseq import DataError
+from hetseq import config as options
 from hetseq.checkpoints import answer, parse
 from hetseq.errors import CheckpointError, ConfigError
 from hetseq.run_directory import RunDirectory

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TextIO, cast
 import pytest
 
 from hetseq import launcher
-from hetseq.config import LogConfig
+from hetseq.config.sections import LogConfig
 from hetseq.progress import (
     LiveProgress,
     PlainProgress,

@@ -26,7 +26,7 @@ from hetseq.cluster.channel import (
 from hetseq.cluster.rendezvous import Meeting, host_and_port, meet
 from hetseq.cluster.roster import command_of_rank
 from hetseq.cluster.sockets import AddressError, UnreachableError
-from hetseq.config import DistributedConfig
+from hetseq.config.sections import DistributedConfig
 from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_USAGE, RendezvousError
 
 HERE = socket.gethostname()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hetseq.cluster.roster import Claim, Roster, why_ranks_do_not_fit
-from hetseq.config import DistributedConfig
+from hetseq.config.sections import DistributedConfig
 
 
 def given(host: str, rank: int, workers: int = 1, *, world: int = 4, pid: int = 1) -> Claim:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetseq import options
+from hetseq import config as options
 from hetseq.comm import LocalGroup
 from hetseq.saving import Saver
 from hetseq.sharing import everything_shared

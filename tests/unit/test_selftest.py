@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hetseq import registry
-from hetseq.config import Config, DataConfig
+from hetseq.config.sections import Config, DataConfig
 from hetseq.errors import ConfigError, MissingSplitError
 from hetseq.selftest import run
 from hetseq.selftest.cuts import random_cut, shares

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hetseq.comm import LocalGroup
-from hetseq.config import OptimizationConfig
+from hetseq.config.sections import OptimizationConfig
 from hetseq.controller import Controller
 from hetseq.plan import StepPlan
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import default_collate
 
 from hetseq import Config, Task
-from hetseq.config import TaskConfig
+from hetseq.config.sections import TaskConfig
 from hetseq.errors import ConfigError, HetSeqError, MissingSplitError, TaskError, TaskFileError
 from hetseq.task import (
     build_model,

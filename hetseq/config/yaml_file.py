@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hetseq.config import Config, RetiredConfig, flag
+from hetseq.config.docs_page import title_of
+from hetseq.config.fields import Found, Option, Reading, given_retired
+from hetseq.config.sections import Config, RetiredConfig, flag
 from hetseq.errors import ConfigError
-from hetseq.options.fields import Found, Option, Reading, given_retired
-from hetseq.options.pages import title_of
 
 if TYPE_CHECKING:
     import yaml

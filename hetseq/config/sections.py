@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hetseq.config.byte_size import parse_size
 from hetseq.errors import ConfigError
-from hetseq.sizes import parse_size
 
 
 def option(

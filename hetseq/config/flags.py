@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from hetseq import registry
+from hetseq.config.fields import Found, Option, Reading
 from hetseq.errors import ConfigError
-from hetseq.options.fields import Found, Option, Reading
 
 
 def read_flags(argv: Sequence[str], catalogue: Mapping[str, Option]) -> Reading:

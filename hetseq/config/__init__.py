@@ -1,6 +1,6 @@
 """From a command line to a `Config` and back: defaults < the YAML file of `--config` < flags.
 
-Everything follows from the dataclasses of `hetseq.config`: flags, YAML keys, the help text, `docs/options.md`. This
+Everything follows from the dataclasses of `hetseq.config.sections`: flags, YAML keys, the help text, `docs/options.md`. This
 package knows no option by its meaning, prints nothing and imports no torch.
 
 The one idea: a value is *text with a place* (`--lr 0.1`, or line 3 of a file) until the type of its field reads it.
@@ -11,9 +11,9 @@ what it is made of.
 
 from __future__ import annotations
 
-from hetseq.options.files import FIRST_LINE, dump_yaml
-from hetseq.options.pages import all_flags, markdown, retired_notes, write_page
-from hetseq.options.parsing import HelpRequested, complete, help_text, parse, with_own_options
+from hetseq.config.docs_page import all_flags, markdown, retired_notes, write_page
+from hetseq.config.parsing import HelpRequested, complete, help_text, parse, with_own_options
+from hetseq.config.yaml_file import FIRST_LINE, dump_yaml
 
 __all__ = [
     "FIRST_LINE",

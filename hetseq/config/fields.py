@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hetseq.config import Config, RetiredConfig, flag
+from hetseq.config.sections import Config, RetiredConfig, flag
 from hetseq.errors import ConfigError
 
 _EXPECTED = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from hetseq.config import HelpRequested, all_flags
 from hetseq.errors import ConfigError
-from hetseq.options import HelpRequested, all_flags
 from hetseq.registry import nearest
 
 _NARROWEST, _WIDEST = 40, 120  # columns of a help text, on a terminal of any width

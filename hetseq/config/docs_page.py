@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hetseq import registry
-from hetseq.config import SECTIONS, Config, RetiredConfig, flag
-from hetseq.options.fields import catalogue_of, given_retired
+from hetseq.config.fields import catalogue_of, given_retired
+from hetseq.config.sections import SECTIONS, Config, RetiredConfig, flag
 
 _EXAMPLE = "hetseq train --task mnist --global-batch-size 64 --save-dir runs/digits"
 _CONFIG_HELP = "read options from a YAML file; flags win over it"
@@ -49,7 +49,7 @@ def markdown() -> str:
     lines = [
         "# Options",
         "",
-        "Generated from `hetseq/config.py` by `make docs/options.md`; do not edit.",
+        "Generated from `hetseq/config/sections.py` by `make docs/options.md`; do not edit.",
         "",
         "Options are given as flags (`--max-sentences 32`), or in a YAML file named with `--config FILE` as"
         " `max_sentences: 32`. Flags win over the file, the file over the defaults. In names `-` and `_` are the same;"

@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hetseq import registry
-from hetseq.config import SECTIONS, Config, OptimizationConfig, TaskConfig
+from hetseq.config.docs_page import help_page
+from hetseq.config.fields import build, catalogue_of
+from hetseq.config.flags import read_flags, refuse_unknown
+from hetseq.config.sections import SECTIONS, Config, OptimizationConfig, TaskConfig
+from hetseq.config.yaml_file import compose, read_file
 from hetseq.errors import HetSeqError
-from hetseq.options.fields import build, catalogue_of
-from hetseq.options.files import compose, read_file
-from hetseq.options.flags import read_flags, refuse_unknown
-from hetseq.options.pages import help_page
 
 _EXTRA_KINDS = ("task", "optimizer", "lr_scheduler")
 
