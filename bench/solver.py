@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import figures
 
-from hetseq.capacity import Cost, balance_shares
+from hetseq.balance.shares import Cost, balance_shares
 
 CASES = ((8, 256), (64, 4096), (1024, 65_536), (64, 1_000_000))
 

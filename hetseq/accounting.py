@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hetseq.capacity import Cost
+from hetseq.balance.shares import Cost
 from hetseq.commit import CommitRow, Measured
 
 #: what a row of `metrics.jsonl` tells of each rank that its cost is made of (see `known_cost`), by their names there

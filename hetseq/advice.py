@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetseq.accounting import TOLD, TOLD_OF_STAIRS, known_cost
-from hetseq.capacity import NEGLIGIBLE_GAIN
+from hetseq.balance.shares import NEGLIGIBLE_GAIN
+from hetseq.balance.simulation import RankModel, best_shares, predict, ring_factor
 from hetseq.rank_table import Numbers, RankSummary
-from hetseq.simulation import RankModel, best_shares, predict, ring_factor
 
 ADVICE_STEPS = 20  # that an advice rests upon: the first shares of a run, and one slow read, are behind it then
 

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from hetseq.accounting import account
+from hetseq.balance.noise_scale import NoiseScale
 from hetseq.commit import Verdict, Wish
 from hetseq.config.sections import ValidationConfig
 from hetseq.controller import Controller, StepResult, TrainingState
 from hetseq.errors import ConfigError
 from hetseq.metrics import Metrics
-from hetseq.noise_scale import NoiseScale
 from hetseq.pace import Shift
 from hetseq.replica_check import ReplicaCheck
 from hetseq.run_directory import RunDirectory, StatusFile

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetseq.balance.simulation import Clock, Cluster, Group, Link
 from hetseq.errors import ConfigError
 from hetseq.registry import nearest
-from hetseq.simulation import Clock, Cluster, Group, Link
 
 # Whoever means more than this has mistyped, and would wait for minutes or meet numbers that are infinite.
 _MOST_RANKS = 100_000

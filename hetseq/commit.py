@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hetseq.capacity import Cost
+from hetseq.balance.noise_scale import UNMEASURED, PartialGradient
+from hetseq.balance.shares import Cost
 from hetseq.errors import DisagreementError
-from hetseq.noise_scale import UNMEASURED, PartialGradient
 
 Words = npt.NDArray[np.int64]
 

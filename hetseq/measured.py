@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from hetseq.accounting import TOLD, TOLD_OF_STAIRS, known_cost
-from hetseq.capacity import Cost
+from hetseq.balance.shares import Cost
+from hetseq.balance.simulation import RankModel, predict, ring_factor
 from hetseq.errors import ConfigError
 from hetseq.metrics import read_rows
 from hetseq.rank_table import with_present_micro_batches
-from hetseq.simulation import RankModel, predict, ring_factor
 from hetseq.which_run import existing_run
 
 _ROWS = 50  # how many of the last steps are looked at

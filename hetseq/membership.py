@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hetseq.capacity import Cost
+from hetseq.balance.shares import Cost
 from hetseq.commit import Lineage, Verdict
 from hetseq.errors import HetSeqError
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hetseq.balance import AtOnce, Balancer, CostMeter, complete_costs
-from hetseq.capacity import Cost, assign_shares, balance_shares, slowed_by, step_seconds
+from hetseq.balance.cost_meter import AtOnce, Balancer, CostMeter, complete_costs
+from hetseq.balance.shares import Cost, assign_shares, balance_shares, slowed_by, step_seconds
 from hetseq.commit import CommitRow
 from hetseq.loader import StepLoader
 from hetseq.plan import Assign, Planner, StepPlan

@@ -18,7 +18,7 @@ import torch
 
 from hetseq import registry
 from hetseq.advice import Setting
-from hetseq.balance import AtOnce, complete_costs
+from hetseq.balance.cost_meter import AtOnce, complete_costs
 from hetseq.boundary import RunBoundary, StatusFiles
 from hetseq.buffers import BufferKeeper
 from hetseq.comm import AnyGroup

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from hetseq.balance.noise_scale import UNMEASURED, PartialGradient
 from hetseq.errors import DeviceMemoryError
 from hetseq.fetching import seed_everything
 from hetseq.loader import MicroBatch, StepData, place_on
 from hetseq.micro_batches import MicroBatchSizes
-from hetseq.noise_scale import UNMEASURED, PartialGradient
 from hetseq.plan import MicroBatchCap, derive_seed
 from hetseq.precision import Precision
 from hetseq.replica import Replica

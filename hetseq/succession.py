@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hetseq.balance import CostMeter
+from hetseq.balance.cost_meter import CostMeter
 from hetseq.checkpoint import Identity, Loaded
 from hetseq.controller import TrainingState
 from hetseq.errors import DisagreementError, PeerLostError

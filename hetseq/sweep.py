@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from hetseq import registry
-from hetseq.capacity import assign_shares
+from hetseq.balance.shares import assign_shares
 from hetseq.checkpoint import CheckpointManager, Retention
 from hetseq.comm import AnyGroup
 from hetseq.config.sections import Config

@@ -20,13 +20,13 @@ from typing import Any
 
 import yaml
 
-from hetseq.capacity import NEGLIGIBLE_GAIN
+from hetseq.balance.shares import NEGLIGIBLE_GAIN
+from hetseq.balance.simulation import RankModel, Step, best_shares, equal_shares, learn, predict, run
 from hetseq.cluster_file import Experiment, read_experiment
 from hetseq.config.command_line import Argument, Command, Option
 from hetseq.errors import ConfigError
 from hetseq.measured import Measured, named, read_measured
 from hetseq.run_directory import RunDirectory
-from hetseq.simulation import RankModel, Step, best_shares, equal_shares, learn, predict, run
 from hetseq.tables import Cells, table
 
 _MOST_TIMES = 1e6

@@ -1,6 +1,6 @@
 """What the burn-in says of a training: shares, step time, efficiency, and who is worth having. Pure.
 
-Responsible for turning burns into ranks of `hetseq.simulation`, whose arithmetic it uses, and for sentences. It refuses
+Responsible for turning burns into ranks of `hetseq.balance.simulation`, whose arithmetic it uses, and for sentences. It refuses
 to measure. The figures are those of a small network: a task of one's own has others, in like proportions.
 
 The one idea: an advice is another cluster. It is forecast as this one is, and given if its step is shorter.
@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hetseq.capacity import NEGLIGIBLE_GAIN, Cost
+from hetseq.balance.shares import NEGLIGIBLE_GAIN, Cost
+from hetseq.balance.simulation import Link, RankModel, Step, best_shares, predict, ring_seconds
 from hetseq.doctor.facts import Burn, Facts
 from hetseq.doctor.findings import Finding
-from hetseq.simulation import Link, RankModel, Step, best_shares, predict, ring_seconds
 
 SAMPLES_PER_RANK = 64
 _HALF = 0.5

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hetseq import config as options
-from hetseq.capacity import Cost, assign_shares
+from hetseq.balance.shares import Cost, assign_shares
 from hetseq.comm import AnyGroup
 from hetseq.commit import CommitRow
 from hetseq.errors import DisagreementError

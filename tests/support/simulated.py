@@ -11,8 +11,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hetseq.balance import AtOnce, Balancer, CostMeter
-from hetseq.capacity import Cost
+from hetseq.balance.cost_meter import AtOnce, Balancer, CostMeter
+from hetseq.balance.shares import Cost
 
 LAG = 2  # steps from what is observed to the first shares that follow from it
 WARM_UP = (3.0, 2.0, 1.5)  # how much slower the first micro-batches of a start are

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hetseq.accounting import account, busy_s
-from hetseq.capacity import Cost
+from hetseq.balance.shares import Cost
 from hetseq.commit import CommitRow, Measured, Vote, Wish
 
 

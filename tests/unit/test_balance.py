@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from hetseq.balance import AtOnce, Balancer, CostMeter, complete_costs
-from hetseq.capacity import Cost
+from hetseq.balance.cost_meter import AtOnce, Balancer, CostMeter, complete_costs
+from hetseq.balance.shares import Cost
 
 RAMP = [1, 2, 4, 8, 16, 32, 1]  # the micro-batches of a first step of 64 samples
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from hetseq.balance import AtOnce
+from hetseq.balance.cost_meter import AtOnce
 from tests.support.simulated import (
     CALM,
     Machine,

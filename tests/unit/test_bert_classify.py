@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hetseq import ConfigError, DataError
-from hetseq.capacity import assign_shares
+from hetseq.balance.shares import assign_shares
 from hetseq.comm import LocalGroup
 from hetseq.loader import Source
 from hetseq.plan import MicroBatchCap

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hetseq import DataError, MissingSplitError
-from hetseq.capacity import assign_shares
+from hetseq.balance.shares import assign_shares
 from hetseq.comm import LocalGroup
 from hetseq.loader import Source
 from hetseq.plan import MicroBatchCap

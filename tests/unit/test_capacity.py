@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import pytest
 
-from hetseq.capacity import Cost, assign_shares, balance_shares, slowed_by, step_seconds
+from hetseq.balance.shares import Cost, assign_shares, balance_shares, slowed_by, step_seconds
 
 
 @functools.cache

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from hetseq.balance.simulation import Clock, Cluster, Group, Link
 from hetseq.cli import main
 from hetseq.cluster_file import Experiment, read_experiment
 from hetseq.errors import ConfigError
-from hetseq.simulation import Clock, Cluster, Group, Link
 from hetseq.whatif import Comparison, compare, parse_simulate, simulation_json, simulation_text
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,8 @@ from dataclasses import astuple, fields, replace
 import numpy as np
 import pytest
 
-from hetseq.capacity import Cost
+from hetseq.balance.noise_scale import PartialGradient
+from hetseq.balance.shares import Cost
 from hetseq.commit import (
     CommitRow,
     Lineage,
@@ -23,7 +24,6 @@ from hetseq.commit import (
     resolve,
 )
 from hetseq.errors import DisagreementError
-from hetseq.noise_scale import PartialGradient
 
 COST = Cost(0.25, 2.0**-20, None, 2.0**-9, 8)
 ROW = CommitRow(

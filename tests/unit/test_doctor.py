@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hetseq import doctor
+from hetseq.balance.simulation import Link
 from hetseq.cluster.directories import kind_of as kind_of_file_system
 from hetseq.cluster.interfaces import interfaces, is_loopback
 from hetseq.doctor import in_torch
@@ -23,7 +24,6 @@ from hetseq.doctor.gathering import ask_torch, read_torch, secret_state
 from hetseq.doctor.prediction import Candidate, candidates_of, foresee
 from hetseq.doctor.report import COLUMNS, document, text
 from hetseq.errors import ConfigError
-from hetseq.simulation import Link
 from hetseq.system.gpu import runs_on
 
 GIB = 2**30

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from hetseq.balance.simulation import Link, ring_seconds
 from hetseq.comm import AnyGroup, LocalGroup, Rows
 from hetseq.doctor import all_reduce as child
 from hetseq.doctor import participant
@@ -26,7 +27,6 @@ from hetseq.doctor.participant import Participant
 from hetseq.doctor.prediction import foresee
 from hetseq.doctor.report import cluster_document
 from hetseq.errors import PeerLostError, RendezvousError
-from hetseq.simulation import Link, ring_seconds
 from tests.support.trials import until
 from tests.unit.test_doctor import BURN, GOOD
 from tests.unit.test_doctor_together import PAIR, WAYS

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import default_collate
 
 from hetseq import fetching
-from hetseq.capacity import assign_shares
+from hetseq.balance.shares import assign_shares
 from hetseq.errors import DataError, HetSeqError
 from hetseq.fetching import Collate, Fetched, Fetcher, LoaderDied, Request, base_order, seed_everything
 from hetseq.loader import Source, StepLoader, place_on, range_reader

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hetseq.capacity import Cost
+from hetseq.balance.shares import Cost
 from hetseq.commit import Lineage, Verdict
 from hetseq.membership import Record, Report, SplitBrainError, Tag, Update, decide
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from hetseq.noise_scale import NoiseScale, PartialGradient
+from hetseq.balance.noise_scale import NoiseScale, PartialGradient
 
 TRUE = np.array([3.0, 4.0])  # |true|^2 = 25
 SCATTER = np.array([10.0, 20.0])  # standard deviations by element: the trace of the covariance is 500

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetseq.balance import WARM_UP, AtOnce
-from hetseq.capacity import Cost
+from hetseq.balance.cost_meter import WARM_UP, AtOnce
+from hetseq.balance.shares import Cost
 from hetseq.commit import CommitRow, Measured, Vote, Wish
 from hetseq.pace import FixedPace, MeasuredPace, Shift, assigner_by
 from hetseq.plan import Assign, GlobalBatch, Planner, Position, StepPlan

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from hetseq.capacity import Cost
-from hetseq.simulation import (
+from hetseq.balance.shares import Cost
+from hetseq.balance.simulation import (
     Clock,
     Cluster,
     Group,

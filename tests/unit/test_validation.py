@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import default_collate
 
 from hetseq import Config, Task
-from hetseq.capacity import assign_shares
+from hetseq.balance.shares import assign_shares
 from hetseq.catalogue import codes_in
 from hetseq.comm import LocalGroup
 from hetseq.errors import DeviceMemoryError, TaskError

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hetseq.capacity import Cost, balance_shares, step_seconds
+from hetseq.balance.shares import Cost, balance_shares, step_seconds
 
 WARM_UP = 3  # micro-batches after a start, while caches, allocators and kernels are being set up
 VARIED = 1.5  # sizes that differ by this factor tell the fixed part of the time from the part per unit

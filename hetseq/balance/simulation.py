@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hetseq.balance import AtOnce, Balancer, CostMeter
-from hetseq.capacity import Cost, assign_shares, balance_shares
+from hetseq.balance.cost_meter import AtOnce, Balancer, CostMeter
+from hetseq.balance.shares import Cost, assign_shares, balance_shares
 
 Seconds = npt.NDArray[np.float64]
 
