@@ -36,11 +36,11 @@ from hetseq import config as options
 from hetseq import registry
 from hetseq.buffers import BufferKeeper
 from hetseq.comm import LocalGroup
-from hetseq.fetching import seed_everything
-from hetseq.loader import MicroBatch, StepData, place_on
+from hetseq.data.fetch import seed_everything
+from hetseq.data.loader import MicroBatch, StepData, place_on
+from hetseq.data.plan import MicroBatchCap, StepPlan
 from hetseq.micro_batches import MicroBatchSizes
 from hetseq.optim import parameter_groups
-from hetseq.plan import MicroBatchCap, StepPlan
 from hetseq.precision import PRECISIONS
 from hetseq.reduction import Gradients
 from hetseq.replica import Replica, trained_parameters

@@ -20,7 +20,7 @@ import random_images
 import torch
 import torch.nn.functional as F
 
-from hetseq.loader import place_on
+from hetseq.data.loader import place_on
 from hetseq.precision import PRECISIONS
 from tasks.bert_data import load_bert
 from tasks.bert_model import BertConfig, BertForPreTraining

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from hetseq.data.fetch import seed_everything
 from hetseq.errors import ConfigError
-from hetseq.fetching import seed_everything
 from hetseq.task import Task, counts_of
 
 logger = logging.getLogger(__name__)

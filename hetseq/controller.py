@@ -38,11 +38,11 @@ from hetseq.commit import (
     resolve,
 )
 from hetseq.config.sections import OptimizationConfig
+from hetseq.data.loader import StepData, StepLoader
+from hetseq.data.plan import Planner, Position, StepPlan
 from hetseq.errors import NonFiniteError
-from hetseq.loader import StepData, StepLoader
 from hetseq.membership import Report, Tag, Update
 from hetseq.pace import Pace, Shift
-from hetseq.plan import Planner, Position, StepPlan
 from hetseq.precision import LossScale
 from hetseq.share import Part, ShareComputer
 from hetseq.stopwatch import Stopwatch

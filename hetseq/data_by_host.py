@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from hetseq.comm import AnyGroup
+from hetseq.data.shards import Shards
 from hetseq.material import Material
-from hetseq.shards import Shards
 
 logger = logging.getLogger(__name__)
 

@@ -42,10 +42,10 @@ from hetseq.cluster.contract import (
     printable,
 )
 from hetseq.config.sections import Config
+from hetseq.data.fetch import base_order, seed_everything
+from hetseq.data.plan import derive_seed, epoch_order
 from hetseq.errors import DataError
-from hetseq.fetching import base_order, seed_everything
 from hetseq.optim import learning_rates
-from hetseq.plan import derive_seed, epoch_order
 from hetseq.task import lengths_of
 
 _SAMPLES = 32

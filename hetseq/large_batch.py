@@ -18,10 +18,10 @@ import math
 from dataclasses import dataclass
 
 from hetseq.config.sections import OptimizationConfig
+from hetseq.data.plan import GlobalBatch, Position, steps_in_epoch
 from hetseq.errors import ConfigError
 from hetseq.lr_scheduler import Schedule
 from hetseq.optim import learning_rates
-from hetseq.plan import GlobalBatch, Position, steps_in_epoch
 
 _WARMUP_EPOCHS = 5  # Goyal et al. 2017, of 90 epochs
 _WARMUP_SHARE = 5 / 90  # the same of a run that is counted in updates, or has fewer epochs

@@ -16,10 +16,10 @@ import torch
 
 from hetseq import compiling, probe, registry
 from hetseq.config.sections import Config, DataConfig
+from hetseq.data.fetch import seed_everything
+from hetseq.data.loader import Source, place_on
 from hetseq.errors import MissingSplitError
-from hetseq.fetching import seed_everything
 from hetseq.fingerprint import data_digest
-from hetseq.loader import Source, place_on
 from hetseq.precision import PRECISIONS, Precision
 from hetseq.replica import batch_norms, check_model
 from hetseq.task import Task, build_model, collater_of, counts_of, load_split, make_task

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from hetseq.plan import MicroBatchCap
+from hetseq.data.plan import MicroBatchCap
 
 _SAFE_PART = 0.9  # of the free memory; what is left is for fragments and for samples longer than those seen
 

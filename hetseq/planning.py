@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from hetseq.config.sections import Config, DistributedConfig, ValidationConfig
+from hetseq.data.fetch import base_order
+from hetseq.data.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planner
+from hetseq.data.shards import Shards
 from hetseq.errors import ConfigError
-from hetseq.fetching import base_order
 from hetseq.material import Material
 from hetseq.micro_batches import MicroBatchSizes
-from hetseq.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planner
-from hetseq.shards import Shards
 from hetseq.task import lengths_of
 from hetseq.validation import Validator
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from hetseq.data.fetch import seed_everything
 from hetseq.errors import TaskError
-from hetseq.fetching import seed_everything
 from hetseq.task import Sums, Task, check_sums, counts_of, is_overridden
 
 _TOLERANCE = 1e-2  # a sum and a mean of two samples differ by a factor near two

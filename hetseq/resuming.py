@@ -28,10 +28,10 @@ from hetseq.checkpoint import CheckpointManager, Loaded, Retention, TooNewError
 from hetseq.comm import AnyGroup
 from hetseq.config.sections import CheckpointConfig, flag
 from hetseq.controller import TrainingState
+from hetseq.data.plan import GlobalBatch, Position
 from hetseq.errors import CheckpointError, CheckpointMismatch, CheckpointRefused, PeerLostError
 from hetseq.handover import complete_rows, send_checkpoint
 from hetseq.metrics import Metrics
-from hetseq.plan import GlobalBatch, Position
 from hetseq.replica import Replica
 from hetseq.run_directory import RunDirectory
 from hetseq.saving import STATE_VERSION, Provenance, Saver, read_state, saved_batch

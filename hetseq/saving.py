@@ -21,7 +21,7 @@ from hetseq.checkpoint import CheckpointManager, Identity, Loaded, SaveResult
 from hetseq.commit import parse_lineage
 from hetseq.config.sections import CheckpointConfig
 from hetseq.controller import TrainingState
-from hetseq.plan import GlobalBatch, Position
+from hetseq.data.plan import GlobalBatch, Position
 from hetseq.precision import LossScale
 from hetseq.replica import Replica
 from hetseq.run_directory import jsonable

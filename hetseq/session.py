@@ -25,18 +25,18 @@ from hetseq.comm import AnyGroup
 from hetseq.commit import Wish
 from hetseq.config.sections import CheckpointConfig, Config, DataConfig, OptimizationConfig
 from hetseq.controller import Controller, Halt, TrainingState
+from hetseq.data.loader import StepLoader
+from hetseq.data.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
 from hetseq.device_memo import DeviceMemo
 from hetseq.errors import CheckpointMismatch, ConfigError, DisagreementError
 from hetseq.large_batch import Course, advice, scale_in_words, scaled
-from hetseq.loader import StepLoader
 from hetseq.material import Material
 from hetseq.membership import Update
 from hetseq.metrics import Metrics
 from hetseq.micro_batches import MicroBatchSizes
 from hetseq.optim import parameter_groups
 from hetseq.pace import FixedPace, MeasuredPace, Pace, assigner, assigner_by
-from hetseq.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.planning import check_best_metric, make_validators, planner_of, weights_by_slot
 from hetseq.reduction import gradients_of
 from hetseq.replica import Replica, batch_norms, trained_parameters

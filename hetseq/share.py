@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 
 from hetseq.balance.noise_scale import UNMEASURED, PartialGradient
+from hetseq.data.fetch import seed_everything
+from hetseq.data.loader import MicroBatch, StepData, place_on
+from hetseq.data.plan import MicroBatchCap, derive_seed
 from hetseq.errors import DeviceMemoryError
-from hetseq.fetching import seed_everything
-from hetseq.loader import MicroBatch, StepData, place_on
 from hetseq.micro_batches import MicroBatchSizes
-from hetseq.plan import MicroBatchCap, derive_seed
 from hetseq.precision import Precision
 from hetseq.replica import Replica
 from hetseq.stopwatch import MicroBatchClock

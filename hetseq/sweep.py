@@ -25,9 +25,9 @@ from hetseq.balance.shares import assign_shares
 from hetseq.checkpoint import CheckpointManager, Retention
 from hetseq.comm import AnyGroup
 from hetseq.config.sections import Config
+from hetseq.data.loader import MicroBatch, range_reader
 from hetseq.errand import Errand
 from hetseq.errors import CheckpointError, ConfigError, HetSeqError, TaskError
-from hetseq.loader import MicroBatch, range_reader
 from hetseq.material import Material, load_material
 from hetseq.planning import make_validators
 from hetseq.replica import load_model_, model_tensors

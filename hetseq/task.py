@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from hetseq.config.sections import Config
+from hetseq.data.plan import Indices, Lengths
 from hetseq.errors import ConfigError, MissingSplitError, TaskError, TaskFileError
-from hetseq.plan import Indices, Lengths
 
 #: a term's sum over one micro-batch, by term
 Sums = dict[str, torch.Tensor]

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import torch
 
 from hetseq.comm import AnyGroup, sum_floats
+from hetseq.data.loader import MicroBatch, Source, range_reader
+from hetseq.data.plan import EpochOrder, Lengths, MicroBatchCap, cut
 from hetseq.errors import DeviceMemoryError, TaskError
-from hetseq.loader import MicroBatch, Source, range_reader
 from hetseq.micro_batches import MicroBatchSizes
-from hetseq.plan import EpochOrder, Lengths, MicroBatchCap, cut
 from hetseq.system import device_memory as memory
 from hetseq.task import Task, check_sums
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetseq.fetching import Fetcher, Request, base_order, seed_everything
-from hetseq.loader import place_on
-from hetseq.plan import Indices, Order, derive_seed
+from hetseq.data.fetch import Fetcher, Request, base_order, seed_everything
+from hetseq.data.loader import place_on
+from hetseq.data.plan import Indices, Order, derive_seed
 from hetseq.probe import changed_terms
 from hetseq.selftest.cuts import Cut, micro_batches
 from hetseq.selftest.still import held_still, widths

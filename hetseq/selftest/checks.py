@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hetseq.fetching import seed_everything
-from hetseq.plan import derive_seed
+from hetseq.data.fetch import seed_everything
+from hetseq.data.plan import derive_seed
 from hetseq.selftest.bench import Bench, Measured, Reader
 from hetseq.selftest.findings import Finding
 from hetseq.selftest.still import difference, held_still

@@ -66,7 +66,7 @@ def presented(config: Config, task: Task, train: Any) -> Mapping[str, str]:
     from dataclasses import replace
     from types import SimpleNamespace
 
-    from hetseq.fetching import seed_everything
+    from hetseq.data.fetch import seed_everything
     from hetseq.fingerprint import rank_fields
     from hetseq.task import build_model
 

@@ -20,9 +20,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hetseq import probe, registry
 from hetseq.bars import bar
 from hetseq.config.sections import Config
+from hetseq.data.fetch import seed_everything
+from hetseq.data.plan import epoch_order
 from hetseq.errors import TaskError
-from hetseq.fetching import seed_everything
-from hetseq.plan import epoch_order
 from hetseq.replica import check_model
 from hetseq.selftest import checks
 from hetseq.selftest.bench import Bench, Measured, Reader, gradient_difference, loss_difference

@@ -19,10 +19,10 @@ from hetseq import config as options
 from hetseq.balance.shares import Cost, assign_shares
 from hetseq.comm import AnyGroup
 from hetseq.commit import CommitRow
+from hetseq.data.plan import StepPlan
 from hetseq.errors import DisagreementError
 from hetseq.material import load_material
 from hetseq.pace import MeasuredPace, Shift
-from hetseq.plan import StepPlan
 from hetseq.run_directory import RunDirectory
 from hetseq.session import Session, build_session
 from hetseq.share import Part

@@ -14,10 +14,10 @@ import torch
 from hetseq import Task
 from hetseq import config as options
 from hetseq.comm import AnyGroup
+from hetseq.data.loader import StepData
+from hetseq.data.plan import MicroBatchCap, StepPlan
 from hetseq.errors import DisagreementError, HetSeqError, NonFiniteError
-from hetseq.loader import StepData
 from hetseq.material import load_material
-from hetseq.plan import MicroBatchCap, StepPlan
 from hetseq.run_directory import RunDirectory
 from hetseq.session import Session, build_session
 from hetseq.task import make_task

@@ -23,10 +23,10 @@ from hetseq import config as options
 from hetseq import session as session_module
 from hetseq.buffers import BufferKeeper
 from hetseq.comm import AnyGroup
+from hetseq.data.plan import MicroBatchCap
 from hetseq.errors import DeviceMemoryError, HetSeqError, PeerLostError
 from hetseq.material import load_material
 from hetseq.micro_batches import MicroBatchSizes
-from hetseq.plan import MicroBatchCap
 from hetseq.run_directory import RunDirectory
 from hetseq.session import build_session
 from hetseq.share import ShareComputer

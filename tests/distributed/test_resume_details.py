@@ -13,8 +13,8 @@ import torch
 from hetseq import ConfigError, HetSeqError, Task
 from hetseq.comm import AnyGroup, LocalGroup
 from hetseq.controller import TrainingState
+from hetseq.data.plan import GlobalBatch
 from hetseq.errors import CheckpointMismatch
-from hetseq.plan import GlobalBatch
 from hetseq.resuming import check_provenance
 from hetseq.saving import Provenance, describe
 from tests.support import toys

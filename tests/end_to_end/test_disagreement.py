@@ -192,7 +192,7 @@ def elsewhere(nodes: Nodes, stock: Stock) -> Any:
 
 def test_hetseq_source(nodes: Nodes, elsewhere: Callable[[Path], Any]) -> None:
     shutil.copytree(ROOT / "hetseq", nodes.folder / "copy" / "hetseq", ignore=shutil.ignore_patterns("__pycache__"))
-    with (nodes.folder / "copy" / "hetseq" / "plan.py").open("a") as file:
+    with (nodes.folder / "copy" / "hetseq" / "data" / "plan.py").open("a") as file:
         file.write("# one line more\n")
     start(nodes, tcp(), DIGITS, DIGITS, process=elsewhere(nodes.folder / "copy"))
     check_refused(nodes, "source of hetseq", "plan.py", *names(nodes))

@@ -20,8 +20,8 @@ import torch
 
 from hetseq import config as options
 from hetseq.comm import AnyGroup
+from hetseq.data.plan import Position
 from hetseq.material import load_material
-from hetseq.plan import Position
 from hetseq.run_directory import RunDirectory
 from hetseq.session import Session, build_session
 from hetseq.task import make_task

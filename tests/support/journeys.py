@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from hetseq.loader import MicroBatch, Source, StepData, StepLoader
-from hetseq.plan import Assign, EpochOrder, GlobalBatch, MicroBatchCap, Planner, Position, StepPlan
+from hetseq.data.loader import MicroBatch, Source, StepData, StepLoader
+from hetseq.data.plan import Assign, EpochOrder, GlobalBatch, MicroBatchCap, Planner, Position, StepPlan
 
 SEED = 7
 Fact = tuple[int, list[tuple[int, int]], int]  # of a micro-batch: start, (sample, epoch) each, work

@@ -11,7 +11,7 @@ from hetseq.buffers import BufferKeeper
 from hetseq.comm import LocalGroup
 from hetseq.config.sections import CheckpointConfig
 from hetseq.controller import TrainingState
-from hetseq.plan import GlobalBatch, Position
+from hetseq.data.plan import GlobalBatch, Position
 from hetseq.reduction import Gradients
 from hetseq.replica import Replica
 from hetseq.resuming import Beginning, Target, choose_checkpoint, open_checkpoints, resume

@@ -15,8 +15,8 @@ from torch import nn
 from hetseq import ConfigError, DataError
 from hetseq.balance.shares import assign_shares
 from hetseq.comm import LocalGroup
-from hetseq.loader import Source
-from hetseq.plan import MicroBatchCap
+from hetseq.data.loader import Source
+from hetseq.data.plan import MicroBatchCap
 from hetseq.task import counts_of
 from hetseq.validation import Validator
 from tasks.labelled_texts import Columns, Labelled, read_labelled

@@ -16,8 +16,8 @@ import torch
 from hetseq import DataError, MissingSplitError
 from hetseq.balance.shares import assign_shares
 from hetseq.comm import LocalGroup
-from hetseq.loader import Source
-from hetseq.plan import MicroBatchCap
+from hetseq.data.loader import Source
+from hetseq.data.plan import MicroBatchCap
 from hetseq.task import counts_of
 from hetseq.validation import Validator
 from tasks.tagged_words import entities, read_sentences

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetseq import config as options
-from hetseq.loader import place_on
-from hetseq.plan import EpochOrder, MicroBatchCap, cut, epoch_order
+from hetseq.data.loader import place_on
+from hetseq.data.plan import EpochOrder, MicroBatchCap, cut, epoch_order
 from hetseq.task import lengths_of, make_task
 from tasks.bert import BertTask
 from tasks.bert_attention import within

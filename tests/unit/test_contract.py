@@ -177,7 +177,7 @@ def test_one_changed_byte_of_hetseq_is_named_with_its_file(tmp_path: Path) -> No
     ours, theirs = told(), told()
     theirs["source of hetseq"] = source_below(tmp_path / "hetseq")
     assert lines(ours, theirs) == []
-    plan = tmp_path / "hetseq/plan.py"
+    plan = tmp_path / "hetseq/data/plan.py"
     plan.write_text(plan.read_text().replace("_ROUNDS = 6", "_ROUNDS = 4"))
     theirs["source of hetseq"] = source_below(tmp_path / "hetseq")
     (line,) = lines(ours, theirs)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hetseq.comm import LocalGroup
+from hetseq.data.shards import Shards
 from hetseq.data_by_host import parts_of_ranks, say_what_holds
 from hetseq.material import Material
 from hetseq.precision import PRECISIONS
-from hetseq.shards import Shards
 from hetseq.task import Task
 
 

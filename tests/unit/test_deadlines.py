@@ -160,7 +160,7 @@ hetseq/doctor/all_reduce.py
     _sending: held while a line is written, which the doctor reads all the time; when it ends, this process is killed
 hetseq/system/faults.py
     _lock: held for a few lines that wait for nothing
-hetseq/itinerary.py
+hetseq/data/fetch_schedule.py
     _lock: held for a few lines that wait for nothing
 hetseq/line.py
     _changed: held for a few lines that wait for nothing

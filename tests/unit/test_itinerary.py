@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from hetseq import loader as loader_module
-from hetseq.itinerary import Itinerary, Key
-from hetseq.loader import StepLoader
-from hetseq.plan import MicroBatchCap, Position
+from hetseq.data import loader as loader_module
+from hetseq.data.fetch_schedule import Itinerary, Key
+from hetseq.data.loader import StepLoader
+from hetseq.data.plan import MicroBatchCap, Position
 from tests.support.journeys import Change, Journey, Stepwise, apply, by, drive, expected, some_journey
 
 TWO = Journey(n=11, batch=4, weights=(1, 1))

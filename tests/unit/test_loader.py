@@ -20,12 +20,12 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from hetseq import fetching
 from hetseq.balance.shares import assign_shares
+from hetseq.data import fetch as fetching
+from hetseq.data.fetch import Collate, Fetched, Fetcher, LoaderDied, Request, base_order, seed_everything
+from hetseq.data.loader import Source, StepLoader, place_on, range_reader
+from hetseq.data.plan import GlobalBatch, MicroBatchCap, Planner, Position, StepPlan
 from hetseq.errors import DataError, HetSeqError
-from hetseq.fetching import Collate, Fetched, Fetcher, LoaderDied, Request, base_order, seed_everything
-from hetseq.loader import Source, StepLoader, place_on, range_reader
-from hetseq.plan import GlobalBatch, MicroBatchCap, Planner, Position, StepPlan
 from tests.support.journeys import Change, Journey, apply, drive, expected, some_journey
 
 N = 11
@@ -464,11 +464,11 @@ def some_deaths(seeds: range) -> Iterator[int]:
 def noted(records: list[str]) -> Iterator[None]:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("hetseq.loader").addHandler(handler)
+    logging.getLogger("hetseq.data.loader").addHandler(handler)
     try:
         yield
     finally:
-        logging.getLogger("hetseq.loader").removeHandler(handler)
+        logging.getLogger("hetseq.data.loader").removeHandler(handler)
 
 
 @pytest.mark.slow

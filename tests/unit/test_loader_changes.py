@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq.plan import MicroBatchCap, Position
+from hetseq.data.plan import MicroBatchCap, Position
 from tests.support.journeys import Change, Journey, Samples, apply, drive, expected, some_journey
 from tests.unit.test_loader import PATIENCE_S, await_peek, samples_of
 

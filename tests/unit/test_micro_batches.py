@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from hetseq.data.plan import MicroBatchCap
 from hetseq.micro_batches import MicroBatchSizes
-from hetseq.plan import MicroBatchCap
 
 
 @pytest.mark.parametrize(

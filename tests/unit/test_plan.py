@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hetseq.plan import (
+from hetseq.data.plan import (
     BlockOrder,
     EpochOrder,
     GlobalBatch,

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from hetseq.plan import GlobalBatch, Planner, Position
+from hetseq.data.plan import GlobalBatch, Planner, Position
 from tests.unit.test_plan import PLAN, planner
 
 # Shares that change under way.

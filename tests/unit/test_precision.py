@@ -12,7 +12,7 @@ import torch
 
 from hetseq.comm import LocalGroup
 from hetseq.controller import TrainingState
-from hetseq.plan import GlobalBatch
+from hetseq.data.plan import GlobalBatch
 from hetseq.precision import PRECISIONS, LossScale
 from hetseq.saving import Provenance, describe, read_state
 from tests.support import toys

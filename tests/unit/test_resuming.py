@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from hetseq.data.plan import GlobalBatch
 from hetseq.errors import CheckpointMismatch
-from hetseq.plan import GlobalBatch
 from hetseq.saving import Provenance
 from tests.support.replicas import HERE, Net, begun, everything, replica_of, resumed, saved_run
 

@@ -8,9 +8,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from hetseq.data.plan import GlobalBatch, MicroBatchCap, Planner, Position, StepPlan, epoch_order
+from hetseq.data.shards import ShardedOrder, Shards, apportioned
 from hetseq.pace import assigner_by
-from hetseq.plan import GlobalBatch, MicroBatchCap, Planner, Position, StepPlan, epoch_order
-from hetseq.shards import ShardedOrder, Shards, apportioned
 
 PAIR = Shards((30, 10), ((0, 2), (1,)), 3)
 

@@ -10,7 +10,7 @@ import pytest
 from hetseq.comm import LocalGroup
 from hetseq.config.sections import OptimizationConfig
 from hetseq.controller import Controller
-from hetseq.plan import StepPlan
+from hetseq.data.plan import StepPlan
 
 FIRST_S, LEAST_S = 120.0, 5.0
 

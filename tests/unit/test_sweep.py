@@ -16,9 +16,9 @@ from torch.utils.data import default_collate
 
 from hetseq import Config, Task
 from hetseq.comm import LocalGroup
+from hetseq.data.loader import Source
+from hetseq.data.plan import MicroBatchCap
 from hetseq.errors import DeviceMemoryError, HetSeqError, TaskError, TaskFileError
-from hetseq.loader import Source
-from hetseq.plan import MicroBatchCap
 from hetseq.sweep import evaluate, predict, size_of_round, sweep
 from hetseq.task import make_task
 from hetseq.validation import Validator

@@ -15,10 +15,10 @@ from hetseq import Config, Task
 from hetseq.balance.shares import assign_shares
 from hetseq.catalogue import codes_in
 from hetseq.comm import LocalGroup
+from hetseq.data.loader import Source
+from hetseq.data.plan import MicroBatchCap
 from hetseq.errors import DeviceMemoryError, TaskError
-from hetseq.loader import Source
 from hetseq.micro_batches import MicroBatchSizes
-from hetseq.plan import MicroBatchCap
 from hetseq.system import device_memory as memory
 from hetseq.task import counts_of, lengths_of, make_task
 from hetseq.validation import Validator

@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hetseq.fetching import Collate, Fetched, Fetcher, LoaderDied, Refused, Request, base_order
-from hetseq.itinerary import Itinerary, Key, Walker
-from hetseq.plan import Assign, Indices, MicroBatchCap, Planner, Position, StepPlan
+from hetseq.data.fetch import Collate, Fetched, Fetcher, LoaderDied, Refused, Request, base_order
+from hetseq.data.fetch_schedule import Itinerary, Key, Walker
+from hetseq.data.plan import Assign, Indices, MicroBatchCap, Planner, Position, StepPlan
 
 logger = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from hetseq.data.plan import Indices, derive_seed
 from hetseq.errors import HetSeqError, TaskFileError
-from hetseq.plan import Indices, derive_seed
 from hetseq.system.processes import die_with_parent, ignore_stop_signals
 
 _LOOK_S = 1.0  # after so long without a sample the processes are looked at

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hetseq.shards import ShardedOrder, Shards
+from hetseq.data.shards import ShardedOrder, Shards
 
 Indices = npt.NDArray[np.int64]
 #: lengths of samples by index: indices (k,) -> tokens (k,)

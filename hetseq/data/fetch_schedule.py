@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hetseq.plan import Assign, Indices, MicroBatchCap, Planner, Position, StepPlan
+from hetseq.data.plan import Assign, Indices, MicroBatchCap, Planner, Position, StepPlan
 
 
 class Key(NamedTuple):

@@ -1,0 +1,1 @@
+"""Which samples make a step, in which order, and how they arrive."""
