@@ -35,7 +35,7 @@ from made_up import Batch, made_up
 from hetseq import config as options
 from hetseq import registry
 from hetseq.buffers import BufferKeeper
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 from hetseq.data.fetch import seed_everything
 from hetseq.data.loader import MicroBatch, StepData, place_on
 from hetseq.data.plan import MicroBatchCap, StepPlan

@@ -40,7 +40,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from hetseq.checkpoint import CheckpointManager, Identity, Retention
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 
 WORDS, POSITIONS = 30522, 512
 PAGE_BYTES = mmap.PAGESIZE

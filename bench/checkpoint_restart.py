@@ -30,7 +30,7 @@ from saving import Shape
 
 from hetseq.checkpoint import CheckpointManager, Identity, Retention
 from hetseq.checkpoint.arena import SHARED_MEMORY, Arena
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 
 SCRIPT = Path(__file__)
 IDENTITY = Identity(1, 0, "00112233445566aa")

@@ -242,7 +242,7 @@ class Life:
         self._pipe.send_bytes(json.dumps(answer).encode())
 
     def _open(self, name: str, words: list[str], world_size: int, shares_memory: bool) -> dict[str, Any]:
-        from hetseq import comm
+        from hetseq.comm import group as comm
 
         group: comm.AnyGroup = comm.LocalGroup()
         if world_size > 1:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from hetseq.checkpoint import CheckpointManager, Identity, Retention
 from hetseq.checkpoint.history import HISTORY_NAME
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 
 CHUNK_BYTES = 8 << 20  # of a plain write
 _REST_S = 10.0  # so long a writer may tidy up after a commit

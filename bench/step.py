@@ -36,7 +36,7 @@ from peers import PEERS, Peer
 from workloads import Workload
 
 from hetseq import config as options
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 from hetseq.material import load_material
 from hetseq.metrics import Metrics
 from hetseq.run_directory import RunDirectory

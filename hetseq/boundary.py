@@ -20,6 +20,7 @@ import numpy as np
 
 from hetseq.accounting import account
 from hetseq.balance.noise_scale import NoiseScale
+from hetseq.comm.directory_groups import Sharing
 from hetseq.commit import Verdict, Wish
 from hetseq.config.sections import ValidationConfig
 from hetseq.controller import Controller, StepResult, TrainingState
@@ -30,7 +31,6 @@ from hetseq.replica_check import ReplicaCheck
 from hetseq.run_directory import RunDirectory, StatusFile
 from hetseq.run_status import RunStatus
 from hetseq.saving import Saved, Saver, draw_nonce
-from hetseq.sharing import Sharing
 from hetseq.succession import Due
 from hetseq.system.rank_phase import Phase, Stand, amid
 from hetseq.validation import Validator

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hetseq.comm import AnyGroup, Pending, sum_floats
+from hetseq.comm.group import AnyGroup, Pending, sum_floats
 from hetseq.errors import TaskError
 
 

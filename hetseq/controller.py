@@ -23,7 +23,7 @@ from typing import Protocol
 import numpy as np
 from torch.profiler import record_function as phase
 
-from hetseq.comm import AnyGroup, gather_floats
+from hetseq.comm.group import AnyGroup, gather_floats
 from hetseq.commit import (
     CommitRow,
     Lineage,

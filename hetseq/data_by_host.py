@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from hetseq.data.shards import Shards
 from hetseq.material import Material
 

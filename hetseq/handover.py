@@ -21,9 +21,9 @@ import torch
 
 from hetseq.checkpoint import Identity, Loaded
 from hetseq.checkpoint.parts import can_be_filled
+from hetseq.comm.directory_groups import Sharing, send_bytes, send_tensor
 from hetseq.metrics import row_key
 from hetseq.run_directory import RunDirectory, replace_file
-from hetseq.sharing import Sharing, send_bytes, send_tensor
 
 logger = logging.getLogger(__name__)
 

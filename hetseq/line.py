@@ -17,7 +17,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from hetseq.commit import Wish
 from hetseq.errors import PeerLostError, RendezvousError
 from hetseq.pulse import Pulse

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hetseq.comm import AnyGroup, LocalGroup, Pending
+from hetseq.comm.group import AnyGroup, LocalGroup, Pending
 from hetseq.errors import HetSeqError
 from hetseq.gradient_memory import lending
 

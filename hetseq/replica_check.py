@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hetseq.comm import AnyGroup, gather_floats
+from hetseq.comm.directory_groups import send_bytes, send_tensor
+from hetseq.comm.group import AnyGroup, gather_floats
 from hetseq.errors import DisagreementError, HetSeqError
 from hetseq.metrics import Metrics
 from hetseq.replica import Replica
-from hetseq.sharing import send_bytes, send_tensor
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,8 @@ import numpy as np
 from torch import Tensor
 
 from hetseq.checkpoint import CheckpointManager, Loaded, Retention, TooNewError
-from hetseq.comm import AnyGroup
+from hetseq.comm.directory_groups import Sharing
+from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import CheckpointConfig, flag
 from hetseq.controller import TrainingState
 from hetseq.data.plan import GlobalBatch, Position
@@ -35,7 +36,6 @@ from hetseq.metrics import Metrics
 from hetseq.replica import Replica
 from hetseq.run_directory import RunDirectory
 from hetseq.saving import STATE_VERSION, Provenance, Saver, read_state, saved_batch
-from hetseq.sharing import Sharing
 
 logger = logging.getLogger(__name__)
 

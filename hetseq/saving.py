@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from hetseq.checkpoint import CheckpointManager, Identity, Loaded, SaveResult
+from hetseq.comm.directory_groups import Sharing
 from hetseq.commit import parse_lineage
 from hetseq.config.sections import CheckpointConfig
 from hetseq.controller import TrainingState
@@ -25,7 +26,6 @@ from hetseq.data.plan import GlobalBatch, Position
 from hetseq.precision import LossScale
 from hetseq.replica import Replica
 from hetseq.run_directory import jsonable
-from hetseq.sharing import Sharing
 from hetseq.system import faults
 
 logger = logging.getLogger(__name__)

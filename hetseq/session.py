@@ -21,7 +21,8 @@ from hetseq.advice import Setting
 from hetseq.balance.cost_meter import AtOnce, complete_costs
 from hetseq.boundary import RunBoundary, StatusFiles
 from hetseq.buffers import BufferKeeper
-from hetseq.comm import AnyGroup
+from hetseq.comm.directory_groups import Sharing, everything_shared, send_tensor
+from hetseq.comm.group import AnyGroup
 from hetseq.commit import Wish
 from hetseq.config.sections import CheckpointConfig, Config, DataConfig, OptimizationConfig
 from hetseq.controller import Controller, Halt, TrainingState
@@ -46,7 +47,6 @@ from hetseq.run_directory import RunDirectory
 from hetseq.run_status import RunStatus
 from hetseq.saving import Provenance, Saver, saved_batch
 from hetseq.share import ShareComputer
-from hetseq.sharing import Sharing, everything_shared, send_tensor
 from hetseq.succession import Carried, Due, Inherited, Succession, hand_over
 from hetseq.system.device_memory import in_use_bytes, limit_bytes
 from hetseq.throttle import Throttle

@@ -20,6 +20,7 @@ import torch
 
 from hetseq.balance.cost_meter import CostMeter
 from hetseq.checkpoint import Identity, Loaded
+from hetseq.comm.directory_groups import Sharing, send_bytes
 from hetseq.controller import TrainingState
 from hetseq.errors import DisagreementError, PeerLostError
 from hetseq.handover import send_checkpoint
@@ -27,7 +28,6 @@ from hetseq.membership import Record
 from hetseq.replica import Replica
 from hetseq.replica_check import checksums
 from hetseq.saving import Provenance, Saver, batch_record, describe, read_state, saved_batch
-from hetseq.sharing import Sharing, send_bytes
 from hetseq.system import faults
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hetseq.comm import AnyGroup, sum_floats
+from hetseq.comm.group import AnyGroup, sum_floats
 from hetseq.data.loader import MicroBatch, Source, range_reader
 from hetseq.data.plan import EpochOrder, Lengths, MicroBatchCap, cut
 from hetseq.errors import DeviceMemoryError, TaskError

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import hetseq
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 
 #: what a rank tells of its software, in the order in which it is shown; what there is none of is left out
 NAMES = ("hetseq", "commit", "python", "torch", "numpy", "cuda", "rocm", "cudnn", "nccl", "driver")

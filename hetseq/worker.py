@@ -29,7 +29,8 @@ import torch
 from hetseq import sweep
 from hetseq.board import hyperparameters
 from hetseq.catalogue import text_of
-from hetseq.comm import AnyGroup, LocalGroup, Meeting, connect
+from hetseq.comm.directory_groups import Sharing, everything_shared, share
+from hetseq.comm.group import AnyGroup, LocalGroup, Meeting, connect
 from hetseq.commit import Wish
 from hetseq.config import with_own_options
 from hetseq.config.sections import CheckpointConfig, Config
@@ -58,7 +59,6 @@ from hetseq.replica_check import ReplicasDiffer
 from hetseq.run_directory import RunDirectory
 from hetseq.saving import Saver
 from hetseq.session import Session, build_session
-from hetseq.sharing import Sharing, everything_shared, share
 from hetseq.succession import Carried, Succession, succession_by
 from hetseq.system import faults, gpu
 from hetseq.system import matmul_backend as products

@@ -37,7 +37,7 @@ _ROW = np.dtype(
 
 
 class RowGroup(Protocol):
-    """The part of a group of ranks that checkpoints need; `hetseq.comm` has two of them."""
+    """The part of a group of ranks that checkpoints need; `hetseq.comm.group` has two of them."""
 
     @property
     def rank(self) -> int: ...

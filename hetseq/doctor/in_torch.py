@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from hetseq.comm import has_gloo
+from hetseq.comm.group import has_gloo
 from hetseq.doctor.facts import Burn, Device
 from hetseq.system import device_memory as memory
 from hetseq.system import matmul_backend as products

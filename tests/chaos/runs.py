@@ -19,7 +19,7 @@ import torch
 
 from hetseq.checkpoint import CheckpointManager, Retention
 from hetseq.checkpoint.remains import await_writers
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 from hetseq.metrics import read_events, read_rows
 from hetseq.run_directory import RunDirectory
 from tests.chaos.killers import Killer, OneByOne

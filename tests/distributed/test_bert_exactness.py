@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hetseq import config as options
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from hetseq.reduction import GradientReducer
 from hetseq.task import make_task
 from tests.support import bert, oracle

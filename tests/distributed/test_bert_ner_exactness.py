@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from hetseq import config as options
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from hetseq.task import make_task
 from tasks.bert_ner import BertNerTask
 from tests.support import labelled, oracle, tagging

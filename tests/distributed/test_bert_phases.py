@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetseq import config as options
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from hetseq.errors import HetSeqError
 from hetseq.session import Session
 from hetseq.task import make_task

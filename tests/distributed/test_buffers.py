@@ -13,7 +13,7 @@ from torch import nn
 
 from hetseq import Task, TaskError
 from hetseq.checkpoint import CheckpointManager, Retention
-from hetseq.comm import AnyGroup, LocalGroup
+from hetseq.comm.group import AnyGroup, LocalGroup
 from hetseq.run_directory import RunDirectory
 from tests.support import toys
 from tests.support.lives import Life, Line, columns, live, words

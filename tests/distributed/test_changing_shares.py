@@ -17,7 +17,7 @@ import torch
 
 from hetseq import config as options
 from hetseq.balance.shares import Cost, assign_shares
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from hetseq.commit import CommitRow
 from hetseq.data.plan import StepPlan
 from hetseq.errors import DisagreementError

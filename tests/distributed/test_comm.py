@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from hetseq import comm, wall
-from hetseq.comm import AnyGroup, Group
+from hetseq.comm import group as comm
+from hetseq.comm import socket_filter as wall
+from hetseq.comm.group import AnyGroup, Group
 from hetseq.errors import PeerLostError, RendezvousError
 from tests.support.ranks import RankRaised, run_ranks
 

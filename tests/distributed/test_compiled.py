@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from tests.support.ranks import run_ranks
 from tests.support.training import Facts, prepared, toy_words, train
 

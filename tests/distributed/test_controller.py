@@ -13,7 +13,7 @@ import torch
 
 from hetseq import Task
 from hetseq import config as options
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from hetseq.data.loader import StepData
 from hetseq.data.plan import MicroBatchCap, StepPlan
 from hetseq.errors import DisagreementError, HetSeqError, NonFiniteError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from tests.support.ranks import run_ranks
 from tests.support.training import prepared, train
 

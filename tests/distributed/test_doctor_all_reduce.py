@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hetseq.comm import Group
+from hetseq.comm.group import Group
 from hetseq.doctor import all_reduce
 from tests.support.ranks import run_ranks
 

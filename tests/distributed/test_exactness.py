@@ -16,7 +16,7 @@ import torch
 
 from hetseq import Task
 from hetseq import config as options
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from hetseq.task import make_task
 from tests.support import oracle, toys
 from tests.support.ranks import run_ranks

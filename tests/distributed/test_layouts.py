@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hetseq import Task
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from tests.support import toys
 from tests.support.lives import Life, Line, live, words
 from tests.support.ranks import run_ranks

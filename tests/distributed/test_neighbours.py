@@ -21,10 +21,11 @@ import numpy as np
 import pytest
 import torch
 
-from hetseq import comm, neighbours
-from hetseq.comm import Group
+from hetseq.comm import group as comm
+from hetseq.comm import shared_memory as neighbours
+from hetseq.comm.group import Group
+from hetseq.comm.shared_memory import Door, Neighbours
 from hetseq.errors import PeerLostError
-from hetseq.neighbours import Door, Neighbours
 from hetseq.reduction import GradientReducer
 from tests.support.ranks import run_ranks
 

@@ -22,7 +22,7 @@ import torch
 from hetseq import config as options
 from hetseq import session as session_module
 from hetseq.buffers import BufferKeeper
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from hetseq.data.plan import MicroBatchCap
 from hetseq.errors import DeviceMemoryError, HetSeqError, PeerLostError
 from hetseq.material import load_material

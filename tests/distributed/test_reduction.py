@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from hetseq.reduction import GradientReducer
 from tests.support.ranks import run_ranks
 

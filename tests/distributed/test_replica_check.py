@@ -14,7 +14,7 @@ from torch import nn
 
 from hetseq import Task, replica_check
 from hetseq.checkpoint import CheckpointManager, Retention
-from hetseq.comm import AnyGroup, LocalGroup
+from hetseq.comm.group import AnyGroup, LocalGroup
 from hetseq.errors import DisagreementError, HetSeqError
 from hetseq.replica_check import ReplicaCheck, ReplicasDiffer
 from hetseq.run_directory import RunDirectory

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hetseq import ConfigError, HetSeqError, Task
-from hetseq.comm import AnyGroup, LocalGroup
+from hetseq.comm.group import AnyGroup, LocalGroup
 from hetseq.controller import TrainingState
 from hetseq.data.plan import GlobalBatch
 from hetseq.errors import CheckpointMismatch

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq.comm import AnyGroup
+from hetseq.comm.directory_groups import share
+from hetseq.comm.group import AnyGroup
 from hetseq.errors import CheckpointMismatch
 from hetseq.run_directory import RunDirectory
-from hetseq.sharing import share
 from tests.support.ranks import run_ranks
 from tests.support.replicas import HERE, Net, begun, everything, replica_of, resumed, saved_run
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hetseq import config as options
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from hetseq.material import load_material
 from hetseq.pace import Shift
 from hetseq.run_directory import RunDirectory

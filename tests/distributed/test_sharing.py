@@ -18,10 +18,11 @@ import pytest
 import torch
 
 from hetseq import config as options
-from hetseq import sharing as sharing_module
 from hetseq.checkpoint import CheckpointManager, Identity, Loaded, saving
 from hetseq.checkpoint.records import seal, unseal
-from hetseq.comm import AnyGroup
+from hetseq.comm import directory_groups as sharing_module
+from hetseq.comm.directory_groups import everything_shared, send_bytes, send_tensor, share
+from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import LogConfig
 from hetseq.errors import HetSeqError
 from hetseq.handover import complete_rows, send_checkpoint
@@ -30,7 +31,6 @@ from hetseq.metrics import Metrics, read_events, read_rows
 from hetseq.resuming import Offer, best_offer
 from hetseq.run_directory import RunDirectory
 from hetseq.session import build_session
-from hetseq.sharing import everything_shared, send_bytes, send_tensor, share
 from hetseq.task import make_task
 from tests.support.lives import Line, flat, words
 from tests.support.logs import KeepingLines

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from tests.support import bert
 from tests.support.ranks import run_ranks
 from tests.support.training import Facts, prepared, train

@@ -19,7 +19,7 @@ import torch
 
 from hetseq.checkpoint import CheckpointManager, Identity, Loaded, Retention, SaveResult
 from hetseq.checkpoint.arena import Arena
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 
 LINEAGE = "00112233445566aa"
 SMALL = 1000  # bytes of an image

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hetseq import Task
-from hetseq.neighbours import Neighbours
+from hetseq.comm.shared_memory import Neighbours
 from tests.support import cuda_errors
 
 SAMPLES = 96

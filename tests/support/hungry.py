@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from hetseq import config as options
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from hetseq.data.plan import Position
 from hetseq.material import load_material
 from hetseq.run_directory import RunDirectory

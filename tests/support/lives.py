@@ -11,7 +11,7 @@ import torch
 
 from hetseq import Task
 from hetseq import config as options
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from hetseq.errors import HetSeqError
 from hetseq.material import load_material
 from hetseq.run_directory import RunDirectory

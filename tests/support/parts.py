@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from tests.support import toys
 from tests.support.training import Facts, train
 

@@ -42,7 +42,7 @@ WARM = (
     "torch._dynamo",  # 1.6 s, which torch otherwise spends when the first optimizer is made
     "numpy",
     "pytest",
-    "hetseq.comm",
+    "hetseq.comm.group",
     "hetseq.task",
     "hetseq.optim",
     "hetseq.lr_scheduler",
@@ -86,7 +86,7 @@ def run_ranks(
 ) -> list[Any]:
     """Run `fn(group, *args)` on every rank and return what each rank returned, in rank order.
 
-    `group` is a hetseq.comm.Group over loopback, for a world of one a LocalGroup. `timeout_s` bounds the whole call;
+    `group` is a hetseq.comm.group.Group over loopback, for a world of one a LocalGroup. `timeout_s` bounds the whole call;
     `group_timeout_s` is the deadline of a collective (default: later than `timeout_s`, so a hang is reported as one).
     `dies` names ranks that the test kills or stops (SIGSTOP) on purpose: their result is None, and the failure is then
     that one of them returns or raises.
@@ -346,7 +346,7 @@ def _live(life: _Life, facts: Connection, stacks: Connection) -> None:
 def _play(life: _Life) -> Any:
     import torch
 
-    from hetseq import comm
+    from hetseq.comm import group as comm
 
     torch.set_num_threads(1)
     fn, args = pickle.loads(life.job)

@@ -8,7 +8,8 @@ import torch
 
 from hetseq import config as options
 from hetseq.buffers import BufferKeeper
-from hetseq.comm import LocalGroup
+from hetseq.comm.directory_groups import Sharing, everything_shared
+from hetseq.comm.group import LocalGroup
 from hetseq.config.sections import CheckpointConfig
 from hetseq.controller import TrainingState
 from hetseq.data.plan import GlobalBatch, Position
@@ -17,7 +18,6 @@ from hetseq.replica import Replica
 from hetseq.resuming import Beginning, Target, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory
 from hetseq.saving import Provenance, Saver
-from hetseq.sharing import Sharing, everything_shared
 from tests.support.training import prepared
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hetseq import config as options
-from hetseq.comm import AnyGroup
+from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import LogConfig
 from hetseq.material import load_material
 from hetseq.metrics import Metrics

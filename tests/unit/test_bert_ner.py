@@ -15,7 +15,7 @@ import torch
 
 from hetseq import DataError, MissingSplitError
 from hetseq.balance.shares import assign_shares
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 from hetseq.data.loader import Source
 from hetseq.data.plan import MicroBatchCap
 from hetseq.task import counts_of

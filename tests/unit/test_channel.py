@@ -22,7 +22,6 @@ from typing import Any
 
 import pytest
 
-from hetseq import wall
 from hetseq.cluster import channel as channel_module
 from hetseq.cluster import sockets
 from hetseq.cluster.channel import (
@@ -42,6 +41,7 @@ from hetseq.cluster.channel import (
     connect,
 )
 from hetseq.cluster.sockets import AddressError, UnreachableError
+from hetseq.comm import socket_filter as wall
 from hetseq.errors import RendezvousError
 from tests.support.places import free_port
 

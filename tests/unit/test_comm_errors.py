@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetseq.comm import Group, Meeting
+from hetseq.comm.group import Group, Meeting
 from hetseq.errors import PeerLostError
 from hetseq.reduction import GradientReducer
 from tests.support import cuda_errors

@@ -12,7 +12,7 @@ from torch import nn
 
 from hetseq import Task, compiling, evaluate
 from hetseq import config as options
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 from hetseq.errors import ConfigError
 from hetseq.material import load_material
 from hetseq.task import make_task

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 from hetseq.data.shards import Shards
 from hetseq.data_by_host import parts_of_ranks, say_what_holds
 from hetseq.material import Material

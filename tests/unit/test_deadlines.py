@@ -71,7 +71,7 @@ hetseq/cluster/secret.py
     _read: os.read: a file, opened with O_NONBLOCK
 hetseq/cluster/sockets.py
     take: connection.recv: the socket never waits
-hetseq/comm.py
+hetseq/comm/group.py
     connect: building.result: it is over
     Group._await: work.wait: the collective has ended; before that each look at it has a deadline
 hetseq/demo.py
@@ -123,7 +123,7 @@ hetseq/nebula/writer.py
     Writer.serve: _line.take: a process that waits for work; the end of its trainer closes the line
     Writer._write_politely: thread.join: the thread computes, and waits for nobody but the disk
     main: line.take: a process that waits for work; the end of its trainer closes the line
-hetseq/neighbours.py
+hetseq/comm/shared_memory.py
     Neighbours._take: socket.recv_fds: the socket never waits
     Neighbours._tell: socket.send_fds: the socket never waits
 hetseq/system/processes.py
@@ -153,7 +153,7 @@ hetseq/cluster/channel.py
     _sending: `send` holds it until its deadline, and `close` wakes it before
 hetseq/cluster/hub_server.py
     _turn: held while a byte is read that is there
-hetseq/comm.py
+hetseq/comm/group.py
     _lock: held for a few lines that wait for nothing
 hetseq/doctor/all_reduce.py
     _changed: held for a few lines that wait for nothing

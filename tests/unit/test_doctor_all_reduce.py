@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hetseq.balance.simulation import Link, ring_seconds
-from hetseq.comm import AnyGroup, LocalGroup, Rows
+from hetseq.comm.group import AnyGroup, LocalGroup, Rows
 from hetseq.doctor import all_reduce as child
 from hetseq.doctor import participant
 from hetseq.doctor.comparing import compare

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hetseq import empty_gradient
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 from hetseq.reduction import GradientReducer, Gradients
 from tasks.tied import Tied
 from tasks.vocabulary_loss import vocabulary_loss

@@ -76,7 +76,7 @@ WITHOUT_TORCH = (
     "hetseq.registry",
     "hetseq.cli",
 )
-MAY_CALL_COLLECTIVES = ("hetseq/comm.py", "hetseq/launch.py")
+MAY_CALL_COLLECTIVES = ("hetseq/comm/group.py", "hetseq/launch.py")
 #: inside torch.distributed.checkpoint, whose collectives are those of whoever calls `dcp.load`
 READER_FOR_OTHERS = "hetseq/checkpoint/dcp.py"
 #: for scripts that train without our trainer, in the process group that they have made themselves

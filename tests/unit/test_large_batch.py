@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 from hetseq.config.sections import OptimizationConfig
 from hetseq.data.plan import GlobalBatch, Position
 from hetseq.errors import ConfigError

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hetseq import registry
 from hetseq.cluster.contract import option_fields
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 from hetseq.precision import PRECISIONS
 from hetseq.system import device_memory as memory
 from tasks.bert_packing import pack

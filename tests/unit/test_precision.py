@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 from hetseq.controller import TrainingState
 from hetseq.data.plan import GlobalBatch
 from hetseq.precision import PRECISIONS, LossScale

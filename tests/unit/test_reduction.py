@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetseq.comm import LocalGroup, Pending
+from hetseq.comm.group import LocalGroup, Pending
 from hetseq.errors import HetSeqError
 from hetseq.reduction import GradientReducer, Gradients, WideReducer, gradients_of
 

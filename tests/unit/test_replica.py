@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hetseq.buffers import BufferKeeper
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 from hetseq.errors import TaskError
 from hetseq.reduction import Gradients
 from hetseq.replica import Replica, check_model

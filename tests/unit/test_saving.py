@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hetseq import config as options
-from hetseq.comm import LocalGroup
+from hetseq.comm.directory_groups import everything_shared
+from hetseq.comm.group import LocalGroup
 from hetseq.saving import Saver
-from hetseq.sharing import everything_shared
 from tests.support.replicas import HERE, trained
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 from hetseq.config.sections import OptimizationConfig
 from hetseq.controller import Controller
 from hetseq.data.plan import StepPlan

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import default_collate
 
 from hetseq import Config, Task
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 from hetseq.data.loader import Source
 from hetseq.data.plan import MicroBatchCap
 from hetseq.errors import DeviceMemoryError, HetSeqError, TaskError, TaskFileError

@@ -285,7 +285,7 @@ def test_a_point_is_seen_and_so_is_one_that_hides() -> None:
     assert seen("from hetseq.system.faults import point\npoint('reduce')") == [None]
     assert seen("from hetseq.system import faults as f\nf.point('reduce')") == [None]
     assert seen("import hetseq.system.faults as f\nf.point('reduce')") == [None]
-    assert seen("from hetseq import comm as f\nshape.point('reduce')\nfaults.at_step(3)") == []
+    assert seen("from hetseq.comm import group as f\nshape.point('reduce')\nfaults.at_step(3)") == []
 
 
 def test_the_words_of_phases_and_kinds_are_said_once_each() -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 from hetseq import Config, Task
 from hetseq.balance.shares import assign_shares
 from hetseq.catalogue import codes_in
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 from hetseq.data.loader import Source
 from hetseq.data.plan import MicroBatchCap
 from hetseq.errors import DeviceMemoryError, TaskError

@@ -12,7 +12,7 @@ import torch
 
 import hetseq
 from hetseq import versions
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 from hetseq.report.page import report_page
 from hetseq.report.recorded import load_run
 from hetseq.report.software import software

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hetseq import wall
+from hetseq.comm import socket_filter as wall
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no socket filters")
 

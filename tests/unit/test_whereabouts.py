@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from hetseq.comm import LocalGroup, _PeerErrors
+from hetseq.comm.group import LocalGroup, _PeerErrors
 from hetseq.errors import PeerLostError
 from hetseq.pulse import SHARE, Pulse
 from hetseq.run_directory import RunDirectory

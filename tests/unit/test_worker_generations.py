@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hetseq import worker
-from hetseq.comm import LocalGroup
+from hetseq.comm.group import LocalGroup
 from hetseq.commit import Lineage
 from hetseq.controller import Halt
 from hetseq.errors import PeerLostError

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
-from hetseq import wall
+from hetseq.comm import socket_filter as wall
+from hetseq.comm.shared_memory import LONGEST_ROW, NO_NAME, Neighbours, machine, open_door
 from hetseq.errors import HetSeqError, PeerLostError, RendezvousError
-from hetseq.neighbours import LONGEST_ROW, NO_NAME, Neighbours, machine, open_door
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.device_memory import is_exhausted
 

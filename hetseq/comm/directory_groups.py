@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hetseq.comm import AnyGroup, LocalGroup, Rows
+from hetseq.comm.group import AnyGroup, LocalGroup, Rows
 
 _CHUNK_BYTES = 16 << 20  # what travels at once, so that a deadline is for a piece and not for a whole model
 

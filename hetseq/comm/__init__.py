@@ -1,0 +1,1 @@
+"""Collectives among ranks: nothing else in HetSeq calls torch.distributed."""
