@@ -34,16 +34,16 @@ from made_up import Batch, made_up
 
 from hetseq import config as options
 from hetseq import registry
-from hetseq.buffers import BufferKeeper
 from hetseq.comm.group import LocalGroup
 from hetseq.data.fetch import seed_everything
 from hetseq.data.loader import MicroBatch, StepData, place_on
 from hetseq.data.plan import MicroBatchCap, StepPlan
 from hetseq.micro_batches import MicroBatchSizes
 from hetseq.optim import parameter_groups
+from hetseq.parallel.buffers import BufferKeeper
+from hetseq.parallel.gradient_sync import Gradients
+from hetseq.parallel.replica import Replica, trained_parameters
 from hetseq.precision import PRECISIONS
-from hetseq.reduction import Gradients
-from hetseq.replica import Replica, trained_parameters
 from hetseq.share import ShareComputer
 from hetseq.stopwatch import MicroBatchClock
 from hetseq.system import device_memory as memory

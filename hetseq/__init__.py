@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         RendezvousError,
         TaskError,
     )
-    from hetseq.gradient_memory import empty_gradient
+    from hetseq.parallel.gradient_memory import empty_gradient
     from hetseq.registry import register_lr_scheduler, register_optimizer, register_task
     from hetseq.report.recorded import RecordedRun, load_run
     from hetseq.task import Task
@@ -45,7 +45,7 @@ _HOMES = {
     "RendezvousError": "errors",
     "Task": "task",
     "TaskError": "errors",
-    "empty_gradient": "gradient_memory",
+    "empty_gradient": "parallel.gradient_memory",
     "load_run": "report.recorded",
     "option": "config.sections",
     "register_lr_scheduler": "registry",

@@ -20,8 +20,8 @@ from hetseq.data.fetch import seed_everything
 from hetseq.data.loader import Source, place_on
 from hetseq.errors import MissingSplitError
 from hetseq.fingerprint import data_digest
+from hetseq.parallel.replica import batch_norms, check_model
 from hetseq.precision import PRECISIONS, Precision
-from hetseq.replica import batch_norms, check_model
 from hetseq.task import Task, build_model, collater_of, counts_of, load_split, make_task
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from hetseq.checkpoint import Commit
 from hetseq.checkpoint.exporting import export_by
 from hetseq.checkpoint.spans import Spans
 from hetseq.errors import ConfigError
+from hetseq.parallel.replica import load_model_
 from hetseq.precision import PRECISIONS
-from hetseq.replica import load_model_
 from hetseq.system.files import sync_file
 from hetseq.task import build_model, is_overridden, make_task
 

@@ -33,7 +33,7 @@ from hetseq.data.plan import GlobalBatch, Position
 from hetseq.errors import CheckpointError, CheckpointMismatch, CheckpointRefused, PeerLostError
 from hetseq.handover import complete_rows, send_checkpoint
 from hetseq.metrics import Metrics
-from hetseq.replica import Replica
+from hetseq.parallel.replica import Replica
 from hetseq.run_directory import RunDirectory
 from hetseq.saving import STATE_VERSION, Provenance, Saver, read_state, saved_batch
 

@@ -23,8 +23,8 @@ from hetseq.commit import parse_lineage
 from hetseq.config.sections import CheckpointConfig
 from hetseq.controller import TrainingState
 from hetseq.data.plan import GlobalBatch, Position
+from hetseq.parallel.replica import Replica
 from hetseq.precision import LossScale
-from hetseq.replica import Replica
 from hetseq.run_directory import jsonable
 from hetseq.system import faults
 

@@ -20,7 +20,6 @@ from hetseq import registry
 from hetseq.advice import Setting
 from hetseq.balance.cost_meter import AtOnce, complete_costs
 from hetseq.boundary import RunBoundary, StatusFiles
-from hetseq.buffers import BufferKeeper
 from hetseq.comm.directory_groups import Sharing, everything_shared, send_tensor
 from hetseq.comm.group import AnyGroup
 from hetseq.commit import Wish
@@ -38,9 +37,10 @@ from hetseq.metrics import Metrics
 from hetseq.micro_batches import MicroBatchSizes
 from hetseq.optim import parameter_groups
 from hetseq.pace import FixedPace, MeasuredPace, Pace, assigner, assigner_by
+from hetseq.parallel.buffers import BufferKeeper
+from hetseq.parallel.gradient_sync import gradients_of
+from hetseq.parallel.replica import Replica, batch_norms, trained_parameters
 from hetseq.planning import check_best_metric, make_validators, planner_of, weights_by_slot
-from hetseq.reduction import gradients_of
-from hetseq.replica import Replica, batch_norms, trained_parameters
 from hetseq.replica_check import ReplicaCheck, ReplicasDiffer, kind_of
 from hetseq.resuming import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory

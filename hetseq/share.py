@@ -22,8 +22,8 @@ from hetseq.data.loader import MicroBatch, StepData, place_on
 from hetseq.data.plan import MicroBatchCap, derive_seed
 from hetseq.errors import DeviceMemoryError
 from hetseq.micro_batches import MicroBatchSizes
+from hetseq.parallel.replica import Replica
 from hetseq.precision import Precision
-from hetseq.replica import Replica
 from hetseq.stopwatch import MicroBatchClock
 from hetseq.system import device_memory as memory
 from hetseq.task import Task, check_sums

@@ -25,7 +25,7 @@ from hetseq.controller import TrainingState
 from hetseq.errors import DisagreementError, PeerLostError
 from hetseq.handover import send_checkpoint
 from hetseq.membership import Record
-from hetseq.replica import Replica
+from hetseq.parallel.replica import Replica
 from hetseq.replica_check import checksums
 from hetseq.saving import Provenance, Saver, batch_record, describe, read_state, saved_batch
 from hetseq.system import faults

@@ -23,7 +23,7 @@ from hetseq.config.sections import Config
 from hetseq.data.fetch import seed_everything
 from hetseq.data.plan import epoch_order
 from hetseq.errors import TaskError
-from hetseq.replica import check_model
+from hetseq.parallel.replica import check_model
 from hetseq.selftest import checks
 from hetseq.selftest.bench import Bench, Measured, Reader, gradient_difference, loss_difference
 from hetseq.selftest.cuts import Cut, random_cut, singles, whole

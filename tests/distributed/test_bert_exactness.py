@@ -13,7 +13,7 @@ import torch
 
 from hetseq import config as options
 from hetseq.comm.group import AnyGroup
-from hetseq.reduction import GradientReducer
+from hetseq.parallel.gradient_sync import GradientReducer
 from hetseq.task import make_task
 from tests.support import bert, oracle
 from tests.support.ranks import run_ranks

@@ -26,7 +26,7 @@ from hetseq.comm import shared_memory as neighbours
 from hetseq.comm.group import Group
 from hetseq.comm.shared_memory import Door, Neighbours
 from hetseq.errors import PeerLostError
-from hetseq.reduction import GradientReducer
+from hetseq.parallel.gradient_sync import GradientReducer
 from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory without a name")

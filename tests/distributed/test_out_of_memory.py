@@ -21,12 +21,12 @@ import torch
 
 from hetseq import config as options
 from hetseq import session as session_module
-from hetseq.buffers import BufferKeeper
 from hetseq.comm.group import AnyGroup
 from hetseq.data.plan import MicroBatchCap
 from hetseq.errors import DeviceMemoryError, HetSeqError, PeerLostError
 from hetseq.material import load_material
 from hetseq.micro_batches import MicroBatchSizes
+from hetseq.parallel.buffers import BufferKeeper
 from hetseq.run_directory import RunDirectory
 from hetseq.session import build_session
 from hetseq.share import ShareComputer

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hetseq.comm.group import AnyGroup
-from hetseq.reduction import GradientReducer
+from hetseq.parallel.gradient_sync import GradientReducer
 from tests.support.ranks import run_ranks
 
 PARAMETERS = 6

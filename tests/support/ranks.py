@@ -49,7 +49,7 @@ WARM = (
     "hetseq.registry",
     "hetseq.data.fetch",
     "hetseq.data.loader",
-    "hetseq.reduction",
+    "hetseq.parallel.gradient_sync",
     "hetseq.checkpoint",
     "hetseq.session",
     "tests.support.ranks",

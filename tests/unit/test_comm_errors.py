@@ -11,7 +11,7 @@ import torch
 
 from hetseq.comm.group import Group, Meeting
 from hetseq.errors import PeerLostError
-from hetseq.reduction import GradientReducer
+from hetseq.parallel.gradient_sync import GradientReducer
 from tests.support import cuda_errors
 
 OWN = [

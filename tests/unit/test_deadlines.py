@@ -21,7 +21,7 @@ HARMLESS = """
 hetseq/board.py
     Opening.board: _thread.join: an import, awaited by the thread that writes rows alone, which `_Recorder.close`
         leaves behind at its deadline
-hetseq/buffers.py
+hetseq/parallel/buffers.py
     BufferKeeper.finish: _pending.wait: the collective got the deadline of its group
 hetseq/checkpoint/background.py
     Background.finish: _writer.answer: a writer that says nothing for 900 s, or takes nothing for 10, is given up
@@ -128,7 +128,7 @@ hetseq/comm/shared_memory.py
     Neighbours._tell: socket.send_fds: the socket never waits
 hetseq/system/processes.py
     _die_once_readable: wait: a thread that waits for the end of the launcher, to end too
-hetseq/reduction.py
+hetseq/parallel/gradient_sync.py
     GradientReducer.finish: bucket.pending.wait: the collective got the deadline of its group
 hetseq/system/terminal.py
     keys.is_quit: os.read: the terminal was found readable, and nobody else reads it

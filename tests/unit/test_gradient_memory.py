@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hetseq import empty_gradient
 from hetseq.comm.group import LocalGroup
-from hetseq.reduction import GradientReducer, Gradients
+from hetseq.parallel.gradient_sync import GradientReducer, Gradients
 from tasks.tied import Tied
 from tasks.vocabulary_loss import vocabulary_loss
 

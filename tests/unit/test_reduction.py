@@ -18,7 +18,7 @@ import torch
 
 from hetseq.comm.group import LocalGroup, Pending
 from hetseq.errors import HetSeqError
-from hetseq.reduction import GradientReducer, Gradients, WideReducer, gradients_of
+from hetseq.parallel.gradient_sync import GradientReducer, Gradients, WideReducer, gradients_of
 
 SHAPES = [(3, 2), (4,), (), (5, 1), (7,)]
 
@@ -414,7 +414,7 @@ def test_wide_sums_do_not_depend_on_the_order() -> None:
 
 @pytest.mark.parametrize("elements", [1, 4, 15, 100])
 def test_wide_sums_of_large_parameters_are_made_by_pieces(elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetseq.reduction._PIECE_ELEMENTS", elements)
+    monkeypatch.setattr("hetseq.parallel.gradient_sync._PIECE_ELEMENTS", elements)
     values = torch.arange(15.0).add(0.1)
     parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((15,), (5, 3), (1, 15), (), (0, 3))]
     parameters.append(torch.nn.Parameter(torch.zeros(5, 3).t()))  # rows do not lie one after the other

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from hetseq.buffers import BufferKeeper
 from hetseq.comm.group import LocalGroup
 from hetseq.errors import TaskError
-from hetseq.reduction import Gradients
-from hetseq.replica import Replica, check_model
+from hetseq.parallel.buffers import BufferKeeper
+from hetseq.parallel.gradient_sync import Gradients
+from hetseq.parallel.replica import Replica, check_model
 from hetseq.system import device_memory as memory
 
 

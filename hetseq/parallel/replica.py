@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hetseq.buffers import BufferKeeper
 from hetseq.errors import CheckpointMismatch, TaskError
-from hetseq.reduction import Gradients
+from hetseq.parallel.buffers import BufferKeeper
+from hetseq.parallel.gradient_sync import Gradients
 from hetseq.system import device_memory as memory
 
 

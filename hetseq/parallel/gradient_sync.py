@@ -23,7 +23,7 @@ import torch
 
 from hetseq.comm.group import AnyGroup, LocalGroup, Pending
 from hetseq.errors import HetSeqError
-from hetseq.gradient_memory import lending
+from hetseq.parallel.gradient_memory import lending
 
 _FIRST_BUCKET_BYTES = 1 << 20
 _PIECE_ELEMENTS = 1 << 16  # of what is converted at once: half a megabyte in double precision
