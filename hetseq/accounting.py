@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from hetseq.balance.shares import Cost
-from hetseq.commit import CommitRow, Measured
+from hetseq.cluster.membership.step_commit import CommitRow, Measured
 
 #: what a row of `metrics.jsonl` tells of each rank that its cost is made of (see `known_cost`), by their names there
 TOLD = ("compute_s", "overhead_s", "fixed_s", "per_sample_s")

@@ -20,8 +20,8 @@ import numpy as np
 
 from hetseq.accounting import account
 from hetseq.balance.noise_scale import NoiseScale
+from hetseq.cluster.membership.step_commit import Verdict, Wish
 from hetseq.comm.directory_groups import Sharing
-from hetseq.commit import Verdict, Wish
 from hetseq.config.sections import ValidationConfig
 from hetseq.controller import Controller, StepResult, TrainingState
 from hetseq.errors import ConfigError

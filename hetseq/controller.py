@@ -23,8 +23,8 @@ from typing import Protocol
 import numpy as np
 from torch.profiler import record_function as phase
 
-from hetseq.comm.group import AnyGroup, gather_floats
-from hetseq.commit import (
+from hetseq.cluster.membership.decide import Report, Tag, Update
+from hetseq.cluster.membership.step_commit import (
     CommitRow,
     Lineage,
     Measured,
@@ -37,11 +37,11 @@ from hetseq.commit import (
     add_in_rank_order,
     resolve,
 )
+from hetseq.comm.group import AnyGroup, gather_floats
 from hetseq.config.sections import OptimizationConfig
 from hetseq.data.loader import StepData, StepLoader
 from hetseq.data.plan import Planner, Position, StepPlan
 from hetseq.errors import NonFiniteError
-from hetseq.membership import Report, Tag, Update
 from hetseq.pace import Pace, Shift
 from hetseq.precision import LossScale
 from hetseq.share import Part, ShareComputer

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetseq import config as options
-from hetseq.cluster.directories import has_commits
+from hetseq.cluster.membership.errand import Errand
+from hetseq.cluster.membership.exit_status import Ending, of_errand
+from hetseq.cluster.membership.run_directory_discovery import has_commits
 from hetseq.config.command_line import Argument, Command, Given, Option
 from hetseq.config.sections import Config, DistributedConfig
-from hetseq.ending import Ending, of_errand
-from hetseq.errand import Errand
 from hetseq.errors import EXIT_DONE, CheckpointError, ConfigError
 from hetseq.launch import launch, run_here
 from hetseq.system.files import sync_directory

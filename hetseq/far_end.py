@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hetseq import config as options
-from hetseq.cluster.secret import SECRET_BYTES, derive_key, load_secret, secret_file
+from hetseq.cluster.rendezvous.secret import SECRET_BYTES, derive_key, load_secret, secret_file
 from hetseq.config.sections import Config
 from hetseq.errors import EXIT_STOPPED, HetSeqError, RendezvousError
 from hetseq.run_directory import open_private, write_all

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hetseq.cluster.contract import (
+from hetseq.cluster.membership.compatibility import (
     DIGEST_DIGITS,
     NOT_COMPARED,
     PART,

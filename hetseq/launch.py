@@ -19,17 +19,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hetseq.cluster.interfaces import interfaces
-from hetseq.cluster.roster import why_ranks_do_not_fit
+from hetseq.cluster.membership.admission import why_ranks_do_not_fit
+from hetseq.cluster.membership.assignment import Placement
+from hetseq.cluster.membership.errand import Errand
+from hetseq.cluster.membership.exit_status import Ending
+from hetseq.cluster.rendezvous.interfaces import interfaces
 from hetseq.config import dump_yaml
 from hetseq.config.byte_size import parse_size
 from hetseq.config.sections import Config, DistributedConfig
-from hetseq.ending import Ending
 from hetseq.environments import Choice, Look, Seen, choose, leaves_room, seconds_to_stop, see
-from hetseq.errand import Errand
 from hetseq.errors import ConfigError, HetSeqError
 from hetseq.launcher import Launcher
-from hetseq.placement import Placement
 from hetseq.run_directory import RunDirectory
 from hetseq.upkeep import in_use
 from hetseq.workers import threads_per_worker

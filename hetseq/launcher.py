@@ -22,22 +22,29 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from hetseq import membership
 from hetseq.catalogue import text_of
-from hetseq.cluster.channel import ChannelClosed, ChannelError
-from hetseq.cluster.contract import build_tag, node_fields
-from hetseq.cluster.crews import incarnation
-from hetseq.cluster.directories import Mark, check_own_place, leave_mark, newest_step, remove_mark, sees
-from hetseq.cluster.member import Member, claim_of, join
-from hetseq.cluster.orphans import Orphans, orphaned_hub
-from hetseq.cluster.rendezvous import Meeting, meet
+from hetseq.cluster.membership import decide as membership
+from hetseq.cluster.membership.assignment import Crew, Placement
+from hetseq.cluster.membership.compatibility import build_tag, node_fields
+from hetseq.cluster.membership.coordinator_client import Member, claim_of, join
+from hetseq.cluster.membership.errand import Errand
+from hetseq.cluster.membership.exit_status import Ending, WorkerEnd, judge, lost
+from hetseq.cluster.membership.failover import Orphans, orphaned_hub
+from hetseq.cluster.membership.run_directory_discovery import (
+    Mark,
+    check_own_place,
+    leave_mark,
+    newest_step,
+    remove_mark,
+    sees,
+)
+from hetseq.cluster.membership.worker_roster import incarnation
+from hetseq.cluster.rendezvous.channel import ChannelClosed, ChannelError
+from hetseq.cluster.rendezvous.meet import Meeting, meet
 from hetseq.config import dump_yaml
 from hetseq.config.sections import Config
 from hetseq.drop import is_asked
-from hetseq.ending import Ending, WorkerEnd, judge, lost
-from hetseq.errand import Errand
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, HetSeqError, RendezvousError
-from hetseq.placement import Crew, Placement
 from hetseq.progress import takes_text
 from hetseq.run_directory import RunDirectory
 from hetseq.standstill import Standstill

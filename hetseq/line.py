@@ -17,8 +17,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from hetseq.cluster.membership.step_commit import Wish
 from hetseq.comm.group import AnyGroup
-from hetseq.commit import Wish
 from hetseq.errors import PeerLostError, RendezvousError
 from hetseq.pulse import Pulse
 from hetseq.system.rank_phase import Stand

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from hetseq.balance.cost_meter import AtOnce, Balancer, CostMeter, complete_costs
 from hetseq.balance.shares import Cost, assign_shares, balance_shares, slowed_by, step_seconds
-from hetseq.commit import CommitRow
+from hetseq.cluster.membership.step_commit import CommitRow
 from hetseq.data.loader import StepLoader
 from hetseq.data.plan import Assign, Planner, StepPlan
 from hetseq.share import Part

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from hetseq.checkpoint import CheckpointManager, Identity, Loaded, SaveResult
+from hetseq.cluster.membership.step_commit import parse_lineage
 from hetseq.comm.directory_groups import Sharing
-from hetseq.commit import parse_lineage
 from hetseq.config.sections import CheckpointConfig
 from hetseq.controller import TrainingState
 from hetseq.data.plan import GlobalBatch, Position

@@ -20,9 +20,10 @@ from hetseq import registry
 from hetseq.advice import Setting
 from hetseq.balance.cost_meter import AtOnce, complete_costs
 from hetseq.boundary import RunBoundary, StatusFiles
+from hetseq.cluster.membership.decide import Update
+from hetseq.cluster.membership.step_commit import Wish
 from hetseq.comm.directory_groups import Sharing, everything_shared, send_tensor
 from hetseq.comm.group import AnyGroup
-from hetseq.commit import Wish
 from hetseq.config.sections import CheckpointConfig, Config, DataConfig, OptimizationConfig
 from hetseq.controller import Controller, Halt, TrainingState
 from hetseq.data.loader import StepLoader
@@ -32,7 +33,6 @@ from hetseq.device_memo import DeviceMemo
 from hetseq.errors import CheckpointMismatch, ConfigError, DisagreementError
 from hetseq.large_batch import Course, advice, scale_in_words, scaled
 from hetseq.material import Material
-from hetseq.membership import Update
 from hetseq.metrics import Metrics
 from hetseq.micro_batches import MicroBatchSizes
 from hetseq.optim import parameter_groups

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetseq import config as options
-from hetseq.cluster.secret import load_secret
+from hetseq.cluster.rendezvous.secret import load_secret
 from hetseq.config.command_line import Command, Option, whole_number
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, ConfigError, RendezvousError

@@ -23,10 +23,10 @@ import torch
 from hetseq import registry
 from hetseq.balance.shares import assign_shares
 from hetseq.checkpoint import CheckpointManager, Retention
+from hetseq.cluster.membership.errand import Errand
 from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import Config
 from hetseq.data.loader import MicroBatch, range_reader
-from hetseq.errand import Errand
 from hetseq.errors import CheckpointError, ConfigError, HetSeqError, TaskError
 from hetseq.material import Material, load_material
 from hetseq.parallel.replica import load_model_, model_tensors

@@ -13,8 +13,8 @@ from typing import Any
 
 from hetseq.checkpoint.recovery import complete_newer
 from hetseq.checkpoint.remains import await_writers, has_remains
-from hetseq.cluster.directories import has_commits
-from hetseq.ending import WorkerEnd
+from hetseq.cluster.membership.exit_status import WorkerEnd
+from hetseq.cluster.membership.run_directory_discovery import has_commits
 from hetseq.errors import HetSeqError
 from hetseq.run_directory import RunDirectory
 from hetseq.standstill import Standstill

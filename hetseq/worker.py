@@ -29,13 +29,15 @@ import torch
 from hetseq import sweep
 from hetseq.board import hyperparameters
 from hetseq.catalogue import text_of
+from hetseq.cluster.membership.assignment import Crew, Placement
+from hetseq.cluster.membership.decide import Record, Report
+from hetseq.cluster.membership.errand import Errand
+from hetseq.cluster.membership.step_commit import Wish
 from hetseq.comm.directory_groups import Sharing, everything_shared, share
 from hetseq.comm.group import AnyGroup, LocalGroup, Meeting, connect
-from hetseq.commit import Wish
 from hetseq.config import with_own_options
 from hetseq.config.sections import CheckpointConfig, Config
 from hetseq.controller import Halt
-from hetseq.errand import Errand
 from hetseq.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -50,9 +52,7 @@ from hetseq.errors import (
 from hetseq.fingerprint import rank_fields
 from hetseq.line import Alone, Line
 from hetseq.material import load_material
-from hetseq.membership import Record, Report
 from hetseq.metrics import Metrics
-from hetseq.placement import Crew, Placement
 from hetseq.pulse import Pulse
 from hetseq.rank_output import RankOutput
 from hetseq.replica_check import ReplicasDiffer

@@ -25,10 +25,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hetseq.cluster.membership.assignment import Placement
+from hetseq.cluster.membership.errand import Errand
+from hetseq.cluster.membership.exit_status import WorkerEnd
 from hetseq.config.sections import Config
-from hetseq.ending import WorkerEnd
-from hetseq.errand import Errand
-from hetseq.placement import Placement
 from hetseq.system import faults
 from hetseq.system.processes import STOP_SIGNALS
 from hetseq.system.rank_phase import Cell, Phase

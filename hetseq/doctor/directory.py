@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from hetseq.cluster.directories import file_system_kind, lies_on_local_disk
+from hetseq.cluster.membership.run_directory_discovery import file_system_kind, lies_on_local_disk
 from hetseq.doctor.facts import Directory
 
 _BLOCK = bytes(1 << 20)

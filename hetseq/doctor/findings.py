@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hetseq.cluster.interfaces import is_loopback
+from hetseq.cluster.rendezvous.interfaces import is_loopback
 from hetseq.doctor.facts import Directory, Facts, Limits, Network, Torch
 
 LEVELS = ("ok", "note", "warning", "problem")

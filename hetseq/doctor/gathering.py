@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import IO, TypeVar
 
 import hetseq
-from hetseq.cluster.interfaces import VARIABLE, chosen_address, interfaces, is_loopback, outward_address
-from hetseq.cluster.secret import SecretError, load_secret, secret_file
-from hetseq.cluster.sockets import AddressError
+from hetseq.cluster.rendezvous.interfaces import VARIABLE, chosen_address, interfaces, is_loopback, outward_address
+from hetseq.cluster.rendezvous.secret import SecretError, load_secret, secret_file
+from hetseq.cluster.rendezvous.sockets import AddressError
 from hetseq.doctor.directory import examine
 from hetseq.doctor.facts import Directory, Facts, Limits, NamedAddress, Network, Torch, torch_from_json
 from hetseq.workers import threads_per_worker

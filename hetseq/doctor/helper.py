@@ -24,8 +24,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetseq.cluster.channel import ChannelError
-from hetseq.cluster.sockets import DeadlinePassed, ForeignBytes, UnreachableError, bind, dial, fill, send_all, shut
+from hetseq.cluster.rendezvous.channel import ChannelError
+from hetseq.cluster.rendezvous.sockets import (
+    DeadlinePassed,
+    ForeignBytes,
+    UnreachableError,
+    bind,
+    dial,
+    fill,
+    send_all,
+    shut,
+)
 from hetseq.doctor.participant import Participant
 
 STREAM_S, STREAM_BYTES = 0.5, 256 << 20

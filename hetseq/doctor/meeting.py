@@ -18,10 +18,10 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-from hetseq.cluster.channel import Channel, ChannelClosed, ChannelError, ChannelTimeout
-from hetseq.cluster.contract import node_fields
-from hetseq.cluster.rendezvous import Meeting, meet
-from hetseq.cluster.sockets import ask_when_idle
+from hetseq.cluster.membership.compatibility import node_fields
+from hetseq.cluster.rendezvous.channel import Channel, ChannelClosed, ChannelError, ChannelTimeout
+from hetseq.cluster.rendezvous.meet import Meeting, meet
+from hetseq.cluster.rendezvous.sockets import ask_when_idle
 from hetseq.config.sections import Config, DistributedConfig
 from hetseq.doctor.comparing import Examination
 from hetseq.doctor.exchange import AllReduce, Trouble, Way, why_not

@@ -78,7 +78,7 @@ def presented(config: Config, task: Task, train: Any) -> Mapping[str, str]:
 
 def of_processes(own: Mapping[str, str], other: Mapping[str, str]) -> Iterator[Finding]:
     """What the two do not have in common."""
-    from hetseq.cluster.contract import difference
+    from hetseq.cluster.membership.compatibility import difference
 
     for name in [name for name in own if name in other]:
         said = difference([("this process", {name: own[name]}), ("the other", {name: other[name]})])

@@ -17,8 +17,8 @@ import torch
 
 from hetseq import config as options
 from hetseq.balance.shares import Cost, assign_shares
+from hetseq.cluster.membership.step_commit import CommitRow
 from hetseq.comm.group import AnyGroup
-from hetseq.commit import CommitRow
 from hetseq.data.plan import StepPlan
 from hetseq.errors import DisagreementError
 from hetseq.material import load_material

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.cluster.channel import connect
-from hetseq.cluster.secret import derive_key, load_secret
+from hetseq.cluster.rendezvous.channel import connect
+from hetseq.cluster.rendezvous.secret import derive_key, load_secret
 from tests.end_to_end.test_strangers import ELSEWHERE, LOOPBACK, Run, ports
 from tests.support.nodes import Nodes
 from tests.support.places import PLACES

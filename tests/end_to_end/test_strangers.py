@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from hetseq.cluster.channel import ChannelClosed, Listener
-from hetseq.cluster.secret import derive_key, load_secret
+from hetseq.cluster.rendezvous.channel import ChannelClosed, Listener
+from hetseq.cluster.rendezvous.secret import derive_key, load_secret
 from hetseq.metrics import read_rows
 from tests.support.nodes import Node, Nodes, Stock, living_under
 from tests.support.places import PLACES, Place

@@ -21,7 +21,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hetseq.cluster.channel import HEAD, MAC_BYTES, MAGIC, NONCE_BYTES, VERDICT, VERSION, Listener, _proof, connect
+from hetseq.cluster.rendezvous.channel import (
+    HEAD,
+    MAC_BYTES,
+    MAGIC,
+    NONCE_BYTES,
+    VERDICT,
+    VERSION,
+    Listener,
+    _proof,
+    connect,
+)
 
 AT_ONCE = 200
 PATIENCE_S = 0.25

@@ -12,7 +12,7 @@ import pytest
 
 from hetseq.accounting import account, busy_s
 from hetseq.balance.shares import Cost
-from hetseq.commit import CommitRow, Measured, Vote, Wish
+from hetseq.cluster.membership.step_commit import CommitRow, Measured, Vote, Wish
 
 
 def rows_of(ranks: Sequence[Measured]) -> list[CommitRow]:

@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 
-from hetseq.cluster import attempts, heart, shared_directory
-from hetseq.cluster.attempts import Attempt, find_attempt, find_place
-from hetseq.cluster.election import SILENCE_S, Kind, Record, Standing
-from hetseq.cluster.heart import Heart, read_pulse
-from hetseq.cluster.identity import Process, this_machine, this_process
-from hetseq.cluster.shared_directory import SharedDirectory
+from hetseq.cluster.rendezvous import file_rendezvous as attempts
+from hetseq.cluster.rendezvous import file_store as shared_directory
+from hetseq.cluster.rendezvous import heartbeat as heart
+from hetseq.cluster.rendezvous.file_rendezvous import Attempt, find_attempt, find_place
+from hetseq.cluster.rendezvous.file_store import SharedDirectory
+from hetseq.cluster.rendezvous.heartbeat import Heart, read_pulse
+from hetseq.cluster.rendezvous.leader_election import SILENCE_S, Kind, Record, Standing
+from hetseq.cluster.rendezvous.process_identity import Process, this_machine, this_process
 from tests.support.crashes import Crash, refuse_links
 from tests.support.refusals import refusal
 
@@ -33,7 +35,7 @@ FOREIGN = Process("feedfeedfeedfeed", 1, 1)
 NEWCOMER = """
 import sys, time
 from pathlib import Path
-from hetseq.cluster.attempts import find_attempt
+from hetseq.cluster.rendezvous.file_rendezvous import find_attempt
 
 sys.stdout.write("ready\\n")
 sys.stdout.flush()

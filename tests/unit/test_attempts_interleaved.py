@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 
-from hetseq.cluster import attempts, shared_directory
-from hetseq.cluster.attempts import find_attempt
-from hetseq.cluster.election import LEASE_S
-from hetseq.cluster.identity import Process
+from hetseq.cluster.rendezvous import file_rendezvous as attempts
+from hetseq.cluster.rendezvous import file_store as shared_directory
+from hetseq.cluster.rendezvous.file_rendezvous import find_attempt
+from hetseq.cluster.rendezvous.leader_election import LEASE_S
+from hetseq.cluster.rendezvous.process_identity import Process
 from tests.support.crashes import Killed
 
 CALLS = ("open", "write", "link", "unlink", "mkdir", "rename", "rmdir", "lstat", "listdir")

@@ -35,7 +35,7 @@ def slugs() -> Iterator[str]:
 def in_the_code() -> set[str]:
     """Every code that a message of the framework can have."""
     written = {code for template in templates() for code in _CODE.findall(template)}
-    contract = ast.parse((ROOT / "hetseq" / "cluster" / "contract.py").read_text(encoding="utf-8"))
+    contract = ast.parse((ROOT / "hetseq" / "cluster" / "membership" / "compatibility.py").read_text(encoding="utf-8"))
     kinds = [node for node in ast.walk(contract) if isinstance(node, ast.Call) and ast.unparse(node.func) == "_Kind"]
     return written | {*filter(None, slugs())} | {ast.literal_eval(kind.args[3]) for kind in kinds}
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-from hetseq.cluster import channel as channel_module
-from hetseq.cluster import sockets
-from hetseq.cluster.channel import (
+from hetseq.cluster.rendezvous import channel as channel_module
+from hetseq.cluster.rendezvous import sockets
+from hetseq.cluster.rendezvous.channel import (
     HEAD,
     MAC_BYTES,
     MAGIC,
@@ -40,7 +40,7 @@ from hetseq.cluster.channel import (
     VersionMismatch,
     connect,
 )
-from hetseq.cluster.sockets import AddressError, UnreachableError
+from hetseq.cluster.rendezvous.sockets import AddressError, UnreachableError
 from hetseq.comm import socket_filter as wall
 from hetseq.errors import RendezvousError
 from tests.support.places import free_port
@@ -53,7 +53,7 @@ AT_ONCE_S = 5.0  # a machine that stands still for a second is no fault; what wa
 CLIENT = """
 import sys, time
 from pathlib import Path
-from hetseq.cluster.channel import connect
+from hetseq.cluster.rendezvous.channel import connect
 deadline = time.monotonic() + 10
 channel = connect("127.0.0.1", int(sys.argv[1]), bytes(range(32)), deadline=deadline, secret_file=Path("s"))
 channel.send({"hello": 1})
@@ -326,7 +326,7 @@ def test_the_death_of_a_peer_is_seen_at_once(door: Door) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", CLIENT, str(door.listener.port)],
         stdin=subprocess.PIPE,
-        cwd=Path(channel_module.__file__).parents[2],
+        cwd=Path(channel_module.__file__).parents[3],
     )
     try:
         peer = door.peer()

@@ -21,7 +21,7 @@ from hetseq.checkpoint import writer_process as process_module
 from hetseq.checkpoint.arena import OVERHEAD_BYTES, Arena
 from hetseq.checkpoint.recall import whole_states
 from hetseq.checkpoint.remains import Remains
-from hetseq.commit import CommitRow, Measured, Vote, Wish, resolve
+from hetseq.cluster.membership.step_commit import CommitRow, Measured, Vote, Wish, resolve
 from tests.support.checkpoints import (
     LINEAGE,
     NoWriter,

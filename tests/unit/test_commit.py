@@ -11,7 +11,7 @@ import pytest
 
 from hetseq.balance.noise_scale import PartialGradient
 from hetseq.balance.shares import Cost
-from hetseq.commit import (
+from hetseq.cluster.membership.step_commit import (
     CommitRow,
     Lineage,
     Measured,

@@ -14,8 +14,16 @@ import pytest
 import torch
 
 import hetseq
-from hetseq.cluster import contract
-from hetseq.cluster.contract import Fields, build_tag, difference, listed, node_fields, option_fields, source_below
+from hetseq.cluster.membership import compatibility as contract
+from hetseq.cluster.membership.compatibility import (
+    Fields,
+    build_tag,
+    difference,
+    listed,
+    node_fields,
+    option_fields,
+    source_below,
+)
 from hetseq.config import parse
 from hetseq.config.sections import Config, option
 
@@ -199,7 +207,7 @@ def test_another_version_of_torch_is_named_and_another_build_is_not(monkeypatch:
 
 def test_the_version_of_torch_is_told_without_importing_it() -> None:
     code = (
-        "import sys; from hetseq.cluster.contract import build_tag, node_fields; from hetseq.config.sections import Config\n"
+        "import sys; from hetseq.cluster.membership.compatibility import build_tag, node_fields; from hetseq.config.sections import Config\n"
         "print(node_fields(Config())['torch'] + build_tag()); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

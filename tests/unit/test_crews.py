@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from hetseq.cluster.contract import PART
-from hetseq.cluster.crews import Crews, Site
-from hetseq.cluster.election import Standing
-from hetseq.cluster.generations import ANSWER_S
-from hetseq.commit import Lineage, Wish
-from hetseq.ending import WorkerEnd
+from hetseq.cluster.membership.assignment import Crew
+from hetseq.cluster.membership.compatibility import PART
+from hetseq.cluster.membership.decide import Record, Report
+from hetseq.cluster.membership.exit_status import WorkerEnd
+from hetseq.cluster.membership.regroup_rounds import ANSWER_S
+from hetseq.cluster.membership.step_commit import Lineage, Wish
+from hetseq.cluster.membership.worker_roster import Crews, Site
+from hetseq.cluster.rendezvous.leader_election import Standing
 from hetseq.line import Line
-from hetseq.membership import Record, Report
-from hetseq.placement import Crew
 
 Told = list[tuple[int, str, dict[str, Any]]]
 FIELDS = {"parameters": "weight", "--lr": "0.1"}

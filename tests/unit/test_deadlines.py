@@ -48,28 +48,28 @@ hetseq/checkpoint/writer.py
     Writer._write_politely: thread.join: the thread computes, and waits for nobody but the disk
     main: line.take: a process that waits for work; the end of its trainer closes the line
     Line.take: listen: whoever calls it may choose to wait; as `Line.listen`
-hetseq/cluster/channel.py
+hetseq/cluster/rendezvous/channel.py
     Listener._let_in: _socket.accept: the socket never waits
-hetseq/cluster/directories.py
+hetseq/cluster/membership/run_directory_discovery.py
     _is_there: os.read: a file
-hetseq/cluster/hub_server.py
+hetseq/cluster/membership/coordinator_server.py
     _Tray.take: os.read: the tray held a record, and its bell a byte
     HubServer.close: thread.join: the thread was told to end, and every wait of its own has a deadline
     HubServer._serve: thread.join: each says goodbye for a second
     HubServer._hear: os.read: the bell was found readable, and nobody else reads it
-hetseq/cluster/interfaces.py
+hetseq/cluster/rendezvous/interfaces.py
     route_address: asking.connect: a socket for datagrams connects to nobody
-hetseq/cluster/reach.py
+hetseq/cluster/rendezvous/connectivity.py
     Doorstep.close: _thread.join: the thread was told to end, and every wait of its own has a deadline
     probe: with PoolExecutor: each knock has a deadline
-hetseq/cluster/rendezvous.py
+hetseq/cluster/rendezvous/meet.py
     _Calls.beside: thread.join: its outcome is there
     _Calls.beside: outcome.result: it is done
     _close_result: outcome.exception: it is done
     _close_result: outcome.result: it is done
-hetseq/cluster/secret.py
+hetseq/cluster/rendezvous/secret.py
     _read: os.read: a file, opened with O_NONBLOCK
-hetseq/cluster/sockets.py
+hetseq/cluster/rendezvous/sockets.py
     take: connection.recv: the socket never waits
 hetseq/comm/group.py
     connect: building.result: it is over
@@ -147,11 +147,11 @@ hetseq/checkpoint/writer.py
     _sending: held while a line is sent, whose end `HARMLESS` tells
 hetseq/checkpoint/writer_process.py
     _lock: held while a line is sent, as above
-hetseq/cluster/channel.py
+hetseq/cluster/rendezvous/channel.py
     _accepting: `accept` holds it until its deadline, and `close` wakes it before
     _receiving: `receive` holds it until its deadline, and `close` wakes it before
     _sending: `send` holds it until its deadline, and `close` wakes it before
-hetseq/cluster/hub_server.py
+hetseq/cluster/membership/coordinator_server.py
     _turn: held while a byte is read that is there
 hetseq/comm/group.py
     _lock: held for a few lines that wait for nothing

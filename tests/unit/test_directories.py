@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.cluster import directories
-from hetseq.cluster.directories import (
+from hetseq.cluster.membership import run_directory_discovery as directories
+from hetseq.cluster.membership.run_directory_discovery import (
     Found,
     Mark,
     choose_run_id,

@@ -14,8 +14,8 @@ import torch
 
 from hetseq import doctor
 from hetseq.balance.simulation import Link
-from hetseq.cluster.directories import kind_of as kind_of_file_system
-from hetseq.cluster.interfaces import interfaces, is_loopback
+from hetseq.cluster.membership.run_directory_discovery import kind_of as kind_of_file_system
+from hetseq.cluster.rendezvous.interfaces import interfaces, is_loopback
 from hetseq.doctor import in_torch
 from hetseq.doctor.directory import examine
 from hetseq.doctor.facts import Burn, Device, Directory, Facts, Limits, NamedAddress, Network, Torch, from_json, to_json

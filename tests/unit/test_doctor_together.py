@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from hetseq import doctor
-from hetseq.cluster.channel import Channel, ChannelClosed, Listener, connect
-from hetseq.cluster.secret import derive_key, load_secret
-from hetseq.cluster.sockets import ForeignBytes
+from hetseq.cluster.rendezvous.channel import Channel, ChannelClosed, Listener, connect
+from hetseq.cluster.rendezvous.secret import derive_key, load_secret
+from hetseq.cluster.rendezvous.sockets import ForeignBytes
 from hetseq.config.sections import DistributedConfig
 from hetseq.doctor import meeting
 from hetseq.doctor.comparing import Examination, Way, compare, side_by_side

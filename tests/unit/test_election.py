@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from hetseq.cluster import identity
-from hetseq.cluster.election import (
+from hetseq.cluster.rendezvous import process_identity as identity
+from hetseq.cluster.rendezvous.leader_election import (
     LEASE_S,
     SILENCE_S,
     UNKNOWN,
@@ -22,7 +22,7 @@ from hetseq.cluster.election import (
     decide,
     standing_of,
 )
-from hetseq.cluster.identity import Process, is_alive, this_machine, this_process
+from hetseq.cluster.rendezvous.process_identity import Process, is_alive, this_machine, this_process
 
 HEAD = Sight(Kind.HEAD, number=3, nonce="n")
 ENDED = Sight(Kind.ENDED, number=3, nonce="n")

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hetseq import Task, fingerprint, registry
-from hetseq.cluster.contract import PART, Fields, difference
+from hetseq.cluster.membership.compatibility import PART, Fields, difference
 from hetseq.config.sections import Config, DataConfig, OptimizationConfig, TaskConfig
 from hetseq.errors import DataError, TaskFileError
 from hetseq.fingerprint import data_digest, rank_fields

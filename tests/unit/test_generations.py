@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from hetseq.cluster.election import Standing
-from hetseq.cluster.generations import ANSWER_S, Generations, Order
-from hetseq.commit import Lineage, Verdict
-from hetseq.membership import Record, Report, Tag, Update
+from hetseq.cluster.membership.decide import Record, Report, Tag, Update
+from hetseq.cluster.membership.regroup_rounds import ANSWER_S, Generations, Order
+from hetseq.cluster.membership.step_commit import Lineage, Verdict
+from hetseq.cluster.rendezvous.leader_election import Standing
 
 PATIENT_S = 10.0
 SLACK_S = 0.5  # what is added to a patience that a worker asks for

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from hetseq.cluster.generations import ANSWER_S
-from hetseq.cluster.hub import Hub, Phase
-from hetseq.cluster.roster import Claim
-from hetseq.commit import Lineage
-from hetseq.ending import Ending
-from hetseq.membership import Report
-from hetseq.placement import Crew
+from hetseq.cluster.membership.admission import Claim
+from hetseq.cluster.membership.assignment import Crew
+from hetseq.cluster.membership.coordinator import Hub, Phase
+from hetseq.cluster.membership.decide import Report
+from hetseq.cluster.membership.exit_status import Ending
+from hetseq.cluster.membership.regroup_rounds import ANSWER_S
+from hetseq.cluster.membership.step_commit import Lineage
 
 Record = dict[str, Any]
 FIELDS = {"--lr": "0.1"}

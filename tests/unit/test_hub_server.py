@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from hetseq.cluster.channel import Channel, ChannelClosed, ChannelTimeout, Listener, connect
-from hetseq.cluster.hub import Hub
-from hetseq.cluster.hub_server import HubServer, LocalChannel, RecordChannel, local_pair
-from hetseq.cluster.roster import Claim
+from hetseq.cluster.membership.admission import Claim
+from hetseq.cluster.membership.coordinator import Hub
+from hetseq.cluster.membership.coordinator_server import HubServer, LocalChannel, RecordChannel, local_pair
+from hetseq.cluster.rendezvous.channel import Channel, ChannelClosed, ChannelTimeout, Listener, connect
 
 KEY = bytes(32)
 SECRET = Path("secret")
@@ -92,8 +92,8 @@ def test_a_stranger_is_no_member(head: Head) -> None:
 
 
 def test_last_words_are_read_after_the_server_has_closed(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetseq.cluster.hub._LINGER_S", 0.1)
-    monkeypatch.setattr("hetseq.cluster.hub_server._LAST_WORDS_S", 0.1)
+    monkeypatch.setattr("hetseq.cluster.membership.coordinator._LINGER_S", 0.1)
+    monkeypatch.setattr("hetseq.cluster.membership.coordinator_server._LAST_WORDS_S", 0.1)
     with head.follower() as follower:
         claim(head.own, 0, 2)
         claim(follower, 0, 2)  # claimed twice

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from hetseq.cluster import interfaces as interfaces_module
-from hetseq.cluster.interfaces import (
+from hetseq.cluster.rendezvous import interfaces as interfaces_module
+from hetseq.cluster.rendezvous.interfaces import (
     Interface,
     chosen_address,
     interfaces,
@@ -16,7 +16,7 @@ from hetseq.cluster.interfaces import (
     outward_address,
     route_address,
 )
-from hetseq.cluster.sockets import AddressError, UnreachableError
+from hetseq.cluster.rendezvous.sockets import AddressError, UnreachableError
 from hetseq.errors import EXIT_USAGE
 
 TWO = [Interface("lo", "127.0.0.1"), Interface("eno1", "10.0.0.5"), Interface("ib0", "10.1.0.5")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetseq.ending import Ending, WorkerEnd, judge, of_errand
+from hetseq.cluster.membership.exit_status import Ending, WorkerEnd, judge, of_errand
 
 
 def test_a_refusal_that_all_ranks_share_is_told_without_a_rank() -> None:

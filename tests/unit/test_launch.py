@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from hetseq.ending import WorkerEnd, judge
+from hetseq.cluster.membership.exit_status import WorkerEnd, judge
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
 
 STOPPED = "stopped after step 7; the same command goes on from step 7"

@@ -9,9 +9,9 @@ from typing import Any, cast
 
 import pytest
 
-from hetseq.cluster.channel import ChannelClosed
-from hetseq.cluster.directories import leave_mark
-from hetseq.cluster.member import Member
+from hetseq.cluster.membership.coordinator_client import Member
+from hetseq.cluster.membership.run_directory_discovery import leave_mark
+from hetseq.cluster.rendezvous.channel import ChannelClosed
 from hetseq.config import parse
 from hetseq.errors import ConfigError, RunDirectoryError
 from hetseq.launcher import Launcher, _Stopped

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hetseq import registry
-from hetseq.cluster.contract import option_fields
+from hetseq.cluster.membership.compatibility import option_fields
 from hetseq.comm.group import LocalGroup
 from hetseq.precision import PRECISIONS
 from hetseq.system import device_memory as memory

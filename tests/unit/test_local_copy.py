@@ -18,7 +18,7 @@ import pytest
 
 from hetseq import DataError, evaluate
 from hetseq import config as options
-from hetseq.cluster.contract import option_fields
+from hetseq.cluster.membership.compatibility import option_fields
 from hetseq.fingerprint import _data_files
 from hetseq.registry import find_task
 from hetseq.task import make_task

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from hetseq.balance.shares import Cost
-from hetseq.commit import Lineage, Verdict
-from hetseq.membership import Record, Report, SplitBrainError, Tag, Update, decide
+from hetseq.cluster.membership.decide import Record, Report, SplitBrainError, Tag, Update, decide
+from hetseq.cluster.membership.step_commit import Lineage, Verdict
 
 APPLY, SKIP, REDO = Verdict.APPLY, Verdict.SKIP, Verdict.REDO
 History = tuple[tuple[int, int, int, int], ...]  # of updates: step, generation, attempt, verdict

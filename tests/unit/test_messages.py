@@ -153,7 +153,7 @@ def test_the_table_of_causes_quotes_the_code() -> None:
 
 
 def test_every_field_of_the_contract_has_a_remedy_on_the_page() -> None:
-    from hetseq.cluster.contract import _KINDS
+    from hetseq.cluster.membership.compatibility import _KINDS
 
     page = PAGE.read_text(encoding="utf-8")
     begin = page.index("| what differs |")

@@ -12,7 +12,7 @@ import pytest
 
 from hetseq.balance.cost_meter import WARM_UP, AtOnce
 from hetseq.balance.shares import Cost
-from hetseq.commit import CommitRow, Measured, Vote, Wish
+from hetseq.cluster.membership.step_commit import CommitRow, Measured, Vote, Wish
 from hetseq.data.plan import Assign, GlobalBatch, Planner, Position, StepPlan
 from hetseq.data.shards import Shards
 from hetseq.pace import FixedPace, MeasuredPace, Shift, assigner_by

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.cluster import reach
-from hetseq.cluster.reach import Doorstep, Peer, probe
-from hetseq.cluster.sockets import AddressError, UnreachableError
+from hetseq.cluster.rendezvous import connectivity as reach
+from hetseq.cluster.rendezvous.connectivity import Doorstep, Peer, probe
+from hetseq.cluster.rendezvous.sockets import AddressError, UnreachableError
 
 KEY, FILE = bytes(range(32)), Path("/srv/secret")
 HERE = socket.gethostname()

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from hetseq.cluster import channel as channel_module
-from hetseq.cluster import rendezvous
-from hetseq.cluster.channel import (
+from hetseq.cluster.membership.admission import command_of_rank
+from hetseq.cluster.rendezvous import channel as channel_module
+from hetseq.cluster.rendezvous import meet as rendezvous
+from hetseq.cluster.rendezvous.channel import (
     Channel,
     ChannelClosed,
     ChannelTimeout,
@@ -23,9 +24,8 @@ from hetseq.cluster.channel import (
     StrangerError,
     VersionMismatch,
 )
-from hetseq.cluster.rendezvous import Meeting, host_and_port, meet
-from hetseq.cluster.roster import command_of_rank
-from hetseq.cluster.sockets import AddressError, UnreachableError
+from hetseq.cluster.rendezvous.meet import Meeting, host_and_port, meet
+from hetseq.cluster.rendezvous.sockets import AddressError, UnreachableError
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_USAGE, RendezvousError
 
@@ -467,7 +467,9 @@ def test_a_head_on_another_machine_that_answers_is_reached_by_one_channel(
     url = f"file://{tmp_path}/meeting"
     head = Launcher(secret).meet(url)
     with welcoming(head) as came:
-        monkeypatch.setattr("hetseq.cluster.attempts.is_alive", lambda process: None)  # as for another machine
+        monkeypatch.setattr(
+            "hetseq.cluster.rendezvous.file_rendezvous.is_alive", lambda process: None
+        )  # as for another machine
         with contextlib.closing(Launcher(secret).meet(url)) as follower:
             assert follower.channel is not None
             follower.channel.send({"hello": 1})
@@ -497,7 +499,9 @@ def test_a_head_elsewhere_that_gives_no_sign_of_life_is_not_awaited_longer_than_
     with contextlib.closing(Launcher(secret).meet(url)) as head:
         assert head.listener is not None
         head.listener.close()
-        monkeypatch.setattr("hetseq.cluster.attempts.is_alive", lambda process: None)  # as for another machine
+        monkeypatch.setattr(
+            "hetseq.cluster.rendezvous.file_rendezvous.is_alive", lambda process: None
+        )  # as for another machine
         with pytest.raises(RendezvousError, match="neither went on nor ended in time"):
             launcher.meet(url, timeout_s=5)
         assert 4.9 < launcher.passed_s < 6

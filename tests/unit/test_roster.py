@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hetseq.cluster.roster import Claim, Roster, why_ranks_do_not_fit
+from hetseq.cluster.membership.admission import Claim, Roster, why_ranks_do_not_fit
 from hetseq.config.sections import DistributedConfig
 
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.cluster import secret
-from hetseq.cluster.secret import SecretError, copy_command, derive_key, load_secret, secret_file
+from hetseq.cluster.rendezvous import secret
+from hetseq.cluster.rendezvous.secret import SecretError, copy_command, derive_key, load_secret, secret_file
 from hetseq.errors import RendezvousError
 
 DIGITS = "0123456789abcdef" * 4
 
 LOAD = """
 import sys
-from hetseq.cluster.secret import load_secret
+from hetseq.cluster.rendezvous.secret import load_secret
 sys.stdin.readline()
 for name in sys.argv[1:]:
     print(load_secret(name).hex())
@@ -87,7 +87,7 @@ def test_two_processes_that_make_it_at_once_get_the_same_bytes(folder: Path) -> 
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            cwd=Path(secret.__file__).parents[2],
+            cwd=Path(secret.__file__).parents[3],
         )
         for _ in range(2)
     ]

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from hetseq.cluster import shared_directory
-from hetseq.cluster.identity import Process, this_machine
-from hetseq.cluster.shared_directory import CONTENT_LIMIT_BYTES, DirectoryGone, SharedDirectory, Version
+from hetseq.cluster.rendezvous import file_store as shared_directory
+from hetseq.cluster.rendezvous.file_store import CONTENT_LIMIT_BYTES, DirectoryGone, SharedDirectory, Version
+from hetseq.cluster.rendezvous.process_identity import Process, this_machine
 from tests.support.crashes import Crash, refuse_links
 from tests.support.refusals import refusal
 
@@ -26,7 +26,7 @@ DEAD = Process(this_machine(), 2**22 + 1, 1)  # a process id above what the kern
 APPENDER = """
 import os, sys
 from pathlib import Path
-from hetseq.cluster.shared_directory import SharedDirectory
+from hetseq.cluster.rendezvous.file_store import SharedDirectory
 
 def refuse(*_):
     raise OSError(1, "no links here")

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.cluster.channel import MAC_BYTES, ChannelClosed, ChannelTimeout, connect
-from hetseq.cluster.hub import Phase
-from hetseq.cluster.hub_server import RecordChannel
-from hetseq.cluster.roster import Claim
+from hetseq.cluster.membership.admission import Claim
+from hetseq.cluster.membership.coordinator import Phase
+from hetseq.cluster.membership.coordinator_server import RecordChannel
+from hetseq.cluster.rendezvous.channel import MAC_BYTES, ChannelClosed, ChannelTimeout, connect
 from hetseq.errors import EXIT_DISAGREE
 from tests.support.strangers import Attempt, admitted, forged, hello, knock, overhear
 from tests.support.trials import until

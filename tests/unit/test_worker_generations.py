@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from hetseq import worker
+from hetseq.cluster.membership.assignment import Crew
+from hetseq.cluster.membership.decide import Record
+from hetseq.cluster.membership.step_commit import Lineage
 from hetseq.comm.group import LocalGroup
-from hetseq.commit import Lineage
 from hetseq.controller import Halt
 from hetseq.errors import PeerLostError
-from hetseq.membership import Record
-from hetseq.placement import Crew
 
 
 class FakeSession:

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from hetseq import worker
-from hetseq.placement import Crew, Placement
+from hetseq.cluster.membership.assignment import Crew, Placement
 
 
 @pytest.mark.parametrize("is_replacement", [False, True])

@@ -11,8 +11,8 @@ import torch
 
 from hetseq import worker
 from hetseq.catalogue import codes_in
+from hetseq.cluster.membership.assignment import Placement
 from hetseq.errors import EXIT_FAILED, DeviceMemoryError, PeerLostError
-from hetseq.placement import Placement
 from hetseq.system import device_memory as memory
 from tests.support import cuda_errors
 

@@ -30,7 +30,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hetseq.cluster.election import (
+from hetseq.cluster.rendezvous.file_store import POLL_S, DirectoryGone, PlaceError, SharedDirectory, Version, trouble
+from hetseq.cluster.rendezvous.heartbeat import Heart, read_pulse
+from hetseq.cluster.rendezvous.leader_election import (
     BEAT_S,
     LEASE_S,
     NOTHING,
@@ -44,9 +46,7 @@ from hetseq.cluster.election import (
     decide,
     standing_of,
 )
-from hetseq.cluster.heart import Heart, read_pulse
-from hetseq.cluster.identity import is_alive, this_process
-from hetseq.cluster.shared_directory import POLL_S, DirectoryGone, PlaceError, SharedDirectory, Version, trouble
+from hetseq.cluster.rendezvous.process_identity import is_alive, this_process
 from hetseq.errors import RendezvousError
 from hetseq.run_directory import open_private
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hetseq.balance.shares import Cost
-from hetseq.commit import Lineage, Verdict
+from hetseq.cluster.membership.step_commit import Lineage, Verdict
 from hetseq.errors import HetSeqError
 
 

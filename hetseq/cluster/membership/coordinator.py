@@ -20,15 +20,15 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hetseq.cluster.assembly import TELL_EVERY_S, Phase, Place, Record
-from hetseq.cluster.contract import difference
-from hetseq.cluster.crews import Crews, Site
-from hetseq.cluster.directories import Found, choose_run_id
-from hetseq.cluster.latecomers import Latecomers
-from hetseq.cluster.roster import Claim, Roster
-from hetseq.ending import Ending, WorkerEnd, judge, lost
+from hetseq.cluster.membership.admission import Claim, Roster
+from hetseq.cluster.membership.compatibility import difference
+from hetseq.cluster.membership.decide import SplitBrainError
+from hetseq.cluster.membership.exit_status import Ending, WorkerEnd, judge, lost
+from hetseq.cluster.membership.late_join import Latecomers
+from hetseq.cluster.membership.participants import TELL_EVERY_S, Phase, Place, Record
+from hetseq.cluster.membership.run_directory_discovery import Found, choose_run_id
+from hetseq.cluster.membership.worker_roster import Crews, Site
 from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
-from hetseq.membership import SplitBrainError
 
 logger = logging.getLogger(__name__)
 

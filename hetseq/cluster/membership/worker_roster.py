@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hetseq.cluster.assembly import TELL_EVERY_S
-from hetseq.cluster.contract import PART, difference
-from hetseq.cluster.election import Standing
-from hetseq.cluster.generations import Generations
-from hetseq.cluster.roster import clock
-from hetseq.ending import WorkerEnd, how_it_ended
-from hetseq.membership import Record, Report
-from hetseq.placement import Crew
+from hetseq.cluster.membership.admission import clock
+from hetseq.cluster.membership.assignment import Crew
+from hetseq.cluster.membership.compatibility import PART, difference
+from hetseq.cluster.membership.decide import Record, Report
+from hetseq.cluster.membership.exit_status import WorkerEnd, how_it_ended
+from hetseq.cluster.membership.participants import TELL_EVERY_S
+from hetseq.cluster.membership.regroup_rounds import Generations
+from hetseq.cluster.rendezvous.leader_election import Standing
 from hetseq.system.rank_phase import in_words
 
 _TOGETHER_S = 5.0  # nodes that are asked to leave within it are asked together

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hetseq.cluster.directories import Found
-from hetseq.cluster.roster import Seat
+from hetseq.cluster.membership.admission import Seat
+from hetseq.cluster.membership.run_directory_discovery import Found
 
 Record = dict[str, Any]
 

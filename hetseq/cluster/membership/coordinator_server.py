@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
-from hetseq.cluster.channel import ChannelClosed, ChannelError, ChannelTimeout, Listener
-from hetseq.cluster.election import Standing
-from hetseq.cluster.hub import Hub
+from hetseq.cluster.membership.coordinator import Hub
+from hetseq.cluster.rendezvous.channel import ChannelClosed, ChannelError, ChannelTimeout, Listener
+from hetseq.cluster.rendezvous.leader_election import Standing
 from hetseq.errors import EXIT_FAILED
 
 logger = logging.getLogger(__name__)

@@ -36,8 +36,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hetseq.cluster.secret import copy_command
-from hetseq.cluster.sockets import (
+from hetseq.cluster.rendezvous.secret import copy_command
+from hetseq.cluster.rendezvous.sockets import (
     DeadlinePassed,
     ForeignBytes,
     address_text,

@@ -18,15 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hetseq.cluster.attempts import Attempt
-from hetseq.cluster.directories import lies_on_local_disk
-from hetseq.cluster.hub import Hub
-from hetseq.cluster.hub_server import HubServer, RecordChannel, local_pair
-from hetseq.cluster.reach import Doorstep, Peer, probe
-from hetseq.cluster.rendezvous import Meeting, meet
-from hetseq.cluster.roster import Claim
-from hetseq.cluster.secret import copy_command, secret_file
-from hetseq.cluster.sockets import ask_when_idle
+from hetseq.cluster.membership.admission import Claim
+from hetseq.cluster.membership.coordinator import Hub
+from hetseq.cluster.membership.coordinator_server import HubServer, RecordChannel, local_pair
+from hetseq.cluster.membership.run_directory_discovery import lies_on_local_disk
+from hetseq.cluster.rendezvous.connectivity import Doorstep, Peer, probe
+from hetseq.cluster.rendezvous.file_rendezvous import Attempt
+from hetseq.cluster.rendezvous.meet import Meeting, meet
+from hetseq.cluster.rendezvous.secret import copy_command, secret_file
+from hetseq.cluster.rendezvous.sockets import ask_when_idle
 from hetseq.config.sections import DistributedConfig
 
 _CLOSE_S = 10.0

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetseq.cluster.channel import ChannelClosed, ChannelTimeout, Listener, connect
-from hetseq.cluster.interfaces import is_loopback
-from hetseq.cluster.sockets import UnreachableError, host_text
+from hetseq.cluster.rendezvous.channel import ChannelClosed, ChannelTimeout, Listener, connect
+from hetseq.cluster.rendezvous.interfaces import is_loopback
+from hetseq.cluster.rendezvous.sockets import UnreachableError, host_text
 from hetseq.errors import RendezvousError
 
 _AT_ONCE = 64

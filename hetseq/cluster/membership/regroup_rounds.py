@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hetseq.cluster.election import Standing
-from hetseq.membership import Record, Report, decide
+from hetseq.cluster.membership.decide import Record, Report, decide
+from hetseq.cluster.rendezvous.leader_election import Standing
 
 Order = dict[str, Any]
 

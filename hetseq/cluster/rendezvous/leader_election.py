@@ -14,7 +14,7 @@ import enum
 import json
 from dataclasses import asdict, dataclass, replace
 
-from hetseq.cluster.identity import Process
+from hetseq.cluster.rendezvous.process_identity import Process
 
 SILENCE_S = 15.0
 BEAT_S = 1.0

@@ -58,7 +58,7 @@ def node_fields(config: Config) -> Fields:
         "protocol": PROTOCOL,
         "hetseq": hetseq.__version__,
         "torch": _torch_version().partition("+")[0],
-        "source of hetseq": source_below(Path(__file__).resolve().parent.parent),
+        "source of hetseq": source_below(Path(__file__).resolve().parent.parent.parent),
         **option_fields(section for section in config.sections() if isinstance(section, SECTIONS)),
         "file of --vocab-file": _file_or_folder(config.task.vocab_file),
         "file of --config-file": _file_or_folder(config.task.config_file),

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from hetseq.cluster.assembly import Member, Place
-from hetseq.cluster.crews import Crews, Site, slot_of
-from hetseq.cluster.directories import Found, Mark
-from hetseq.cluster.hub import Hub
-from hetseq.cluster.roster import Seat
-from hetseq.membership import Record
+from hetseq.cluster.membership.admission import Seat
+from hetseq.cluster.membership.coordinator import Hub
+from hetseq.cluster.membership.decide import Record
+from hetseq.cluster.membership.participants import Member, Place
+from hetseq.cluster.membership.run_directory_discovery import Found, Mark
+from hetseq.cluster.membership.worker_roster import Crews, Site, slot_of
 
 _NEVER_ENOUGH = 2**31  # ranks
 

@@ -9,12 +9,12 @@ those it claims, if they are empty; with --join the first empty ones that lie to
 
 from __future__ import annotations
 
-from hetseq.cluster.assembly import Assembly, Member, Phase, Place, Record
-from hetseq.cluster.contract import difference
-from hetseq.cluster.crews import Crews, Site
-from hetseq.cluster.directories import Found, choose_run_id
-from hetseq.cluster.election import Standing
-from hetseq.cluster.roster import Claim, Seat
+from hetseq.cluster.membership.admission import Claim, Seat
+from hetseq.cluster.membership.compatibility import difference
+from hetseq.cluster.membership.participants import Assembly, Member, Phase, Place, Record
+from hetseq.cluster.membership.run_directory_discovery import Found, choose_run_id
+from hetseq.cluster.membership.worker_roster import Crews, Site
+from hetseq.cluster.rendezvous.leader_election import Standing
 from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED
 
 _DEPOSED = (

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hetseq.cluster.election import BEAT_S
-from hetseq.cluster.shared_directory import load
+from hetseq.cluster.rendezvous.file_store import load
+from hetseq.cluster.rendezvous.leader_election import BEAT_S
 from hetseq.run_directory import open_private, write_all
 
 logger = logging.getLogger(__name__)

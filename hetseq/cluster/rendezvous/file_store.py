@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetseq.cluster.identity import Process, is_alive, this_process
+from hetseq.cluster.rendezvous.process_identity import Process, is_alive, this_process
 from hetseq.errors import EXIT_DISAGREE, EXIT_USAGE, RendezvousError
 from hetseq.run_directory import open_private, write_all
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetseq.cluster.sockets import AddressError, UnreachableError
+from hetseq.cluster.rendezvous.sockets import AddressError, UnreachableError
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from hetseq.catalogue import plain
-from hetseq.cluster.attempts import Attempt, find_attempt, find_place, leave_note
-from hetseq.cluster.channel import (
+from hetseq.cluster.membership.admission import command_of_rank
+from hetseq.cluster.rendezvous.channel import (
     Channel,
     ChannelTimeout,
     Listener,
@@ -37,12 +37,12 @@ from hetseq.cluster.channel import (
     VersionMismatch,
     connect,
 )
-from hetseq.cluster.election import Record
-from hetseq.cluster.interfaces import chosen_address, interfaces, is_loopback, outward_address
-from hetseq.cluster.roster import command_of_rank
-from hetseq.cluster.secret import derive_key, load_secret, secret_file
-from hetseq.cluster.shared_directory import OtherSecret
-from hetseq.cluster.sockets import AddressError, UnreachableError, bind, host_text
+from hetseq.cluster.rendezvous.file_rendezvous import Attempt, find_attempt, find_place, leave_note
+from hetseq.cluster.rendezvous.file_store import OtherSecret
+from hetseq.cluster.rendezvous.interfaces import chosen_address, interfaces, is_loopback, outward_address
+from hetseq.cluster.rendezvous.leader_election import Record
+from hetseq.cluster.rendezvous.secret import derive_key, load_secret, secret_file
+from hetseq.cluster.rendezvous.sockets import AddressError, UnreachableError, bind, host_text
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import RendezvousError
 
