@@ -27,7 +27,7 @@ import figures
 import numpy as np
 from checkpoint_load import Taken, cool, order_of
 
-from hetseq.checkpoint.parts import CHUNKS_AT_ONCE
+from hetseq.checkpoint.part_io import CHUNKS_AT_ONCE
 from hetseq.checkpoint.records import CHUNK_BYTES
 
 MB = 1 << 20

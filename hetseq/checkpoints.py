@@ -328,7 +328,7 @@ def _export(arguments: Arguments) -> Iterator[str]:
 
             path = export_model(arguments.run, inspected.commit, target, advance=advance)
         else:
-            from hetseq.checkpoint.exporting import export
+            from hetseq.checkpoint.export import export
 
             path = export(inspected.commit, target, form=arguments.form, advance=advance)
     yield f"step {inspected.commit.identity.step} of {arguments.run} is in {path} ({arguments.form})"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from hetseq.checkpoint import Identity, Loaded
-from hetseq.checkpoint.parts import can_be_filled
+from hetseq.checkpoint.part_io import can_be_filled
 from hetseq.comm.directory_groups import Sharing, send_bytes, send_tensor
 from hetseq.metrics import row_key
 from hetseq.run_directory import RunDirectory, replace_file

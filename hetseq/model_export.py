@@ -13,8 +13,8 @@ from pathlib import Path
 from hetseq import config as options
 from hetseq import registry
 from hetseq.checkpoint import Commit
-from hetseq.checkpoint.exporting import export_by
-from hetseq.checkpoint.spans import Spans
+from hetseq.checkpoint.export import export_by
+from hetseq.checkpoint.tensor_reader import Spans
 from hetseq.errors import ConfigError
 from hetseq.parallel.replica import load_model_
 from hetseq.precision import PRECISIONS

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from hetseq.checkpoint.leftover_memory import await_writers, has_remains
 from hetseq.checkpoint.recovery import complete_newer
-from hetseq.checkpoint.remains import await_writers, has_remains
 from hetseq.cluster.membership.exit_status import WorkerEnd
 from hetseq.cluster.membership.run_directory_discovery import has_commits
 from hetseq.errors import HetSeqError

@@ -14,36 +14,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hetseq.checkpoint.choice import choose
     from hetseq.checkpoint.directory import Scan, attempts, is_committed, scan, step_of
-    from hetseq.checkpoint.engine import CheckpointManager
     from hetseq.checkpoint.history import read_history
-    from hetseq.checkpoint.loading import Loaded
-    from hetseq.checkpoint.reader import Inspected, inspect, verify
+    from hetseq.checkpoint.load import Loaded
+    from hetseq.checkpoint.manager import CheckpointManager
     from hetseq.checkpoint.records import Commit, Identity, TooNewError
     from hetseq.checkpoint.recovery import remove_all
     from hetseq.checkpoint.retention import Retention
-    from hetseq.checkpoint.saving import SaveResult
+    from hetseq.checkpoint.selection import choose
+    from hetseq.checkpoint.sync_save import SaveResult
+    from hetseq.checkpoint.verification import Inspected, inspect, verify
 
 _HOMES = {
-    "CheckpointManager": "engine",
+    "CheckpointManager": "manager",
     "Commit": "records",
     "Identity": "records",
-    "Inspected": "reader",
-    "Loaded": "loading",
+    "Inspected": "verification",
+    "Loaded": "load",
     "Retention": "retention",
-    "SaveResult": "saving",
+    "SaveResult": "sync_save",
     "Scan": "directory",
     "TooNewError": "records",
     "attempts": "directory",
-    "choose": "choice",
-    "inspect": "reader",
+    "choose": "selection",
+    "inspect": "verification",
     "is_committed": "directory",
     "read_history": "history",
     "remove_all": "recovery",
     "scan": "directory",
     "step_of": "directory",
-    "verify": "reader",
+    "verify": "verification",
 }
 
 __all__ = [

@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from hetseq.checkpoint.choice import choose
 from hetseq.checkpoint.records import DamagedError
-from hetseq.checkpoint.spans import Spans
+from hetseq.checkpoint.selection import choose
+from hetseq.checkpoint.tensor_reader import Spans
 from hetseq.errors import CheckpointError, CheckpointRefused
 
 logger = logging.getLogger(__name__)

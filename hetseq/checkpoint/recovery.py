@@ -28,7 +28,6 @@ from hetseq.checkpoint.directory import (
 )
 from hetseq.checkpoint.layout import Piece, whole_tensors
 from hetseq.checkpoint.part_format import check_sums, read_header
-from hetseq.checkpoint.reader import check_size, verify
 from hetseq.checkpoint.records import (
     RECORD_LIMIT,
     STATE_LIMIT,
@@ -40,6 +39,7 @@ from hetseq.checkpoint.records import (
     parse_state,
     sha256,
 )
+from hetseq.checkpoint.verification import check_size, verify
 from hetseq.errors import CheckpointError
 from hetseq.system.files import COMMIT_NAME, read_bounded, remove_attempt, sync_file
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from hetseq.checkpoint.arena import Arena
 from hetseq.checkpoint.layout import Piece
 from hetseq.checkpoint.part_format import header_bytes, in_file_order
-from hetseq.checkpoint.parts import dtype_of
+from hetseq.checkpoint.part_io import dtype_of
 
 logger = logging.getLogger(__name__)
 

@@ -29,11 +29,11 @@ from typing import Any
 
 from hetseq.checkpoint.arena import READY, WRITTEN, Arena
 from hetseq.checkpoint.directory import STATE_NAME, manifest_name, part_name
-from hetseq.checkpoint.part_writing import PartWriting
-from hetseq.checkpoint.publishing import Place, Publisher, write_manifest
-from hetseq.checkpoint.reader import patiently
+from hetseq.checkpoint.part_writer import PartWriting
+from hetseq.checkpoint.publish import Place, Publisher, write_manifest
 from hetseq.checkpoint.records import Attempt, Manifest, PartRecord
 from hetseq.checkpoint.retention import Retention
+from hetseq.checkpoint.verification import patiently
 from hetseq.system import faults
 from hetseq.system.files import sync_directory, write_new
 from hetseq.system.processes import ignore_stop_signals

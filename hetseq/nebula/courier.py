@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from hetseq.checkpoint.writer_process import WriterProcess
+from hetseq.checkpoint.writer_client import WriterProcess
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from hetseq.checkpoint.part_format import header_bytes, read_header
-from hetseq.checkpoint.parts import allocate, dtype_of, read_part
-from hetseq.checkpoint.reader import reason_of
+from hetseq.checkpoint.part_io import allocate, dtype_of, read_part
 from hetseq.checkpoint.records import DamagedError
+from hetseq.checkpoint.verification import reason_of
 from hetseq.errors import CheckpointError
 from hetseq.nebula.slots import Slot
 from hetseq.nebula.structure import rebuild

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hetseq.checkpoint.layout import Piece
-from hetseq.checkpoint.parts import spec_of, write_part
+from hetseq.checkpoint.part_io import spec_of, write_part
 from hetseq.checkpoint.records import sha256, utc_text
 from hetseq.checkpoint.snapshot import image_bytes
 from hetseq.errors import CheckpointError, DisagreementError

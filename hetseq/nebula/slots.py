@@ -20,8 +20,8 @@ from torch import Tensor
 
 from hetseq.checkpoint.arena import OVERHEAD_BYTES, READY, SHARED_MEMORY, WRITTEN, Arena
 from hetseq.checkpoint.layout import Piece
+from hetseq.checkpoint.leftover_memory import sweep
 from hetseq.checkpoint.part_format import in_file_order
-from hetseq.checkpoint.remains import sweep
 from hetseq.checkpoint.snapshot import Snapshot
 from hetseq.nebula.budget import Budget
 from hetseq.nebula.publishing import Place

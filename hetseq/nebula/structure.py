@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hetseq.checkpoint.parts import dtype_of, spec_of
+from hetseq.checkpoint.part_io import dtype_of, spec_of
 from hetseq.checkpoint.records import DamagedError
 
 _ALIGNMENT = 16  # bytes; the largest element there is

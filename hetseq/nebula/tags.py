@@ -22,7 +22,6 @@ from typing import Any, TypeGuard
 
 from hetseq.checkpoint.layout import escape, unescape
 from hetseq.checkpoint.part_format import check_sums, read_header
-from hetseq.checkpoint.reader import check_size, reason_of
 from hetseq.checkpoint.records import (
     CHUNK_BYTES,
     RECORD_LIMIT,
@@ -33,6 +32,7 @@ from hetseq.checkpoint.records import (
     sha256,
     unseal,
 )
+from hetseq.checkpoint.verification import check_size, reason_of
 from hetseq.errors import CheckpointError
 from hetseq.system.files import COMMIT_NAME, read_bounded
 

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from hetseq.checkpoint.arena import READY, Arena
-from hetseq.checkpoint.part_writing import PartWriting
+from hetseq.checkpoint.leftover_memory import sweep
+from hetseq.checkpoint.part_writer import PartWriting
 from hetseq.checkpoint.records import utc_text
-from hetseq.checkpoint.remains import sweep
 from hetseq.checkpoint.writer import Line
 from hetseq.errors import CheckpointError
 from hetseq.nebula.publishing import Place, Publisher

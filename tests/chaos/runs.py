@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hetseq.checkpoint import CheckpointManager, Retention
-from hetseq.checkpoint.remains import await_writers
+from hetseq.checkpoint.leftover_memory import await_writers
 from hetseq.comm.group import LocalGroup
 from hetseq.metrics import read_events, read_rows
 from hetseq.run_directory import RunDirectory

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.checkpoint.remains import ABANDONED_S, sweep
+from hetseq.checkpoint.leftover_memory import ABANDONED_S, sweep
 from hetseq.metrics import read_rows
 from hetseq.run_directory import RunDirectory
 from tests.chaos.killers import Killer

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.checkpoint.remains import await_writers
+from hetseq.checkpoint.leftover_memory import await_writers
 from hetseq.metrics import read_rows
 from hetseq.run_directory import RunDirectory
 from hetseq.testing import Faults

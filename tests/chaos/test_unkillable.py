@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.checkpoint.remains import await_writers
+from hetseq.checkpoint.leftover_memory import await_writers
 from hetseq.run_directory import RunDirectory
 from tests.chaos.ground import take_shared_files
 from tests.chaos.runs import Outcome, _events, _rows, _tensors, verdict, words
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.netns, pytest.mark.timeout(180)]
 STEPS = 120
 TASK = """
 import os
-from hetseq.checkpoint import writer_process
+from hetseq.checkpoint import writer_client as writer_process
 from tests.chaos.ledger_task import Ledger, numbers
 
 writer_process._SILENCE_S, writer_process._LOOK_S = 3.0, 0.5  # a quarter of an hour is too long for a test

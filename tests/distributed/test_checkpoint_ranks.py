@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hetseq.checkpoint import SaveResult
-from hetseq.checkpoint.recall import find_states
-from hetseq.checkpoint.remains import Remains
+from hetseq.checkpoint.leftover_memory import Remains
+from hetseq.checkpoint.memory_recovery import find_states
 from hetseq.errors import CheckpointRefused, PeerLostError
 from tests.support.checkpoints import checked_step, contents, folder, keep, keeping, loaded_step, manager, save
 from tests.support.ranks import run_ranks

@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from hetseq import config as options
-from hetseq.checkpoint import CheckpointManager, Identity, Loaded, saving
+from hetseq.checkpoint import CheckpointManager, Identity, Loaded
+from hetseq.checkpoint import sync_save as saving
 from hetseq.checkpoint.records import seal, unseal
 from hetseq.comm import directory_groups as sharing_module
 from hetseq.comm.directory_groups import everything_shared, send_bytes, send_tensor, share

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.checkpoint.remains import Remains
+from hetseq.checkpoint.leftover_memory import Remains
 from hetseq.errors import HetSeqError
 from hetseq.run_directory import RunDirectory
 from tests.support.commands import WarmLauncher

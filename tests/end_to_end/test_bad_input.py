@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from hetseq import cli
-from hetseq.checkpoint.remains import Remains
+from hetseq.checkpoint.leftover_memory import Remains
 from hetseq.run_directory import RunDirectory
 from tests.support.commands import TRAIN, Finished, WarmLauncher, run_command, start_command
 from tests.support.refusals import BASE, COLD_S, TWO, check_refusal, contents, rows, train, write_task

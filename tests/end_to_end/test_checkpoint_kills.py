@@ -32,7 +32,7 @@ import pytest
 
 from hetseq.checkpoint import CheckpointManager, Identity, Retention, SaveResult
 from hetseq.checkpoint.arena import Arena
-from hetseq.checkpoint.rows import Row, exchange
+from hetseq.checkpoint.rank_messages import Row, exchange
 from hetseq.errors import CheckpointError
 from tests.support.checkpoints import LINEAGE, checked_step, fork, loaded_step, manager, save, tensors_of
 from tests.support.police import adopt_orphans

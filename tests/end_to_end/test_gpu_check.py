@@ -98,7 +98,12 @@ BREAKS = {
         "source + 1 for _, source in pairs",
         "states: 0 of 3",
     ),
-    "resume": ("hetseq/checkpoint/recall.py", "return whole_states(", "return [] and whole_states(", "from memory: no"),
+    "resume": (
+        "hetseq/checkpoint/memory_recovery.py",
+        "return whole_states(",
+        "return [] and whole_states(",
+        "from memory: no",
+    ),
     "precision": (
         "tasks/bert_packing.py",
         "[row] + column)",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.checkpoint.remains import has_remains
+from hetseq.checkpoint.leftover_memory import has_remains
 from hetseq.metrics import read_events, read_rows
 from hetseq.run_directory import RunDirectory
 from tests.support.commands import Finished, WarmLauncher

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from hetseq.checkpoint.arena import Arena
-from hetseq.checkpoint.remains import Remains
+from hetseq.checkpoint.leftover_memory import Remains
 from hetseq.run_directory import RunDirectory
 from tests.support import forked
 from tests.support.commands import TRAIN, Finished

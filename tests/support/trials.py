@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from hetseq.checkpoint import CheckpointManager, Loaded, Retention
-from hetseq.checkpoint.remains import await_writers
+from hetseq.checkpoint.leftover_memory import await_writers
 from hetseq.comm.group import LocalGroup
 from hetseq.errors import HetSeqError
 from hetseq.metrics import read_events, read_rows

@@ -10,7 +10,7 @@ import torch
 
 from hetseq.bars import bar
 from hetseq.checkpoint import verify
-from hetseq.checkpoint.exporting import export
+from hetseq.checkpoint.export import export
 from tests.support.elsewhere import save_state
 
 

@@ -198,7 +198,7 @@ def test_a_run_of_which_nothing_verifies_does_not_start_anew_unsaid(run: Path) -
 
 @pytest.mark.fault("FT-13")
 def test_one_rank_that_cannot_read_makes_all_fall_back(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hetseq.checkpoint import loading
+    from hetseq.checkpoint import load as loading
 
     real = loading.read
     bad = folder(run, 2)

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
-from hetseq.checkpoint import Commit, layout, records, saving, spans
+from hetseq.checkpoint import Commit, layout, records
 from hetseq.checkpoint import dcp as ours
+from hetseq.checkpoint import sync_save as saving
+from hetseq.checkpoint import tensor_reader as spans
 from hetseq.checkpoint.dcp import HetSeqReader
-from hetseq.checkpoint.reader import Inspected
+from hetseq.checkpoint.verification import Inspected
 from hetseq.errors import CheckpointError, CheckpointRefused
 from tests.support.checkpoints import contents, folder
 from tests.support.elsewhere import UNEQUAL, as_empty, differing, odd_state, save_state

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
 from hetseq.checkpoint import Commit
-from hetseq.checkpoint.exporting import export
+from hetseq.checkpoint.export import export
 from hetseq.errors import CheckpointError, ConfigError
 from tasks.mnist import DigitsNet
 from tests.support.checkpoints import Disk
@@ -315,7 +315,7 @@ def test_an_interrupt_leaves_nothing(
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hetseq.checkpoint.exporting.sync_directory", interrupt)
+    monkeypatch.setattr("hetseq.checkpoint.export.sync_directory", interrupt)
     with pytest.raises(KeyboardInterrupt):
         export(commit, tmp_path / "out", form=form)
     assert left_in(tmp_path) == ["run"]

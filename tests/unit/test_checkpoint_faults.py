@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from hetseq.checkpoint import Retention, publishing
+from hetseq.checkpoint import Retention
+from hetseq.checkpoint import publish as publishing
 from tests.support.checkpoints import Disk, contents, folder, fork, loaded_step, manager, reap, save, together
 
 

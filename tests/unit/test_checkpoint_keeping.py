@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetseq.checkpoint import CheckpointManager, Identity, SaveResult, background, snapshot
+from hetseq.checkpoint import CheckpointManager, Identity, SaveResult, snapshot
 from hetseq.checkpoint import arena as arena_module
-from hetseq.checkpoint import writer_process as process_module
+from hetseq.checkpoint import async_save as background
+from hetseq.checkpoint import writer_client as process_module
 from hetseq.checkpoint.arena import OVERHEAD_BYTES, Arena
-from hetseq.checkpoint.recall import whole_states
-from hetseq.checkpoint.remains import Remains
+from hetseq.checkpoint.leftover_memory import Remains
+from hetseq.checkpoint.memory_recovery import whole_states
 from hetseq.cluster.membership.step_commit import CommitRow, Measured, Vote, Wish, resolve
 from tests.support.checkpoints import (
     LINEAGE,

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq.checkpoint import Identity, Loaded, parts
+from hetseq.checkpoint import Identity, Loaded
+from hetseq.checkpoint import part_io as parts
 from hetseq.checkpoint.layout import Piece
 from hetseq.checkpoint.part_format import read_header
-from hetseq.checkpoint.parts import allocate, read_part, spec_of, write_part
+from hetseq.checkpoint.part_io import allocate, read_part, spec_of, write_part
 from hetseq.checkpoint.records import DamagedError
 from hetseq.errors import CheckpointRefused
 from tests.support.checkpoints import LINEAGE, folder, manager, save, tensors_of, together

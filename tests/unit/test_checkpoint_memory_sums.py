@@ -8,7 +8,7 @@ import zlib
 
 import pytest
 
-from hetseq.checkpoint.memory_sums import chunk_sum, image_sums
+from hetseq.checkpoint.memory_checksums import chunk_sum, image_sums
 from hetseq.checkpoint.records import CHUNK_BYTES
 
 ROW = 8192  # bytes

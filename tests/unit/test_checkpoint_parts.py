@@ -13,10 +13,11 @@ import safetensors
 import safetensors.torch
 import torch
 
-from hetseq.checkpoint import part_format, parts
+from hetseq.checkpoint import part_format
+from hetseq.checkpoint import part_io as parts
 from hetseq.checkpoint.layout import divide
 from hetseq.checkpoint.part_format import check_sums, read_header
-from hetseq.checkpoint.parts import allocate, read_part, spec_of, write_part
+from hetseq.checkpoint.part_io import allocate, read_part, spec_of, write_part
 from hetseq.checkpoint.records import DamagedError
 
 

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq.checkpoint import CheckpointManager, Identity, Loaded, background, recall
+from hetseq.checkpoint import CheckpointManager, Identity, Loaded
 from hetseq.checkpoint import arena as arena_module
+from hetseq.checkpoint import async_save as background
+from hetseq.checkpoint import memory_recovery as recall
 from hetseq.checkpoint.arena import OVERHEAD_BYTES, PAGE, RECORD_BYTES, Arena
-from hetseq.checkpoint.recall import LeftState, believed, choose_state, find_states, whole_states
-from hetseq.checkpoint.remains import LeftPart
+from hetseq.checkpoint.leftover_memory import LeftPart
+from hetseq.checkpoint.memory_recovery import LeftState, believed, choose_state, find_states, whole_states
 from hetseq.errors import CheckpointRefused
 from tests.support.checkpoints import (
     NoWriter,

@@ -105,7 +105,7 @@ def test_a_run_killed_before_its_first_commit_goes_on_from_the_whole_attempt(tmp
 def test_what_a_disk_refuses_at_the_start_is_a_warning(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from hetseq.checkpoint import engine
+    from hetseq.checkpoint import manager as engine
 
     def refuse(*_: Any) -> Any:
         raise OSError(5, "Input/output error")

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from hetseq.checkpoint import arena as arena_module
-from hetseq.checkpoint import remains
+from hetseq.checkpoint import leftover_memory as remains
 from hetseq.checkpoint.arena import PAGE, RECORD_BYTES, Arena
-from hetseq.checkpoint.memory_sums import image_sums
+from hetseq.checkpoint.leftover_memory import ABANDONED_S, Remains, await_writers, directory_mark, has_remains, sweep
+from hetseq.checkpoint.memory_checksums import image_sums
 from hetseq.checkpoint.records import CHUNK_BYTES, Attempt, Identity
-from hetseq.checkpoint.remains import ABANDONED_S, Remains, await_writers, directory_mark, has_remains, sweep
 from tests.support.checkpoints import LINEAGE, SMALL, fork, held, manager, reap
 
 

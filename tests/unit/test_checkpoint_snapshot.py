@@ -15,12 +15,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hetseq.checkpoint import part_writing, snapshot
+from hetseq.checkpoint import part_writer as part_writing
+from hetseq.checkpoint import snapshot
 from hetseq.checkpoint.arena import Arena
 from hetseq.checkpoint.layout import Piece, divide
 from hetseq.checkpoint.part_format import check_sums
-from hetseq.checkpoint.part_writing import PartWriting
-from hetseq.checkpoint.parts import _DTYPE, spec_of, write_part
+from hetseq.checkpoint.part_io import _DTYPE, spec_of, write_part
+from hetseq.checkpoint.part_writer import PartWriting
 from hetseq.checkpoint.records import CHUNK_BYTES, DamagedError
 from hetseq.checkpoint.snapshot import Snapshot, image_bytes
 from tests.support import cuda_errors

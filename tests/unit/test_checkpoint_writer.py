@@ -24,25 +24,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetseq.checkpoint import (
-    CheckpointManager,
-    Identity,
-    Retention,
-    SaveResult,
-    part_writing,
-    reader,
-    snapshot,
-    writer_process,
-)
+from hetseq.checkpoint import CheckpointManager, Identity, Retention, SaveResult, snapshot
 from hetseq.checkpoint import arena as arena_module
+from hetseq.checkpoint import part_writer as part_writing
+from hetseq.checkpoint import verification as reader
 from hetseq.checkpoint import writer as writer_module
+from hetseq.checkpoint import writer_client as writer_process
 from hetseq.checkpoint.arena import READY, Arena
 from hetseq.checkpoint.history import HISTORY_NAME, read_history
-from hetseq.checkpoint.part_writing import PartWriting
-from hetseq.checkpoint.publishing import Place
+from hetseq.checkpoint.part_writer import PartWriting
+from hetseq.checkpoint.publish import Place
 from hetseq.checkpoint.records import CHUNK_BYTES
 from hetseq.checkpoint.writer import Line, Writer, setting_of
-from hetseq.checkpoint.writer_process import WriterProcess
+from hetseq.checkpoint.writer_client import WriterProcess
 from tests.support.checkpoints import (
     LINEAGE,
     checked_step,

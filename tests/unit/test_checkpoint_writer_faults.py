@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from hetseq.checkpoint import CheckpointManager, Identity, Retention, SaveResult, writer_process
+from hetseq.checkpoint import CheckpointManager, Identity, Retention, SaveResult
+from hetseq.checkpoint import writer_client as writer_process
 from hetseq.checkpoint.history import HISTORY_NAME, read_history
 from tests.support.checkpoints import LINEAGE, contents, folder, loaded_step, manager, tensors_of, together
 from tests.support.shim import Action, Shim, compiled, compiler
@@ -217,7 +218,7 @@ def test_each_call_of_the_writers_of_two_ranks_may_be_the_one(start: Start, acti
 def test_what_flushes_a_large_part_on_the_way_may_fail_too(
     start: Start, monkeypatch: pytest.MonkeyPatch, flush: str
 ) -> None:
-    narrow = "import hetseq.checkpoint.part_writing as part_writing; part_writing.WINDOW_BYTES = 1 << 20; "
+    narrow = "import hetseq.checkpoint.part_writer as part_writing; part_writing.WINDOW_BYTES = 1 << 20; "
     narrow += "part_writing._set_direct = lambda *_: False; "  # past the page cache there is nothing to flush
     if flush == "fdatasync":  # as where the C library has no sync_file_range
         narrow += "part_writing._sync_file_range = None; "

@@ -495,9 +495,9 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Path, str]]:
         calls.append((commit.identity.step, target, form))
         return target
 
-    stand_in = types.ModuleType("hetseq.checkpoint.exporting")
+    stand_in = types.ModuleType("hetseq.checkpoint.export")
     stand_in.export = export  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "hetseq.checkpoint.exporting", stand_in)
+    monkeypatch.setitem(sys.modules, "hetseq.checkpoint.export", stand_in)
     return calls
 
 

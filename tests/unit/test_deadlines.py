@@ -23,11 +23,11 @@ hetseq/board.py
         leaves behind at its deadline
 hetseq/parallel/buffers.py
     BufferKeeper.finish: _pending.wait: the collective got the deadline of its group
-hetseq/checkpoint/background.py
+hetseq/checkpoint/async_save.py
     Background.finish: _writer.answer: a writer that says nothing for 900 s, or takes nothing for 10, is given up
-hetseq/checkpoint/part_writing.py
+hetseq/checkpoint/part_writer.py
     PartWriting.run: summing.join: the thread computes, and waits for nobody but the disk
-hetseq/checkpoint/parts.py
+hetseq/checkpoint/part_io.py
     copy_part: with PoolExecutor: the thread computes, and waits for nobody but the disk
     copy_part: done.result: the thread computes, and waits for nobody but the disk
     _Pass.run: other.join: whoever reads has put in the last word on both roads out
@@ -145,7 +145,7 @@ hetseq/boundary.py
     _writing: held while a status file is written; a mount that hangs holds whoever writes it, lock or not
 hetseq/checkpoint/writer.py
     _sending: held while a line is sent, whose end `HARMLESS` tells
-hetseq/checkpoint/writer_process.py
+hetseq/checkpoint/writer_client.py
     _lock: held while a line is sent, as above
 hetseq/cluster/rendezvous/channel.py
     _accepting: `accept` holds it until its deadline, and `close` wakes it before

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from hetseq.checkpoint.layout import Piece, TensorSpec
-from hetseq.checkpoint.memory_sums import chunk_sum
+from hetseq.checkpoint.memory_checksums import chunk_sum
 from hetseq.checkpoint.part_format import ChunkSums, PartHeader, header_bytes, in_file_order
 from hetseq.checkpoint.records import CHUNK_BYTES, DamagedError
 from hetseq.system.files import creating, reading, write_all

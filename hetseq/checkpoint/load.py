@@ -19,16 +19,16 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hetseq.checkpoint.choice import IN_MEMORY, NOWHERE, Choice, choose, describe, locate, none_verifies
+from hetseq.checkpoint.context import Setting
 from hetseq.checkpoint.directory import part_name, read_commit
 from hetseq.checkpoint.layout import TensorSpec
-from hetseq.checkpoint.parts import allocate, can_be_filled, read_part
-from hetseq.checkpoint.reader import Inspected, inspect, patiently, reason_of, verify
-from hetseq.checkpoint.recall import LeftState, believed, choose_state, recall
+from hetseq.checkpoint.leftover_memory import Remains
+from hetseq.checkpoint.memory_recovery import LeftState, believed, choose_state, recall
+from hetseq.checkpoint.part_io import allocate, can_be_filled, read_part
+from hetseq.checkpoint.rank_messages import Row, exchange, failure_row, first_failure
 from hetseq.checkpoint.records import Attempt, DamagedError, Identity, TooNewError
-from hetseq.checkpoint.remains import Remains
-from hetseq.checkpoint.rows import Row, exchange, failure_row, first_failure
-from hetseq.checkpoint.setting import Setting
+from hetseq.checkpoint.selection import IN_MEMORY, NOWHERE, Choice, choose, describe, locate, none_verifies
+from hetseq.checkpoint.verification import Inspected, inspect, patiently, reason_of, verify
 from hetseq.errors import CheckpointError, CheckpointRefused
 
 logger = logging.getLogger(__name__)

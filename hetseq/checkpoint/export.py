@@ -20,7 +20,7 @@ import torch
 
 from hetseq.checkpoint.part_format import HEADER_LIMIT
 from hetseq.checkpoint.records import STATE_KEY, Commit
-from hetseq.checkpoint.spans import Spans
+from hetseq.checkpoint.tensor_reader import Spans
 from hetseq.errors import CheckpointError, ConfigError
 from hetseq.system.files import creating, make_directory, sync_directory, write_all, write_new
 

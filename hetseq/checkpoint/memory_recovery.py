@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from hetseq.checkpoint.layout import TensorSpec, whole_tensors
+from hetseq.checkpoint.leftover_memory import LeftPart, Remains
 from hetseq.checkpoint.part_format import parse_header
-from hetseq.checkpoint.parts import copy_part
+from hetseq.checkpoint.part_io import copy_part
+from hetseq.checkpoint.rank_messages import Row, RowGroup, exchange
 from hetseq.checkpoint.records import Attempt, Commit, DamagedError, parse_state
-from hetseq.checkpoint.remains import LeftPart, Remains
-from hetseq.checkpoint.rows import Row, RowGroup, exchange
 
 logger = logging.getLogger(__name__)
 

@@ -17,23 +17,23 @@ from typing import Any
 from torch import Tensor
 
 from hetseq.checkpoint.arena import arena_bytes, check_memory, node_name
-from hetseq.checkpoint.background import Background
+from hetseq.checkpoint.async_save import Background
 from hetseq.checkpoint.bandwidth import better_weights
-from hetseq.checkpoint.choice import describe
+from hetseq.checkpoint.context import Setting
 from hetseq.checkpoint.directory import scan, write_latest
 from hetseq.checkpoint.layout import Piece
-from hetseq.checkpoint.loading import Load, Loaded
-from hetseq.checkpoint.publishing import Place, Publisher
-from hetseq.checkpoint.reader import verify
-from hetseq.checkpoint.recall import LeftState, believed, find_states
+from hetseq.checkpoint.leftover_memory import Remains, await_writers
+from hetseq.checkpoint.load import Load, Loaded
+from hetseq.checkpoint.memory_recovery import LeftState, believed, find_states
+from hetseq.checkpoint.publish import Place, Publisher
+from hetseq.checkpoint.rank_messages import Row, RowGroup, exchange, failure_row, first_failure
 from hetseq.checkpoint.records import Commit, Identity, check_state
 from hetseq.checkpoint.recovery import complete_newer, newest_verified, remove_litter, remove_temporaries
-from hetseq.checkpoint.remains import Remains, await_writers
 from hetseq.checkpoint.retention import Retention
-from hetseq.checkpoint.rows import Row, RowGroup, exchange, failure_row, first_failure
-from hetseq.checkpoint.saving import Layout, Save, SaveResult, lay_out, make_plan
-from hetseq.checkpoint.setting import Setting
+from hetseq.checkpoint.selection import describe
 from hetseq.checkpoint.snapshot import image_bytes
+from hetseq.checkpoint.sync_save import Layout, Save, SaveResult, lay_out, make_plan
+from hetseq.checkpoint.verification import verify
 
 logger = logging.getLogger(__name__)
 

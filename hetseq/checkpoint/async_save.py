@@ -25,17 +25,17 @@ from typing import Any
 from torch import Tensor
 
 from hetseq.checkpoint.arena import EMPTY, STATE_BYTES, Arena
+from hetseq.checkpoint.context import Setting
 from hetseq.checkpoint.layout import Piece
-from hetseq.checkpoint.memory_sums import image_sums
-from hetseq.checkpoint.publishing import Publisher
+from hetseq.checkpoint.leftover_memory import directory_mark
+from hetseq.checkpoint.memory_checksums import image_sums
+from hetseq.checkpoint.publish import Publisher
+from hetseq.checkpoint.rank_messages import Row, exchange, failure_row, first_failure
 from hetseq.checkpoint.records import Attempt, PartRecord, sha256, state_bytes, utc_text
-from hetseq.checkpoint.remains import directory_mark
-from hetseq.checkpoint.rows import Row, exchange, failure_row, first_failure
-from hetseq.checkpoint.saving import Plan, Save, SaveResult, check_agreement, history_row, say
-from hetseq.checkpoint.setting import Setting
 from hetseq.checkpoint.snapshot import Snapshot, image_bytes
+from hetseq.checkpoint.sync_save import Plan, Save, SaveResult, check_agreement, history_row, say
 from hetseq.checkpoint.writer import setting_of
-from hetseq.checkpoint.writer_process import WriterProcess
+from hetseq.checkpoint.writer_client import WriterProcess
 
 logger = logging.getLogger(__name__)
 

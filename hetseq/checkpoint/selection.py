@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hetseq.checkpoint.directory import attempt_name, is_committed, parse_attempt_name, read_commit, scan, step_of
-from hetseq.checkpoint.publishing import CHECKPOINTS_NAME
+from hetseq.checkpoint.publish import CHECKPOINTS_NAME
 from hetseq.checkpoint.records import Commit
 from hetseq.errors import CheckpointError, CheckpointRefused
 from hetseq.system.files import read_into, reading

@@ -17,12 +17,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hetseq.checkpoint.choice import describe
 from hetseq.checkpoint.directory import part_name
 from hetseq.checkpoint.layout import TensorSpec
-from hetseq.checkpoint.parts import allocate
-from hetseq.checkpoint.reader import inspect
+from hetseq.checkpoint.part_io import allocate
 from hetseq.checkpoint.records import CHUNK_BYTES, Commit, DamagedError
+from hetseq.checkpoint.selection import describe
+from hetseq.checkpoint.verification import inspect
 from hetseq.system.files import read_into, reading
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetseq.checkpoint.publishing import Place
-from hetseq.checkpoint.rows import RowGroup
+from hetseq.checkpoint.publish import Place
+from hetseq.checkpoint.rank_messages import RowGroup
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from hetseq.checkpoint.directory import (
 )
 from hetseq.checkpoint.history import HISTORY_NAME, append_history
 from hetseq.checkpoint.part_format import read_header
-from hetseq.checkpoint.reader import check_size, inspect_manifest, patiently, verify
 from hetseq.checkpoint.records import Attempt, Commit, DamagedError, Manifest, PartRecord, sha256
 from hetseq.checkpoint.recovery import remove_all, remove_litter
 from hetseq.checkpoint.retention import Kept, Retention, superseded
+from hetseq.checkpoint.verification import check_size, inspect_manifest, patiently, verify
 from hetseq.errors import CheckpointError
 from hetseq.system.files import free_bytes, make_directory, sync_directory, write_new
 

@@ -17,11 +17,12 @@ from typing import Any
 
 from torch import Tensor
 
+from hetseq.checkpoint.context import Setting
 from hetseq.checkpoint.directory import part_name
 from hetseq.checkpoint.layout import Piece, TensorSpec, divide
-from hetseq.checkpoint.parts import spec_of, write_part
-from hetseq.checkpoint.publishing import Publisher, write_manifest
-from hetseq.checkpoint.reader import patiently
+from hetseq.checkpoint.part_io import spec_of, write_part
+from hetseq.checkpoint.publish import Publisher, write_manifest
+from hetseq.checkpoint.rank_messages import Row, exchange, failure_row, first_failure
 from hetseq.checkpoint.records import (
     KINDS,
     Attempt,
@@ -33,8 +34,7 @@ from hetseq.checkpoint.records import (
     state_bytes,
     utc_text,
 )
-from hetseq.checkpoint.rows import Row, exchange, failure_row, first_failure
-from hetseq.checkpoint.setting import Setting
+from hetseq.checkpoint.verification import patiently
 from hetseq.errors import DisagreementError
 from hetseq.system.files import sync_directory
 
