@@ -319,7 +319,7 @@ def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Trainin
     from hetseq import config as options
     from hetseq import session
     from hetseq.material import load_material
-    from hetseq.metrics import Metrics
+    from hetseq.monitor.metrics import Metrics
     from hetseq.run_directory import RunDirectory
     from hetseq.throttle import Throttle
 

@@ -38,7 +38,7 @@ from workloads import Workload
 from hetseq import config as options
 from hetseq.comm.group import LocalGroup
 from hetseq.material import load_material
-from hetseq.metrics import Metrics
+from hetseq.monitor.metrics import Metrics
 from hetseq.run_directory import RunDirectory
 from hetseq.session import build_session
 from hetseq.system.processes import keep_freed_memory

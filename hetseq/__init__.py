@@ -23,9 +23,9 @@ if TYPE_CHECKING:
         RendezvousError,
         TaskError,
     )
+    from hetseq.monitor.report.recorded import RecordedRun, load_run
     from hetseq.parallel.gradient_memory import empty_gradient
     from hetseq.registry import register_lr_scheduler, register_optimizer, register_task
-    from hetseq.report.recorded import RecordedRun, load_run
     from hetseq.task import Task
 
 __version__ = "2.0.0.dev0"
@@ -41,12 +41,12 @@ _HOMES = {
     "HetSeqReader": "checkpoint.dcp",
     "MissingSplitError": "errors",
     "OptimizationConfig": "config.sections",
-    "RecordedRun": "report.recorded",
+    "RecordedRun": "monitor.report.recorded",
     "RendezvousError": "errors",
     "Task": "task",
     "TaskError": "errors",
     "empty_gradient": "parallel.gradient_memory",
-    "load_run": "report.recorded",
+    "load_run": "monitor.report.recorded",
     "option": "config.sections",
     "register_lr_scheduler": "registry",
     "register_optimizer": "registry",

@@ -18,18 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from hetseq.accounting import account
 from hetseq.balance.noise_scale import NoiseScale
 from hetseq.cluster.membership.step_commit import Verdict, Wish
 from hetseq.comm.directory_groups import Sharing
 from hetseq.config.sections import ValidationConfig
 from hetseq.controller import Controller, StepResult, TrainingState
 from hetseq.errors import ConfigError
-from hetseq.metrics import Metrics
+from hetseq.monitor.metrics import Metrics
+from hetseq.monitor.status import RunStatus
+from hetseq.monitor.step_time import account
 from hetseq.pace import Shift
 from hetseq.replica_check import ReplicaCheck
 from hetseq.run_directory import RunDirectory, StatusFile
-from hetseq.run_status import RunStatus
 from hetseq.saving import Saved, Saver, draw_nonce
 from hetseq.succession import Due
 from hetseq.system.rank_phase import Phase, Stand, amid

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hetseq.bars import bar
 from hetseq.config import HelpRequested
 from hetseq.config.command_line import Argument, Command, Option
 from hetseq.errors import CheckpointError, CheckpointRefused, ConfigError, RunDirectoryError
+from hetseq.monitor.progress_bar import bar
 from hetseq.registry import nearest
 from hetseq.run_directory import RunDirectory
 from hetseq.which_run import existing_run

@@ -28,7 +28,7 @@ COMMANDS = {
     "plan": ("hetseq.whatif:run_plan", "how fast a run would be with other shares or other ranks"),
     "simulate": ("hetseq.whatif:run_simulate", "how fast a cluster would be that is described in a YAML file"),
     "checkpoints": ("hetseq.checkpoints:run", "list, show, verify, prune or export the checkpoints of a run"),
-    "report": ("hetseq.report.writing:run", "write report.html of a run, or compare two runs"),
+    "report": ("hetseq.monitor.report.command:run", "write report.html of a run, or compare two runs"),
     "doctor": ("hetseq.doctor:run", "is this node fit for a training, and what to do about it"),
     "top": ("hetseq.top:run", "what a run does now: its step, its ranks, who is slow or gone"),
     "drop": ("hetseq.drop:run", "take a node out of a run that goes on without it"),

@@ -23,7 +23,7 @@ from hetseq import config as options
 from hetseq.config.command_line import Argument, Command
 from hetseq.errors import HetSeqError
 from hetseq.launch import launch
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 
 _SLOW_DOWN = 3
 _EPOCHS, _STEPS_PER_EPOCH = 12, 12  # 1,437 digits in batches of 128

@@ -22,7 +22,7 @@ import torch
 from hetseq.checkpoint import Identity, Loaded
 from hetseq.checkpoint.part_io import can_be_filled
 from hetseq.comm.directory_groups import Sharing, send_bytes, send_tensor
-from hetseq.metrics import row_key
+from hetseq.monitor.metrics import row_key
 from hetseq.run_directory import RunDirectory, replace_file
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from typing import Any
 
 from hetseq.checkpoint import Commit, Inspected, attempts, inspect, is_committed, read_history, scan
 from hetseq.errors import CheckpointError
+from hetseq.monitor.tables import Cells, table
 from hetseq.run_directory import RunDirectory, json_line
-from hetseq.tables import Cells, table
 
 _SHOWN_TENSORS = 5
 #: entries of state.json that `show` names, if they are there

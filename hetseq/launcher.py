@@ -45,7 +45,7 @@ from hetseq.config import dump_yaml
 from hetseq.config.sections import Config
 from hetseq.drop import is_asked
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, HetSeqError, RendezvousError
-from hetseq.progress import takes_text
+from hetseq.monitor.progress import takes_text
 from hetseq.run_directory import RunDirectory
 from hetseq.standstill import Standstill
 from hetseq.system.processes import ECHO_S, first_stop_signal, ringing_on_signals

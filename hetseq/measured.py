@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetseq.accounting import TOLD, TOLD_OF_STAIRS, known_cost
 from hetseq.balance.shares import Cost
 from hetseq.balance.simulation import RankModel, predict, ring_factor
 from hetseq.errors import ConfigError
-from hetseq.metrics import read_rows
-from hetseq.rank_table import with_present_micro_batches
+from hetseq.monitor.metrics import read_rows
+from hetseq.monitor.rank_table import with_present_micro_batches
+from hetseq.monitor.step_time import TOLD, TOLD_OF_STAIRS, known_cost
 from hetseq.which_run import existing_run
 
 _ROWS = 50  # how many of the last steps are looked at

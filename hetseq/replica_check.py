@@ -27,7 +27,7 @@ import torch
 from hetseq.comm.directory_groups import send_bytes, send_tensor
 from hetseq.comm.group import AnyGroup, gather_floats
 from hetseq.errors import DisagreementError, HetSeqError
-from hetseq.metrics import Metrics
+from hetseq.monitor.metrics import Metrics
 from hetseq.parallel.replica import Replica
 
 logger = logging.getLogger(__name__)

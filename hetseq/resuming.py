@@ -32,7 +32,7 @@ from hetseq.controller import TrainingState
 from hetseq.data.plan import GlobalBatch, Position
 from hetseq.errors import CheckpointError, CheckpointMismatch, CheckpointRefused, PeerLostError
 from hetseq.handover import complete_rows, send_checkpoint
-from hetseq.metrics import Metrics
+from hetseq.monitor.metrics import Metrics
 from hetseq.parallel.replica import Replica
 from hetseq.run_directory import RunDirectory
 from hetseq.saving import STATE_VERSION, Provenance, Saver, read_state, saved_batch

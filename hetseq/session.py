@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from hetseq import registry
-from hetseq.advice import Setting
 from hetseq.balance.cost_meter import AtOnce, complete_costs
 from hetseq.boundary import RunBoundary, StatusFiles
 from hetseq.cluster.membership.decide import Update
@@ -33,8 +32,10 @@ from hetseq.device_memo import DeviceMemo
 from hetseq.errors import CheckpointMismatch, ConfigError, DisagreementError
 from hetseq.large_batch import Course, advice, scale_in_words, scaled
 from hetseq.material import Material
-from hetseq.metrics import Metrics
 from hetseq.micro_batches import MicroBatchSizes
+from hetseq.monitor.advice import Setting
+from hetseq.monitor.metrics import Metrics
+from hetseq.monitor.status import RunStatus
 from hetseq.optim import parameter_groups
 from hetseq.pace import FixedPace, MeasuredPace, Pace, assigner, assigner_by
 from hetseq.parallel.buffers import BufferKeeper
@@ -44,7 +45,6 @@ from hetseq.planning import check_best_metric, make_validators, planner_of, weig
 from hetseq.replica_check import ReplicaCheck, ReplicasDiffer, kind_of
 from hetseq.resuming import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory
-from hetseq.run_status import RunStatus
 from hetseq.saving import Provenance, Saver, saved_batch
 from hetseq.share import ShareComputer
 from hetseq.succession import Carried, Due, Inherited, Succession, hand_over

@@ -27,8 +27,8 @@ import numpy as np
 
 from hetseq.config.command_line import Argument, Command, Option, seconds
 from hetseq.errors import ConfigError
-from hetseq.progress import terminal
-from hetseq.rank_table import (
+from hetseq.monitor.progress import terminal
+from hetseq.monitor.rank_table import (
     OVERHEAD_LINES,
     RankSummary,
     Signs,
@@ -37,7 +37,7 @@ from hetseq.rank_table import (
     table_lines,
     with_slots,
 )
-from hetseq.run_status import RunFacts, read_facts
+from hetseq.monitor.status import RunFacts, read_facts
 from hetseq.system.rank_phase import state_of_process
 from hetseq.system.terminal import ending_once, keys, stepping_aside
 from hetseq.which_run import existing_run

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from hetseq.errors import RunDirectoryError
-from hetseq.report.writing import report_if_nobody_does, reporting, written
+from hetseq.monitor.report.command import report_if_nobody_does, reporting, written
 from hetseq.run_directory import RunDirectory
 
 _LOOK_S = 1.0

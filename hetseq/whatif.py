@@ -26,8 +26,8 @@ from hetseq.cluster_file import Experiment, read_experiment
 from hetseq.config.command_line import Argument, Command, Option
 from hetseq.errors import ConfigError
 from hetseq.measured import Measured, named, read_measured
+from hetseq.monitor.tables import Cells, table
 from hetseq.run_directory import RunDirectory
-from hetseq.tables import Cells, table
 
 _MOST_TIMES = 1e6
 _LEARNED, _LEAST_LEARNED = 60_000, 10

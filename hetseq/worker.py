@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 from hetseq import sweep
-from hetseq.board import hyperparameters
 from hetseq.catalogue import text_of
 from hetseq.cluster.membership.assignment import Crew, Placement
 from hetseq.cluster.membership.decide import Record, Report
@@ -52,9 +51,11 @@ from hetseq.errors import (
 from hetseq.fingerprint import rank_fields
 from hetseq.line import Alone, Line
 from hetseq.material import load_material
-from hetseq.metrics import Metrics
+from hetseq.monitor.metrics import Metrics
+from hetseq.monitor.rank_log import RankOutput
+from hetseq.monitor.tensorboard import hyperparameters
+from hetseq.monitor.versions import gather_versions
 from hetseq.pulse import Pulse
-from hetseq.rank_output import RankOutput
 from hetseq.replica_check import ReplicasDiffer
 from hetseq.run_directory import RunDirectory
 from hetseq.saving import Saver
@@ -66,7 +67,6 @@ from hetseq.system import rank_phase as whereabouts
 from hetseq.system.device_memory import is_exhausted, where_exhausted
 from hetseq.system.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_with_pipe, keep_freed_memory
 from hetseq.system.rank_phase import Cell, Phase
-from hetseq.versions import gather_versions
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from hetseq.tables import table
+from hetseq.monitor.tables import table
 from tests.support.docs import ROOT, SHELLS, Block, blocks, expanded
 from tests.support.reader import Reader
 

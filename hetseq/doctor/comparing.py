@@ -14,7 +14,7 @@ from hetseq.doctor.exchange import AllReduce, Way, corrected, judge_all_reduce, 
 from hetseq.doctor.facts import Facts
 from hetseq.doctor.findings import Finding, size
 from hetseq.doctor.prediction import Candidate, candidates_of
-from hetseq.tables import table
+from hetseq.monitor.tables import table
 
 _UNEVEN = 0.5  # of the median stream
 _SLOW_BYTES_PER_S = 100e6  # a gigabit

@@ -20,10 +20,10 @@ from torch import nn
 
 from hetseq.comm.group import has_gloo
 from hetseq.doctor.facts import Burn, Device
+from hetseq.monitor.versions import torch_build
 from hetseq.system import device_memory as memory
 from hetseq.system import matmul_backend as products
 from hetseq.system.gpu import is_built_for
-from hetseq.versions import torch_build
 
 _WIDTH = 512
 _SMALL, _LARGE = 16, 256  # samples of a step

@@ -18,11 +18,11 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetseq import probe, registry
-from hetseq.bars import bar
 from hetseq.config.sections import Config
 from hetseq.data.fetch import seed_everything
 from hetseq.data.plan import epoch_order
 from hetseq.errors import TaskError
+from hetseq.monitor.progress_bar import bar
 from hetseq.parallel.replica import check_model
 from hetseq.selftest import checks
 from hetseq.selftest.bench import Bench, Measured, Reader, gradient_difference, loss_difference

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 
-from hetseq.tables import table
+from hetseq.monitor.tables import table
 
 
 @dataclass(frozen=True)

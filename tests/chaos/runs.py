@@ -20,7 +20,7 @@ import torch
 from hetseq.checkpoint import CheckpointManager, Retention
 from hetseq.checkpoint.leftover_memory import await_writers
 from hetseq.comm.group import LocalGroup
-from hetseq.metrics import read_events, read_rows
+from hetseq.monitor.metrics import read_events, read_rows
 from hetseq.run_directory import RunDirectory
 from tests.chaos.killers import Killer, OneByOne
 from tests.chaos.ledger_task import Ledger

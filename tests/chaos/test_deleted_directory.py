@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetseq.checkpoint.leftover_memory import ABANDONED_S, sweep
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 from hetseq.run_directory import RunDirectory
 from tests.chaos.killers import Killer
 from tests.chaos.runs import PARAMETER_BAR, Chaos, Outcome, parameter_distance

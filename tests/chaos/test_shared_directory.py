@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from hetseq.checkpoint.leftover_memory import await_writers
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 from hetseq.run_directory import RunDirectory
 from hetseq.testing import Faults
 from tests.chaos.ground import take_shared_files

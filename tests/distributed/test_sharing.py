@@ -28,7 +28,7 @@ from hetseq.config.sections import LogConfig
 from hetseq.errors import HetSeqError
 from hetseq.handover import complete_rows, send_checkpoint
 from hetseq.material import load_material
-from hetseq.metrics import Metrics, read_events, read_rows
+from hetseq.monitor.metrics import Metrics, read_events, read_rows
 from hetseq.resuming import Offer, best_offer
 from hetseq.run_directory import RunDirectory
 from hetseq.session import build_session

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 from tests.support import bert, bert_records, forked
 from tests.support.commands import run_command
 from tests.support.trials import curve, is_bit_equal, last_state, run_trial, start_trial

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.metrics import read_events, read_rows
+from hetseq.monitor.metrics import read_events, read_rows
 from tests.support.nodes import Nodes, Stock
 from tests.support.places import PLACES
 from tests.support.shim import compiled, compiler

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_FAILED, EXIT_USAGE
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 from tests.support.commands import ROOT
 from tests.support.differing import write_what
 from tests.support.nodes import Node, Nodes, listening

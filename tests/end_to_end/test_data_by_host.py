@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hetseq.errors import EXIT_DISAGREE, EXIT_STOPPED
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 from tests.support.nodes import Node, Nodes, Stock
 from tests.support.parts import TASK, write_parts
 from tests.support.places import directory

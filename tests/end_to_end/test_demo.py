@@ -10,7 +10,7 @@ import pytest
 from hetseq import demo
 from hetseq.cli import main
 from hetseq.errors import ConfigError
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 from tests.support.commands import HETSEQ, run_command
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 from tests.support.nodes import Nodes
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ import pytest
 
 from hetseq.drop import drop
 from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_USAGE, ConfigError
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 from tests.support.hosts import Host, two_hosts
 from tests.support.nodes import Ended, Node, Nodes, Process, Stock
 from tests.support.places import free_port

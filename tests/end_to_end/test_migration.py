@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hetseq
-from hetseq.report.compare import compare
+from hetseq.monitor.report.compare import compare
 from tests.support import forked
 from tests.support.commands import HETSEQ, ROOT, run_command
 from tests.support.places import free_port

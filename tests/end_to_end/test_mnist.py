@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 from tests.support.commands import run_command
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from hetseq import load_run
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 from tests.support import bert
 from tests.support.commands import ROOT
 from tests.support.nodes import Node, Nodes, Stock, listening

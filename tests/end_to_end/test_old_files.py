@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 from tests.support import forked
 from tests.support.commands import HETSEQ, Finished, run_command
 from tests.support.old_files import describe, digest, losses, planted, runs, told, unpack

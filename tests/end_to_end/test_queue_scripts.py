@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 from tests.support.commands import ROOT
 from tests.unit.test_script import program
 

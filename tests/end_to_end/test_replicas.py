@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hetseq.checkpoint.leftover_memory import has_remains
-from hetseq.metrics import read_events, read_rows
+from hetseq.monitor.metrics import read_events, read_rows
 from hetseq.run_directory import RunDirectory
 from tests.support.commands import Finished, WarmLauncher
 from tests.support.refusals import TWO

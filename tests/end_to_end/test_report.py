@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import hetseq
-from hetseq.report.compare import compare
-from hetseq.report.page import repeat_lines
-from hetseq.report.writing import run
+from hetseq.monitor.report.command import run
+from hetseq.monitor.report.compare import compare
+from hetseq.monitor.report.page import repeat_lines
 from tests.support import forked
 from tests.support.commands import HETSEQ, run_command
 from tests.support.recorded import HISTORY, step_row, validation_row, write_run

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 from tests.support import forked
 from tests.support.commands import HETSEQ
 from tests.support.trials import curve, events, start_trial, until, validations

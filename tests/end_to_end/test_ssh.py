@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 from tests.support.commands import HETSEQ, Finished, run_command, start_command
 from tests.unit.test_script import program
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hetseq.cluster.rendezvous.channel import ChannelClosed, Listener
 from hetseq.cluster.rendezvous.secret import derive_key, load_secret
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 from tests.support.nodes import Node, Nodes, Stock, living_under
 from tests.support.places import PLACES, Place
 from tests.support.strangers import (

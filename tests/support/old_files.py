@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from hetseq import CheckpointError
-from hetseq.metrics import read_rows
+from hetseq.monitor.metrics import read_rows
 from tests.support.commands import HETSEQ, start_command
 from tests.support.trials import MARK, Trial, checkpoints
 

@@ -12,7 +12,7 @@ from hetseq import config as options
 from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import LogConfig
 from hetseq.material import load_material
-from hetseq.metrics import Metrics
+from hetseq.monitor.metrics import Metrics
 from hetseq.run_directory import RunDirectory
 from hetseq.session import Session, build_session
 from tests.support import toys

@@ -23,7 +23,7 @@ from hetseq.checkpoint import CheckpointManager, Loaded, Retention
 from hetseq.checkpoint.leftover_memory import await_writers
 from hetseq.comm.group import LocalGroup
 from hetseq.errors import HetSeqError
-from hetseq.metrics import read_events, read_rows
+from hetseq.monitor.metrics import read_events, read_rows
 from hetseq.run_directory import RunDirectory
 from tests.support.commands import TRAIN, Command, Finished, start_command
 

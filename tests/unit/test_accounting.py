@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetseq.accounting import account, busy_s
 from hetseq.balance.shares import Cost
 from hetseq.cluster.membership.step_commit import CommitRow, Measured, Vote, Wish
+from hetseq.monitor.step_time import account, busy_s
 
 
 def rows_of(ranks: Sequence[Measured]) -> list[CommitRow]:

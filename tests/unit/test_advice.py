@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hetseq.advice import ADVICE_STEPS, Adviser, Setting, advise
-from hetseq.rank_table import RankSummary, summarise
+from hetseq.monitor.advice import ADVICE_STEPS, Adviser, Setting, advise
+from hetseq.monitor.rank_table import RankSummary, summarise
 
 GIB = 2**30
 AUTO = Setting("runs/a", "auto")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetseq.bars import bar
 from hetseq.checkpoint import verify
 from hetseq.checkpoint.export import export
+from hetseq.monitor.progress_bar import bar
 from tests.support.elsewhere import save_state
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from hetseq.board import Hyperparameters, hyperparameters
 from hetseq.config import parse
 from hetseq.config.sections import LogConfig
-from hetseq.metrics import Metrics
+from hetseq.monitor.metrics import Metrics
+from hetseq.monitor.tensorboard import Hyperparameters, hyperparameters
 from hetseq.run_directory import RunDirectory
 
 pytest.importorskip("tensorboard")

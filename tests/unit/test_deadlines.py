@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: module; function, call: why it ends, although nothing there says when
 HARMLESS = """
-hetseq/board.py
+hetseq/monitor/tensorboard.py
     Opening.board: _thread.join: an import, awaited by the thread that writes rows alone, which `_Recorder.close`
         leaves behind at its deadline
 hetseq/parallel/buffers.py
@@ -100,7 +100,7 @@ hetseq/line.py
     Line.send: _connection.send_bytes: the launcher reads all the time; when it ends, this process is killed
     Line._listen: _connection.recv_bytes: a thread that listens; the launcher reads all the time; when it ends,
         this process is killed
-hetseq/metrics.py
+hetseq/monitor/metrics.py
     _Recorder._run: _wakeup.wait_for: an idle thread; `close` leaves it behind at its deadline
 hetseq/nebula/courier.py
     Courier.close: _thread.join: a writer that says nothing for 900 s, or takes nothing for 10, is given up
@@ -165,7 +165,7 @@ hetseq/data/fetch_schedule.py
 hetseq/line.py
     _changed: held for a few lines that wait for nothing
     _sending: held while a word is sent, whose end `HARMLESS` tells
-hetseq/metrics.py
+hetseq/monitor/metrics.py
     _wakeup: held for a few lines that wait for nothing
 hetseq/nebula/courier.py
     _changed: held for a few lines that wait for nothing

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from hetseq import append_file as append_module
-from hetseq import board as board_module
-from hetseq import metrics as metrics_module
 from hetseq.config.sections import LogConfig
-from hetseq.metrics import Metrics, read_events, read_rows
+from hetseq.monitor import append_file as append_module
+from hetseq.monitor import metrics as metrics_module
+from hetseq.monitor import tensorboard as board_module
+from hetseq.monitor.metrics import Metrics, read_events, read_rows
 from hetseq.run_directory import RunDirectory, json_line, write_all
 
 Make = Callable[..., Metrics]

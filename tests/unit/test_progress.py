@@ -15,7 +15,7 @@ import pytest
 
 from hetseq import launcher
 from hetseq.config.sections import LogConfig
-from hetseq.progress import (
+from hetseq.monitor.progress import (
     LiveProgress,
     PlainProgress,
     ProgressHandler,
@@ -319,7 +319,7 @@ def full_pipe() -> Iterator[tuple[TextIO, BinaryIO]]:
 
 
 def test_a_reader_that_has_stopped_is_waited_for_a_moment_and_misses_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetseq.progress._PATIENCE_S", 0.01)
+    monkeypatch.setattr("hetseq.monitor.progress._PATIENCE_S", 0.01)
     with full_pipe() as (stream, reader):
         progress = PlainProgress(stream, total_steps=None, every_steps=1, now=Clock())
         progress.step(row(1))

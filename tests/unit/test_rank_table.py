@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hetseq.rank_table import OVERHEAD_LINES, Row, rank_speeds, ranks_that_matter, summarise, table_lines
+from hetseq.monitor.rank_table import OVERHEAD_LINES, Row, rank_speeds, ranks_that_matter, summarise, table_lines
 
 GIB = 2**30
 

@@ -15,13 +15,13 @@ import pytest
 
 import hetseq
 from hetseq.errors import ConfigError
-from hetseq.report import writing
-from hetseq.report.charts import COLUMNS, Bar, Curve, bar_chart, labelled, line_chart, path_of, thinned, ticks
-from hetseq.report.compare import compare, comparison_page
-from hetseq.report.page import aligned, bands_of, duration, repeat_lines, report_page
-from hetseq.report.recorded import RecordedRun
-from hetseq.report.remedies import incident_of
-from hetseq.report.writing import reporting, run
+from hetseq.monitor.report import command as writing
+from hetseq.monitor.report.charts import COLUMNS, Bar, Curve, bar_chart, labelled, line_chart, path_of, thinned, ticks
+from hetseq.monitor.report.command import reporting, run
+from hetseq.monitor.report.compare import compare, comparison_page
+from hetseq.monitor.report.event_text import incident_of
+from hetseq.monitor.report.page import aligned, bands_of, duration, repeat_lines, report_page
+from hetseq.monitor.report.recorded import RecordedRun
 from hetseq.run_directory import RunDirectory
 from tests.support.recorded import CONFIG, HISTORY, step_row, validation_row, write_run
 

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from hetseq import run_directory
-from hetseq.advice import Setting
 from hetseq.boundary import StatusFiles
 from hetseq.errors import ConfigError
+from hetseq.monitor.advice import Setting
+from hetseq.monitor.status import RunStatus, read_facts
 from hetseq.run_directory import RunDirectory
-from hetseq.run_status import RunStatus, read_facts
 from hetseq.system.rank_phase import Phase, Stand
 from hetseq.top import Lookout, parse, run, view
 

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from hetseq import upkeep as module
-from hetseq.append_file import AppendFile
 from hetseq.errors import RunDirectoryError
+from hetseq.monitor.append_file import AppendFile
 from hetseq.run_directory import RunDirectory, replace_file
 from hetseq.upkeep import looked_after, taken_over, upkeep
 from tests.support.recorded import step_row

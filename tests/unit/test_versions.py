@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import hetseq
-from hetseq import versions
 from hetseq.comm.group import LocalGroup
-from hetseq.report.page import report_page
-from hetseq.report.recorded import load_run
-from hetseq.report.software import software
-from hetseq.versions import by_node, commit_of, driver_version, gather_versions, versions_of
+from hetseq.monitor import versions
+from hetseq.monitor.report.page import report_page
+from hetseq.monitor.report.recorded import load_run
+from hetseq.monitor.report.software import software
+from hetseq.monitor.versions import by_node, commit_of, driver_version, gather_versions, versions_of
 from tests.support.recorded import step_row, write_run
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hetseq.append_file import AppendFile
 from hetseq.config.sections import Config
-from hetseq.progress import samples_per_second, validation_numbers
-from hetseq.rank_table import Row, rank_speeds
+from hetseq.monitor.append_file import AppendFile
+from hetseq.monitor.progress import samples_per_second, validation_numbers
+from hetseq.monitor.rank_table import Row, rank_speeds
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hetseq.advice import ADVICE_STEPS, Advice, Adviser, Setting
-from hetseq.rank_table import MEDIAN_STEPS, Numbers, RankSummary, Row, summarise
+from hetseq.monitor.advice import ADVICE_STEPS, Advice, Adviser, Setting
+from hetseq.monitor.rank_table import MEDIAN_STEPS, Numbers, RankSummary, Row, summarise
 
 _ADVICE_INTERVAL_S = 5.0
 _ETA_STEPS = 50  # as in the live line

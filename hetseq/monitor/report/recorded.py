@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from hetseq.checkpoint.history import COLUMNS, read_history
 from hetseq.errors import ConfigError
-from hetseq.metrics import row_key
+from hetseq.monitor.metrics import row_key
 from hetseq.which_run import existing_run
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class RecordedRun:
 
     def _repr_html_(self) -> str:
         """The curve of the loss as a picture, for notebooks."""
-        from hetseq.report.page import notebook_view
+        from hetseq.monitor.report.page import notebook_view
 
         return notebook_view(self)
 

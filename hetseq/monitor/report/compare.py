@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from hetseq.report.charts import Curve, line_chart, number
-from hetseq.report.page import document, section, table
-from hetseq.report.recorded import Floats, Integers, RecordedRun
+from hetseq.monitor.report.charts import Curve, line_chart, number
+from hetseq.monitor.report.page import document, section, table
+from hetseq.monitor.report.recorded import Floats, Integers, RecordedRun
 
 #: keys that say where a run lives, not what it computes
 _OWN_PLACE = ("save_dir",)

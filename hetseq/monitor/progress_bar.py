@@ -75,7 +75,7 @@ class _Shown:
             from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn
             from rich.progress import TimeRemainingColumn as LeftColumn
 
-            from hetseq.progress import terminal
+            from hetseq.monitor.progress import terminal
         except ImportError:
             self.is_wanted = False
             return None

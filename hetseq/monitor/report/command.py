@@ -20,9 +20,9 @@ from pathlib import Path
 
 from hetseq.config.command_line import Argument, Command, Option
 from hetseq.errors import ConfigError, RunDirectoryError
-from hetseq.report.compare import compare, comparison_page
-from hetseq.report.page import report_page
-from hetseq.report.recorded import load_run
+from hetseq.monitor.report.compare import compare, comparison_page
+from hetseq.monitor.report.page import report_page
+from hetseq.monitor.report.recorded import load_run
 from hetseq.run_directory import RunDirectory, replace_file, utc_now
 
 COMMAND = Command(

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from hetseq.report.charts import COLOURS, COLUMNS, STYLE, Band, Bar, Curve, bar_chart, line_chart, number
-from hetseq.report.recorded import Floats, RecordedRun, names_of
-from hetseq.report.remedies import ROUTINE, incident_of, skipped_steps
-from hetseq.report.software import software
+from hetseq.monitor.report.charts import COLOURS, COLUMNS, STYLE, Band, Bar, Curve, bar_chart, line_chart, number
+from hetseq.monitor.report.event_text import ROUTINE, incident_of, skipped_steps
+from hetseq.monitor.report.recorded import Floats, RecordedRun, names_of
+from hetseq.monitor.report.software import software
 
 _MOST_ROWS = 60  # of a table: the first ones and the last ones
 _MOST_BARS = 64

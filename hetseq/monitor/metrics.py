@@ -44,12 +44,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
 
-from hetseq.advice import Advice
-from hetseq.append_file import MOST_WAITING_BYTES, TAIL_BYTES, AppendFile
-from hetseq.board import Board, Hyperparameters, Opening, add_to_board
 from hetseq.config.sections import LogConfig
-from hetseq.progress import LiveProgress, PlainProgress, ProgressHandler, progress_for
-from hetseq.rank_table import Row
+from hetseq.monitor.advice import Advice
+from hetseq.monitor.append_file import MOST_WAITING_BYTES, TAIL_BYTES, AppendFile
+from hetseq.monitor.progress import LiveProgress, PlainProgress, ProgressHandler, progress_for
+from hetseq.monitor.rank_table import Row
+from hetseq.monitor.tensorboard import Board, Hyperparameters, Opening, add_to_board
 from hetseq.run_directory import RunDirectory, json_line, utc_now
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetseq.accounting import TOLD, TOLD_OF_STAIRS, known_cost
 from hetseq.balance.shares import NEGLIGIBLE_GAIN
 from hetseq.balance.simulation import RankModel, best_shares, predict, ring_factor
-from hetseq.rank_table import Numbers, RankSummary
+from hetseq.monitor.rank_table import Numbers, RankSummary
+from hetseq.monitor.step_time import TOLD, TOLD_OF_STAIRS, known_cost
 
 ADVICE_STEPS = 20  # that an advice rests upon: the first shares of a run, and one slow read, are behind it then
 

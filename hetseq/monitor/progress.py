@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, Protocol, TextIO
 
 from hetseq.config.sections import LogConfig
-from hetseq.rank_table import (
+from hetseq.monitor.rank_table import (
     MEDIAN_STEPS,
     OVERHEAD_LINES,
     RankSummary,
