@@ -38,16 +38,16 @@ from hetseq.comm.group import LocalGroup
 from hetseq.data.fetch import seed_everything
 from hetseq.data.loader import MicroBatch, StepData, place_on
 from hetseq.data.plan import MicroBatchCap, StepPlan
-from hetseq.micro_batches import MicroBatchSizes
-from hetseq.optim import parameter_groups
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import Gradients
 from hetseq.parallel.replica import Replica, trained_parameters
-from hetseq.precision import PRECISIONS
-from hetseq.share import ShareComputer
-from hetseq.stopwatch import MicroBatchClock
 from hetseq.system import device_memory as memory
 from hetseq.task import make_task
+from hetseq.training.micro_batch_size import MicroBatchSizes
+from hetseq.training.optim import parameter_groups
+from hetseq.training.precision import PRECISIONS
+from hetseq.training.share import ShareComputer
+from hetseq.training.stopwatch import MicroBatchClock
 from tasks.bert import BertTask
 from tasks.bert_model import BertConfig, BertForPreTraining
 from tasks.bert_packing import pack

@@ -321,7 +321,7 @@ def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Trainin
     from hetseq.material import load_material
     from hetseq.monitor.metrics import Metrics
     from hetseq.run_directory import RunDirectory
-    from hetseq.throttle import Throttle
+    from hetseq.training.throttle import Throttle
 
     throttles: list[Throttle] = []
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from hetseq.data.loader import place_on
-from hetseq.precision import PRECISIONS
+from hetseq.training.precision import PRECISIONS
 from tasks.bert_data import load_bert
 from tasks.bert_model import BertConfig, BertForPreTraining
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from hetseq.checkpoint import CheckpointManager
     from hetseq.checkpoint.dcp import HetSeqReader
     from hetseq.config.sections import Config, OptimizationConfig, option
-    from hetseq.controller import Controller
     from hetseq.errors import (
         CheckpointError,
         ConfigError,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from hetseq.parallel.gradient_memory import empty_gradient
     from hetseq.registry import register_lr_scheduler, register_optimizer, register_task
     from hetseq.task import Task
+    from hetseq.training.controller import Controller
 
 __version__ = "2.0.0.dev0"
 
@@ -35,7 +35,7 @@ _HOMES = {
     "CheckpointManager": "checkpoint",
     "Config": "config.sections",
     "ConfigError": "errors",
-    "Controller": "controller",
+    "Controller": "training.controller",
     "DataError": "errors",
     "HetSeqError": "errors",
     "HetSeqReader": "checkpoint.dcp",

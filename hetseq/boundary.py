@@ -22,18 +22,18 @@ from hetseq.balance.noise_scale import NoiseScale
 from hetseq.cluster.membership.step_commit import Verdict, Wish
 from hetseq.comm.directory_groups import Sharing
 from hetseq.config.sections import ValidationConfig
-from hetseq.controller import Controller, StepResult, TrainingState
 from hetseq.errors import ConfigError
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.monitor.step_time import account
-from hetseq.pace import Shift
-from hetseq.replica_check import ReplicaCheck
 from hetseq.run_directory import RunDirectory, StatusFile
 from hetseq.saving import Saved, Saver, draw_nonce
 from hetseq.succession import Due
 from hetseq.system.rank_phase import Phase, Stand, amid
-from hetseq.validation import Validator
+from hetseq.training.controller import Controller, StepResult, TrainingState
+from hetseq.training.replica_check import ReplicaCheck
+from hetseq.training.share_policy import Shift
+from hetseq.training.validation import Validator
 
 _ABOUT_BYTES = 512
 _NONCES = 2**63

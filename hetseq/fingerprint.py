@@ -45,8 +45,8 @@ from hetseq.config.sections import Config
 from hetseq.data.fetch import base_order, seed_everything
 from hetseq.data.plan import derive_seed, epoch_order
 from hetseq.errors import DataError
-from hetseq.optim import learning_rates
 from hetseq.task import lengths_of
+from hetseq.training.optim import learning_rates
 
 _SAMPLES = 32
 _PATIENCE_S = 3.0  # for the samples of all splits; a data set on a slow disk tells fewer of them

@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 
-from hetseq import compiling, probe, registry
+from hetseq import registry
 from hetseq.config.sections import Config, DataConfig
 from hetseq.data.fetch import seed_everything
 from hetseq.data.loader import Source, place_on
 from hetseq.errors import MissingSplitError
 from hetseq.fingerprint import data_digest
 from hetseq.parallel.replica import batch_norms, check_model
-from hetseq.precision import PRECISIONS, Precision
 from hetseq.task import Task, build_model, collater_of, counts_of, load_split, make_task
+from hetseq.training import compile as compiling
+from hetseq.training import task_checks as probe
+from hetseq.training.precision import PRECISIONS, Precision
 
 logger = logging.getLogger(__name__)
 

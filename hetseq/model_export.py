@@ -17,9 +17,9 @@ from hetseq.checkpoint.export import export_by
 from hetseq.checkpoint.tensor_reader import Spans
 from hetseq.errors import ConfigError
 from hetseq.parallel.replica import load_model_
-from hetseq.precision import PRECISIONS
 from hetseq.system.files import sync_file
 from hetseq.task import build_model, is_overridden, make_task
+from hetseq.training.precision import PRECISIONS
 
 
 def export_model(run: Path, commit: Commit, target: Path, *, advance: Callable[[int], None]) -> Path:

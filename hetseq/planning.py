@@ -18,9 +18,9 @@ from hetseq.data.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planne
 from hetseq.data.shards import Shards
 from hetseq.errors import ConfigError
 from hetseq.material import Material
-from hetseq.micro_batches import MicroBatchSizes
 from hetseq.task import lengths_of
-from hetseq.validation import Validator
+from hetseq.training.micro_batch_size import MicroBatchSizes
+from hetseq.training.validation import Validator
 
 
 def planner_of(

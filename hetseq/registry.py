@@ -38,13 +38,13 @@ _INCLUDED: dict[str, dict[str, str]] = {
         "gpt": "tasks.gpt:GptTask",
         "mnist": "tasks.mnist:MNISTTask",
     },
-    "optimizer": {name: f"hetseq.optim:{name}" for name in ("adam", "adamw", "sgd", "adadelta", "lamb")},
+    "optimizer": {name: f"hetseq.training.optim:{name}" for name in ("adam", "adamw", "sgd", "adadelta", "lamb")},
     "lr_scheduler": {
-        "polynomial": "hetseq.lr_scheduler:polynomial",
-        "PolynomialDecayScheduler": "hetseq.lr_scheduler:polynomial",
-        "polynomial_from_zero": "hetseq.lr_scheduler:polynomial_from_zero",
-        "constant": "hetseq.lr_scheduler:constant",
-        "cosine": "hetseq.lr_scheduler:cosine",
+        "polynomial": "hetseq.training.lr_scheduler:polynomial",
+        "PolynomialDecayScheduler": "hetseq.training.lr_scheduler:polynomial",
+        "polynomial_from_zero": "hetseq.training.lr_scheduler:polynomial_from_zero",
+        "constant": "hetseq.training.lr_scheduler:constant",
+        "cosine": "hetseq.training.lr_scheduler:cosine",
     },
 }
 #: dataclasses of included tasks' own options, in modules without torch; those of the rest are in `hetseq.config.sections`

@@ -28,7 +28,6 @@ from hetseq.checkpoint import CheckpointManager, Loaded, Retention, TooNewError
 from hetseq.comm.directory_groups import Sharing
 from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import CheckpointConfig, flag
-from hetseq.controller import TrainingState
 from hetseq.data.plan import GlobalBatch, Position
 from hetseq.errors import CheckpointError, CheckpointMismatch, CheckpointRefused, PeerLostError
 from hetseq.handover import complete_rows, send_checkpoint
@@ -36,6 +35,7 @@ from hetseq.monitor.metrics import Metrics
 from hetseq.parallel.replica import Replica
 from hetseq.run_directory import RunDirectory
 from hetseq.saving import STATE_VERSION, Provenance, Saver, read_state, saved_batch
+from hetseq.training.controller import TrainingState
 
 logger = logging.getLogger(__name__)
 

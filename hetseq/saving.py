@@ -21,12 +21,12 @@ from hetseq.checkpoint import CheckpointManager, Identity, Loaded, SaveResult
 from hetseq.cluster.membership.step_commit import parse_lineage
 from hetseq.comm.directory_groups import Sharing
 from hetseq.config.sections import CheckpointConfig
-from hetseq.controller import TrainingState
 from hetseq.data.plan import GlobalBatch, Position
 from hetseq.parallel.replica import Replica
-from hetseq.precision import LossScale
 from hetseq.run_directory import jsonable
 from hetseq.system import faults
+from hetseq.training.controller import TrainingState
+from hetseq.training.precision import LossScale
 
 logger = logging.getLogger(__name__)
 

@@ -24,32 +24,32 @@ from hetseq.cluster.membership.step_commit import Wish
 from hetseq.comm.directory_groups import Sharing, everything_shared, send_tensor
 from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import CheckpointConfig, Config, DataConfig, OptimizationConfig
-from hetseq.controller import Controller, Halt, TrainingState
 from hetseq.data.loader import StepLoader
 from hetseq.data.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
-from hetseq.device_memo import DeviceMemo
 from hetseq.errors import CheckpointMismatch, ConfigError, DisagreementError
-from hetseq.large_batch import Course, advice, scale_in_words, scaled
 from hetseq.material import Material
-from hetseq.micro_batches import MicroBatchSizes
 from hetseq.monitor.advice import Setting
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
-from hetseq.optim import parameter_groups
-from hetseq.pace import FixedPace, MeasuredPace, Pace, assigner, assigner_by
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import gradients_of
 from hetseq.parallel.replica import Replica, batch_norms, trained_parameters
 from hetseq.planning import check_best_metric, make_validators, planner_of, weights_by_slot
-from hetseq.replica_check import ReplicaCheck, ReplicasDiffer, kind_of
 from hetseq.resuming import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory
 from hetseq.saving import Provenance, Saver, saved_batch
-from hetseq.share import ShareComputer
 from hetseq.succession import Carried, Due, Inherited, Succession, hand_over
 from hetseq.system.device_memory import in_use_bytes, limit_bytes
-from hetseq.throttle import Throttle
+from hetseq.training.controller import Controller, Halt, TrainingState
+from hetseq.training.device_memo import DeviceMemo
+from hetseq.training.lr_scaling import Course, advice, scale_in_words, scaled
+from hetseq.training.micro_batch_size import MicroBatchSizes
+from hetseq.training.optim import parameter_groups
+from hetseq.training.replica_check import ReplicaCheck, ReplicasDiffer, kind_of
+from hetseq.training.share import ShareComputer
+from hetseq.training.share_policy import FixedPace, MeasuredPace, Pace, assigner, assigner_by
+from hetseq.training.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

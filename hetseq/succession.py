@@ -22,13 +22,13 @@ from hetseq.balance.cost_meter import CostMeter
 from hetseq.checkpoint import Identity, Loaded
 from hetseq.cluster.membership.decide import Record
 from hetseq.comm.directory_groups import Sharing, send_bytes
-from hetseq.controller import TrainingState
 from hetseq.errors import DisagreementError, PeerLostError
 from hetseq.handover import send_checkpoint
 from hetseq.parallel.replica import Replica
-from hetseq.replica_check import checksums
 from hetseq.saving import Provenance, Saver, batch_record, describe, read_state, saved_batch
 from hetseq.system import faults
+from hetseq.training.controller import TrainingState
+from hetseq.training.replica_check import checksums
 
 logger = logging.getLogger(__name__)
 

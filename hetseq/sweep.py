@@ -35,7 +35,7 @@ from hetseq.run_directory import RunDirectory, json_line, write_all
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import Phase
 from hetseq.task import Task, is_overridden, lengths_of, make_task, no_predictions
-from hetseq.validation import Validator
+from hetseq.training.validation import Validator
 
 logger = logging.getLogger(__name__)
 

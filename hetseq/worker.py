@@ -36,7 +36,6 @@ from hetseq.comm.directory_groups import Sharing, everything_shared, share
 from hetseq.comm.group import AnyGroup, LocalGroup, Meeting, connect
 from hetseq.config import with_own_options
 from hetseq.config.sections import CheckpointConfig, Config
-from hetseq.controller import Halt
 from hetseq.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -56,7 +55,6 @@ from hetseq.monitor.rank_log import RankOutput
 from hetseq.monitor.tensorboard import hyperparameters
 from hetseq.monitor.versions import gather_versions
 from hetseq.pulse import Pulse
-from hetseq.replica_check import ReplicasDiffer
 from hetseq.run_directory import RunDirectory
 from hetseq.saving import Saver
 from hetseq.session import Session, build_session
@@ -67,6 +65,8 @@ from hetseq.system import rank_phase as whereabouts
 from hetseq.system.device_memory import is_exhausted, where_exhausted
 from hetseq.system.processes import ECHO_S, STOP_SIGNALS, die_with_parent, die_with_pipe, keep_freed_memory
 from hetseq.system.rank_phase import Cell, Phase
+from hetseq.training.controller import Halt
+from hetseq.training.replica_check import ReplicasDiffer
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ import torch
 from hetseq.data.fetch import Fetcher, Request, base_order, seed_everything
 from hetseq.data.loader import place_on
 from hetseq.data.plan import Indices, Order, derive_seed
-from hetseq.probe import changed_terms
 from hetseq.selftest.cuts import Cut, micro_batches
 from hetseq.selftest.still import held_still, widths
 from hetseq.task import Task, check_sums, counts_of
+from hetseq.training.task_checks import changed_terms
 
 _EPOCH = 1
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hetseq import probe, registry
+from hetseq import registry
 from hetseq.config.sections import Config
 from hetseq.data.fetch import seed_everything
 from hetseq.data.plan import epoch_order
@@ -32,6 +32,7 @@ from hetseq.selftest.elsewhere import Answer, of_processes, presented
 from hetseq.selftest.findings import Finding, Report, TermRow
 from hetseq.selftest.still import Narrowing
 from hetseq.task import Task, build_model, collater_of, load_split, make_task
+from hetseq.training import task_checks as probe
 
 logger = logging.getLogger(__name__)
 

@@ -22,11 +22,11 @@ from hetseq.comm.group import AnyGroup
 from hetseq.data.plan import StepPlan
 from hetseq.errors import DisagreementError
 from hetseq.material import load_material
-from hetseq.pace import MeasuredPace, Shift
 from hetseq.run_directory import RunDirectory
 from hetseq.session import Session, build_session
-from hetseq.share import Part
 from hetseq.task import make_task
+from hetseq.training.share import Part
+from hetseq.training.share_policy import MeasuredPace, Shift
 from tests.support import oracle, toys
 from tests.support.ranks import RankRaised, run_ranks
 from tests.support.training import Facts, Recorder, facts_of, prepared, toy_words

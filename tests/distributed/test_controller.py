@@ -186,7 +186,7 @@ class Poisoning:
 def train_poisoned(group: AnyGroup, save_dir: str, words: Words, task_class: type[Task], steps: int) -> Poisoning:
     session = session_of(group, save_dir, words, task_class)
     controller, seen = session.controller, Poisoning([], [], [], [], [], [], None)
-    log, keeping = logging.getLogger("hetseq.controller"), Keeping()
+    log, keeping = logging.getLogger("hetseq.training.controller"), Keeping()
     log.addHandler(keeping)
     log.setLevel(logging.INFO)
     try:

@@ -25,13 +25,13 @@ from hetseq.comm.group import AnyGroup
 from hetseq.data.plan import MicroBatchCap
 from hetseq.errors import DeviceMemoryError, HetSeqError, PeerLostError
 from hetseq.material import load_material
-from hetseq.micro_batches import MicroBatchSizes
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.run_directory import RunDirectory
 from hetseq.session import build_session
-from hetseq.share import ShareComputer
 from hetseq.system import device_memory as memory
 from hetseq.task import make_task
+from hetseq.training.micro_batch_size import MicroBatchSizes
+from hetseq.training.share import ShareComputer
 from tests.support import cuda_errors, toys
 from tests.support.hungry import (
     CALM,

@@ -12,13 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from hetseq import Task, replica_check
+from hetseq import Task
 from hetseq.checkpoint import CheckpointManager, Retention
 from hetseq.comm.group import AnyGroup, LocalGroup
 from hetseq.errors import DisagreementError, HetSeqError
-from hetseq.replica_check import ReplicaCheck, ReplicasDiffer
 from hetseq.run_directory import RunDirectory
 from hetseq.session import Session
+from hetseq.training import replica_check
+from hetseq.training.replica_check import ReplicaCheck, ReplicasDiffer
 from tests.support.lives import Line, begin, words
 from tests.support.logs import KeepingLines
 from tests.support.ranks import run_ranks
@@ -92,7 +93,7 @@ def tensors_of(session: Session) -> dict[str, torch.Tensor]:
 
 def live(group: AnyGroup, save_dir: str, case: Case) -> Life:
     life, recorder = Life(), Recorder()
-    log, keeping = logging.getLogger("hetseq.replica_check"), KeepingLines(life.lines)
+    log, keeping = logging.getLogger("hetseq.training.replica_check"), KeepingLines(life.lines)
     log.addHandler(keeping)
     log.setLevel(logging.INFO)
     session = None

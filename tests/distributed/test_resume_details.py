@@ -12,11 +12,11 @@ import torch
 
 from hetseq import ConfigError, HetSeqError, Task
 from hetseq.comm.group import AnyGroup, LocalGroup
-from hetseq.controller import TrainingState
 from hetseq.data.plan import GlobalBatch
 from hetseq.errors import CheckpointMismatch
 from hetseq.resuming import check_provenance
 from hetseq.saving import Provenance, describe
+from hetseq.training.controller import TrainingState
 from tests.support import toys
 from tests.support.lives import Life, Line, begin, live, words
 from tests.support.ranks import run_ranks

@@ -15,10 +15,10 @@ import torch
 from hetseq import config as options
 from hetseq.comm.group import AnyGroup
 from hetseq.material import load_material
-from hetseq.pace import Shift
 from hetseq.run_directory import RunDirectory
 from hetseq.session import build_session
 from hetseq.task import make_task
+from hetseq.training.share_policy import Shift
 from tests.support import toys
 from tests.support.logs import Keeping
 from tests.support.ranks import RankRaised, run_ranks

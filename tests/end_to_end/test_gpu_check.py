@@ -87,10 +87,15 @@ BREAKS = {
     "errors": ("hetseq/system/device_memory.py", "DefaultCPUAllocator: can't allocate", "no", "exhausted ended with 1"),
     "gloo": ("bench/gpu_sections/gloo.py", "remainder_(1009).mul_(rank +", "remainder_(1009).mul_(2 * rank +", "sums:"),
     # the mean of the ranks' means
-    "worlds": ("hetseq/share.py", "[index] / counts[index]", "[index] / batch.counts[index]", "against one, nats"),
+    "worlds": (
+        "hetseq/training/share.py",
+        "[index] / counts[index]",
+        "[index] / batch.counts[index]",
+        "against one, nats",
+    ),
     "kill": ("hetseq/launcher.py", ">= self._config.distributed.max_restarts", ">= 0", "before rank 1 came back"),
     # what has been sent is computed again
-    "memory": ("hetseq/share.py", "if self.replica.reducer.has_sent:", "if False:", "late ended with 1"),
+    "memory": ("hetseq/training/share.py", "if self.replica.reducer.has_sent:", "if False:", "late ended with 1"),
     "lost_device": ("hetseq/system/gpu.py", '"device-side assert" not in', '"illegal" not in', "hurt ended with 1"),
     "snapshot": (
         "hetseq/checkpoint/snapshot.py",
@@ -118,7 +123,7 @@ BREAKS = {
     ),
     "overhead": ("bench/step.py", "    arguments = parse()\n", "    return\n    arguments = parse()\n", "step.py"),
     "exchange": ("bench/gpu_sections/exchange.py", "fill_(rank + 1)", "fill_(rank + 2)", "expected right sums"),
-    "compiled": ("hetseq/compiling.py", '= "inductor"', '= "none"', "compiled ended with 1"),
+    "compiled": ("hetseq/training/compile.py", '= "inductor"', '= "none"', "compiled ended with 1"),
     "fake": ("hetseq/system/device_memory.py", "HIP error: out of memory", "nothing", "failed device"),
 }
 

@@ -10,7 +10,6 @@ from hetseq import config as options
 from hetseq.comm.directory_groups import Sharing, everything_shared
 from hetseq.comm.group import LocalGroup
 from hetseq.config.sections import CheckpointConfig
-from hetseq.controller import TrainingState
 from hetseq.data.plan import GlobalBatch, Position
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import Gradients
@@ -18,6 +17,7 @@ from hetseq.parallel.replica import Replica
 from hetseq.resuming import Beginning, Target, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory
 from hetseq.saving import Provenance, Saver
+from hetseq.training.controller import TrainingState
 from tests.support.training import prepared
 
 

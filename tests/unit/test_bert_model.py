@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hetseq import DataError
 from hetseq.config.sections import OptimizationConfig
-from hetseq.optim import parameter_groups
+from hetseq.training.optim import parameter_groups
 from tasks.bert_model import ACTIVATIONS, TIED_NAMES, BertConfig, BertForPreTraining, BertModel
 from tests.support.parity import Facts, distance, import_transformers
 

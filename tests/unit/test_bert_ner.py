@@ -19,7 +19,7 @@ from hetseq.comm.group import LocalGroup
 from hetseq.data.loader import Source
 from hetseq.data.plan import MicroBatchCap
 from hetseq.task import counts_of
-from hetseq.validation import Validator
+from hetseq.training.validation import Validator
 from tasks.tagged_words import entities, read_sentences
 from tests.support import labelled
 

@@ -9,7 +9,7 @@ import pytest
 
 from hetseq.boundary import RunBoundary
 from hetseq.config.sections import ValidationConfig
-from hetseq.controller import TrainingState
+from hetseq.training.controller import TrainingState
 
 
 @pytest.mark.parametrize("maximize", [False, True])

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from hetseq import Task, compiling, evaluate
+from hetseq import Task, evaluate
 from hetseq import config as options
 from hetseq.comm.group import LocalGroup
 from hetseq.errors import ConfigError
 from hetseq.material import load_material
 from hetseq.task import make_task
+from hetseq.training import compile as compiling
 from tests.distributed.test_bert_phases import folder as bert_folder
 from tests.support import gpt_records, toys
 from tests.support.lives import begin, flat, words

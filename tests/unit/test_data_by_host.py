@@ -11,8 +11,8 @@ from hetseq.comm.group import LocalGroup
 from hetseq.data.shards import Shards
 from hetseq.data_by_host import parts_of_ranks, say_what_holds
 from hetseq.material import Material
-from hetseq.precision import PRECISIONS
 from hetseq.task import Task
+from hetseq.training.precision import PRECISIONS
 
 
 class Masked(list):  # type: ignore[type-arg]

@@ -36,7 +36,7 @@ WITHOUT_TORCH = (
     "hetseq.balance.shares",
     "hetseq.balance.cost_meter",
     "hetseq.data.fetch_schedule",
-    "hetseq.micro_batches",
+    "hetseq.training.micro_batch_size",
     "hetseq.monitor.step_time",
     "hetseq.whatif",
     "hetseq.monitor.report.recorded",

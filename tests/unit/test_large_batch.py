@@ -12,8 +12,8 @@ from hetseq.comm.group import LocalGroup
 from hetseq.config.sections import OptimizationConfig
 from hetseq.data.plan import GlobalBatch, Position
 from hetseq.errors import ConfigError
-from hetseq.large_batch import Course, advice, factor, scale_in_words, scaled, step_size, warmup_updates
-from hetseq.lr_scheduler import Schedule, constant, cosine, polynomial, polynomial_from_zero
+from hetseq.training.lr_scaling import Course, advice, factor, scale_in_words, scaled, step_size, warmup_updates
+from hetseq.training.lr_scheduler import Schedule, constant, cosine, polynomial, polynomial_from_zero
 from tests.support.lives import begin
 from tests.support.toys import Integers
 from tests.support.training import Recorder, prepared, toy_words

@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from hetseq import registry
 from hetseq.cluster.membership.compatibility import option_fields
 from hetseq.comm.group import LocalGroup
-from hetseq.precision import PRECISIONS
 from hetseq.system import device_memory as memory
+from hetseq.training.precision import PRECISIONS
 from tasks.bert_packing import pack
 from tasks.layer_stack import LayerStack, checkpoint_activations_
 from tasks.pretrained import write_pretrained

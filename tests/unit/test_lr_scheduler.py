@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from hetseq.config.sections import OptimizationConfig
-from hetseq.lr_scheduler import Schedule, constant, cosine, polynomial, polynomial_from_zero
+from hetseq.training.lr_scheduler import Schedule, constant, cosine, polynomial, polynomial_from_zero
 
 
 def rates(schedule: Schedule, updates: range, epoch: int = 1) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hetseq.data.plan import MicroBatchCap
-from hetseq.micro_batches import MicroBatchSizes
+from hetseq.training.micro_batch_size import MicroBatchSizes
 
 
 @pytest.mark.parametrize(

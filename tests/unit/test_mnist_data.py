@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 from hetseq import DataError, MissingSplitError
 from hetseq.config.sections import Config, DataConfig, OptimizationConfig, TaskConfig
-from hetseq.optim import parameter_groups, sgd
 from hetseq.task import build_model, collater_of, load_split, make_task
+from hetseq.training.optim import parameter_groups, sgd
 from tasks.mnist import DigitsNet, ImageDataset, MNISTNet, MNISTTask, load_digits, load_mnist
 
 Writer = Callable[[Path], None]

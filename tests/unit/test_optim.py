@@ -12,7 +12,7 @@ from torch import nn
 
 from hetseq.config.sections import OptimizationConfig
 from hetseq.errors import TaskError
-from hetseq.optim import Lamb, adadelta, adam, adamw, lamb, learning_rates, parameter_groups, sgd
+from hetseq.training.optim import Lamb, adadelta, adam, adamw, lamb, learning_rates, parameter_groups, sgd
 
 Array = np.ndarray
 Rule = Callable[[Array, Array, dict[str, Array], int], Array]  # weights, gradient, state, t from 1 -> weights

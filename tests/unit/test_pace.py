@@ -15,8 +15,8 @@ from hetseq.balance.shares import Cost
 from hetseq.cluster.membership.step_commit import CommitRow, Measured, Vote, Wish
 from hetseq.data.plan import Assign, GlobalBatch, Planner, Position, StepPlan
 from hetseq.data.shards import Shards
-from hetseq.pace import FixedPace, MeasuredPace, Shift, assigner_by
-from hetseq.share import Part
+from hetseq.training.share import Part
+from hetseq.training.share_policy import FixedPace, MeasuredPace, Shift, assigner_by
 
 EQUAL = (1.0, 1.0)
 

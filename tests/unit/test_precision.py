@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hetseq.comm.group import LocalGroup
-from hetseq.controller import TrainingState
 from hetseq.data.plan import GlobalBatch
-from hetseq.precision import PRECISIONS, LossScale
 from hetseq.saving import Provenance, describe, read_state
+from hetseq.training.controller import TrainingState
+from hetseq.training.precision import PRECISIONS, LossScale
 from tests.support import toys
 from tests.support.lives import Line, begin, flat, words
 from tests.support.training import Recorder, prepared

@@ -11,8 +11,8 @@ from torch.utils.data import default_collate
 
 from hetseq import Config, Task
 from hetseq.errors import TaskError
-from hetseq.probe import changed_terms, check_loss, find_terms
 from hetseq.task import make_task
+from hetseq.training.task_checks import changed_terms, check_loss, find_terms
 
 ROWS = [torch.tensor([1.0, 2.0]), torch.tensor([30.0, 4.0]), torch.tensor([5.0, 6.0])]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hetseq import replica_check
-from hetseq.replica_check import Judgement, checksums, judge, kind_of
+from hetseq.training import replica_check
+from hetseq.training.replica_check import Judgement, checksums, judge, kind_of
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.uint8,

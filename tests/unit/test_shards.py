@@ -10,7 +10,7 @@ import pytest
 
 from hetseq.data.plan import GlobalBatch, MicroBatchCap, Planner, Position, StepPlan, epoch_order
 from hetseq.data.shards import ShardedOrder, Shards, apportioned
-from hetseq.pace import assigner_by
+from hetseq.training.share_policy import assigner_by
 
 PAIR = Shards((30, 10), ((0, 2), (1,)), 3)
 

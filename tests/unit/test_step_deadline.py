@@ -9,8 +9,8 @@ import pytest
 
 from hetseq.comm.group import LocalGroup
 from hetseq.config.sections import OptimizationConfig
-from hetseq.controller import Controller
 from hetseq.data.plan import StepPlan
+from hetseq.training.controller import Controller
 
 FIRST_S, LEAST_S = 120.0, 5.0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetseq import stopwatch
-from hetseq.stopwatch import MicroBatchClock, Stopwatch
+from hetseq.training import stopwatch
+from hetseq.training.stopwatch import MicroBatchClock, Stopwatch
 
 
 class Hands:

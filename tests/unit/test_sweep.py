@@ -21,7 +21,7 @@ from hetseq.data.plan import MicroBatchCap
 from hetseq.errors import DeviceMemoryError, HetSeqError, TaskError, TaskFileError
 from hetseq.sweep import evaluate, predict, size_of_round, sweep
 from hetseq.task import make_task
-from hetseq.validation import Validator
+from hetseq.training.validation import Validator
 from tests.support import cuda_errors
 
 N = 13  # no number of ranks below divides it, nor do 4 samples a piece

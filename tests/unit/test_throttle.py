@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetseq import throttle
-from hetseq.throttle import Throttle
+from hetseq.training import throttle
+from hetseq.training.throttle import Throttle
 
 
 class Clocks:

@@ -18,10 +18,10 @@ from hetseq.comm.group import LocalGroup
 from hetseq.data.loader import Source
 from hetseq.data.plan import MicroBatchCap
 from hetseq.errors import DeviceMemoryError, TaskError
-from hetseq.micro_batches import MicroBatchSizes
 from hetseq.system import device_memory as memory
 from hetseq.task import counts_of, lengths_of, make_task
-from hetseq.validation import Validator
+from hetseq.training.micro_batch_size import MicroBatchSizes
+from hetseq.training.validation import Validator
 from tests.support import cuda_errors
 
 N = 13

@@ -14,8 +14,8 @@ from hetseq.cluster.membership.assignment import Crew
 from hetseq.cluster.membership.decide import Record
 from hetseq.cluster.membership.step_commit import Lineage
 from hetseq.comm.group import LocalGroup
-from hetseq.controller import Halt
 from hetseq.errors import PeerLostError
+from hetseq.training.controller import Halt
 
 
 class FakeSession:

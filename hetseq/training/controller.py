@@ -42,13 +42,13 @@ from hetseq.config.sections import OptimizationConfig
 from hetseq.data.loader import StepData, StepLoader
 from hetseq.data.plan import Planner, Position, StepPlan
 from hetseq.errors import NonFiniteError
-from hetseq.pace import Pace, Shift
-from hetseq.precision import LossScale
-from hetseq.share import Part, ShareComputer
-from hetseq.stopwatch import Stopwatch
 from hetseq.system import faults
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import Phase
+from hetseq.training.precision import LossScale
+from hetseq.training.share import Part, ShareComputer
+from hetseq.training.share_policy import Pace, Shift
+from hetseq.training.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
 

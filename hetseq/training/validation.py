@@ -21,9 +21,9 @@ from hetseq.comm.group import AnyGroup, sum_floats
 from hetseq.data.loader import MicroBatch, Source, range_reader
 from hetseq.data.plan import EpochOrder, Lengths, MicroBatchCap, cut
 from hetseq.errors import DeviceMemoryError, TaskError
-from hetseq.micro_batches import MicroBatchSizes
 from hetseq.system import device_memory as memory
 from hetseq.task import Task, check_sums
+from hetseq.training.micro_batch_size import MicroBatchSizes
 
 logger = logging.getLogger(__name__)
 

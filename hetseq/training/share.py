@@ -21,13 +21,13 @@ from hetseq.data.fetch import seed_everything
 from hetseq.data.loader import MicroBatch, StepData, place_on
 from hetseq.data.plan import MicroBatchCap, derive_seed
 from hetseq.errors import DeviceMemoryError
-from hetseq.micro_batches import MicroBatchSizes
 from hetseq.parallel.replica import Replica
-from hetseq.precision import Precision
-from hetseq.stopwatch import MicroBatchClock
 from hetseq.system import device_memory as memory
 from hetseq.task import Task, check_sums
-from hetseq.throttle import Throttle
+from hetseq.training.micro_batch_size import MicroBatchSizes
+from hetseq.training.precision import Precision
+from hetseq.training.stopwatch import MicroBatchClock
+from hetseq.training.throttle import Throttle
 
 logger = logging.getLogger(__name__)
 

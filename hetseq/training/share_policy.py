@@ -21,7 +21,7 @@ from hetseq.balance.shares import Cost, assign_shares, balance_shares, slowed_by
 from hetseq.cluster.membership.step_commit import CommitRow
 from hetseq.data.loader import StepLoader
 from hetseq.data.plan import Assign, Planner, StepPlan
-from hetseq.share import Part
+from hetseq.training.share import Part
 
 logger = logging.getLogger(__name__)
 

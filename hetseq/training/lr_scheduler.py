@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hetseq.config.sections import OptimizationConfig
-from hetseq.optim import learning_rates
+from hetseq.training.optim import learning_rates
 
 #: (number of updates made so far, epoch from 1) -> learning rate of the next update
 Schedule = Callable[[int, int], float]

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from hetseq.config.sections import OptimizationConfig
 from hetseq.data.plan import GlobalBatch, Position, steps_in_epoch
 from hetseq.errors import ConfigError
-from hetseq.lr_scheduler import Schedule
-from hetseq.optim import learning_rates
+from hetseq.training.lr_scheduler import Schedule
+from hetseq.training.optim import learning_rates
 
 _WARMUP_EPOCHS = 5  # Goyal et al. 2017, of 90 epochs
 _WARMUP_SHARE = 5 / 90  # the same of a run that is counted in updates, or has fewer epochs
