@@ -317,9 +317,9 @@ def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Trainin
     import torch
 
     from hetseq import config as options
-    from hetseq import session
-    from hetseq.material import load_material
     from hetseq.monitor.metrics import Metrics
+    from hetseq.run import session
+    from hetseq.run.loaded_task import load_material
     from hetseq.run_directory import RunDirectory
     from hetseq.training.throttle import Throttle
 

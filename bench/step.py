@@ -37,10 +37,10 @@ from workloads import Workload
 
 from hetseq import config as options
 from hetseq.comm.group import LocalGroup
-from hetseq.material import load_material
 from hetseq.monitor.metrics import Metrics
+from hetseq.run.loaded_task import load_material
+from hetseq.run.session import build_session
 from hetseq.run_directory import RunDirectory
-from hetseq.session import build_session
 from hetseq.system.processes import keep_freed_memory
 
 WARM_UPS = {"mnist": 15, "bert-tiny": 15, "bert": 5, "bert-base": 3}

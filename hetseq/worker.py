@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from hetseq import sweep
 from hetseq.catalogue import text_of
 from hetseq.cluster.membership.assignment import Crew, Placement
 from hetseq.cluster.membership.decide import Record, Report
@@ -47,18 +46,19 @@ from hetseq.errors import (
     RendezvousError,
     TaskError,
 )
-from hetseq.fingerprint import rank_fields
 from hetseq.line import Alone, Line
-from hetseq.material import load_material
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.rank_log import RankOutput
 from hetseq.monitor.tensorboard import hyperparameters
 from hetseq.monitor.versions import gather_versions
 from hetseq.pulse import Pulse
+from hetseq.run import inference as sweep
+from hetseq.run.checkpointing import Saver
+from hetseq.run.fingerprint import rank_fields
+from hetseq.run.loaded_task import load_material
+from hetseq.run.regroup import Carried, Succession, succession_by
+from hetseq.run.session import Session, build_session
 from hetseq.run_directory import RunDirectory
-from hetseq.saving import Saver
-from hetseq.session import Session, build_session
-from hetseq.succession import Carried, Succession, succession_by
 from hetseq.system import faults, gpu
 from hetseq.system import matmul_backend as products
 from hetseq.system import rank_phase as whereabouts

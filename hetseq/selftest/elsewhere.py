@@ -67,7 +67,7 @@ def presented(config: Config, task: Task, train: Any) -> Mapping[str, str]:
     from types import SimpleNamespace
 
     from hetseq.data.fetch import seed_everything
-    from hetseq.fingerprint import rank_fields
+    from hetseq.run.fingerprint import rank_fields
     from hetseq.task import build_model
 
     seed_everything(config.task.seed)

@@ -14,7 +14,7 @@ from torch import Tensor
 from hetseq import config as options
 from hetseq.comm.group import AnyGroup
 from hetseq.errors import HetSeqError
-from hetseq.session import Session
+from hetseq.run.session import Session
 from hetseq.task import make_task
 from tasks.bert import BertTask
 from tests.support.bert_records import VOCAB, make_rows, write_folder

@@ -21,9 +21,9 @@ from hetseq.cluster.membership.step_commit import CommitRow
 from hetseq.comm.group import AnyGroup
 from hetseq.data.plan import StepPlan
 from hetseq.errors import DisagreementError
-from hetseq.material import load_material
+from hetseq.run.loaded_task import load_material
+from hetseq.run.session import Session, build_session
 from hetseq.run_directory import RunDirectory
-from hetseq.session import Session, build_session
 from hetseq.task import make_task
 from hetseq.training.share import Part
 from hetseq.training.share_policy import MeasuredPace, Shift

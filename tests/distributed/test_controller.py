@@ -17,9 +17,9 @@ from hetseq.comm.group import AnyGroup
 from hetseq.data.loader import StepData
 from hetseq.data.plan import MicroBatchCap, StepPlan
 from hetseq.errors import DisagreementError, HetSeqError, NonFiniteError
-from hetseq.material import load_material
+from hetseq.run.loaded_task import load_material
+from hetseq.run.session import Session, build_session
 from hetseq.run_directory import RunDirectory
-from hetseq.session import Session, build_session
 from hetseq.task import make_task
 from tests.support import oracle, toys
 from tests.support.logs import Keeping

@@ -20,14 +20,14 @@ import pytest
 import torch
 
 from hetseq import config as options
-from hetseq import session as session_module
 from hetseq.comm.group import AnyGroup
 from hetseq.data.plan import MicroBatchCap
 from hetseq.errors import DeviceMemoryError, HetSeqError, PeerLostError
-from hetseq.material import load_material
 from hetseq.parallel.buffers import BufferKeeper
+from hetseq.run import session as session_module
+from hetseq.run.loaded_task import load_material
+from hetseq.run.session import build_session
 from hetseq.run_directory import RunDirectory
-from hetseq.session import build_session
 from hetseq.system import device_memory as memory
 from hetseq.task import make_task
 from hetseq.training.micro_batch_size import MicroBatchSizes

@@ -16,8 +16,8 @@ from hetseq import Task
 from hetseq.checkpoint import CheckpointManager, Retention
 from hetseq.comm.group import AnyGroup, LocalGroup
 from hetseq.errors import DisagreementError, HetSeqError
+from hetseq.run.session import Session
 from hetseq.run_directory import RunDirectory
-from hetseq.session import Session
 from hetseq.training import replica_check
 from hetseq.training.replica_check import ReplicaCheck, ReplicasDiffer
 from tests.support.lives import Line, begin, words

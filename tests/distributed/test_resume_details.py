@@ -14,8 +14,8 @@ from hetseq import ConfigError, HetSeqError, Task
 from hetseq.comm.group import AnyGroup, LocalGroup
 from hetseq.data.plan import GlobalBatch
 from hetseq.errors import CheckpointMismatch
-from hetseq.resuming import check_provenance
-from hetseq.saving import Provenance, describe
+from hetseq.run.checkpointing import Provenance, describe
+from hetseq.run.resume import check_provenance
 from hetseq.training.controller import TrainingState
 from tests.support import toys
 from tests.support.lives import Life, Line, begin, live, words
@@ -148,7 +148,7 @@ class Keeping(logging.Handler):
 
 def reset_often(group: AnyGroup, run: str, other: str) -> dict[str, Any]:
     """Four steps; the same --reset-dataloader command twice; and once more into another directory."""
-    log, keeping = logging.getLogger("hetseq.resuming"), Keeping()
+    log, keeping = logging.getLogger("hetseq.run.resume"), Keeping()
     log.addHandler(keeping)
     log.setLevel(logging.INFO)
 

@@ -14,9 +14,9 @@ import torch
 
 from hetseq import config as options
 from hetseq.comm.group import AnyGroup
-from hetseq.material import load_material
+from hetseq.run.loaded_task import load_material
+from hetseq.run.session import build_session
 from hetseq.run_directory import RunDirectory
-from hetseq.session import build_session
 from hetseq.task import make_task
 from hetseq.training.share_policy import Shift
 from tests.support import toys
@@ -212,9 +212,9 @@ def warnings_of(group: AnyGroup, save_dir: str, runs: list[list[str]]) -> list[l
     told = []
     for words in runs:
         handler = Keeping()
-        logging.getLogger("hetseq.session").addHandler(handler)
+        logging.getLogger("hetseq.run.session").addHandler(handler)
         train(group, save_dir, [*toy_words("Integers"), *words])
-        logging.getLogger("hetseq.session").removeHandler(handler)
+        logging.getLogger("hetseq.run.session").removeHandler(handler)
         told.append([record.getMessage() for record in handler.records if record.levelno >= logging.WARNING])
     return told
 

@@ -26,12 +26,12 @@ from hetseq.comm.directory_groups import everything_shared, send_bytes, send_ten
 from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import LogConfig
 from hetseq.errors import HetSeqError
-from hetseq.handover import complete_rows, send_checkpoint
-from hetseq.material import load_material
 from hetseq.monitor.metrics import Metrics, read_events, read_rows
-from hetseq.resuming import Offer, best_offer
+from hetseq.run.loaded_task import load_material
+from hetseq.run.resume import Offer, best_offer
+from hetseq.run.session import build_session
+from hetseq.run.state_transfer import complete_rows, send_checkpoint
 from hetseq.run_directory import RunDirectory
-from hetseq.session import build_session
 from hetseq.task import make_task
 from tests.support.lives import Line, flat, words
 from tests.support.logs import KeepingLines

@@ -21,9 +21,9 @@ import torch
 from hetseq import config as options
 from hetseq.comm.group import AnyGroup
 from hetseq.data.plan import Position
-from hetseq.material import load_material
+from hetseq.run.loaded_task import load_material
+from hetseq.run.session import Session, build_session
 from hetseq.run_directory import RunDirectory
-from hetseq.session import Session, build_session
 from hetseq.task import make_task
 from tests.support import cuda_errors, oracle, toys
 from tests.support.ranks import run_ranks

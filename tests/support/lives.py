@@ -13,9 +13,9 @@ from hetseq import Task
 from hetseq import config as options
 from hetseq.comm.group import AnyGroup
 from hetseq.errors import HetSeqError
-from hetseq.material import load_material
+from hetseq.run.loaded_task import load_material
+from hetseq.run.session import Session, build_session
 from hetseq.run_directory import RunDirectory
-from hetseq.session import Session, build_session
 from hetseq.task import make_task
 from tests.support import toys
 from tests.support.training import Recorder

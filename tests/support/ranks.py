@@ -51,7 +51,7 @@ WARM = (
     "hetseq.data.loader",
     "hetseq.parallel.gradient_sync",
     "hetseq.checkpoint",
-    "hetseq.session",
+    "hetseq.run.session",
     "tests.support.ranks",
     "tests.support.training",
 )

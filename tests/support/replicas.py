@@ -14,9 +14,9 @@ from hetseq.data.plan import GlobalBatch, Position
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import Gradients
 from hetseq.parallel.replica import Replica
-from hetseq.resuming import Beginning, Target, choose_checkpoint, open_checkpoints, resume
+from hetseq.run.checkpointing import Provenance, Saver
+from hetseq.run.resume import Beginning, Target, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory
-from hetseq.saving import Provenance, Saver
 from hetseq.training.controller import TrainingState
 from tests.support.training import prepared
 

@@ -11,10 +11,10 @@ import torch
 from hetseq import config as options
 from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import LogConfig
-from hetseq.material import load_material
 from hetseq.monitor.metrics import Metrics
+from hetseq.run.loaded_task import load_material
+from hetseq.run.session import Session, build_session
 from hetseq.run_directory import RunDirectory
-from hetseq.session import Session, build_session
 from tests.support import toys
 
 TOYS = Path(__file__).with_name("toys.py")

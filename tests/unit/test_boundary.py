@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hetseq.boundary import RunBoundary
 from hetseq.config.sections import ValidationConfig
+from hetseq.run.after_step import RunBoundary
 from hetseq.training.controller import TrainingState
 
 

@@ -14,7 +14,7 @@ from hetseq import Task, evaluate
 from hetseq import config as options
 from hetseq.comm.group import LocalGroup
 from hetseq.errors import ConfigError
-from hetseq.material import load_material
+from hetseq.run.loaded_task import load_material
 from hetseq.task import make_task
 from hetseq.training import compile as compiling
 from tests.distributed.test_bert_phases import folder as bert_folder

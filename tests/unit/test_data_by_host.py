@@ -9,8 +9,8 @@ import torch
 
 from hetseq.comm.group import LocalGroup
 from hetseq.data.shards import Shards
-from hetseq.data_by_host import parts_of_ranks, say_what_holds
-from hetseq.material import Material
+from hetseq.run.data_by_host import parts_of_ranks, say_what_holds
+from hetseq.run.loaded_task import Material
 from hetseq.task import Task
 from hetseq.training.precision import PRECISIONS
 

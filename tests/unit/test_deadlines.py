@@ -141,7 +141,7 @@ hetseq/workers.py
 BRIEF = "held for a few lines that wait for nothing"
 #: module; lock: why nobody who takes it is kept waiting
 LOCKS = """
-hetseq/boundary.py
+hetseq/run/after_step.py
     _writing: held while a status file is written; a mount that hangs holds whoever writes it, lock or not
 hetseq/checkpoint/writer.py
     _sending: held while a line is sent, whose end `HARMLESS` tells

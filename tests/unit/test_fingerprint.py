@@ -18,11 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-from hetseq import Task, fingerprint, registry
+from hetseq import Task, registry
 from hetseq.cluster.membership.compatibility import PART, Fields, difference
 from hetseq.config.sections import Config, DataConfig, OptimizationConfig, TaskConfig
 from hetseq.errors import DataError, TaskFileError
-from hetseq.fingerprint import data_digest, rank_fields
+from hetseq.run import fingerprint
+from hetseq.run.fingerprint import data_digest, rank_fields
 from hetseq.task import make_task
 from tasks.mnist import load_mnist
 

@@ -19,8 +19,8 @@ import pytest
 from hetseq import DataError, evaluate
 from hetseq import config as options
 from hetseq.cluster.membership.compatibility import option_fields
-from hetseq.fingerprint import _data_files
 from hetseq.registry import find_task
+from hetseq.run.fingerprint import _data_files
 from hetseq.task import make_task
 from tasks import local_copy
 from tasks.local_copy import LocalCopy

@@ -12,7 +12,7 @@ import torch
 
 from hetseq.comm.group import LocalGroup
 from hetseq.data.plan import GlobalBatch
-from hetseq.saving import Provenance, describe, read_state
+from hetseq.run.checkpointing import Provenance, describe, read_state
 from hetseq.training.controller import TrainingState
 from hetseq.training.precision import PRECISIONS, LossScale
 from tests.support import toys

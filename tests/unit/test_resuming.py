@@ -11,7 +11,7 @@ import torch
 
 from hetseq.data.plan import GlobalBatch
 from hetseq.errors import CheckpointMismatch
-from hetseq.saving import Provenance
+from hetseq.run.checkpointing import Provenance
 from tests.support.replicas import HERE, Net, begun, everything, replica_of, resumed, saved_run
 
 

@@ -11,7 +11,7 @@ import pytest
 from hetseq import config as options
 from hetseq.comm.directory_groups import everything_shared
 from hetseq.comm.group import LocalGroup
-from hetseq.saving import Saver
+from hetseq.run.checkpointing import Saver
 from tests.support.replicas import HERE, trained
 
 

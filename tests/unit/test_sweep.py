@@ -19,7 +19,7 @@ from hetseq.comm.group import LocalGroup
 from hetseq.data.loader import Source
 from hetseq.data.plan import MicroBatchCap
 from hetseq.errors import DeviceMemoryError, HetSeqError, TaskError, TaskFileError
-from hetseq.sweep import evaluate, predict, size_of_round, sweep
+from hetseq.run.inference import evaluate, predict, size_of_round, sweep
 from hetseq.task import make_task
 from hetseq.training.validation import Validator
 from tests.support import cuda_errors
@@ -194,7 +194,7 @@ def test_a_file_that_cannot_be_written_is_named_with_the_reason(
     task = make_task(Named, Config())
     with pytest.raises(HetSeqError, match=r"cannot be written in .*gone: No such file or directory; choose another"):
         predict(validator(), task, make_model(), LocalGroup(), tmp_path / "gone" / "out.txt")
-    monkeypatch.setattr("hetseq.sweep._ANEW", os.O_WRONLY)
+    monkeypatch.setattr("hetseq.run.inference._ANEW", os.O_WRONLY)
     with pytest.raises(HetSeqError, match="cannot be written in /dev: No space left"):
         predict(validator(), task, make_model(), LocalGroup(), Path("/dev/full"))
 

@@ -2,7 +2,7 @@
 
 Responsible for the fields that a node can tell before it has a model (versions, HetSeq's source, options, the content
 of files whose paths may differ), and for `difference`, which compares these and the fields that each rank adds
-(`hetseq.fingerprint`). It imports no torch and refuses to know who talks to whom.
+(`hetseq.run.fingerprint`). It imports no torch and refuses to know who talks to whom.
 
 The one idea: a contract is a flat table of texts, as in `--lr` to `0.1`, so that it travels as JSON and is shown as it
 is. Equal means equal text, except where the *name* of a field says what is in it (`_KINDS`): several lines are a list,

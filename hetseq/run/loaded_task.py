@@ -19,8 +19,8 @@ from hetseq.config.sections import Config, DataConfig
 from hetseq.data.fetch import seed_everything
 from hetseq.data.loader import Source, place_on
 from hetseq.errors import MissingSplitError
-from hetseq.fingerprint import data_digest
 from hetseq.parallel.replica import batch_norms, check_model
+from hetseq.run.fingerprint import data_digest
 from hetseq.task import Task, build_model, collater_of, counts_of, load_split, make_task
 from hetseq.training import compile as compiling
 from hetseq.training import task_checks as probe

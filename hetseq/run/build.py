@@ -17,7 +17,7 @@ from hetseq.data.fetch import base_order
 from hetseq.data.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planner
 from hetseq.data.shards import Shards
 from hetseq.errors import ConfigError
-from hetseq.material import Material
+from hetseq.run.loaded_task import Material
 from hetseq.task import lengths_of
 from hetseq.training.micro_batch_size import MicroBatchSizes
 from hetseq.training.validation import Validator

@@ -26,9 +26,9 @@ from hetseq.errors import ConfigError
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.monitor.step_time import account
+from hetseq.run.checkpointing import Saved, Saver, draw_nonce
+from hetseq.run.regroup import Due
 from hetseq.run_directory import RunDirectory, StatusFile
-from hetseq.saving import Saved, Saver, draw_nonce
-from hetseq.succession import Due
 from hetseq.system.rank_phase import Phase, Stand, amid
 from hetseq.training.controller import Controller, StepResult, TrainingState
 from hetseq.training.replica_check import ReplicaCheck

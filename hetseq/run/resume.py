@@ -30,11 +30,11 @@ from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import CheckpointConfig, flag
 from hetseq.data.plan import GlobalBatch, Position
 from hetseq.errors import CheckpointError, CheckpointMismatch, CheckpointRefused, PeerLostError
-from hetseq.handover import complete_rows, send_checkpoint
 from hetseq.monitor.metrics import Metrics
 from hetseq.parallel.replica import Replica
+from hetseq.run.checkpointing import STATE_VERSION, Provenance, Saver, read_state, saved_batch
+from hetseq.run.state_transfer import complete_rows, send_checkpoint
 from hetseq.run_directory import RunDirectory
-from hetseq.saving import STATE_VERSION, Provenance, Saver, read_state, saved_batch
 from hetseq.training.controller import TrainingState
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ import torch
 
 from hetseq import registry
 from hetseq.balance.cost_meter import AtOnce, complete_costs
-from hetseq.boundary import RunBoundary, StatusFiles
 from hetseq.cluster.membership.decide import Update
 from hetseq.cluster.membership.step_commit import Wish
 from hetseq.comm.directory_groups import Sharing, everything_shared, send_tensor
@@ -26,20 +25,21 @@ from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import CheckpointConfig, Config, DataConfig, OptimizationConfig
 from hetseq.data.loader import StepLoader
 from hetseq.data.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
-from hetseq.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
 from hetseq.errors import CheckpointMismatch, ConfigError, DisagreementError
-from hetseq.material import Material
 from hetseq.monitor.advice import Setting
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import gradients_of
 from hetseq.parallel.replica import Replica, batch_norms, trained_parameters
-from hetseq.planning import check_best_metric, make_validators, planner_of, weights_by_slot
-from hetseq.resuming import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
+from hetseq.run.after_step import RunBoundary, StatusFiles
+from hetseq.run.build import check_best_metric, make_validators, planner_of, weights_by_slot
+from hetseq.run.checkpointing import Provenance, Saver, saved_batch
+from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
+from hetseq.run.loaded_task import Material
+from hetseq.run.regroup import Carried, Due, Inherited, Succession, hand_over
+from hetseq.run.resume import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run_directory import RunDirectory
-from hetseq.saving import Provenance, Saver, saved_batch
-from hetseq.succession import Carried, Due, Inherited, Succession, hand_over
 from hetseq.system.device_memory import in_use_bytes, limit_bytes
 from hetseq.training.controller import Controller, Halt, TrainingState
 from hetseq.training.device_memo import DeviceMemo

@@ -17,7 +17,7 @@ import numpy as np
 
 from hetseq.comm.group import AnyGroup
 from hetseq.data.shards import Shards
-from hetseq.material import Material
+from hetseq.run.loaded_task import Material
 
 logger = logging.getLogger(__name__)
 

@@ -65,7 +65,7 @@ Numbers = npt.NDArray[np.float64]
 
 
 class Material(Protocol):
-    """What is needed of `hetseq.material.Material`; `part` with --data-by-host alone."""
+    """What is needed of `hetseq.run.loaded_task.Material`; `part` with --data-by-host alone."""
 
     @property
     def task(self) -> Any: ...
