@@ -68,7 +68,7 @@ class Launcher:
 def serve() -> None:
     """The life of a launcher: import, start the fork server, answer; then a command per line."""
     from hetseq.cli import main
-    from hetseq.workers import warm_forkserver
+    from hetseq.launch.worker_processes import warm_forkserver
 
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a run prints is nobody's answer

@@ -81,12 +81,12 @@ def train(argv: Sequence[str], say: Callable[[str], None]) -> int:
     for note in options.retired_notes(config):
         print(note, file=sys.stderr)
     if config.distributed.distributed_no_spawn:
-        from hetseq.launch import run_here
+        from hetseq.launch.launch import run_here
 
         ending = run_here(config)
     else:
-        from hetseq.launch import launch
-        from hetseq.workers import ending_server
+        from hetseq.launch.launch import launch
+        from hetseq.launch.worker_processes import ending_server
 
         logging.basicConfig(format="%(message)s", level=logging.WARNING)
         with ending_server():

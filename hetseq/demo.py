@@ -22,7 +22,7 @@ from typing import Any
 from hetseq import config as options
 from hetseq.config.command_line import Argument, Command
 from hetseq.errors import HetSeqError
-from hetseq.launch import launch
+from hetseq.launch.launch import launch
 from hetseq.monitor.metrics import read_rows
 
 _SLOW_DOWN = 3

@@ -28,10 +28,10 @@ from hetseq.cluster.membership.run_directory_discovery import has_commits
 from hetseq.config.command_line import Argument, Command, Given, Option
 from hetseq.config.sections import Config, DistributedConfig
 from hetseq.errors import EXIT_DONE, CheckpointError, ConfigError
-from hetseq.launch import launch, run_here
+from hetseq.launch.launch import launch, run_here
+from hetseq.launch.worker_processes import ending_server
 from hetseq.system.files import sync_directory
 from hetseq.which_run import existing_run
-from hetseq.workers import ending_server
 
 _RUN = Argument("RUN", "the --save-dir of a run, under way or not; nothing in it is changed")
 _RESTORE_FILE = Option(

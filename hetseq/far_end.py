@@ -97,7 +97,7 @@ class _Near:
 
 def _facts(words: Sequence[str]) -> dict[str, Any]:
     """What the near end has to know of this host. Raises ConfigError for options, SecretError for a bad secret."""
-    from hetseq.launch import local_devices
+    from hetseq.launch.launch import local_devices
 
     config = _parsed(words)
     tag = None

@@ -33,7 +33,7 @@ from hetseq.cluster.rendezvous.secret import SecretError, load_secret, secret_fi
 from hetseq.cluster.rendezvous.sockets import AddressError
 from hetseq.doctor.directory import examine
 from hetseq.doctor.facts import Directory, Facts, Limits, NamedAddress, Network, Torch, torch_from_json
-from hetseq.workers import threads_per_worker
+from hetseq.launch.worker_processes import threads_per_worker
 
 TORCH_S = 90.0  # to import it from a slow disk and to start the drivers of all devices
 DIRECTORY_S = 60.0

@@ -93,7 +93,12 @@ BREAKS = {
         "[index] / batch.counts[index]",
         "against one, nats",
     ),
-    "kill": ("hetseq/launcher.py", ">= self._config.distributed.max_restarts", ">= 0", "before rank 1 came back"),
+    "kill": (
+        "hetseq/launch/launcher.py",
+        ">= self._config.distributed.max_restarts",
+        ">= 0",
+        "before rank 1 came back",
+    ),
     # what has been sent is computed again
     "memory": ("hetseq/training/share.py", "if self.replica.reducer.has_sent:", "if False:", "late ended with 1"),
     "lost_device": ("hetseq/system/gpu.py", '"device-side assert" not in', '"illegal" not in', "hurt ended with 1"),

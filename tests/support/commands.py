@@ -200,7 +200,7 @@ class WarmLauncher:
 def _serve(requests: int, replies: int) -> None:
     """The process of a WarmLauncher: a request is a line of JSON, the reply an exit code."""
     from hetseq.cli import main
-    from hetseq.workers import warm_forkserver
+    from hetseq.launch.worker_processes import warm_forkserver
 
     warm_forkserver()  # a command ends the server that it started, and leaves this one alone
     with os.fdopen(requests) as lines:

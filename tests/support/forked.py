@@ -43,8 +43,8 @@ IS_POSSIBLE = sys.platform == "linux"
 WARM = (
     "torch._dynamo",
     "hetseq.cli",
-    "hetseq.launch",
-    "hetseq.worker",
+    "hetseq.launch.launch",
+    "hetseq.launch.worker",
     "tasks.mnist",
     "tensorboard.compat.proto.event_pb2",
     "tensorboard.compat.proto.summary_pb2",

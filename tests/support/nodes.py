@@ -99,7 +99,7 @@ class Process:
 def _serve(requests: int, replies: int) -> None:
     """The life of a `Process`: a request is a line of JSON, the reply an exit code."""
     from hetseq.cli import main
-    from hetseq.workers import warm_forkserver
+    from hetseq.launch.worker_processes import warm_forkserver
 
     warm_forkserver()  # a command ends the server that it started, and leaves this one alone
     home = Path.cwd()

@@ -15,7 +15,7 @@ from hetseq.cluster.membership.regroup_rounds import ANSWER_S
 from hetseq.cluster.membership.step_commit import Lineage, Wish
 from hetseq.cluster.membership.worker_roster import Crews, Site
 from hetseq.cluster.rendezvous.leader_election import Standing
-from hetseq.line import Line
+from hetseq.launch.launcher_link import Line
 
 Told = list[tuple[int, str, dict[str, Any]]]
 FIELDS = {"parameters": "weight", "--lr": "0.1"}

@@ -88,7 +88,7 @@ hetseq/far_end.py
     _look_after: child.poll: of a process, looks once
 hetseq/system/faults.py
     _stop: os.waitpid: it was killed just before; and tests alone come here
-hetseq/launcher.py
+hetseq/launch/launcher.py
     Launcher._beside: with PoolExecutor: its one job, to knock at doors, has a deadline
     Launcher._beside: future.result: it is done
     Launcher._wait: os.read: the bell was found readable, and nobody else reads it
@@ -96,7 +96,7 @@ hetseq/launcher.py
     Launcher._last_words: os.read: the bell was found readable, and nobody else reads it
     Launcher._wait_for_verdict: wait: the others train, which may take days; the kernel ends the channel of a head
         that is gone, and a signal ends the wait
-hetseq/line.py
+hetseq/launch/launcher_link.py
     Line.send: _connection.send_bytes: the launcher reads all the time; when it ends, this process is killed
     Line._listen: _connection.recv_bytes: a thread that listens; the launcher reads all the time; when it ends,
         this process is killed
@@ -134,7 +134,7 @@ hetseq/system/terminal.py
     keys.is_quit: os.read: the terminal was found readable, and nobody else reads it
 hetseq/ssh.py
     FanOut._turn: os.read: the selector has found something to read
-hetseq/workers.py
+hetseq/launch/worker_processes.py
     Worker.tell: _channel.send_bytes: the pipe has SO_SNDTIMEO
     Worker.listen: _channel.recv_bytes: poll has found something, and for the rest the pipe has SO_RCVTIMEO
 """
@@ -162,7 +162,7 @@ hetseq/system/faults.py
     _lock: held for a few lines that wait for nothing
 hetseq/data/fetch_schedule.py
     _lock: held for a few lines that wait for nothing
-hetseq/line.py
+hetseq/launch/launcher_link.py
     _changed: held for a few lines that wait for nothing
     _sending: held while a word is sent, whose end `HARMLESS` tells
 hetseq/monitor/metrics.py

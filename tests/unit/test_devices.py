@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hetseq import launch
 from hetseq.config import parse
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import EXIT_USAGE, ConfigError
-from hetseq.launch import local_devices
+from hetseq.launch import launch
+from hetseq.launch.launch import local_devices
 
 
 @pytest.fixture

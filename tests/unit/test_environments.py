@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from hetseq import launch
 from hetseq.config.sections import DistributedConfig
-from hetseq.environments import (
+from hetseq.errors import ConfigError
+from hetseq.launch import launch
+from hetseq.launch.environments import (
     NAMES,
     Look,
     NowhereError,
@@ -26,8 +27,7 @@ from hetseq.environments import (
     seconds_to_stop,
     see,
 )
-from hetseq.environments.node_list import expand_counts, expand_hosts
-from hetseq.errors import ConfigError
+from hetseq.launch.environments.node_list import expand_counts, expand_hosts
 from hetseq.system.processes import STOP_SIGNALS, ringing_on_signals
 
 RECORDINGS = sorted((Path(__file__).parents[1] / "environments").glob("*.json"))

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from hetseq import config as options
-from hetseq import worker
 from hetseq.catalogue import codes_in
 from hetseq.cluster.membership.assignment import Placement
 from hetseq.errors import EXIT_FAILED, EXIT_USAGE, ConfigError
-from hetseq.line import Alone
+from hetseq.launch import worker
+from hetseq.launch.launcher_link import Alone
 from hetseq.run_directory import RunDirectory
 from hetseq.system import gpu
 from tests.support import cuda_errors

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import pytest
 
-from hetseq import workers
-from hetseq.watch import Watch
-from hetseq.workers import Worker, end_all, ending_server
+from hetseq.launch import worker_processes as workers
+from hetseq.launch.worker_processes import Worker, end_all, ending_server
+from hetseq.launch.worker_watch import Watch
 
 
 class Process:

@@ -23,8 +23,8 @@ WITHOUT_TORCH = (
     "hetseq.config.byte_size",
     "hetseq.system.faults",
     "hetseq.system.rank_phase",
-    "hetseq.pulse",
-    "hetseq.standstill",
+    "hetseq.launch.watchdog",
+    "hetseq.launch.stall_detector",
     "hetseq.testing",
     "hetseq.checkpoint.writer",
     "hetseq.nebula",
@@ -46,7 +46,7 @@ WITHOUT_TORCH = (
     "hetseq.top",
     "hetseq.system.terminal",
     "hetseq.checkpoints",
-    "hetseq.environments",
+    "hetseq.launch.environments",
     "hetseq.selftest",
     "hetseq.selftest.cuts",
     "hetseq.selftest.elsewhere",
@@ -76,14 +76,14 @@ WITHOUT_TORCH = (
     "hetseq.registry",
     "hetseq.cli",
 )
-MAY_CALL_COLLECTIVES = ("hetseq/comm/group.py", "hetseq/launch.py")
+MAY_CALL_COLLECTIVES = ("hetseq/comm/group.py", "hetseq/launch/launch.py")
 #: inside torch.distributed.checkpoint, whose collectives are those of whoever calls `dcp.load`
 READER_FOR_OTHERS = "hetseq/checkpoint/dcp.py"
 #: for scripts that train without our trainer, in the process group that they have made themselves
 RANKS_OF_OTHERS = "hetseq/nebula/ranks.py"
 MAY_READ_ENVIRONMENT = (
-    "hetseq/launch.py",
-    "hetseq/workers.py",
+    "hetseq/launch/launch.py",
+    "hetseq/launch/worker_processes.py",
     "hetseq/nebula/budget.py",
     "hetseq/doctor/gathering.py",
 )

@@ -14,7 +14,7 @@ from hetseq.cluster.membership.run_directory_discovery import leave_mark
 from hetseq.cluster.rendezvous.channel import ChannelClosed
 from hetseq.config import parse
 from hetseq.errors import ConfigError, RunDirectoryError
-from hetseq.launcher import Launcher, _Stopped
+from hetseq.launch.launcher import Launcher, _Stopped
 from hetseq.run_directory import RunDirectory
 
 
@@ -98,7 +98,7 @@ def test_the_head_that_is_lost_again_on_the_way_back_is_looked_for_again(
             raise ChannelClosed("the network has failed again")
         return {"kind": "begin"}
 
-    monkeypatch.setattr("hetseq.launcher.join", lambda *_, **__: next(ways))
+    monkeypatch.setattr("hetseq.launch.launcher.join", lambda *_, **__: next(ways))
     monkeypatch.setattr(node, "_claim", lambda member: None)
     monkeypatch.setattr(node, "_prepare", prepare)
     if was_part:
@@ -115,6 +115,6 @@ def test_a_stop_signal_while_another_head_is_looked_for_does_not_keep_from_savin
     def stopped(*_: Any, **__: Any) -> None:
         raise _Stopped("SIGTERM")
 
-    monkeypatch.setattr("hetseq.launcher.meet", stopped)
+    monkeypatch.setattr("hetseq.launch.launcher.meet", stopped)
     assert launcher(None)._meet_again() is None
     assert "no other node could be found to lead the run (SIGTERM)" in capsys.readouterr().err

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO, TextIO, cast
 
 import pytest
 
-from hetseq import launcher
 from hetseq.config.sections import LogConfig
+from hetseq.launch import launcher
 from hetseq.monitor.progress import (
     LiveProgress,
     PlainProgress,

@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import pytest
 
-from hetseq import standstill
+from hetseq.launch import stall_detector as standstill
+from hetseq.launch.stall_detector import SHARE, Standstill
+from hetseq.launch.worker_watch import Watch
 from hetseq.run_directory import RunDirectory
-from hetseq.standstill import SHARE, Standstill
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import Cell, Phase
-from hetseq.watch import Watch
 from tests.unit.test_whereabouts import Clock, clock  # noqa: F401
 
 

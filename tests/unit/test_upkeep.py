@@ -13,11 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hetseq import upkeep as module
 from hetseq.errors import RunDirectoryError
+from hetseq.launch import run_directory_guard as module
+from hetseq.launch.run_directory_guard import looked_after, taken_over, upkeep
 from hetseq.monitor.append_file import AppendFile
 from hetseq.run_directory import RunDirectory, replace_file
-from hetseq.upkeep import looked_after, taken_over, upkeep
 from tests.support.recorded import step_row
 
 

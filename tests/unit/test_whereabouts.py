@@ -15,7 +15,7 @@ import pytest
 
 from hetseq.comm.group import LocalGroup, _PeerErrors
 from hetseq.errors import PeerLostError
-from hetseq.pulse import SHARE, Pulse
+from hetseq.launch.watchdog import SHARE, Pulse
 from hetseq.run_directory import RunDirectory
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import STACKS_SIGNAL, Cell, Phase, in_words, state_of_process

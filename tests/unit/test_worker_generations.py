@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 import torch
 
-from hetseq import worker
 from hetseq.cluster.membership.assignment import Crew
 from hetseq.cluster.membership.decide import Record
 from hetseq.cluster.membership.step_commit import Lineage
 from hetseq.comm.group import LocalGroup
 from hetseq.errors import PeerLostError
+from hetseq.launch import worker
 from hetseq.training.controller import Halt
 
 

@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from hetseq import worker
 from hetseq.cluster.membership.assignment import Crew, Placement
+from hetseq.launch import worker
 
 
 @pytest.mark.parametrize("is_replacement", [False, True])

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq import worker
 from hetseq.catalogue import codes_in
 from hetseq.cluster.membership.assignment import Placement
 from hetseq.errors import EXIT_FAILED, DeviceMemoryError, PeerLostError
+from hetseq.launch import worker
 from hetseq.system import device_memory as memory
 from tests.support import cuda_errors
 

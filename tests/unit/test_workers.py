@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from hetseq import workers
-from hetseq.workers import Worker
+from hetseq.launch import worker_processes as workers
+from hetseq.launch.worker_processes import Worker
 
 LARGE = "x" * 300_000  # more than the kernel keeps for somebody who reads nothing
 

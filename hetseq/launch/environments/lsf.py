@@ -6,7 +6,7 @@ Elsewhere the script runs there too, once; what blaunch starts is told its numbe
 
 from __future__ import annotations
 
-from hetseq.environments.seen import Look, Seen, UnreadableError, added, counted, index_of
+from hetseq.launch.environments.detected import Look, Seen, UnreadableError, added, counted, index_of
 
 NAME = "lsf"
 NEEDS = "LSB_JOBID, and LSB_DJOB_RANKFILE, LSB_HOSTS or LSB_MCPU_HOSTS (with jsrun also JSM_NAMESPACE_RANK)"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from hetseq.environments.seen import Look, Seen, UnreadableError
+from hetseq.launch.environments.detected import Look, Seen, UnreadableError
 
 NAME = "htcondor"
 NEEDS = "_CONDOR_SCRATCH_DIR (and, in the parallel universe, _CONDOR_PROCNO, _CONDOR_NPROCS and _CONDOR_JOB_AD)"

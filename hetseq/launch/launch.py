@@ -27,12 +27,12 @@ from hetseq.cluster.rendezvous.interfaces import interfaces
 from hetseq.config import dump_yaml
 from hetseq.config.byte_size import parse_size
 from hetseq.config.sections import Config, DistributedConfig
-from hetseq.environments import Choice, Look, Seen, choose, leaves_room, seconds_to_stop, see
 from hetseq.errors import ConfigError, HetSeqError
-from hetseq.launcher import Launcher
+from hetseq.launch.environments import Choice, Look, Seen, choose, leaves_room, seconds_to_stop, see
+from hetseq.launch.launcher import Launcher
+from hetseq.launch.run_directory_guard import in_use
+from hetseq.launch.worker_processes import threads_per_worker
 from hetseq.run_directory import RunDirectory
-from hetseq.upkeep import in_use
-from hetseq.workers import threads_per_worker
 
 logger = logging.getLogger(__name__)
 
@@ -241,8 +241,8 @@ def run_here(config: Config, errand: Errand | None = None) -> Ending:
             f"--distributed-no-spawn runs one rank alone, but {where} was asked for: leave one of them out"
         )
     check_place(config.distributed, len(devices))
-    from hetseq.line import Alone
-    from hetseq.worker import StopRequest, run_worker
+    from hetseq.launch.launcher_link import Alone
+    from hetseq.launch.worker import StopRequest, run_worker
 
     directory = RunDirectory.prepare(config.checkpoint.save_dir, config_yaml=dump_yaml(config))
     stop = StopRequest(has_launcher=False)

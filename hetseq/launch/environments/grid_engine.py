@@ -5,7 +5,7 @@ The script alone has that file. What `qrsh -inherit` starts on the other hosts o
 
 from __future__ import annotations
 
-from hetseq.environments.seen import Look, NowhereError, Seen, UnreadableError, added, index_of
+from hetseq.launch.environments.detected import Look, NowhereError, Seen, UnreadableError, added, index_of
 
 NAME = "sge"
 NEEDS = "JOB_ID and PE_HOSTFILE: submit it with a parallel environment (qsub -pe)"

@@ -6,8 +6,8 @@ zero, so on several nodes ranks are given out where the processes meet.
 
 from __future__ import annotations
 
-from hetseq.environments.seen import Look, Seen, UnreadableError
-from hetseq.environments.slurm import end_of_job
+from hetseq.launch.environments.detected import Look, Seen, UnreadableError
+from hetseq.launch.environments.slurm import end_of_job
 
 NAME = "torchrun"
 NEEDS = "TORCHELASTIC_RUN_ID, RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"

@@ -217,7 +217,7 @@ def end_all(workers: Sequence[Worker], tell: Callable[[str], None]) -> None:
 
 def _enter(*arguments: Any) -> None:
     """Where a worker begins: in a process that has torch, which the launcher has not."""
-    from hetseq.worker import worker_main
+    from hetseq.launch.worker import worker_main
 
     worker_main(*arguments)
 
@@ -240,7 +240,7 @@ def warm_forkserver() -> Any:
     """
     context = multiprocessing.get_context("forkserver")
     # torch imports its compiler when the first optimizer is made: 1.6 s, once here in place of once a worker
-    context.set_forkserver_preload(["hetseq.worker", "torch._dynamo"])
+    context.set_forkserver_preload(["hetseq.launch.worker", "torch._dynamo"])
     from multiprocessing import forkserver, resource_tracker, util
 
     # Python before 3.10.9 and 3.11.1: such a socket has no mode, and any user could send the server a pickle
@@ -248,7 +248,7 @@ def warm_forkserver() -> Any:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     path = os.environ.get("PYTHONPATH")
     # the server does not get sys.path, and a checkout that is not installed is found by nothing else
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), path]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), path]))
     try:
         with _tidied_up_in_silence():
             resource_tracker.ensure_running()  # unblocks two of them when it has started

@@ -6,8 +6,8 @@ run once. Only a step says that a command runs on all of its nodes.
 
 from __future__ import annotations
 
-from hetseq.environments.node_list import expand_counts, expand_hosts
-from hetseq.environments.seen import Look, Seen, UnreadableError
+from hetseq.launch.environments.detected import Look, Seen, UnreadableError
+from hetseq.launch.environments.node_list import expand_counts, expand_hosts
 
 NAME = "slurm"
 NEEDS = "SLURM_JOB_ID, SLURM_STEP_ID and SLURM_PROCID: start it with srun"

@@ -20,7 +20,7 @@ from typing import Any
 from hetseq.cluster.membership.step_commit import Wish
 from hetseq.comm.group import AnyGroup
 from hetseq.errors import PeerLostError, RendezvousError
-from hetseq.pulse import Pulse
+from hetseq.launch.watchdog import Pulse
 from hetseq.system.rank_phase import Stand
 
 Record = dict[str, Any]

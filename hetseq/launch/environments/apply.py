@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hetseq.config.sections import DistributedConfig
-from hetseq.environments.seen import Seen
 from hetseq.errors import ConfigError
+from hetseq.launch.environments.detected import Seen
 
 _STOP_BEFORE_S = 300.0  # the end of a job: for the step and the checkpoint
 _STOP_BEFORE_PART = 0.25  # of the time that is left, in short jobs

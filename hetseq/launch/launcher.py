@@ -45,13 +45,13 @@ from hetseq.config import dump_yaml
 from hetseq.config.sections import Config
 from hetseq.drop import is_asked
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, HetSeqError, RendezvousError
+from hetseq.launch.run_directory_guard import adopt_config, in_use, looked_after, taken_over
+from hetseq.launch.stall_detector import Standstill
+from hetseq.launch.worker_processes import Worker, end_all, start_worker, threads_per_worker, warm_forkserver
+from hetseq.launch.worker_watch import Watch, may_go_on
 from hetseq.monitor.progress import takes_text
 from hetseq.run_directory import RunDirectory
-from hetseq.standstill import Standstill
 from hetseq.system.processes import ECHO_S, first_stop_signal, ringing_on_signals
-from hetseq.upkeep import adopt_config, in_use, looked_after, taken_over
-from hetseq.watch import Watch, may_go_on
-from hetseq.workers import Worker, end_all, start_worker, threads_per_worker, warm_forkserver
 
 Record = dict[str, Any]
 _T = TypeVar("_T")

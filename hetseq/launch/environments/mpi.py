@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hetseq.environments import grid_engine, lsf, pbs, slurm
-from hetseq.environments.seen import Look, NowhereError, Seen, UnreadableError, index_of
+from hetseq.launch.environments import grid_engine, lsf, pbs, slurm
+from hetseq.launch.environments.detected import Look, NowhereError, Seen, UnreadableError, index_of
 
 NAME = "mpi"
 NEEDS = "OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK, or PMI_RANK with MPI_LOCALRANKID or PMI_LOCAL_RANK"

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hetseq.environments import grid_engine, htcondor, lsf, mpi, pbs, sagemaker, slurm, torchrun
-from hetseq.environments.choice import Choice, choose, leaves_room, seconds_to_stop
-from hetseq.environments.seen import Environment, Look, NowhereError, Seen, UnreadableError
 from hetseq.errors import ConfigError
+from hetseq.launch.environments import grid_engine, htcondor, lsf, mpi, pbs, sagemaker, slurm, torchrun
+from hetseq.launch.environments.apply import Choice, choose, leaves_room, seconds_to_stop
+from hetseq.launch.environments.detected import Environment, Look, NowhereError, Seen, UnreadableError
 
 __all__ = [
     "NAMES", "Choice", "Look", "NowhereError", "Seen", "UnreadableError", "choose", "leaves_room", "seconds_to_stop",

@@ -16,9 +16,9 @@ from hetseq.checkpoint.recovery import complete_newer
 from hetseq.cluster.membership.exit_status import WorkerEnd
 from hetseq.cluster.membership.run_directory_discovery import has_commits
 from hetseq.errors import HetSeqError
+from hetseq.launch.stall_detector import Standstill
+from hetseq.launch.worker_processes import Worker
 from hetseq.run_directory import RunDirectory
-from hetseq.standstill import Standstill
-from hetseq.workers import Worker
 
 _WRITERS_S = 3.0
 

@@ -5,7 +5,7 @@ That file is on the first host alone. The script is task 1 of the job; what pbsd
 
 from __future__ import annotations
 
-from hetseq.environments.seen import Look, NowhereError, Seen, UnreadableError, counted, index_of
+from hetseq.launch.environments.detected import Look, NowhereError, Seen, UnreadableError, counted, index_of
 
 NAME = "pbs"
 NEEDS = "PBS_JOBID and PBS_NODEFILE"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from hetseq.environments.seen import Look, Seen, UnreadableError, index_of
+from hetseq.launch.environments.detected import Look, Seen, UnreadableError, index_of
 
 NAME = "sagemaker"
 TRAINING, PROCESSING = "/opt/ml/input/config/resourceconfig.json", "/opt/ml/config/resourceconfig.json"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 
-from hetseq.environments.seen import UnreadableError
+from hetseq.launch.environments.detected import UnreadableError
 
 _MOST = 2**20  # hosts or numbers; nobody has more, and a typing error is not to fill the memory
 

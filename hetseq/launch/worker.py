@@ -46,12 +46,12 @@ from hetseq.errors import (
     RendezvousError,
     TaskError,
 )
-from hetseq.line import Alone, Line
+from hetseq.launch.launcher_link import Alone, Line
+from hetseq.launch.watchdog import Pulse
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.rank_log import RankOutput
 from hetseq.monitor.tensorboard import hyperparameters
 from hetseq.monitor.versions import gather_versions
-from hetseq.pulse import Pulse
 from hetseq.run import inference as sweep
 from hetseq.run.checkpointing import Saver
 from hetseq.run.fingerprint import rank_fields

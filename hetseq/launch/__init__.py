@@ -1,0 +1,1 @@
+"""The processes of one node: launcher, workers, watchdogs, environments of schedulers."""
