@@ -23,19 +23,28 @@ from hetseq.registry import nearest
 #: command -> where its function is, which is given the words and a way to say a line; and what it is for
 COMMANDS = {
     "train": ("hetseq.cli:train", "train a task; `hetseq train --help` lists every option"),
-    "evaluate": ("hetseq.evaluate:run_evaluate", "evaluate a checkpoint of a run on a split"),
-    "predict": ("hetseq.evaluate:run_predict", "write what a checkpoint of a run says of each sample of a split"),
-    "plan": ("hetseq.whatif:run_plan", "how fast a run would be with other shares or other ranks"),
-    "simulate": ("hetseq.whatif:run_simulate", "how fast a cluster would be that is described in a YAML file"),
-    "checkpoints": ("hetseq.checkpoints:run", "list, show, verify, prune or export the checkpoints of a run"),
+    "evaluate": ("hetseq.commands.evaluate:run_evaluate", "evaluate a checkpoint of a run on a split"),
+    "predict": (
+        "hetseq.commands.evaluate:run_predict",
+        "write what a checkpoint of a run says of each sample of a split",
+    ),
+    "plan": ("hetseq.commands.plan.command:run_plan", "how fast a run would be with other shares or other ranks"),
+    "simulate": (
+        "hetseq.commands.plan.command:run_simulate",
+        "how fast a cluster would be that is described in a YAML file",
+    ),
+    "checkpoints": (
+        "hetseq.commands.checkpoints.command:run",
+        "list, show, verify, prune or export the checkpoints of a run",
+    ),
     "report": ("hetseq.monitor.report.command:run", "write report.html of a run, or compare two runs"),
-    "doctor": ("hetseq.doctor:run", "is this node fit for a training, and what to do about it"),
-    "top": ("hetseq.top:run", "what a run does now: its step, its ranks, who is slow or gone"),
-    "drop": ("hetseq.drop:run", "take a node out of a run that goes on without it"),
-    "script": ("hetseq.script:run", "a batch script for Slurm, Grid Engine, PBS, LSF or HTCondor"),
-    "ssh": ("hetseq.ssh:run", "a run on several hosts by one command, over ssh"),
-    "selftest": ("hetseq.selftest:run", "see whether a task of your own is exact on any shares"),
-    "demo": ("hetseq.demo:run", "see unequal workers give the result of one machine, in a minute"),
+    "doctor": ("hetseq.commands.doctor:run", "is this node fit for a training, and what to do about it"),
+    "top": ("hetseq.commands.top:run", "what a run does now: its step, its ranks, who is slow or gone"),
+    "drop": ("hetseq.commands.drop:run", "take a node out of a run that goes on without it"),
+    "script": ("hetseq.commands.script.command:run", "a batch script for Slurm, Grid Engine, PBS, LSF or HTCondor"),
+    "ssh": ("hetseq.commands.ssh.command:run", "a run on several hosts by one command, over ssh"),
+    "selftest": ("hetseq.commands.selftest:run", "see whether a task of your own is exact on any shares"),
+    "demo": ("hetseq.commands.demo:run", "see unequal workers give the result of one machine, in a minute"),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hetseq.comm.group import Group
-from hetseq.doctor import all_reduce
+from hetseq.commands.doctor import all_reduce_child as all_reduce
 from tests.support.ranks import run_ranks
 
 

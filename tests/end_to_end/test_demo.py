@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hetseq import demo
 from hetseq.cli import main
+from hetseq.commands import demo
 from hetseq.errors import ConfigError
 from hetseq.monitor.metrics import read_rows
 from tests.support.commands import HETSEQ, run_command

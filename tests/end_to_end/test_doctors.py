@@ -69,7 +69,7 @@ def rank_of(doctor: Command) -> int | None:
     for file in Path(f"/proc/{doctor.pid}/task").glob("*/children"):
         for pid in map(int, file.read_text().split()):
             with suppress(OSError):
-                is_rank = b"hetseq.doctor.all_reduce" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                is_rank = b"hetseq.commands.doctor.all_reduce_child" in Path(f"/proc/{pid}/cmdline").read_bytes()
                 links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()] if is_rank else []
                 if sum(link.startswith("socket:") for link in links) > 1:
                     return pid

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 import hetseq
+from hetseq.commands.selftest import run
 from hetseq.errors import ConfigError
 from hetseq.monitor.report.compare import compare
 from hetseq.registry import find_task
-from hetseq.selftest import run
 from tests.support import forked
 from tests.support.commands import HETSEQ, ROOT, Command, run_command, start_command
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.drop import drop
+from hetseq.commands.drop import drop
 from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_USAGE, ConfigError
 from hetseq.monitor.metrics import read_rows
 from tests.support.hosts import Host, two_hosts

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import hetseq.checkpoint
-from hetseq import inventory
 from hetseq.checkpoint import Commit, Identity, inspect, scan
 from hetseq.checkpoint.directory import attempt_name
 from hetseq.checkpoint.history import append_history
 from hetseq.checkpoint.records import seal, unseal
-from hetseq.checkpoints import Arguments, answer, kept, parse
 from hetseq.cli import main
+from hetseq.commands.checkpoints import listing as inventory
+from hetseq.commands.checkpoints.command import Arguments, answer, kept, parse
 from hetseq.errors import CheckpointError, CheckpointRefused, ConfigError, RunDirectoryError
 from hetseq.run_directory import RunDirectory
 from tests.support.checkpoints import LINEAGE, contents, folder, loaded_step, manager, save, tensors_of

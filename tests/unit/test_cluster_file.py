@@ -9,9 +9,9 @@ import pytest
 
 from hetseq.balance.simulation import Clock, Cluster, Group, Link
 from hetseq.cli import main
-from hetseq.cluster_file import Experiment, read_experiment
+from hetseq.commands.plan.cluster_file import Experiment, read_experiment
+from hetseq.commands.plan.command import Comparison, compare, parse_simulate, simulation_json, simulation_text
 from hetseq.errors import ConfigError
-from hetseq.whatif import Comparison, compare, parse_simulate, simulation_json, simulation_text
 
 ROOT = Path(__file__).resolve().parents[2]
 LINK = "link: {mbit_per_s: 8000, latency_ms: 0.1}"
@@ -173,9 +173,9 @@ def test_thousands_of_ranks_are_simulated_with_noise(tmp_path: Path) -> None:
 
 
 def test_with_many_ranks_fewer_steps_are_learned_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetseq.whatif._LEARNED", 6 * 20)
+    monkeypatch.setattr("hetseq.commands.plan.command._LEARNED", 6 * 20)
     assert comparison_of(tmp_path, GOOD).trials[2].title == "learned in 20 steps"
-    monkeypatch.setattr("hetseq.whatif._LEARNED", 6 * 9)
+    monkeypatch.setattr("hetseq.commands.plan.command._LEARNED", 6 * 9)
     assert comparison_of(tmp_path, GOOD).trials[-1].title == "best shares"
 
 

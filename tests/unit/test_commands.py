@@ -17,8 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from hetseq import checkpoints, evaluate, whatif
 from hetseq.cli import COMMANDS
+from hetseq.commands import evaluate
+from hetseq.commands.checkpoints import command as checkpoints
+from hetseq.commands.plan import command as whatif
 from hetseq.config.command_line import Command, CommandRefused, Option
 from tests.support.docs import ROOT, pages, shell_blocks
 from tests.unit.test_messages import GAP, error_texts

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from hetseq import Task, evaluate
+from hetseq import Task
 from hetseq import config as options
 from hetseq.comm.group import LocalGroup
+from hetseq.commands import evaluate
 from hetseq.errors import ConfigError
 from hetseq.run.loaded_task import load_material
 from hetseq.task import make_task

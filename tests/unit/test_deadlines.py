@@ -74,16 +74,16 @@ hetseq/cluster/rendezvous/sockets.py
 hetseq/comm/group.py
     connect: building.result: it is over
     Group._await: work.wait: the collective has ended; before that each look at it has a deadline
-hetseq/demo.py
+hetseq/commands/demo.py
     _make_corpus: subprocess.run: the user looks on, and Ctrl-C ends both
-hetseq/doctor/all_reduce.py
+hetseq/commands/doctor/all_reduce_child.py
     _timed: group.all_reduce_sum(tensor).wait: the collective got the deadline of its group
-hetseq/doctor/helper.py
+hetseq/commands/doctor/node_agent.py
     Door._serve: _socket.accept: the socket never waits
     _drain: connection.recv: the socket never waits
-hetseq/doctor/participant.py
+hetseq/commands/doctor/all_reduce_client.py
     Participant._speak: _said.get: an idle thread; `close` gives it None
-hetseq/far_end.py
+hetseq/commands/ssh/remote.py
     _Near.look: os.read: select has found something to read
     _look_after: child.poll: of a process, looks once
 hetseq/system/faults.py
@@ -132,7 +132,7 @@ hetseq/parallel/gradient_sync.py
     GradientReducer.finish: bucket.pending.wait: the collective got the deadline of its group
 hetseq/system/terminal.py
     keys.is_quit: os.read: the terminal was found readable, and nobody else reads it
-hetseq/ssh.py
+hetseq/commands/ssh/command.py
     FanOut._turn: os.read: the selector has found something to read
 hetseq/launch/worker_processes.py
     Worker.tell: _channel.send_bytes: the pipe has SO_SNDTIMEO
@@ -155,7 +155,7 @@ hetseq/cluster/membership/coordinator_server.py
     _turn: held while a byte is read that is there
 hetseq/comm/group.py
     _lock: held for a few lines that wait for nothing
-hetseq/doctor/all_reduce.py
+hetseq/commands/doctor/all_reduce_child.py
     _changed: held for a few lines that wait for nothing
     _sending: held while a line is written, which the doctor reads all the time; when it ends, this process is killed
 hetseq/system/faults.py

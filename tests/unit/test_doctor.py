@@ -12,17 +12,28 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq import doctor
 from hetseq.balance.simulation import Link
 from hetseq.cluster.membership.run_directory_discovery import kind_of as kind_of_file_system
 from hetseq.cluster.rendezvous.interfaces import interfaces, is_loopback
-from hetseq.doctor import in_torch
-from hetseq.doctor.directory import examine
-from hetseq.doctor.facts import Burn, Device, Directory, Facts, Limits, NamedAddress, Network, Torch, from_json, to_json
-from hetseq.doctor.findings import Finding, exit_code, judge, size
-from hetseq.doctor.gathering import ask_torch, read_torch, secret_state
-from hetseq.doctor.prediction import Candidate, candidates_of, foresee
-from hetseq.doctor.report import COLUMNS, document, text
+from hetseq.commands import doctor
+from hetseq.commands.doctor import torch_child as in_torch
+from hetseq.commands.doctor.collect import ask_torch, read_torch, secret_state
+from hetseq.commands.doctor.directory_trial import examine
+from hetseq.commands.doctor.facts import (
+    Burn,
+    Device,
+    Directory,
+    Facts,
+    Limits,
+    NamedAddress,
+    Network,
+    Torch,
+    from_json,
+    to_json,
+)
+from hetseq.commands.doctor.forecast import Candidate, candidates_of, foresee
+from hetseq.commands.doctor.node_findings import Finding, exit_code, judge, size
+from hetseq.commands.doctor.report import COLUMNS, document, text
 from hetseq.errors import ConfigError
 from hetseq.system.gpu import runs_on
 
@@ -444,7 +455,7 @@ def test_a_user_who_stops_it_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) ->
     def interrupted(**_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hetseq.doctor.gathering.gather", interrupted)
+    monkeypatch.setattr("hetseq.commands.doctor.collect.gather", interrupted)
     said: list[str] = []
     assert doctor.run([], said.append) == 1
     assert said == ["stopped before everything was examined"]

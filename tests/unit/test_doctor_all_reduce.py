@@ -18,14 +18,14 @@ import torch
 
 from hetseq.balance.simulation import Link, ring_seconds
 from hetseq.comm.group import AnyGroup, LocalGroup, Rows
-from hetseq.doctor import all_reduce as child
-from hetseq.doctor import participant
-from hetseq.doctor.comparing import compare
-from hetseq.doctor.exchange import MIB, AllReduce, Trouble, Way, corrected, slowest_ways, why_not
-from hetseq.doctor.findings import judge
-from hetseq.doctor.participant import Participant
-from hetseq.doctor.prediction import foresee
-from hetseq.doctor.report import cluster_document
+from hetseq.commands.doctor import all_reduce_child as child
+from hetseq.commands.doctor import all_reduce_client as participant
+from hetseq.commands.doctor.all_reduce_client import Participant
+from hetseq.commands.doctor.cluster_findings import compare
+from hetseq.commands.doctor.forecast import foresee
+from hetseq.commands.doctor.network_results import MIB, AllReduce, Trouble, Way, corrected, slowest_ways, why_not
+from hetseq.commands.doctor.node_findings import judge
+from hetseq.commands.doctor.report import cluster_document
 from hetseq.errors import PeerLostError, RendezvousError
 from tests.support.trials import until
 from tests.unit.test_doctor import BURN, GOOD

@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
-from hetseq import doctor
 from hetseq.cluster.rendezvous.channel import Channel, ChannelClosed, Listener, connect
 from hetseq.cluster.rendezvous.secret import derive_key, load_secret
 from hetseq.cluster.rendezvous.sockets import ForeignBytes
+from hetseq.commands import doctor
+from hetseq.commands.doctor import coordinator as meeting
+from hetseq.commands.doctor.cluster_findings import Examination, Way, compare, side_by_side
+from hetseq.commands.doctor.coordinator import PROTOCOL, examine_together, name_of
+from hetseq.commands.doctor.facts import Facts, to_json
+from hetseq.commands.doctor.network_results import AllReduce, Trouble
+from hetseq.commands.doctor.node_agent import Door, Helper, stream_to
+from hetseq.commands.doctor.node_findings import judge
+from hetseq.commands.doctor.report import COLUMNS, cluster_document
 from hetseq.config.sections import DistributedConfig
-from hetseq.doctor import meeting
-from hetseq.doctor.comparing import Examination, Way, compare, side_by_side
-from hetseq.doctor.exchange import AllReduce, Trouble
-from hetseq.doctor.facts import Facts, to_json
-from hetseq.doctor.findings import judge
-from hetseq.doctor.helper import Door, Helper, stream_to
-from hetseq.doctor.meeting import PROTOCOL, examine_together, name_of
-from hetseq.doctor.report import COLUMNS, cluster_document
 from hetseq.errors import ConfigError, RendezvousError
 from tests.unit.test_doctor import GOOD
 
@@ -205,7 +205,7 @@ class BrokenRank(Rank):
 @pytest.fixture(autouse=True)
 def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real ranks are in tests/end_to_end/test_doctors.py."""
-    monkeypatch.setattr("hetseq.doctor.helper.Participant", Rank)
+    monkeypatch.setattr("hetseq.commands.doctor.node_agent.Participant", Rank)
 
 
 class Doctors:
@@ -308,7 +308,7 @@ def test_a_node_that_leaves_during_the_all_reduce_is_named_and_keeps_nobody(url:
 
 def test_a_node_whose_rank_cannot_begin_is_named(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     doctors = Doctors(url, tmp_path / "secret", None)
-    monkeypatch.setattr("hetseq.doctor.helper.Participant", BrokenRank)
+    monkeypatch.setattr("hetseq.commands.doctor.node_agent.Participant", BrokenRank)
     doctors.start(GOOD)
     doctors.start(GOOD)
     doctors.wait()

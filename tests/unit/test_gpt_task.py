@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from hetseq import ConfigError, DataError, MissingSplitError, registry
 from hetseq import config as options
-from hetseq.checkpoints import answer, parse
+from hetseq.commands.checkpoints.command import answer, parse
 from hetseq.run_directory import RunDirectory
 from hetseq.task import collater_of, lengths_of, make_task
 from tasks.bert import BertTask

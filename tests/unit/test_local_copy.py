@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
-from hetseq import DataError, evaluate
+from hetseq import DataError
 from hetseq import config as options
 from hetseq.cluster.membership.compatibility import option_fields
+from hetseq.commands import evaluate
 from hetseq.registry import find_task
 from hetseq.run.fingerprint import _data_files
 from hetseq.task import make_task

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hetseq import DataError
 from hetseq import config as options
-from hetseq.checkpoints import answer, parse
+from hetseq.commands.checkpoints.command import answer, parse
 from hetseq.errors import CheckpointError, ConfigError
 from hetseq.run_directory import RunDirectory
 from tasks.bert_model import BertConfig, BertForPreTraining

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq import script
+from hetseq.commands.script import command as script
 from hetseq.errors import ConfigError
 
 RUN = shlex.split("--task mnist --cpu --global-batch-size 64")

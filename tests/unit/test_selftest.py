@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from hetseq import registry
+from hetseq.commands.selftest import run
+from hetseq.commands.selftest.other_process import another_process, of_processes, presented
+from hetseq.commands.selftest.splits import random_cut, shares
 from hetseq.config.sections import Config, DataConfig
 from hetseq.errors import ConfigError, MissingSplitError
-from hetseq.selftest import run
-from hetseq.selftest.cuts import random_cut, shares
-from hetseq.selftest.elsewhere import another_process, of_processes, presented
 from hetseq.task import load_split, make_task
 from tests.support import bert
 
@@ -30,7 +30,7 @@ def _nobody(words: Sequence[str]) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """No other process: each import of torch takes longer than all tests of this file."""
-    monkeypatch.setattr("hetseq.selftest.another_process", _nobody)
+    monkeypatch.setattr("hetseq.commands.selftest.another_process", _nobody)
 
 
 def selftest(*words: str) -> tuple[int, dict]:  # type: ignore[type-arg]
@@ -139,7 +139,7 @@ def test_what_was_not_compared_is_said(name: str, words: str) -> None:
 
 
 def test_a_task_that_depends_on_its_process_is_told_by_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetseq.selftest.another_process", another_process)
+    monkeypatch.setattr("hetseq.commands.selftest.another_process", another_process)
     code, report = examined("OfThisProcess")
     assert code == 1
     assert [(finding["kind"], finding["name"]) for finding in report["findings"]] == [

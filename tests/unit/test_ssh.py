@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hetseq import far_end, ssh
+from hetseq.commands.ssh import command as ssh
+from hetseq.commands.ssh import remote as far_end
+from hetseq.commands.ssh.command import FanOut, parse
 from hetseq.errors import EXIT_STOPPED, ConfigError, RendezvousError
-from hetseq.ssh import FanOut, parse
 from hetseq.system.processes import ECHO_S
 from tests.unit.test_script import program
 

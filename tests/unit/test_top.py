@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 from hetseq import run_directory
+from hetseq.commands.top import Lookout, parse, run, view
 from hetseq.errors import ConfigError
 from hetseq.monitor.advice import Setting
 from hetseq.monitor.status import RunStatus, read_facts
 from hetseq.run.after_step import StatusFiles
 from hetseq.run_directory import RunDirectory
 from hetseq.system.rank_phase import Phase, Stand
-from hetseq.top import Lookout, parse, run, view
 
 SIZE = 64
 

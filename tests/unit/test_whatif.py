@@ -15,8 +15,17 @@ from typing import Any
 import pytest
 
 from hetseq.cli import main
+from hetseq.commands.plan.command import (
+    Addition,
+    Plan,
+    PlanArguments,
+    Scenario,
+    make_plan,
+    parse_plan,
+    plan_json,
+    plan_text,
+)
 from hetseq.errors import ConfigError
-from hetseq.whatif import Addition, Plan, PlanArguments, Scenario, make_plan, parse_plan, plan_json, plan_text
 
 
 @dataclass(frozen=True)

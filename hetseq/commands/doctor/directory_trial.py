@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetseq.cluster.membership.run_directory_discovery import file_system_kind, lies_on_local_disk
-from hetseq.doctor.facts import Directory
+from hetseq.commands.doctor.facts import Directory
 
 _BLOCK = bytes(1 << 20)
 _SYNCS, _RENAMES = 5, 100

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from hetseq.commands.selftest.findings import Finding
+from hetseq.commands.selftest.fixed_randomness import difference, held_still
+from hetseq.commands.selftest.measure import Bench, Measured, Reader
 from hetseq.data.fetch import seed_everything
 from hetseq.data.plan import derive_seed
-from hetseq.selftest.bench import Bench, Measured, Reader
-from hetseq.selftest.findings import Finding
-from hetseq.selftest.still import difference, held_still
 from hetseq.task import build_model, is_overridden
 
 _FEW = 8  # samples that are read twice

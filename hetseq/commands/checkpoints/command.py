@@ -201,14 +201,14 @@ def answer(arguments: Arguments) -> Iterator[str]:
 
 
 def _list(arguments: Arguments) -> Iterator[str]:
-    from hetseq.inventory import list_json, list_text, read_contents
+    from hetseq.commands.checkpoints.listing import list_json, list_text, read_contents
 
     contents = read_contents(arguments.run)
     yield from [list_json(contents)] if arguments.wants_json else list_text(contents)
 
 
 def _show(arguments: Arguments) -> Iterator[str]:
-    from hetseq.inventory import show_json, show_text
+    from hetseq.commands.checkpoints.listing import show_json, show_text
 
     inspected, passed_over = _inspected(arguments.run, arguments.which or "latest")
     if arguments.wants_json:
@@ -219,7 +219,7 @@ def _show(arguments: Arguments) -> Iterator[str]:
 
 def _verify(arguments: Arguments) -> Iterator[str]:
     from hetseq.checkpoint import TooNewError, is_committed, verify
-    from hetseq.inventory import counted, size_text
+    from hetseq.commands.checkpoints.listing import counted, size_text
 
     found = _wanted(arguments)
     damaged = []
@@ -257,7 +257,7 @@ def _prune(arguments: Arguments) -> Iterator[str]:
 
 def _pruned(arguments: Arguments) -> Iterator[str]:
     from hetseq.checkpoint import remove_all
-    from hetseq.inventory import counted, size_text
+    from hetseq.commands.checkpoints.listing import counted, size_text
 
     commits = _committed(arguments.run).commits
     whole = None
@@ -324,7 +324,7 @@ def _export(arguments: Arguments) -> Iterator[str]:
     yield from passed_over
     with bar(f"reading {inspected.commit.path.name}", inspected.commit.size_bytes, in_bytes=True) as advance:
         if arguments.form == "hf":
-            from hetseq.model_export import export_model
+            from hetseq.commands.checkpoints.export_model import export_model
 
             path = export_model(arguments.run, inspected.commit, target, advance=advance)
         else:

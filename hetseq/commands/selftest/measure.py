@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from hetseq.commands.selftest.fixed_randomness import held_still, widths
+from hetseq.commands.selftest.splits import Cut, micro_batches
 from hetseq.data.fetch import Fetcher, Request, base_order, seed_everything
 from hetseq.data.loader import place_on
 from hetseq.data.plan import Indices, Order, derive_seed
-from hetseq.selftest.cuts import Cut, micro_batches
-from hetseq.selftest.still import held_still, widths
 from hetseq.task import Task, check_sums, counts_of
 from hetseq.training.task_checks import changed_terms
 

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hetseq.doctor.comparing import Examination
-from hetseq.doctor.exchange import AllReduce
-from hetseq.doctor.facts import Facts
-from hetseq.doctor.findings import LEVELS, Finding
+from hetseq.commands.doctor.cluster_findings import Examination
+from hetseq.commands.doctor.facts import Facts
+from hetseq.commands.doctor.network_results import AllReduce
+from hetseq.commands.doctor.node_findings import LEVELS, Finding
 
 COLUMNS = 100
 FORMAT_VERSION = 1

@@ -10,10 +10,10 @@ import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hetseq.doctor.exchange import AllReduce, Way, corrected, judge_all_reduce, slowest_ways
-from hetseq.doctor.facts import Facts
-from hetseq.doctor.findings import Finding, size
-from hetseq.doctor.prediction import Candidate, candidates_of
+from hetseq.commands.doctor.facts import Facts
+from hetseq.commands.doctor.forecast import Candidate, candidates_of
+from hetseq.commands.doctor.network_results import AllReduce, Way, corrected, judge_all_reduce, slowest_ways
+from hetseq.commands.doctor.node_findings import Finding, size
 from hetseq.monitor.tables import table
 
 _UNEVEN = 0.5  # of the median stream

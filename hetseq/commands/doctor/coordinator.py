@@ -22,12 +22,12 @@ from hetseq.cluster.membership.compatibility import node_fields
 from hetseq.cluster.rendezvous.channel import Channel, ChannelClosed, ChannelError, ChannelTimeout
 from hetseq.cluster.rendezvous.meet import Meeting, meet
 from hetseq.cluster.rendezvous.sockets import ask_when_idle
+from hetseq.commands.doctor.all_reduce_client import READY_S
+from hetseq.commands.doctor.cluster_findings import Examination
+from hetseq.commands.doctor.facts import Facts, from_json, to_json
+from hetseq.commands.doctor.network_results import AllReduce, Trouble, Way, why_not
+from hetseq.commands.doctor.node_agent import MARK_S, Helper
 from hetseq.config.sections import Config, DistributedConfig
-from hetseq.doctor.comparing import Examination
-from hetseq.doctor.exchange import AllReduce, Trouble, Way, why_not
-from hetseq.doctor.facts import Facts, from_json, to_json
-from hetseq.doctor.helper import MARK_S, Helper
-from hetseq.doctor.participant import READY_S
 from hetseq.errors import RendezvousError
 
 PROTOCOL = 2

@@ -31,8 +31,8 @@ import hetseq
 from hetseq.cluster.rendezvous.interfaces import VARIABLE, chosen_address, interfaces, is_loopback, outward_address
 from hetseq.cluster.rendezvous.secret import SecretError, load_secret, secret_file
 from hetseq.cluster.rendezvous.sockets import AddressError
-from hetseq.doctor.directory import examine
-from hetseq.doctor.facts import Directory, Facts, Limits, NamedAddress, Network, Torch, torch_from_json
+from hetseq.commands.doctor.directory_trial import examine
+from hetseq.commands.doctor.facts import Directory, Facts, Limits, NamedAddress, Network, Torch, torch_from_json
 from hetseq.launch.worker_processes import threads_per_worker
 
 TORCH_S = 90.0  # to import it from a slow disk and to start the drivers of all devices
@@ -91,7 +91,7 @@ def examine_in_time(path: Path) -> Directory:
 
 
 def ask_torch(
-    *, seconds: float, threads: int, limit_s: float = TORCH_S, module: str = "hetseq.doctor.in_torch"
+    *, seconds: float, threads: int, limit_s: float = TORCH_S, module: str = "hetseq.commands.doctor.torch_child"
 ) -> Torch:
     """What a child process tells before `limit_s` and the time of its burn-in have passed."""
     words = [sys.executable, "-m", module, f"{seconds:g}", str(threads)]

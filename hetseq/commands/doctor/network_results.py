@@ -15,8 +15,8 @@ from itertools import pairwise
 from typing import Any
 
 from hetseq.balance.simulation import Link, ring_factor, ring_seconds
-from hetseq.doctor.facts import Facts
-from hetseq.doctor.findings import MIB, Finding
+from hetseq.commands.doctor.facts import Facts
+from hetseq.commands.doctor.node_findings import MIB, Finding
 
 SIZES = (1 << 20, 16 << 20, 64 << 20)  # bytes
 _FAR = 3.0  # times what the slowest way explains

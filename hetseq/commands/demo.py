@@ -118,7 +118,7 @@ def _make_corpus(folder: Path) -> None:
     print(f"-- {shlex.join(['python', *words])} --", flush=True)
     words[words.index(str(folder))] = str(folder.resolve())
     # from beside this package: a folder `preprocessing` of the user's own would be taken first
-    done = subprocess.run([sys.executable, *words], check=False, cwd=Path(__file__).resolve().parents[1])
+    done = subprocess.run([sys.executable, *words], check=False, cwd=Path(__file__).resolve().parents[2])
     if done.returncode:
         raise HetSeqError(f"the corpus in {folder} could not be made: see above")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hetseq.cluster.rendezvous.interfaces import is_loopback
-from hetseq.doctor.facts import Directory, Facts, Limits, Network, Torch
+from hetseq.commands.doctor.facts import Directory, Facts, Limits, Network, Torch
 
 LEVELS = ("ok", "note", "warning", "problem")
 GIB, MIB = 2**30, 2**20

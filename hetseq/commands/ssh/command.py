@@ -26,10 +26,10 @@ from typing import Any
 
 from hetseq import config as options
 from hetseq.cluster.rendezvous.secret import load_secret
+from hetseq.commands.ssh.remote import MARK, tag_of
 from hetseq.config.command_line import Command, Option, whole_number
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, ConfigError, RendezvousError
-from hetseq.far_end import MARK, tag_of
 from hetseq.system.processes import ECHO_S, first_stop_signal, ringing_on_signals
 
 _HOST = re.compile(r"(?P<name>(?:[\w.-]+@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:]+\]))(?::(?P<count>\d+))?")
@@ -245,7 +245,7 @@ class FanOut:
     def _command(self, name: str) -> list[str]:
         request = self._request
         steps = [f"cd {shlex.quote(request.directory)}", *([request.env_setup] if request.env_setup else [])]
-        steps.append(f"exec {shlex.quote(request.python)} -m hetseq.far_end")
+        steps.append(f"exec {shlex.quote(request.python)} -m hetseq.commands.ssh.remote")
         # sh, because the user's own shell over there may be another one
         remote = f"exec sh -c {shlex.quote(' && '.join(steps))}"
         flags = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "-o", "ServerAliveInterval=15"]

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetseq.commands.doctor.facts import Facts
 from hetseq.config.command_line import Command, Given, Option, seconds, whole_number
 from hetseq.config.sections import DistributedConfig
-from hetseq.doctor.facts import Facts
 from hetseq.errors import EXIT_FAILED, ConfigError
 
 _LONGEST_S, _LONGEST_WAIT_S = 600.0, 1e6
@@ -108,10 +108,10 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 
 def _examine(words: Sequence[str], say: Callable[[str], None]) -> int:
-    from hetseq.doctor.findings import exit_code, judge
-    from hetseq.doctor.gathering import gather
-    from hetseq.doctor.prediction import candidates_of, foresee
-    from hetseq.doctor.report import document, text
+    from hetseq.commands.doctor.collect import gather
+    from hetseq.commands.doctor.forecast import candidates_of, foresee
+    from hetseq.commands.doctor.node_findings import exit_code, judge
+    from hetseq.commands.doctor.report import document, text
 
     arguments = parse(words)
     meeting = _meeting(arguments)
@@ -145,11 +145,11 @@ def _together(
     arguments: Arguments, meeting: DistributedConfig, facts: Facts, words: Sequence[str], say: Callable[[str], None]
 ) -> int:
     """The examination of all nodes, told where it is led."""
-    from hetseq.doctor.comparing import Examination, compare, side_by_side
-    from hetseq.doctor.findings import exit_code, judge
-    from hetseq.doctor.meeting import examine_together
-    from hetseq.doctor.prediction import foresee
-    from hetseq.doctor.report import cluster_document, text
+    from hetseq.commands.doctor.cluster_findings import Examination, compare, side_by_side
+    from hetseq.commands.doctor.coordinator import examine_together
+    from hetseq.commands.doctor.forecast import foresee
+    from hetseq.commands.doctor.node_findings import exit_code, judge
+    from hetseq.commands.doctor.report import cluster_document, text
 
     def judge_all(examined: Examination) -> int:
         each = [judge(one) for one in examined.facts]

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from hetseq.selftest.bench import Bench, Measured, Piece
-from hetseq.selftest.findings import Finding
-from hetseq.selftest.still import tensors_of
+from hetseq.commands.selftest.findings import Finding
+from hetseq.commands.selftest.fixed_randomness import tensors_of
+from hetseq.commands.selftest.measure import Bench, Measured, Piece
 from hetseq.task import is_overridden
 
 _PAGE = "docs/exactness.md"

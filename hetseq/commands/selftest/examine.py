@@ -18,19 +18,19 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetseq import registry
+from hetseq.commands.selftest import checks
+from hetseq.commands.selftest.diagnosis import Diagnosis, mixing_module
+from hetseq.commands.selftest.findings import Finding, Report, TermRow
+from hetseq.commands.selftest.fixed_randomness import Narrowing
+from hetseq.commands.selftest.measure import Bench, Measured, Reader, gradient_difference, loss_difference
+from hetseq.commands.selftest.other_process import Answer, of_processes, presented
+from hetseq.commands.selftest.splits import Cut, random_cut, singles, whole
 from hetseq.config.sections import Config
 from hetseq.data.fetch import seed_everything
 from hetseq.data.plan import epoch_order
 from hetseq.errors import TaskError
 from hetseq.monitor.progress_bar import bar
 from hetseq.parallel.replica import check_model
-from hetseq.selftest import checks
-from hetseq.selftest.bench import Bench, Measured, Reader, gradient_difference, loss_difference
-from hetseq.selftest.cuts import Cut, random_cut, singles, whole
-from hetseq.selftest.diagnosis import Diagnosis, mixing_module
-from hetseq.selftest.elsewhere import Answer, of_processes, presented
-from hetseq.selftest.findings import Finding, Report, TermRow
-from hetseq.selftest.still import Narrowing
 from hetseq.task import Task, build_model, collater_of, load_split, make_task
 from hetseq.training import task_checks as probe
 
@@ -117,7 +117,7 @@ def _raising_into(report: Report, task: Task) -> Iterator[None]:
 
 def _own_line(error: Exception) -> str | None:
     """The last line of the traceback that is neither ours nor of an installed library."""
-    here = str(Path(__file__).resolve().parents[1])
+    here = str(Path(__file__).resolve().parents[2])
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith((here, "<")) and "site-packages" not in frame.filename

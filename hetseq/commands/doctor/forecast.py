@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 from hetseq.balance.shares import NEGLIGIBLE_GAIN, Cost
 from hetseq.balance.simulation import Link, RankModel, Step, best_shares, predict, ring_seconds
-from hetseq.doctor.facts import Burn, Facts
-from hetseq.doctor.findings import Finding
+from hetseq.commands.doctor.facts import Burn, Facts
+from hetseq.commands.doctor.node_findings import Finding
 
 SAMPLES_PER_RANK = 64
 _HALF = 0.5

@@ -13,9 +13,9 @@ import logging
 from collections.abc import Callable, Sequence
 
 from hetseq import config as options
+from hetseq.commands.selftest.other_process import another_process
 from hetseq.config.command_line import Command, Option, whole_number
 from hetseq.errors import EXIT_DONE, EXIT_FAILED
-from hetseq.selftest.elsewhere import another_process
 
 COMMAND = Command(
     "selftest",
@@ -50,7 +50,7 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     config = options.complete(options.parse(given.rest, also=COMMAND.flags))
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with another_process(given.rest) as other:
-        from hetseq.selftest.examination import examine  # both import torch at the same time
+        from hetseq.commands.selftest.examine import examine  # both import torch at the same time
 
         report = examine(config, rounds=given["--rounds"], samples=given["--samples"], other=other)
     for line in [report.json()] if given["--json"] else report.lines():

@@ -35,7 +35,7 @@ from hetseq.cluster.rendezvous.sockets import (
     send_all,
     shut,
 )
-from hetseq.doctor.participant import Participant
+from hetseq.commands.doctor.all_reduce_client import Participant
 
 STREAM_S, STREAM_BYTES = 0.5, 256 << 20
 DIAL_S, MARK_S = 8.0, 15.0

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hetseq import config as options
+from hetseq.commands.script.batch_scripts import SYSTEMS, Job, file_name, submit_line
 from hetseq.config.command_line import Argument, Command, Option, whole_number
 from hetseq.config.sections import Config
 from hetseq.errors import ConfigError
-from hetseq.queues import SYSTEMS, Job, file_name, submit_line
 
 _CPUS_PER_WORKER = 4
 #: what a directive may hold, in which the shell quotes nothing

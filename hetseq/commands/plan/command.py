@@ -22,10 +22,10 @@ import yaml
 
 from hetseq.balance.shares import NEGLIGIBLE_GAIN
 from hetseq.balance.simulation import RankModel, Step, best_shares, equal_shares, learn, predict, run
-from hetseq.cluster_file import Experiment, read_experiment
+from hetseq.commands.plan.cluster_file import Experiment, read_experiment
+from hetseq.commands.plan.measured_run import Measured, named, read_measured
 from hetseq.config.command_line import Argument, Command, Option
 from hetseq.errors import ConfigError
-from hetseq.measured import Measured, named, read_measured
 from hetseq.monitor.tables import Cells, table
 from hetseq.run_directory import RunDirectory
 

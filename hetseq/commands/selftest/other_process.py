@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hetseq.selftest.findings import Finding
+from hetseq.commands.selftest.findings import Finding
 from hetseq.system.processes import die_with_parent
 
 if TYPE_CHECKING:  # it imports torch

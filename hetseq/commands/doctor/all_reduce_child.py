@@ -23,7 +23,7 @@ from typing import IO, Any
 import torch
 
 from hetseq.comm.group import AnyGroup, Meeting, connect, gather_floats
-from hetseq.doctor.exchange import SIZES
+from hetseq.commands.doctor.network_results import SIZES
 from hetseq.errors import HetSeqError, PeerLostError, RendezvousError
 from hetseq.system.processes import die_with_pipe
 

@@ -40,7 +40,7 @@ def _fault_here(trouble: str, measured: dict[str, float]) -> Record:
 class Participant:
     """One child, for one all-reduce."""
 
-    def __init__(self, module: str = "hetseq.doctor.all_reduce") -> None:
+    def __init__(self, module: str = "hetseq.commands.doctor.all_reduce_child") -> None:
         with contextlib.ExitStack() as files:
             self._errors = files.enter_context(tempfile.TemporaryFile())
             self._files = files.pop_all()

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hetseq.comm.group import has_gloo
-from hetseq.doctor.facts import Burn, Device
+from hetseq.commands.doctor.facts import Burn, Device
 from hetseq.monitor.versions import torch_build
 from hetseq.system import device_memory as memory
 from hetseq.system import matmul_backend as products

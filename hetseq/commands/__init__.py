@@ -1,0 +1,1 @@
+"""The commands of `hetseq` beside `train`: one module or package for each."""

@@ -1,0 +1,1 @@
+"""`hetseq checkpoints`: list, show, verify, remove and export checkpoints."""

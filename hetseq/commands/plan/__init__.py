@@ -1,0 +1,1 @@
+"""`hetseq plan`: what a step would cost on given machines."""

@@ -1,0 +1,1 @@
+"""`hetseq script`: batch scripts for schedulers."""

@@ -1,0 +1,1 @@
+"""`hetseq ssh`: start a run on several machines."""
