@@ -14,8 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hetseq.nebula.checkpoint import Checkpoint
-    from hetseq.nebula.facade import (
+    from hetseq.nebula.api import (
         close,
         flush_persistence,
         get_checkpoint,
@@ -24,16 +23,17 @@ if TYPE_CHECKING:
         init,
         list_checkpoints,
     )
+    from hetseq.nebula.checkpoint import Checkpoint
 
 _HOMES = {
     "Checkpoint": "checkpoint",
-    "close": "facade",
-    "flush_persistence": "facade",
-    "get_checkpoint": "facade",
-    "get_latest_checkpoint": "facade",
-    "get_latest_checkpoint_path": "facade",
-    "init": "facade",
-    "list_checkpoints": "facade",
+    "close": "api",
+    "flush_persistence": "api",
+    "get_checkpoint": "api",
+    "get_latest_checkpoint": "api",
+    "get_latest_checkpoint_path": "api",
+    "init": "api",
+    "list_checkpoints": "api",
 }
 
 __all__ = [

@@ -37,7 +37,7 @@ class Checkpoint:
         self._saving: Saving | None = None
         self._service: Service | None = None
         if tag:
-            from hetseq.nebula.facade import service  # the facade's functions give Checkpoints
+            from hetseq.nebula.api import service  # the facade's functions give Checkpoints
 
             check_name("tag", tag)
             self._service = service()

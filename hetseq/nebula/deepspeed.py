@@ -29,7 +29,7 @@ import torch
 
 import hetseq.nebula as nm
 from hetseq.errors import CheckpointRefused
-from hetseq.nebula import facade
+from hetseq.nebula import api as facade
 from hetseq.system.files import publish, read_bounded
 
 _module = importlib.import_module("deepspeed.runtime.checkpoint_engine.checkpoint_engine")

@@ -23,7 +23,7 @@ import torch
 
 import hetseq.nebula as nm
 from hetseq.errors import CheckpointRefused
-from hetseq.nebula import facade
+from hetseq.nebula import api as facade
 from hetseq.nebula.tags import read_commit, scan
 from hetseq.system.files import COMMIT_NAME, remove_attempt
 

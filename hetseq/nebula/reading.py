@@ -19,7 +19,7 @@ from hetseq.checkpoint.records import DamagedError
 from hetseq.checkpoint.verification import reason_of
 from hetseq.errors import CheckpointError
 from hetseq.nebula.slots import Slot
-from hetseq.nebula.structure import rebuild
+from hetseq.nebula.state_tree import rebuild
 from hetseq.nebula.tags import Commit, check_file, data_name
 
 MapLocation = str | torch.device | None

@@ -27,9 +27,9 @@ from hetseq.checkpoint.part_io import spec_of, write_part
 from hetseq.checkpoint.records import sha256, utc_text
 from hetseq.checkpoint.snapshot import image_bytes
 from hetseq.errors import CheckpointError, DisagreementError
-from hetseq.nebula.budget import Budget
 from hetseq.nebula.courier import Courier
-from hetseq.nebula.publishing import RETRY_S, Place, Publisher
+from hetseq.nebula.memory_budget import Budget
+from hetseq.nebula.publish import RETRY_S, Place, Publisher
 from hetseq.nebula.saving import (
     ABANDONED,
     AT_COMMIT,
@@ -43,7 +43,7 @@ from hetseq.nebula.saving import (
     Saving,
 )
 from hetseq.nebula.slots import Slot, Slots, anchor, holder_mark
-from hetseq.nebula.structure import Flat, flatten
+from hetseq.nebula.state_tree import Flat, flatten
 from hetseq.nebula.tags import Attempt, Manifest, data_name
 from hetseq.nebula.writer import setting_of
 from hetseq.system.files import COMMIT_NAME

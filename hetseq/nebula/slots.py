@@ -23,8 +23,8 @@ from hetseq.checkpoint.layout import Piece
 from hetseq.checkpoint.leftover_memory import sweep
 from hetseq.checkpoint.part_format import in_file_order
 from hetseq.checkpoint.snapshot import Snapshot
-from hetseq.nebula.budget import Budget
-from hetseq.nebula.publishing import Place
+from hetseq.nebula.memory_budget import Budget
+from hetseq.nebula.publish import Place
 from hetseq.system.files import lock
 
 logger = logging.getLogger(__name__)

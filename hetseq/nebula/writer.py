@@ -28,7 +28,7 @@ from hetseq.checkpoint.part_writer import PartWriting
 from hetseq.checkpoint.records import utc_text
 from hetseq.checkpoint.writer import Line
 from hetseq.errors import CheckpointError
-from hetseq.nebula.publishing import Place, Publisher
+from hetseq.nebula.publish import Place, Publisher
 from hetseq.nebula.tags import Attempt, Manifest, data_name, manifest_name
 from hetseq.system.processes import ignore_stop_signals
 

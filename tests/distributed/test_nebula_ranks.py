@@ -185,7 +185,7 @@ def test_a_rank_that_never_commits_is_named(tmp_path: Path) -> None:
 
 
 def impatient(group: Any, store: str, path: str, act: Callable[[int], Any]) -> Any:
-    from hetseq.nebula import facade
+    from hetseq.nebula import api as facade
 
     facade._PATIENCE_S = 1.0  # this process is the test's alone
     return play(group, store, path, act, {})

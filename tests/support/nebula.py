@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import hetseq.nebula as nm
-from hetseq.nebula import facade
+from hetseq.nebula import api as facade
 from hetseq.nebula.service import Service
 
 ELEMENTS = 1 << 16

@@ -106,7 +106,7 @@ hetseq/nebula/courier.py
     Courier.close: _thread.join: a writer that says nothing for 900 s, or takes nothing for 10, is given up
     Courier._run: _changed.wait: an idle thread; `close` wakes it
     Courier._carry: _writer.answer: a writer that says nothing for 900 s, or takes nothing for 10, is given up
-hetseq/nebula/facade.py
+hetseq/nebula/api.py
     flush_persistence: _script.service.flush: whoever calls it may choose to wait; a writer that says nothing for
         900 s, or takes nothing for 10, is given up
 hetseq/nebula/ranks.py

@@ -84,7 +84,7 @@ RANKS_OF_OTHERS = "hetseq/nebula/ranks.py"
 MAY_READ_ENVIRONMENT = (
     "hetseq/launch/launch.py",
     "hetseq/launch/worker_processes.py",
-    "hetseq/nebula/budget.py",
+    "hetseq/nebula/memory_budget.py",
     "hetseq/commands/doctor/collect.py",
 )
 MAY_PRINT = ("hetseq/cli.py", "hetseq/commands/demo.py")

@@ -211,7 +211,7 @@ def test_a_vanished_directory_fails_the_tag_and_not_the_script(
 def test_a_full_disk_fails_the_tag_and_keeps_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with begun(tmp_path, memory_buffer_size=0):  # no memory: written here, where a full disk can be played
         save(1).wait(60)
-        monkeypatch.setattr("hetseq.nebula.publishing.free_bytes", lambda path: 1000)
+        monkeypatch.setattr("hetseq.nebula.publish.free_bytes", lambda path: 1000)
         with pytest.raises(CheckpointError, match="1000 bytes are free"):
             save(2).wait(60)
         monkeypatch.undo()
@@ -226,7 +226,7 @@ def test_a_nearly_full_disk_loses_what_is_superseded_first(tmp_path: Path, monke
             save(step)
     with begun(tmp_path, num_of_version_in_retention=2, memory_buffer_size=0):
         room = {3: 1000, 2: 10**9}  # two tags of three: one more fits
-        monkeypatch.setattr("hetseq.nebula.publishing.free_bytes", lambda path: room.get(len(tags(tmp_path)), 10**9))
+        monkeypatch.setattr("hetseq.nebula.publish.free_bytes", lambda path: room.get(len(tags(tmp_path)), 10**9))
         assert save(4).wait(60) == "persisted"
     assert tags(tmp_path) == ["global_step4", "global_step3"]
 
@@ -248,7 +248,7 @@ def test_a_failed_write_in_the_writer_is_told_and_the_next_tag_is_due(tmp_path: 
 
 def service_is_gone() -> bool:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hetseq.nebula.facade._script.make", None)
+        patch.setattr("hetseq.nebula.api._script.make", None)
         with pytest.raises(Exception, match="init"):
             service()
     return True

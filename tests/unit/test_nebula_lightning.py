@@ -45,7 +45,7 @@ class Line(pl.LightningModule):
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As in a process in which nobody has called init."""
-    monkeypatch.setattr("hetseq.nebula.facade._script.root", None)
+    monkeypatch.setattr("hetseq.nebula.api._script.root", None)
     yield
     nm.close()
 

@@ -15,8 +15,8 @@ import torch
 import hetseq.nebula as nm
 from hetseq.checkpoint.arena import SHARED_MEMORY
 from hetseq.errors import ConfigError
-from hetseq.nebula.budget import Budget, budget, parse_size
-from hetseq.nebula.publishing import Place, Publisher
+from hetseq.nebula.memory_budget import Budget, budget, parse_size
+from hetseq.nebula.publish import Place, Publisher
 from hetseq.nebula.slots import Slots
 from hetseq.nebula.tags import Attempt
 from tests.support.nebula import begun, save, service, state_of, step_in, stopped_writer, tags
@@ -138,7 +138,7 @@ def test_a_process_that_stops_while_it_looks_at_the_account_holds_nobody_up_for_
 def test_a_process_that_stops_while_it_tidies_up_holds_no_tag_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hetseq.nebula.publishing._LOCKED_S", 0.0)
+    monkeypatch.setattr("hetseq.nebula.publish._LOCKED_S", 0.0)
     attempt, publisher = Attempt("one", f"{1:016x}", 1, 1, 1, False), Publisher(Place(tmp_path, -1, 0, 1.0))
     (tmp_path / attempt.folder_name).mkdir()
     with locked(tmp_path / attempt.folder_name):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hetseq.checkpoint.records import DamagedError
-from hetseq.nebula.structure import flatten, rebuild
+from hetseq.nebula.state_tree import flatten, rebuild
 
 
 def there_and_back(state: Any) -> Any:

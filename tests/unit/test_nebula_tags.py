@@ -326,7 +326,7 @@ def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_too_early_or_too_often_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hetseq.nebula.facade._script.make", None)
+    monkeypatch.setattr("hetseq.nebula.api._script.make", None)
     with pytest.raises(ConfigError, match=r"call hetseq\.nebula\.init"):
         nm.Checkpoint("step1")
     with begun(tmp_path):

@@ -19,9 +19,9 @@ import torch
 from hetseq.checkpoint.records import DamagedError, TooNewError
 from hetseq.errors import CheckpointError, ConfigError
 from hetseq.nebula import ranks
-from hetseq.nebula.budget import budget
 from hetseq.nebula.checkpoint import Checkpoint
-from hetseq.nebula.publishing import Place
+from hetseq.nebula.memory_budget import budget
+from hetseq.nebula.publish import Place
 from hetseq.nebula.service import Rules, Service
 from hetseq.nebula.slots import await_orphans
 from hetseq.nebula.tags import Commit, check, numbers_in, scan, tag_of
