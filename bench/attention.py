@@ -3,7 +3,7 @@
     python bench/attention.py [--rounds 11] [--dtypes fp32 bf16]
 
 Forward and backward of both in turn on the same queries, keys and values, one thread, without dropout, everybody
-looking at everybody and causally. Above 1 the products are faster; `tasks/attention.py` chooses by it. They keep a
+looking at everybody and causally. Above 1 the products are faster; `tasks/nn/attention.py` chooses by it. They keep a
 weight for each pair of tokens, which torch's kernel does not: memory is not compared. Ends with a line of JSON.
 """
 
@@ -20,7 +20,7 @@ import settings
 import torch
 from figures import json_line, paired, spread, table
 
-from tasks import attention
+from tasks.nn import attention
 
 #: (sequences, heads, tokens, size of a head)
 SHAPES = ((4, 4, 64, 64), (16, 4, 128, 64), (8, 12, 128, 64), (2, 4, 512, 64), (1, 12, 1024, 64))

@@ -48,9 +48,9 @@ from hetseq.training.optim import parameter_groups
 from hetseq.training.precision import PRECISIONS
 from hetseq.training.share import ShareComputer
 from hetseq.training.stopwatch import MicroBatchClock
-from tasks.bert import BertTask
-from tasks.bert_model import BertConfig, BertForPreTraining
-from tasks.bert_packing import pack
+from tasks.bert.model import BertConfig, BertForPreTraining
+from tasks.bert.packing import pack
+from tasks.bert.task import BertTask
 
 WORDS, MASKED_SHARE, MOST_LENGTH = 30522, 5 / 32, 512
 MODELS = {"tiny": (2, 128), "base": (12, 768), "large": (24, 1024)}  # layers, hidden size

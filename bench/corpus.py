@@ -151,9 +151,9 @@ def seen_in_hdf5(folder: Path, split: str, tokens: list[str]) -> tuple[Any, Any,
 def seen_in_records(folder: Path, split: str, tokens: list[str]) -> tuple[Any, Any, int, float]:
     """The same of records, as validation masks them."""
     sys.path.insert(0, str(ROOT))
-    from tasks.bert_masking import Masking
-    from tasks.bert_records import load_records
-    from tasks.record_index import read_index
+    from tasks.bert.dataset import load_records
+    from tasks.bert.masking import Masking
+    from tasks.rows.record_index import read_index
 
     dataset = load_records(read_index(folder), split, tokens, seed=0, masking=Masking())
     words, shown, real, cells_in_all = [], [], 0, 0

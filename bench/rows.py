@@ -25,12 +25,12 @@ import numpy as np
 from figures import json_line, paired, spread, table
 
 from preprocessing.convert_hdf5 import Options, convert
-from tasks.bert_data import BertDataset, load_bert
-from tasks.bert_hdf5 import NAMES
-from tasks.bert_masking import Masking
-from tasks.bert_records import BertRecords, load_records
-from tasks.bert_vocab import SPECIAL_TOKENS
-from tasks.record_index import read_index
+from tasks.bert.dataset import BertRecords, load_records
+from tasks.bert.hdf5_dataset import BertDataset, load_bert
+from tasks.bert.hdf5_reader import NAMES
+from tasks.bert.masking import Masking
+from tasks.bert.vocab import SPECIAL_TOKENS
+from tasks.rows.record_index import read_index
 
 LENGTH, PREDICTIONS, BATCH, ROWS, VOCAB = 128, 20, 64, 20_000, 30_522
 #: the width and the type of each data set; the last one has a number a row

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 
 from hetseq.data.loader import place_on
 from hetseq.training.precision import PRECISIONS
-from tasks.bert_data import load_bert
-from tasks.bert_model import BertConfig, BertForPreTraining
+from tasks.bert.hdf5_dataset import load_bert
+from tasks.bert.model import BertConfig, BertForPreTraining
 
 TASK = Path(random_images.__file__)
 LEARNING_RATE, CLIP_NORM = 1e-3, 25.0

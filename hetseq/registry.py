@@ -32,10 +32,10 @@ Thing = TypeVar("Thing")
 #: what is included, by kind and name
 _INCLUDED: dict[str, dict[str, str]] = {
     "task": {
-        "bert": "tasks.bert:BertTask",
-        "bert_classify": "tasks.bert_classify:BertClassifyTask",
-        "bert_ner": "tasks.bert_ner:BertNerTask",
-        "gpt": "tasks.gpt:GptTask",
+        "bert": "tasks.bert.task:BertTask",
+        "bert_classify": "tasks.bert.classify:BertClassifyTask",
+        "bert_ner": "tasks.bert.ner:BertNerTask",
+        "gpt": "tasks.gpt.task:GptTask",
         "mnist": "tasks.mnist:MNISTTask",
     },
     "optimizer": {name: f"hetseq.training.optim:{name}" for name in ("adam", "adamw", "sgd", "adadelta", "lamb")},

@@ -32,7 +32,7 @@ import tokenizers
 from rich.console import Console
 
 from hetseq import ConfigError, DataError, HetSeqError, __version__
-from tasks.record_index import FORMAT, VERSION
+from tasks.rows.record_index import FORMAT, VERSION
 
 from . import bert_hdf5, bert_pieces, corpus_folder, plain_text, wordpiece
 from .bert_building import Builder, Shard, Text, key_of, text_of

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tasks.record_index import Column
+from tasks.rows.record_index import Column
 
 from . import bert_pairs, text_pieces, wordpiece
 from .bert_pairs import Documents, Ids, Integers, Recipe
@@ -31,7 +31,7 @@ from .wordpiece import Encoder
 SPLITS = ("train", "test")
 #: the columns of BERT's rows
 IDS, FIRST_LENGTHS, LABEL = "ids", "first_lengths", "next_sentence_labels"
-#: what training masks of the words of a row, as tasks/bert_masking has it
+#: what training masks of the words of a row, as tasks/bert/masking has it
 MASKED_SHARE = 0.15
 
 ROWS_AT_ONCE = 4096
@@ -273,7 +273,7 @@ def filled(job: RowJob) -> bert_pairs.Rows:
 
 
 def columns_of(vocab_tokens: int) -> dict[str, Column]:
-    """The columns of BERT's rows, as tasks/bert_records reads them; that imports torch, which is not needed here."""
+    """The columns of BERT's rows, as tasks/bert/dataset reads them; that imports torch, which is not needed here."""
     return {
         IDS: Column("U16" if vocab_tokens < 1 << 16 else "U32", is_ragged=True),
         FIRST_LENGTHS: Column("U16"),

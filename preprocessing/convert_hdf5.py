@@ -23,11 +23,11 @@ import numpy as np
 from rich.console import Console
 
 from hetseq import ConfigError, DataError, HetSeqError, MissingSplitError, __version__
-from tasks.bert_data import BertDataset, hdf5_names, load_bert
-from tasks.bert_masking import Masking
-from tasks.bert_records import FIRST_LENGTHS, IDS, LABEL, BertRecords, columns_of, find_records, load_records
-from tasks.bert_vocab import read_vocab
-from tasks.record_index import FORMAT, VERSION, Index, vocab_digest
+from tasks.bert.dataset import FIRST_LENGTHS, IDS, LABEL, BertRecords, columns_of, find_records, load_records
+from tasks.bert.hdf5_dataset import BertDataset, hdf5_names, load_bert
+from tasks.bert.masking import Masking
+from tasks.bert.vocab import read_vocab
+from tasks.rows.record_index import FORMAT, VERSION, Index, vocab_digest
 
 from . import bert_hdf5, bert_pairs
 from .corpus_folder import FACTS, MODEL, VOCABULARY, staged

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from hetseq import ConfigError, DataError
-from tasks.record_index import FORMAT, GPT_FORMAT, INDEX, SUFFIX
+from tasks.rows.record_index import FORMAT, GPT_FORMAT, INDEX, SUFFIX
 
 from .folders import flush, locked
 
 #: the files that every corpus of BERT has, besides its data
 FACTS, VOCABULARY, MODEL = INDEX, "vocab.txt", "bert_config.json"
-#: the configuration and the tokenizer in one of a causal language model; tasks/gpt_tokenizer, which has the name of the
+#: the configuration and the tokenizer in one of a causal language model; tasks/gpt/tokenizer, which has the name of the
 #: latter too, imports torch, and each process that makes a corpus would
 GPT_MODEL, _TOKENIZER = "config.json", "tokenizer.json"
 

@@ -33,10 +33,10 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from hetseq import ConfigError, DataError, HetSeqError, __version__
-from tasks.gpt_config import GptConfig
-from tasks.gpt_records import IDS, columns_of
-from tasks.gpt_tokenizer import TOKENIZER, read_tokens
-from tasks.record_index import GPT_FORMAT, TYPES, VERSION, vocab_digest
+from tasks.gpt.config import GptConfig
+from tasks.gpt.dataset import IDS, columns_of
+from tasks.gpt.tokenizer import TOKENIZER, read_tokens
+from tasks.rows.record_index import GPT_FORMAT, TYPES, VERSION, vocab_digest
 
 from . import byte_pairs, plain_text
 from .corpus_folder import FACTS, GPT_MODEL, staged

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from rich.console import Console
 
 from hetseq import ConfigError, DataError, HetSeqError
-from tasks.record_index import OFFSETS, SUFFIX, TYPES, Column, read_index, verify
+from tasks.rows.record_index import OFFSETS, SUFFIX, TYPES, Column, read_index, verify
 
 from .plain_text import printable
 from .progress import bar, bars

@@ -115,7 +115,7 @@ BREAKS = {
         "from memory: no",
     ),
     "precision": (
-        "tasks/bert_packing.py",
+        "tasks/bert/packing.py",
         "[row] + column)",
         "[row] + column - (column > 1))",
         "padded against packed",

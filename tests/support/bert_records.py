@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from preprocessing.records import Ragged, Rows, columns_in_json, write_split
-from tasks.bert_records import FIRST_LENGTHS, IDS, LABEL, columns_of
-from tasks.record_index import FORMAT, INDEX, vocab_digest
+from tasks.bert.dataset import FIRST_LENGTHS, IDS, LABEL, columns_of
+from tasks.rows.record_index import FORMAT, INDEX, vocab_digest
 
 #: words that begin with ## go on; 40 ordinary tokens
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(30)), *(f"##{n}" for n in range(10))]

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 
 from preprocessing.records import Ragged, columns_in_json, write_split
-from tasks.gpt import GptTask
-from tasks.gpt_config import GptConfig
-from tasks.gpt_records import IDS
-from tasks.record_index import GPT_FORMAT, INDEX, Column, vocab_digest
+from tasks.gpt.config import GptConfig
+from tasks.gpt.dataset import IDS
+from tasks.gpt.task import GptTask
+from tasks.rows.record_index import GPT_FORMAT, INDEX, Column, vocab_digest
 from tests.support import toys
 from tests.support.gpt import GPT2
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from tasks.bert import BertTask
-from tasks.bert_model import BertConfig
+from tasks.bert.model import BertConfig
+from tasks.bert.task import BertTask
 from tests.support import cuda_errors
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -66,8 +66,8 @@ def counted(training: Any, batch: Any, *, is_packed: bool) -> int:
 
 
 def test_what_is_useful_is_what_torch_counts_where_nothing_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.vocabulary_loss._function_for", lambda hidden: None)  # as on a GPU
-    monkeypatch.setattr("tasks.bert_attention._LARGEST_PART", 0.0)  # with queries of all tokens, as there
+    monkeypatch.setattr("tasks.nn.vocabulary_loss._function_for", lambda hidden: None)  # as on a GPU
+    monkeypatch.setattr("tasks.bert.attention._LARGEST_PART", 0.0)  # with queries of all tokens, as there
     for name in ("attention._MULTIPLE_APART", "packing._MULTIPLE"):
         monkeypatch.setattr(f"tasks.bert_{name}", 1)  # nothing is padded
     training, network = training_on("cpu")

@@ -19,7 +19,7 @@ from hetseq.data.loader import Source
 from hetseq.data.plan import MicroBatchCap
 from hetseq.task import counts_of
 from hetseq.training.validation import Validator
-from tasks.labelled_texts import Columns, Labelled, read_labelled
+from tasks.rows.labelled_texts import Columns, Labelled, read_labelled
 from tests.support import labelled
 
 

@@ -19,9 +19,9 @@ from preprocessing import bert_corpus, bert_pieces, corpus_folder
 from preprocessing.bert_building import Shard
 from preprocessing.bert_corpus import Options
 from preprocessing.crew import LostProcess
-from tasks.bert_masking import Masking
-from tasks.bert_records import FIRST_LENGTHS, IDS, LABEL, BertRecords, columns_of, load_records
-from tasks.record_index import read_index, verify, vocab_digest
+from tasks.bert.dataset import FIRST_LENGTHS, IDS, LABEL, BertRecords, columns_of, load_records
+from tasks.bert.masking import Masking
+from tasks.rows.record_index import read_index, verify, vocab_digest
 from tests.support.corpora import contents, restored, rows_of, story, write_vocab
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hetseq import DataError
 from hetseq.config.sections import OptimizationConfig
 from hetseq.training.optim import parameter_groups
-from tasks.bert_model import ACTIVATIONS, TIED_NAMES, BertConfig, BertForPreTraining, BertModel
+from tasks.bert.model import ACTIVATIONS, TIED_NAMES, BertConfig, BertForPreTraining, BertModel
 from tests.support.parity import Facts, distance, import_transformers
 
 Batch = dict[str, Tensor]
@@ -467,7 +467,7 @@ def test_the_last_layer_has_queries_of_the_wanted_tokens_alone(monkeypatch: pyte
     model, batch = make_model().train(), make_batch(PADDED)  # with dropout, so written out
     counts = []
     for kinds in ({"cpu"}, set()):
-        monkeypatch.setattr("tasks.bert_attention._LENGTHS_APART", frozenset(kinds))
+        monkeypatch.setattr("tasks.bert.attention._LENGTHS_APART", frozenset(kinds))
         with FlopCounterMode(display=False) as counter:
             logits_of(model, batch)
         counts.append(counter.get_total_flops())

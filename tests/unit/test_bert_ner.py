@@ -20,7 +20,7 @@ from hetseq.data.loader import Source
 from hetseq.data.plan import MicroBatchCap
 from hetseq.task import counts_of
 from hetseq.training.validation import Validator
-from tasks.tagged_words import entities, read_sentences
+from tasks.rows.tagged_words import entities, read_sentences
 from tests.support import labelled
 
 SCHEMES = ["O", *(f"{position}-{kind}" for position in "BIES" for kind in ("PER", "LOC"))]

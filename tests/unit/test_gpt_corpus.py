@@ -22,8 +22,8 @@ from hetseq.task import make_task
 from preprocessing import bert_corpus, byte_pairs, gpt_corpus
 from preprocessing.plain_text import Document
 from preprocessing.text_pieces import Source
-from tasks.gpt import GptTask
-from tasks.gpt_config import GptConfig
+from tasks.gpt.config import GptConfig
+from tasks.gpt.task import GptTask
 from tests.support.parity import import_transformers
 from tests.unit.test_bert_corpus import story
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetseq import DataError
-from tasks.gpt_model import GptConfig, GptForCausalLM, from_hugging_face, their_names, to_hugging_face
+from tasks.gpt.model import GptConfig, GptForCausalLM, from_hugging_face, their_names, to_hugging_face
 from tests.support.gpt import (
     CASES,
     GPT2,

@@ -19,9 +19,9 @@ from safetensors import safe_open
 from hetseq import ConfigError, DataError
 from preprocessing import records as writing
 from preprocessing.records import Ragged, write_split
-from tasks import mapped
-from tasks.record_index import OFFSETS, Column, File, read_index, verify
-from tasks.records import Records, open_shard
+from tasks.rows import mapped_files as mapped
+from tasks.rows.record_index import OFFSETS, Column, File, read_index, verify
+from tasks.rows.records import Records, open_shard
 from tests.support.bert_records import as_lists, change_header, change_index, change_numbers, make_rows, write_folder
 
 COLUMNS = {
@@ -96,7 +96,7 @@ def test_the_library_of_safetensors_reads_the_same(tmp_path: Path) -> None:
 
 
 def test_opening_takes_no_torch() -> None:
-    code = "import sys, tasks.records, tasks.bert_masking; assert 'torch' not in sys.modules"
+    code = "import sys, tasks.rows.records, tasks.bert.masking; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

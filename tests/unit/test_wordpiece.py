@@ -14,7 +14,7 @@ import pytest
 from hetseq import ConfigError, DataError
 from preprocessing import wordpiece
 from preprocessing.wordpiece import SPECIAL_TOKENS, Encoder, Vocabulary, read_vocabulary, train_vocabulary
-from tasks.bert_vocab import read_vocab
+from tasks.bert.vocab import read_vocab
 
 ROOT = Path(__file__).resolve().parents[2]
 

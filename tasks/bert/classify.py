@@ -1,7 +1,7 @@
 """Labels of texts with BERT: one loss over texts, accuracy, and the mean of the labels' F1.
 
 Responsible for texts to rows of pieces and for what is measured; files of texts are the affair of
-`tasks/labelled_texts.py`, the network that of `tasks/bert_heads.py`.
+`tasks/rows/labelled_texts.py`, the network that of `tasks/bert/heads.py`.
 
 The one idea: the F1 of a label is a quotient of sums, the mean of many F1 is not. So the sums of each label travel, and
 `summarise` makes one figure of them when those of all samples are known.
@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hetseq import ConfigError, DataError, Task, register_task
-from tasks import bert_packing
-from tasks.bert_heads import BertForSequenceClassification
-from tasks.fine_tuning import Beginning, Ragged, find_beginning, pad
-from tasks.labelled_texts import SUFFIXES, Columns, Labelled, read_labelled
-from tasks.layer_stack import checkpoint_activations_
+from tasks.bert import packing as bert_packing
+from tasks.bert.fine_tuning import Beginning, Ragged, find_beginning, pad
+from tasks.bert.heads import BertForSequenceClassification
+from tasks.nn.activation_checkpointing import checkpoint_activations_
 from tasks.options import BertClassifyOptions
-from tasks.record_index import vocab_digest
-from tasks.split_files import find_split
+from tasks.rows.labelled_texts import SUFFIXES, Columns, Labelled, read_labelled
+from tasks.rows.record_index import vocab_digest
+from tasks.rows.split_files import find_split
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Causal language models: every token from those before it, one loss term that is counted in tokens.
 
 Responsible for which files a run needs, for the sum and for the accuracy. What is in the files is the affair of
-`tasks/gpt_records.py`, the network that of `tasks/gpt_model.py`; how text becomes such files, that of
+`tasks/gpt/dataset.py`, the network that of `tasks/gpt/model.py`; how text becomes such files, that of
 `preprocessing/gpt_corpus.py`.
 
 The one idea: the last row of a corpus is short, and rows of other makers are short everywhere. So the mean loss is the
@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetseq import ConfigError, DataError, Task, register_task
-from tasks.gpt_model import GptConfig, GptForCausalLM
-from tasks.gpt_records import MAKE, Batch, GptRecords, check_tokens, find_records, load_records
-from tasks.gpt_tokenizer import TOKENIZER, read_tokens
-from tasks.layer_stack import checkpoint_activations_
-from tasks.local_copy import LocalCopy
+from tasks.gpt.dataset import MAKE, Batch, GptRecords, check_tokens, find_records, load_records
+from tasks.gpt.model import GptConfig, GptForCausalLM
+from tasks.gpt.tokenizer import TOKENIZER, read_tokens
+from tasks.nn.activation_checkpointing import checkpoint_activations_
+from tasks.nn.huggingface import read_gpt, write_pretrained
 from tasks.options import GptOptions
-from tasks.pretrained import read_gpt, write_pretrained
+from tasks.rows.local_copy import LocalCopy
 
 logger = logging.getLogger(__name__)
 

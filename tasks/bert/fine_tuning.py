@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from hetseq import Config, ConfigError, DataError
 from preprocessing.wordpiece import Encoder, Vocabulary
-from tasks.bert_heads import Labelling
-from tasks.bert_model import BertConfig
-from tasks.bert_vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab
-from tasks.network_json import check_fraction, read_object, wrong
-from tasks.pretrained import init_config, looks_lower_case, read_encoder_, read_files, write_pretrained
+from tasks.bert.heads import Labelling
+from tasks.bert.model import BertConfig
+from tasks.bert.vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab
+from tasks.nn.huggingface import init_config, looks_lower_case, read_encoder_, read_files, write_pretrained
+from tasks.nn.model_config import check_fraction, read_object, wrong
 
 logger = logging.getLogger(__name__)
 

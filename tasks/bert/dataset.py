@@ -20,12 +20,12 @@ import torch
 from torch.utils.data import Dataset
 
 from hetseq import DataError, MissingSplitError
-from tasks.bert_masking import MOST_POSITIONS, Masking, Words, numbers_of
-from tasks.bert_packing import pack
-from tasks.local_copy import LocalCopy
-from tasks.mapped import Indices, positive
-from tasks.record_index import AGAIN, INDEX, SUFFIX, VERSION, Column, Index, read_index, version_of, vocab_digest
-from tasks.records import Records, open_shard
+from tasks.bert.masking import MOST_POSITIONS, Masking, Words, numbers_of
+from tasks.bert.packing import pack
+from tasks.rows.local_copy import LocalCopy
+from tasks.rows.mapped_files import Indices, positive
+from tasks.rows.record_index import AGAIN, INDEX, SUFFIX, VERSION, Column, Index, read_index, version_of, vocab_digest
+from tasks.rows.records import Records, open_shard
 
 Batch = dict[str, Any]  # tensors by name; of a packed batch also its Sequences
 

@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetseq import DataError
-from tasks.mapped import Indices, Maps, NotMapped, Views, check_size, most_open, refusal
+from tasks.rows.mapped_files import Indices, Maps, NotMapped, Views, check_size, most_open, refusal
 
 logger = logging.getLogger(__name__)
 

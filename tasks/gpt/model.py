@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tasks.attention import attend
-from tasks.dropout import Dropout
-from tasks.gpt_config import GptConfig
-from tasks.layer_stack import LayerStack
-from tasks.network_json import ACTIVATIONS
+from tasks.gpt.config import GptConfig
+from tasks.nn.activation_checkpointing import LayerStack
+from tasks.nn.attention import attend
+from tasks.nn.dropout import Dropout
+from tasks.nn.model_config import ACTIVATIONS
 
 __all__ = ["GptConfig", "GptForCausalLM", "from_hugging_face", "their_names", "to_hugging_face"]
 

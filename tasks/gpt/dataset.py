@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hetseq import DataError, MissingSplitError
-from tasks.local_copy import LocalCopy
-from tasks.mapped import Indices, positive
-from tasks.record_index import AGAIN, INDEX, SUFFIX, Column, Index, read_index, vocab_digest
-from tasks.records import Records, open_shard
+from tasks.rows.local_copy import LocalCopy
+from tasks.rows.mapped_files import Indices, positive
+from tasks.rows.record_index import AGAIN, INDEX, SUFFIX, Column, Index, read_index, vocab_digest
+from tasks.rows.records import Records, open_shard
 
 Batch = dict[str, Tensor]
 

@@ -1,8 +1,8 @@
 """Networks in directories of Hugging Face: `config.json`, weights, and for BERT the vocabulary; read and written.
 
 Responsible for which tensor of theirs becomes which of ours, for what may be missing or left over, and for directories
-that `from_pretrained` opens; the arithmetic is the affair of `tasks/bert_model.py` and `tasks/gpt_model.py`, the files
-that of `tasks/tensor_files.py`. Needs no transformers. The one idea: every tensor is accounted for. What has no place
+that `from_pretrained` opens; the arithmetic is the affair of `tasks/bert/model.py` and `tasks/gpt/model.py`, the files
+that of `tasks/nn/huggingface_files.py`. Needs no transformers. The one idea: every tensor is accounted for. What has no place
 here, has no file there, or has another shape is an error, because a network of which one layer has been left as it was
 initialised trains well enough for nobody to notice.
 """
@@ -24,13 +24,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hetseq import ConfigError, DataError
-from tasks.bert_heads import BertForSequenceClassification, BertForTokenClassification, Labelling
-from tasks.bert_model import TIED_NAMES, BertConfig, BertForPreTraining
-from tasks.bert_vocab import SPECIAL_TOKENS, read_vocab
-from tasks.gpt_model import GptConfig, GptForCausalLM, from_hugging_face, their_names, to_hugging_face
-from tasks.gpt_tokenizer import TOKENIZER, read_tokens
-from tasks.network_json import read_object
-from tasks.tensor_files import TensorFiles, tensor_files
+from tasks.bert.heads import BertForSequenceClassification, BertForTokenClassification, Labelling
+from tasks.bert.model import TIED_NAMES, BertConfig, BertForPreTraining
+from tasks.bert.vocab import SPECIAL_TOKENS, read_vocab
+from tasks.gpt.model import GptConfig, GptForCausalLM, from_hugging_face, their_names, to_hugging_face
+from tasks.gpt.tokenizer import TOKENIZER, read_tokens
+from tasks.nn.huggingface_files import TensorFiles, tensor_files
+from tasks.nn.model_config import read_object
 
 logger = logging.getLogger(__name__)
 

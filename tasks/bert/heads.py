@@ -1,6 +1,6 @@
 """BERT with a head of labels: one for each word, or one for each row.
 
-Responsible for the two heads; the encoder is that of `tasks/bert_model.py`. Arithmetic and names are those of
+Responsible for the two heads; the encoder is that of `tasks/bert/model.py`. Arithmetic and names are those of
 `BertForTokenClassification` and `BertForSequenceClassification` of Hugging Face: dropout, then one dense layer. Freshly
 made, they are initialised as pre-training is.
 """
@@ -11,9 +11,9 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from tasks.bert_model import BertConfig, BertForPreTraining
-from tasks.bert_packing import Sequences
-from tasks.dropout import Dropout
+from tasks.bert.model import BertConfig, BertForPreTraining
+from tasks.bert.packing import Sequences
+from tasks.nn.dropout import Dropout
 
 
 class BertForTokenClassification(nn.Module):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hetseq import DataError
-from tasks.network_json import (
+from tasks.nn.model_config import (
     LARGEST_SIZE,
     MOST_LAYERS,
     MOST_PARAMETERS,

@@ -1,7 +1,7 @@
 """Tags of words with BERT (named entities and the like): one loss over labelled words, F1 of whole entities.
 
 Responsible for words to rows of pieces and back to tags, for the summed loss and for what is measured; files of words
-and the rules of tags are the affair of `tasks/tagged_words.py`, the network that of `tasks/bert_heads.py`.
+and the rules of tags are the affair of `tasks/rows/tagged_words.py`, the network that of `tasks/bert/heads.py`.
 
 The one idea: a word is what its first piece is. Its other pieces have no label and are no part of any count, so numbers
 are of words whatever the vocabulary.
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hetseq import DataError, Task, register_task
-from tasks import bert_packing
-from tasks.bert_heads import BertForTokenClassification
-from tasks.fine_tuning import Beginning, Ragged, find_beginning, pad
-from tasks.layer_stack import checkpoint_activations_
+from tasks.bert import packing as bert_packing
+from tasks.bert.fine_tuning import Beginning, Ragged, find_beginning, pad
+from tasks.bert.heads import BertForTokenClassification
+from tasks.nn.activation_checkpointing import checkpoint_activations_
 from tasks.options import BertNerOptions
-from tasks.record_index import vocab_digest
-from tasks.split_files import find_split
-from tasks.tagged_words import OUTSIDE, Sentence, read_sentences, tally
+from tasks.rows.record_index import vocab_digest
+from tasks.rows.split_files import find_split
+from tasks.rows.tagged_words import OUTSIDE, Sentence, read_sentences, tally
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """BERT pre-training: masked words and next sentences, two loss terms with a count each.
 
 Responsible for which files a run needs, for the two sums and for the two accuracies. What is in the files is the affair
-of `tasks/bert_data.py` and `tasks/bert_records.py`, the network that of `tasks/bert_model.py`; how text becomes such
+of `tasks/bert/hdf5_dataset.py` and `tasks/bert/dataset.py`, the network that of `tasks/bert/model.py`; how text becomes such
 files, that of `preprocessing/bert_corpus.py`.
 
 The one idea: masked words are many and unequally spread, sentences are few. So the mean loss of masked words is their
@@ -20,17 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetseq import DataError, Task, register_task
-from tasks import bert_packing
-from tasks.bert_data import Batch, BertDataset, folder_of, hdf5_names, load_bert
-from tasks.bert_masking import Masking
-from tasks.bert_model import BertConfig, BertForPreTraining
-from tasks.bert_records import BertRecords, find_records, load_records
-from tasks.bert_vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab
-from tasks.layer_stack import checkpoint_activations_
-from tasks.local_copy import LocalCopy
+from tasks.bert import packing as bert_packing
+from tasks.bert.dataset import BertRecords, find_records, load_records
+from tasks.bert.hdf5_dataset import Batch, BertDataset, folder_of, hdf5_names, load_bert
+from tasks.bert.masking import Masking
+from tasks.bert.model import BertConfig, BertForPreTraining
+from tasks.bert.vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab
+from tasks.nn.activation_checkpointing import checkpoint_activations_
+from tasks.nn.huggingface import init_config, read_bert, read_files, write_pretrained
 from tasks.options import MASK_PROB, BertOptions
-from tasks.pretrained import init_config, read_bert, read_files, write_pretrained
-from tasks.record_index import Index, vocab_digest
+from tasks.rows.local_copy import LocalCopy
+from tasks.rows.record_index import Index, vocab_digest
 
 logger = logging.getLogger(__name__)
 

@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetseq import DataError
-from tasks.bert_attention import AttendForSome, Attention, among_rows, within
-from tasks.bert_packing import Sequences
-from tasks.dropout import Dropout
-from tasks.layer_stack import LayerStack
-from tasks.network_json import (
+from tasks.bert.attention import AttendForSome, Attention, among_rows, within
+from tasks.bert.packing import Sequences
+from tasks.nn.activation_checkpointing import LayerStack
+from tasks.nn.dropout import Dropout
+from tasks.nn.model_config import (
     ACTIVATIONS,
     LARGEST_SIZE,
     MOST_LAYERS,
@@ -41,8 +41,8 @@ from tasks.network_json import (
     own_keys,
     read_object,
 )
-from tasks.tied import Tied
-from tasks.vocabulary_loss import vocabulary_loss
+from tasks.nn.tied_embedding import Tied
+from tasks.nn.vocabulary_loss import vocabulary_loss
 
 #: names in Hugging Face's state_dict that ours has not -> the name of the same tensor in both
 TIED_NAMES = {
@@ -179,7 +179,7 @@ class BertForPreTraining(nn.Module):
     """BERT with a head for masked tokens and one for the next sentence.
 
     The vocabulary head is tied: its matrix *is* the word embeddings, so it is no parameter of its own and stands once
-    in `state_dict()`. `tasks/pretrained.py` reads and writes directories of Hugging Face. Of a `state_dict()` of theirs
+    in `state_dict()`. `tasks/nn/huggingface.py` reads and writes directories of Hugging Face. Of a `state_dict()` of theirs
     leave out `TIED_NAMES`; to make one add them:
 
         model.load_state_dict({name: tensor for name, tensor in theirs.items() if name not in TIED_NAMES})
