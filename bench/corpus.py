@@ -58,7 +58,7 @@ def main() -> None:
 def measure(text: Path, vocab: Path, rounds: int) -> None:
     """Make corpora by turns, and print how fast."""
     sys.path.insert(0, str(ROOT))
-    from preprocessing.plain_text import text_files
+    from preprocessing.corpus.sentences import text_files
 
     megabytes = sum(path.stat().st_size for path in text_files([text])) / 1e6
     kinds = [(duplicate, processes) for duplicate in (1, 5) for processes in (1, 2)]

@@ -34,16 +34,20 @@ from rich.console import Console
 from hetseq import ConfigError, DataError, HetSeqError, __version__
 from tasks.rows.record_index import FORMAT, VERSION
 
-from . import bert_hdf5, bert_pieces, corpus_folder, plain_text, wordpiece
-from .bert_building import Builder, Shard, Text, key_of, text_of
-from .bert_options import HDF5, OUTPUT_FORMATS, RECORDS, Options
-from .bert_pairs import Integers
-from .bert_pieces import ROWS_AT_ONCE, RowJob
-from .corpus_folder import FACTS, MODEL, VOCABULARY
-from .crew import Crew, usable_cores
-from .progress import Track, bar, bars
+from .bert import hdf5 as bert_hdf5
+from .bert import jobs as bert_pieces
+from .bert.build import Builder, Shard, Text, key_of, text_of
+from .bert.jobs import ROWS_AT_ONCE, RowJob
+from .bert.options import HDF5, OUTPUT_FORMATS, RECORDS, Options
+from .bert.pairs import Integers
+from .corpus import atomic_folder as corpus_folder
+from .corpus import sentences as plain_text
+from .corpus import wordpiece
+from .corpus.atomic_folder import FACTS, MODEL, VOCABULARY
+from .corpus.process_pool import Crew, usable_cores
+from .corpus.progress import Track, bar, bars
+from .corpus.wordpiece import Vocabulary
 from .records import columns_in_json, split_in_json
-from .wordpiece import Vocabulary
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,10 +29,11 @@ from tasks.bert.masking import Masking
 from tasks.bert.vocab import read_vocab
 from tasks.rows.record_index import FORMAT, VERSION, Index, vocab_digest
 
-from . import bert_hdf5, bert_pairs
-from .corpus_folder import FACTS, MODEL, VOCABULARY, staged
-from .plain_text import printable
-from .progress import Track, bar, bars
+from .bert import hdf5 as bert_hdf5
+from .bert import pairs as bert_pairs
+from .corpus.atomic_folder import FACTS, MODEL, VOCABULARY, staged
+from .corpus.progress import Track, bar, bars
+from .corpus.sentences import printable
 from .records import ROWS_PER_FILE, Ragged, Rows, columns_in_json, write_split
 
 _NAME = "corpus"

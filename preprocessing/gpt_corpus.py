@@ -38,13 +38,14 @@ from tasks.gpt.dataset import IDS, columns_of
 from tasks.gpt.tokenizer import TOKENIZER, read_tokens
 from tasks.rows.record_index import GPT_FORMAT, TYPES, VERSION, vocab_digest
 
-from . import byte_pairs, plain_text
-from .corpus_folder import FACTS, GPT_MODEL, staged
-from .plain_text import Document, many, printable
-from .progress import Track, bar, bars
-from .python_text import python_documents
+from .corpus import byte_pairs
+from .corpus import sentences as plain_text
+from .corpus.atomic_folder import FACTS, GPT_MODEL, staged
+from .corpus.progress import Track, bar, bars
+from .corpus.python_docs import python_documents
+from .corpus.sentences import Document, many, printable
+from .corpus.text_chunks import Source, read_text
 from .records import ROWS_PER_FILE, Ragged, Rows, columns_in_json, write_split
-from .text_pieces import Source, read_text
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from hetseq import ConfigError, DataError, HetSeqError
 
-from .folders import flush, locked
+from .corpus.folders import flush, locked
 
 #: name -> (md5, bytes) as published
 FILES = {

@@ -24,8 +24,8 @@ from rich.console import Console
 from hetseq import ConfigError, DataError, HetSeqError
 from tasks.rows.record_index import OFFSETS, SUFFIX, TYPES, Column, read_index, verify
 
-from .plain_text import printable
-from .progress import bar, bars
+from .corpus.progress import bar, bars
+from .corpus.sentences import printable
 
 #: rows of a file, unless told otherwise: 70 MB of rows of 128 tokens, 270 MB of 512; all of them are held in memory
 ROWS_PER_FILE = 262_144

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hetseq import Config, ConfigError, DataError
-from preprocessing.wordpiece import Encoder, Vocabulary
+from preprocessing.corpus.wordpiece import Encoder, Vocabulary
 from tasks.bert.heads import Labelling
 from tasks.bert.model import BertConfig
 from tasks.bert.vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab

@@ -20,9 +20,15 @@ import numpy as np
 import pytest
 
 from hetseq import ConfigError, DataError
-from preprocessing import bert_building, bert_corpus, bert_hdf5, bert_pairs, bert_pieces, corpus_folder, pieces
-from preprocessing.plain_text import Document
-from preprocessing.text_pieces import Source
+from preprocessing import bert_corpus
+from preprocessing.bert import build as bert_building
+from preprocessing.bert import hdf5 as bert_hdf5
+from preprocessing.bert import jobs as bert_pieces
+from preprocessing.bert import pairs as bert_pairs
+from preprocessing.corpus import atomic_folder as corpus_folder
+from preprocessing.corpus import work_units as pieces
+from preprocessing.corpus.sentences import Document
+from preprocessing.corpus.text_chunks import Source
 from tests.support.corpora import contents, marks, restored, rows_of, story, write_vocab
 
 h5py = pytest.importorskip("h5py")

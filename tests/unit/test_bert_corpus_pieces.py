@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 from hetseq import ConfigError, DataError
-from preprocessing import bert_corpus, bert_pieces, corpus_folder
-from preprocessing.bert_building import Shard
+from preprocessing import bert_corpus
+from preprocessing.bert import jobs as bert_pieces
+from preprocessing.bert.build import Shard
 from preprocessing.bert_corpus import Options
-from preprocessing.crew import LostProcess
+from preprocessing.corpus import atomic_folder as corpus_folder
+from preprocessing.corpus.process_pool import LostProcess
 from tasks.bert.dataset import FIRST_LENGTHS, IDS, LABEL, BertRecords, columns_of, load_records
 from tasks.bert.masking import Masking
 from tasks.rows.record_index import read_index, verify, vocab_digest
@@ -233,7 +235,7 @@ def test_other_options_or_another_text_begin_anew_and_say_so(options: Options, t
 
 MANY_PIECES = """
 import sys
-from preprocessing import bert_building, bert_corpus
+from preprocessing.bert import build as bert_building; from preprocessing import bert_corpus
 genuine = bert_building.Scan
 bert_building.Scan = lambda path, form, _: genuine(path, form, 200)
 if __name__ == "__main__":

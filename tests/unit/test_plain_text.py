@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from hetseq import DataError
-from preprocessing.plain_text import documents_of, hold_out, split_sentences, text_files
-from preprocessing.python_text import python_documents
+from preprocessing.corpus.python_docs import python_documents
+from preprocessing.corpus.sentences import documents_of, hold_out, split_sentences, text_files
 
 # The splitter
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from hetseq import DataError
 
-from .plain_text import documents_of, printable
+from .sentences import documents_of, printable
 
 #: bytes between two cuts, about
 PIECE_BYTES = 1 << 20

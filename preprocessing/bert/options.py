@@ -13,9 +13,9 @@ from typing import Any
 
 from hetseq import ConfigError
 
-from . import plain_text
-from .bert_pairs import Recipe
-from .text_pieces import PIECE_BYTES
+from ..corpus import sentences as plain_text
+from ..corpus.text_chunks import PIECE_BYTES
+from .pairs import Recipe
 
 #: what the rows may be written as
 RECORDS, HDF5 = OUTPUT_FORMATS = ("records", "hdf5")

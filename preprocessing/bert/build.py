@@ -22,18 +22,20 @@ import numpy.typing as npt
 
 from hetseq import DataError
 
-from . import bert_pieces, plain_text, wordpiece
-from .bert_options import HDF5, Options
-from .bert_pairs import Ids, Integers
-from .bert_pieces import SPLITS, EncodeJob, RowJob, Split, TextJob, Words
-from .corpus_folder import VOCABULARY
-from .crew import Crew
-from .pieces import Piece, finished
-from .progress import Track
-from .python_text import python_documents
-from .records import ROWS_PER_FILE
-from .text_pieces import Part, Scan, Source, scanned
-from .wordpiece import Vocabulary
+from ..corpus import sentences as plain_text
+from ..corpus import wordpiece
+from ..corpus.atomic_folder import VOCABULARY
+from ..corpus.process_pool import Crew
+from ..corpus.progress import Track
+from ..corpus.python_docs import python_documents
+from ..corpus.text_chunks import Part, Scan, Source, scanned
+from ..corpus.wordpiece import Vocabulary
+from ..corpus.work_units import Piece, finished
+from ..records import ROWS_PER_FILE
+from . import jobs as bert_pieces
+from .jobs import SPLITS, EncodeJob, RowJob, Split, TextJob, Words
+from .options import HDF5, Options
+from .pairs import Ids, Integers
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")

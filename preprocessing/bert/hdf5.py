@@ -17,7 +17,7 @@ import numpy as np
 
 from hetseq import ConfigError
 
-from .bert_pairs import Integers, Rows
+from .pairs import Integers, Rows
 
 #: the first of the numbers of tokens that need four bytes a token
 _WIDE = 65_536

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from hetseq import DataError
 
-from .plain_text import Document, split_sentences
-from .text_pieces import Source
+from .sentences import Document, split_sentences
+from .text_chunks import Source
 
 _SKIPPED = frozenset((
     "test", "tests", "idlelib", "lib2to3", "distutils", "ensurepip", "venv", "tkinter", "turtle.py",

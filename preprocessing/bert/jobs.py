@@ -21,12 +21,14 @@ import numpy.typing as npt
 
 from tasks.rows.record_index import Column
 
-from . import bert_pairs, text_pieces, wordpiece
-from .bert_pairs import Documents, Ids, Integers, Recipe
-from .pieces import Piece, finished
-from .records import Ragged, Rows, write_file
-from .text_pieces import Part
-from .wordpiece import Encoder
+from ..corpus import text_chunks as text_pieces
+from ..corpus import wordpiece
+from ..corpus.text_chunks import Part
+from ..corpus.wordpiece import Encoder
+from ..corpus.work_units import Piece, finished
+from ..records import Ragged, Rows, write_file
+from . import pairs as bert_pairs
+from .pairs import Documents, Ids, Integers, Recipe
 
 SPLITS = ("train", "test")
 #: the columns of BERT's rows

@@ -1,0 +1,1 @@
+"""Rows for BERT: the jobs behind `python -m preprocessing.bert_corpus`."""

@@ -1,0 +1,1 @@
+"""From text to documents, sentences and tokens; work in several processes."""
