@@ -47,7 +47,7 @@ _INCLUDED: dict[str, dict[str, str]] = {
         "cosine": "hetseq.training.lr_scheduler:cosine",
     },
 }
-#: dataclasses of included tasks' own options, in modules without torch; those of the rest are in `hetseq.config.sections`
+#: dataclasses of included tasks' own options, in modules without torch; other options are in `hetseq.config.sections`
 _INCLUDED_OPTIONS = {
     "bert": "tasks.options:BertOptions",
     "bert_classify": "tasks.options:BertClassifyOptions",

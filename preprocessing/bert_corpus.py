@@ -1,8 +1,9 @@
 """Raw text to the data of BERT's pre-training: `python -m preprocessing.bert_corpus --output DIR [--input FILE ...]`.
 
-Responsible for the command, for the files of the folder and for what `corpus.json` states. `bert_building` knows the
-order of the work, `bert_options` what may be asked for; what a sentence is, and what is held out, is decided by
-`plain_text`, what a token is by `wordpiece`, what a row is by `bert_pairs`; `corpus_folder` keeps the folder whole.
+Responsible for the command, for the files of the folder and for what `corpus.json` states. `bert.build` knows the order
+of the work, `bert.options` what may be asked for; what a sentence is, and what is held out, is decided by
+`corpus.sentences`, what a token is by `wordpiece`, what a row is by `bert.pairs`; `corpus.atomic_folder` keeps the
+folder whole.
 
 The one idea: the same input, seed and versions give the same bytes. Nothing depends on the clock, on paths, on how many
 processes work and which is first, or on how often the work was interrupted.

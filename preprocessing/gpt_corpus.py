@@ -1,8 +1,8 @@
 """Raw text to data of a causal language model: `python -m preprocessing.gpt_corpus --output DIR [--input FILE ...]`.
 
 Responsible for the order of work, for what a document is here, and for how tokens become rows. Files are found, read
-and held out by `plain_text`, tokens are the affair of `byte_pairs`, files of rows that of `records`; `corpus_folder`
-keeps the folder whole. The same input, seed and versions give the same bytes.
+and held out by `corpus.sentences`, tokens are the affair of `byte_pairs`, files of rows that of `records`;
+`corpus.atomic_folder` keeps the folder whole. The same input, seed and versions give the same bytes.
 
 The one idea: a split is one long row of tokens, each document with a token for its end behind it, cut into rows of
 equal length wherever the cut falls. Text is kept as it is, ends of lines and all; nothing is padded, and no token is

@@ -1,7 +1,7 @@
 """Rows to files of records, and whole files of records compared with their sums: `python -m preprocessing.records DIR`.
 
 Responsible for the bytes of a file and for what the index says of it; docs/design/records.md specifies both. What the
-columns mean is the affair of whoever writes them, how a folder stays whole that of `corpus_folder`.
+columns mean is the affair of whoever writes them, how a folder stays whole that of `corpus.atomic_folder`.
 
 The one idea: a file is written in one go when its rows are there, so its header is right from its first byte on, and
 its sum is computed from what is written, not from what is read back. The same rows give the same bytes.

@@ -2,7 +2,7 @@
 
 Responsible for the arithmetic behind `hetseq plan` and `hetseq simulate`: ranks with costs go in, shares, seconds and
 efficiency come out. It knows no files, no runs and no torch; where the costs come from, and how the result is shown, is
-the affair of `whatif`.
+the affair of `commands.plan`.
 
 The one idea: in a step every rank computes its share, waits for the slowest, and then all exchange the gradient. So a
 step takes the time of the slowest rank, plus the part of the exchange that no computing hides. No machine is equally

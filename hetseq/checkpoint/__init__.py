@@ -1,9 +1,11 @@
 """Checkpoints: written in parts by all ranks, committed by one rename, verified to the last byte when read.
 
-`engine` is what callers see; `saving` and `loading` say in which order things happen; `layout`, `parts` and `records`
-what the files hold; `directory`, `reader`, `recovery`, `retention` and `choice` what becomes of them; `files` how the
-disk is touched; `rows` what ranks tell each other; `history` the line in `checkpointHistories.csv`. For others there
-are `spans` (any part of any tensor), `dcp` and `exporting`. The files of a checkpoint are known to this package only.
+Callers use `manager`. `sync_save`, `async_save` and `load` hold the order of the steps; `snapshot`, `arena`, `writer`
+and `writer_client` save in the background. `layout`, `part_format`, `part_io`, `part_writer` and `records` hold the
+content of the files; `directory`, `publish`, `verification`, `recovery`, `retention` and `selection` their life;
+`leftover_memory` and `memory_recovery` states that killed processes left in memory. `rank_messages` are the rows that
+ranks exchange, `history` the line in `checkpointHistories.csv`. For other programs there are `tensor_reader` (any part
+of any tensor), `dcp` and `export`. Only this package knows the files of a checkpoint.
 
 The names below are imported when they are first used: a process that only writes has no need of torch.
 """

@@ -3,7 +3,7 @@
 Responsible for: what that library calls a storage reader, and for a folder that it opens without us. Refuses to know
 the files of a checkpoint, and makes no collective call: those are the library's, in the process group of its caller.
 The one idea: each tensor is presented as a single piece, so the library asks for boxes of it, whatever slices it was
-cut into; a box lies within one span of elements, which `spans` reads and verifies.
+cut into; a box lies within one span of elements, which `tensor_reader` reads and verifies.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def read_part(path: Path, header: PartHeader, crc32: Sequence[int], tensors: Map
 def copy_part(
     source: Path, image: memoryview, header: PartHeader, sums: Sequence[int], tensors: Mapping[str, Tensor]
 ) -> None:
-    """As `read_part`, from memory that holds the whole part; `sums` are its `memory_sums`, an error calls it `source`.
+    """As `read_part`, from memory that holds the whole part. `sums` are its `memory_checksums`; errors name `source`.
 
     A chunk is compared and then copied, while it is in the processor's cache.
     """

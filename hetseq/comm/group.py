@@ -2,7 +2,7 @@
 
 A `Group` is one fixed membership, built over gloo on one chosen interface and owned by nobody else: no default process
 group, no environment variables. Where all its ranks are on one machine, sums and rows go through shared memory instead
-(`neighbours`). `LocalGroup` answers the same calls for a world of one. Every wait has a deadline. A failure of a
+(`shared_memory`). `LocalGroup` answers the same calls for a world of one. Every wait has a deadline. A failure of a
 collective becomes one PeerLostError, and the launcher finds out who is to blame; but an error of this rank's own device
 or memory stays as it is.
 """

@@ -5,7 +5,7 @@ directory is changed, so a run may be evaluated while it goes on.
 
 Responsible for the two command lines, for a folder in which the ranks keep their logs as long as the command lasts, and
 for the file of predictions, which is complete under its name or not there. The one idea: such a command is a run that
-trains nothing. `launch` starts and watches its ranks as those of any run, and they do their errand (`sweep`).
+trains nothing. `launch` starts and watches its ranks as those of any run, and they do their errand (`run.inference`).
 """
 
 from __future__ import annotations

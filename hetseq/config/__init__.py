@@ -1,12 +1,12 @@
 """From a command line to a `Config` and back: defaults < the YAML file of `--config` < flags.
 
-Everything follows from the dataclasses of `hetseq.config.sections`: flags, YAML keys, the help text, `docs/options.md`. This
-package knows no option by its meaning, prints nothing and imports no torch.
+Everything follows from the dataclasses of `sections`: flags, YAML keys, the help text, `docs/options.md`. This package
+knows no option by its meaning, prints nothing and imports no torch.
 
 The one idea: a value is *text with a place* (`--lr 0.1`, or line 3 of a file) until the type of its field reads it.
 `lr: 1e-4`, text to YAML 1.1, is a number here, `save_dir: 2024` is a name, and `lr: fast` is refused with its place.
-Flags and YAML are therefore read by the same function. Read `parsing` first; `fields`, `flags`, `files` and `pages` are
-what it is made of.
+Flags and YAML are therefore read by the same function. Read `parsing` first; it uses `fields`, `flags`, `yaml_file`
+and `docs_page`. The command lines of the other commands are in `command_line`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Responsible for `stacks/` of the run directory: which files, how many, how large; and for the line that says early that
 a rank stands still. Refuses to end anybody: that is decided by those who wait for it.
 
-The one idea: the worker need not answer. Where it stands is in memory that both share (`whereabouts`), the state of its
+The one idea: the worker need not answer. Where it stands is in memory that both share (`rank_phase`), the state of its
 process is in /proc, and its stacks were written before it was asked for them.
 """
 

@@ -1,9 +1,9 @@
 """Nebula's checkpoint calls for any PyTorch script: `import hetseq.nebula as nm`, without HetSeq's trainer.
 
-`facade` is what a script calls, and `checkpoint` the object it gets; `service` is the life of the tags being saved,
-`slots` the shared memory they wait in, `writer` the process without torch that writes them, `structure` what a state
-is made of, `tags` what stands on the disk, `reading` the way back, `ranks` the only place that knows torch.distributed,
-`budget` the memory. The adapters `lightning`, `deepspeed` and `accelerate` are imported by whoever has those packages.
+A script calls `api` and gets a `checkpoint`. `service` holds the tags that are being saved, `slots` their shared
+memory, `writer` is the process without torch that writes them. `state_tree` takes a state apart, `tags` and `publish`
+hold the files, `reading` loads them, `memory_budget` is the memory; only `ranks` knows torch.distributed. The adapters
+`lightning`, `deepspeed` and `accelerate` are imported by whoever has those packages.
 
 The names below are imported when they are first used: importing the package brings no torch.
 """

@@ -1,7 +1,7 @@
 """From one generation to the next: what a rank keeps, and how one that holds nothing is given the state by a peer.
 
 Responsible for carrying model, optimizer, position and whatever else a session has learned over the end of a
-generation. Refuses to decide who survives (`membership`) and to form groups (`comm`).
+generation. Refuses to decide who survives (`cluster.membership`) and to form groups (`comm`).
 
 The one idea: nobody trains before everybody holds the same state, so the transfer is an ordinary broadcast from the
 survivor of the lowest rank, of a state that does not move. Who holds the state takes part and drops what comes.

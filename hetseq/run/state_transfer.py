@@ -2,7 +2,7 @@
 
 Responsible for sending a loaded checkpoint bit for bit, tensor by tensor, and for completing `metrics.jsonl` and
 `events.jsonl` of a directory that was lost or is new, so that every directory tells the whole run. It refuses to choose
-what is sent: that is `resuming`'s affair.
+what is sent: that is `resume`'s affair.
 
 The one idea: every rank takes part in everything that travels, whether it needs it or not, so the ranks cannot get out
 of step; who needs nothing drops it.

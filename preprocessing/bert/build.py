@@ -1,7 +1,7 @@
 """The order of work from text to the rows of a corpus of BERT, in pieces that several processes make.
 
 Responsible for which pieces there are, in which order they are put together, and for what one process has to decide
-about all of them: which sentences are held out, the vocabulary, the order of the rows. What a piece is, `bert_pieces`
+about all of them: which sentences are held out, the vocabulary, the order of the rows. What a piece is, `jobs`
 says.
 
 The one idea: work is cut by the text alone, never by who does it, so any number of processes, and of nodes that share

@@ -1,7 +1,7 @@
 """The pieces of a corpus of BERT, each a function of its job: text, ids, pairs, and files of rows.
 
 Responsible for what one process does at a time, and for the files in which one kind of pieces finds what another left.
-In which order they are made, and by whom, is the affair of `bert_building`; that they are whole, that of `pieces`.
+In which order they are made, and by whom, is the affair of `build`; that they are whole, that of `pieces`.
 
 The one idea: every number of a corpus lies in a file, one after another, and is mapped where it is needed. A process
 holds one piece of text, the words that it has met, and the rows of one file.

@@ -1,7 +1,7 @@
 """Text files in pieces of about 1 MiB, so that files of any size are read by many, and no more than a piece is held.
 
 Responsible for where a file is cut, for refusing what is no text in UTF-8, and for what of it was read. What a sentence
-is, `plain_text` says.
+is, `sentences` says.
 
 A file is cut at the first blank line behind each MiB (`wikitext`: at the first end of a line), which changes nothing
 about its sentences. Where there is none for a whole MiB, it is cut at an end of a line, else at a space, else between

@@ -164,7 +164,7 @@ class BertClassifyTask(Task):
 class LabelledRows(Dataset[Sample]):
     """Texts as rows of pieces; `files` are the paths that were read, `lengths` the pieces with [CLS] and [SEP].
 
-    A batch is padded to its longest row, or with `is_packed` has no padding, as `bert_packing` makes it.
+    A batch is padded to its longest row, or with `is_packed` has no padding, as `packing` makes it.
     `second`: where the second text of each row begins. `vocabulary_digest` says which label is which number.
     """
 

@@ -1,7 +1,7 @@
 """BERT pre-training data from records: rows that hold their words as they stand in the text, masked when they are read.
 
 Responsible for the columns of BERT's rows, for refusing numbers that cannot be meant, and for batches; how rows are
-found is the affair of `records`, which words are masked that of `bert_masking`.
+found is the affair of `records`, which words are masked that of `masking`.
 
 The one idea: a sample is a pure function of (seed, epoch, number). So the masks change from epoch to epoch and are the
 same on any cluster; whoever never calls `set_epoch`, as validation does, sees the same masks each time.
@@ -54,7 +54,7 @@ class BertRecords(Dataset[Batch]):
     `files` are the paths, for the nodes of a run to compare; `length` is L: that of the longest row of the split,
     rounded up to a multiple of 8 if the model has so many positions. A padded batch is padded to it, although most rows
     are shorter: the memory of a micro-batch of n samples is then known after the first one, and no later batch with a
-    longer row runs out of it. With `is_packed` batches are those of `bert_packing`, which take less. Rows are checked
+    longer row runs out of it. With `is_packed` batches are those of `packing`, which take less. Rows are checked
     as they are read, and DataError names file and row of what is wrong.
     """
 

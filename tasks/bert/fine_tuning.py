@@ -2,7 +2,7 @@
 
 Responsible for where configuration, weights and vocabulary come from (`--init-from`, else `--config-file` and
 `--dict`), for words to pieces, and for the directory that is written in the end; what is labelled, and by which
-network, is the affair of `bert_ner` and `bert_classify`. The one idea: whoever takes the weights of a directory takes
+network, is the affair of `ner` and `classify`. The one idea: whoever takes the weights of a directory takes
 its vocabulary and its way of splitting words too, since to other pieces the weights mean nothing.
 """
 

@@ -1,8 +1,8 @@
 """BERT pre-training data: folders of HDF5 files, as NVIDIA's scripts and the 2020 HetSeq wrote them, to batches.
 
 Responsible for finding the files of a split, for refusing numbers that cannot be meant, and for batches; knows no
-model, loss or ranks, and never writes into `--data`. How rows are read is the affair of `bert_hdf5`. In a row the first
-masked position 0 ends the list of masked tokens.
+model, loss or ranks, and never writes into `--data`. How rows are read is the affair of `hdf5_reader`. In a row the
+first masked position 0 ends the list of masked tokens.
 
 The one idea: rows stay in their small stored types until a batch is made of them, and both checking and batching are a
 few operations on whole arrays.
@@ -73,7 +73,7 @@ class BertDataset(Dataset[Row]):
 
     `files` are the paths, also of files without rows, for the nodes of a run to compare; `length` is L. Rows are
     checked as they are read, and DataError names the file and the row of what is wrong. It can be pickled and forked:
-    each process opens the files for itself. With `is_packed` batches are those of `bert_packing`.
+    each process opens the files for itself. With `is_packed` batches are those of `packing`.
     """
 
     vocabulary_digest: str | None = None  # of `vocab_digest`

@@ -2,7 +2,7 @@
 
 Responsible for the layout: a file holds six data sets, `input_ids`, `input_mask`, `segment_ids` [N, L],
 `masked_lm_positions`, `masked_lm_ids` [N, P] and `next_sentence_labels` [N], of any integer types. It looks at no
-number; whether they can be meant is the affair of `bert_data`.
+number; whether they can be meant is the affair of `hdf5_dataset`.
 
 The one idea: where a data set lies in its file as one plain block of bytes, it is mapped into memory and a batch is one
 gather. What is packed into chunks is unpacked by h5py a block of rows at a time, and the last blocks are kept, within

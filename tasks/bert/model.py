@@ -4,7 +4,7 @@ Responsible for what `bert_config.json` may say, for the arithmetic and for the 
 of data, losses or ranks. The one idea: only masked tokens are predicted, so only their rows reach the vocabulary head,
 which is 70 % of the arithmetic at 4 layers of 256 if every token goes through it, and only they and the first tokens
 go through the rest of the last layer, once they have looked at all others. Nothing in forward looks at a value, so
-nothing in it waits for a device. Batches are padded, or packed as `bert_packing` does; the results are the same.
+nothing in it waits for a device. Batches are padded, or packed as `packing` does; the results are the same.
 
 The arithmetic and the names are those of Hugging Face's `BertForPreTraining`, save two names that stand there a second
 time for what is tied, `TIED_NAMES`: leave them out on the way in, and repeat the tensors on the way out.
@@ -179,8 +179,8 @@ class BertForPreTraining(nn.Module):
     """BERT with a head for masked tokens and one for the next sentence.
 
     The vocabulary head is tied: its matrix *is* the word embeddings, so it is no parameter of its own and stands once
-    in `state_dict()`. `tasks/nn/huggingface.py` reads and writes directories of Hugging Face. Of a `state_dict()` of theirs
-    leave out `TIED_NAMES`; to make one add them:
+    in `state_dict()`. `tasks/nn/huggingface.py` reads and writes directories of Hugging Face. Leave `TIED_NAMES` out of
+    a `state_dict()` of theirs; to make one add them:
 
         model.load_state_dict({name: tensor for name, tensor in theirs.items() if name not in TIED_NAMES})
         theirs = ours | {name: ours[same] for name, same in TIED_NAMES.items()}

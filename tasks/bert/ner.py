@@ -164,7 +164,7 @@ class BertNerTask(Task):
 class TaggedRows(Dataset[Sample]):
     """Sentences as rows of pieces; `files` are the paths that were read, `lengths` the pieces with [CLS] and [SEP].
 
-    A batch is padded to its longest row, or with `is_packed` has no padding, as `bert_packing` makes it.
+    A batch is padded to its longest row, or with `is_packed` has no padding, as `packing` makes it.
     `vocabulary_digest` says which tag is which number.
     """
 

@@ -1,7 +1,7 @@
 """Batches of BERT without their padding: the real tokens of all rows one after another.
 
 Responsible for the layout of a packed batch and for making one of a padded batch; it knows no files, no network and no
-losses. Attention within each sequence is the affair of `bert_attention`, which `Sequences` tells where they lie.
+losses. Attention within each sequence is the affair of `attention`, which `Sequences` tells where they lie.
 
 The one idea: nothing in BERT but attention looks at two tokens, so all other layers take one long row of tokens of
 whichever sequences, and padding need not exist. Sequences lie by ascending length, so that those of about one length

@@ -1,8 +1,8 @@
 """BERT pre-training: masked words and next sentences, two loss terms with a count each.
 
 Responsible for which files a run needs, for the two sums and for the two accuracies. What is in the files is the affair
-of `tasks/bert/hdf5_dataset.py` and `tasks/bert/dataset.py`, the network that of `tasks/bert/model.py`; how text becomes such
-files, that of `preprocessing/bert_corpus.py`.
+of `hdf5_dataset` and `dataset`, the network that of `model`; how text becomes such files, that of
+`preprocessing/bert_corpus.py`.
 
 The one idea: masked words are many and unequally spread, sentences are few. So the mean loss of masked words is their
 sum over *all* masked words of a step, wherever they were computed, and a worker's own mean never appears.
@@ -48,7 +48,7 @@ class BertTask(Task):
 
     Where `--config-file` or `--dict` is left out, `bert_config.json` and `vocab.txt` in the folder of the data are
     taken. `--dropout P` stands for both rates of the configuration. `--init-from DIR` goes on with the network of a
-    directory of Hugging Face, which then says what `--config-file` would. Batches are packed, as `bert_packing` does
+    directory of Hugging Face, which then says what `--config-file` would. Batches are packed, as `packing` does
     it, unless there is `--no-packing` or `--compile`: losses and gradients are the same, dropout draws other numbers.
     """
 

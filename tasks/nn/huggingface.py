@@ -2,9 +2,9 @@
 
 Responsible for which tensor of theirs becomes which of ours, for what may be missing or left over, and for directories
 that `from_pretrained` opens; the arithmetic is the affair of `tasks/bert/model.py` and `tasks/gpt/model.py`, the files
-that of `tasks/nn/huggingface_files.py`. Needs no transformers. The one idea: every tensor is accounted for. What has no place
-here, has no file there, or has another shape is an error, because a network of which one layer has been left as it was
-initialised trains well enough for nobody to notice.
+that of `huggingface_files`. Needs no transformers. The one idea: every tensor is accounted for. What has no place here,
+has no file there, or has another shape is an error, because a network with one layer left as it was initialised trains
+well enough for nobody to notice.
 """
 
 from __future__ import annotations

@@ -86,10 +86,10 @@ def run_ranks(
 ) -> list[Any]:
     """Run `fn(group, *args)` on every rank and return what each rank returned, in rank order.
 
-    `group` is a hetseq.comm.group.Group over loopback, for a world of one a LocalGroup. `timeout_s` bounds the whole call;
-    `group_timeout_s` is the deadline of a collective (default: later than `timeout_s`, so a hang is reported as one).
-    `dies` names ranks that the test kills or stops (SIGSTOP) on purpose: their result is None, and the failure is then
-    that one of them returns or raises.
+    `group` is a hetseq.comm.group.Group over loopback, for a world of one a LocalGroup. `timeout_s` bounds the whole
+    call; `group_timeout_s` is the deadline of a collective (default: later than `timeout_s`, so a hang is reported as
+    one). `dies` names ranks that the test kills or stops (SIGSTOP) on purpose: their result is None, and the failure is
+    then that one of them returns or raises.
 
     Raises RankRaised, RankDied or RankHung. `fn`, `args` and the results travel by pickle.
     """

@@ -69,7 +69,7 @@ def test_what_is_useful_is_what_torch_counts_where_nothing_is_padded(monkeypatch
     monkeypatch.setattr("tasks.nn.vocabulary_loss._function_for", lambda hidden: None)  # as on a GPU
     monkeypatch.setattr("tasks.bert.attention._LARGEST_PART", 0.0)  # with queries of all tokens, as there
     for name in ("attention._MULTIPLE_APART", "packing._MULTIPLE"):
-        monkeypatch.setattr(f"tasks.bert_{name}", 1)  # nothing is padded
+        monkeypatch.setattr(f"tasks.bert.{name}", 1)  # nothing is padded
     training, network = training_on("cpu")
     for share in (1.0, 0.68):
         batch = batch_of(4, share)

@@ -188,7 +188,7 @@ def test_in_training_both_drop_the_same_with_the_same_random_numbers(
 ) -> None:
     # so dropout sits in the same places, in the same order and with the same rates
     for module in ("dropout", "attention"):
-        monkeypatch.setattr(f"tasks.{module}.drop", torch.nn.functional.dropout)
+        monkeypatch.setattr(f"tasks.nn.{module}.drop", torch.nn.functional.dropout)
     ours = make_model(dataclasses.replace(TINY, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.4)).train()
     batch, theirs = make_batch(PADDED), make_theirs(ours)
     torch.manual_seed(5)

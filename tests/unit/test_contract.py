@@ -189,8 +189,8 @@ def test_one_changed_byte_of_hetseq_is_named_with_its_file(tmp_path: Path) -> No
     plan.write_text(plan.read_text().replace("_ROUNDS = 6", "_ROUNDS = 4"))
     theirs["source of hetseq"] = source_below(tmp_path / "hetseq")
     (line,) = lines(ours, theirs)
-    one, other = (source["source of hetseq"].split("plan.py: ")[1][:12] for source in (ours, theirs))
-    assert line == f"source of hetseq: plan.py {one} on labA; plan.py {other} on labB"
+    one, other = (source["source of hetseq"].split("data/plan.py: ")[1][:12] for source in (ours, theirs))
+    assert line == f"source of hetseq: data/plan.py {one} on labA; data/plan.py {other} on labB"
     (tmp_path / "hetseq/.plan.py.swp.py").write_text("an editor's")
     assert lines(theirs, {**theirs, "source of hetseq": source_below(tmp_path / "hetseq")}) == []
 
@@ -207,7 +207,8 @@ def test_another_version_of_torch_is_named_and_another_build_is_not(monkeypatch:
 
 def test_the_version_of_torch_is_told_without_importing_it() -> None:
     code = (
-        "import sys; from hetseq.cluster.membership.compatibility import build_tag, node_fields; from hetseq.config.sections import Config\n"
+        "import sys; from hetseq.cluster.membership.compatibility import build_tag, node_fields\n"
+        "from hetseq.config.sections import Config\n"
         "print(node_fields(Config())['torch'] + build_tag()); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -89,7 +89,7 @@ MAY_READ_ENVIRONMENT = (
 )
 MAY_PRINT = ("hetseq/cli.py", "hetseq/commands/demo.py")
 
-LONGEST_FILE = 500
+LONGEST_FILE = 600
 # path -> why it is one file
 LONG_FILES = {"hetseq/config/sections.py": "a table: every option with its help and its checks stands here once"}
 
@@ -103,14 +103,14 @@ def collectives(tree: ast.AST) -> Iterator[str]:
     """Whatever names torch.distributed, by import or by attribute."""
     for node, name in _names(tree):
         if name == "torch.distributed" or name.startswith("torch.distributed."):
-            yield f"{node.lineno}: {name} (only comm.py calls collectives)"
+            yield f"{node.lineno}: {name} (only comm/ calls collectives)"
 
 
 def environment(tree: ast.AST) -> Iterator[str]:
     """Environment variables read or written through `os`."""
     for node, name in _names(tree):
         if re.match(r"os\.(environb?|getenvb?|putenv|unsetenv)$", name):
-            yield f"{node.lineno}: {name} (for launch.py and workers.py alone)"
+            yield f"{node.lineno}: {name} (for launch/ alone)"
 
 
 def prints(tree: ast.AST) -> Iterator[str]:
@@ -325,8 +325,8 @@ def test_a_long_file_has_a_reason() -> None:
 
 
 def test_a_long_file_and_a_stale_excuse_are_seen() -> None:
-    assert too_long({"a.py": 501, "b.py": 500}, {}) == ["a.py has 501 lines"]
-    assert too_long({"a.py": 501}, {"a.py": "a table"}) == []
+    assert too_long({"a.py": 601, "b.py": 600}, {}) == ["a.py has 601 lines"]
+    assert too_long({"a.py": 601}, {"a.py": "a table"}) == []
     assert too_long({"a.py": 20}, {"a.py": "a table"}) == ["a.py needs no excuse any more"]
 
 

@@ -636,8 +636,8 @@ def test_a_late_node_without_a_worker_that_lives_changes_nothing() -> None:
     assert talk.finish(0, 1, 2) == Ending(0)
 
 
-# FAULT: a late node that goes before its workers start has slots that `crews` has never heard of: KeyError in `gone`
-# ends the hub's thread; in `refused` it ends the run, "sent a 'refused' that cannot be".
+# FAULT: a late node that goes before its workers start has slots that `worker_roster` has never heard of: KeyError in
+# `gone` ends the hub's thread; in `refused` it ends the run, "sent a 'refused' that cannot be".
 @pytest.mark.parametrize("how", ["gone", "refused"])
 def test_a_node_that_comes_to_join_and_cannot_goes_alone(how: str) -> None:
     talk = Talk()

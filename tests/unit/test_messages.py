@@ -19,8 +19,9 @@ from tests.support.docs import ROOT, Block, blocks
 PAGE = ROOT / "docs" / "messages.md"
 #: the commands whose every refusal stands on the page, and what they have in common
 COMMANDS = (
-    "config/command_line.py", "which_run.py", "commands/doctor/__init__.py", "commands/drop.py", "commands/ssh/remote.py", "monitor/report/recorded.py",
-    "monitor/report/command.py", "commands/script/command.py", "commands/selftest/__init__.py", "commands/ssh/command.py", "commands/top.py",
+    "config/command_line.py", "which_run.py", "commands/doctor/__init__.py", "commands/drop.py",
+    "commands/ssh/remote.py", "monitor/report/recorded.py", "monitor/report/command.py", "commands/script/command.py",
+    "commands/selftest/__init__.py", "commands/ssh/command.py", "commands/top.py",
 )  # fmt: skip
 #: between the fixed parts of a string
 GAP = "\0"

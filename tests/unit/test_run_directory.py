@@ -320,6 +320,7 @@ def test_json_lines_take_numpy() -> None:
 
 
 def test_the_module_does_not_import_torch() -> None:
-    code = "import sys, hetseq.run_directory, hetseq.monitor.metrics; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
+    modules = "hetseq.run_directory, hetseq.monitor.metrics"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules or 'rich' in sys.modules)"
     root = Path(run_directory.__file__).parents[1]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

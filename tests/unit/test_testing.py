@@ -243,7 +243,7 @@ def test_choices_that_cannot_be_meant_are_refused_even_if_chance_would_pass_them
 def points(tree: ast.AST) -> Iterator[tuple[int, str | None]]:
     """Line and phase of every `faults.point("...")`; None for a phase that is not written down there.
 
-    A name that hides the call from this search, such as `from hetseq.system.faults import point`, is reported as None too.
+    A name that hides the call from this search, such as `from hetseq.system.faults import point`, is told as None too.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("faults.point", "hetseq.system.faults.point"):

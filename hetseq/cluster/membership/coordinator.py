@@ -5,8 +5,9 @@ Members are the launchers, the head's own being member 0; a run on one node is a
 their launcher alone, and the small store over which they find each other is kept here.
 
 The one idea: a start is a row of phases that all members pass together, and each has a deadline. Whatever cannot be
-mended ends the run on every node with the same code and reason; after the start `crews` leads the ranks from generation
-to generation, the ends of all workers are collected until everybody has reported, and judged once (`ending.judge`).
+mended ends the run on every node with the same code and reason; after the start `worker_roster` leads the ranks from
+generation to generation, the ends of all workers are collected until everybody has reported, and judged once
+(`ending.judge`).
 
     member: claim              reached  owned | seen            present, set, get      ready           end, over
     hub:            reach               own | see       begin                    go           begun       ebb  ending
@@ -354,7 +355,7 @@ class Hub(Latecomers):
             self._after_crews()
 
     def _after_crews(self) -> None:
-        """Send what `crews` has to say, and see whether anybody is left."""
+        """Send what `worker_roster` has to say, and see whether anybody is left."""
         assert self._crews is not None
         while self._crews.outbox:
             rank, kind, facts = self._crews.outbox.pop(0)

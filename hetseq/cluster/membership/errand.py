@@ -1,7 +1,7 @@
 """What the ranks of a command do in place of training: evaluate a checkpoint, or write what it predicts.
 
 Responsible for what such ranks have to know besides their configuration and their place. No torch, because launchers,
-which pass it on, have none; how an errand is run is for `sweep`.
+which pass it on, have none; how an errand is run is for `run.inference`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Nodes that come when the run has begun: back after a loss, or for the first time.
 
 Pure, a part of the hub. A latecomer passes what the others have passed together, alone: its claim, the contract, the
-run directory. It then starts its workers as replacements, and `crews` takes them in like any other newcomer.
+run directory. It then starts its workers as replacements, and `worker_roster` takes them in like any other newcomer.
 
 The one idea: a slot is empty when nobody trains in it and nobody is on the way to it. With given ranks a node gets
 those it claims, if they are empty; with --join the first empty ones that lie together, else new ones.

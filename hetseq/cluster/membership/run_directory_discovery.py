@@ -1,7 +1,7 @@
 """Whose run directory is used by whom: found out by launchers before any worker starts.
 
 Responsible for telling whether two launchers mean the same directory by a path, and for the one run id of all run
-directories. It refuses to move anything: what a directory lacks the ranks give each other (`sharing`).
+directories. It refuses to move anything: what a directory lacks the ranks give each other (`comm.directory_groups`).
 
 The one idea: equal paths prove nothing and different mounts may be one, so the owner of a directory leaves a file with
 a random name and random content in it, and whoever can open that file under the same absolute path shares it. On a

@@ -1,7 +1,7 @@
 """The generations of a run as its hub leads them: from slots and processes to incarnations, and to words for users.
 
 Pure, like the hub. It translates: workers are known here by their slot and by how often that slot was started, and by
-one name to `generations`; a record goes out together with the crew that it means (hosts, directory groups), and with
+one name to `regroup_rounds`; a record goes out together with the crew that it means (hosts, directory groups), and with
 the story of what happened.
 """
 

@@ -4,9 +4,9 @@ Responsible for `file://PATH` as a place, for electing one head per attempt and 
 replacing an attempt whose head has died, and for leaving nothing behind. It refuses to talk to anybody: whether a head
 answers is asked of the caller, and what the nodes say to each other afterwards goes over the control channel.
 
-The one idea: attempts are the versions of one key, `attempt-NAME.1`, `.2`, and so on (`shared_directory`). Who
-publishes the next number becomes head if a second look shows that number as the newest; every other launcher looks and
-follows (`election`). A head that ends publishes one more number, its last word. While that stands nobody else acts, so
+The one idea: attempts are the versions of one key, `attempt-NAME.1`, `.2`, and so on (`file_store`). Who publishes the
+next number becomes head if a second look shows that number as the newest; every other launcher looks and follows
+(`leader_election`). A head that ends publishes one more number, its last word. While that stands nobody else acts, so
 the head may remove the whole chain, lowest number first, and after it the last word itself.
 
 Why lowest first: numbers are counted upwards by name, so the chain looks whole or empty, never like an older attempt.

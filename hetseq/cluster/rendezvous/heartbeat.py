@@ -1,6 +1,6 @@
 """The heart of an attempt: a counter in a file by which launchers on other machines see that its head lives.
 
-Responsible for writing and reading that counter. What its standing still means is decided in `election`.
+Responsible for writing and reading that counter. What its standing still means is decided in `leader_election`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which launcher leads: the record that the head of an attempt leaves, and what a newcomer does when it sees one.
 
-Responsible for the decision alone: no files, no clock, no network. `attempts` looks, asks `decide`, and acts.
+Responsible for the decision alone: no files, no clock, no network. `file_rendezvous` looks, asks `decide`, and acts.
 
 The one idea: attempts are numbered, the newest number counts, and a number has one winner. So a newcomer only has to
 decide whether the newest attempt lives. On the same machine the process tells. From another machine the only signs are

@@ -1,6 +1,6 @@
 """`hetseq doctor`: is this node, or this cluster, fit for a training, and what should be done about it?
 
-Responsible for the command line; `gathering` asks the machine, `findings` and `prediction` judge, `report` writes. The
+Responsible for the command line; `collect` asks the machine, `node_findings` and `forecast` judge, `report` writes. The
 one idea: facts first, judgements after, so that every sentence can be tested without a broken machine.
 """
 

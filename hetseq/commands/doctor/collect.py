@@ -57,7 +57,7 @@ def gather(*, directory: Path | None, seconds: float, secret: str | None) -> Fac
         network=network(),
         secret=secret_state(secret),
         wall_clock_s=time.time(),
-        code_s=max(file.stat().st_mtime for file in Path(hetseq.__file__).parent.glob("*.py")),
+        code_s=max(file.stat().st_mtime for file in Path(hetseq.__file__).parent.rglob("*.py")),
         is_clock_kept=_is_clock_kept(),
         omp=os.environ.get("OMP_NUM_THREADS", ""),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),

@@ -1,7 +1,7 @@
 """Doctors of several nodes meet, and the head leads them through the common examination.
 
-Responsible for the meeting, and for who does what when; each node's part is `helper`'s, and what is thought of it
-`comparing`'s. It refuses to start ranks.
+Responsible for the meeting, and for who does what when; each node's part is `node_agent`'s, and what is thought of it
+`cluster_findings`'s. It refuses to start ranks.
 
 The one idea: the head treats itself as one of the nodes. A request goes out to several at once, and each answer has a
 deadline; a node that lets it pass, or leaves, is out of what follows, and is a finding.

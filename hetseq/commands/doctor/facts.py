@@ -1,7 +1,7 @@
 """What the doctor knows of one node: frozen records, as they travel between nodes, without a judgement. Pure.
 
 Responsible for the names and units of the facts, and for turning them into JSON and back. It refuses to ask a machine
-(`gathering`, `in_torch`, `directory`) and to judge (`findings`).
+(`collect`, `torch_child`, `directory_trial`) and to judge (`node_findings`).
 
 The one idea: a finding is a function of these records alone, so each is tested with a bad fact and with a good one.
 """

@@ -1,7 +1,7 @@
 """What the burn-in says of a training: shares, step time, efficiency, and who is worth having. Pure.
 
-Responsible for turning burns into ranks of `hetseq.balance.simulation`, whose arithmetic it uses, and for sentences. It refuses
-to measure. The figures are those of a small network: a task of one's own has others, in like proportions.
+Responsible for turning burns into ranks of `hetseq.balance.simulation`, whose arithmetic it uses, and for sentences. It
+refuses to measure. The figures are those of a small network: a task of one's own has others, in like proportions.
 
 The one idea: an advice is another cluster. It is forecast as this one is, and given if its step is shorter.
 """

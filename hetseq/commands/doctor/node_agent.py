@@ -1,8 +1,8 @@
 """One node's part in the common examination: it does what the head asks, and answers in one record.
 
 Responsible for a door at which streams of other nodes arrive, for streams to theirs, for marks in the shared directory,
-and for this node's `participant` in an all-reduce. It refuses to decide anything: who does what when is the head's
-affair (`meeting`).
+and for this node's `all_reduce_client` in an all-reduce. It refuses to decide anything: who does what when is the
+head's affair (`coordinator`).
 
 The one idea: both ends of a stream prove the meeting's key for this pair and this meeting, and then bytes flow as in a
 ring of ranks: every node sends to one and receives from one at the same time.

@@ -1,7 +1,7 @@
 """`hetseq plan RUN` and `hetseq simulate FILE`: what another cluster would make of a training, before anybody has it.
 
 Responsible for the two command lines, for which clusters are compared, and for the words. What a run has measured is
-read by `measured`, a cluster on paper by `cluster_file`; the arithmetic of a step is `simulation`'s. Nothing is
+read by `measured_run`, a cluster on paper by `cluster_file`; the arithmetic of a step is `simulation`'s. Nothing is
 started, and nothing in a run directory is changed.
 
 The one idea of `plan`: a run has measured what each of its ranks costs, so a rank can be taken away or added on paper.

@@ -2,7 +2,7 @@
 
 Responsible for scripts that a person can read, change and keep, and for nothing else: no file is written, no program of
 a scheduler is called, no scheduler's list of nodes is read before the job runs. What trains, and whether it may, is
-known to `script`.
+known to `command`.
 
 The one idea: `hetseq train` is the same line on every node, so a script writes that line once, into a small file beside
 the run (a file, because some schedulers let two shells read the words of a command), and has it run once per node by

@@ -1,7 +1,8 @@
 """`hetseq script SYSTEM`: a batch script for a run on the nodes of a queue, to read, to change and to submit.
 
 Responsible for the command line, and for finding before the queue what would fail after it: the options of the run are
-read by the parser of `hetseq train`. It submits nothing and writes no file. What the script says is known to `queues`.
+read by the parser of `hetseq train`. It submits nothing and writes no file. What the script says is known to
+`batch_scripts`.
 """
 
 from __future__ import annotations

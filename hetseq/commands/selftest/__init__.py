@@ -1,6 +1,6 @@
 """`hetseq selftest [options of hetseq train]`: whether the user's own task is exact on any shares, before a run.
 
-Responsible for the command line and for the exit code. Refuses to know what is measured (`examination`) and how a
+Responsible for the command line and for the exit code. Refuses to know what is measured (`examine`) and how a
 result is said (`findings`). The one idea: on one machine a rank is only a piece of a step, so unequal ranks can be
 played by one process, and a task that depends on them is found in seconds, with the name of the term.
 

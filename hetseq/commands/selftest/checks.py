@@ -1,6 +1,6 @@
 """What a self-test asks of a task besides its terms: its data, forward twice, metrics, predictions, saved weights.
 
-Responsible for one question each, answered with findings. Refuses to compare cuts, which `examination` does.
+Responsible for one question each, answered with findings. Refuses to compare cuts, which `examine` does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`hetseq ssh`: one command that starts a run on several hosts, shows what they say, and ends them together.
 
 Responsible for the command line, for the connections (the user's own `ssh`, which knows his keys and jumps), for whose
-port and secret the nodes use, and for passing stop signals on. What happens on a host is `far_end`'s.
+port and secret the nodes use, and for passing stop signals on. What happens on a host is `remote`'s.
 
 The one idea: nothing trains before every host has answered. Each is connected, reads the options with its own parser,
 and says how many workers it has; only then all are told where to meet. So a host that is off, or a folder that is
