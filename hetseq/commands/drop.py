@@ -1,22 +1,20 @@
 """`hetseq drop RUN NODE`: take a node out of a run that goes on without it.
 
-Responsible for the request, a file in the run's `status/` folder, and for finding out whether it is meant for a
-launcher. Leaving is the launcher's affair. A request needs no address and no port: whoever may write into the run
-directory may ask.
+Responsible for the command line, and for finding the node among those that train. The request is a file
+(`launch.leave_request`); leaving is the launcher's affair.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from hetseq.config.command_line import Argument, Command
 from hetseq.errors import ConfigError
-from hetseq.run_directory import RunDirectory, open_private
+from hetseq.launch import leave_request
+from hetseq.run_directory import RunDirectory
 from hetseq.which_run import existing_run
 
 COMMAND = Command(
@@ -51,7 +49,7 @@ def drop(words: Sequence[str]) -> str:
         raise ConfigError(f"{directory.path} is no run that is under way: its status/ names no living rank")
     if node not in nodes:
         raise ConfigError(f"no rank of this run is on {node}: its nodes are {', '.join(sorted(nodes))}")
-    os.close(open_private(request_path(directory, node), os.O_WRONLY | os.O_CREAT))
+    leave_request.ask(directory, node)
     ranks = ", ".join(map(str, sorted(nodes[node])))
     return f"{node} (rank {ranks}) is asked to leave: it finishes its step and ends with exit code 0"
 
@@ -65,17 +63,3 @@ def living_nodes(directory: RunDirectory) -> dict[str, list[int]]:
             if status["pid"] is not None and status["state"] in ("start", "train"):
                 found.setdefault(str(status["node"]), []).append(int(path.stem.partition("-")[2]))
     return found
-
-
-def request_path(directory: RunDirectory, node: str) -> Path:
-    """The file that asks a node to leave."""
-    return directory.status / f"drop-{re.sub(r'[^A-Za-z0-9._-]', '_', node)[:200]}"
-
-
-def is_asked(directory: RunDirectory, node: str) -> bool:
-    """Whether this node is asked to leave; it is told once."""
-    try:
-        os.unlink(request_path(directory, node))
-    except OSError:
-        return False
-    return True

@@ -41,10 +41,10 @@ from hetseq.cluster.membership.run_directory_discovery import (
 from hetseq.cluster.membership.worker_roster import incarnation
 from hetseq.cluster.rendezvous.channel import ChannelClosed, ChannelError
 from hetseq.cluster.rendezvous.meet import Meeting, meet
-from hetseq.commands.drop import is_asked
 from hetseq.config import dump_yaml
 from hetseq.config.sections import Config
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, HetSeqError, RendezvousError
+from hetseq.launch.leave_request import is_asked
 from hetseq.launch.run_directory_guard import adopt_config, in_use, looked_after, taken_over
 from hetseq.launch.stall_detector import Standstill
 from hetseq.launch.worker_processes import Worker, end_all, start_worker, threads_per_worker, warm_forkserver

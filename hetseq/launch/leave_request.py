@@ -1,0 +1,31 @@
+"""The request that a node leaves its run: a file in the run's `status/` folder.
+
+`hetseq drop` writes it, the launcher of the node looks for it. A request needs no address and no port: a user who may
+write into the run directory may ask.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from hetseq.run_directory import RunDirectory, open_private
+
+
+def ask(directory: RunDirectory, node: str) -> None:
+    """Ask a node to leave. Raises OSError where the file cannot be written."""
+    os.close(open_private(_path(directory, node), os.O_WRONLY | os.O_CREAT))
+
+
+def is_asked(directory: RunDirectory, node: str) -> bool:
+    """Whether this node is asked to leave; it is told once."""
+    try:
+        os.unlink(_path(directory, node))
+    except OSError:
+        return False
+    return True
+
+
+def _path(directory: RunDirectory, node: str) -> Path:
+    return directory.status / f"drop-{re.sub(r'[^A-Za-z0-9._-]', '_', node)[:200]}"
