@@ -14,10 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from hetseq import catalogue
 from hetseq import config as options
 from hetseq.config.command_line import CommandRefused
-from hetseq.errors import EXIT_USAGE, HetSeqError
+from hetseq.errors import EXIT_USAGE, HetSeqError, text_of
 from hetseq.registry import nearest
 
 #: command -> where its function is, which is given the words and a way to say a line; and what it is for
@@ -74,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HetSeqError as error:
         # the reason why a run ends is told as every node of it tells it, without the command
         who = "" if isinstance(error, CommandRefused) else "hetseq: " if name == "train" else f"hetseq {name}: "
-        print(f"{who}{catalogue.text_of(error)}", file=sys.stderr)
+        print(f"{who}{text_of(error)}", file=sys.stderr)
         return error.exit_code
 
 

@@ -22,7 +22,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from hetseq.catalogue import text_of
 from hetseq.cluster.membership import decide as membership
 from hetseq.cluster.membership.assignment import Crew, Placement
 from hetseq.cluster.membership.compatibility import build_tag, node_fields
@@ -43,7 +42,7 @@ from hetseq.cluster.rendezvous.channel import ChannelClosed, ChannelError
 from hetseq.cluster.rendezvous.meet import Meeting, meet
 from hetseq.config import dump_yaml
 from hetseq.config.sections import Config
-from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, HetSeqError, RendezvousError
+from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, HetSeqError, RendezvousError, text_of
 from hetseq.launch.leave_request import is_asked
 from hetseq.launch.run_directory_guard import adopt_config, in_use, looked_after, taken_over
 from hetseq.launch.stall_detector import Standstill

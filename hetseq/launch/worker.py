@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 
-from hetseq.catalogue import text_of
 from hetseq.cluster.membership.assignment import Crew, Placement
 from hetseq.cluster.membership.decide import Record, Report
 from hetseq.cluster.membership.errand import Errand
@@ -45,6 +44,7 @@ from hetseq.errors import (
     PeerLostError,
     RendezvousError,
     TaskError,
+    text_of,
 )
 from hetseq.launch.launcher_link import Alone, Line
 from hetseq.launch.watchdog import Pulse

@@ -24,8 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetseq.catalogue import codes_in
-from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_FAILED, EXIT_USAGE
+from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_FAILED, EXIT_USAGE, codes_in
 from hetseq.testing import Faults
 from tests.support import cuda_errors
 from tests.support.commands import ROOT

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 import hetseq.errors
-from hetseq.catalogue import CODES, codes_in, plain, text_of
-from hetseq.errors import HetSeqError
+from hetseq.errors import CODES, HetSeqError, codes_in, plain, text_of
 from tests.support.docs import ROOT, blocks
 from tests.unit.test_messages import holds, parts, templates
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from hetseq import config as options
-from hetseq.catalogue import codes_in
 from hetseq.cluster.membership.assignment import Placement
-from hetseq.errors import EXIT_FAILED, EXIT_USAGE, ConfigError
+from hetseq.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, codes_in
 from hetseq.launch import worker
 from hetseq.launch.launcher_link import Alone
 from hetseq.run_directory import RunDirectory

@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 WITHOUT_TORCH = (
     "hetseq",
     "hetseq.errors",
-    "hetseq.catalogue",
     "hetseq.system.processes",
     "hetseq.config.byte_size",
     "hetseq.system.faults",

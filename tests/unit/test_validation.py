@@ -13,11 +13,10 @@ from torch.utils.data import default_collate
 
 from hetseq import Config, Task
 from hetseq.balance.shares import assign_shares
-from hetseq.catalogue import codes_in
 from hetseq.comm.group import LocalGroup
 from hetseq.data.loader import Source
 from hetseq.data.plan import MicroBatchCap
-from hetseq.errors import DeviceMemoryError, TaskError
+from hetseq.errors import DeviceMemoryError, TaskError, codes_in
 from hetseq.system import device_memory as memory
 from hetseq.task import counts_of, lengths_of, make_task
 from hetseq.training.micro_batch_size import MicroBatchSizes

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq.catalogue import codes_in
 from hetseq.cluster.membership.assignment import Placement
-from hetseq.errors import EXIT_FAILED, DeviceMemoryError, PeerLostError
+from hetseq.errors import EXIT_FAILED, DeviceMemoryError, PeerLostError, codes_in
 from hetseq.launch import worker
 from hetseq.system import device_memory as memory
 from tests.support import cuda_errors

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from hetseq.catalogue import plain
 from hetseq.cluster.membership.admission import command_of_rank
 from hetseq.cluster.rendezvous.channel import (
     Channel,
@@ -44,7 +43,7 @@ from hetseq.cluster.rendezvous.leader_election import Record
 from hetseq.cluster.rendezvous.secret import derive_key, load_secret, secret_file
 from hetseq.cluster.rendezvous.sockets import AddressError, UnreachableError, bind, host_text
 from hetseq.config.sections import DistributedConfig
-from hetseq.errors import RendezvousError
+from hetseq.errors import RendezvousError, plain
 
 #: how long one try waits for an answer; a program that is silent for so long is no head
 PATIENCE_S = 8.0
