@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetseq import config as options
-from hetseq.cluster.membership.errand import Errand
+from hetseq.cluster.membership.assignment import Errand
 from hetseq.cluster.membership.exit_status import Ending, of_errand
 from hetseq.cluster.membership.run_directory_discovery import has_commits
 from hetseq.config.command_line import Argument, Command, Given, Option

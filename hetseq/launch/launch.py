@@ -20,8 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetseq.cluster.membership.admission import why_ranks_do_not_fit
-from hetseq.cluster.membership.assignment import Placement
-from hetseq.cluster.membership.errand import Errand
+from hetseq.cluster.membership.assignment import Errand, Placement
 from hetseq.cluster.membership.exit_status import Ending
 from hetseq.cluster.rendezvous.interfaces import interfaces
 from hetseq.config import dump_yaml

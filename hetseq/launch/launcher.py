@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from hetseq.cluster.membership import decide as membership
-from hetseq.cluster.membership.assignment import Crew, Placement
+from hetseq.cluster.membership.assignment import Crew, Errand, Placement
 from hetseq.cluster.membership.compatibility import build_tag, node_fields
 from hetseq.cluster.membership.coordinator_client import Member, claim_of, join
-from hetseq.cluster.membership.errand import Errand
 from hetseq.cluster.membership.exit_status import Ending, WorkerEnd, judge, lost
 from hetseq.cluster.membership.failover import Orphans, orphaned_hub
 from hetseq.cluster.membership.run_directory_discovery import (

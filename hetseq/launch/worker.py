@@ -26,9 +26,8 @@ from typing import Any
 
 import torch
 
-from hetseq.cluster.membership.assignment import Crew, Placement
+from hetseq.cluster.membership.assignment import Crew, Errand, Placement
 from hetseq.cluster.membership.decide import Record, Report
-from hetseq.cluster.membership.errand import Errand
 from hetseq.cluster.membership.step_commit import Wish
 from hetseq.comm.directory_groups import Sharing, everything_shared, share
 from hetseq.comm.group import AnyGroup, LocalGroup, Meeting, connect

@@ -25,8 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hetseq.cluster.membership.assignment import Placement
-from hetseq.cluster.membership.errand import Errand
+from hetseq.cluster.membership.assignment import Errand, Placement
 from hetseq.cluster.membership.exit_status import WorkerEnd
 from hetseq.config.sections import Config
 from hetseq.system import faults

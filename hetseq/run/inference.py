@@ -23,7 +23,7 @@ import torch
 from hetseq import registry
 from hetseq.balance.shares import assign_shares
 from hetseq.checkpoint import CheckpointManager, Retention
-from hetseq.cluster.membership.errand import Errand
+from hetseq.cluster.membership.assignment import Errand
 from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import Config
 from hetseq.data.loader import MicroBatch, range_reader

@@ -50,7 +50,7 @@ WITHOUT_TORCH = (
     "hetseq.commands.selftest.splits",
     "hetseq.commands.selftest.other_process",
     "hetseq.commands.selftest.findings",
-    "hetseq.cluster.membership.errand",
+    "hetseq.cluster.membership.assignment",
     "hetseq.commands.doctor",
     "hetseq.commands.doctor.collect",
     "hetseq.commands.doctor.network_results",

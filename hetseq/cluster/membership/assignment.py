@@ -1,4 +1,7 @@
-"""What a worker is told of its place in the run; no torch, because launchers, which tell it, have none."""
+"""What a launcher tells a worker: its place in the run, the ranks of a generation, and a job other than training.
+
+No torch, because launchers have none. `run.inference` does the jobs of `hetseq evaluate` and `hetseq predict`.
+"""
 
 from __future__ import annotations
 
@@ -68,3 +71,12 @@ class Placement:
     starts: int = 0  # how often a process of this slot was started before
     is_replacement: bool = False  # the run has begun without it
     faults: str = ""  # that happen to it on purpose (`faults`)
+
+
+@dataclass(frozen=True)
+class Errand:
+    """Take a checkpoint of the run in `run`, an absolute path; the configuration says which one and which splits."""
+
+    run: str
+    output: str | None = None  # a file that is not there yet, for rank zero to write predictions into; None: evaluate
+    wants_json: bool = False
