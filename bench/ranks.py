@@ -318,7 +318,7 @@ def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Trainin
 
     from hetseq import config as options
     from hetseq.monitor.metrics import Metrics
-    from hetseq.run import session
+    from hetseq.run import build
     from hetseq.run.loaded_task import load_material
     from hetseq.run_directory import RunDirectory
     from hetseq.training.throttle import Throttle
@@ -344,8 +344,8 @@ def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Trainin
     group.all_gather_rows(np.zeros(1, np.int64))  # the directory is there
     metrics = Kept(RunDirectory(save_dir), config.log, is_writer=group.rank == 0, total_steps=None)
     material = load_material(config, torch.device("cpu"))
-    with mock.patch.object(session, "Throttle", known):  # no option changes a throttle during a run
-        built = session.build_session(config, RunDirectory(save_dir), group, material, metrics=metrics)
+    with mock.patch.object(build, "Throttle", known):  # no option changes a throttle during a run
+        built = build.build_session(build.RankJob(config, RunDirectory(save_dir), group, material, metrics))
     controller = built.controller
     controller.replica.model.train()
 

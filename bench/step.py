@@ -38,8 +38,8 @@ from workloads import Workload
 from hetseq import config as options
 from hetseq.comm.group import LocalGroup
 from hetseq.monitor.metrics import Metrics
+from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
-from hetseq.run.session import build_session
 from hetseq.run_directory import RunDirectory
 from hetseq.system.processes import keep_freed_memory
 
@@ -116,7 +116,7 @@ def hetseq_loop(work: Workload, folder: Path, batch: int, closing: ExitStack) ->
     directory = RunDirectory.prepare(folder / "run", config_yaml=options.dump_yaml(config))
     metrics = closing.enter_context(Metrics(directory, config.log, is_writer=True, total_steps=None))
     material = load_material(config, torch.device(work.device))
-    session = build_session(config, directory, LocalGroup(), material, metrics=metrics)
+    session = build_session(RankJob(config, directory, LocalGroup(), material, metrics=metrics))
     closing.callback(session.close)
     session.controller.replica.model.train()
     return session.controller.train_step

@@ -52,11 +52,12 @@ from hetseq.monitor.rank_log import RankOutput
 from hetseq.monitor.tensorboard import hyperparameters
 from hetseq.monitor.versions import gather_versions
 from hetseq.run import inference as sweep
+from hetseq.run.build import RankJob, build_session
 from hetseq.run.checkpointing import Saver
 from hetseq.run.fingerprint import rank_fields
 from hetseq.run.loaded_task import load_material
 from hetseq.run.regroup import Carried, Succession, succession_by
-from hetseq.run.session import Session, build_session
+from hetseq.run.session import Session
 from hetseq.run_directory import RunDirectory
 from hetseq.system import faults, gpu
 from hetseq.system import matmul_backend as products
@@ -313,10 +314,11 @@ class _Life:
 
     def _build(self, config: Config, generation: _Generation) -> Session:
         assert generation.group is not None
-        session = build_session(
-            config, self._directory, generation.group, self._material, metrics=self._metrics, wish=self._wish,
-            sharing=generation.sharing, slots=generation.crew.slots, succession=generation.succession,
+        job = RankJob(
+            config, self._directory, generation.group, self._material, self._metrics, self._wish,
+            generation.sharing, generation.crew.slots, generation.succession,
         )  # fmt: skip
+        session = build_session(job)
         self._line.show(session.status.renew)
         return session
 

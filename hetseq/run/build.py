@@ -1,137 +1,523 @@
-"""From options and data sets to the plan of the training steps and to the validators: what both need is lengths.
+"""From a configuration to one rank that is ready to train: the only place where all components meet.
 
-It talks to no other rank, and decides nothing that the options do not say.
+`build_session` reads like a plan: what is trained, from which state, which samples in which shares, what is shown, and
+the controller over it all. Every rank runs it, in the same order, since parts of it are collective.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
+import logging
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from hetseq.config.sections import Config, DistributedConfig, ValidationConfig
-from hetseq.data.fetch import base_order
-from hetseq.data.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planner
+from hetseq import registry
+from hetseq.balance.cost_meter import AtOnce, complete_costs
+from hetseq.cluster.membership.step_commit import Wish
+from hetseq.comm.directory_groups import Sharing, everything_shared, send_tensor
+from hetseq.comm.group import AnyGroup
+from hetseq.config.sections import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    OptimizationConfig,
+)
+from hetseq.data.loader import StepLoader
+from hetseq.data.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.data.shards import Shards
-from hetseq.errors import ConfigError
+from hetseq.errors import CheckpointMismatch, ConfigError
+from hetseq.monitor.advice import Setting
+from hetseq.monitor.metrics import Metrics
+from hetseq.monitor.status import RunStatus
+from hetseq.parallel.buffers import BufferKeeper
+from hetseq.parallel.gradient_sync import gradients_of
+from hetseq.parallel.replica import Replica, batch_norms, trained_parameters
+from hetseq.run.after_step import RunBoundary, StatusFiles
+from hetseq.run.checkpointing import Provenance, Saver, saved_batch
+from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
 from hetseq.run.loaded_task import Material
-from hetseq.task import lengths_of
+from hetseq.run.planning import check_best_metric, make_validators, planner_of, weights_by_slot
+from hetseq.run.regroup import Carried, Inherited, Succession, hand_over
+from hetseq.run.resume import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
+from hetseq.run.session import Session
+from hetseq.run_directory import RunDirectory
+from hetseq.system.device_memory import in_use_bytes, limit_bytes
+from hetseq.training.controller import Controller, TrainingState
+from hetseq.training.device_memo import DeviceMemo
+from hetseq.training.lr_scaling import Course, advice, scale_in_words, scaled
 from hetseq.training.micro_batch_size import MicroBatchSizes
+from hetseq.training.optim import parameter_groups
+from hetseq.training.replica_check import ReplicaCheck, kind_of
+from hetseq.training.share import ShareComputer
+from hetseq.training.share_policy import FixedPace, MeasuredPace, Pace, assigner, assigner_by
+from hetseq.training.throttle import Throttle
 from hetseq.training.validation import Validator
 
+logger = logging.getLogger(__name__)
 
-def planner_of(
-    config: Config, dataset: Any, batch: GlobalBatch, assign: Assign, shards: Shards | None = None
-) -> Planner:
-    """The plan of a run over its training data, of which this rank may have one of several shards.
+_START_DEADLINE_S = 1800.0  # data may take minutes to read; a rank that dies meanwhile is seen by its launcher
+_NEXT_DEADLINE_S = 120.0  # for ranks that have everything but the state
+_SLOWEST_NETWORK = 5e6  # bytes per second
+_MIB = 1 << 20
 
-    Raises ConfigError where lengths are needed and there are none.
+
+@dataclass(frozen=True)
+class RankJob:
+    """What one rank is built from, in one generation of its run.
+
+    `sharing` says which ranks use `directory` together with this one (default: all of them), `slots` what each rank is
+    called (default: by its number). With a `succession` the state comes from the generation before, else from the
+    newest checkpoint if there is one.
     """
-    counts_tokens = config.data.max_tokens or batch.tokens
-    lengths = _needed_lengths(dataset, "use --max-sentences") if counts_tokens else None
-    _check_longest(dataset, config.data.max_tokens)
-    return Planner(
-        len(dataset) if shards is None else shards.total,
-        config.task.seed,
-        batch,
-        assign,
-        config.data.curriculum,
-        lengths,
-        config.data.unit_size or 1,
-        config.data.shuffle_block,
-        shards,
+
+    config: Config
+    directory: RunDirectory
+    group: AnyGroup
+    material: Material
+    metrics: Metrics
+    wish: Callable[[], Wish] = lambda: Wish.NONE
+    sharing: Sharing | None = None
+    slots: tuple[int, ...] = ()
+    succession: Succession | None = None
+
+    @functools.cached_property
+    def directory_group(self) -> Sharing:
+        """The ranks that share the run directory, and those that do not."""
+        return self.sharing or everything_shared(self.group)
+
+    @property
+    def slots_of_ranks(self) -> tuple[int, ...]:
+        """The slot of each rank."""
+        return self.slots or tuple(range(self.group.world_size))
+
+    @property
+    def own_slot(self) -> int:
+        """The slot of this rank."""
+        return self.slots_of_ranks[self.group.rank]
+
+    @property
+    def carried(self) -> Carried | None:
+        """What this rank keeps from the generation before."""
+        return self.succession.carried if self.succession is not None else None
+
+    @property
+    def is_first(self) -> bool:
+        """A start of the run, and not a generation after another one."""
+        return self.succession is None
+
+
+@dataclass(frozen=True)
+class Start:
+    """The state that training begins with, and where it comes from: a generation before, a checkpoint, or nowhere."""
+
+    state: TrainingState
+    provenance: Provenance
+    saver: Saver
+    parts: Sequence[tuple[str, int]] | None  # of the data, by rank, with --data-by-host
+    inherited: Inherited | None = None
+    beginning: Beginning | None = None
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Which samples this rank computes, step after step."""
+
+    planner: Planner
+    loader: StepLoader
+    pace: Pace
+    shards: Shards | None
+    is_last: bool  # nothing is trained in this generation
+
+
+@dataclass(frozen=True)
+class Reports:
+    """What is shown and kept after each step."""
+
+    run_status: RunStatus
+    status: StatusFiles
+    replicas: ReplicaCheck | None
+    boundary: RunBoundary
+
+
+def build_session(job: RankJob) -> Session:
+    """Build what one rank needs; collective. Raises HetSeqError for whatever cannot be meant or read."""
+    with ExitStack() as undo, _patience(job, job.group), _patience(job, job.directory_group.group):
+        replica = build_replica(job, undo)
+        sizes = _micro_batch_sizes(job)
+        validators = make_validators(job.config, job.material, sizes)
+        check_best_metric(job.config.validation, validators, job.material)
+        start = find_start(job, replica, undo)
+        feed = build_feed(job, start, sizes, undo)
+        reports = build_reports(job, replica, start, feed, validators)
+        controller = build_controller(job, replica, start, feed, reports, sizes)
+        begin(job, start, reports, controller)
+        undo.pop_all()
+    announce(job, start, feed, reports, controller)
+    due = start.inherited.due if start.inherited is not None else None
+    return Session(
+        controller, start.saver, reports.status, reports.boundary, start.provenance, job.metrics, feed.is_last, due
+    )  # fmt: skip
+
+
+def build_replica(job: RankJob, undo: ExitStack) -> Replica:
+    """The replica of this rank, with the optimizer of the generation before, if this rank has one."""
+    config, model = job.config, job.material.model
+    parameters = [parameter for _, parameter in trained_parameters(model)]
+    if not parameters:
+        raise ConfigError(
+            f"the model of {type(job.material.task).__name__} has no parameter to train: expected at least one"
+        )
+    optimizer = job.carried.optimizer if job.carried is not None else _build_optimizer(config, job.material)
+    reducer = gradients_of(
+        parameters, job.group, bucket_bytes=int(config.distributed.bucket_cap_mb * _MIB),
+        is_wide=config.distributed.reduce_dtype is not None,
+    )  # fmt: skip
+    undo.callback(reducer.close)
+    return Replica(model, optimizer, reducer, BufferKeeper(model, job.group))
+
+
+def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
+    """The state of the generation before, of a checkpoint, or a fresh one; and its saver. Collective."""
+    config = job.config
+    asked = global_batch(config.data, job.group)
+    parts = parts_of_ranks(job.material, job.group) if config.data.data_by_host else None
+    provenance = _provenance(job, replica, asked, parts) if job.carried is None else job.carried.provenance
+    inherited: Inherited | None = None
+    beginning: Beginning | None = None
+    if job.succession is not None:
+        inherited = hand_over(job.succession, replica, provenance, job.directory_group)
+        state, provenance, known = inherited.state, inherited.provenance, inherited.known
+        manager = open_checkpoints(config.checkpoint, job.directory, job.directory_group.group, known=known)
+    else:
+        manager = open_checkpoints(config.checkpoint, job.directory, job.directory_group.group)
+        state, is_explicit = TrainingState(), config.data.global_batch_size is not None
+        target = Target(replica, provenance, is_explicit)
+        beginning = choose_checkpoint(manager, config.checkpoint, job.directory, job.directory_group, target)
+        if beginning is not None:
+            state, provenance = resume(
+                beginning, config.checkpoint, replica, provenance, is_explicit_batch=is_explicit
+            )  # fmt: skip
+        if beginning is None or (config.checkpoint.reset_dataloader and provenance.batch == asked):
+            _check_batch_of_join(config, is_explicit=is_explicit)
+        if beginning is None:
+            _begin_alike(job.material.model, job.group)
+        _override(replica.optimizer, config.checkpoint)
+    saver = Saver(
+        manager, config.checkpoint, provenance, replica, sharing=job.directory_group, generation=job.group.generation,
+        before=job.carried.saver if job.carried is not None else None,
+    )  # fmt: skip
+    undo.callback(saver.close)
+    return Start(state, provenance, saver, parts, inherited, beginning)
+
+
+def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitStack) -> Feed:
+    """The plan of the steps, what fetches this rank's part of them, and what moves the shares."""
+    config, group, carried = job.config, job.group, job.carried
+    weights = weights_by_slot(config.distributed, job.slots_of_ranks)
+    is_balanced = config.distributed.balance == "auto" and group.world_size > 1
+    costs = job.succession.record.costs if job.succession is not None else ()
+    table = complete_costs(costs) if is_balanced else None
+    assign = assigner(table) if table is not None else assigner_by(weights)
+    known = start.provenance.parts
+    shards = shards_of(known, start.parts) if start.parts and known else None
+    is_last = job.succession is not None and (
+        job.succession.record.is_last or (shards is not None and bool(shards.lost))
+    )
+    planner = planner_of(config, job.material.train, start.provenance.batch, assign, shards)
+    is_first_measured = (is_balanced or sizes.is_learning) and not sizes.is_fixed and carried is None
+    if batch_norms(job.material.model):
+        is_first_measured = False  # which fails on a micro-batch of one sample
+    loader = StepLoader(
+        job.material.source(job.material.train), planner, start.state.position, rank=group.rank, cap=sizes.cap,
+        first_cap=sizes.first() if is_first_measured else None,
+        # they would begin at once to fetch steps that nobody trains, perhaps of data that are gone
+        num_workers=0 if is_last else _num_workers(config.data.num_workers, job.material.device),
+    )  # fmt: skip
+    undo.callback(loader.close)
+    at_once, meter = functools.partial(_most_work_at_once, planner, sizes), carried.meter if carried else None
+    pace: Pace = FixedPace(weights, meter=meter, at_once=at_once)
+    if is_balanced:
+        pace = MeasuredPace(
+            planner, loader, rank=group.rank, world_size=group.world_size, meter=meter, costs=costs, at_once=at_once,
+        )  # fmt: skip
+    return Feed(planner, loader, pace, shards, is_last)
+
+
+def build_reports(
+    job: RankJob, replica: Replica, start: Start, feed: Feed, validators: list[Validator]
+) -> Reports:  # fmt: skip
+    """What happens after each step: status, validation, saves, the comparison of replicas. Collective."""
+    config, planner = job.config, feed.planner
+    unit = 0 if planner.lengths is not None else planner.unit
+    setting = Setting(str(config.checkpoint.save_dir), config.distributed.balance, unit, feed.shards is not None)
+    run_status, device = RunStatus(setting), job.material.device
+    status = StatusFiles(
+        job.directory, job.directory_group, device=str(device), slots=job.slots_of_ranks, run=run_status
+    )  # fmt: skip
+    replicas, every = None, config.distributed.check_replicas_every
+    if every and job.group.world_size > 1:
+        replicas = ReplicaCheck(replica, job.group, job.metrics, every=every, kind=kind_of(device))
+    boundary = RunBoundary(
+        config=config.validation, validators=validators, saver=start.saver, metrics=job.metrics, status=status,
+        replicas=replicas,
+    )  # fmt: skip
+    return Reports(run_status, status, replicas, boundary)
+
+
+def build_controller(
+    job: RankJob, replica: Replica, start: Start, feed: Feed, reports: Reports, sizes: MicroBatchSizes
+) -> Controller:
+    """One training step, and the loop."""
+    config, material = job.config, job.material
+    weights = tuple(float(material.task.term_weights.get(term, 1.0)) for term in material.terms)
+    computer = ShareComputer(
+        material.task, replica, terms=material.terms, weights=weights, seed=config.task.seed, sizes=sizes,
+        device=material.device, precision=material.precision, name=f"rank {job.own_slot} on {socket.gethostname()}",
+        throttle=Throttle(config.distributed.throttle_factors().get(job.own_slot, 1.0)),
+        noise_scale_every=config.optimization.noise_scale_every,
+    )  # fmt: skip
+    return Controller(
+        computer=computer, group=job.group, planner=feed.planner, loader=feed.loader, pace=feed.pace,
+        schedule=_schedule(config, start.provenance.batch), config=config.optimization, boundary=reports.boundary,
+        terms=material.terms, weights=weights, state=start.state,
+        memory=_memory_of(material.device), wish=job.wish, step_deadline_s=config.distributed.step_deadline,
+    )  # fmt: skip
+
+
+def begin(job: RankJob, start: Start, reports: Reports, controller: Controller) -> None:
+    """Only now, when nothing is left to refuse, does the run directory learn of this start. Collective."""
+    beginning, inherited = start.beginning, start.inherited
+    if beginning is not None and not beginning.is_own and controller.has_ended():
+        _refuse_to_do_nothing(job.config.checkpoint, start.state)
+    if beginning is not None:
+        begin_from(beginning, job.directory, start.saver, job.directory_group, metrics=job.metrics)
+    if inherited is not None:
+        start.saver.last_step, start.saver.is_owing = inherited.last_saved, inherited.owes
+        job.metrics.complete(inherited.rows)
+    if reports.replicas is not None and job.is_first:
+        reports.replicas.check(start.state.position.step - 1, (1,) * job.group.world_size)
+
+
+def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controller: Controller) -> None:
+    """Say what runs, and where it begins."""
+    batch, state = start.provenance.batch, start.state
+    total = _total_steps(job.config, feed.planner.n, batch, state)
+    reports.run_status.total_steps = total
+    job.metrics.set_total(total)
+    reports.status.write(0.0, force=True, step=state.position.step - 1, state="start" if job.is_first else "train")
+    if job.is_first or job.carried is None:
+        _say_what_runs(controller, job.material)
+    if feed.shards is not None and job.group.rank == 0:
+        say_what_holds(feed.shards, job.slots_of_ranks, has_begun=not job.is_first)
+    if job.is_first:
+        course = Course(feed.planner.n, state.position, state.updates, total)
+        _say_what_the_batch_means(job.config.optimization, batch, course, start.beginning)
+    if job.config.data.unit_size is None and job.is_first:
+        _warn_of_batch_norm(controller)
+
+
+# What the builders need.
+
+
+def _build_optimizer(config: Config, material: Material) -> torch.optim.Optimizer:
+    """The optimizer of the task, else the one that --optimizer names."""
+    groups = parameter_groups(material.model, config.optimization)
+    optimizer = material.task.build_optimizer(groups)
+    if optimizer is not None:
+        return optimizer
+    build = registry.find_optimizer(config.optimization.optimizer)
+    built: torch.optim.Optimizer = build(groups, config.optimization, config.extras.get("optimizer"))
+    return built
+
+
+def _micro_batch_sizes(job: RankJob) -> MicroBatchSizes:
+    """The sizes that the options and earlier starts of this run leave to this rank."""
+    config, device = job.config.data, job.material.device
+    memo = DeviceMemo(job.directory, device)
+    if config.unit_size is not None:
+        return MicroBatchSizes(MicroBatchCap(config.unit_size), is_fixed=True)  # which this node's own cap holds
+    is_free = config.max_sentences is None and config.max_tokens is None
+    most = memo.micro_batch() if is_free else config.max_sentences
+    cap = MicroBatchCap(most, config.max_tokens, config.required_batch_size_multiple)
+    is_learning = is_free and most is None and device.type == "cuda"
+    return MicroBatchSizes(cap, is_learning=is_learning, remember=memo.remember if is_free else None)
+
+
+def global_batch(config: DataConfig, group: AnyGroup) -> GlobalBatch:
+    """The global batch the options ask for; collective, since --max-sentences may differ from node to node."""
+    rows = group.all_gather_rows(np.array([config.max_sentences or 0, config.max_tokens or 0], np.int64))
+    if config.global_batch_size is not None:
+        return GlobalBatch(config.global_batch_size)
+    samples, tokens = (int(total) for total in rows.sum(axis=0))
+    if not samples and not tokens:
+        raise ConfigError(
+            "the size of a step is not given: say --max-sentences N (samples of a rank's micro-batch), --max-tokens N,"
+            " or --global-batch-size N (samples of a step over all ranks)"
+        )
+    return GlobalBatch(samples or None, tokens or None, config.update_freq)
+
+
+def _memory_of(device: torch.device) -> Callable[[], tuple[int, int]]:
+    """Gives the bytes in use, and the limit as it was at the start."""
+    limit = limit_bytes(device)
+    return lambda: (in_use_bytes(device), limit)
+
+
+def _most_work_at_once(planner: Planner, sizes: MicroBatchSizes) -> AtOnce | None:
+    """A micro-batch's cap in the unit in which the work of a step is divided; None for a whole share."""
+    cap = sizes.cap
+    if planner.unit > 1:
+        return AtOnce(1)
+    if planner.lengths is not None:
+        return AtOnce(cap.tokens, is_filled=False) if cap.tokens else None
+    return AtOnce(most) if (most := cap.most_samples) else None
+
+
+def _provenance(
+    job: RankJob, replica: Replica, batch: GlobalBatch, parts: Sequence[tuple[str, int]] | None
+) -> Provenance:  # fmt: skip
+    config, material = job.config, job.material
+    return Provenance(
+        task=type(material.task).__name__,
+        optimizer=type(replica.optimizer).__name__,
+        seed=config.task.seed,
+        split=config.data.train_subset,
+        samples=len(material.train) if parts is None else sum(samples for _, samples in set(parts)),
+        curriculum=config.data.curriculum,
+        precision=config.optimization.precision,
+        batch=batch,
+        unit_size=config.data.unit_size,
+        shuffle_block=config.data.shuffle_block,
+        vocabulary=getattr(material.train, "vocabulary_digest", None),
+        parts=None if parts is None else text_of(parts),
     )
 
 
-def weights_by_slot(config: DistributedConfig, slots: Sequence[int]) -> tuple[float, ...]:
-    """What shares are in proportion to: the fixed weights of these slots, or equal ones, which `auto` begins with.
-
-    A slot that the weights do not name has the mean of those that they do.
-    """
-    named = config.balance_weights()
-    if named is None:
-        return (1.0,) * len(slots)
-    weights = [named[slot] if slot < len(named) else math.fsum(named) / len(named) for slot in slots]
-    return tuple(weights) if sum(weights) > 0 else (1.0,) * len(slots)
-
-
-def _check_longest(dataset: Any, max_tokens: int | None) -> None:
-    """Raise ConfigError for a sample that is longer than a micro-batch of this node may be.
-
-    Only where the lengths are at hand; asking a data set for each would take as long as reading it.
-    """
-    if max_tokens is None or not hasattr(dataset, "lengths"):
+def _begin_alike(model: torch.nn.Module, group: AnyGroup) -> None:
+    """Give every rank the parameters and buffers of rank zero: another CPU draws and rounds them a little otherwise."""
+    if group.world_size == 1:
         return
-    lengths = np.asarray(dataset.lengths)
-    longest = int(lengths.argmax())
-    if lengths[longest] > max_tokens:
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            carrier = tensor.detach().cpu().contiguous()
+            send_tensor(group, carrier, source=0)
+            tensor.copy_(carrier)
+
+
+def _check_batch_of_join(config: Config, *, is_explicit: bool) -> None:
+    """Raise ConfigError where the size of a step would depend on who came first, and so the result."""
+    if config.distributed.join is not None and not is_explicit:
         raise ConfigError(
-            f"--max-tokens {max_tokens} does not hold sample {longest} of the training data, which has"
-            f" {lengths[longest]} tokens: give at least so many, or shorten the samples"
+            "--join needs --global-batch-size N (samples of a step over all ranks) when a run begins: with"
+            " --max-sentences alone a step would be larger the more ranks came in time, and the result another"
         )
 
 
-def _needed_lengths(dataset: Any, remedy: str) -> Lengths:
-    """The lengths of a data set whose batches are counted in tokens. Raises ConfigError where it has none."""
-    lengths = _lengths_by_place(dataset)
-    if lengths is None:
+def _override(optimizer: torch.optim.Optimizer, config: CheckpointConfig) -> None:
+    """Apply --optimizer-overrides. Raises ConfigError for a setting that this optimizer does not have."""
+    overrides = config.optimizer_override_values()
+    unknown = sorted(set(overrides) - set(optimizer.defaults))
+    if unknown:
         raise ConfigError(
-            f"--max-tokens needs the length of every sample, but {type(dataset).__name__} has neither `lengths` nor"
-            f" `num_tokens(index)`: give it one of them, or {remedy}"
+            f"--optimizer-overrides: {type(optimizer).__name__} has no {', '.join(unknown)}; it has"
+            f" {', '.join(sorted(optimizer.defaults))}"
         )
-    return lengths
+    for group in optimizer.param_groups:
+        group.update(overrides)
 
 
-def _lengths_by_place(dataset: Any) -> Lengths | None:
-    """Tokens of samples by their place in the data set's listed order, which is what a plan knows of them."""
-    lengths, base = lengths_of(dataset), base_order(dataset)
-    if lengths is None or base is None:
-        return lengths
-    return lambda places: lengths(base[places])
+def _refuse_to_do_nothing(config: CheckpointConfig, state: TrainingState) -> None:
+    """Raise CheckpointMismatch for a run that begins where another one ended, and would end there as well."""
+    raise CheckpointMismatch(
+        f"--restore-file {config.restore_file} has made {state.updates} updates and is in epoch {state.position.epoch},"
+        " where this command would end before its first step: ask for more with --max-update or --max-epoch, or count"
+        " updates anew with --reset-lr-scheduler and epochs with --reset-dataloader"
+    )
 
 
-def make_validators(config: Config, material: Material, sizes: MicroBatchSizes | None = None) -> list[Validator]:
-    """One validator per validation split, in the order of --valid-subset.
+def _num_workers(asked: int, device: torch.device) -> int:
+    return asked if asked >= 0 else 2 if device.type == "cuda" else 0
 
-    Where the options give no size for validation, a forward is no larger than `sizes`, those of training, come to be.
-    """
-    samples = config.validation.max_sentences_valid or config.data.max_sentences
-    tokens = config.validation.max_tokens_valid or config.data.max_tokens
-    if not samples and not tokens:
-        samples = config.data.global_batch_size
-    learned: Callable[[], MicroBatchCap] = MicroBatchCap
-    if sizes is not None and not (config.validation.max_sentences_valid or config.validation.max_tokens_valid):
-        learned = functools.partial(_learned, sizes)
-    weights = tuple(float(material.task.term_weights.get(term, 1.0)) for term in material.terms)
-    computing = functools.partial(material.precision.computing, material.device)
-    validators = []
-    for name, dataset in material.valid.items():
-        lengths = _lengths_by_place(dataset) if tokens and samples else None
-        if tokens and not samples:
-            lengths = _needed_lengths(dataset, "add --max-sentences-valid")
-        cap = MicroBatchCap(samples, tokens if lengths is not None else None)
-        validators.append(
-            Validator(
-                name, material.source(dataset), cap, lengths, material.terms, weights, computing,
-                material.device, learned,
-            )
+
+def _schedule(config: Config, batch: GlobalBatch) -> Callable[[int, int], float]:
+    build = registry.find_lr_scheduler(config.optimization.lr_scheduler)
+    schedule: Callable[[int, int], float] = build(config.optimization, config.extras.get("lr_scheduler"))
+    return schedule if config.optimization.scale_lr == "none" else scaled(schedule, config.optimization, batch)
+
+
+def _total_steps(config: Config, samples: int, batch: GlobalBatch, state: TrainingState) -> int | None:
+    """The last step of the run as far as it is known beforehand; updates and epochs may have been counted anew."""
+    place, limits = state.position, []
+    if config.optimization.max_update:
+        limits.append(config.optimization.max_update - state.updates)
+    if config.optimization.max_epoch:
+        epochs = [
+            steps_in_epoch(samples - (place.consumed if epoch == place.epoch else 0), batch, epoch)
+            for epoch in range(place.epoch, config.optimization.max_epoch + 1)
+        ]
+        if None not in epochs:
+            limits.append(sum(steps or 0 for steps in epochs))
+    return place.step - 1 + min(limits) if limits else None
+
+
+def _say_what_runs(controller: Controller, material: Material) -> None:
+    parameters = sum(parameter.numel() for parameter in material.model.parameters())
+    plan = controller.planner.plan(controller.state.position)
+    logger.info(
+        "task %s: %s training samples, %s parameters", type(material.task).__name__, f"{controller.planner.n:,}",
+        f"{parameters:,}",
+    )  # fmt: skip
+    logger.info(
+        "%d rank%s (%s); the next step has %d samples, shares %s", controller.group.world_size,
+        "" if controller.group.world_size == 1 else "s", material.device.type, plan.size,
+        "+".join(map(str, plan.shares)),
+    )  # fmt: skip
+    work = controller.planner.work(plan.epoch, plan.start, plan.stop)
+    if work < controller.group.world_size and controller.group.rank == 0:
+        logger.warning(
+            "a step has %d piece%s of work for %d ranks, so some have nothing to do: make the global batch larger%s",
+            work, "" if work == 1 else "s", controller.group.world_size,
+            ", or --unit-size smaller" if controller.planner.unit > 1 else "",
         )  # fmt: skip
-    return validators
 
 
-def _learned(sizes: MicroBatchSizes) -> MicroBatchCap:
-    """The cap of training by now; a unit of --unit-size says nothing of memory."""
-    return MicroBatchCap() if sizes.is_fixed else sizes.cap
+def _say_what_the_batch_means(
+    config: OptimizationConfig, batch: GlobalBatch, course: Course, beginning: Beginning | None
+) -> None:
+    """For the learning rate: what --scale-lr made of it, or would where steps were of another size before."""
+    said = None
+    if config.scale_lr != "none":
+        said = scale_in_words(config, batch, course.epoch)
+    elif beginning is not None:
+        saved = beginning.loaded.state
+        said = advice(config, batch, course, before=saved_batch(saved), epoch_before=saved["epoch"])
+    if said is not None:
+        logger.info(said)
 
 
-def check_best_metric(config: ValidationConfig, validators: list[Validator], material: Material) -> None:
-    """Raise ConfigError for a --best-checkpoint-metric that validation will not give, rather than after an epoch."""
-    name = config.best_checkpoint_metric
-    if not validators or name == "loss":
-        return
-    names = validators[0].names(material.task, material.model)
-    if name not in names:
-        raise ConfigError(f"--best-checkpoint-metric {name}: validation gives {', '.join(names)}; name one of them")
+def _warn_of_batch_norm(controller: Controller) -> None:
+    """The one common layer whose result depends on how a step is cut into micro-batches."""
+    kinds = batch_norms(controller.replica.model)
+    if kinds and controller.group.rank == 0:
+        logger.warning(
+            "%s normalises over each micro-batch, so the curve depends on ranks, shares and --max-sentences: LayerNorm"
+            " or GroupNorm keep the promise of one curve on any machines, and --unit-size N does for any layer",
+            ", ".join(sorted(kinds)),
+        )
+
+
+@contextmanager
+def _patience(job: RankJob, group: AnyGroup) -> Iterator[None]:
+    """Wait for peers that read data, or send the state."""
+    size = sum(parameter.numel() * parameter.element_size() for parameter in job.material.model.parameters())
+    deadline_s = _START_DEADLINE_S if job.is_first else _NEXT_DEADLINE_S + 3 * size / _SLOWEST_NETWORK
+    before, group.deadline_s = group.deadline_s, deadline_s
+    try:
+        yield
+    finally:
+        group.deadline_s = before

@@ -29,8 +29,8 @@ from hetseq.config.sections import Config
 from hetseq.data.loader import MicroBatch, range_reader
 from hetseq.errors import CheckpointError, ConfigError, HetSeqError, TaskError
 from hetseq.parallel.replica import load_model_, model_tensors
-from hetseq.run.build import make_validators
 from hetseq.run.loaded_task import Material, load_material
+from hetseq.run.planning import make_validators
 from hetseq.run_directory import RunDirectory, json_line, write_all
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import Phase

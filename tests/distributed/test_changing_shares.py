@@ -21,8 +21,9 @@ from hetseq.cluster.membership.step_commit import CommitRow
 from hetseq.comm.group import AnyGroup
 from hetseq.data.plan import StepPlan
 from hetseq.errors import DisagreementError
+from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
-from hetseq.run.session import Session, build_session
+from hetseq.run.session import Session
 from hetseq.run_directory import RunDirectory
 from hetseq.task import make_task
 from hetseq.training.share import Part
@@ -83,7 +84,7 @@ def session_of(group: AnyGroup, save_dir: str, toy: str, words: Words) -> tuple[
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     task, recorder = make_task(CLASSES[toy][0], config), Recorder()
     material = load_material(config, torch.device("cpu"), task)
-    return build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder), recorder
+    return build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder)), recorder
 
 
 def rotate(group: AnyGroup, save_dir: str, toy: str, runs: list[Words]) -> list[Facts]:

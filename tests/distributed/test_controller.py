@@ -17,8 +17,9 @@ from hetseq.comm.group import AnyGroup
 from hetseq.data.loader import StepData
 from hetseq.data.plan import MicroBatchCap, StepPlan
 from hetseq.errors import DisagreementError, HetSeqError, NonFiniteError
+from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
-from hetseq.run.session import Session, build_session
+from hetseq.run.session import Session
 from hetseq.run_directory import RunDirectory
 from hetseq.task import make_task
 from tests.support import oracle, toys
@@ -33,7 +34,7 @@ def session_of(group: AnyGroup, save_dir: str, words: Words, task_class: type[Ta
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     task = make_task(task_class, config) if task_class else None
     material = load_material(config, torch.device("cpu"), task)
-    return build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder())
+    return build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder()))
 
 
 def flat_parameters(session: Session) -> list[float]:

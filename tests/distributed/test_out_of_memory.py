@@ -24,9 +24,9 @@ from hetseq.comm.group import AnyGroup
 from hetseq.data.plan import MicroBatchCap
 from hetseq.errors import DeviceMemoryError, HetSeqError, PeerLostError
 from hetseq.parallel.buffers import BufferKeeper
-from hetseq.run import session as session_module
+from hetseq.run import build as build_module
+from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
-from hetseq.run.session import build_session
 from hetseq.run_directory import RunDirectory
 from hetseq.system import device_memory as memory
 from hetseq.task import make_task
@@ -182,7 +182,7 @@ def learn_sizes(group: AnyGroup, save_dir: str, words: Words, free_bytes: int) -
     def learning(cap: MicroBatchCap, **flags: Any) -> MicroBatchSizes:
         return MicroBatchSizes(cap, **{**flags, "is_learning": True})
 
-    session_module.MicroBatchSizes = learning  # type: ignore[assignment, misc]
+    build_module.MicroBatchSizes = learning  # type: ignore[assignment, misc]
     session, _ = session_of(group, save_dir, words)
     keep_diary(group, session)
     controller: Any = session.controller
@@ -400,7 +400,7 @@ def live_in_a_small_house(group: AnyGroup, save_dir: str, words: Words, is_in_ba
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     task: Any = make_task(Greedy, config)
     material = load_material(config, torch.device("cpu"), task)
-    session = build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder())
+    session = build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder()))
     controller: Any = session.controller
     task.is_in_backward = is_in_backward
     if group.rank == 1:

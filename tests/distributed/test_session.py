@@ -14,8 +14,8 @@ import torch
 
 from hetseq import config as options
 from hetseq.comm.group import AnyGroup
+from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
-from hetseq.run.session import build_session
 from hetseq.run_directory import RunDirectory
 from hetseq.task import make_task
 from hetseq.training.share_policy import Shift
@@ -61,7 +61,7 @@ def take_steps(group: AnyGroup, save_dir: str, task_class: type[Sentences], step
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     task, directory = make_task(task_class, config), RunDirectory(Path(save_dir))
     material = load_material(config, torch.device("cpu"), task)
-    session = build_session(config, directory, group, material, metrics=Recorder())
+    session = build_session(RankJob(config, directory, group, material, metrics=Recorder()))
     try:
         plans = session.controller.planner.plans(session.controller.state.position)
         taken = [session.controller.loader.take(plan) for plan, _ in zip(plans, range(steps))]
@@ -95,7 +95,7 @@ def test_a_cap_that_does_not_hold_the_longest_sample_is_refused(tmp_path: Path) 
 def begin_sentences(group: AnyGroup, save_dir: str, words: list[str]) -> None:
     config = options.complete(options.parse([*toy_words("Integers"), *words, "--save-dir", save_dir]))
     material = load_material(config, torch.device("cpu"), make_task(Sentences, config))
-    build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder()).close()
+    build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder())).close()
 
 
 class OwnBeginning(toys.Integers):
@@ -124,7 +124,7 @@ def begin(group: AnyGroup, save_dir: str) -> tuple[list[float], list[float]]:
         return torch.cat([tensor.detach().flatten().double() for tensor in tensors]).tolist()
 
     before = numbers()
-    build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder()).close()
+    build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder())).close()
     return before, numbers()
 
 
@@ -139,7 +139,7 @@ def join(group: AnyGroup, save_dir: str, words: list[str]) -> None:
     words = [*toy_words("Integers"), *words, "--join", "file:///anywhere", "--min-ranks", "1", "--save-dir", save_dir]
     config = options.complete(options.parse(words))
     material = load_material(config, torch.device("cpu"))
-    build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder()).close()
+    build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder())).close()
 
 
 def test_the_step_of_a_run_that_is_joined_does_not_depend_on_who_came_first(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def first_micro_batches(group: AnyGroup, save_dir: str, runs: list[tuple[type[to
     for task_class, words in runs:
         config = options.complete(options.parse([*toy_words("Integers"), *words, "--save-dir", save_dir]))
         material = load_material(config, torch.device("cpu"), make_task(task_class, config))
-        session = build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder())
+        session = build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder()))
         controller = session.controller
         data = controller.loader.take(controller.planner.plan(controller.state.position))
         found.append([batch.size for batch in data.micro_batches])
@@ -212,9 +212,9 @@ def warnings_of(group: AnyGroup, save_dir: str, runs: list[list[str]]) -> list[l
     told = []
     for words in runs:
         handler = Keeping()
-        logging.getLogger("hetseq.run.session").addHandler(handler)
+        logging.getLogger("hetseq.run.build").addHandler(handler)
         train(group, save_dir, [*toy_words("Integers"), *words])
-        logging.getLogger("hetseq.run.session").removeHandler(handler)
+        logging.getLogger("hetseq.run.build").removeHandler(handler)
         told.append([record.getMessage() for record in handler.records if record.levelno >= logging.WARNING])
     return told
 
@@ -233,7 +233,7 @@ def tell(group: AnyGroup, save_dir: str, words: list[str]) -> tuple[list[dict[st
     """The rows and events of a run whose shares are said to change after its second step."""
     config = options.complete(options.parse([*toy_words("Integers"), *words, "--save-dir", save_dir]))
     material, recorder = load_material(config, torch.device("cpu")), Recorder()
-    session = build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder)
+    session = build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder))
     shift = Shift(4, (4, 4), (5, 3), 2.0, 1.5)
     session.controller.pace.follow = lambda plan, rows: shift if plan.step == 2 else None  # type: ignore[method-assign]
     try:

@@ -27,9 +27,9 @@ from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import LogConfig
 from hetseq.errors import HetSeqError
 from hetseq.monitor.metrics import Metrics, read_events, read_rows
+from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
 from hetseq.run.resume import Offer, best_offer
-from hetseq.run.session import build_session
 from hetseq.run.state_transfer import complete_rows, send_checkpoint
 from hetseq.run_directory import RunDirectory
 from hetseq.task import make_task
@@ -76,7 +76,7 @@ def live(
     session = None
     try:
         material = load_material(config, torch.device("cpu"), make_task(Line, config))
-        session = build_session(config, directory, group, material, metrics=metrics, sharing=sharing)
+        session = build_session(RankJob(config, directory, group, material, metrics=metrics, sharing=sharing))
         if breaks == places[sharing.number] and sharing.is_writer:
             break_saving(breaks)
         controller = session.controller

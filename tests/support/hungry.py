@@ -21,8 +21,9 @@ import torch
 from hetseq import config as options
 from hetseq.comm.group import AnyGroup
 from hetseq.data.plan import Position
+from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
-from hetseq.run.session import Session, build_session
+from hetseq.run.session import Session
 from hetseq.run_directory import RunDirectory
 from hetseq.task import make_task
 from tests.support import cuda_errors, oracle, toys
@@ -166,7 +167,7 @@ def session_of(group: AnyGroup, save_dir: str, words: Words) -> tuple[Session, R
     multiprocessing.current_process().daemon = False  # so that it may have processes of its own that load data
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     material, recorder = load_material(config, torch.device("cpu"), make_task(Hungry, config)), Recorder()
-    return build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder), recorder
+    return build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder)), recorder
 
 
 def keep_diary(group: AnyGroup, session: Session) -> set[int]:

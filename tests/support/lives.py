@@ -13,8 +13,9 @@ from hetseq import Task
 from hetseq import config as options
 from hetseq.comm.group import AnyGroup
 from hetseq.errors import HetSeqError
+from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
-from hetseq.run.session import Session, build_session
+from hetseq.run.session import Session
 from hetseq.run_directory import RunDirectory
 from hetseq.task import make_task
 from tests.support import toys
@@ -84,7 +85,7 @@ def begin(
     """A session in this process; the caller closes it."""
     config = options.complete(options.parse([*arguments, "--save-dir", save_dir]))
     material = load_material(config, torch.device("cpu"), make_task(task_class, config))
-    return build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder or Recorder())
+    return build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder or Recorder()))
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:

@@ -51,7 +51,7 @@ WARM = (
     "hetseq.data.loader",
     "hetseq.parallel.gradient_sync",
     "hetseq.checkpoint",
-    "hetseq.run.session",
+    "hetseq.run.build",
     "tests.support.ranks",
     "tests.support.training",
 )

@@ -12,8 +12,9 @@ from hetseq import config as options
 from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import LogConfig
 from hetseq.monitor.metrics import Metrics
+from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
-from hetseq.run.session import Session, build_session
+from hetseq.run.session import Session
 from hetseq.run_directory import RunDirectory
 from tests.support import toys
 
@@ -69,7 +70,7 @@ def train(group: AnyGroup, save_dir: str, words: list[str]) -> Facts:
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     recorder = Recorder()
     material = load_material(config, torch.device("cpu"))
-    session = build_session(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder)
+    session = build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder))
     return facts_of(session, recorder)
 
 

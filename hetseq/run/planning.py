@@ -1,0 +1,137 @@
+"""From options and data sets to the plan of the training steps and to the validators: what both need is lengths.
+
+It talks to no other rank, and decides nothing that the options do not say.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hetseq.config.sections import Config, DistributedConfig, ValidationConfig
+from hetseq.data.fetch import base_order
+from hetseq.data.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planner
+from hetseq.data.shards import Shards
+from hetseq.errors import ConfigError
+from hetseq.run.loaded_task import Material
+from hetseq.task import lengths_of
+from hetseq.training.micro_batch_size import MicroBatchSizes
+from hetseq.training.validation import Validator
+
+
+def planner_of(
+    config: Config, dataset: Any, batch: GlobalBatch, assign: Assign, shards: Shards | None = None
+) -> Planner:
+    """The plan of a run over its training data, of which this rank may have one of several shards.
+
+    Raises ConfigError where lengths are needed and there are none.
+    """
+    counts_tokens = config.data.max_tokens or batch.tokens
+    lengths = _needed_lengths(dataset, "use --max-sentences") if counts_tokens else None
+    _check_longest(dataset, config.data.max_tokens)
+    return Planner(
+        len(dataset) if shards is None else shards.total,
+        config.task.seed,
+        batch,
+        assign,
+        config.data.curriculum,
+        lengths,
+        config.data.unit_size or 1,
+        config.data.shuffle_block,
+        shards,
+    )
+
+
+def weights_by_slot(config: DistributedConfig, slots: Sequence[int]) -> tuple[float, ...]:
+    """What shares are in proportion to: the fixed weights of these slots, or equal ones, which `auto` begins with.
+
+    A slot that the weights do not name has the mean of those that they do.
+    """
+    named = config.balance_weights()
+    if named is None:
+        return (1.0,) * len(slots)
+    weights = [named[slot] if slot < len(named) else math.fsum(named) / len(named) for slot in slots]
+    return tuple(weights) if sum(weights) > 0 else (1.0,) * len(slots)
+
+
+def _check_longest(dataset: Any, max_tokens: int | None) -> None:
+    """Raise ConfigError for a sample that is longer than a micro-batch of this node may be.
+
+    Only where the lengths are at hand; asking a data set for each would take as long as reading it.
+    """
+    if max_tokens is None or not hasattr(dataset, "lengths"):
+        return
+    lengths = np.asarray(dataset.lengths)
+    longest = int(lengths.argmax())
+    if lengths[longest] > max_tokens:
+        raise ConfigError(
+            f"--max-tokens {max_tokens} does not hold sample {longest} of the training data, which has"
+            f" {lengths[longest]} tokens: give at least so many, or shorten the samples"
+        )
+
+
+def _needed_lengths(dataset: Any, remedy: str) -> Lengths:
+    """The lengths of a data set whose batches are counted in tokens. Raises ConfigError where it has none."""
+    lengths = _lengths_by_place(dataset)
+    if lengths is None:
+        raise ConfigError(
+            f"--max-tokens needs the length of every sample, but {type(dataset).__name__} has neither `lengths` nor"
+            f" `num_tokens(index)`: give it one of them, or {remedy}"
+        )
+    return lengths
+
+
+def _lengths_by_place(dataset: Any) -> Lengths | None:
+    """Tokens of samples by their place in the data set's listed order, which is what a plan knows of them."""
+    lengths, base = lengths_of(dataset), base_order(dataset)
+    if lengths is None or base is None:
+        return lengths
+    return lambda places: lengths(base[places])
+
+
+def make_validators(config: Config, material: Material, sizes: MicroBatchSizes | None = None) -> list[Validator]:
+    """One validator per validation split, in the order of --valid-subset.
+
+    Where the options give no size for validation, a forward is no larger than `sizes`, those of training, come to be.
+    """
+    samples = config.validation.max_sentences_valid or config.data.max_sentences
+    tokens = config.validation.max_tokens_valid or config.data.max_tokens
+    if not samples and not tokens:
+        samples = config.data.global_batch_size
+    learned: Callable[[], MicroBatchCap] = MicroBatchCap
+    if sizes is not None and not (config.validation.max_sentences_valid or config.validation.max_tokens_valid):
+        learned = functools.partial(_learned, sizes)
+    weights = tuple(float(material.task.term_weights.get(term, 1.0)) for term in material.terms)
+    computing = functools.partial(material.precision.computing, material.device)
+    validators = []
+    for name, dataset in material.valid.items():
+        lengths = _lengths_by_place(dataset) if tokens and samples else None
+        if tokens and not samples:
+            lengths = _needed_lengths(dataset, "add --max-sentences-valid")
+        cap = MicroBatchCap(samples, tokens if lengths is not None else None)
+        validators.append(
+            Validator(
+                name, material.source(dataset), cap, lengths, material.terms, weights, computing,
+                material.device, learned,
+            )
+        )  # fmt: skip
+    return validators
+
+
+def _learned(sizes: MicroBatchSizes) -> MicroBatchCap:
+    """The cap of training by now; a unit of --unit-size says nothing of memory."""
+    return MicroBatchCap() if sizes.is_fixed else sizes.cap
+
+
+def check_best_metric(config: ValidationConfig, validators: list[Validator], material: Material) -> None:
+    """Raise ConfigError for a --best-checkpoint-metric that validation will not give, rather than after an epoch."""
+    name = config.best_checkpoint_metric
+    if not validators or name == "loss":
+        return
+    names = validators[0].names(material.task, material.model)
+    if name not in names:
+        raise ConfigError(f"--best-checkpoint-metric {name}: validation gives {', '.join(names)}; name one of them")
