@@ -46,7 +46,7 @@ from hetseq.task import make_task
 from hetseq.training.micro_batch_size import MicroBatchSizes
 from hetseq.training.optim import parameter_groups
 from hetseq.training.precision import PRECISIONS
-from hetseq.training.share import ShareComputer
+from hetseq.training.share import ComputeDevice, ShareComputer
 from hetseq.training.stopwatch import MicroBatchClock
 from tasks.bert.model import BertConfig, BertForPreTraining
 from tasks.bert.packing import pack
@@ -192,8 +192,8 @@ class Training:
         self._reducer = Gradients(parameters)
         self._computer = ShareComputer(
             self.task, Replica(model, self.optimizer, self._reducer, BufferKeeper(model, LocalGroup())),
-            terms=TERMS, weights=tuple(float(self.task.term_weights.get(term, 1.0)) for term in TERMS), seed=0,
-            sizes=MicroBatchSizes(MicroBatchCap()), device=device, precision=PRECISION, name="the benchmark",
+            terms=TERMS, on=ComputeDevice(device, PRECISION, "the benchmark"), sizes=MicroBatchSizes(MicroBatchCap()),
+            seed=0,
         )  # fmt: skip
 
     def data(self, batch: Batch, *, is_packed: bool) -> StepData:

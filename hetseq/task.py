@@ -151,6 +151,11 @@ class Task:
         return None
 
 
+def weights_of(task: Task, terms: Sequence[str]) -> tuple[float, ...]:
+    """The weight of each term in the loss."""
+    return tuple(float(task.term_weights.get(term, 1.0)) for term in terms)
+
+
 def is_overridden(task: Task, name: str) -> bool:
     """The task has a method `name` of its own."""
     return getattr(type(task), name) is not getattr(Task, name)

@@ -47,13 +47,13 @@ from hetseq.run.resume import Beginning, Target, begin_from, choose_checkpoint, 
 from hetseq.run.session import Session
 from hetseq.run_directory import RunDirectory
 from hetseq.system.device_memory import in_use_bytes, limit_bytes
-from hetseq.training.controller import Controller, TrainingState
+from hetseq.training.controller import Controller, RankContext, Recipe, StepFeed, TrainingState
 from hetseq.training.device_memo import DeviceMemo
 from hetseq.training.lr_scaling import Course, advice, scale_in_words, scaled
 from hetseq.training.micro_batch_size import MicroBatchSizes
 from hetseq.training.optim import parameter_groups
 from hetseq.training.replica_check import ReplicaCheck, kind_of
-from hetseq.training.share import ShareComputer
+from hetseq.training.share import ComputeDevice, ShareComputer
 from hetseq.training.share_policy import FixedPace, MeasuredPace, Pace, assigner, assigner_by
 from hetseq.training.throttle import Throttle
 from hetseq.training.validation import Validator
@@ -127,9 +127,7 @@ class Start:
 class Feed:
     """Which samples this rank computes, step after step."""
 
-    planner: Planner
-    loader: StepLoader
-    pace: Pace
+    steps: StepFeed
     shards: Shards | None
     is_last: bool  # nothing is trained in this generation
 
@@ -245,14 +243,14 @@ def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitSta
         pace = MeasuredPace(
             planner, loader, rank=group.rank, world_size=group.world_size, meter=meter, costs=costs, at_once=at_once,
         )  # fmt: skip
-    return Feed(planner, loader, pace, shards, is_last)
+    return Feed(StepFeed(planner, loader, pace), shards, is_last)
 
 
 def build_reports(
     job: RankJob, replica: Replica, start: Start, feed: Feed, validators: list[Validator]
 ) -> Reports:  # fmt: skip
     """What happens after each step: status, validation, saves, the comparison of replicas. Collective."""
-    config, planner = job.config, feed.planner
+    config, planner = job.config, feed.steps.planner
     unit = 0 if planner.lengths is not None else planner.unit
     setting = Setting(str(config.checkpoint.save_dir), config.distributed.balance, unit, feed.shards is not None)
     run_status, device = RunStatus(setting), job.material.device
@@ -274,18 +272,17 @@ def build_controller(
 ) -> Controller:
     """One training step, and the loop."""
     config, material = job.config, job.material
-    weights = tuple(float(material.task.term_weights.get(term, 1.0)) for term in material.terms)
+    name = f"rank {job.own_slot} on {socket.gethostname()}"
     computer = ShareComputer(
-        material.task, replica, terms=material.terms, weights=weights, seed=config.task.seed, sizes=sizes,
-        device=material.device, precision=material.precision, name=f"rank {job.own_slot} on {socket.gethostname()}",
+        material.task, replica, terms=material.terms, on=ComputeDevice(material.device, material.precision, name),
+        sizes=sizes, seed=config.task.seed,
         throttle=Throttle(config.distributed.throttle_factors().get(job.own_slot, 1.0)),
         noise_scale_every=config.optimization.noise_scale_every,
     )  # fmt: skip
     return Controller(
-        computer=computer, group=job.group, planner=feed.planner, loader=feed.loader, pace=feed.pace,
-        schedule=_schedule(config, start.provenance.batch), config=config.optimization, boundary=reports.boundary,
-        terms=material.terms, weights=weights, state=start.state,
-        memory=_memory_of(material.device), wish=job.wish, step_deadline_s=config.distributed.step_deadline,
+        computer, job.group, feed=feed.steps, boundary=reports.boundary, state=start.state,
+        recipe=Recipe(config.optimization, _schedule(config, start.provenance.batch)),
+        context=RankContext(_memory_of(material.device), job.wish, config.distributed.step_deadline),
     )  # fmt: skip
 
 
@@ -306,7 +303,7 @@ def begin(job: RankJob, start: Start, reports: Reports, controller: Controller) 
 def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controller: Controller) -> None:
     """Say what runs, and where it begins."""
     batch, state = start.provenance.batch, start.state
-    total = _total_steps(job.config, feed.planner.n, batch, state)
+    total = _total_steps(job.config, feed.steps.planner.n, batch, state)
     reports.run_status.total_steps = total
     job.metrics.set_total(total)
     reports.status.write(0.0, force=True, step=state.position.step - 1, state="start" if job.is_first else "train")
@@ -315,7 +312,7 @@ def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controlle
     if feed.shards is not None and job.group.rank == 0:
         say_what_holds(feed.shards, job.slots_of_ranks, has_begun=not job.is_first)
     if job.is_first:
-        course = Course(feed.planner.n, state.position, state.updates, total)
+        course = Course(feed.steps.planner.n, state.position, state.updates, total)
         _say_what_the_batch_means(job.config.optimization, batch, course, start.beginning)
     if job.config.data.unit_size is None and job.is_first:
         _warn_of_batch_norm(controller)

@@ -18,7 +18,7 @@ from hetseq.data.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planne
 from hetseq.data.shards import Shards
 from hetseq.errors import ConfigError
 from hetseq.run.loaded_task import Material
-from hetseq.task import lengths_of
+from hetseq.task import lengths_of, weights_of
 from hetseq.training.micro_batch_size import MicroBatchSizes
 from hetseq.training.validation import Validator
 
@@ -105,7 +105,7 @@ def make_validators(config: Config, material: Material, sizes: MicroBatchSizes |
     learned: Callable[[], MicroBatchCap] = MicroBatchCap
     if sizes is not None and not (config.validation.max_sentences_valid or config.validation.max_tokens_valid):
         learned = functools.partial(_learned, sizes)
-    weights = tuple(float(material.task.term_weights.get(term, 1.0)) for term in material.terms)
+    weights = weights_of(material.task, material.terms)
     computing = functools.partial(material.precision.computing, material.device)
     validators = []
     for name, dataset in material.valid.items():

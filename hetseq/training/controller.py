@@ -133,32 +133,54 @@ class Boundary(Protocol):
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None: ...
 
 
+@dataclass(frozen=True)
+class StepFeed:
+    """The samples of the coming steps: their plan, what fetches this rank's part of them, and what moves the shares."""
+
+    planner: Planner
+    loader: StepLoader
+    pace: Pace
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a step changes the parameters, and when training ends."""
+
+    config: OptimizationConfig
+    learning_rate: Callable[[int, int], float]  # of (updates so far, epoch)
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a step asks of the process that it is in."""
+
+    memory: Callable[[], tuple[int, int]] = lambda: (0, 0)  # bytes in use, and the limit
+    wish: Callable[[], Wish] = lambda: Wish.NONE
+    step_deadline_s: float | None = None
+
+
 class Controller:
     """Trains one replica in step with its peers."""
 
     def __init__(
         self,
+        computer: ShareComputer,
+        group: AnyGroup,
         *,
-        computer: ShareComputer, group: AnyGroup, planner: Planner, loader: StepLoader, pace: Pace,
-        schedule: Callable[[int, int], float],
-        config: OptimizationConfig,
+        feed: StepFeed,
+        recipe: Recipe,
         boundary: Boundary,
-        terms: tuple[str, ...],
-        weights: tuple[float, ...],
-        state: TrainingState | None = None,
-        memory: Callable[[], tuple[int, int]] = lambda: (0, 0),
-        wish: Callable[[], Wish] = lambda: Wish.NONE,
-        step_deadline_s: float | None = None,
-    ) -> None:  # fmt: skip
+        state: TrainingState,
+        context: RankContext,
+    ) -> None:
         self.task, self.replica, self.group = computer.task, computer.replica, group
-        self.planner, self.loader, self.pace = planner, loader, pace
-        self.terms, self.weights = terms, weights
-        self.state = state or TrainingState()
-        self._computer, self._schedule, self._config, self._boundary = computer, schedule, config, boundary
-        self._memory, self._wish, self._step_deadline_s = memory, wish, step_deadline_s
+        self.planner, self.loader, self.pace = feed.planner, feed.loader, feed.pace
+        self.terms, self.weights, self.state = computer.terms, computer.weights, state
+        self._computer, self._boundary, self._context = computer, boundary, context
+        self._config, self._learning_rate = recipe.config, recipe.learning_rate
         self._has_loss_scale = computer.precision.has_loss_scale
-        self._format = RowFormat(len(terms), len(self.replica.reducer.used))
-        self._plan = planner.plan(self.state.position)
+        self._format = RowFormat(len(self.terms), len(self.replica.reducer.used))
+        self._plan = self.planner.plan(state.position)
         self._counts_ahead: tuple[float, ...] | None = None
         self._recent: deque[tuple[float, int]] = deque(maxlen=21)  # seconds and samples of the last steps
         self._cap = computer.sizes.cap  # by which the loader cuts
@@ -188,7 +210,7 @@ class Controller:
         clock.start()
         self._computer.loss_scale = self._scale
         self._set_deadline(plan)
-        rate = self._schedule(self.state.updates, plan.epoch)
+        rate = self._learning_rate(self.state.updates, plan.epoch)
         with phase("count"):
             whereabouts.enter(Phase.DATA, plan.step)
             data = self.loader.take(plan)
@@ -253,7 +275,7 @@ class Controller:
         if config.max_epoch and state.position.epoch > config.max_epoch:
             return True
         begins_epoch = state.position.consumed == 0 and state.position.epoch > 1
-        return begins_epoch and self._schedule(state.updates, state.position.epoch) <= config.min_lr
+        return begins_epoch and self._learning_rate(state.updates, state.position.epoch) <= config.min_lr
 
     def patience_for(self, *, samples: int) -> AbstractContextManager[None]:
         """Work between steps that evaluates `samples` samples: ranks may be minutes apart without being lost."""
@@ -296,7 +318,7 @@ class Controller:
             sums=part.sums,
             used=reducer.used,
             measured=self._measure(part),
-            wish=self._wish(),
+            wish=self._context.wish(),
             save=self._boundary.is_due(state),
             nonce=self._boundary.draw_nonce(),
             writing=self._boundary.is_writing(),
@@ -319,7 +341,7 @@ class Controller:
         # what this rank did besides, in this step so far and in the update of the step before
         overhead_s = seconds["compute"] - compute_s + seconds["other"] + self._update_s
         cost = self.pace.learn(part, overhead_s=data_s + overhead_s) if part.is_whole else None
-        return Measured(compute_s, data_s, seconds["idle"], overhead_s, *self._memory(), cost)
+        return Measured(compute_s, data_s, seconds["idle"], overhead_s, *self._context.memory(), cost)
 
     def _clip(self, norm: float) -> None:
         """Give the gradient the size that it is applied in."""
@@ -474,8 +496,8 @@ class Controller:
 
     def _set_deadline(self, plan: StepPlan) -> None:
         """How long a peer may be silent in this step. What slows a first step of an epoch is not known beforehand."""
-        if self._step_deadline_s is not None:
-            self.group.deadline_s = self._step_deadline_s
+        if self._context.step_deadline_s is not None:
+            self.group.deadline_s = self._context.step_deadline_s
         else:
             # a size that nobody foresaw may be compiled in any step
             is_known = len(self._recent) >= 3 and plan.start > 0 and not self._config.compile

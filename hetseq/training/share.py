@@ -23,7 +23,7 @@ from hetseq.data.plan import MicroBatchCap, derive_seed
 from hetseq.errors import DeviceMemoryError
 from hetseq.parallel.replica import Replica
 from hetseq.system import device_memory as memory
-from hetseq.task import Task, check_sums
+from hetseq.task import Task, check_sums, weights_of
 from hetseq.training.micro_batch_size import MicroBatchSizes
 from hetseq.training.precision import Precision
 from hetseq.training.stopwatch import MicroBatchClock
@@ -43,6 +43,15 @@ class Part:
     is_whole: bool = True  # False: memory ran out under way, and the step must be done again
 
 
+@dataclass(frozen=True)
+class ComputeDevice:
+    """Where a rank computes, in which precision, and what messages call the rank."""
+
+    device: torch.device
+    precision: Precision
+    name: str
+
+
 class ShareComputer:
     """Adds one rank's part of the gradient into the buckets of its replica."""
 
@@ -52,23 +61,18 @@ class ShareComputer:
         replica: Replica,
         *,
         terms: tuple[str, ...],
-        weights: tuple[float, ...],
-        seed: int,
+        on: ComputeDevice,
         sizes: MicroBatchSizes,
-        device: torch.device,
-        precision: Precision,
-        name: str,
+        seed: int,
         throttle: Throttle | None = None,
         noise_scale_every: int = 0,
     ) -> None:
         self.task, self.replica, self.sizes = task, replica, sizes
-        self._terms, self._weights, self._seed = terms, weights, seed
-        self._place = place_on(device, precision.storage)
-        self._device, self._name, self._throttle = device, name, throttle or Throttle()
-        self.precision = precision
+        self.terms, self.weights, self.precision = terms, weights_of(task, terms), on.precision
         self.loss_scale = 1.0  # what every gradient is multiplied by from here on; for whoever uses it to divide
-        self._clock = MicroBatchClock(device)
-        self._noise_scale_every = noise_scale_every
+        self._device, self._name, self._seed = on.device, on.name, seed
+        self._place, self._clock = place_on(on.device, on.precision.storage), MicroBatchClock(on.device)
+        self._throttle, self._noise_scale_every = throttle or Throttle(), noise_scale_every
 
     def compute(
         self, data: StepData, counts: tuple[float, ...], fetch_again: Callable[[StepData, MicroBatchCap], StepData]
@@ -94,7 +98,7 @@ class ShareComputer:
                 " and does this share again, with the same result [batch-halved]", self._device, refused.size,
             )  # fmt: skip
             if self.replica.reducer.has_sent:
-                return Part((0.0,) * len(self._terms), (), (), is_whole=False)
+                return Part((0.0,) * len(self.terms), (), (), is_whole=False)
             self.replica.buffers.restore_()
 
     def attempt(self, data: StepData, counts: tuple[float, ...]) -> tuple[Part | None, MicroBatch | None]:
@@ -116,7 +120,7 @@ class ShareComputer:
             if measures and number == 0:
                 norm = self.replica.reducer.norm_so_far() / self.loss_scale
                 partial = PartialGradient(batch.size, norm**2)
-        sums = tuple(float(totals.get(index, 0.0)) for index in range(len(self._terms)))  # sync
+        sums = tuple(float(totals.get(index, 0.0)) for index in range(len(self.terms)))  # sync
         work = tuple(batch.work for batch in data.micro_batches)
         return Part(sums, work, tuple(self._clock.laps()), partial), None
 
@@ -149,18 +153,18 @@ class ShareComputer:
 
     def _micro_batch(self, batch: MicroBatch, counts: tuple[float, ...]) -> dict[int, torch.Tensor]:
         """Its sum of each term that has a count."""
-        own, sample = dict(zip(self._terms, batch.counts)), self._place(batch.sample)
+        own, sample = dict(zip(self.terms, batch.counts)), self._place(batch.sample)
         with self.precision.computing(self._device):
-            sums = check_sums(self.task, self.task.micro_step(self.replica.model, sample, own), self._terms)
+            sums = check_sums(self.task, self.task.micro_step(self.replica.model, sample, own), self.terms)
         # A term without any count, here or anywhere, contributes nothing: its sum may well be 0/0.
-        live = [index for index in range(len(self._terms)) if batch.counts[index] and counts[index]]
+        live = [index for index in range(len(self.terms)) if batch.counts[index] and counts[index]]
         # The one division: by the count over all ranks and micro-batches. Gradients are then summed. A sum that does
         # not depend on the parameters, such as a constant, has a gradient of zero.
-        scaled = [sums[self._terms[index]] * (self._weights[index] / counts[index]) for index in live]
+        scaled = [sums[self.terms[index]] * (self.weights[index] / counts[index]) for index in live]
         with_gradient = [term for term in scaled if term.requires_grad]
         if with_gradient:
             self.replica.reducer.backward(torch.stack(with_gradient).sum() * self.loss_scale)
-        return {index: sums[self._terms[index]].detach().double() for index in live}
+        return {index: sums[self.terms[index]].detach().double() for index in live}
 
     def _complaint(self, samples: int) -> str:
         what, remedy = "even one sample", "make samples or model smaller"
