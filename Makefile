@@ -20,7 +20,7 @@ DEVICE ?= cuda:0
 IN_CI := not gpu and not long
 
 .DEFAULT_GOAL := help
-.PHONY: gpu chaos soak help demo tour test test-all $(SUITES:%=suite-%) check format docs dev clean
+.PHONY: quick gpu chaos soak help demo tour test test-all $(SUITES:%=suite-%) check format docs dev clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -30,6 +30,9 @@ demo: $(VENV)/.installed-demo  ## train digits on this machine with unequal rank
 
 tour: $(VENV)/.installed-dev  ## what docs/tour.md shows, section by section, with the time that each takes
 	$(PY) -m tests.tour
+
+quick: $(VENV)/.installed-dev  ## an answer to one change within three minutes; SINCE=COMMIT: to all since then
+	$(PY) -m tests.quick $(if $(SINCE),--since $(SINCE))
 
 test: $(VENV)/.installed-dev  ## the fast tests
 	$(PY) -m pytest -m "not slow and not gpu and not netns"
