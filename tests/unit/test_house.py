@@ -329,6 +329,73 @@ def test_a_long_file_and_a_stale_excuse_are_seen() -> None:
     assert too_long({"a.py": 20}, {"a.py": "a table"}) == ["a.py needs no excuse any more"]
 
 
+# Shapes: how many things one function is told, and how many modules one builder calls.
+
+MOST_PARAMETERS = 8
+# function -> why it has more; the classes are documented, and scripts name these parameters
+MANY_PARAMETERS = {
+    "hetseq/checkpoint/manager.py:__init__": "CheckpointManager is public: each is a keyword with a default",
+    "hetseq/commands/doctor/coordinator.py:examine_together": "to be split with the doctor's launcher",
+    "hetseq/monitor/metrics.py:__init__": "to be split: what is written, and what is shown",
+}
+MOST_MODULES = 12
+
+
+def parameters(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every function with its number of parameters, `self` left out."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            yield node.name, sum(argument.arg not in ("self", "cls") for argument in given)
+
+
+def modules_called(tree: ast.Module) -> dict[str, set[str]]:
+    """For each function of a module the modules whose names its body calls."""
+    homes: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom):
+            homes |= {alias.asname or alias.name: node.module or "" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            homes |= {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
+    found: dict[str, set[str]] = {}
+    for function in tree.body:
+        if isinstance(function, ast.FunctionDef):
+            calls = [
+                node.func for statement in function.body for node in ast.walk(statement) if isinstance(node, ast.Call)
+            ]
+            names = {_dotted(call).partition(".")[0] for call in calls}
+            found[function.name] = {homes[name] for name in names if name in homes}
+    return found
+
+
+def test_no_function_has_many_parameters() -> None:
+    found = {
+        f"{path.relative_to(ROOT).as_posix()}:{name}": count
+        for path in sorted((ROOT / "hetseq").rglob("*.py"))
+        for name, count in parameters(_tree(path))
+        if count > MOST_PARAMETERS
+    }
+    assert sorted(found) == sorted(MANY_PARAMETERS)
+
+
+def test_a_builder_calls_few_modules() -> None:
+    called = modules_called(_tree(ROOT / "hetseq" / "run" / "build.py"))
+    assert {name: len(modules) for name, modules in called.items() if len(modules) > MOST_MODULES} == {}
+    assert len(called["build_feed"]) > 5  # they are seen
+
+
+def test_parameters_and_calls_are_counted() -> None:
+    tree = ast.parse("from a import b\nimport c.d\ndef f(self, x, *, y=b()):\n    c.d.e(b)\n    print(x)")
+    assert list(parameters(tree)) == [("f", 2)]
+    assert modules_called(tree) == {"f": {"c.d"}}  # a default is not the body
+
+
+def test_the_contract_of_the_packages_is_short() -> None:
+    contract = re.search(r'id = "floors".*?layers = \[\n(.*?)\n\]', (ROOT / "pyproject.toml").read_text(), re.S)
+    assert contract is not None
+    assert len(contract[1].splitlines()) <= 17
+
+
 # Nothing of one person's machine.
 
 # absolute paths of a home or of a working folder, not `some/work` and not `/home/<name>`

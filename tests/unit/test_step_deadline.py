@@ -10,7 +10,7 @@ import pytest
 from hetseq.comm.group import LocalGroup
 from hetseq.config.sections import OptimizationConfig
 from hetseq.data.plan import StepPlan
-from hetseq.training.controller import Controller
+from hetseq.training.controller import Controller, RankContext
 
 FIRST_S, LEAST_S = 120.0, 5.0
 
@@ -21,7 +21,7 @@ def deadline(
 ) -> float:  # fmt: skip
     """The deadline of a step of `samples` samples after steps of (seconds, samples)."""
     controller: Any = Controller.__new__(Controller)
-    controller.group, controller._step_deadline_s = LocalGroup(), given
+    controller.group, controller._context = LocalGroup(), RankContext(step_deadline_s=given)
     controller._config = OptimizationConfig(compile=compiles)
     controller._recent = deque(recent, maxlen=21)
     controller._set_deadline(StepPlan(9, 2, start, start + samples, (samples,), ends_epoch=False))
