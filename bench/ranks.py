@@ -247,7 +247,7 @@ class Life:
         group: comm.AnyGroup = comm.LocalGroup()
         if world_size > 1:
             store = FolderStore(self._folder / "store")
-            meeting = comm.Meeting(store, name, name.encode(), shares_memory=shares_memory)
+            meeting = comm.GroupMeeting(store, name, name.encode(), shares_memory=shares_memory)
             group = comm.connect(rank=self._rank, world_size=world_size, meeting=meeting, timeout_s=PATIENCE_S)
         save_dir = self._folder / (f"{name}-{self._rank}" if world_size == 1 else name)
         self._trainings[name] = hetseq_training(words, save_dir, group)

@@ -142,7 +142,7 @@ def ring_seconds(links: Iterable[Link], world_size: int, gradient_bytes: float) 
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """So many equal ranks. With n samples one of them computes for fixed_s + n / samples_per_s seconds.
 
     To that comes per_micro_batch_s for each micro-batch of at most `micro_batch` samples, None for any number.
@@ -168,7 +168,7 @@ class Group:
 class Cluster:
     """Groups in the order of their ranks, and the size of the gradient that they exchange in every step."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[RankGroup, ...]
     gradient_bytes: float
 
     @property
@@ -189,7 +189,7 @@ class Cluster:
         """The same cluster without the groups of that name."""
         return Cluster(tuple(group for group in self.groups if group.name != name), self.gradient_bytes)
 
-    def by_group(self, values: Sequence[int]) -> list[tuple[Group, tuple[int, ...]]]:
+    def by_group(self, values: Sequence[int]) -> list[tuple[RankGroup, tuple[int, ...]]]:
         """Values by rank, such as shares, as values by group."""
         found, start = [], 0
         for group in self.groups:

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from hetseq.checkpoint.arena import EMPTY, STATE_BYTES, Arena
-from hetseq.checkpoint.context import Setting
+from hetseq.checkpoint.context import CheckpointContext
 from hetseq.checkpoint.layout import Piece
 from hetseq.checkpoint.leftover_memory import directory_mark
 from hetseq.checkpoint.memory_checksums import image_sums
@@ -64,7 +64,13 @@ class Background:
     """
 
     def __init__(
-        self, setting: Setting, parts: Sequence[Sequence[Piece]], publisher: Publisher, *, is_polite: bool, slots: int
+        self,
+        setting: CheckpointContext,
+        parts: Sequence[Sequence[Piece]],
+        publisher: Publisher,
+        *,
+        is_polite: bool,
+        slots: int,
     ) -> None:
         self._setting, self._group, self._publisher = setting, setting.group, publisher
         self._parts = [list(part) for part in parts]

@@ -11,7 +11,7 @@ from hetseq.checkpoint.rank_messages import RowGroup
 
 
 @dataclass(frozen=True)
-class Setting:
+class CheckpointContext:
     """The place of a run's checkpoints as one rank sees it; `weights` has one number for each rank."""
 
     place: Place

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from hetseq.checkpoint.context import Setting
+from hetseq.checkpoint.context import CheckpointContext
 from hetseq.checkpoint.directory import part_name, read_commit
 from hetseq.checkpoint.layout import TensorSpec
 from hetseq.checkpoint.leftover_memory import Remains
@@ -65,7 +65,7 @@ class Load:
 
     def __init__(
         self,
-        setting: Setting,
+        setting: CheckpointContext,
         which: str,
         *,
         into: Mapping[str, Tensor],

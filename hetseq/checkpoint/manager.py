@@ -19,7 +19,7 @@ from torch import Tensor
 from hetseq.checkpoint.arena import arena_bytes, check_memory, node_name
 from hetseq.checkpoint.async_save import Background
 from hetseq.checkpoint.bandwidth import better_weights
-from hetseq.checkpoint.context import Setting
+from hetseq.checkpoint.context import CheckpointContext
 from hetseq.checkpoint.directory import scan, write_latest
 from hetseq.checkpoint.layout import Piece
 from hetseq.checkpoint.leftover_memory import Remains, await_writers
@@ -76,7 +76,7 @@ class CheckpointManager:
             raise ValueError(f"{len(weights)} weights for {group.world_size} ranks: expected one for each rank")
         shares = tuple(float(weight) for weight in weights or [1.0] * group.world_size)
         place = Place(Path(run_directory), retention, patience_s, underway_s)
-        self._setting = Setting(place, run_id, group, shares, clock)
+        self._setting = CheckpointContext(place, run_id, group, shares, clock)
         self._publisher = Publisher(place)  # only rank zero's does anything
         self._is_polite, self._memory_bytes, self._wants_to_keep = is_polite, memory_bytes, keeps_states
         self._background: Background | None = None

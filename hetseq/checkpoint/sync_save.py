@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hetseq.checkpoint.context import Setting
+from hetseq.checkpoint.context import CheckpointContext
 from hetseq.checkpoint.directory import part_name
 from hetseq.checkpoint.layout import Piece, TensorSpec, divide
 from hetseq.checkpoint.part_io import spec_of, write_part
@@ -77,7 +77,7 @@ class Layout:
     digest: str
 
 
-def lay_out(setting: Setting, tensors: Mapping[str, Tensor], known: Layout | None = None) -> Layout:
+def lay_out(setting: CheckpointContext, tensors: Mapping[str, Tensor], known: Layout | None = None) -> Layout:
     """The layout for these tensors, which is `known` if that still fits; TypeError says what cannot be saved."""
     signature = [setting.weights, *((name, *_kind(tensor)) for name, tensor in tensors.items())]
     if known is not None and known.signature == signature:
@@ -90,7 +90,9 @@ def lay_out(setting: Setting, tensors: Mapping[str, Tensor], known: Layout | Non
     return Layout(signature, parts, _total(specs), sha256(json.dumps(facts).encode()))
 
 
-def make_plan(setting: Setting, layout: Layout, *, identity: Identity, nonce: int, kinds: Sequence[str]) -> Plan:
+def make_plan(
+    setting: CheckpointContext, layout: Layout, *, identity: Identity, nonce: int, kinds: Sequence[str]
+) -> Plan:
     """Check the arguments of a save; ValueError says what is wrong with them."""
     if isinstance(kinds, str) or not kinds or not set(kinds) <= set(KINDS):
         raise ValueError(f"kinds {kinds!r}: expected one or several of {', '.join(KINDS)}")
@@ -105,7 +107,7 @@ def make_plan(setting: Setting, layout: Layout, *, identity: Identity, nonce: in
 class Save:
     """One save on one rank: `run` goes through the phases."""
 
-    def __init__(self, setting: Setting, plan: Plan, publisher: Publisher) -> None:
+    def __init__(self, setting: CheckpointContext, plan: Plan, publisher: Publisher) -> None:
         self._setting = setting
         self._group = setting.group
         self._plan = plan

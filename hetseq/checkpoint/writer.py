@@ -59,7 +59,7 @@ def setting_of(place: Place, arenas: Sequence[Arena], *, is_polite: bool) -> dic
     }
 
 
-class Line:
+class MessagePipe:
     """JSON lines over a socket; `has_ended` once the other end is gone, `is_stuck` once it has taken nothing for as
     long as the socket's SO_SNDTIMEO says, if it says any."""
 
@@ -119,7 +119,7 @@ class Line:
 class Writer:
     """Carries out requests in the order in which they come."""
 
-    def __init__(self, line: Line, arenas: list[Arena], place: Place, *, is_polite: bool) -> None:
+    def __init__(self, line: MessagePipe, arenas: list[Arena], place: Place, *, is_polite: bool) -> None:
         self._line, self._arenas, self._place, self._is_polite = line, arenas, place, is_polite
         self._publisher = Publisher(place)
         self._acts = {"write": self._write, "commit": self._commit}
@@ -264,7 +264,7 @@ def _remove_leftovers(folder: Path, index: int) -> None:
 class _Forward(logging.Handler):
     """Has the trainer log what this process has to say."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: MessagePipe) -> None:
         super().__init__()
         self._line = line
 
@@ -275,7 +275,7 @@ class _Forward(logging.Handler):
 def main() -> None:
     """The life of the process; its first line says where it works and which descriptors are its arenas."""
     ignore_stop_signals()
-    line = Line(socket.socket(fileno=os.dup(0)))
+    line = MessagePipe(socket.socket(fileno=os.dup(0)))
     logging.getLogger().addHandler(_Forward(line))
     logging.getLogger().setLevel(logging.INFO)
     setting = line.take(None)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import hetseq
-from hetseq.checkpoint.writer import Line
+from hetseq.checkpoint.writer import MessagePipe
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class WriterProcess:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        line = Line(ours)
+        line = MessagePipe(ours)
         line.send({**self._setting, "arenas": self._descriptors})  # it is heard even if we are killed meanwhile
         with theirs:
             try:

@@ -21,7 +21,7 @@ _CHUNK_BYTES = 16 << 20  # what travels at once, so that a deadline is for a pie
 
 
 @dataclass(frozen=True)
-class Sharing:
+class DirectoryGroups:
     """The directory groups of a run, as one rank sees them; `number` is its own one's place in `parts`."""
 
     number: int
@@ -63,12 +63,12 @@ class Sharing:
             self.group.close()
 
 
-def everything_shared(group: AnyGroup) -> Sharing:
+def everything_shared(group: AnyGroup) -> DirectoryGroups:
     """All ranks use one run directory."""
-    return Sharing(0, (tuple(range(group.world_size)),), group, group)
+    return DirectoryGroups(0, (tuple(range(group.world_size)),), group, group)
 
 
-def share(group: AnyGroup, parts: Sequence[Sequence[int]]) -> Sharing:
+def share(group: AnyGroup, parts: Sequence[Sequence[int]]) -> DirectoryGroups:
     """The directory groups that the launchers have found: each rank in one of them; none: all share. Collective.
 
     ValueError for parts that leave out a rank, name one twice, or are not in order. Raises RendezvousError where the
@@ -87,7 +87,7 @@ def share(group: AnyGroup, parts: Sequence[Sequence[int]]) -> Sharing:
     if len(part) == group.world_size:
         return everything_shared(group)
     own = LocalGroup() if len(part) == 1 else group.subgroup(part, f"directory-{number}")
-    return Sharing(number, ordered, own, group)
+    return DirectoryGroups(number, ordered, own, group)
 
 
 def send_bytes(group: AnyGroup, data: bytes, *, source: int, is_wanted: bool = True) -> bytes:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BroadcastOptions
 
 from hetseq.comm import socket_filter as wall
-from hetseq.comm.shared_memory import LONGEST_ROW, NO_NAME, Neighbours, machine, open_door
+from hetseq.comm.shared_memory import LONGEST_ROW, NO_NAME, SharedMemoryRanks, machine, open_door
 from hetseq.errors import HetSeqError, PeerLostError, RendezvousError
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.device_memory import is_exhausted
@@ -59,7 +59,7 @@ class Group:
         rank: int,
         world_size: int,
         deadline_s: float,
-        meeting: Meeting,
+        meeting: GroupMeeting,
         store: dist.Store,
     ) -> None:
         self.rank = rank
@@ -70,7 +70,7 @@ class Group:
         self.bytes_reduced = 0
         self._process_group: dist.ProcessGroup | None = process_group
         self._meeting, self._store = meeting, store
-        self._neighbours: Neighbours | None = None
+        self._neighbours: SharedMemoryRanks | None = None
         self._ports: frozenset[tuple[str, int]] = frozenset()  # of the doors of all ranks
         self._is_severed, self._is_cut, self._is_stuck = False, False, False
         self._subgroups: list[Group] = []
@@ -303,7 +303,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Meeting:
+class GroupMeeting:
     """How the ranks of a run build a group: where they find each other and what proves them to each other."""
 
     store: Store
@@ -320,7 +320,7 @@ def has_gloo() -> bool:
     return dist.is_available() and dist.is_gloo_available()
 
 
-def connect(*, rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> Group:
+def connect(*, rank: int, world_size: int, meeting: GroupMeeting, timeout_s: float) -> Group:
     """Build the group; returns once this rank and each of the `world_size` others have proven to hold the key.
 
     Raises RendezvousError where peers do not come within `timeout_s`, or somebody in a peer's place lacks the key;
@@ -379,7 +379,7 @@ class _Building:
         self.is_over.set()
 
 
-def _connect(rank: int, world_size: int, meeting: Meeting, timeout_s: float) -> Group:
+def _connect(rank: int, world_size: int, meeting: GroupMeeting, timeout_s: float) -> Group:
     timeout = timedelta(seconds=timeout_s)
     try:
         gloo: Any = dist.ProcessGroupGloo  # torch's type stubs leave its options out
@@ -415,7 +415,9 @@ def _admit(doors: Mapping[int, tuple[str, int]], addresses: Collection[str]) -> 
             wall.free_connections(port)
 
 
-def _prove(process_group: dist.ProcessGroup, rank: int, world_size: int, meeting: Meeting, timeout: timedelta) -> None:
+def _prove(
+    process_group: dist.ProcessGroup, rank: int, world_size: int, meeting: GroupMeeting, timeout: timedelta
+) -> None:
     """Each pair of ranks shows each other the key, over the connection that their gradients will take.
 
     gloo lets anybody in who knows how to count, and lets a rank go on while others still connect to it. After this
@@ -444,7 +446,7 @@ def _prove(process_group: dist.ProcessGroup, rank: int, world_size: int, meeting
 class _StoreForGloo(dist.Store):
     """A store as gloo asks it; torch keeps no reference to it, the group does."""
 
-    def __init__(self, meeting: Meeting, timeout_s: float) -> None:
+    def __init__(self, meeting: GroupMeeting, timeout_s: float) -> None:
         super().__init__()
         self._meeting, self._timeout_s = meeting, timeout_s
 

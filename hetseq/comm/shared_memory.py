@@ -59,15 +59,15 @@ def machine() -> bytes:
     return hmac.digest(boot, network + str(os.getuid()).encode(), "sha256")[:16]
 
 
-def open_door() -> Door | None:
+def open_door() -> MemoryDoor | None:
     """A door, if one is to be had."""
     try:
-        return Door()
+        return MemoryDoor()
     except OSError:
         return None
 
 
-class Door:
+class MemoryDoor:
     """Where the other ranks of this machine come in: a socket without a file, whose `name` others must be told."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Door:
     def close(self) -> None:
         self._socket.close()
 
-    def meet(self, *, rank: int, names: Sequence[bytes], key: bytes, timeout_s: float) -> Neighbours:
+    def meet(self, *, rank: int, names: Sequence[bytes], key: bytes, timeout_s: float) -> SharedMemoryRanks:
         """Connect each pair of ranks, whose doors have these names; `key` is known to them alone.
 
         Raises OSError where somebody does not come, or lacks the key.
@@ -104,10 +104,10 @@ class Door:
             for connection in peers.values():
                 connection.close()
             raise
-        return Neighbours(rank, peers)
+        return SharedMemoryRanks(rank, peers)
 
 
-class Neighbours:
+class SharedMemoryRanks:
     """The other ranks of a group, all of them on this machine. Every rank makes the same calls in the same order.
 
     Whatever waits raises NeighbourError when a rank that is awaited has ended, or says nothing in time.
@@ -262,7 +262,7 @@ class Neighbours:
 class Sum:
     """A sum under way; `wait` returns when it is complete here."""
 
-    def __init__(self, neighbours: Neighbours, shared: _Shared, number: int, timeout_s: float) -> None:
+    def __init__(self, neighbours: SharedMemoryRanks, shared: _Shared, number: int, timeout_s: float) -> None:
         self._neighbours, self._shared, self._number, self._timeout_s = neighbours, shared, number, timeout_s
 
     def wait(self) -> None:

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetseq import config as options
-from hetseq.cluster.membership.assignment import Errand
+from hetseq.cluster.membership.assignment import InferenceJob
 from hetseq.cluster.membership.exit_status import Ending, of_errand
 from hetseq.cluster.membership.run_directory_discovery import has_commits
-from hetseq.config.command_line import Argument, Command, Given, Option
+from hetseq.config.command_line import Argument, Command, CommandOption, Given
 from hetseq.config.sections import Config, DistributedConfig
 from hetseq.errors import EXIT_DONE, CheckpointError, ConfigError
 from hetseq.launch.launch import launch, run_here
@@ -34,7 +34,7 @@ from hetseq.system.files import sync_directory
 from hetseq.which_run import existing_run
 
 _RUN = Argument("RUN", "the --save-dir of a run, under way or not; nothing in it is changed")
-_RESTORE_FILE = Option(
+_RESTORE_FILE = CommandOption(
     "--restore-file", "latest (the default), best, the number of a step, or the path of a checkpoint", "WHICH",
     is_passed_on=True,
 )  # fmt: skip
@@ -51,13 +51,13 @@ COMMANDS = {
         usage=("RUN [options] [options of hetseq train]",),
         words=(
             _RUN,
-            Option(
+            CommandOption(
                 "--subset",
                 "splits, separated by commas; default: those that the run validates (also --valid-subset)",
                 "NAMES",
             ),
             _RESTORE_FILE,
-            Option("--json", "a line of JSON per split, in full precision, named as in metrics.jsonl"),
+            CommandOption("--json", "a line of JSON per split, in full precision, named as in metrics.jsonl"),
         ),
         examples=("hetseq evaluate runs/mnist --subset test", "hetseq evaluate runs/mnist --restore-file best --json"),
         notes=_NOTES,
@@ -69,12 +69,12 @@ COMMANDS = {
         usage=("RUN --subset NAME --output FILE [options]",),
         words=(
             _RUN,
-            Option("--subset", "the split (also --valid-subset)", "NAME"),
-            Option(
+            CommandOption("--subset", "the split (also --valid-subset)", "NAME"),
+            CommandOption(
                 "--output", "where to: one line per sample, in the order of the split; there once it is complete",
                 "FILE", is_needed=True,
             ),
-            Option("--overwrite", "replace FILE if it exists"),
+            CommandOption("--overwrite", "replace FILE if it exists"),
             _RESTORE_FILE,
         ),
         examples=("hetseq predict runs/mnist --subset test --output digits.txt",),
@@ -90,7 +90,7 @@ _OF_THE_RUN = frozenset(field.name for field in dataclasses.fields(DistributedCo
 
 
 @dataclass(frozen=True)
-class Request:
+class EvaluationRequest:
     """What was asked for: of a run, with these options, numbers or a file of predictions."""
 
     run: Path
@@ -123,7 +123,7 @@ def _do(command: str, words: Sequence[str], say: Callable[[str], None]) -> int:
     return ending.code
 
 
-def parse(command: str, argv: Sequence[str]) -> Request:
+def parse(command: str, argv: Sequence[str]) -> EvaluationRequest:
     """The words after `hetseq evaluate` or `hetseq predict`.
 
     Raises ConfigError, CheckpointError where there is no checkpoint, HelpRequested.
@@ -146,8 +146,8 @@ def parse(command: str, argv: Sequence[str]) -> Request:
     if config.checkpoint.restore_file == type(config.checkpoint).restore_file and not has_commits(directory):
         raise CheckpointError(f"{directory.path} holds no checkpoint: train it first")
     if command == "evaluate":
-        return Request(directory.path, config, wants_json=given["--json"])
-    return Request(directory.path, config, _output(given, config), given["--overwrite"])
+        return EvaluationRequest(directory.path, config, wants_json=given["--json"])
+    return EvaluationRequest(directory.path, config, _output(given, config), given["--overwrite"])
 
 
 def _output(given: Given, config: Config) -> Path:
@@ -170,13 +170,13 @@ def _exists(output: Path) -> ConfigError:
     return ConfigError(f"--output {output} exists: choose another --output, or add --overwrite")
 
 
-def run(request: Request) -> Ending:
+def run(request: EvaluationRequest) -> Ending:
     """Do it, on as many ranks as the configuration asks for; the message is what to print. Raises HetSeqError."""
     with tempfile.TemporaryDirectory(prefix="hetseq-") as folder, _written_beside(request.output) as beside:
         config = dataclasses.replace(
             request.config, checkpoint=dataclasses.replace(request.config.checkpoint, save_dir=f"{folder}/ranks")
         )
-        errand = Errand(str(request.run), None if beside is None else str(beside), request.wants_json)
+        errand = InferenceJob(str(request.run), None if beside is None else str(beside), request.wants_json)
         start = run_here if config.distributed.distributed_no_spawn else launch
         ending = of_errand(start(config, errand))
         if ending.code == EXIT_DONE and beside is not None and request.output is not None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from hetseq.config.command_line import Argument, Command, Option, seconds
+from hetseq.config.command_line import Argument, Command, CommandOption, seconds
 from hetseq.errors import ConfigError
 from hetseq.monitor.progress import terminal
 from hetseq.monitor.rank_table import (
@@ -54,8 +54,8 @@ COMMAND = Command(
     usage=("RUN [--once] [--interval S]",),
     words=(
         Argument("RUN", "the --save-dir of a run; from any machine that sees it, nothing in it is changed"),
-        Option("--once", "show it once, as plain text"),
-        Option(
+        CommandOption("--once", "show it once, as plain text"),
+        CommandOption(
             "--interval", "look every S seconds; default: 1 on a terminal, 10 elsewhere", "S", read=seconds(_LEAST_S)
         ),
     ),
@@ -65,7 +65,7 @@ COMMAND = Command(
 
 
 @dataclass(frozen=True)
-class Arguments:
+class TopArguments:
     """`hetseq top RUN --once --interval S`; the interval is None where none is given."""
 
     run: Path
@@ -112,10 +112,10 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     return 0
 
 
-def parse(words: Sequence[str]) -> Arguments:
+def parse(words: Sequence[str]) -> TopArguments:
     """The command line. Raises ConfigError, HelpRequested."""
     given = COMMAND.read(words)
-    return Arguments(Path(given["RUN"]), given["--once"], given["--interval"])
+    return TopArguments(Path(given["RUN"]), given["--once"], given["--interval"])
 
 
 # reading
@@ -380,7 +380,7 @@ def _lasting(seconds: float) -> str:
 # showing
 
 
-def _watch_plain(arguments: Arguments, look: Lookout, say: Callable[[str], None]) -> None:
+def _watch_plain(arguments: TopArguments, look: Lookout, say: Callable[[str], None]) -> None:
     interval_s = arguments.interval_s or _PLAIN_S
     while True:
         seen = view(arguments.run, look.signs(), look, width=_width())
@@ -399,7 +399,7 @@ def _can_draw(say: Callable[[str], None]) -> bool:
         return False
 
 
-def _watch_live(arguments: Arguments, look: Lookout, say: Callable[[str], None]) -> None:
+def _watch_live(arguments: TopArguments, look: Lookout, say: Callable[[str], None]) -> None:
     from rich.live import Live
     from rich.text import Text
 

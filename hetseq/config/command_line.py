@@ -2,7 +2,7 @@
 
 Responsible for dividing the words of a command, for the text of its help, and for the sentence that names the command,
 the argument and the remedy where the words cannot be meant. Refuses to know what an option does. A command describes
-its line with `Command`, `Argument` and `Option`, and is given values by name.
+its line with `Command`, `Argument` and `CommandOption`, and is given values by name.
 
 The one idea: argparse divides the words and lays out the help; that a value is missing, unknown or there twice is told
 in the words of this house, as for `hetseq train`, with an example that can be pasted.
@@ -43,7 +43,7 @@ class Argument:
 
 
 @dataclass(frozen=True)
-class Option:
+class CommandOption:
     """`--flag VALUE`, or a switch where `value` is "".
 
     `read` makes the value of its text, and raises ValueError with what was expected; `among`: the texts it may be.
@@ -84,7 +84,7 @@ class Command:
     name: str
     about: str
     usage: tuple[str, ...]
-    words: tuple[Argument | Option, ...]
+    words: tuple[Argument | CommandOption, ...]
     examples: tuple[str, ...]
     notes: tuple[str, ...] = ()
     train: str = ""
@@ -144,8 +144,8 @@ class Command:
         """Every spelling of every option of its own."""
         return tuple(flag for option in self._own() for flag in (option.flag, *option.also))
 
-    def _own(self) -> list[Option]:
-        return [word for word in self.words if isinstance(word, Option) and not word.is_passed_on]
+    def _own(self) -> list[CommandOption]:
+        return [word for word in self.words if isinstance(word, CommandOption) and not word.is_passed_on]
 
     def _divide(self, words: Sequence[str]) -> tuple[dict[str, list[tuple[str, str | None]]], list[str]]:
         """The spellings and texts of each option that is there, and what belongs to none."""
@@ -181,7 +181,7 @@ class Command:
             values[option.flag] = read if option.is_many else read[0] if read else option.default
         return values
 
-    def _value(self, option: Option, spelling: str, text: str | None) -> Any:
+    def _value(self, option: CommandOption, spelling: str, text: str | None) -> Any:
         if not text:
             raise self.refusal(
                 f"{spelling} stands without a value: expected {spelling} {option.value}, as in: {self._example(option)}"
@@ -224,9 +224,9 @@ class Command:
         hint = f"did you mean {guess}?" if guess else f"expected {', '.join(self.flags) or 'no option'}"
         return self.refusal(f"unknown option {flag}: {hint}")
 
-    def _example(self, wanted: Option | str) -> str:
+    def _example(self, wanted: CommandOption | str) -> str:
         """The first example with this option or word, else the first of all."""
-        word = wanted.flag if isinstance(wanted, Option) else wanted
+        word = wanted.flag if isinstance(wanted, CommandOption) else wanted
         return next((example for example in self.examples if word in example.split()), self.examples[0])
 
 

@@ -20,14 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from hetseq.cluster.membership.admission import why_ranks_do_not_fit
-from hetseq.cluster.membership.assignment import Errand, Placement
+from hetseq.cluster.membership.assignment import Assignment, InferenceJob
 from hetseq.cluster.membership.exit_status import Ending
 from hetseq.cluster.rendezvous.interfaces import interfaces
 from hetseq.config import dump_yaml
 from hetseq.config.byte_size import parse_size
 from hetseq.config.sections import Config, DistributedConfig
 from hetseq.errors import ConfigError, HetSeqError
-from hetseq.launch.environments import Choice, Look, Seen, choose, leaves_room, seconds_to_stop, see
+from hetseq.launch.environments import AppliedEnvironment, Look, Seen, choose, leaves_room, seconds_to_stop, see
 from hetseq.launch.launcher import Launcher
 from hetseq.launch.run_directory_guard import in_use
 from hetseq.launch.worker_processes import threads_per_worker
@@ -39,7 +39,7 @@ _TELLING_S = 3.0  # for the other nodes to hear of ranks that fit nowhere
 _MOST_OF_2020 = 4  # workers of a node that says only where the nodes meet, as the HetSeq of 2020 started them
 
 
-def launch(config: Config, errand: Errand | None = None) -> Ending:
+def launch(config: Config, errand: InferenceJob | None = None) -> Ending:
     """Run the configuration on this node until it ends, on all nodes together if it says where they meet.
 
     With an errand the ranks do that in place of training, on this node alone; the message is what came of it.
@@ -48,7 +48,7 @@ def launch(config: Config, errand: Errand | None = None) -> Ending:
     """
     config = _with_memory_of_environment(config)
     seen = _see(config.distributed) if errand is None else None
-    choice = Choice(config.distributed)
+    choice = AppliedEnvironment(config.distributed)
     if seen is not None:
         choice = choose(config.distributed, seen, gpus=_visible_gpus)
         config = replace(config, distributed=choice.config)
@@ -231,7 +231,7 @@ def check_place(config: DistributedConfig, workers: int) -> None:
     config.check_world(workers)
 
 
-def run_here(config: Config, errand: Errand | None = None) -> Ending:
+def run_here(config: Config, errand: InferenceJob | None = None) -> Ending:
     """Run the only rank in this process, for debuggers and profilers: --distributed-no-spawn. Errands as `launch`."""
     devices = local_devices(config.distributed)
     if config.distributed.meeting_url is not None or len(devices) > 1:
@@ -240,7 +240,7 @@ def run_here(config: Config, errand: Errand | None = None) -> Ending:
             f"--distributed-no-spawn runs one rank alone, but {where} was asked for: leave one of them out"
         )
     check_place(config.distributed, len(devices))
-    from hetseq.launch.launcher_link import Alone
+    from hetseq.launch.launcher_link import NoLauncher
     from hetseq.launch.worker import StopRequest, run_worker
 
     directory = RunDirectory.prepare(config.checkpoint.save_dir, config_yaml=dump_yaml(config))
@@ -248,6 +248,6 @@ def run_here(config: Config, errand: Errand | None = None) -> Ending:
     if errand is None:  # one has no step to finish first
         stop.install()
     with in_use(directory, logger.warning):
-        placement = Placement(0, devices[0], threads_per_worker(1))
-        report = run_worker(config, directory, placement, stop, line=Alone(directory.adopt_config), errand=errand)
+        placement = Assignment(0, devices[0], threads_per_worker(1))
+        report = run_worker(config, directory, placement, stop, line=NoLauncher(directory.adopt_config), errand=errand)
     return Ending(report["code"], report.get("message", ""))

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from hetseq.cluster.membership import decide as membership
-from hetseq.cluster.membership.assignment import Crew, Errand, Placement
+from hetseq.cluster.membership.assignment import Assignment, GenerationRanks, InferenceJob
 from hetseq.cluster.membership.compatibility import build_tag, node_fields
 from hetseq.cluster.membership.coordinator_client import Member, claim_of, join
 from hetseq.cluster.membership.exit_status import Ending, WorkerEnd, judge, lost
@@ -46,7 +46,7 @@ from hetseq.launch.leave_request import is_asked
 from hetseq.launch.run_directory_guard import adopt_config, in_use, looked_after, taken_over
 from hetseq.launch.stall_detector import Standstill
 from hetseq.launch.worker_processes import Worker, end_all, start_worker, threads_per_worker, warm_forkserver
-from hetseq.launch.worker_watch import Watch, may_go_on
+from hetseq.launch.worker_watch import WorkerWatch, may_go_on
 from hetseq.monitor.progress import takes_text
 from hetseq.run_directory import RunDirectory
 from hetseq.system.processes import ECHO_S, first_stop_signal, ringing_on_signals
@@ -87,7 +87,7 @@ class Launcher:
 
     def __init__(
         self, config: Config, devices: Sequence[str], *, command: str, interface: str | None = None,
-        errand: Errand | None = None,
+        errand: InferenceJob | None = None,
     ) -> None:  # fmt: skip
         self._config, self._devices, self._command, self._interface = config, devices, command, interface
         self._errand = errand  # what the workers do in place of training
@@ -99,7 +99,7 @@ class Launcher:
         self._newest = membership.Record(0, ())  # the newest generation that this node has heard of
         self._presented: dict[int, dict[str, str]] = {}  # by slot: what it trains
         self._parts: tuple[str, ...] = ()  # of the training data, that the run has begun with
-        self._placements: dict[int, Placement] = {}  # by slot: of the worker that was started last
+        self._placements: dict[int, Assignment] = {}  # by slot: of the worker that was started last
         self._restarts: dict[int, list[float]] = {}  # when, by slot
         self._is_dropped = False  # it was asked to leave by `hetseq drop`
         self._asked_s: float | None = None  # when the first stop signal was heeded
@@ -280,18 +280,18 @@ class Launcher:
                   f" {self._directory.logs}")  # fmt: skip
         threads, parts = threads_per_worker(len(self._devices)), tuple(tuple(part) for part in begin["parts"])
         is_only_node = len(nodes) == len(self._devices)
-        crew = Crew(0, tuple(range(len(nodes))), nodes, parts, is_only_node)
+        crew = GenerationRanks(0, tuple(range(len(nodes))), nodes, parts, is_only_node)
         sources = tuple(begin["addresses"]) if is_late else member.sources
         for local, device in enumerate(self._devices):
             slot, starts = first + local, begin["starts"][local] if is_late else 0
-            self._placements[slot] = Placement(
+            self._placements[slot] = Assignment(
                 slot, device, threads, crew, host=member.address, sources=sources, name=name,
                 key=member.key_of(name), incarnation=incarnation(slot, starts), starts=starts, is_replacement=is_late,
             )  # fmt: skip
             self._start_worker(self._placements[slot])
         self._newest = membership.Record(0, tuple(incarnation(slot, 0) for slot in range(len(nodes))))
 
-    def _start_worker(self, placement: Placement) -> Worker:
+    def _start_worker(self, placement: Assignment) -> Worker:
         assert self._directory is not None
         worker = start_worker(self._config, self._directory.path, placement, self._errand)
         self._workers.append(worker)
@@ -319,7 +319,7 @@ class Launcher:
 
     def _watch(self, member: Member, directory: RunDirectory) -> Ending:
         """Pass words on until all workers have ended; once one has failed the others get a short grace."""
-        watch = Watch(self._workers, Standstill(directory, member.send, _tell))
+        watch = WorkerWatch(self._workers, Standstill(directory, member.send, _tell))
         while watch.running and not self._cut_short and watch.hub_is_there:
             hub = cast(Any, member.channel)
             sources = [self._bell, hub, *(source for worker in watch.running for source in worker.sources())]
@@ -356,7 +356,7 @@ class Launcher:
                 self._heed(os.read(self._bell, 64), time.monotonic())
         return self._last_words(member, watch)
 
-    def _take_over(self, member: Member, watch: Watch) -> bool:
+    def _take_over(self, member: Member, watch: WorkerWatch) -> bool:
         """Save what this node's ranks have, now that the node with the hub is gone; False where they do not train."""
         is_possible = watch.is_training and not member.is_head and bool(watch.running)
         if not is_possible or self._directory is None:
@@ -397,7 +397,7 @@ class Launcher:
             _tell(f"no other node could be found to lead the run ({error})")
             return None
 
-    def _hear(self, record: Record, watch: Watch) -> None:
+    def _hear(self, record: Record, watch: WorkerWatch) -> None:
         kind = record["kind"]
         if kind == "ending":
             raise _Over(Ending(record["code"], record["message"]))
@@ -445,7 +445,7 @@ class Launcher:
         with suppress(ChannelError):
             self._member.send("leave")
 
-    def _look_for_drop(self, watch: Watch) -> None:
+    def _look_for_drop(self, watch: WorkerWatch) -> None:
         """Leave if somebody has asked for it by `hetseq drop`."""
         if not watch.is_training or self._asked_s is not None or self._directory is None:
             return
@@ -463,7 +463,7 @@ class Launcher:
             return False
         return now_s - self._asked_s > ECHO_S
 
-    def _last_words(self, member: Member, watch: Watch) -> Ending:
+    def _last_words(self, member: Member, watch: WorkerWatch) -> Ending:
         """Report how this node ended, and hear how the run did."""
         silent, hub = [worker.rank for worker in watch.running], cast(Any, member.channel)
         watch.say_who_is_left(_tell if not self._cut_short else lambda _: None)
@@ -488,7 +488,7 @@ class Launcher:
             return lost("the node that the others call is gone", self._has_commit())
         return ending
 
-    def _wait_for_verdict(self, hub: Any, watch: Watch, deadline: float) -> list[Any]:
+    def _wait_for_verdict(self, hub: Any, watch: WorkerWatch, deadline: float) -> list[Any]:
         """What happens next; nothing if the others should have ended by now. While they train that may take days."""
         timeout_s = None if watch.is_training else max(0.0, deadline - time.monotonic())
         return list(wait([self._bell, hub], timeout=timeout_s))

@@ -20,7 +20,7 @@ from typing import Any
 from hetseq.cluster.membership.step_commit import Wish
 from hetseq.comm.group import AnyGroup
 from hetseq.errors import PeerLostError, RendezvousError
-from hetseq.launch.watchdog import Pulse
+from hetseq.launch.watchdog import Watchdog
 from hetseq.system.rank_phase import Stand
 
 Record = dict[str, Any]
@@ -30,7 +30,7 @@ _RECORD_TIMEOUT_S = 7200.0  # besides what a run waits for newcomers, as --join-
 _PATIENCE_S = 20.0  # of a rank that is between two generations
 
 
-class Line:
+class LauncherLink:
     """One worker's pipe. `send` may be called by any thread, the rest by the training thread."""
 
     def __init__(self, connection: Connection, *, join_timeout_s: float = 0.0) -> None:
@@ -44,7 +44,7 @@ class Line:
         self._frozen = -1  # the newest generation that is over
         self._is_gone = False  # the launcher
         self._group: AnyGroup | None = None
-        self.pulse: Pulse | None = None  # looks whether the training thread moves
+        self.pulse: Watchdog | None = None  # looks whether the training thread moves
         threading.Thread(target=self._listen, name="launcher-line", daemon=True).start()
 
     def send(self, kind: str, **facts: Any) -> None:
@@ -182,7 +182,7 @@ class Line:
 class StoreOf:
     """The store, as the ranks of one generation use it; from any thread."""
 
-    def __init__(self, line: Line, generation: int) -> None:
+    def __init__(self, line: LauncherLink, generation: int) -> None:
         self._line, self._generation = line, generation
 
     def set(self, key: str, value: bytes) -> None:
@@ -195,7 +195,7 @@ class StoreOf:
         self._line.check(self._generation)
 
 
-class Alone:
+class NoLauncher:
     """In place of a Line where the only rank runs without a launcher; `on_ready` is what a launcher would do then."""
 
     def __init__(self, on_ready: Callable[[], None]) -> None:

@@ -25,7 +25,7 @@ _LOADING_DEADLINE_S = 600.0  # before there is a group: nobody gives up so early
 _TOLD_S = 5.0  # until the status file says what lasts so long
 
 
-class Pulse:
+class Watchdog:
     """The thread; `renew` is called with where the rank stands while a phase lasts long, once a second at most."""
 
     def __init__(self, cell: Cell, deadline: Callable[[], float | None]) -> None:

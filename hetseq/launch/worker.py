@@ -1,6 +1,6 @@
 """The life of one rank's process: load, agree with its peers, then generation after generation connect, build, train.
 
-A worker is started by the launcher and ends with it. They speak JSON over a pipe (`line.Line`): the worker presents
+A worker is started by the launcher and ends with it. They speak JSON over a pipe (`launcher_link`): the worker presents
 what its ranks must agree on and waits for `go`, asks for what its peers have put into the run's store, says `ready`
 before its first step, and sends one `end` with its exit code and, if something went wrong, the reason. When it has lost
 a peer it reports what it holds, and goes on as the record of the next generation says. It always leaves by `os._exit`:
@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
-from hetseq.cluster.membership.assignment import Crew, Errand, Placement
+from hetseq.cluster.membership.assignment import Assignment, GenerationRanks, InferenceJob
 from hetseq.cluster.membership.decide import Record, Report
 from hetseq.cluster.membership.step_commit import Wish
-from hetseq.comm.directory_groups import Sharing, everything_shared, share
-from hetseq.comm.group import AnyGroup, LocalGroup, Meeting, connect
+from hetseq.comm.directory_groups import DirectoryGroups, everything_shared, share
+from hetseq.comm.group import AnyGroup, GroupMeeting, LocalGroup, connect
 from hetseq.config import with_own_options
 from hetseq.config.sections import CheckpointConfig, Config
 from hetseq.errors import (
@@ -45,8 +45,8 @@ from hetseq.errors import (
     TaskError,
     text_of,
 )
-from hetseq.launch.launcher_link import Alone, Line
-from hetseq.launch.watchdog import Pulse
+from hetseq.launch.launcher_link import LauncherLink, NoLauncher
+from hetseq.launch.watchdog import Watchdog
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.rank_log import RankOutput
 from hetseq.monitor.tensorboard import hyperparameters
@@ -56,7 +56,7 @@ from hetseq.run.build import RankJob, build_session
 from hetseq.run.checkpointing import Saver
 from hetseq.run.fingerprint import rank_fields
 from hetseq.run.loaded_task import load_material
-from hetseq.run.regroup import Carried, Succession, succession_by
+from hetseq.run.regroup import KeptState, Regroup, succession_by
 from hetseq.run.session import Session
 from hetseq.run_directory import RunDirectory
 from hetseq.system import faults, gpu
@@ -88,9 +88,9 @@ class StopRequest:
             signal.signal(number, self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the fork server holds them back, see launch
 
-    def wish(self, line: Line | Alone) -> Wish:
+    def wish(self, line: LauncherLink | NoLauncher) -> Wish:
         """What this rank asks of the run. Its launcher is told, who knows whether others were asked as well."""
-        if isinstance(line, Alone):
+        if isinstance(line, NoLauncher):
             return Wish.LEAVE if self.is_set else Wish.NONE
         if self.is_set and not self._has_told:
             self._has_told = True
@@ -109,9 +109,9 @@ def worker_main(
     config: Config,
     own: dict[str, dict[str, Any]],
     run_path: str,
-    placement: Placement,
+    placement: Assignment,
     channel: Connection,
-    errand: Errand | None,
+    errand: InferenceJob | None,
     cell: Cell,
 ) -> None:
     """Entry point of a worker process; never returns. `own` holds the values of `config.extras` by kind."""
@@ -124,8 +124,11 @@ def worker_main(
     if launcher is not None:
         die_with_pipe(launcher.sentinel)
 
-    line, directory = Line(channel, join_timeout_s=config.distributed.join_timeout), RunDirectory(Path(run_path))
-    line.pulse = Pulse(cell, line.deadline)
+    line, directory = (
+        LauncherLink(channel, join_timeout_s=config.distributed.join_timeout),
+        RunDirectory(Path(run_path)),
+    )
+    line.pulse = Watchdog(cell, line.deadline)
     line.pulse.start()
     report = run_worker(config, directory, placement, stop, own=own, line=line, errand=errand)
     line.send("end", **report)
@@ -139,12 +142,12 @@ def worker_main(
 def run_worker(
     config: Config,
     directory: RunDirectory,
-    placement: Placement,
+    placement: Assignment,
     stop: StopRequest,
     *,
     own: dict[str, dict[str, Any]] | None = None,
-    line: Line | Alone,
-    errand: Errand | None = None,
+    line: LauncherLink | NoLauncher,
+    errand: InferenceJob | None = None,
 ) -> dict[str, Any]:
     """One rank from beginning to end in this process; gives its report and never raises.
 
@@ -171,11 +174,11 @@ class _Life:
         self,
         config: Config,
         directory: RunDirectory,
-        placement: Placement,
+        placement: Assignment,
         stop: StopRequest,
-        line: Line | Alone,
+        line: LauncherLink | NoLauncher,
         closing: ExitStack,
-        errand: Errand | None,
+        errand: InferenceJob | None,
     ) -> None:
         self._config, self._directory, self._placement, self._line = config, directory, placement, line
         self._stop, self._closing, self._errand = stop, closing, errand
@@ -247,7 +250,7 @@ class _Life:
         self.output.show(rank == 0)
         self._metrics.lead(is_writer=crew.writer_of(rank) == rank, has_display=rank == 0)
 
-    def _do(self, errand: Errand, generation: _Generation) -> dict[str, Any]:
+    def _do(self, errand: InferenceJob, generation: _Generation) -> dict[str, Any]:
         assert generation.group is not None
         return {"code": EXIT_DONE, "message": sweep.perform(errand, self._config, self._material, generation.group)}
 
@@ -337,7 +340,7 @@ class _Life:
     def _succeed(self, generation: _Generation, lost: str) -> _Generation:
         """From a generation that is over to the next one that this rank has a place in. Raises PeerLostError."""
         line, session, now_s = self._line, generation.session, time.monotonic()
-        assert isinstance(line, Line), "nobody to go on with"
+        assert isinstance(line, LauncherLink), "nobody to go on with"
         whereabouts.enter(Phase.REGROUPING)
         logger.debug("generation %d is over: %s", generation.crew.generation, lost)
         faults.point("regroup")
@@ -354,7 +357,7 @@ class _Life:
         generation.close()
         return replace(self._read(record, carried), lost_s=now_s)
 
-    def _carry(self, generation: _Generation, record: Record) -> Carried | None:
+    def _carry(self, generation: _Generation, record: Record) -> KeptState | None:
         """What this rank takes over, if by the record it holds the state."""
         session, succession = generation.session, generation.succession
         if self._placement.incarnation in record.fresh:
@@ -367,12 +370,12 @@ class _Life:
         return succession.carried
 
     def _line_of_record(self) -> dict[str, Any]:
-        assert isinstance(self._line, Line)
+        assert isinstance(self._line, LauncherLink)
         return self._line.await_record()
 
-    def _read(self, told: dict[str, Any], carried: Carried | None) -> _Generation:
+    def _read(self, told: dict[str, Any], carried: KeptState | None) -> _Generation:
         """The generation of a record. Raises PeerLostError."""
-        record, crew = Record.from_record(told["record"]), Crew.from_record(told["crew"])
+        record, crew = Record.from_record(told["record"]), GenerationRanks.from_record(told["crew"])
         return _Generation(crew, succession_by(record, carried), told["story"])
 
 
@@ -380,12 +383,12 @@ class _Life:
 class _Generation:
     """What a rank has open in one generation."""
 
-    crew: Crew
-    succession: Succession | None
+    crew: GenerationRanks
+    succession: Regroup | None
     story: str = ""  # of what has happened
     lost_s: float | None = None  # when the one before it was over
     group: AnyGroup | None = None
-    sharing: Sharing | None = None
+    sharing: DirectoryGroups | None = None
     session: Session | None = None
 
     def sever(self) -> None:
@@ -401,7 +404,7 @@ class _Generation:
         self.session = self.sharing = self.group = None
 
 
-def _report_of(incarnation: str, generation: int, carried: Carried | None) -> Report:
+def _report_of(incarnation: str, generation: int, carried: KeptState | None) -> Report:
     """The report of a rank whose session was not built in this generation: what it carried into it is as it was."""
     if carried is None:
         return Report(incarnation, generation)
@@ -452,7 +455,7 @@ def _repeat_failures(saver: Saver, *, has_ended: bool) -> None:
         )
 
 
-def _report_of_failure(error: Exception, placement: Placement, *, is_ready: bool) -> dict[str, Any]:
+def _report_of_failure(error: Exception, placement: Assignment, *, is_ready: bool) -> dict[str, Any]:
     """The report of a rank that has failed."""
     device = torch.device(placement.device)
     if is_ready and gpu.has_failed(error, device):
@@ -483,12 +486,12 @@ def _exit_code(error: Exception, *, is_ready: bool) -> int:
     return EXIT_USAGE if not is_ready and isinstance(error, TaskError) else error.exit_code
 
 
-def _connect(placement: Placement, crew: Crew, line: Line | Alone) -> AnyGroup:
-    if crew.world_size == 1 or isinstance(line, Alone):
+def _connect(placement: Assignment, crew: GenerationRanks, line: LauncherLink | NoLauncher) -> AnyGroup:
+    if crew.world_size == 1 or isinstance(line, NoLauncher):
         return LocalGroup(generation=crew.generation)
     name = f"{placement.name}/{crew.generation}"
     sources = tuple(sorted({*placement.sources, *crew.addresses}))  # nodes may have come since the start
-    meeting = Meeting(
+    meeting = GroupMeeting(
         line.store(crew.generation), name, placement.key, placement.host, sources,
         generation=crew.generation, shares_memory=crew.is_only_node,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hetseq.cluster.membership.assignment import Errand, Placement
+from hetseq.cluster.membership.assignment import Assignment, InferenceJob
 from hetseq.cluster.membership.exit_status import WorkerEnd
 from hetseq.config.sections import Config
 from hetseq.system import faults
@@ -161,7 +161,7 @@ def _set_deadline(channel: Connection, seconds: float) -> None:
             pipe.setsockopt(socket.SOL_SOCKET, option, _SECONDS.pack(int(seconds), int(seconds % 1 * 1e6)))
 
 
-def start_worker(config: Config, run_path: Path, placement: Placement, errand: Errand | None = None) -> Worker:
+def start_worker(config: Config, run_path: Path, placement: Assignment, errand: InferenceJob | None = None) -> Worker:
     """Start one rank, which uses the run directory `run_path`, to train or to do an errand."""
     context = warm_forkserver()
     end, end_of_worker = context.Pipe(duplex=True)

@@ -35,7 +35,7 @@ def may_go_on(directory: RunDirectory) -> bool:
     return is_in_memory or has_commits(directory)
 
 
-class Watch:
+class WorkerWatch:
     """What is known of this node's workers while they run."""
 
     def __init__(self, workers: Sequence[Worker], standstill: Standstill) -> None:

@@ -33,7 +33,7 @@ _MOST_ROUNDED = 64  # ranks; more of them have no global batch that suits all
 
 
 @dataclass(frozen=True)
-class Setting:
+class AdviceSetting:
     """What an advice needs to know of the options: `run` as a user writes it, `balance` as in --balance.
 
     `unit` is how many samples are dealt as one piece, 0 where something else is dealt (tokens). `is_by_host`: no rank
@@ -57,7 +57,7 @@ class Advice:
 class Adviser:
     """Remembers which sentences stand."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: AdviceSetting) -> None:
         self._setting = setting
         self._standing: tuple[Advice, ...] = ()
 
@@ -69,7 +69,9 @@ class Adviser:
         return self._standing
 
 
-def advise(summary: RankSummary, setting: Setting, *, standing: frozenset[str] = frozenset()) -> tuple[Advice, ...]:
+def advise(
+    summary: RankSummary, setting: AdviceSetting, *, standing: frozenset[str] = frozenset()
+) -> tuple[Advice, ...]:
     """At most three sentences about these steps, the most urgent first; `standing` are the keys of those before."""
     if not summary.step_s or len(summary.share) < 1:
         return ()
@@ -124,7 +126,7 @@ def _about_data(summary: RankSummary, standing: frozenset[str]) -> Iterator[Advi
 
 
 def _about_ranks(
-    summary: RankSummary, models: Sequence[RankModel], setting: Setting, standing: frozenset[str]
+    summary: RankSummary, models: Sequence[RankModel], setting: AdviceSetting, standing: frozenset[str]
 ) -> Iterator[Advice]:
     """Nodes, and ranks of a node, without which a step would be shorter."""
     if len(models) < 2 or summary.communication_s is None:
@@ -150,7 +152,7 @@ def _about_ranks(
 
 
 def _about_balance(
-    summary: RankSummary, models: Sequence[RankModel], setting: Setting, standing: frozenset[str]
+    summary: RankSummary, models: Sequence[RankModel], setting: AdviceSetting, standing: frozenset[str]
 ) -> Iterator[Advice]:
     if setting.balance == "auto" or len(models) < 2 or any(model.cost.limit == 0 for model in models):
         return
@@ -167,7 +169,7 @@ def _about_balance(
 
 
 def _about_rounding(
-    summary: RankSummary, models: Sequence[RankModel], setting: Setting, standing: frozenset[str]
+    summary: RankSummary, models: Sequence[RankModel], setting: AdviceSetting, standing: frozenset[str]
 ) -> Iterator[Advice]:
     """Shares are whole samples; where they are few, the last one of the slowest rank is waited for."""
     unit = setting.unit
@@ -252,7 +254,7 @@ def _models(summary: RankSummary) -> list[RankModel]:
     return models
 
 
-def _best_step_s(models: Sequence[RankModel], total: int, communication_s: float, setting: Setting) -> float:
+def _best_step_s(models: Sequence[RankModel], total: int, communication_s: float, setting: AdviceSetting) -> float:
     if all(model.cost.limit == 0 for model in models):
         return math.inf
     shares = best_shares(models, total, setting.unit or 1)

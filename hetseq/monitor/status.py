@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hetseq.monitor.advice import ADVICE_STEPS, Advice, Adviser, Setting
+from hetseq.monitor.advice import ADVICE_STEPS, Advice, AdviceSetting, Adviser
 from hetseq.monitor.rank_table import MEDIAN_STEPS, Numbers, RankSummary, Row, summarise
 
 _ADVICE_INTERVAL_S = 5.0
@@ -36,7 +36,7 @@ _BY_RANK = tuple(field.name for field in fields(RankSummary) if field.type == "N
 class RunStatus:
     """Follows the steps of one generation; only the rank that writes needs one."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: AdviceSetting) -> None:
         self.total_steps: int | None = None  # None: not known
         self._adviser = Adviser(setting)
         self._rows: deque[Row] = deque(maxlen=ADVICE_STEPS)

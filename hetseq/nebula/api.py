@@ -21,10 +21,10 @@ from hetseq.errors import CheckpointError, ConfigError
 from hetseq.nebula import ranks
 from hetseq.nebula.checkpoint import Checkpoint
 from hetseq.nebula.memory_budget import budget
-from hetseq.nebula.publish import Place
+from hetseq.nebula.publish import TagPlace
 from hetseq.nebula.service import Rules, Service
 from hetseq.nebula.slots import await_orphans
-from hetseq.nebula.tags import Commit, check, numbers_in, scan, tag_of
+from hetseq.nebula.tags import TagCommit, check, numbers_in, scan, tag_of
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def init(
         rank, world_size = ranks.world() if together is not False else (0, 1)
         if together and world_size == 1:
             raise ConfigError("together=True without several ranks: call torch.distributed.init_process_group before")
-        place = Place(root, keep, rank, _PATIENCE_S)
+        place = TagPlace(root, keep, rank, _PATIENCE_S)
         return Service(place, rules, world_size=world_size, agree=ranks.of_rank_zero)
 
     await_orphans(root, patience_s=_ORPHANS_S)
@@ -199,7 +199,7 @@ def _candidates(root: Path) -> Iterator[Checkpoint]:
     owner = _script.service
     living = owner.complete_tags() if owner is not None and owner.place.root == root else []
     found = {saving.attempt.folder_name: (saving.attempt.order, saving) for saving in living}
-    commits: dict[str, Commit] = {commit.path.name: commit for commit in scan(root).commits}
+    commits: dict[str, TagCommit] = {commit.path.name: commit for commit in scan(root).commits}
     orders = {name: commit.order for name, commit in commits.items()}
     orders.update({name: order for name, (order, _) in found.items()})
     for name in sorted(orders, key=lambda name: orders[name], reverse=True):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hetseq.errors import CheckpointError
 from hetseq.nebula.reading import MapLocation, load_file, load_slot
 from hetseq.nebula.saving import MEMORY, OPEN, PERSISTED, WRITING, Saving
-from hetseq.nebula.tags import Commit, check_name, read_commit
+from hetseq.nebula.tags import TagCommit, check_name, read_commit
 from hetseq.system.files import COMMIT_NAME
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Checkpoint:
         if type(num_of_files) is not int or num_of_files < -2 or num_of_files == 0:
             raise ValueError(f"num_of_files is {num_of_files!r}: expected a number of names, -1 or -2")
         self._tag = tag
-        self._commit: Commit | None = None
+        self._commit: TagCommit | None = None
         self._saving: Saving | None = None
         self._service: Service | None = None
         if tag:
@@ -44,7 +44,7 @@ class Checkpoint:
             self._saving = self._service.begin(tag, num_of_files, is_best=is_best)
 
     @classmethod
-    def found(cls, commit: Commit) -> Checkpoint:
+    def found(cls, commit: TagCommit) -> Checkpoint:
         """A complete tag on the disk."""
         checkpoint = cls()
         checkpoint._tag, checkpoint._commit = commit.tag, commit
@@ -149,7 +149,7 @@ class Checkpoint:
         return self._saving, self._service
 
     @property
-    def commit_on_disk(self) -> Commit | None:
+    def commit_on_disk(self) -> TagCommit | None:
         """What its COMMIT.json says; None while there is none."""
         if self._commit is None and self.status == PERSISTED and self.path is not None:
             self._commit = read_commit(self.path)

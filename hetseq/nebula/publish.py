@@ -22,10 +22,10 @@ from hetseq.checkpoint.history import HISTORY_NAME, append_history
 from hetseq.checkpoint.records import STATE_LIMIT, DamagedError, unseal
 from hetseq.errors import CheckpointError
 from hetseq.nebula.tags import (
-    Attempt,
-    Commit,
     FileRecord,
-    Manifest,
+    TagAttempt,
+    TagCommit,
+    TagManifest,
     check,
     commit_bytes,
     done_bytes,
@@ -75,7 +75,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Place:
+class TagPlace:
     """Where tags are saved, how many stay (-1: all), which rank this is, and how long others are waited for."""
 
     root: Path
@@ -89,17 +89,17 @@ class Place:
         return f"nebula {self.root}"
 
 
-class Publisher:
+class TagPublisher:
     """The folders that one process writes; it holds a lock on each until the tag is over, so nobody tidies it up."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: TagPlace) -> None:
         self._place = place
         self._locks: dict[str, int] = {}
 
-    def folder(self, attempt: Attempt) -> Path:
+    def folder(self, attempt: TagAttempt) -> Path:
         return self._place.root / attempt.folder_name
 
-    def open(self, attempt: Attempt, *, size_bytes: int) -> Path:
+    def open(self, attempt: TagAttempt, *, size_bytes: int) -> Path:
         """The folder of an attempt, with room for a file of this size. OSError where the disk refuses."""
         folder = self.folder(attempt)
         self._make_room(int(FREE_MARGIN * size_bytes))
@@ -113,14 +113,14 @@ class Publisher:
             self._locks[attempt.folder_name] = descriptor
         return folder
 
-    def close(self, attempt: Attempt) -> None:
+    def close(self, attempt: TagAttempt) -> None:
         """Give up the hold on a folder."""
         descriptor = self._locks.pop(attempt.folder_name, None)
         if descriptor is not None:
             with suppress(OSError):  # nothing was written by it
                 os.close(descriptor)
 
-    def write_manifest(self, manifest: Manifest) -> None:
+    def write_manifest(self, manifest: TagManifest) -> None:
         """Say what is in a file that is on the disk; and with several ranks commit, if it was the last one."""
         folder = self.folder(manifest.attempt)
         write_new(folder / manifest_name(manifest.name), manifest.to_bytes())
@@ -128,7 +128,9 @@ class Publisher:
         if manifest.attempt.world_size > 1 and manifest.attempt.num_of_files > 0:
             self._commit_if_full(manifest.attempt)
 
-    def commit(self, attempt: Attempt, names: Sequence[str], *, error: str | None, has_ended: bool) -> Commit | None:
+    def commit(
+        self, attempt: TagAttempt, names: Sequence[str], *, error: str | None, has_ended: bool
+    ) -> TagCommit | None:
         """This rank's part of a tag is over. Rank zero: the commit; None on other ranks.
 
         CheckpointError where a rank failed, was not heard of in time, or the names are not as many as were promised.
@@ -155,12 +157,12 @@ class Publisher:
         finally:
             self.close(attempt)
 
-    def discard(self, attempt: Attempt) -> None:
+    def discard(self, attempt: TagAttempt) -> None:
         """Remove the folder of an attempt that never will be complete."""
         self.close(attempt)
         _remove(self.folder(attempt))
 
-    def tidy(self, attempt: Attempt) -> None:
+    def tidy(self, attempt: TagAttempt) -> None:
         """After a commit: remove what is superseded now, and what killed scripts have left. A fault spoils nothing."""
         try:
             commits = scan(self._place.root).commits
@@ -183,7 +185,7 @@ class Publisher:
         except OSError as error:
             logger.warning("could not write %s in %s: %s", HISTORY_NAME, self._place.root, error)
 
-    def _commit(self, attempt: Attempt, files: Sequence[FileRecord]) -> Commit:
+    def _commit(self, attempt: TagAttempt, files: Sequence[FileRecord]) -> TagCommit:
         folder = self.folder(attempt)
         with suppress(FileNotFoundError):
             return read_commit(folder)  # it is there already: this is a repetition, or the last file brought it
@@ -198,14 +200,14 @@ class Publisher:
         sync_directory(folder.parent)
         return read_commit(folder)
 
-    def _commit_if_full(self, attempt: Attempt) -> None:
+    def _commit_if_full(self, attempt: TagAttempt) -> None:
         names = written_names(self.folder(attempt))
         if len(names) != attempt.num_of_files:
             return
         with suppress(DamagedError, FileExistsError, FileNotFoundError):  # another rank is at it
             self._commit(attempt, [read_manifest(self.folder(attempt), attempt, name)[1] for name in names])
 
-    def _gather(self, attempt: Attempt, patience_s: float) -> list[FileRecord]:
+    def _gather(self, attempt: TagAttempt, patience_s: float) -> list[FileRecord]:
         """What all ranks have written; reads the files that they leave, by name, since folders are listed late."""
         deadline = time.monotonic() + patience_s
         missing, files, errors = list(range(attempt.world_size)), list[FileRecord](), list[str]()
@@ -243,17 +245,17 @@ class Publisher:
             raise OSError(errno.ENOSPC, text, str(root))
 
 
-def _is_older(folder: Path, attempt: Attempt) -> bool:
+def _is_older(folder: Path, attempt: TagAttempt) -> bool:
     """Whether an attempt was begun before this one; with several ranks another one may be ahead of this one."""
     tag = tag_of(folder.name) or ""
     for entry in sorted(folder.glob("*.json")):
         with suppress(OSError, EOFError, ValueError, CheckpointError):
             record = unseal(read_bounded(entry, STATE_LIMIT), source=entry)
-            return Attempt.from_json(record, source=entry).created_ns < attempt.created_ns
+            return TagAttempt.from_json(record, source=entry).created_ns < attempt.created_ns
     return numbers_in(tag) < numbers_in(attempt.tag)
 
 
-def _is_intact(commit: Commit) -> bool:
+def _is_intact(commit: TagCommit) -> bool:
     try:
         check(commit, deep=True)
     except CheckpointError:

@@ -20,12 +20,12 @@ from hetseq.checkpoint.verification import reason_of
 from hetseq.errors import CheckpointError
 from hetseq.nebula.slots import Slot
 from hetseq.nebula.state_tree import rebuild
-from hetseq.nebula.tags import Commit, check_file, data_name
+from hetseq.nebula.tags import TagCommit, check_file, data_name
 
 MapLocation = str | torch.device | None
 
 
-def load_file(commit: Commit, name: str, map_location: MapLocation) -> Any:
+def load_file(commit: TagCommit, name: str, map_location: MapLocation) -> Any:
     """The state that was saved under a name; KeyError for no such name, CheckpointError where a byte has changed."""
     record = commit.file(name)
     if record is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hetseq.nebula.slots import Slot
-from hetseq.nebula.tags import Attempt
+from hetseq.nebula.tags import TagAttempt
 
 OPEN, MEMORY, WRITING, PERSISTED = "open", "memory", "writing", "persisted"
 FAILED, SUPERSEDED, ABANDONED = "failed", "superseded", "abandoned"
@@ -43,7 +43,7 @@ class SavedFile:
 class Saving:
     """A tag; `is_due` if it goes to the disk without further ado."""
 
-    attempt: Attempt
+    attempt: TagAttempt
     is_due: bool
     began_s: float  # monotonic
     files: dict[str, SavedFile] = field(default_factory=dict)

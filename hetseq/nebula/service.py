@@ -29,7 +29,7 @@ from hetseq.checkpoint.snapshot import image_bytes
 from hetseq.errors import CheckpointError, DisagreementError
 from hetseq.nebula.courier import Courier
 from hetseq.nebula.memory_budget import Budget
-from hetseq.nebula.publish import RETRY_S, Place, Publisher
+from hetseq.nebula.publish import RETRY_S, TagPlace, TagPublisher
 from hetseq.nebula.saving import (
     ABANDONED,
     AT_COMMIT,
@@ -44,7 +44,7 @@ from hetseq.nebula.saving import (
 )
 from hetseq.nebula.slots import Slot, Slots, anchor, holder_mark
 from hetseq.nebula.state_tree import Flat, flatten
-from hetseq.nebula.tags import Attempt, Manifest, data_name
+from hetseq.nebula.tags import TagAttempt, TagManifest, data_name
 from hetseq.nebula.writer import setting_of
 from hetseq.system.files import COMMIT_NAME
 
@@ -69,7 +69,7 @@ Agree = Callable[[list[int]], list[int]]
 class Service:
     """All tags that this process saves to one place. `agree` gives rank zero's integers on every rank."""
 
-    def __init__(self, place: Place, rules: Rules, *, world_size: int, agree: Agree) -> None:
+    def __init__(self, place: TagPlace, rules: Rules, *, world_size: int, agree: Agree) -> None:
         self.place, self._rules, self._world_size, self._agree = place, rules, world_size, agree
         self.savings: list[Saving] = []  # those that are not over, and the newest that are in memory, oldest first
         self._calls = threading.RLock()  # one call of the script at a time
@@ -77,7 +77,7 @@ class Service:
         self._slots = Slots(place, rules.allowed)
         self._anchor = anchor(place)
         self._courier = Courier(setting_of(place), [self._anchor.descriptor] if self._anchor is not None else [])
-        self._publisher = Publisher(place)
+        self._publisher = TagPublisher(place)
         self._serial = 0
         self._last_due_s: float | None = None
         self._has_warned = False
@@ -237,7 +237,7 @@ class Service:
                 if self._anchor is not None:
                     self._anchor.close(unlink=True)
 
-    def _agreed(self, tag: str, num_of_files: int, *, is_best: bool) -> tuple[Attempt, bool]:
+    def _agreed(self, tag: str, num_of_files: int, *, is_best: bool) -> tuple[TagAttempt, bool]:
         now_s = time.monotonic()
         is_due = is_best or self._last_due_s is None or now_s - self._last_due_s >= self._rules.interval_s
         nonce, mine = secrets.randbits(63), _number(f"{tag} {num_of_files} {is_best}")
@@ -249,7 +249,7 @@ class Service:
                     f"rank {self.place.rank} begins the tag {tag!r} (num_of_files={num_of_files}, is_best={is_best})"
                     " and rank 0 another one: every rank makes the same Checkpoints in the same order"
                 )
-        attempt = Attempt(tag, f"{values[0]:016x}", values[1], self._world_size, num_of_files, is_best)
+        attempt = TagAttempt(tag, f"{values[0]:016x}", values[1], self._world_size, num_of_files, is_best)
         return attempt, bool(values[2])
 
     def _copy(
@@ -310,7 +310,7 @@ class Service:
         try:
             folder = self._publisher.open(saving.attempt, size_bytes=size)
             _, crc32 = write_part(folder / data_name(name), pieces, flat.tensors)
-            self._publisher.write_manifest(Manifest(saving.attempt, name, size, crc32, flat.tree))
+            self._publisher.write_manifest(TagManifest(saving.attempt, name, size, crc32, flat.tree))
             file.is_written = True
         except OSError as error:
             self._note_failure(saving, f"{name}: {error.strerror or error}")

@@ -24,7 +24,7 @@ from hetseq.checkpoint.leftover_memory import sweep
 from hetseq.checkpoint.part_format import in_file_order
 from hetseq.checkpoint.snapshot import Snapshot
 from hetseq.nebula.memory_budget import Budget
-from hetseq.nebula.publish import Place
+from hetseq.nebula.publish import TagPlace
 from hetseq.system.files import lock
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Slot:
 class Slots:
     """The arenas of this process."""
 
-    def __init__(self, place: Place, allowed: Budget) -> None:
+    def __init__(self, place: TagPlace, allowed: Budget) -> None:
         self._place, self.allowed = place, allowed
         self._free: list[Slot] = []
         self._used: list[Slot] = []
@@ -180,7 +180,7 @@ def holder_mark() -> str:
     return f"{os.getpid()}:{_start_of(os.getpid())}"
 
 
-def anchor(place: Place) -> Arena | None:
+def anchor(place: TagPlace) -> Arena | None:
     """An arena without an image that says who saves to this path; None where there is no shared memory.
 
     The writer inherits its descriptor, so it is held as long as either of the two lives.

@@ -47,7 +47,7 @@ _MANIFEST_END = ".manifest.json"
 
 
 @dataclass(frozen=True)
-class Attempt:
+class TagAttempt:
     """One attempt to save one tag: known before its first byte is written, and the same on all ranks."""
 
     tag: str
@@ -79,7 +79,7 @@ class Attempt:
         }
 
     @staticmethod
-    def from_json(record: dict[str, Any], *, source: Path) -> Attempt:
+    def from_json(record: dict[str, Any], *, source: Path) -> TagAttempt:
         """The attempt that a record belongs to; DamagedError, or TooNewError for a newer version."""
         version = record.get("version")
         if record.get("format") != FORMAT or not _is_count(version) or version < 1:
@@ -107,7 +107,7 @@ class Attempt:
         )
         if not is_whole:
             raise DamagedError(f"{source.name}: tag, nonce, created_ns, world_size or is_best is not what it was")
-        return Attempt(tag, nonce, created, world, files, best)
+        return TagAttempt(tag, nonce, created, world, files, best)
 
 
 @dataclass(frozen=True)
@@ -131,10 +131,10 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class TagManifest:
     """What the writer of a file says about it: bytes, CRC-32 of every chunk, and the tree around its tensors."""
 
-    attempt: Attempt
+    attempt: TagAttempt
     name: str
     size_bytes: int
     crc32: tuple[int, ...]
@@ -152,24 +152,24 @@ class Manifest:
         return seal(record)
 
     @staticmethod
-    def from_bytes(content: bytes, *, source: Path) -> Manifest:
+    def from_bytes(content: bytes, *, source: Path) -> TagManifest:
         record = unseal(content, source=source)
-        attempt = Attempt.from_json(record, source=source)
+        attempt = TagAttempt.from_json(record, source=source)
         name, size, sums = record.get("name"), record.get("bytes"), record.get("crc32")
         if not (isinstance(name, str) and _is_count(size) and record.get("chunk_bytes") == CHUNK_BYTES):
             raise DamagedError(f"{source.name}: name, bytes or chunk_bytes is not what it should be")
         is_list = isinstance(sums, list) and all(_is_count(value) and value < 2**32 for value in sums)
         if not is_list or len(sums or ()) != math.ceil(size / CHUNK_BYTES):
             raise DamagedError(f"{source.name}: crc32 does not name one checksum for each {CHUNK_BYTES} bytes")
-        return Manifest(attempt, name, size, tuple(sums or ()), record.get("tree"))
+        return TagManifest(attempt, name, size, tuple(sums or ()), record.get("tree"))
 
 
 @dataclass(frozen=True)
-class Commit:
+class TagCommit:
     """A complete tag on the disk: its folder and what its COMMIT.json says."""
 
     path: Path
-    attempt: Attempt
+    attempt: TagAttempt
     files: tuple[FileRecord, ...]
 
     @property
@@ -222,36 +222,40 @@ def done_name(rank: int) -> str:
     return f"rank-{rank:05d}.done.json"
 
 
-def done_bytes(attempt: Attempt, rank: int, files: Sequence[FileRecord], error: str | None) -> bytes:
+def done_bytes(attempt: TagAttempt, rank: int, files: Sequence[FileRecord], error: str | None) -> bytes:
     """What a rank says when it will write no more for a tag; `error` where it failed."""
     record = {**attempt.to_json(), "rank": rank, "files": [file.to_json() for file in files], "error": error}
     return seal(record)
 
 
-def read_done(folder: Path, attempt: Attempt, rank: int) -> tuple[list[FileRecord], str | None]:
+def read_done(folder: Path, attempt: TagAttempt, rank: int) -> tuple[list[FileRecord], str | None]:
     """What a rank has written, and why it could not; FileNotFoundError before it has said so."""
     path = folder / done_name(rank)
     record = unseal(_content(path), source=path)
     files, error = record.get("files"), record.get("error")
-    if Attempt.from_json(record, source=path) != attempt or record.get("rank") != rank or not isinstance(files, list):
+    if (
+        TagAttempt.from_json(record, source=path) != attempt
+        or record.get("rank") != rank
+        or not isinstance(files, list)
+    ):
         raise DamagedError(f"{path.name}: it belongs to another checkpoint")
     return [FileRecord.from_json(entry, source=path) for entry in files], error if isinstance(error, str) else None
 
 
-def commit_bytes(attempt: Attempt, files: Iterable[FileRecord]) -> bytes:
+def commit_bytes(attempt: TagAttempt, files: Iterable[FileRecord]) -> bytes:
     """The content of COMMIT.json: the same for everyone who completes this attempt."""
     in_order = sorted(files, key=lambda file: file.name)
     return seal({**attempt.to_json(), "files": [file.to_json() for file in in_order]})
 
 
-def read_commit(folder: Path) -> Commit:
+def read_commit(folder: Path) -> TagCommit:
     """The commit of a folder, believed but not verified.
 
     FileNotFoundError where there is none, DamagedError for one that is not whole or belongs to another folder.
     """
     path = folder / COMMIT_NAME
     record = unseal(_content(path), source=path)
-    attempt, entries = Attempt.from_json(record, source=path), record.get("files")
+    attempt, entries = TagAttempt.from_json(record, source=path), record.get("files")
     if not isinstance(entries, list) or len(entries) > FILES_LIMIT:
         raise DamagedError(f"{path.name}: files is not what it should be")
     files = tuple(FileRecord.from_json(entry, source=path) for entry in entries)
@@ -259,20 +263,20 @@ def read_commit(folder: Path) -> Commit:
         raise DamagedError(f"{path.name}: a name stands there twice")
     if folder.name != attempt.folder_name:
         raise DamagedError(f"{path.name}: it belongs to {attempt.folder_name}")
-    return Commit(folder, attempt, files)
+    return TagCommit(folder, attempt, files)
 
 
-def read_manifest(folder: Path, attempt: Attempt, name: str) -> tuple[Manifest, FileRecord]:
+def read_manifest(folder: Path, attempt: TagAttempt, name: str) -> tuple[TagManifest, FileRecord]:
     """A manifest and how a commit will name it; DamagedError where it is that of another name or tag."""
     path = folder / manifest_name(name)
     content = _content(path)
-    manifest = Manifest.from_bytes(content, source=path)
+    manifest = TagManifest.from_bytes(content, source=path)
     if manifest.attempt != attempt or manifest.name != name:
         raise DamagedError(f"{path.name}: it belongs to another checkpoint, or to another name")
     return manifest, FileRecord(name, manifest.size_bytes, sha256(content))
 
 
-def check_file(commit: Commit, file: FileRecord, *, deep: bool) -> Manifest:
+def check_file(commit: TagCommit, file: FileRecord, *, deep: bool) -> TagManifest:
     """The manifest of a committed file, if all that belongs to the file is as it was; DamagedError names what is not.
 
     `deep` reads every byte of the file.
@@ -291,7 +295,7 @@ def check_file(commit: Commit, file: FileRecord, *, deep: bool) -> Manifest:
     return manifest
 
 
-def check(commit: Commit, *, deep: bool) -> None:
+def check(commit: TagCommit, *, deep: bool) -> None:
     """DamagedError for the first file of a tag that is not as it was."""
     for file in commit.files:
         check_file(commit, file, deep=deep)
@@ -317,16 +321,16 @@ def tag_of(folder_name: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Scan:
+class TagScan:
     """The complete tags of a root, newest first, and why other folders with a COMMIT.json are none."""
 
-    commits: list[Commit]
+    commits: list[TagCommit]
     refused: dict[Path, CheckpointError]
 
 
-def scan(root: Path) -> Scan:
+def scan(root: Path) -> TagScan:
     """Read every COMMIT.json in `root`."""
-    commits: list[Commit] = []
+    commits: list[TagCommit] = []
     refused: dict[Path, CheckpointError] = {}
     for folder in folders(root):
         try:
@@ -337,7 +341,7 @@ def scan(root: Path) -> Scan:
             refused[folder] = error
         except OSError as error:
             refused[folder] = DamagedError(f"{COMMIT_NAME}: {reason_of(error)}")
-    return Scan(sorted(commits, key=lambda commit: commit.order, reverse=True), refused)
+    return TagScan(sorted(commits, key=lambda commit: commit.order, reverse=True), refused)
 
 
 def written_names(folder: Path) -> list[str]:
@@ -352,7 +356,7 @@ def written_names(folder: Path) -> list[str]:
     return found
 
 
-def superseded(commits: Sequence[Commit], *, keep: int) -> list[Commit]:
+def superseded(commits: Sequence[TagCommit], *, keep: int) -> list[TagCommit]:
     """Those that may be deleted, oldest first, of `commits`, newest first: never the newest nor the newest best.
 
     `keep` is how many stay; -1 means all. Whoever deletes makes sure that one of those that stay is sound.

@@ -5,7 +5,7 @@ file, commit a tag. Refuses to know tensors, and which tags are due. The one ide
 is announced before it is asked for, so if the script is killed, this process finishes every tag that was complete,
 those included that were only in memory, and a script that starts again finds them.
 
-It speaks JSON lines over its standard input, a socket (`hetseq.checkpoint.writer.Line`).
+It speaks JSON lines over its standard input, a socket (`hetseq.checkpoint.writer.MessagePipe`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hetseq.checkpoint.arena import READY, Arena
 from hetseq.checkpoint.leftover_memory import sweep
 from hetseq.checkpoint.part_writer import PartWriting
 from hetseq.checkpoint.records import utc_text
-from hetseq.checkpoint.writer import Line
+from hetseq.checkpoint.writer import MessagePipe
 from hetseq.errors import CheckpointError
-from hetseq.nebula.publish import Place, Publisher
-from hetseq.nebula.tags import Attempt, Manifest, data_name, manifest_name
+from hetseq.nebula.publish import TagPlace, TagPublisher
+from hetseq.nebula.tags import TagAttempt, TagManifest, data_name, manifest_name
 from hetseq.system.processes import ignore_stop_signals
 
 logger = logging.getLogger(__name__)
@@ -39,17 +39,17 @@ _NICENESS = 10
 _FILLING_S = 600.0  # so long a copy may take
 
 
-def setting_of(place: Place) -> dict[str, Any]:
+def setting_of(place: TagPlace) -> dict[str, Any]:
     """The first line that a writer is to hear."""
     return {"root": str(place.root), "keep": place.keep, "rank": place.rank, "patience_s": place.patience_s}
 
 
-class Writer:
+class TagWriter:
     """Carries out requests in the order in which they come."""
 
-    def __init__(self, line: Line, place: Place, anchors: Sequence[int]) -> None:
+    def __init__(self, line: MessagePipe, place: TagPlace, anchors: Sequence[int]) -> None:
         self._line, self._place, self._anchors = line, place, anchors
-        self._publisher = Publisher(place)
+        self._publisher = TagPublisher(place)
         self._arenas: dict[str, Arena] = {}
         self._announced: dict[str, dict[str, Any]] = {}  # by folder: complete tags that are not on the disk
         self._acts = {"write": self._write, "commit": self._commit}
@@ -124,7 +124,7 @@ class Writer:
         began = time.perf_counter()
         arena, serial = self._arena(request["arena"]), request["image"]
         record = arena.record(serial)
-        attempt, name = Attempt.from_json(record["attempt"], source=_REQUEST), record["name"]
+        attempt, name = TagAttempt.from_json(record["attempt"], source=_REQUEST), record["name"]
         size, tree_size = record["file_bytes"], record["tree_bytes"]
         folder = self._publisher.open(attempt, size_bytes=size)
         if request.get("again"):
@@ -138,7 +138,7 @@ class Writer:
         finally:
             writing.close()
         tree = json.loads(bytes(arena.image[size : size + tree_size]))
-        self._publisher.write_manifest(Manifest(attempt, name, size, crc32, tree))
+        self._publisher.write_manifest(TagManifest(attempt, name, size, crc32, tree))
         arena.mark_written(serial)
         return {"seconds": time.perf_counter() - began}
 
@@ -172,7 +172,7 @@ class Writer:
         return writing.run(lambda: False)  # what is left of it
 
     def _commit(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        attempt = Attempt.from_json(request["attempt"], source=_REQUEST)
+        attempt = TagAttempt.from_json(request["attempt"], source=_REQUEST)
         commit = self._publisher.commit(
             attempt, request["names"], error=request["error"], has_ended=bool(request.get("has_ended"))
         )  # fmt: skip
@@ -180,7 +180,7 @@ class Writer:
 
     def _after(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
         """What follows from a tag that is over; nobody waits for it."""
-        attempt = Attempt.from_json(request["attempt"], source=_REQUEST)
+        attempt = TagAttempt.from_json(request["attempt"], source=_REQUEST)
         self._announced.pop(attempt.folder_name, None)
         if self._place.rank != 0:
             return
@@ -201,10 +201,10 @@ def _row(known: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, "result": "ok", "bytes": size, "files": files, "throughput_MBps": rate}
 
 
-class _Forward(logging.Handler):
+class _ForwardTag(logging.Handler):
     """Has the script's process log what this one has to say."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: MessagePipe) -> None:
         super().__init__()
         self._line = line
 
@@ -215,13 +215,13 @@ class _Forward(logging.Handler):
 def main() -> None:
     """The life of the process; its first line says where it works."""
     ignore_stop_signals()
-    line = Line(socket.socket(fileno=os.dup(0)))
-    logging.getLogger().addHandler(_Forward(line))
+    line = MessagePipe(socket.socket(fileno=os.dup(0)))
+    logging.getLogger().addHandler(_ForwardTag(line))
     logging.getLogger().setLevel(logging.INFO)
     setting = line.take(None)
     if setting is None:
         return
-    place = Place(Path(setting["root"]), setting["keep"], setting["rank"], setting["patience_s"])
+    place = TagPlace(Path(setting["root"]), setting["keep"], setting["rank"], setting["patience_s"])
     line.send({"started": os.getpid()})
-    Writer(line, place, setting["arenas"]).serve()
+    TagWriter(line, place, setting["arenas"]).serve()
     os._exit(0)  # nothing to tear down, and the arenas' maps may still be looked into

@@ -20,14 +20,14 @@ import numpy as np
 
 from hetseq.balance.noise_scale import NoiseScale
 from hetseq.cluster.membership.step_commit import Verdict, Wish
-from hetseq.comm.directory_groups import Sharing
+from hetseq.comm.directory_groups import DirectoryGroups
 from hetseq.config.sections import ValidationConfig
 from hetseq.errors import ConfigError
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.monitor.step_time import account
 from hetseq.run.checkpointing import Saved, Saver, draw_nonce
-from hetseq.run.regroup import Due
+from hetseq.run.regroup import PendingWork
 from hetseq.run_directory import RunDirectory, StatusFile
 from hetseq.system.rank_phase import Phase, Stand, amid
 from hetseq.training.controller import Controller, StepResult, TrainingState
@@ -48,7 +48,7 @@ class StatusFiles:
     def __init__(
         self,
         directory: RunDirectory,
-        sharing: Sharing,
+        sharing: DirectoryGroups,
         *,
         device: str,
         slots: Sequence[int] | None = None,
@@ -108,14 +108,14 @@ class StatusFiles:
                 self._files[self._rank][0].write(time.monotonic(), **{**self._newest, **now})
 
 
-def _gather_abouts(sharing: Sharing, about: dict[str, Any]) -> list[dict[str, Any]]:
+def _gather_abouts(sharing: DirectoryGroups, about: dict[str, Any]) -> list[dict[str, Any]]:
     """What each rank says of itself, in rank order. Collective."""
     text = json.dumps(about, ensure_ascii=False).encode("utf-8", "replace")
     row = np.frombuffer(text.ljust(_ABOUT_BYTES), np.int64)
     return [json.loads(gathered.tobytes()) for gathered in sharing.whole.all_gather_rows(row)]
 
 
-class RunBoundary:
+class AfterStep:
     """Validates, saves and reports for one rank."""
 
     def __init__(
@@ -166,15 +166,15 @@ class RunBoundary:
             controller.replica.buffers.synchronise_(result.plan.shares)
             self._saver.keep(controller.state, nonce=outcome.nonce, rows=self._metrics.last_rows())
 
-    def due(self, controller: Controller, result: StepResult) -> Due:
+    def due(self, controller: Controller, result: StepResult) -> PendingWork:
         """What follows from a step, for those who may have to do it in its place."""
         plan, outcome = result.plan, result.outcome
         row = self._row(controller, result)
-        return Due(
+        return PendingWork(
             plan.step, plan.epoch, plan.ends_epoch, outcome.save, outcome.nonce, result.best_before, row
         )  # fmt: skip
 
-    def make_up(self, controller: Controller, due: Due, *, ends_run: bool) -> None:
+    def make_up(self, controller: Controller, due: PendingWork, *, ends_run: bool) -> None:
         """Do what followed from the last step of the generation before, which did not come to it. Every rank calls it.
 
         What had been done of it is done once more: a row is written twice, and a checkpoint has another name.
@@ -197,7 +197,7 @@ class RunBoundary:
             self._tell(self._saver.save(controller.state, nonce=nonce, kinds=kinds, is_last=True, rows=rows))
 
     def _follow_up(
-        self, controller: Controller, due: Due, *, shares: tuple[int, ...], is_stopping: bool, ends_run: bool
+        self, controller: Controller, due: PendingWork, *, shares: tuple[int, ...], is_stopping: bool, ends_run: bool
     ) -> bool:
         """Compare the replicas, validate and save, as far as it is due; whether it came to a save or to the end."""
         state, replicas, buffers = controller.state, self._replicas, controller.replica.buffers
@@ -291,7 +291,7 @@ class RunBoundary:
             row["slots"] = list(self._status.slots)
         return row
 
-    def _is_validation_due(self, due: Due) -> bool:
+    def _is_validation_due(self, due: PendingWork) -> bool:
         steps = self._config.validate_interval_updates
         is_due = due.ends_epoch and due.epoch % self._config.validate_interval == 0
         return is_due or (steps > 0 and due.step % steps == 0)

@@ -19,7 +19,7 @@ import torch
 from hetseq import registry
 from hetseq.balance.cost_meter import AtOnce, complete_costs
 from hetseq.cluster.membership.step_commit import Wish
-from hetseq.comm.directory_groups import Sharing, everything_shared, send_tensor
+from hetseq.comm.directory_groups import DirectoryGroups, everything_shared, send_tensor
 from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import (
     CheckpointConfig,
@@ -31,18 +31,18 @@ from hetseq.data.loader import StepLoader
 from hetseq.data.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.data.shards import Shards
 from hetseq.errors import CheckpointMismatch, ConfigError
-from hetseq.monitor.advice import Setting
+from hetseq.monitor.advice import AdviceSetting
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import gradients_of
 from hetseq.parallel.replica import Replica, batch_norms, trained_parameters
-from hetseq.run.after_step import RunBoundary, StatusFiles
+from hetseq.run.after_step import AfterStep, StatusFiles
 from hetseq.run.checkpointing import Provenance, Saver, saved_batch
 from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
-from hetseq.run.loaded_task import Material
+from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.planning import check_best_metric, make_validators, planner_of, weights_by_slot
-from hetseq.run.regroup import Carried, Inherited, Succession, hand_over
+from hetseq.run.regroup import KeptState, Regroup, StartState, hand_over
 from hetseq.run.resume import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run.session import Session
 from hetseq.run_directory import RunDirectory
@@ -54,7 +54,7 @@ from hetseq.training.micro_batch_size import MicroBatchSizes
 from hetseq.training.optim import parameter_groups
 from hetseq.training.replica_check import ReplicaCheck, kind_of
 from hetseq.training.share import ComputeDevice, ShareComputer
-from hetseq.training.share_policy import FixedPace, MeasuredPace, Pace, assigner, assigner_by
+from hetseq.training.share_policy import FixedShares, MeasuredShares, SharePolicy, assigner, assigner_by
 from hetseq.training.throttle import Throttle
 from hetseq.training.validation import Validator
 
@@ -78,15 +78,15 @@ class RankJob:
     config: Config
     directory: RunDirectory
     group: AnyGroup
-    material: Material
+    material: LoadedTask
     metrics: Metrics
     wish: Callable[[], Wish] = lambda: Wish.NONE
-    sharing: Sharing | None = None
+    sharing: DirectoryGroups | None = None
     slots: tuple[int, ...] = ()
-    succession: Succession | None = None
+    succession: Regroup | None = None
 
     @functools.cached_property
-    def directory_group(self) -> Sharing:
+    def directory_group(self) -> DirectoryGroups:
         """The ranks that share the run directory, and those that do not."""
         return self.sharing or everything_shared(self.group)
 
@@ -101,7 +101,7 @@ class RankJob:
         return self.slots_of_ranks[self.group.rank]
 
     @property
-    def carried(self) -> Carried | None:
+    def carried(self) -> KeptState | None:
         """What this rank keeps from the generation before."""
         return self.succession.carried if self.succession is not None else None
 
@@ -119,7 +119,7 @@ class Start:
     provenance: Provenance
     saver: Saver
     parts: Sequence[tuple[str, int]] | None  # of the data, by rank, with --data-by-host
-    inherited: Inherited | None = None
+    inherited: StartState | None = None
     beginning: Beginning | None = None
 
 
@@ -139,7 +139,7 @@ class Reports:
     run_status: RunStatus
     status: StatusFiles
     replicas: ReplicaCheck | None
-    boundary: RunBoundary
+    boundary: AfterStep
 
 
 def build_session(job: RankJob) -> Session:
@@ -185,7 +185,7 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
     asked = global_batch(config.data, job.group)
     parts = parts_of_ranks(job.material, job.group) if config.data.data_by_host else None
     provenance = _provenance(job, replica, asked, parts) if job.carried is None else job.carried.provenance
-    inherited: Inherited | None = None
+    inherited: StartState | None = None
     beginning: Beginning | None = None
     if job.succession is not None:
         inherited = hand_over(job.succession, replica, provenance, job.directory_group)
@@ -238,9 +238,9 @@ def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitSta
     )  # fmt: skip
     undo.callback(loader.close)
     at_once, meter = functools.partial(_most_work_at_once, planner, sizes), carried.meter if carried else None
-    pace: Pace = FixedPace(weights, meter=meter, at_once=at_once)
+    pace: SharePolicy = FixedShares(weights, meter=meter, at_once=at_once)
     if is_balanced:
-        pace = MeasuredPace(
+        pace = MeasuredShares(
             planner, loader, rank=group.rank, world_size=group.world_size, meter=meter, costs=costs, at_once=at_once,
         )  # fmt: skip
     return Feed(StepFeed(planner, loader, pace), shards, is_last)
@@ -252,7 +252,7 @@ def build_reports(
     """What happens after each step: status, validation, saves, the comparison of replicas. Collective."""
     config, planner = job.config, feed.steps.planner
     unit = 0 if planner.lengths is not None else planner.unit
-    setting = Setting(str(config.checkpoint.save_dir), config.distributed.balance, unit, feed.shards is not None)
+    setting = AdviceSetting(str(config.checkpoint.save_dir), config.distributed.balance, unit, feed.shards is not None)
     run_status, device = RunStatus(setting), job.material.device
     status = StatusFiles(
         job.directory, job.directory_group, device=str(device), slots=job.slots_of_ranks, run=run_status
@@ -260,7 +260,7 @@ def build_reports(
     replicas, every = None, config.distributed.check_replicas_every
     if every and job.group.world_size > 1:
         replicas = ReplicaCheck(replica, job.group, job.metrics, every=every, kind=kind_of(device))
-    boundary = RunBoundary(
+    boundary = AfterStep(
         config=config.validation, validators=validators, saver=start.saver, metrics=job.metrics, status=status,
         replicas=replicas,
     )  # fmt: skip
@@ -321,7 +321,7 @@ def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controlle
 # What the builders need.
 
 
-def _build_optimizer(config: Config, material: Material) -> torch.optim.Optimizer:
+def _build_optimizer(config: Config, material: LoadedTask) -> torch.optim.Optimizer:
     """The optimizer of the task, else the one that --optimizer names."""
     groups = parameter_groups(material.model, config.optimization)
     optimizer = material.task.build_optimizer(groups)
@@ -462,7 +462,7 @@ def _total_steps(config: Config, samples: int, batch: GlobalBatch, state: Traini
     return place.step - 1 + min(limits) if limits else None
 
 
-def _say_what_runs(controller: Controller, material: Material) -> None:
+def _say_what_runs(controller: Controller, material: LoadedTask) -> None:
     parameters = sum(parameter.numel() for parameter in material.model.parameters())
     plan = controller.planner.plan(controller.state.position)
     logger.info(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hetseq.checkpoint import CheckpointManager, Identity, Loaded, SaveResult
 from hetseq.cluster.membership.step_commit import parse_lineage
-from hetseq.comm.directory_groups import Sharing
+from hetseq.comm.directory_groups import DirectoryGroups
 from hetseq.config.sections import CheckpointConfig
 from hetseq.data.plan import GlobalBatch, Position
 from hetseq.parallel.replica import Replica
@@ -79,7 +79,7 @@ class Saver:
         provenance: Provenance,
         replica: Replica,
         *,
-        sharing: Sharing,
+        sharing: DirectoryGroups,
         generation: int = 0,
         before: Saver | None = None,
         now: Callable[[], float] = time.monotonic,

@@ -64,8 +64,8 @@ _KNOWN = (sys.stdlib_module_names | {"hetseq", "torch"}) - {"__main__"}
 Numbers = npt.NDArray[np.float64]
 
 
-class Material(Protocol):
-    """What is needed of `hetseq.run.loaded_task.Material`; `part` with --data-by-host alone."""
+class TaskToCompare(Protocol):
+    """What is needed of `hetseq.run.loaded_task.LoadedTask`; `part` with --data-by-host alone."""
 
     @property
     def task(self) -> Any: ...
@@ -79,7 +79,7 @@ class Material(Protocol):
     def part(self) -> str: ...
 
 
-def rank_fields(config: Config, material: Material, *, now: Callable[[], float] = time.monotonic) -> Fields:
+def rank_fields(config: Config, material: TaskToCompare, *, now: Callable[[], float] = time.monotonic) -> Fields:
     """What this rank presents before it meets its peers; `config` has the options of the user's own completed.
 
     Raises what the data set raises for a sample it cannot read, and TaskFileError for a wrong `ordered_indices`.
@@ -134,7 +134,7 @@ def data_digest(dataset: Any, seed: int) -> str:
 # Code
 
 
-def _code_fields(material: Material) -> Fields:
+def _code_fields(material: TaskToCompare) -> Fields:
     """The files of the task's class and of its bases, and what else of the user's a run is made of."""
     used = (material.task, material.train, *material.model.modules())
     modules = {kind.__module__ for thing in used for kind in type(thing).__mro__ if not _is_known(kind.__module__)}

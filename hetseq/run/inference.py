@@ -23,13 +23,13 @@ import torch
 from hetseq import registry
 from hetseq.balance.shares import assign_shares
 from hetseq.checkpoint import CheckpointManager, Retention
-from hetseq.cluster.membership.assignment import Errand
+from hetseq.cluster.membership.assignment import InferenceJob
 from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import Config
 from hetseq.data.loader import MicroBatch, range_reader
 from hetseq.errors import CheckpointError, ConfigError, HetSeqError, TaskError
 from hetseq.parallel.replica import load_model_, model_tensors
-from hetseq.run.loaded_task import Material, load_material
+from hetseq.run.loaded_task import LoadedTask, load_material
 from hetseq.run.planning import make_validators
 from hetseq.run_directory import RunDirectory, json_line, write_all
 from hetseq.system import rank_phase as whereabouts
@@ -49,7 +49,7 @@ _TELL_EVERY_S = 10.0
 _ANEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def prepare(errand: Errand, config: Config, device: torch.device) -> Material:
+def prepare(errand: InferenceJob, config: Config, device: torch.device) -> LoadedTask:
     """The task, its data and its model on this rank. Raises HetSeqError, for a task without predictions at once."""
     task = make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
     if errand.output is not None and not is_overridden(task, "predictions"):
@@ -60,7 +60,7 @@ def prepare(errand: Errand, config: Config, device: torch.device) -> Material:
     return material
 
 
-def perform(errand: Errand, config: Config, material: Material, group: AnyGroup) -> str:
+def perform(errand: InferenceJob, config: Config, material: LoadedTask, group: AnyGroup) -> str:
     """Do the errand; every rank calls it and gets the same lines for the user. Raises HetSeqError."""
     whereabouts.enter(Phase.SWEEPING)
     group.deadline_s = config.distributed.step_deadline or _SILENCE_S
@@ -77,7 +77,7 @@ def perform(errand: Errand, config: Config, material: Material, group: AnyGroup)
     return "\n".join(lines)
 
 
-def _load(errand: Errand, config: Config, material: Material, group: AnyGroup) -> int:
+def _load(errand: InferenceJob, config: Config, material: LoadedTask, group: AnyGroup) -> int:
     """Give the model the weights of the checkpoint; the number of its step."""
     directory, which = RunDirectory(Path(errand.run)), config.checkpoint.restore_file
     which = "latest" if which == type(config.checkpoint).restore_file else which

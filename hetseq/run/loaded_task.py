@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Material:
+class LoadedTask:
     """The user's part of a run on this rank."""
 
     task: Task
@@ -63,7 +63,7 @@ class Material:
         return Source(dataset, collate, count, self.place, len(self.terms), self.seed, self.device.type == "cuda")
 
 
-def load_material(config: Config, device: torch.device, task: Task | None = None) -> Material:
+def load_material(config: Config, device: torch.device, task: Task | None = None) -> LoadedTask:
     """The task, its data and its model for this rank; every rank calls it, without a collective. Raises HetSeqError."""
     precision, seed = PRECISIONS[config.optimization.precision], config.task.seed
     task = task or make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
@@ -85,7 +85,7 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
         compiling.warm_up(
             task, model, batches, validates=bool(valid), computing=functools.partial(precision.computing, device)
         )
-    return Material(task, train, valid, model, terms, place, seed, device, precision)
+    return LoadedTask(task, train, valid, model, terms, place, seed, device, precision)
 
 
 def _validation_splits(task: Task, config: DataConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from hetseq.data.fetch import base_order
 from hetseq.data.plan import Assign, GlobalBatch, Lengths, MicroBatchCap, Planner
 from hetseq.data.shards import Shards
 from hetseq.errors import ConfigError
-from hetseq.run.loaded_task import Material
+from hetseq.run.loaded_task import LoadedTask
 from hetseq.task import lengths_of, weights_of
 from hetseq.training.micro_batch_size import MicroBatchSizes
 from hetseq.training.validation import Validator
@@ -93,7 +93,7 @@ def _lengths_by_place(dataset: Any) -> Lengths | None:
     return lambda places: lengths(base[places])
 
 
-def make_validators(config: Config, material: Material, sizes: MicroBatchSizes | None = None) -> list[Validator]:
+def make_validators(config: Config, material: LoadedTask, sizes: MicroBatchSizes | None = None) -> list[Validator]:
     """One validator per validation split, in the order of --valid-subset.
 
     Where the options give no size for validation, a forward is no larger than `sizes`, those of training, come to be.
@@ -127,7 +127,7 @@ def _learned(sizes: MicroBatchSizes) -> MicroBatchCap:
     return MicroBatchCap() if sizes.is_fixed else sizes.cap
 
 
-def check_best_metric(config: ValidationConfig, validators: list[Validator], material: Material) -> None:
+def check_best_metric(config: ValidationConfig, validators: list[Validator], material: LoadedTask) -> None:
     """Raise ConfigError for a --best-checkpoint-metric that validation will not give, rather than after an epoch."""
     name = config.best_checkpoint_metric
     if not validators or name == "loss":

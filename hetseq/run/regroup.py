@@ -21,7 +21,7 @@ import torch
 from hetseq.balance.cost_meter import CostMeter
 from hetseq.checkpoint import Identity, Loaded
 from hetseq.cluster.membership.decide import Record
-from hetseq.comm.directory_groups import Sharing, send_bytes
+from hetseq.comm.directory_groups import DirectoryGroups, send_bytes
 from hetseq.errors import DisagreementError, PeerLostError
 from hetseq.parallel.replica import Replica
 from hetseq.run.checkpointing import Provenance, Saver, batch_record, describe, read_state, saved_batch
@@ -36,7 +36,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Due:
+class PendingWork:
     """What follows from a step besides training, as far as its commit decided it; the same on all ranks."""
 
     step: int
@@ -49,7 +49,7 @@ class Due:
 
 
 @dataclass
-class Carried:
+class KeptState:
     """What a rank keeps when a generation ends; of the model the numbers are where they were."""
 
     optimizer: torch.optim.Optimizer
@@ -57,16 +57,16 @@ class Carried:
     provenance: Provenance
     saver: Saver
     meter: CostMeter
-    due: Due | None = None  # interrupted
+    due: PendingWork | None = None  # interrupted
     rows: tuple[Row, ...] = ()  # the last ones, for a writer that comes to it without them
 
 
 @dataclass(frozen=True)
-class Succession:
+class Regroup:
     """A rank's way into a generation after the first one; `carried` is None on a rank that is given the state."""
 
     record: Record
-    carried: Carried | None
+    carried: KeptState | None
 
     @property
     def source(self) -> int:
@@ -74,32 +74,32 @@ class Succession:
         return self.record.roster.index(self.record.donors[0])
 
 
-def succession_by(record: Record, carried: Carried | None) -> Succession | None:
+def succession_by(record: Record, carried: KeptState | None) -> Regroup | None:
     """A rank's way into the generation of a record; None: nobody holds a state, and all begin as at a start.
 
     Raises PeerLostError where too few are there for that: there is nothing that they could save before they stop.
     """
     if record.base is not None:
-        return Succession(record, carried)
+        return Regroup(record, carried)
     if record.is_last:
         raise PeerLostError("has nothing to go on with: the state is lost, and too few ranks or not all data are left")
     return None
 
 
 @dataclass(frozen=True)
-class Inherited:
+class StartState:
     """What all ranks of a generation begin with."""
 
     state: TrainingState
     provenance: Provenance
-    due: Due | None
+    due: PendingWork | None
     rows: tuple[Row, ...]
     last_saved: int
     owes: bool  # a checkpoint
     known: tuple[int, ...]  # commits that the state follows
 
 
-def hand_over(succession: Succession, replica: Replica, provenance: Provenance, sharing: Sharing) -> Inherited:
+def hand_over(succession: Regroup, replica: Replica, provenance: Provenance, sharing: DirectoryGroups) -> StartState:
     """Bring every rank to the state of the generation: fresh ones are given it, and it is compared. Collective.
 
     Raises DisagreementError where something else arrived than was sent, PeerLostError.
@@ -111,14 +111,14 @@ def hand_over(succession: Succession, replica: Replica, provenance: Provenance, 
     faults.point("transfer")
     if succession.record.fresh:
         state = _send_state(succession, replica, provenance, sharing, state)
-    due = Due(**told["due"]) if told["due"] is not None else None
+    due = PendingWork(**told["due"]) if told["due"] is not None else None
     if due is not None:
         state.best = due.best  # what it was validated to be is found again
     rows = tuple(told["rows"])
-    return Inherited(state, provenance, due, rows, told["last_saved"], told["owes"], tuple(told["known"]))
+    return StartState(state, provenance, due, rows, told["last_saved"], told["owes"], tuple(told["known"]))
 
 
-def _words(carried: Carried | None) -> str:
+def _words(carried: KeptState | None) -> str:
     """What the source tells besides the state; the others' words are not listened to."""
     if carried is None:
         return "{}"
@@ -137,7 +137,7 @@ def _words(carried: Carried | None) -> str:
 
 
 def _send_state(
-    succession: Succession, replica: Replica, provenance: Provenance, sharing: Sharing, state: TrainingState
+    succession: Regroup, replica: Replica, provenance: Provenance, sharing: DirectoryGroups, state: TrainingState
 ) -> TrainingState:
     """Give the fresh ranks model, optimizer and state; the state of this rank afterwards."""
     group, is_fresh = sharing.whole, succession.carried is None

@@ -25,7 +25,7 @@ import numpy as np
 from torch import Tensor
 
 from hetseq.checkpoint import CheckpointManager, Loaded, Retention, TooNewError
-from hetseq.comm.directory_groups import Sharing
+from hetseq.comm.directory_groups import DirectoryGroups
 from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import CheckpointConfig, flag
 from hetseq.data.plan import GlobalBatch, Position
@@ -96,7 +96,7 @@ def choose_checkpoint(
     manager: CheckpointManager,
     config: CheckpointConfig,
     directory: RunDirectory,
-    sharing: Sharing,
+    sharing: DirectoryGroups,
     target: Target | None = None,
 ) -> Beginning | None:
     """What --restore-file means here; None: begin. Collective.
@@ -145,7 +145,7 @@ class _Sight:
     is_elsewhere: bool  # a path that lies outside of every run directory
 
 
-def _look_around(manager: CheckpointManager, which: str, directory: RunDirectory, sharing: Sharing) -> _Sight:
+def _look_around(manager: CheckpointManager, which: str, directory: RunDirectory, sharing: DirectoryGroups) -> _Sight:
     """Only writers look: other ranks of a directory may see an older list of its files. Collective."""
     row, trouble = [0, 0, 0, 0], ""
     if sharing.is_writer:
@@ -194,7 +194,7 @@ def _load_newest(
     manager: CheckpointManager,
     which: str,
     directory: RunDirectory,
-    sharing: Sharing,
+    sharing: DirectoryGroups,
     *,
     into: Mapping[str, Tensor],
     accepts: Callable[[Loaded, bool], bool],
@@ -237,7 +237,7 @@ def _load_newest(
 
 
 def _say_what_is_lacking(
-    directory: RunDirectory, loaded: Loaded | None, error: Exception | None, sharing: Sharing, source: int
+    directory: RunDirectory, loaded: Loaded | None, error: Exception | None, sharing: DirectoryGroups, source: int
 ) -> None:
     has = "no checkpoint" if loaded is None else f"only the checkpoint of step {loaded.identity.step}"
     is_worth_a_warning = error is not None and sharing.is_writer
@@ -274,7 +274,7 @@ def _offer(loaded: Loaded | None, error: Exception | None, directory: RunDirecto
 
 
 def begin_from(
-    beginning: Beginning, directory: RunDirectory, saver: Saver, sharing: Sharing, *, metrics: Metrics
+    beginning: Beginning, directory: RunDirectory, saver: Saver, sharing: DirectoryGroups, *, metrics: Metrics
 ) -> None:
     """Write into the run directory that it goes on, once nothing is left that a rank could refuse. Collective.
 

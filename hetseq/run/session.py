@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from hetseq.cluster.membership.decide import Update
 from hetseq.errors import DisagreementError
 from hetseq.monitor.metrics import Metrics
-from hetseq.run.after_step import RunBoundary, StatusFiles
+from hetseq.run.after_step import AfterStep, StatusFiles
 from hetseq.run.checkpointing import Provenance, Saver
-from hetseq.run.regroup import Carried, Due
+from hetseq.run.regroup import KeptState, PendingWork
 from hetseq.training.controller import Controller, Halt
 from hetseq.training.replica_check import ReplicasDiffer
 
@@ -24,11 +24,11 @@ class Session:
     controller: Controller
     saver: Saver
     status: StatusFiles
-    boundary: RunBoundary
+    boundary: AfterStep
     _provenance: Provenance
     _metrics: Metrics
     _is_last: bool = False  # nothing is trained in this generation
-    _due: Due | None = None  # left over from the generation before
+    _due: PendingWork | None = None  # left over from the generation before
     _is_trusted: bool = True  # all ranks hold the same state
     _is_open: bool = True
 
@@ -69,7 +69,7 @@ class Session:
         self.boundary.save_now(self.controller)
         return Halt.STOPPED
 
-    def carry(self, last: Update | None) -> Carried:
+    def carry(self, last: Update | None) -> KeptState:
         """What is kept for the next generation, once this one is over; `last` is the update that made its base.
 
         The session is closed by it.
@@ -81,7 +81,7 @@ class Session:
             due = self.boundary.due(controller, controller.unsettled)
             if controller.unsettled is not unsettled:
                 self._metrics.step(due.row)
-        carried = Carried(
+        carried = KeptState(
             controller.replica.optimizer, controller.state, self._provenance, self.saver, controller.pace.meter, due,
             self._metrics.last_rows(),
         )  # fmt: skip

@@ -21,7 +21,7 @@ import torch
 
 from hetseq.checkpoint import Identity, Loaded
 from hetseq.checkpoint.part_io import can_be_filled
-from hetseq.comm.directory_groups import Sharing, send_bytes, send_tensor
+from hetseq.comm.directory_groups import DirectoryGroups, send_bytes, send_tensor
 from hetseq.monitor.metrics import row_key
 from hetseq.run_directory import RunDirectory, replace_file
 
@@ -33,7 +33,7 @@ _Key = Callable[[int, Mapping[str, Any]], Any]
 
 
 def send_checkpoint(
-    sharing: Sharing,
+    sharing: DirectoryGroups,
     loaded: Loaded | None,
     *,
     source: int,
@@ -88,7 +88,9 @@ def _describe(loaded: Loaded) -> dict[str, Any]:
     }
 
 
-def complete_rows(directory: RunDirectory, sharing: Sharing, *, step: int, source: int, is_received: bool) -> None:
+def complete_rows(
+    directory: RunDirectory, sharing: DirectoryGroups, *, step: int, source: int, is_received: bool
+) -> None:
     """Give each directory the rows and events up to `step` that it lacks and another one has; collective.
 
     A directory that has just received the checkpoint of rank `source` (`is_received`) gets its rows as well: its own
@@ -100,7 +102,7 @@ def complete_rows(directory: RunDirectory, sharing: Sharing, *, step: int, sourc
     _complete(directory.events, lambda place, _: place, sharing, step=step, is_counted=False)
 
 
-def _adopt_rows(path: Path, sharing: Sharing, *, step: int, source: int, is_received: bool) -> None:
+def _adopt_rows(path: Path, sharing: DirectoryGroups, *, step: int, source: int, is_received: bool) -> None:
     """The rows of rank `source` up to `step`, in place of their own, for those who got its checkpoint."""
     lines = _lines(path, lambda _, row: row_key(row)) if sharing.is_writer else {}
     earlier = [lines[name][0] for name in sorted(lines) if lines[name][1] <= step]
@@ -121,7 +123,7 @@ def _write(path: Path, text: bytes, what: str, giver: int, step: int) -> None:
         logger.warning("cannot write %s (%s): it lacks rows up to step %d", path, error.strerror, step)
 
 
-def _complete(path: Path, key: _Key, sharing: Sharing, *, step: int, is_counted: bool) -> None:
+def _complete(path: Path, key: _Key, sharing: DirectoryGroups, *, step: int, is_counted: bool) -> None:
     """One file. The events of two directories differ (each tells of its own saves), so that only none are too few."""
     lines = _lines(path, key) if sharing.is_writer else {}
     earlier = {name: line for name, (line, at) in lines.items() if at <= step}

@@ -23,7 +23,7 @@ _OWN_SCREEN, _OTHER_SCREEN = b"\x1b[?1049l\x1b[?25h", b"\x1b[?1049h\x1b[?25l"
 _GONE = (errno.EIO, errno.EPIPE, errno.ENXIO)
 
 
-class Ending:
+class ViewEnding:
     """Whether a signal has asked the view to end; `bell` can be read from then on."""
 
     def __init__(self, bell: int, ignore: Callable[[], None]) -> None:
@@ -38,7 +38,7 @@ class Ending:
 
 
 @contextmanager
-def ending_once() -> Iterator[Ending]:
+def ending_once() -> Iterator[ViewEnding]:
     """Ctrl-C, SIGTERM and SIGHUP end the view between two pictures, and the latter two then the process.
 
     A second one, before the first was heard, ends it at once. A terminal that is gone ends it without a word; a signal
@@ -56,7 +56,7 @@ def ending_once() -> Iterator[Ending]:
         for number in before:
             signal.signal(number, signal.SIG_IGN)
 
-    ending = Ending(bell, ignore)
+    ending = ViewEnding(bell, ignore)
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     before = {number: handler for number, handler in before.items() if handler != signal.SIG_IGN}
     try:
@@ -76,7 +76,7 @@ def ending_once() -> Iterator[Ending]:
 
 
 @contextmanager
-def keys(ending: Ending) -> Iterator[Callable[[float], bool]]:
+def keys(ending: ViewEnding) -> Iterator[Callable[[float], bool]]:
     """Gives what waits for so many seconds, and says whether the view is to end: by q, or as `ending` says.
 
     Without a terminal to read from there are no keys.

@@ -47,7 +47,7 @@ from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import Phase
 from hetseq.training.precision import LossScale
 from hetseq.training.share import Part, ShareComputer
-from hetseq.training.share_policy import Pace, Shift
+from hetseq.training.share_policy import SharePolicy, Shift
 from hetseq.training.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class StepFeed:
 
     planner: Planner
     loader: StepLoader
-    pace: Pace
+    pace: SharePolicy
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Shift:
     after_s: float
 
 
-class Pace(Protocol):
+class SharePolicy(Protocol):
     """Who gets how much of a step; every rank calls all of it, with the same rows."""
 
     meter: CostMeter  # of this rank
@@ -63,7 +63,7 @@ class Pace(Protocol):
         ...
 
 
-class FixedPace:
+class FixedShares:
     """`--balance equal` and fixed weights: costs are measured and shown, and change nothing."""
 
     def __init__(
@@ -88,7 +88,7 @@ class FixedPace:
         return assign_shares(total, self._weights)
 
 
-class MeasuredPace:
+class MeasuredShares:
     """`--balance auto`: shares that give the shortest step by the costs of all ranks.
 
     `at_once` gives the most work that this rank does at once by now, None for a whole share. `meter` and `costs`,

@@ -1,7 +1,7 @@
 """The promise holds while the shares change in every step, and ranks that change them otherwise are found.
 
-A `Rotating` pace moves the weights round by one rank in each step, as `MeasuredPace` moves shares: through the planner
-and the loader, two steps ahead. One of the weights is 0, so every rank has nothing to do now and then.
+A `Rotating` policy moves the weights round by one rank in each step, as `MeasuredShares` moves shares: through the
+planner and the loader, two steps ahead. One of the weights is 0, so every rank has nothing to do now and then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hetseq.run.session import Session
 from hetseq.run_directory import RunDirectory
 from hetseq.task import make_task
 from hetseq.training.share import Part
-from hetseq.training.share_policy import MeasuredPace, Shift
+from hetseq.training.share_policy import MeasuredShares, Shift
 from tests.support import oracle, toys
 from tests.support.ranks import RankRaised, run_ranks
 from tests.support.training import Facts, Recorder, facts_of, prepared, toy_words
@@ -268,7 +268,7 @@ CLASSES["Work"] = (Work, oracle.integers)
 
 def measure(group: AnyGroup, save_dir: str, words: Words) -> tuple[Facts, bool]:
     session, recorder = session_of(group, save_dir, "Work", words)
-    is_measured = isinstance(session.controller.pace, MeasuredPace)
+    is_measured = isinstance(session.controller.pace, MeasuredShares)
     return facts_of(session, recorder), is_measured
 
 

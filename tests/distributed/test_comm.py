@@ -72,7 +72,7 @@ def connect_again(group: Group, keys: list[bytes]) -> int:
     inner = group.subgroup([*range(group.world_size)][::-1], "again") if not keys else None
     if inner is not None:
         return inner.rank
-    meeting = comm.Meeting(group._meeting.store, group._meeting.name + "/other", keys[group.rank])
+    meeting = comm.GroupMeeting(group._meeting.store, group._meeting.name + "/other", keys[group.rank])
     other = comm.connect(rank=group.rank, world_size=group.world_size, meeting=meeting, timeout_s=5)
     return int(other.all_gather_rows(np.array([1], np.int64)).sum())
 
@@ -112,7 +112,7 @@ def send_over_what_was_cut(group: Group, deadline_s: float) -> float:
     """The longest that rank 0 needs to see that the connections over which it sends have just been cut."""
     longest = 0.0
     for number in range(40):  # gloo forgets about one send in eight
-        meeting = comm.Meeting(group._meeting.store, f"{group._meeting.name}/cut-{number}", b"key")
+        meeting = comm.GroupMeeting(group._meeting.store, f"{group._meeting.name}/cut-{number}", b"key")
         other = comm.connect(rank=group.rank, world_size=2, meeting=meeting, timeout_s=deadline_s)
         other.broadcast(torch.zeros(300), source=0)
         if group.rank == 0:
@@ -137,7 +137,7 @@ def find_doors(group: Group) -> int:
     before = dict.fromkeys(range(1024), ("127.0.0.1", 1)) | wall.listening()
     with mock.patch.object(wall, "listening", listen := mock.Mock(wraps=wall.listening)):
         listen.side_effect = [before, mock.DEFAULT]
-        meeting = comm.Meeting(group._meeting.store, group._meeting.name + "/doors", b"key")
+        meeting = comm.GroupMeeting(group._meeting.store, group._meeting.name + "/doors", b"key")
         other = comm.connect(rank=group.rank, world_size=group.world_size, meeting=meeting, timeout_s=5)
     return len(other._ports)
 
@@ -178,7 +178,7 @@ class Crowded:
 
 def connect_in_a_crowd(group: Group, sources: tuple[str, ...], source: str) -> tuple[str, int]:
     store = Crowded(group._meeting.store, source)
-    meeting = comm.Meeting(store, group._meeting.name + "/crowded", b"key", sources=sources)
+    meeting = comm.GroupMeeting(store, group._meeting.name + "/crowded", b"key", sources=sources)
     try:
         inner = comm.connect(rank=group.rank, world_size=2, meeting=meeting, timeout_s=0.5)
         said, total = "", int(inner.all_gather_rows(np.array([1], np.int64)).sum())
@@ -222,7 +222,7 @@ def wait_for_nobody(group: Group) -> float:
     if group.rank == 1:
         group.all_gather_rows(np.zeros(1, np.int64))
         return 0.0
-    meeting = comm.Meeting(group._meeting.store, group._meeting.name + "/empty", b"key")
+    meeting = comm.GroupMeeting(group._meeting.store, group._meeting.name + "/empty", b"key")
     began = time.monotonic()
     with pytest.raises(RendezvousError, match=r"rank 0 at 127\.0\.0\.1 waited up to 0\.5 s for 2 ranks"):
         comm.connect(rank=0, world_size=2, meeting=meeting, timeout_s=0.5)

@@ -24,7 +24,7 @@ import torch
 from hetseq.comm import group as comm
 from hetseq.comm import shared_memory as neighbours
 from hetseq.comm.group import Group
-from hetseq.comm.shared_memory import Door, Neighbours
+from hetseq.comm.shared_memory import MemoryDoor, SharedMemoryRanks
 from hetseq.errors import PeerLostError
 from hetseq.parallel.gradient_sync import GradientReducer
 from tests.support.ranks import run_ranks
@@ -38,7 +38,7 @@ KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 @contextmanager
 def sharing(group: Group, name: str = "sharing", timeout_s: float = 30.0) -> Iterator[Group]:
     """The same ranks as a group that shares memory."""
-    meeting = comm.Meeting(group._meeting.store, f"{group._meeting.name}/{name}", b"key", shares_memory=True)
+    meeting = comm.GroupMeeting(group._meeting.store, f"{group._meeting.name}/{name}", b"key", shares_memory=True)
     inner = comm.connect(rank=group.rank, world_size=group.world_size, meeting=meeting, timeout_s=timeout_s)
     try:
         yield inner
@@ -210,7 +210,7 @@ def test_nobody_writes_into_memory_that_another_still_reads() -> None:
 @pytest.mark.parametrize("has_read", [True, False])
 def test_who_has_said_all_and_left_is_not_missed(has_read: bool) -> None:
     (first, one), (second, two) = (socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2))
-    met, rows = Neighbours(0, {1: first, 2: second}), list[bytes]()
+    met, rows = SharedMemoryRanks(0, {1: first, 2: second}), list[bytes]()
     asked = threading.Thread(target=lambda: rows.extend(met.all_gather(b"zero", timeout_s=5)))
     asked.start()
     assert two.recv(10)[1:] == b"zero"  # it was told last
@@ -231,7 +231,7 @@ def test_who_has_said_all_and_left_is_not_missed(has_read: bool) -> None:
 
 def test_a_rank_that_dies_when_memory_is_handed_out_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    met = Neighbours(0, {1: ours})
+    met = SharedMemoryRanks(0, {1: ours})
     theirs.send(bytes([neighbours._ROW, True]))
     new_memory = neighbours._new_memory
     gathered = met.all_gather
@@ -252,7 +252,7 @@ def test_a_rank_that_dies_when_memory_is_handed_out_is_a_lost_peer(monkeypatch: 
 
 
 def test_who_answers_at_a_door_without_the_key_is_no_rank() -> None:
-    door, name = Door(), os.urandom(16)
+    door, name = MemoryDoor(), os.urandom(16)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as false_door:
         false_door.bind("\0hetseq-" + name.hex())
         false_door.listen()
@@ -296,7 +296,7 @@ def do_without(group: Group, what: str) -> tuple[float, int, bool]:
     replaced: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "machine": (comm, "machine", lambda: os.urandom(16)),
         "door": (comm, "open_door", lambda: None),
-        "meeting": (Door, "meet", refuse),
+        "meeting": (MemoryDoor, "meet", refuse),
         "memory": (neighbours, "_new_memory", lambda size: None),
     }
     with ExitStack() as stack:
@@ -333,13 +333,13 @@ def test_other_tensors_take_the_other_road() -> None:
 
 
 def test_a_stranger_at_the_door_takes_nobodys_place() -> None:
-    doors = [Door(), Door()]
+    doors = [MemoryDoor(), MemoryDoor()]
     names = [door.name for door in doors]
     strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(3)]
     for stranger, said in zip(strangers, (b"", (1).to_bytes(4, "big") + bytes(32), b"\xff" * 36)):
         stranger.connect("\0hetseq-" + names[0].hex())
         stranger.send(said) if said else stranger.close()
-    met: dict[int, Neighbours] = {}
+    met: dict[int, SharedMemoryRanks] = {}
     threads = [
         threading.Thread(
             target=lambda rank=rank: met.update({rank: doors[rank].meet(rank=rank, names=names, key=b"k", timeout_s=5)})
@@ -361,7 +361,7 @@ def test_a_stranger_at_the_door_takes_nobodys_place() -> None:
 
 def test_another_user_is_sent_away_unheard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "_user_of", lambda connection: os.getuid() + 1)
-    doors = [Door(), Door()]
+    doors = [MemoryDoor(), MemoryDoor()]
     names = [door.name for door in doors]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
         silent.connect("\0hetseq-" + names[0].hex())  # whoever is heard may keep us waiting
@@ -376,7 +376,7 @@ def test_another_user_is_sent_away_unheard(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_rank_without_the_key_is_not_met() -> None:
-    doors = [Door(), Door()]
+    doors = [MemoryDoor(), MemoryDoor()]
     names, errors = [door.name for door in doors], []
 
     def meet(rank: int) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from hetseq import Task
-from hetseq.comm.shared_memory import Neighbours
+from hetseq.comm.shared_memory import SharedMemoryRanks
 from tests.support import cuda_errors
 
 SAMPLES = 96
@@ -91,10 +91,10 @@ def fail_in_exchange(error: Exception) -> None:
     """The next sum that this process starts fails, as one of a CUDA tensor may: it copies, and pins host memory."""
 
     def fail(*_: Any, **__: Any) -> Any:
-        Neighbours.all_reduce_sum = start  # type: ignore[method-assign]
+        SharedMemoryRanks.all_reduce_sum = start  # type: ignore[method-assign]
         raise error
 
-    start, Neighbours.all_reduce_sum = Neighbours.all_reduce_sum, fail  # type: ignore[method-assign]
+    start, SharedMemoryRanks.all_reduce_sum = SharedMemoryRanks.all_reduce_sum, fail  # type: ignore[method-assign]
 
 
 class Lengths(Indices):

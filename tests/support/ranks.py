@@ -352,7 +352,7 @@ def _play(life: _Life) -> Any:
     fn, args = pickle.loads(life.job)
     if life.world_size == 1:
         return fn(comm.LocalGroup(), *args)
-    meeting = comm.Meeting(TestStore(life.store_port), life.prefix, life.prefix.encode())
+    meeting = comm.GroupMeeting(TestStore(life.store_port), life.prefix, life.prefix.encode())
     group = comm.connect(rank=life.rank, world_size=life.world_size, meeting=meeting, timeout_s=life.group_timeout_s)
     try:
         return fn(group, *args)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from hetseq import config as options
-from hetseq.comm.directory_groups import Sharing, everything_shared
+from hetseq.comm.directory_groups import DirectoryGroups, everything_shared
 from hetseq.comm.group import LocalGroup
 from hetseq.config.sections import CheckpointConfig
 from hetseq.data.plan import GlobalBatch, Position
@@ -83,7 +83,7 @@ def begun(
     here: Provenance = HERE,
     words: str = "",
     in_place: bool = True,
-    sharing: Sharing | None = None,
+    sharing: DirectoryGroups | None = None,
 ) -> Beginning:
     """The checkpoint that these words mean, loaded into the replica's model where it fits; collective."""
     config, sharing = _config(directory, words), sharing or everything_shared(LocalGroup())

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from hetseq.monitor.advice import ADVICE_STEPS, Adviser, Setting, advise
+from hetseq.monitor.advice import ADVICE_STEPS, AdviceSetting, Adviser, advise
 from hetseq.monitor.rank_table import RankSummary, summarise
 
 GIB = 2**30
-AUTO = Setting("runs/a", "auto")
+AUTO = AdviceSetting("runs/a", "auto")
 
 
 def summary(shares: list[int], *, steps: int = ADVICE_STEPS, **changes: Any) -> RankSummary:
@@ -35,7 +35,9 @@ def summary(shares: list[int], *, steps: int = ADVICE_STEPS, **changes: Any) -> 
     return found
 
 
-def said(shares: list[int], setting: Setting = AUTO, standing: frozenset[str] = frozenset(), **changes: Any) -> str:
+def said(
+    shares: list[int], setting: AdviceSetting = AUTO, standing: frozenset[str] = frozenset(), **changes: Any
+) -> str:
     return "\n".join(advice.text for advice in advise(summary(shares, **changes), setting, standing=standing))
 
 
@@ -86,7 +88,7 @@ def test_nobody_is_told_to_drop_the_first_node_as_the_run_ends_with_it() -> None
 
 
 def test_equal_shares_of_unequal_ranks_are_an_advice_and_fitting_ones_are_not() -> None:
-    equal = Setting("runs/a", "equal")
+    equal = AdviceSetting("runs/a", "equal")
     unequal = {"per_sample_s": [1e-3, 3e-3], "seconds": 0.3}
     assert "with --balance auto a step would be 50% shorter" in said([100, 100], equal, **unequal)
     assert said([100, 100], AUTO, **unequal) == ""
@@ -95,13 +97,16 @@ def test_equal_shares_of_unequal_ranks_are_an_advice_and_fitting_ones_are_not() 
 
 def test_other_shares_are_an_advice_only_where_they_are_shares_of_whole_units() -> None:
     uneven = {"per_sample_s": [1e-3, 1.3e-3], "seconds": 0.0208}
-    assert "with --balance auto" in said([16, 16], Setting("runs/a", "equal"), **uneven)
-    assert said([16, 16], Setting("runs/a", "equal", unit=16), **uneven) == ""
+    assert "with --balance auto" in said([16, 16], AdviceSetting("runs/a", "equal"), **uneven)
+    assert said([16, 16], AdviceSetting("runs/a", "equal", unit=16), **uneven) == ""
 
 
 def test_a_share_that_fills_its_micro_batch_is_not_advised_to_grow() -> None:
     # one sample more would be another 100 ms, which the line within the micro-batch does not know
-    equal, slow = Setting("runs/a", "equal"), {"fixed_s": [0.0, 0.0], "per_sample_s": [1e-3, 1e-6], "seconds": 0.2}
+    equal, slow = (
+        AdviceSetting("runs/a", "equal"),
+        {"fixed_s": [0.0, 0.0], "per_sample_s": [1e-3, 1e-6], "seconds": 0.2},
+    )
     filled = {"per_micro_batch_s": [0.0, 0.1], "micro_batch": [None, 100]}
     assert said([200, 100], equal, **slow, **filled) == ""
     assert "a step would be 50% shorter" in said([200, 1], equal, **slow, **filled)
@@ -118,7 +123,7 @@ def test_waiting_that_is_rounding_comes_with_the_global_batch_that_removes_it() 
     assert said([2, 2], **{**rounded, **stairs}).startswith("25% of a step is lost")
     assert said([3, 2], **rounded) == ""
     assert said([2, 2], **{**rounded, "wait_s": [0.0, 0.0]}) == ""  # nobody waits for it
-    assert said([2, 2], Setting("runs/a", "auto", unit=0), **rounded) == ""  # tokens are dealt
+    assert said([2, 2], AdviceSetting("runs/a", "auto", unit=0), **rounded) == ""  # tokens are dealt
 
 
 def test_a_few_steps_are_no_reason_for_advice() -> None:
@@ -136,7 +141,7 @@ def test_what_is_not_known_is_no_reason_either(unknown: str) -> None:
 
 def test_with_data_by_host_nobody_is_to_be_done_without_and_no_batch_helps() -> None:
     slow = {"overhead_s": [0.0, 0.0, 0.12], "fixed_s": [0.0, 0.0, 0.12], "seconds": 0.12}
-    by_host = Setting("runs/a", "auto", is_by_host=True)
+    by_host = AdviceSetting("runs/a", "auto", is_by_host=True)
     assert "lab2 costs" in said([100, 100, 0], **slow)
     assert said([100, 100, 0], by_host, **slow) == ""
     assert "--num-workers" in said([100, 100], by_host, data_s=[0.0, 0.0121])

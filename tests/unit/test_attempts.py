@@ -19,10 +19,10 @@ import pytest
 from hetseq.cluster.rendezvous import file_rendezvous as attempts
 from hetseq.cluster.rendezvous import file_store as shared_directory
 from hetseq.cluster.rendezvous import heartbeat as heart
-from hetseq.cluster.rendezvous.file_rendezvous import Attempt, find_attempt, find_place
+from hetseq.cluster.rendezvous.file_rendezvous import MeetingAttempt, find_attempt, find_place
 from hetseq.cluster.rendezvous.file_store import SharedDirectory
 from hetseq.cluster.rendezvous.heartbeat import Heart, read_pulse
-from hetseq.cluster.rendezvous.leader_election import SILENCE_S, Kind, Record, Standing
+from hetseq.cluster.rendezvous.leader_election import SILENCE_S, Kind, LeaderRecord, Standing
 from hetseq.cluster.rendezvous.process_identity import Process, this_machine, this_process
 from tests.support.crashes import Crash, refuse_links
 from tests.support.refusals import refusal
@@ -63,7 +63,7 @@ class Clock:
         self.every(self.passed_s)
 
 
-def find(path: Path, clock: Clock | None = None, *, port: int = 1, **options: Any) -> Attempt:
+def find(path: Path, clock: Clock | None = None, *, port: int = 1, **options: Any) -> MeetingAttempt:
     clock = clock or Clock()
     return find_attempt(path, KEY, listen=lambda: ("here", port), now=clock.now, sleep=clock.sleep, **options)
 
@@ -88,7 +88,7 @@ def as_process(patch: pytest.MonkeyPatch, process: Process) -> None:
     patch.setattr(shared_directory, "this_process", lambda: process)
 
 
-def begun_by(process: Process, path: Path) -> Attempt:
+def begun_by(process: Process, path: Path) -> MeetingAttempt:
     """An attempt whose head is that process."""
     with pytest.MonkeyPatch.context() as patch:
         as_process(patch, process)
@@ -264,9 +264,9 @@ def test_a_head_on_another_host_whose_heart_beats_is_followed(place: Path) -> No
 
 def test_a_head_on_another_host_that_answers_is_followed_at_once(place: Path) -> None:
     begun_by(FOREIGN, place)
-    asked: list[Record] = []
+    asked: list[LeaderRecord] = []
 
-    def answers(record: Record) -> bool:
+    def answers(record: LeaderRecord) -> bool:
         asked.append(record)
         return len(asked) == 3
 
@@ -439,7 +439,7 @@ def test_an_error_while_it_waits_takes_back_what_it_has_begun(place: Path, monke
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(attempts._Search, "_attempt", interrupt)
+    monkeypatch.setattr(attempts._DirectorySearch, "_attempt", interrupt)
     with pytest.raises(KeyboardInterrupt):
         find(place)
     assert entries(place) == []

@@ -35,7 +35,7 @@ from hetseq.checkpoint.history import HISTORY_NAME, read_history
 from hetseq.checkpoint.part_writer import PartWriting
 from hetseq.checkpoint.publish import Place
 from hetseq.checkpoint.records import CHUNK_BYTES
-from hetseq.checkpoint.writer import Line, Writer, setting_of
+from hetseq.checkpoint.writer import MessagePipe, Writer, setting_of
 from hetseq.checkpoint.writer_client import WriterProcess
 from tests.support.checkpoints import (
     LINEAGE,
@@ -109,7 +109,7 @@ def own(tmp_path: Path) -> Iterator[CheckpointManager]:
 def test_a_message_that_comes_in_halves_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that names the parts of a thousand ranks does not fit into one packet."""
     ours, theirs = socket.socketpair()
-    line, halves = Line(theirs), [b'{"do": "com', b'mit"}\n{"do": "end"}\n']
+    line, halves = MessagePipe(theirs), [b'{"do": "com', b'mit"}\n{"do": "end"}\n']
 
     def wait(readers: Any, writers: Any, errors: Any, timeout_s: float | None) -> Any:
         if timeout_s is None and halves:  # who waits is sent the next half
@@ -203,7 +203,7 @@ def test_silence_is_not_counted_while_the_trainer_stood_still_itself(
 
 def test_who_is_spoken_to_after_his_end_hears_nothing_and_nobody_is_hurt() -> None:
     ours, theirs = socket.socketpair()
-    line = Line(ours)
+    line = MessagePipe(ours)
     theirs.close()
     line.send({"do": "write"})
     line.send({"do": "write"})
@@ -221,7 +221,7 @@ def test_a_writer_that_died_after_its_last_byte_is_repeated_and_gets_the_same_pa
     assert own._background is not None
     answer = writer_of(own).answer(None)
     ours, theirs = socket.socketpair()
-    line, arena = Line(theirs), own._background._arenas[0]
+    line, arena = MessagePipe(theirs), own._background._arenas[0]
     assert arena.status[0] != READY
     writer = Writer(line, [arena], Place(tmp_path, Retention(), 0.0, 0.0), is_polite=False)
     ours.sendall(json.dumps({"do": "write", "slot": 0, "serial": 1, "again": True}).encode() + b"\n")
@@ -430,7 +430,7 @@ def test_a_writer_whose_trainer_was_killed_does_not_wait_long_for_a_folder_that_
     arena = Arena.create("run", 1000)
     assert arena.path is not None
     trainer, theirs = socket.socketpair()
-    writer = Writer(Line(theirs), [], Place(tmp_path, Retention(), 10.0, 0.0), is_polite=True)
+    writer = Writer(MessagePipe(theirs), [], Place(tmp_path, Retention(), 10.0, 0.0), is_polite=True)
     with pytest.raises(OSError, match=reason):
         writer._await_folder(tmp_path / "checkpoints", arena)
     theirs.close()
@@ -571,8 +571,8 @@ def test_a_state_too_large_for_the_record_is_saved_while_training_waits(tmp_path
 def test_a_hint_does_not_wait_for_somebody_who_does_not_listen() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        line = Line(theirs)
+        line = MessagePipe(theirs)
         for number in range(100_000):
             line.hint({"written": number / 100_000})
-        heard = Line(ours)
+        heard = MessagePipe(ours)
         assert heard.take(0) == {"written": 0.0}

@@ -21,7 +21,7 @@ from hetseq.checkpoint.history import append_history
 from hetseq.checkpoint.records import seal, unseal
 from hetseq.cli import main
 from hetseq.commands.checkpoints import listing as inventory
-from hetseq.commands.checkpoints.command import Arguments, answer, kept, parse
+from hetseq.commands.checkpoints.command import CheckpointArguments, answer, kept, parse
 from hetseq.errors import CheckpointError, CheckpointRefused, ConfigError, RunDirectoryError
 from hetseq.run_directory import RunDirectory
 from tests.support.checkpoints import LINEAGE, contents, folder, loaded_step, manager, save, tensors_of
@@ -107,21 +107,21 @@ def test_a_command_line_that_cannot_be_meant_is_answered_with_a_remedy(words: st
 
 
 def test_a_command_line_says_it_all() -> None:
-    assert parse(["show", "--step", "0040", "RUN", "--tensors", "--json"]) == Arguments(
+    assert parse(["show", "--step", "0040", "RUN", "--tensors", "--json"]) == CheckpointArguments(
         "show", Path("RUN"), "40", wants_tensors=True, wants_json=True
     )
-    assert parse(["verify", "RUN", "--step=best", "--shallow"]) == Arguments(
+    assert parse(["verify", "RUN", "--step=best", "--shallow"]) == CheckpointArguments(
         "verify", Path("RUN"), "best", is_shallow=True
     )
-    assert parse(["prune", "RUN", "--keep", "3", "--keep-best"]) == Arguments("prune", Path("RUN"), keep=3)
+    assert parse(["prune", "RUN", "--keep", "3", "--keep-best"]) == CheckpointArguments("prune", Path("RUN"), keep=3)
     for to in (["--to", "DIR"], ["--output", "DIR"], ["--output=DIR"]):
-        assert parse(["export", "RUN", "--format", "hf", *to]) == Arguments(
+        assert parse(["export", "RUN", "--format", "hf", *to]) == CheckpointArguments(
             "export", Path("RUN"), form="hf", target=Path("DIR")
         )
-    assert parse(["prune", "RUN", "--keep", "3", "--drop-best", "--dry-run"]) == Arguments(
+    assert parse(["prune", "RUN", "--keep", "3", "--drop-best", "--dry-run"]) == CheckpointArguments(
         "prune", Path("RUN"), keep=3, drops_best=True, is_dry_run=True
     )
-    assert parse(["export", "RUN", "--format", "dcp", "--to", "x"]) == Arguments(
+    assert parse(["export", "RUN", "--format", "dcp", "--to", "x"]) == CheckpointArguments(
         "export", Path("RUN"), form="dcp", target=Path("x")
     )
 

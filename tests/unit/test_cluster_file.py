@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.balance.simulation import Clock, Cluster, Group, Link
+from hetseq.balance.simulation import Clock, Cluster, Link, RankGroup
 from hetseq.cli import main
 from hetseq.commands.plan.cluster_file import Experiment, read_experiment
-from hetseq.commands.plan.command import Comparison, compare, parse_simulate, simulation_json, simulation_text
+from hetseq.commands.plan.command import ClusterComparison, compare, parse_simulate, simulation_json, simulation_text
 from hetseq.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,13 +29,13 @@ def written(folder: Path, text: str) -> Path:
     return folder / "cluster.yaml"
 
 
-def comparison_of(folder: Path, text: str) -> Comparison:
+def comparison_of(folder: Path, text: str) -> ClusterComparison:
     return compare(parse_simulate([str(written(folder, text))]))
 
 
 def test_a_file_says_what_is_simulated(tmp_path: Path) -> None:
     link = Link(bytes_per_s=1e9, latency_s=1e-4)
-    groups = (Group("gpu", 2, 100.0, link, 0.01), Group("cpu", 4, 10.0, link))
+    groups = (RankGroup("gpu", 2, 100.0, link, 0.01), RankGroup("cpu", 4, 10.0, link))
     plain = read_experiment(written(tmp_path, GOOD))
     assert plain == Experiment(Cluster(groups, 1e6), Clock(), (120,))
     more = GOOD + "steps: 7\nnoise: 5e-2\nseed: 3\nother_batches: [60, 120, 240]\n"

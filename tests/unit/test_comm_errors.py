@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetseq.comm.group import Group, Meeting
+from hetseq.comm.group import Group, GroupMeeting
 from hetseq.errors import PeerLostError
 from hetseq.parallel.gradient_sync import GradientReducer
 from tests.support import cuda_errors
@@ -67,7 +67,7 @@ class Severed(Group):
 
 
 def group_over(transport: Any) -> Severed:
-    meeting: Any = Meeting(None, "test", b"key")  # type: ignore[arg-type]
+    meeting: Any = GroupMeeting(None, "test", b"key")  # type: ignore[arg-type]
     return Severed(transport, rank=0, world_size=2, deadline_s=1.0, meeting=meeting, store=None)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from hetseq.cli import main
 from hetseq.config import HelpRequested, parse
-from hetseq.config.command_line import Argument, Command, CommandRefused, Option, seconds, whole_number
+from hetseq.config.command_line import Argument, Command, CommandOption, CommandRefused, seconds, whole_number
 from hetseq.errors import ConfigError
 
 TOY = Command(
@@ -20,24 +20,25 @@ TOY = Command(
     words=(
         Argument("RUN", "a run"),
         Argument("OTHER", "another one", is_optional=True),
-        Option("--count", "how many; default 3", "N", read=whole_number(1, 9), default=3),
-        Option("--wait", "how long", "S", read=seconds(0)),
-        Option("--form", "50 % of it", "FORM", among=("round", "square"), also=("--shape",)),
-        Option("--add", "one more", "NAME", is_many=True),
-        Option("--quiet", "say nothing"),
+        CommandOption("--count", "how many; default 3", "N", read=whole_number(1, 9), default=3),
+        CommandOption("--wait", "how long", "S", read=seconds(0)),
+        CommandOption("--form", "50 % of it", "FORM", among=("round", "square"), also=("--shape",)),
+        CommandOption("--add", "one more", "NAME", is_many=True),
+        CommandOption("--quiet", "say nothing"),
     ),
     examples=("hetseq toy runs/a", "hetseq toy runs/a --count 2"),
 )
 MUST = Command(
-    "must", "About.", ("--to PATH",), (Option("--to", "where to", "PATH", is_needed=True),), ("hetseq must",)
+    "must", "About.", ("--to PATH",), (CommandOption("--to", "where to", "PATH", is_needed=True),), ("hetseq must",)
 )
 BEHIND = Command(
-    "far", "About.", ("WHO -- ...",), (Argument("WHO", "who"), Option("--deep", "deep")),
+    "far", "About.", ("WHO -- ...",), (Argument("WHO", "who"), CommandOption("--deep", "deep")),
     ("hetseq far me --deep", "hetseq far me -- --lr 1"), train="behind",
 )  # fmt: skip
 AMONG = Command(
-    "near", "About.", ("RUN",), (Argument("RUN", "a run"), Option("--to", "to", "PATH", is_needed=True),
-    Option("--json", "json"), Option("--lr", "shown", "LR", is_passed_on=True)), ("hetseq near a --to b",),
+    "near", "About.", ("RUN",), (Argument("RUN", "a run"), CommandOption("--to", "to", "PATH", is_needed=True),
+    CommandOption("--json", "json"), CommandOption("--lr", "shown", "LR", is_passed_on=True)),
+    ("hetseq near a --to b",),
     train="among",
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ from hetseq.cli import COMMANDS
 from hetseq.commands import evaluate
 from hetseq.commands.checkpoints import command as checkpoints
 from hetseq.commands.plan import command as whatif
-from hetseq.config.command_line import Command, CommandRefused, Option
+from hetseq.config.command_line import Command, CommandOption, CommandRefused
 from tests.support.docs import ROOT, pages, shell_blocks
 from tests.unit.test_messages import GAP, error_texts
 
@@ -175,7 +175,9 @@ def test_help_is_of_one_style_and_fits_the_terminal(
 def test_help_has_every_option_and_examples_that_can_be_meant(name: str) -> None:
     command = described()[name]
     text = command.help()
-    assert [word.help for word in command.words if isinstance(word, Option) and f"\n  {word.flag}" not in text] == []
+    assert [
+        word.help for word in command.words if isinstance(word, CommandOption) and f"\n  {word.flag}" not in text
+    ] == []
     for example in command.examples:
         words = shlex.split(example.partition(" > ")[0])
         assert words[: 1 + len(command.name.split())] == ["hetseq", *command.name.split()]

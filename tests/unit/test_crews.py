@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hetseq.cluster.membership.assignment import Crew
+from hetseq.cluster.membership.assignment import GenerationRanks
 from hetseq.cluster.membership.compatibility import PART
 from hetseq.cluster.membership.decide import Record, Report
 from hetseq.cluster.membership.exit_status import WorkerEnd
@@ -15,7 +15,7 @@ from hetseq.cluster.membership.regroup_rounds import ANSWER_S
 from hetseq.cluster.membership.step_commit import Lineage, Wish
 from hetseq.cluster.membership.worker_roster import Crews, Site
 from hetseq.cluster.rendezvous.leader_election import Standing
-from hetseq.launch.launcher_link import Line
+from hetseq.launch.launcher_link import LauncherLink
 
 Told = list[tuple[int, str, dict[str, Any]]]
 FIELDS = {"parameters": "weight", "--lr": "0.1"}
@@ -81,9 +81,9 @@ def wishes(told: Told) -> list[tuple[int, str]]:
     return [(slot, facts["what"]) for slot, kind, facts in told if kind == "wish"]
 
 
-def crew_of(told: Told) -> Crew:
+def crew_of(told: Told) -> GenerationRanks:
     """Of the records that were sent, which all say the same."""
-    crews = [Crew.from_record(facts["crew"]) for _, kind, facts in told if kind == "record"]
+    crews = [GenerationRanks.from_record(facts["crew"]) for _, kind, facts in told if kind == "record"]
     assert len(crews) == len(crews[0].slots)
     assert all(crew == crews[0] for crew in crews)
     return crews[0]
@@ -103,7 +103,7 @@ def test_a_record_goes_to_each_process_with_the_crew_that_it_means() -> None:
     run.end(1)
     told = run.report(0, 2, 3)
     assert kinds(told)[-3:] == [(0, "record"), (2, "record"), (3, "record")]
-    crew = Crew(1, (0, 2, 3), ("labA", "labB", "labB"), ((0,), (1, 2)), False, ("10.0.0.1", "10.0.0.2"))
+    crew = GenerationRanks(1, (0, 2, 3), ("labA", "labB", "labB"), ((0,), (1, 2)), False, ("10.0.0.1", "10.0.0.2"))
     assert crew_of(told) == crew
     facts = told[-1][2]
     assert facts["starts"] == 0
@@ -114,7 +114,7 @@ def test_when_one_node_is_left_its_ranks_know_it() -> None:
     run = Run()
     run.end(2)
     run.end(3)
-    assert crew_of(run.report(0, 1)) == Crew(1, (0, 1), ("labA", "labA"), ((0, 1),), True, ("10.0.0.1",))
+    assert crew_of(run.report(0, 1)) == GenerationRanks(1, (0, 1), ("labA", "labA"), ((0, 1),), True, ("10.0.0.1",))
 
 
 def test_nodes_that_share_a_directory_are_one_part_whatever_order_their_ranks_have() -> None:
@@ -278,7 +278,7 @@ def test_a_record_that_is_sent_again_comes_with_the_crew_that_it_was_made_for() 
     first = crew_of(run.report(0, 1, 2, 3))
     run.end(3)
     again = run.report(0, generation=0)
-    assert Crew.from_record(again[0][2]["crew"]) == first
+    assert GenerationRanks.from_record(again[0][2]["crew"]) == first
 
 
 # Replacements.
@@ -414,7 +414,7 @@ def test_those_that_left_are_missed_by_nobody() -> None:
     assert story_of(told) == "rank 2 on labB has left; rank 3 on labB has left"
 
 
-class Pipe(Line):
+class Pipe(LauncherLink):
     """The worker's end, without a pipe."""
 
     def __init__(self) -> None:
@@ -621,7 +621,7 @@ def test_a_rank_waits_for_the_next_generation_as_long_as_the_run_waits_for_other
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     connection: Any = Deaf()
-    line, asked = Line(connection, join_timeout_s=86400.0), list[float]()
+    line, asked = LauncherLink(connection, join_timeout_s=86400.0), list[float]()
     monkeypatch.setattr(line, "_await", lambda kinds, timeout_s, what: asked.append(timeout_s))
     line.await_record()
     assert asked[0] > 86400.0

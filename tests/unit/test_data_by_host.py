@@ -10,7 +10,7 @@ import torch
 from hetseq.comm.group import LocalGroup
 from hetseq.data.shards import Shards
 from hetseq.run.data_by_host import parts_of_ranks, say_what_holds
-from hetseq.run.loaded_task import Material
+from hetseq.run.loaded_task import LoadedTask
 from hetseq.task import Task
 from hetseq.training.precision import PRECISIONS
 
@@ -27,9 +27,9 @@ class Masked(list):  # type: ignore[type-arg]
         return torch.tensor([super().__getitem__(index), self.epoch])
 
 
-def material(data: Any) -> Material:
+def material(data: Any) -> LoadedTask:
     task: Any = Task
-    return Material(
+    return LoadedTask(
         task, data, {}, torch.nn.Linear(1, 1), (), lambda item: item, 7, torch.device("cpu"), PRECISIONS["fp32"]
     )  # fmt: skip
 

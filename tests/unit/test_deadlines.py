@@ -40,14 +40,14 @@ hetseq/checkpoint/snapshot.py
     Snapshot._serve: _tasks.get: an idle thread; `close` gives it None
     _Copying._wait: event.wait: a copy sets it on both roads out
 hetseq/checkpoint/writer.py
-    Line.send: _connection.sendall: the trainer's end has SO_SNDTIMEO; a writer has nothing better to do than to
+    MessagePipe.send: _connection.sendall: the trainer's end has SO_SNDTIMEO; a writer has nothing better to do than to
         wait for its trainer
-    Line.listen: select.select: whoever calls it may choose to wait; a writer does, until its trainer ends
-    Line.listen: _connection.recv: select has found something to read
+    MessagePipe.listen: select.select: whoever calls it may choose to wait; a writer does, until its trainer ends
+    MessagePipe.listen: _connection.recv: select has found something to read
     Writer.serve: _line.take: a process that waits for work; the end of its trainer closes the line
     Writer._write_politely: thread.join: the thread computes, and waits for nobody but the disk
     main: line.take: a process that waits for work; the end of its trainer closes the line
-    Line.take: listen: whoever calls it may choose to wait; as `Line.listen`
+    MessagePipe.take: listen: whoever calls it may choose to wait; as `MessagePipe.listen`
 hetseq/cluster/rendezvous/channel.py
     Listener._let_in: _socket.accept: the socket never waits
 hetseq/cluster/membership/run_directory_discovery.py
@@ -97,8 +97,8 @@ hetseq/launch/launcher.py
     Launcher._wait_for_verdict: wait: the others train, which may take days; the kernel ends the channel of a head
         that is gone, and a signal ends the wait
 hetseq/launch/launcher_link.py
-    Line.send: _connection.send_bytes: the launcher reads all the time; when it ends, this process is killed
-    Line._listen: _connection.recv_bytes: a thread that listens; the launcher reads all the time; when it ends,
+    LauncherLink.send: _connection.send_bytes: the launcher reads all the time; when it ends, this process is killed
+    LauncherLink._listen: _connection.recv_bytes: a thread that listens; the launcher reads all the time; when it ends,
         this process is killed
 hetseq/monitor/metrics.py
     _Recorder._run: _wakeup.wait_for: an idle thread; `close` leaves it behind at its deadline
@@ -120,12 +120,12 @@ hetseq/nebula/service.py
         takes nothing for 10, is given up
     Service.close: flush: a writer that says nothing for 900 s, or takes nothing for 10, is given up
 hetseq/nebula/writer.py
-    Writer.serve: _line.take: a process that waits for work; the end of its trainer closes the line
-    Writer._write_politely: thread.join: the thread computes, and waits for nobody but the disk
+    TagWriter.serve: _line.take: a process that waits for work; the end of its trainer closes the line
+    TagWriter._write_politely: thread.join: the thread computes, and waits for nobody but the disk
     main: line.take: a process that waits for work; the end of its trainer closes the line
 hetseq/comm/shared_memory.py
-    Neighbours._take: socket.recv_fds: the socket never waits
-    Neighbours._tell: socket.send_fds: the socket never waits
+    SharedMemoryRanks._take: socket.recv_fds: the socket never waits
+    SharedMemoryRanks._tell: socket.send_fds: the socket never waits
 hetseq/system/processes.py
     _die_once_readable: wait: a thread that waits for the end of the launcher, to end too
 hetseq/parallel/gradient_sync.py

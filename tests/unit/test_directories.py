@@ -12,7 +12,7 @@ import pytest
 
 from hetseq.cluster.membership import run_directory_discovery as directories
 from hetseq.cluster.membership.run_directory_discovery import (
-    Found,
+    FoundDirectories,
     Mark,
     choose_run_id,
     has_commits,
@@ -251,8 +251,8 @@ def test_a_folder_in_which_a_writer_may_hang_is_looked_into_last(
 # Which run.
 
 
-def found(host: str, run_id: str, newest: int | None) -> Found:
-    return Found(host, f"/scratch/{host}", run_id, newest)
+def found(host: str, run_id: str, newest: int | None) -> FoundDirectories:
+    return FoundDirectories(host, f"/scratch/{host}", run_id, newest)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def found(host: str, run_id: str, newest: int | None) -> Found:
         ([found("one", ID_A, 7), found("two", ID_B, None), found("three", ID_A, 5)], ID_A),
     ],
 )
-def test_a_directory_without_a_commit_takes_the_id_of_the_others(places: list[Found], expected: str) -> None:
+def test_a_directory_without_a_commit_takes_the_id_of_the_others(places: list[FoundDirectories], expected: str) -> None:
     assert choose_run_id(places) == (expected, None)
 
 

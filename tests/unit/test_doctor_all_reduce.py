@@ -202,13 +202,13 @@ def test_an_all_reduce_takes_as_long_as_on_the_slowest_rank() -> None:
 
 
 @pytest.fixture
-def pipes() -> Iterator[tuple[child.Line, Any, Any]]:
+def pipes() -> Iterator[tuple[child.ChildPipe, Any, Any]]:
     """A line, the end that writes to it and the end that reads from it."""
     (source, to_it), (from_it, sink) = os.pipe(), os.pipe()
     with contextlib.ExitStack() as closing:
         far = closing.enter_context(open(to_it, "wb", buffering=0))
         near = closing.enter_context(open(from_it, "rb"))
-        line = child.Line(open(source, "rb"), open(sink, "wb"))  # noqa: SIM115  (the line's own)
+        line = child.ChildPipe(open(source, "rb"), open(sink, "wb"))  # noqa: SIM115  (the line's own)
         yield line, far, near
         far.close()
         until(lambda: not any(thread.name == "doctor-line" for thread in threading.enumerate()), "its end")
@@ -216,7 +216,7 @@ def pipes() -> Iterator[tuple[child.Line, Any, Any]]:
         line._sink.close()
 
 
-def test_the_store_of_the_ranks_comes_and_goes_by_the_pipes(pipes: tuple[child.Line, Any, Any]) -> None:
+def test_the_store_of_the_ranks_comes_and_goes_by_the_pipes(pipes: tuple[child.ChildPipe, Any, Any]) -> None:
     line, far, near = pipes
     line.set("0", b"here")
     assert json.loads(near.readline()) == {"kind": "set", "key": "0", "value": base64.b64encode(b"here").decode()}
@@ -238,7 +238,7 @@ class Severed(LocalGroup):
         self.is_over.set()
 
 
-def test_the_word_that_somebody_is_lost_cuts_the_group_and_every_wait(pipes: tuple[child.Line, Any, Any]) -> None:
+def test_the_word_that_somebody_is_lost_cuts_the_group_and_every_wait(pipes: tuple[child.ChildPipe, Any, Any]) -> None:
     line, far, _ = pipes
     early, late = Severed(), Severed()
     line.check()

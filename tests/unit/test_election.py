@@ -15,7 +15,7 @@ from hetseq.cluster.rendezvous.leader_election import (
     UNKNOWN,
     Action,
     Kind,
-    Record,
+    LeaderRecord,
     Sight,
     Standing,
     Watch,
@@ -117,19 +117,19 @@ def test_a_head_knows_how_sure_it_can_be(silence_s: float, is_superseded: bool, 
 
 
 def test_a_record_survives_the_directory_and_another_version_is_refused() -> None:
-    record = Record(Kind.HEAD, "n", "labA", "10.0.0.1", 4711, Process("abc", 12, 34))
-    assert Record.decode(record.encode()) == record
+    record = LeaderRecord(Kind.HEAD, "n", "labA", "10.0.0.1", 4711, Process("abc", 12, 34))
+    assert LeaderRecord.decode(record.encode()) == record
     row = json.loads(record.encode())
     for change in ({"record": 2}, {"port": "4711"}, {"port": True}, {"kind": "king"}, {"process": None}, {"host": 3}):
         with pytest.raises(ValueError, match=r"record"):
-            Record.decode(json.dumps({**row, **change}).encode())
+            LeaderRecord.decode(json.dumps({**row, **change}).encode())
     for junk in (b"", b"[]", b"\xff", b"null"):
         with pytest.raises(ValueError, match=r"no record"):
-            Record.decode(junk)
+            LeaderRecord.decode(junk)
 
 
 def test_a_record_is_void_above_another_attempt_than_the_one_it_replaces() -> None:
-    dead = Record(Kind.HEAD, "dead", "labA", "10.0.0.1", 1, Process("abc", 12, 34))
+    dead = LeaderRecord(Kind.HEAD, "dead", "labA", "10.0.0.1", 1, Process("abc", 12, 34))
     new = replace(dead, nonce="new", after="dead")
     assert dead.stands_on(None)
     assert new.stands_on(dead)

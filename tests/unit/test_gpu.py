@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from hetseq import config as options
-from hetseq.cluster.membership.assignment import Placement
+from hetseq.cluster.membership.assignment import Assignment
 from hetseq.errors import EXIT_FAILED, EXIT_USAGE, ConfigError, codes_in
 from hetseq.launch import worker
-from hetseq.launch.launcher_link import Alone
+from hetseq.launch.launcher_link import NoLauncher
 from hetseq.run_directory import RunDirectory
 from hetseq.system import gpu
 from tests.support import cuda_errors
@@ -126,8 +126,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[
         raise KeyError("it loads")
 
     monkeypatch.setattr(worker, "load_material", load)
-    placement, stop = Placement(slot=0, device="cuda:1", threads=1), worker.StopRequest()
-    return worker.run_worker(config, directory, placement, stop, line=Alone(lambda: None))
+    placement, stop = Assignment(slot=0, device="cuda:1", threads=1), worker.StopRequest()
+    return worker.run_worker(config, directory, placement, stop, line=NoLauncher(lambda: None))
 
 
 def test_a_worker_names_the_card_before_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from hetseq.launch import worker_processes as workers
 from hetseq.launch.worker_processes import Worker, end_all, ending_server
-from hetseq.launch.worker_watch import Watch
+from hetseq.launch.worker_watch import WorkerWatch
 
 
 class Process:
@@ -74,7 +74,7 @@ def test_one_that_is_held_counts_as_ended_after_a_while(
 ) -> None:
     monkeypatch.setattr(workers, "_HELD_S", held_s)
     stays, hangs = worker(story, 0), worker(story, 1, held=True)
-    watch = Watch([stays, hangs], cast(Any, None))
+    watch = WorkerWatch([stays, hangs], cast(Any, None))
     assert watch.ended(set()) == [], "nobody was killed"
     hangs.fence()
     assert [(end.rank, end.exit_code) for _, end in watch.ended(set())] == ends

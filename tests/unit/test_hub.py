@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hetseq.cluster.membership.admission import Claim
-from hetseq.cluster.membership.assignment import Crew
-from hetseq.cluster.membership.coordinator import Hub, Phase
+from hetseq.cluster.membership.assignment import GenerationRanks
+from hetseq.cluster.membership.coordinator import Coordinator, StartPhase
 from hetseq.cluster.membership.decide import Report
 from hetseq.cluster.membership.exit_status import Ending
 from hetseq.cluster.membership.regroup_rounds import ANSWER_S
@@ -26,7 +26,7 @@ class Talk:
     """A hub and what it said; launchers answer as told."""
 
     def __init__(self, *, join_timeout_s: float = 60.0) -> None:
-        self.hub = Hub(join_timeout_s=join_timeout_s, paste="hetseq train --distributed-rank 0", now_s=0.0)
+        self.hub = Coordinator(join_timeout_s=join_timeout_s, paste="hetseq train --distributed-rank 0", now_s=0.0)
         self.now_s = 0.0
 
     def say(self, member: int, kind: str, **facts: Any) -> list[tuple[int, Record]]:
@@ -259,7 +259,7 @@ def test_who_claims_a_rank_that_trains_goes_alone() -> None:
     assert kinds(said) == [(2, "ending")]
     assert said[0][1]["code"] == 1
     assert "labC claims rank 3, which trains on labB" in said[0][1]["message"]
-    assert talk.hub.phase is Phase.RUNNING
+    assert talk.hub.phase is StartPhase.RUNNING
 
 
 def test_who_comes_with_join_while_others_start_waits_until_they_train() -> None:
@@ -296,7 +296,7 @@ def test_who_comes_later_with_other_options_goes_alone() -> None:
     said = talk.claim(2, 1, 3, 4, fields={"--lr": "0.2"})
     assert kinds(said) == [(2, "ending")]
     assert said[0][1]["code"] == 78
-    assert talk.hub.phase is Phase.RUNNING
+    assert talk.hub.phase is StartPhase.RUNNING
 
 
 def test_who_comes_a_moment_after_a_refusal_hears_the_same() -> None:
@@ -415,14 +415,14 @@ def test_a_rank_that_is_killed_is_missed_by_the_others_and_they_go_on_to_the_end
     assert kinds(said) == [(0, "record")] * 3
     assert [record["rank"] for _, record in said] == [0, 1, 2]
     record = said[0][1]
-    crew = Crew(1, (0, 1, 2), ("labA",) * 3, ((0, 1, 2),), is_only_node=True, addresses=("10.0.0.0",))
-    assert Crew.from_record(record["crew"]) == crew
+    crew = GenerationRanks(1, (0, 1, 2), ("labA",) * 3, ((0, 1, 2),), is_only_node=True, addresses=("10.0.0.0",))
+    assert GenerationRanks.from_record(record["crew"]) == crew
     assert (
         record["story"] == "rank 3 on labB was killed (SIGKILL, as the kernel does when memory runs out) [worker-died]"
     )
     assert record["record"]["roster"] == ("0.0", "1.0", "2.0")
     assert talk.over(1) == [], "labB has nobody left, and the others train"
-    assert talk.hub.phase is Phase.RUNNING
+    assert talk.hub.phase is StartPhase.RUNNING
     assert talk.finish(0, 1, 2) == Ending(0)
 
 
@@ -512,7 +512,7 @@ def test_a_replacement_that_dies_before_it_takes_part_changes_nothing(has_come: 
         talk.say(1, "present", rank=3, starts=1, fields={"parameters": "weight"})
     assert talk.end(1, 3, None, starts=1) == []
     assert talk.over(1) == []
-    assert talk.hub.phase is Phase.RUNNING
+    assert talk.hub.phase is StartPhase.RUNNING
     assert talk.finish(0, 1, 2) == Ending(0)
 
 
@@ -550,7 +550,7 @@ def test_a_run_whose_last_hope_does_not_come_ends() -> None:
     talk.run(ONE)
     talk.end(0, 0, None)
     talk.end(0, 1, None, is_restarting=True)
-    assert talk.hub.phase is Phase.RUNNING
+    assert talk.hub.phase is StartPhase.RUNNING
     assert kinds(talk.end(0, 1, None, starts=1)) == [(0, "ebb")]
     assert endings(talk.over(0, has_commit=True))[0].code == 75
 
@@ -588,7 +588,7 @@ def test_a_node_that_comes_later_counts_too_for_max_ranks(most: int, word: str) 
     assert record["kind"] == word
     if word == "ending":
         assert "labC pid 102 would make it 4 ranks, and --max-ranks is 3" in record["message"]
-    assert talk.hub.phase is Phase.RUNNING
+    assert talk.hub.phase is StartPhase.RUNNING
 
 
 def without_rank_three() -> Talk:
@@ -610,7 +610,7 @@ def test_a_node_whose_ranks_are_gone_may_come_back_and_take_part() -> None:
     assert kinds(talk.say(2, "present", rank=3, starts=1, fields={"parameters": "weight"})) == [(2, "go"), (0, "wish")]
     said = talk.report(0, 1, 2, generation=1)
     assert kinds(said)[-1] == (2, "record")
-    crew = Crew.from_record(said[-1][1]["crew"])
+    crew = GenerationRanks.from_record(said[-1][1]["crew"])
     assert (crew.slots, crew.nodes) == ((0, 1, 2, 3), ("labA", "labA", "labA", "labC"))
     talk.end(2, 3, starts=1)
     talk.over(2)
@@ -647,7 +647,7 @@ def test_a_node_that_comes_to_join_and_cannot_goes_alone(how: str) -> None:
         talk.lose(2)
     else:
         talk.say(2, "refused", code=2, message="--save-dir /run is a file")
-    assert talk.hub.phase is Phase.RUNNING
+    assert talk.hub.phase is StartPhase.RUNNING
     talk.end(1, 3)
     talk.over(1)
     assert talk.finish(0, 1, 2) == Ending(0)
@@ -895,7 +895,7 @@ def test_who_restarts_while_the_others_end_waits_for_the_place_and_is_not_told_t
     talk = Talk()
     talk.run(ONE)
     talk.over(0)
-    assert talk.hub.phase is Phase.OVER
+    assert talk.hub.phase is StartPhase.OVER
     assert kinds(talk.claim(1, 1, 0, 1)) == [(1, "tell")]
 
 
@@ -942,7 +942,7 @@ def test_a_claim_of_another_form_is_refused_alone(claim: Record, has_begun: bool
     assert kinds(said) == [(2, "ending")]
     if not has_begun or "door" not in claim:
         assert said[0][1]["code"] in (1, 78)
-    assert talk.hub.phase is (Phase.RUNNING if has_begun else Phase.GATHERING)
+    assert talk.hub.phase is (StartPhase.RUNNING if has_begun else StartPhase.GATHERING)
 
 
 @pytest.mark.parametrize(
@@ -971,4 +971,4 @@ def test_a_record_that_comes_too_late_changes_nothing() -> None:
     assert talk.say(1, "seen", is_shared=False) == []
     assert talk.say(1, "reached", failures=["x"]) == []
     assert talk.say(7, "ready") == []  # nobody who was let in
-    assert talk.hub.phase is Phase.RUNNING
+    assert talk.hub.phase is StartPhase.RUNNING

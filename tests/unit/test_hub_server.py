@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetseq.cluster.membership.admission import Claim
-from hetseq.cluster.membership.coordinator import Hub
+from hetseq.cluster.membership.coordinator import Coordinator
 from hetseq.cluster.membership.coordinator_server import HubServer, LocalChannel, RecordChannel, local_pair
 from hetseq.cluster.rendezvous.channel import Channel, ChannelClosed, ChannelTimeout, Listener, connect
 
@@ -23,7 +23,7 @@ class Head:
     """A hub that serves, with the launcher of its own node."""
 
     def __init__(self, *, listens: bool = True) -> None:
-        self.hub = Hub(join_timeout_s=60.0, paste="", now_s=time.monotonic())
+        self.hub = Coordinator(join_timeout_s=60.0, paste="", now_s=time.monotonic())
         self.listener = Listener("127.0.0.1", 0, key=KEY, secret_file=SECRET) if listens else None
         self.beats = 0
         hubs_end, self.own = local_pair()

@@ -16,9 +16,9 @@ import hetseq.nebula as nm
 from hetseq.checkpoint.arena import SHARED_MEMORY
 from hetseq.errors import ConfigError
 from hetseq.nebula.memory_budget import Budget, budget, parse_size
-from hetseq.nebula.publish import Place, Publisher
+from hetseq.nebula.publish import TagPlace, TagPublisher
 from hetseq.nebula.slots import Slots
-from hetseq.nebula.tags import Attempt
+from hetseq.nebula.tags import TagAttempt
 from tests.support.nebula import begun, save, service, state_of, step_in, stopped_writer, tags
 
 MB = 10**6
@@ -111,7 +111,7 @@ def test_a_state_that_never_fits_is_written_while_the_script_waits_with_one_warn
 
 
 def test_processes_of_one_node_draw_from_one_account(tmp_path: Path) -> None:
-    place = Place(tmp_path, -1, 0, 1.0)
+    place = TagPlace(tmp_path, -1, 0, 1.0)
     shared = [Slots(place, Budget(10 << 20, True, "test")) for _ in range(2)]
     alone = Slots(place, Budget(10 << 20, False, "test"))
     try:
@@ -128,7 +128,7 @@ def test_a_process_that_stops_while_it_looks_at_the_account_holds_nobody_up_for_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hetseq.nebula.slots._PATIENCE_S", 0.0)
-    slots = Slots(Place(tmp_path, -1, 0, 1.0), Budget(10 << 20, True, "test"))
+    slots = Slots(TagPlace(tmp_path, -1, 0, 1.0), Budget(10 << 20, True, "test"))
     with locked(tmp_path):
         taken = slots.take(1 << 20)
         slots.close()
@@ -139,7 +139,7 @@ def test_a_process_that_stops_while_it_tidies_up_holds_no_tag_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hetseq.nebula.publish._LOCKED_S", 0.0)
-    attempt, publisher = Attempt("one", f"{1:016x}", 1, 1, 1, False), Publisher(Place(tmp_path, -1, 0, 1.0))
+    attempt, publisher = TagAttempt("one", f"{1:016x}", 1, 1, 1, False), TagPublisher(TagPlace(tmp_path, -1, 0, 1.0))
     (tmp_path / attempt.folder_name).mkdir()
     with locked(tmp_path / attempt.folder_name):
         assert publisher.open(attempt, size_bytes=1) == tmp_path / attempt.folder_name
@@ -147,7 +147,7 @@ def test_a_process_that_stops_while_it_tidies_up_holds_no_tag_up(
 
 
 def test_a_free_arena_is_used_again_or_makes_way(tmp_path: Path) -> None:
-    slots = Slots(Place(tmp_path, -1, 0, 1.0), Budget(10 << 20, True, "test"))
+    slots = Slots(TagPlace(tmp_path, -1, 0, 1.0), Budget(10 << 20, True, "test"))
     try:
         first = slots.take(3 << 20)
         assert first is not None
@@ -179,7 +179,7 @@ def test_a_node_without_shared_memory_saves_all_the_same(tmp_path: Path, monkeyp
 def test_the_end_gives_all_memory_back(tmp_path: Path) -> None:
     def ours() -> set[str]:
         prefix = f"hetseq-{os.getuid()}-"
-        mine = Place(tmp_path, -1, 0, 1.0).run_id
+        mine = TagPlace(tmp_path, -1, 0, 1.0).run_id
         return {path.name for path in SHARED_MEMORY.glob(f"{prefix}*") if path.name.split("-")[2] == digest(mine)}
 
     with begun(tmp_path):

@@ -16,7 +16,7 @@ from hetseq.cluster.membership.step_commit import CommitRow, Measured, Vote, Wis
 from hetseq.data.plan import Assign, GlobalBatch, Planner, Position, StepPlan
 from hetseq.data.shards import Shards
 from hetseq.training.share import Part
-from hetseq.training.share_policy import FixedPace, MeasuredPace, Shift, assigner_by
+from hetseq.training.share_policy import FixedShares, MeasuredShares, Shift, assigner_by
 
 EQUAL = (1.0, 1.0)
 
@@ -37,7 +37,7 @@ class Rank:
     def __init__(self, weights: Sequence[float] = EQUAL, *, rank: int = 0, **pace: Any) -> None:
         self.planner = Planner(10_000, 7, GlobalBatch(12), assigner_by(tuple(weights)))
         self.loader: Any = Loader()
-        self.pace = MeasuredPace(self.planner, self.loader, rank=rank, world_size=len(weights), **pace)
+        self.pace = MeasuredShares(self.planner, self.loader, rank=rank, world_size=len(weights), **pace)
 
     def plan(self, step: int) -> StepPlan:
         return self.planner.plan(Position(step, 1, (step - 1) * 12))
@@ -116,14 +116,14 @@ def test_what_lies_outside_training_is_divided_by_speed() -> None:
     batches = Rank((5.0, 1.0))
     batches.follow(1, [Measured(cost=Cost(0.0, 1.0, None, 8.0, 4)), costing(1.0)])
     assert batches.pace.divide(12) == (3, 9)  # those of micro-batches are not: a sample costs a quarter of one
-    assert FixedPace((5.0, 1.0)).divide(12) == (10, 2)
+    assert FixedShares((5.0, 1.0)).divide(12) == (10, 2)
 
 
 @pytest.mark.parametrize("kind", ["fixed", "measured"])
 def test_a_rank_learns_its_own_cost(kind: str) -> None:
     def pace_of(at_once: AtOnce | None) -> Any:
         words = {"at_once": lambda: at_once}
-        return FixedPace(EQUAL, **words) if kind == "fixed" else Rank(**words).pace
+        return FixedShares(EQUAL, **words) if kind == "fixed" else Rank(**words).pace
 
     # 3 s for each micro-batch and 2 s for each sample, and 0.5 s besides
     part = Part((1.0,), (1, 2, 4, 8, 16) * 2, (5.0, 7.0, 11.0, 19.0, 35.0) * 2)
@@ -145,7 +145,7 @@ def test_a_rank_learns_something_from_any_times() -> None:
     """A machine that does other things besides: micro-batches take up to thirty times as long, for no reason."""
     chance = random.Random(7)
     for _ in range(300):
-        pace = FixedPace(EQUAL, at_once=lambda: chance.choice([None, AtOnce(1), AtOnce(4)]))
+        pace = FixedShares(EQUAL, at_once=lambda: chance.choice([None, AtOnce(1), AtOnce(4)]))
         for _ in range(12):
             sizes = tuple(chance.choice([1, 2, 5, 8]) for _ in range(chance.choice([0, 1, 1, 2, 3, 5])))
             seconds = tuple((1e-3 + 1e-4 * size) * chance.choice([1, 1, 1, 3, 30]) for size in sizes)
@@ -156,7 +156,7 @@ def test_a_rank_learns_something_from_any_times() -> None:
 def test_fixed_shares_follow_nothing() -> None:
     nothing = np.zeros(1, np.bool_)
     rows = [CommitRow(0, Vote.OK, 0, (), (), nothing, costing(c), Wish.NONE, False, 0) for c in (1.0, 9.0)]
-    assert FixedPace(EQUAL).follow(Rank().plan(1), rows) is None
+    assert FixedShares(EQUAL).follow(Rank().plan(1), rows) is None
 
 
 # Advice.
@@ -219,7 +219,7 @@ class Parted(Rank):
         shards = Shards((3_000, 1_000), ((0, 2), (1,)), 3)
         self.planner = Planner(4_000, 7, GlobalBatch(12), assigner_by((1.0,) * 3), shards=shards)
         self.loader = Loader()
-        self.pace = MeasuredPace(self.planner, self.loader, rank=0, world_size=3)
+        self.pace = MeasuredShares(self.planner, self.loader, rank=0, world_size=3)
 
 
 def test_shares_move_only_among_ranks_that_read_the_same_part() -> None:

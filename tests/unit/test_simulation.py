@@ -14,8 +14,8 @@ from hetseq.balance.shares import Cost
 from hetseq.balance.simulation import (
     Clock,
     Cluster,
-    Group,
     Link,
+    RankGroup,
     RankModel,
     best_shares,
     equal_shares,
@@ -34,7 +34,7 @@ def ranks_of(*speeds: float) -> list[RankModel]:
 
 
 def cluster_of(*speeds: float, gradient_bytes: float = 0.0) -> Cluster:
-    return Cluster(tuple(Group(f"g{at}", 1, speed, GIGABIT) for at, speed in enumerate(speeds)), gradient_bytes)
+    return Cluster(tuple(RankGroup(f"g{at}", 1, speed, GIGABIT) for at, speed in enumerate(speeds)), gradient_bytes)
 
 
 def test_a_step_is_the_slowest_rank_and_then_the_exchange() -> None:
@@ -145,7 +145,7 @@ def test_the_slowest_link_sets_the_pace_of_the_ring() -> None:
 
 
 def test_groups_are_ranks_in_their_order() -> None:
-    cluster = Cluster((Group("fast", 2, 4, GIGABIT), Group("slow", 3, 1, GIGABIT, fixed_s=0.5)), 1.0)
+    cluster = Cluster((RankGroup("fast", 2, 4, GIGABIT), RankGroup("slow", 3, 1, GIGABIT, fixed_s=0.5)), 1.0)
     assert cluster.world_size == 5
     assert [rank.name for rank in cluster.ranks] == ["fast"] * 2 + ["slow"] * 3
     assert cluster.ranks[4].busy_s(3) == 3.5
@@ -195,9 +195,9 @@ def fitting(cluster: Cluster) -> tuple[int, ...]:
 
 def test_thousands_of_ranks_are_shared_to_the_sample() -> None:
     groups = (
-        Group("a", 1024, 900, GIGABIT, 0.02),
-        Group("b", 2048, 300, GIGABIT, 0.02),
-        Group("c", 1024, 100, GIGABIT),
+        RankGroup("a", 1024, 900, GIGABIT, 0.02),
+        RankGroup("b", 2048, 300, GIGABIT, 0.02),
+        RankGroup("c", 1024, 100, GIGABIT),
     )
     cluster = Cluster(groups, 0.0)
     total = 131072
@@ -209,7 +209,7 @@ def test_thousands_of_ranks_are_shared_to_the_sample() -> None:
 
 
 def test_a_run_that_knows_nothing_learns_good_shares_in_noise() -> None:
-    cluster = Cluster((Group("fast", 4, 100, GIGABIT, 0.02), Group("slow", 4, 25, GIGABIT, 0.02)), 0.0)
+    cluster = Cluster((RankGroup("fast", 4, 100, GIGABIT, 0.02), RankGroup("slow", 4, 25, GIGABIT, 0.02)), 0.0)
     best, equal = (predict(cluster.ranks, shares, communication_s=0.0).step_s for shares in both(cluster, 512))
     learned = learn(cluster, 512, Clock(steps=30, noise=0.05, seed=1))
     assert sum(learned) == 512
@@ -219,7 +219,7 @@ def test_a_run_that_knows_nothing_learns_good_shares_in_noise() -> None:
 
 
 def test_it_learns_what_micro_batches_cost() -> None:
-    groups = (Group("fast", 2, 100, GIGABIT, 0.0, 8, 0.04), Group("slow", 2, 100, GIGABIT, 0.2, 8, 0.2))
+    groups = (RankGroup("fast", 2, 100, GIGABIT, 0.0, 8, 0.04), RankGroup("slow", 2, 100, GIGABIT, 0.2, 8, 0.2))
     cluster = Cluster(groups, 0.0)
     best, equal = (predict(cluster.ranks, shares, communication_s=0.0).step_s for shares in both(cluster, 130))
     learned = learn(cluster, 130, Clock(steps=20))
@@ -234,7 +234,7 @@ def both(cluster: Cluster, total: int) -> tuple[tuple[int, ...], tuple[int, ...]
 
 
 def test_a_run_goes_on_learning_when_some_ranks_get_nothing() -> None:
-    cluster = Cluster((Group("fast", 2, 100, GIGABIT), Group("useless", 2, 1, GIGABIT, 10.0)), 0.0)
+    cluster = Cluster((RankGroup("fast", 2, 100, GIGABIT), RankGroup("useless", 2, 1, GIGABIT, 10.0)), 0.0)
     learned = learn(cluster, 64, Clock(steps=10))
     assert learned[2:] == (0, 0)
     assert math.isclose(predict(cluster.ranks, learned, communication_s=0.0).step_s, 0.32)

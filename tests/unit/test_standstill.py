@@ -12,7 +12,7 @@ import pytest
 
 from hetseq.launch import stall_detector as standstill
 from hetseq.launch.stall_detector import SHARE, Standstill
-from hetseq.launch.worker_watch import Watch
+from hetseq.launch.worker_watch import WorkerWatch
 from hetseq.run_directory import RunDirectory
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import Cell, Phase
@@ -77,7 +77,7 @@ def test_who_is_asked_is_told_of_at_once_and_again_when_its_stacks_are_there(sce
 def test_a_freeze_is_passed_on_and_answered_for_the_worker_and_a_record_ends_it(scene: Scene) -> None:
     heard = list[str]()
     scene.worker.tell = lambda kind, **facts: heard.append(kind)
-    watch = Watch([cast(Any, scene.worker)], scene.standstill)
+    watch = WorkerWatch([cast(Any, scene.worker)], scene.standstill)
     watch.pass_on({"kind": "freeze", "rank": 3, "starts": 1})
     assert (heard, scene.sent) == ([], []), "it is for another process"
     watch.pass_on({"kind": "freeze", "rank": 3, "generation": 0})

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hetseq.cluster.membership.admission import Claim
-from hetseq.cluster.membership.coordinator import Phase
+from hetseq.cluster.membership.coordinator import StartPhase
 from hetseq.cluster.membership.coordinator_server import RecordChannel
 from hetseq.cluster.rendezvous.channel import MAC_BYTES, ChannelClosed, ChannelTimeout, connect
 from hetseq.errors import EXIT_DISAGREE
@@ -46,7 +46,7 @@ def head() -> Iterator[Head]:
     head.own.send({"kind": "present", "rank": 0, "fields": {"parameters": "weight"}})
     assert kind(head.own) == "go"
     head.own.send({"kind": "ready"})
-    until(lambda: head.hub.phase is Phase.RUNNING, "training")
+    until(lambda: head.hub.phase is StartPhase.RUNNING, "training")
     yield head
     head.server.close()
     head.own.close()
@@ -99,6 +99,6 @@ def test_of_a_thousand_nobody_joins(head: Head, tmp_path: Path, record_property:
     record_property("unauthorised joins", f"{let_in} of {len(crowd) + others.total():,}")
     assert let_in == 0, (admitted(crowd), others)
     assert others.total() == EACH
-    assert head.hub.phase is Phase.RUNNING
+    assert head.hub.phase is StartPhase.RUNNING
     assert heard_by(head.own) == ["begun"]  # the rank that trains was asked for nothing
     assert answers(head, FIELDS)[-1] == "see"  # the twin: who has secret and contract is asked for its directory

@@ -17,7 +17,7 @@ import pytest
 from hetseq.cli import main
 from hetseq.commands.plan.command import (
     Addition,
-    Plan,
+    ClusterPlan,
     PlanArguments,
     Scenario,
     make_plan,
@@ -106,7 +106,7 @@ PAIR = World(fixed_s=(0.02, 0.05), per_sample_s=(0.01, 0.03), exchanged_s=0.04)
 LAB = World((0.01, 0.02, 0.02), (0.004, 0.03, 0.05), overhead_s=0.01, names=("a/cuda:0", "b/cpu", "c/cpu"))
 
 
-def plan_of(folder: Path, rows: Sequence[dict[str, Any]], *words: str) -> Plan:
+def plan_of(folder: Path, rows: Sequence[dict[str, Any]], *words: str) -> ClusterPlan:
     """What `hetseq plan FOLDER words...` finds for a run with these rows."""
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -15,7 +15,7 @@ import pytest
 
 from hetseq.comm.group import LocalGroup, _PeerErrors
 from hetseq.errors import PeerLostError
-from hetseq.launch.watchdog import SHARE, Pulse
+from hetseq.launch.watchdog import SHARE, Watchdog
 from hetseq.run_directory import RunDirectory
 from hetseq.system import rank_phase as whereabouts
 from hetseq.system.rank_phase import STACKS_SIGNAL, Cell, Phase, in_words, state_of_process
@@ -195,7 +195,7 @@ def test_what_is_mostly_swapped_out_says_so() -> None:
 
 
 def test_stacks_are_written_at_a_share_of_the_deadline_then_ever_more_rarely(cell: Cell, clock: Clock) -> None:
-    pulse, deadline_s = Pulse(cell, lambda: 100.0), 100.0
+    pulse, deadline_s = Watchdog(cell, lambda: 100.0), 100.0
     sizes = []
     cell.enter(Phase.FORWARD_BACKWARD, 1)
     for share in (0.0, 0.9 * SHARE, SHARE, 1.9 * SHARE, 2 * SHARE):
@@ -213,7 +213,7 @@ def test_stacks_are_written_at_a_share_of_the_deadline_then_ever_more_rarely(cel
 
 
 def test_of_a_rank_that_waits_for_others_no_stacks_are_written(cell: Cell, clock: Clock) -> None:
-    pulse = Pulse(cell, lambda: 4.0)
+    pulse = Watchdog(cell, lambda: 4.0)
     cell.enter(Phase.REDUCE, 1)
     cell.wait_for_others(True)
     for _ in range(9):
@@ -223,7 +223,7 @@ def test_of_a_rank_that_waits_for_others_no_stacks_are_written(cell: Cell, clock
 
 
 def test_its_status_is_renewed_while_a_phase_lasts_long(cell: Cell, clock: Clock) -> None:
-    pulse, told = Pulse(cell, lambda: None), []
+    pulse, told = Watchdog(cell, lambda: None), []
     pulse.renew = told.append
     cell.enter(Phase.DATA, 1)
     for _ in range(9):

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from hetseq.cluster.membership.assignment import Crew
+from hetseq.cluster.membership.assignment import GenerationRanks
 from hetseq.cluster.membership.decide import Record
 from hetseq.cluster.membership.step_commit import Lineage
 from hetseq.comm.group import LocalGroup
@@ -43,7 +43,7 @@ def trained(session: FakeSession) -> dict[str, Any] | str:
     life: Any = object.__new__(worker._Life)
     life.__dict__.update(_config=None, _line=mock.Mock(), is_ready=True, _tell_versions=mock.Mock())
     life._build = lambda config, generation: session
-    return life._train(worker._Generation(Crew(0, (0,), ("a",)), None))
+    return life._train(worker._Generation(GenerationRanks(0, (0,), ("a",)), None))
 
 
 def test_a_session_that_others_go_on_from_is_left_for_the_succession_which_waits_for_no_writer() -> None:
@@ -74,7 +74,7 @@ def test_versions_are_written_at_a_start_and_when_somebody_has_come(
     life.__dict__.update(_metrics=mock.Mock(), _material=SimpleNamespace(device=torch.device("cpu")))
     succession = None if fresh is None else mock.Mock(record=Record(1, ("0.0", "2.1"), fresh=fresh))
     session: Any = SimpleNamespace(controller=SimpleNamespace(group=LocalGroup()), last_step=7)
-    life._tell_versions(worker._Generation(Crew(1, (2,), ("a",)), succession), session)
+    life._tell_versions(worker._Generation(GenerationRanks(1, (2,), ("a",)), succession), session)
     told = life._metrics.event.call_args_list
     assert len(told) == is_told
     assert all(
@@ -85,7 +85,7 @@ def test_versions_are_written_at_a_start_and_when_somebody_has_come(
 def test_too_few_without_a_state_do_not_begin_anew() -> None:
     """They would train below --min-ranks, on a part of the data, or beside the run that others go on with."""
     life: Any = object.__new__(worker._Life)
-    crew = Crew(3, (2,), ("a",)).to_record()
+    crew = GenerationRanks(3, (2,), ("a",)).to_record()
 
     def told(**facts: Any) -> dict[str, Any]:
         return {"record": Record(3, ("2.1",), **facts).to_record(), "crew": crew, "story": ""}

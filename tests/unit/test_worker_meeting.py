@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from hetseq.cluster.membership.assignment import Crew, Placement
+from hetseq.cluster.membership.assignment import Assignment, GenerationRanks
 from hetseq.launch import worker
 
 
@@ -25,6 +25,6 @@ def test_ranks_of_a_generation_wait_equally_long_for_each_other(
         waits.append(timeout_s)
 
     monkeypatch.setattr(worker, "connect", connect)
-    placement = Placement(slot=1, device="cpu", threads=1, is_replacement=is_replacement)
-    worker._connect(placement, Crew(generation, (0, 1), ("a", "a")), mock.Mock())
+    placement = Assignment(slot=1, device="cpu", threads=1, is_replacement=is_replacement)
+    worker._connect(placement, GenerationRanks(generation, (0, 1), ("a", "a")), mock.Mock())
     assert waits == [timeout_s]

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq.cluster.membership.assignment import Placement
+from hetseq.cluster.membership.assignment import Assignment
 from hetseq.errors import EXIT_FAILED, DeviceMemoryError, PeerLostError, codes_in
 from hetseq.launch import worker
 from hetseq.system import device_memory as memory
 from tests.support import cuda_errors
 
-PLACEMENT = Placement(slot=2, device="cpu", threads=1)
+PLACEMENT = Assignment(slot=2, device="cpu", threads=1)
 
 
 @pytest.mark.parametrize(("is_ready", "when"), [(False, "before the first step the memory"), (True, "the memory")])

@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Crew:
+class GenerationRanks:
     """The ranks of one generation. A slot is a place that a worker is given once: its files and options go by it.
 
     A worker that takes the place of another has its slot; a rank is the position among the slots that are taken.
@@ -41,7 +41,7 @@ class Crew:
         return asdict(self)
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Crew:
+    def from_record(cls, record: Mapping[str, Any]) -> GenerationRanks:
         """The inverse of `to_record`."""
         parts = tuple(tuple(part) for part in record["parts"])
         return cls(
@@ -50,19 +50,21 @@ class Crew:
         )  # fmt: skip
 
 
-def lonely_crew() -> Crew:
+def lonely_crew() -> GenerationRanks:
     """The crew of a run with one rank."""
-    return Crew(0, (0,), ("",), is_only_node=True)
+    return GenerationRanks(0, (0,), ("",), is_only_node=True)
 
 
 @dataclass(frozen=True)
-class Placement:
+class Assignment:
     """Where a worker computes, and how it meets its peers."""
 
     slot: int
     device: str
     threads: int
-    crew: Crew = field(default_factory=lonely_crew)  # the first one; with `is_replacement` the run has another one now
+    crew: GenerationRanks = field(
+        default_factory=lonely_crew
+    )  # the first one; with `is_replacement` the run has another one now
     host: str = "127.0.0.1"  # the address of this node's interface
     sources: tuple[str, ...] = ()  # addresses from which the other nodes connect
     name: str = ""  # of the run's groups
@@ -74,7 +76,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Errand:
+class InferenceJob:
     """Take a checkpoint of the run in `run`, an absolute path; the configuration says which one and which splits."""
 
     run: str

@@ -26,8 +26,8 @@ from hetseq.cluster.membership.compatibility import difference
 from hetseq.cluster.membership.decide import SplitBrainError
 from hetseq.cluster.membership.exit_status import Ending, WorkerEnd, judge, lost
 from hetseq.cluster.membership.late_join import Latecomers
-from hetseq.cluster.membership.participants import TELL_EVERY_S, Phase, Place, Record
-from hetseq.cluster.membership.run_directory_discovery import Found, choose_run_id
+from hetseq.cluster.membership.participants import TELL_EVERY_S, ParticipantPlace, Record, StartPhase
+from hetseq.cluster.membership.run_directory_discovery import FoundDirectories, choose_run_id
 from hetseq.cluster.membership.worker_roster import Crews, Site
 from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 
@@ -41,10 +41,10 @@ _CUT_S = 20.0  # after an end that was none in peace: launchers wait 5 s for the
 _END_S = 90.0  # after the first end, for the others to finish their step and their save
 
 
-_BEFORE_WORKERS = (Phase.GATHERING, Phase.REACHING, Phase.DIRECTORIES)
+_BEFORE_WORKERS = (StartPhase.GATHERING, StartPhase.REACHING, StartPhase.DIRECTORIES)
 
 
-class Hub(Latecomers):
+class Coordinator(Latecomers):
     """All decisions of a start and of an end. `outbox` holds (member, record) for the caller to send, in order."""
 
     def __init__(self, *, join_timeout_s: float, paste: str, now_s: float, hint: str = "", min_ranks: int = 1) -> None:
@@ -88,20 +88,20 @@ class Hub(Latecomers):
         """The channel to a member has ended; nothing for one that never claimed or has reported everything."""
         self._now_s = now_s
         self._early.pop(member, None)
-        if member not in self._members or self._members[member].is_gone or self.phase is Phase.OVER:
+        if member not in self._members or self._members[member].is_gone or self.phase is StartPhase.OVER:
             return
-        if self.phase is Phase.GATHERING:
+        if self.phase is StartPhase.GATHERING:
             del self._members[member]
             self._roster.remove(member)
             self._next_word_s = now_s
             return
         self._members[member].is_gone = True
-        if self._members[member].is_heard and self.phase is Phase.ENDING:
+        if self._members[member].is_heard and self.phase is StartPhase.ENDING:
             return
-        if self.phase in (Phase.REACHING, Phase.DIRECTORIES):
+        if self.phase in (StartPhase.REACHING, StartPhase.DIRECTORIES):
             self._end(Ending(EXIT_FAILED, f"{self._name(member)} left before the start ({why})"))
             return
-        if self._members[member].is_heard and self.phase is Phase.RUNNING:
+        if self._members[member].is_heard and self.phase is StartPhase.RUNNING:
             return  # it had told that it has nothing left to do
         if member in self._late:
             self._late.discard(member)
@@ -141,7 +141,7 @@ class Hub(Latecomers):
 
     def _tell_what_is_awaited(self) -> None:
         text = self.phase.value
-        if self.phase is Phase.GATHERING:
+        if self.phase is StartPhase.GATHERING:
             if self._hint:
                 self._send_all("tell", text=self._hint)
             self._hint = ""  # once will do
@@ -156,13 +156,13 @@ class Hub(Latecomers):
         if self.ending is not None and not self._seats:
             self._send(member, "ending", code=self.ending.code, message=self.ending.message)
             return
-        if self.phase in (Phase.ENDING, Phase.OVER):
+        if self.phase in (StartPhase.ENDING, StartPhase.OVER):
             self._send(member, "tell", text="a run is ending there; waiting for its place")
             return
-        if self.phase is not Phase.GATHERING and self._crews is not None and self._is_training:
+        if self.phase is not StartPhase.GATHERING and self._crews is not None and self._is_training:
             self._claim_late(member, claim, self._member_of(claim, record))
             return
-        if self.phase is not Phase.GATHERING:
+        if self.phase is not StartPhase.GATHERING:
             self._claim_early(member, claim, record)
             return
         new = self._member_of(claim, record)
@@ -194,7 +194,7 @@ class Hub(Latecomers):
         if len(self._seats) == 1:
             self._begin_directories()
             return
-        self._enter(Phase.REACHING, _REACH_S)
+        self._enter(StartPhase.REACHING, _REACH_S)
         for member in self._order:
             # in both directions: which rank of a pair connects is gloo's choice
             others = [self._members[other] for other in self._order if other != member]
@@ -213,7 +213,7 @@ class Hub(Latecomers):
     # Directories
 
     def _begin_directories(self) -> None:
-        self._enter(Phase.DIRECTORIES, _DIRECTORY_S)
+        self._enter(StartPhase.DIRECTORIES, _DIRECTORY_S)
         for member in self._members.values():
             member.is_heard = True  # nobody owes an answer before he is asked
         self._settle_next_directory()
@@ -232,10 +232,10 @@ class Hub(Latecomers):
         if member in self._late:
             self._owned_late(member, record)
             return
-        found = Found(
+        found = FoundDirectories(
             self._members[member].host, str(record["path"]), str(record["run_id"]), record["newest"]
         )  # fmt: skip
-        place = Place(str(record["path"]), record["mark"], found, [member])
+        place = ParticipantPlace(str(record["path"]), record["mark"], found, [member])
         self._members[member].place = place
         self._members[member].is_heard = True
         self._places.append(place)
@@ -246,7 +246,7 @@ class Hub(Latecomers):
         if not lookers:
             self._settle_next_directory()
 
-    def _may_look(self, member: int, place: Place) -> bool:
+    def _may_look(self, member: int, place: ParticipantPlace) -> bool:
         """The run directory is looked for by all; one of a group, by those whose own has the same path."""
         looker = self._members[member]
         return looker.place is None and (place is self._places[0] or looker.save_dir == place.path)
@@ -270,7 +270,7 @@ class Hub(Latecomers):
             self._end(Ending(EXIT_DISAGREE, refusal))
             return
         # alone a node needs no limit: its launcher sees a worker that dies
-        self._enter(Phase.STARTING, _LOAD_S if len(self._seats) > 1 else float("inf"))
+        self._enter(StartPhase.STARTING, _LOAD_S if len(self._seats) > 1 else float("inf"))
         parts = [self._ranks_at(place) for place in self._places]
         nodes = [self._members[seat.member].host for seat in self._seats for _ in seat.ranks]
         name = self._run_name = secrets.token_hex(8)
@@ -285,10 +285,10 @@ class Hub(Latecomers):
 
     def _present(self, member: int, record: Record) -> None:
         rank = self._own_rank(member, record)
-        if self.phase is Phase.ENDING:
+        if self.phase is StartPhase.ENDING:
             self._send(member, "dismiss", rank=rank, starts=record["starts"], why="the run is ending")
             return
-        if self.phase is not Phase.STARTING:
+        if self.phase is not StartPhase.STARTING:
             self._of_crews(member, record)
             return
         self._presented[rank] = dict(record["fields"])
@@ -317,8 +317,8 @@ class Hub(Latecomers):
 
     def _ready(self, member: int, record: Record) -> None:
         self._members[member].is_heard = True
-        if self.phase is Phase.STARTING and self._all_are_heard():
-            self._enter(Phase.RUNNING, float("inf"))
+        if self.phase is StartPhase.STARTING and self._all_are_heard():
+            self._enter(StartPhase.RUNNING, float("inf"))
             places = {rank: self._places.index(place) for place in self._places for rank in self._ranks_at(place)}
             nodes = {rank: seat.member for seat in self._seats for rank in seat.ranks}
             sites = {
@@ -335,7 +335,7 @@ class Hub(Latecomers):
     @property
     def _is_training(self) -> bool:
         """Whether a rank that is lost is one that the others can do without."""
-        return self.phase is Phase.RUNNING or (self.phase is Phase.ENDING and self._is_polite)
+        return self.phase is StartPhase.RUNNING or (self.phase is StartPhase.ENDING and self._is_polite)
 
     def _of_crews(self, member: int, record: Record) -> None:
         """What a rank says of generations."""
@@ -367,7 +367,7 @@ class Hub(Latecomers):
             member = next((seat.member for seat in self._seats if rank in seat.ranks), None)
             if member is not None and not self._members[member].is_gone:
                 self._send(member, kind, rank=rank, **facts)
-        if (self._crews.is_extinct or self._crews.is_hopeless) and self.phase is Phase.RUNNING:
+        if (self._crews.is_extinct or self._crews.is_hopeless) and self.phase is StartPhase.RUNNING:
             self._begin_ending(is_polite=False)
 
     # Ending
@@ -395,7 +395,7 @@ class Hub(Latecomers):
         self._members[member].is_heard = True
         is_last = all(self._is_excused(other) for other in self._members)
         is_head = member == 0 and bool(record["cut_short"])  # the hub goes with it
-        if self.phase is not Phase.RUNNING or is_last or is_head or self._crews is None:
+        if self.phase is not StartPhase.RUNNING or is_last or is_head or self._crews is None:
             self._begin_ending(is_polite=not record["cut_short"])
             self._members[member].is_heard = True
         else:
@@ -418,19 +418,21 @@ class Hub(Latecomers):
         if member in self._late:
             self._send(member, "ending", code=int(record["code"]), message=str(record["message"]))
             self.gone(member, "it cannot take part", self._now_s)
-        elif self.phase is Phase.GATHERING:
+        elif self.phase is StartPhase.GATHERING:
             self.gone(member, "it left", self._now_s)
         else:
             self._end(Ending(int(record["code"]), where + str(record["message"])))
 
     def _begin_ending(self, *, is_polite: bool) -> None:
         """Tell all that somebody has ended: `is_polite` if the others may finish what they do in peace."""
-        if self.phase in (Phase.ENDING, Phase.OVER):
+        if self.phase in (StartPhase.ENDING, StartPhase.OVER):
             return
-        over = [member for member, known in self._members.items() if known.is_heard and self.phase is Phase.RUNNING]
+        over = [
+            member for member, known in self._members.items() if known.is_heard and self.phase is StartPhase.RUNNING
+        ]
         over += self._late
         over += [m for m in self._order if self._crews is not None and not self._crews.counts(self._slots_of(m))]
-        self._enter(Phase.ENDING, _END_S if is_polite else _CUT_S)
+        self._enter(StartPhase.ENDING, _END_S if is_polite else _CUT_S)
         for member in over:
             self._members[member].is_heard = True
         self._is_polite = is_polite
@@ -440,7 +442,7 @@ class Hub(Latecomers):
             self._after_crews()
 
     def _end_if_all_are_heard(self) -> None:
-        if self.phase is Phase.ENDING and self._all_are_heard():
+        if self.phase is StartPhase.ENDING and self._all_are_heard():
             self._judge()
 
     def _judge(self) -> None:
@@ -455,10 +457,10 @@ class Hub(Latecomers):
 
     def _give_up(self) -> None:
         silent = [self._name(member) for member in self._order if not self._is_excused(member)]
-        if self.phase is Phase.STARTING:
+        if self.phase is StartPhase.STARTING:
             absent = [member for member in self._order if not set(self._ranks(member)) <= set(self._presented)]
             silent = [self._name(member) for member in absent] or silent
-        if self.phase is Phase.GATHERING:
+        if self.phase is StartPhase.GATHERING:
             waiting = self._roster.waiting(left_s=0.0, paste=self._paste)
             text = f"the other nodes did not come in time [ranks-missing]: {waiting}"
             if self.sent_away:
@@ -466,34 +468,34 @@ class Hub(Latecomers):
             # numbers that fit nobody, or a node that could not prove itself: it is not that nobody came
             is_disagreement = self._roster.has_hole or self.sent_away
             self._end(Ending(EXIT_DISAGREE if is_disagreement else EXIT_FAILED, text))
-        elif self.phase is Phase.ENDING:
+        elif self.phase is StartPhase.ENDING:
             self._lost.extend(f"{name} did not say how it ended" for name in silent)
             self._judge()
-        elif self.phase is not Phase.OVER:
+        elif self.phase is not StartPhase.OVER:
             who = ", ".join(silent) or "nobody"
             text = f"{who} did not answer in time while {self.phase.value}: is a machine stopped, or a disk stuck?"
             self._end(Ending(EXIT_FAILED, text))
 
     def _end(self, ending: Ending) -> None:
-        self.phase, self.ending, self._deadline_s = Phase.OVER, ending, float("inf")
+        self.phase, self.ending, self._deadline_s = StartPhase.OVER, ending, float("inf")
         self._send_all("ending", code=ending.code, message=ending.message)
 
 
-_BEFORE = (Phase.GATHERING, Phase.REACHING, Phase.DIRECTORIES, Phase.STARTING)
-_AT_WORK = (Phase.STARTING, Phase.RUNNING)
+_BEFORE = (StartPhase.GATHERING, StartPhase.REACHING, StartPhase.DIRECTORIES, StartPhase.STARTING)
+_AT_WORK = (StartPhase.STARTING, StartPhase.RUNNING)
 #: how a record of each kind is taken in, and in which phases; in others it comes too late to matter
-_HANDLERS: dict[Any, tuple[Callable[[Hub, int, Record], None], tuple[Phase, ...]]] = {
-    "claim": (Hub._claim, tuple(Phase)),
-    "refused": (Hub._refused, (*_BEFORE, Phase.RUNNING)),
-    "reached": (Hub._reached, (Phase.REACHING,)),
-    "owned": (Hub._owned, (Phase.DIRECTORIES, Phase.RUNNING)),
-    "seen": (Hub._seen, (Phase.DIRECTORIES, Phase.RUNNING)),
-    "present": (Hub._present, (*_AT_WORK, Phase.ENDING)),
-    "set": (Hub._set, (*_AT_WORK, Phase.ENDING)),
-    "get": (Hub._get, (*_AT_WORK, Phase.ENDING)),
-    "ready": (Hub._ready, (Phase.STARTING,)),
-    **dict.fromkeys(("report", "frozen", "stands"), (Hub._of_crews, (*_AT_WORK, Phase.ENDING))),
-    "leave": (Hub._leave, (Phase.RUNNING,)),
-    "end": (Hub._worker_end, (*_AT_WORK, Phase.ENDING)),
-    "over": (Hub._over, (*_AT_WORK, Phase.ENDING)),
+_HANDLERS: dict[Any, tuple[Callable[[Coordinator, int, Record], None], tuple[StartPhase, ...]]] = {
+    "claim": (Coordinator._claim, tuple(StartPhase)),
+    "refused": (Coordinator._refused, (*_BEFORE, StartPhase.RUNNING)),
+    "reached": (Coordinator._reached, (StartPhase.REACHING,)),
+    "owned": (Coordinator._owned, (StartPhase.DIRECTORIES, StartPhase.RUNNING)),
+    "seen": (Coordinator._seen, (StartPhase.DIRECTORIES, StartPhase.RUNNING)),
+    "present": (Coordinator._present, (*_AT_WORK, StartPhase.ENDING)),
+    "set": (Coordinator._set, (*_AT_WORK, StartPhase.ENDING)),
+    "get": (Coordinator._get, (*_AT_WORK, StartPhase.ENDING)),
+    "ready": (Coordinator._ready, (StartPhase.STARTING,)),
+    **dict.fromkeys(("report", "frozen", "stands"), (Coordinator._of_crews, (*_AT_WORK, StartPhase.ENDING))),
+    "leave": (Coordinator._leave, (StartPhase.RUNNING,)),
+    "end": (Coordinator._worker_end, (*_AT_WORK, StartPhase.ENDING)),
+    "over": (Coordinator._over, (*_AT_WORK, StartPhase.ENDING)),
 }

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from hetseq.cluster.membership.admission import Claim
-from hetseq.cluster.membership.coordinator import Hub
+from hetseq.cluster.membership.coordinator import Coordinator
 from hetseq.cluster.membership.coordinator_server import HubServer, RecordChannel, local_pair
 from hetseq.cluster.membership.run_directory_discovery import lies_on_local_disk
 from hetseq.cluster.rendezvous.connectivity import Doorstep, Peer, probe
-from hetseq.cluster.rendezvous.file_rendezvous import Attempt
+from hetseq.cluster.rendezvous.file_rendezvous import MeetingAttempt
 from hetseq.cluster.rendezvous.meet import Meeting, meet
 from hetseq.cluster.rendezvous.secret import copy_command, secret_file
 from hetseq.cluster.rendezvous.sockets import ask_when_idle
@@ -61,7 +61,7 @@ class Member:
         """Connect to each of the peers as gloo will; one sentence for each that cannot be reached."""
         return probe([Peer(**peer) for peer in peers], self._key, secret_file=self._secret_file) if peers else []
 
-    def become_head(self, hub: Hub, meeting: Meeting | None, tell: Callable[[str], None]) -> None:
+    def become_head(self, hub: Coordinator, meeting: Meeting | None, tell: Callable[[str], None]) -> None:
         """From now on talk to a hub in this process: the one before is gone. With a meeting others may come to it."""
         if meeting is not None:
             self._closing.callback(_in_time, meeting.close)
@@ -125,7 +125,7 @@ def join(
     return Member(channel, meeting.address, meeting.is_head, meeting.key, door, secret, kept)
 
 
-def _show_life(attempt: Attempt, server: HubServer, secret: Path, tell: Callable[[str], None]) -> None:
+def _show_life(attempt: MeetingAttempt, server: HubServer, secret: Path, tell: Callable[[str], None]) -> None:
     """What the head of a shared directory does twice a second."""
     attempt.show_life()
     for host in attempt.strangers():
@@ -158,7 +158,7 @@ def _serve(
 ) -> RecordChannel:
     """Start the hub of the run in this process; gives this launcher's own end."""
     hint = _hint_of(config.meeting_url or "")
-    hub = Hub(
+    hub = Coordinator(
         join_timeout_s=config.join_timeout, paste=command, now_s=time.monotonic(), hint=hint,
         min_ranks=config.min_ranks or 1,
     )  # fmt: skip
@@ -166,7 +166,7 @@ def _serve(
 
 
 def _start(
-    hub: Hub, meeting: Meeting | None, secret: Path, closing: ExitStack, tell: Callable[[str], None]
+    hub: Coordinator, meeting: Meeting | None, secret: Path, closing: ExitStack, tell: Callable[[str], None]
 ) -> RecordChannel:
     hubs_end, own_end = local_pair()
     listener = None if meeting is None else meeting.listener

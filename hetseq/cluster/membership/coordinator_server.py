@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
-from hetseq.cluster.membership.coordinator import Hub
+from hetseq.cluster.membership.coordinator import Coordinator
 from hetseq.cluster.rendezvous.channel import ChannelClosed, ChannelError, ChannelTimeout, Listener
 from hetseq.cluster.rendezvous.leader_election import Standing
 from hetseq.errors import EXIT_FAILED
@@ -120,7 +120,7 @@ class HubServer:
     `beat`, if it is set before the start, is called about twice a second: other machines are to see this head live.
     """
 
-    def __init__(self, hub: Hub, own: RecordChannel, *, listener: Listener | None = None) -> None:
+    def __init__(self, hub: Coordinator, own: RecordChannel, *, listener: Listener | None = None) -> None:
         self._hub, self._listener = hub, listener
         self.beat: Callable[[], None] | None = None
         #: how sure it is that nobody else leads; set before the start where a directory may elect somebody

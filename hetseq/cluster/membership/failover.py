@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from hetseq.cluster.membership.admission import Seat
-from hetseq.cluster.membership.coordinator import Hub
+from hetseq.cluster.membership.coordinator import Coordinator
 from hetseq.cluster.membership.decide import Record
-from hetseq.cluster.membership.participants import Member, Place
-from hetseq.cluster.membership.run_directory_discovery import Found, Mark
+from hetseq.cluster.membership.participants import Participant, ParticipantPlace
+from hetseq.cluster.membership.run_directory_discovery import FoundDirectories, Mark
 from hetseq.cluster.membership.worker_roster import Crews, Site, slot_of
 
 _NEVER_ENOUGH = 2**31  # ranks
@@ -39,19 +39,21 @@ class Orphans:
 
 def orphaned_hub(
     orphans: Orphans, newest: Record, *, now_s: float, mark: Mark | None = None, min_ranks: int = 1, wait_s: float = 0.0
-) -> Hub:
+) -> Coordinator:
     """A hub in the middle of a run whose newest generation was `newest`: only these workers are left of it.
 
     With a `mark` in the run directory others may come, and the run goes on; without one it saves and stops.
     """
     enough, wait_s = (min_ranks, wait_s) if mark is not None else (_NEVER_ENOUGH, 0.0)
-    hub = Hub(join_timeout_s=wait_s, paste="", now_s=now_s, min_ranks=enough)
+    hub = Coordinator(join_timeout_s=wait_s, paste="", now_s=now_s, min_ranks=enough)
     slots = sorted(orphans.starts)
     seat = Seat(0, orphans.host, orphans.pid, slots[0], len(slots))
-    place = Place(orphans.path, None, Found(orphans.host, orphans.path, orphans.run_id, None), [0])
+    place = ParticipantPlace(
+        orphans.path, None, FoundDirectories(orphans.host, orphans.path, orphans.run_id, None), [0]
+    )
     if mark is not None:
         place.mark = vars(mark)
-    member = Member(
+    member = Participant(
         orphans.host, orphans.pid, len(slots), orphans.address, 0, orphans.fields, "", orphans.path, place
     )  # fmt: skip
     site = Site(orphans.host, 0, 0, orphans.address)

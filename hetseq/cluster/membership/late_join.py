@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from hetseq.cluster.membership.admission import Claim, Seat
 from hetseq.cluster.membership.compatibility import difference
-from hetseq.cluster.membership.participants import Assembly, Member, Phase, Place, Record
-from hetseq.cluster.membership.run_directory_discovery import Found, choose_run_id
+from hetseq.cluster.membership.participants import Assembly, Participant, ParticipantPlace, Record, StartPhase
+from hetseq.cluster.membership.run_directory_discovery import FoundDirectories, choose_run_id
 from hetseq.cluster.membership.worker_roster import Crews, Site
 from hetseq.cluster.rendezvous.leader_election import Standing
 from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED
@@ -29,32 +29,33 @@ class Latecomers(Assembly):
     def __init__(self, *, now_s: float, patience_s: float) -> None:
         super().__init__(now_s=now_s, patience_s=patience_s)
         self._crews: Crews | None = None  # once they train
-        self._places: list[Place] = []
+        self._places: list[ParticipantPlace] = []
         self._run_name = ""
         self._run_id = ""
         self._late: set[int] = set()  # members that have yet to begin
         self._early: dict[int, Record] = {}  # claims of nodes that came while others were starting
 
     def go_on(
-        self, member: Member, seat: Seat, place: Place, crews: Crews, *, name: str, run_id: str, now_s: float
+        self, member: Participant, seat: Seat, place: ParticipantPlace, crews: Crews, *,
+        name: str, run_id: str, now_s: float,
     ) -> None:  # fmt: skip
         """Be the hub of a run that trains already; `member` is its only one."""
         self._now_s, self._members, self._seats, self._crews = now_s, {0: member}, [seat], crews
         self._places, self._run_name, self._run_id = [place], name, run_id
-        self._enter(Phase.RUNNING, float("inf"))
+        self._enter(StartPhase.RUNNING, float("inf"))
 
     def stand(self, standing: Standing) -> None:
         """Be told, again and again, how sure it is that no other node leads this run; a `tick` follows."""
         if self._crews is not None and self._crews.stand(standing, self._now_s):
             self._send_all("tell", text=_DEPOSED)
 
-    def _member_of(self, claim: Claim, record: Record) -> Member:
-        return Member(
+    def _member_of(self, claim: Claim, record: Record) -> Participant:
+        return Participant(
             claim.host, claim.pid, claim.wanted, str(record["address"]), int(record["door"]), dict(record["fields"]),
             str(record["build"]), str(record["save_dir"]),
         )  # fmt: skip
 
-    def _claim_late(self, member: int, claim: Claim, new: Member) -> None:
+    def _claim_late(self, member: int, claim: Claim, new: Participant) -> None:
         """Give a latecomer its slots, or send it away with the reason."""
         assert self._crews is not None
         self._members[member] = new
@@ -122,18 +123,18 @@ class Latecomers(Assembly):
             self._send(member, "own")
 
     def _owned_late(self, member: int, record: Record) -> None:
-        found = Found(
+        found = FoundDirectories(
             self._members[member].host, str(record["path"]), str(record["run_id"]), record["newest"]
         )  # fmt: skip
-        _, refusal = choose_run_id([Found("the run", self._places[0].path, self._run_id, 0), found])
+        _, refusal = choose_run_id([FoundDirectories("the run", self._places[0].path, self._run_id, 0), found])
         if refusal is not None:
             self._send(member, "ending", code=EXIT_DISAGREE, message=refusal)
             return
-        place = Place(str(record["path"]), record["mark"], found, [])
+        place = ParticipantPlace(str(record["path"]), record["mark"], found, [])
         self._places.append(place)
         self._settle_late(member, place)
 
-    def _settle_late(self, member: int, place: Place) -> None:
+    def _settle_late(self, member: int, place: ParticipantPlace) -> None:
         """Everything is known: its workers may start."""
         assert self._crews is not None
         known, seat = self._members[member], next(seat for seat in self._seats if seat.member == member)

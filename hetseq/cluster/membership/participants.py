@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetseq.cluster.membership.admission import Seat
-from hetseq.cluster.membership.run_directory_discovery import Found
+from hetseq.cluster.membership.run_directory_discovery import FoundDirectories
 
 Record = dict[str, Any]
 
 TELL_EVERY_S = 10.0
 
 
-class Phase(enum.Enum):
+class StartPhase(enum.Enum):
     """What the members are doing together."""
 
     GATHERING = "waiting for the nodes"
@@ -31,7 +31,7 @@ class Phase(enum.Enum):
 
 
 @dataclass
-class Member:
+class Participant:
     """One launcher, as far as it has told."""
 
     host: str
@@ -42,18 +42,18 @@ class Member:
     fields: Mapping[str, str]
     build: str
     save_dir: str
-    place: Place | None = None  # the run directory it uses
+    place: ParticipantPlace | None = None  # the run directory it uses
     is_heard: bool = False  # in this phase
     is_gone: bool = False
 
 
 @dataclass
-class Place:
+class ParticipantPlace:
     """A run directory, and the members that use it; its owner, the first of them, made it."""
 
     path: str
     mark: Any
-    found: Found
+    found: FoundDirectories
     members: list[int]
 
 
@@ -62,10 +62,10 @@ class Assembly:
 
     def __init__(self, *, now_s: float, patience_s: float) -> None:
         self.outbox: list[tuple[int, Record]] = []
-        self.phase = Phase.GATHERING
+        self.phase = StartPhase.GATHERING
         self._now_s = self._next_word_s = now_s
         self._deadline_s = now_s + patience_s
-        self._members: dict[int, Member] = {}
+        self._members: dict[int, Participant] = {}
         self._seats: list[Seat] = []
 
     @property
@@ -78,7 +78,7 @@ class Assembly:
     def _hosts(self) -> dict[int, str]:
         return {rank: seat.host for seat in self._seats for rank in seat.ranks}
 
-    def _ranks_at(self, place: Place) -> list[int]:
+    def _ranks_at(self, place: ParticipantPlace) -> list[int]:
         return [rank for member in place.members for rank in self._ranks(member)]
 
     def _ranks(self, member: int) -> range:
@@ -110,7 +110,7 @@ class Assembly:
     def _all_are_heard(self) -> bool:
         return all(self._is_excused(member) for member in self._members)
 
-    def _enter(self, phase: Phase, patience_s: float) -> None:
+    def _enter(self, phase: StartPhase, patience_s: float) -> None:
         self.phase, self._deadline_s = phase, self._now_s + patience_s
         self._next_word_s = self._now_s + TELL_EVERY_S
         for member in self._members.values():

@@ -181,7 +181,7 @@ def _is_committed(attempt: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundDirectories:
     """What a launcher found in the run directory that it owns."""
 
     host: str
@@ -190,7 +190,7 @@ class Found:
     newest: int | None  # step of the newest commit
 
 
-def choose_run_id(places: Sequence[Found]) -> tuple[str, str | None]:
+def choose_run_id(places: Sequence[FoundDirectories]) -> tuple[str, str | None]:
     """The run id of all run directories, given in the order of their lowest ranks; or why there is none. Pure.
 
     A directory without a commit takes the id of those that have one. The second value says in a sentence that two
@@ -211,7 +211,7 @@ def choose_run_id(places: Sequence[Found]) -> tuple[str, str | None]:
     )
 
 
-def _describe(place: Found) -> str:
+def _describe(place: FoundDirectories) -> str:
     return f"{place.path} (run id {place.run_id}, up to step {place.newest})"
 
 

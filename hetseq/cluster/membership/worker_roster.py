@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetseq.cluster.membership.admission import clock
-from hetseq.cluster.membership.assignment import Crew
+from hetseq.cluster.membership.assignment import GenerationRanks
 from hetseq.cluster.membership.compatibility import PART, difference
 from hetseq.cluster.membership.decide import Record, Report
 from hetseq.cluster.membership.exit_status import WorkerEnd, how_it_ended
@@ -338,7 +338,7 @@ class Crews:
             self._crashed_after.add(step)
         self._has_crashed = False
 
-    def _crew(self) -> Crew:
+    def _crew(self) -> GenerationRanks:
         newest = self._generations.newest
         slots = [self._generations.slots[name] for name in newest.roster]
         by_place: dict[int, list[int]] = {}
@@ -348,4 +348,4 @@ class Crews:
         parts = tuple(sorted(tuple(part) for part in by_place.values()))
         is_only_node = len({self._sites[slot].node for slot in slots}) == 1
         addresses = tuple(sorted({self._sites[slot].address for slot in slots}))
-        return Crew(newest.generation, tuple(slots), hosts, parts, is_only_node, addresses)
+        return GenerationRanks(newest.generation, tuple(slots), hosts, parts, is_only_node, addresses)

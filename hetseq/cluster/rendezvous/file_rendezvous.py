@@ -39,7 +39,7 @@ from hetseq.cluster.rendezvous.leader_election import (
     UNKNOWN,
     Action,
     Kind,
-    Record,
+    LeaderRecord,
     Sight,
     Standing,
     Watch,
@@ -60,7 +60,7 @@ _MADE = "made-by-hetseq"  # in a directory that a launcher has made, and that go
 Listen = Callable[[], tuple[str, int]]
 Sleep = Callable[[float], None]
 #: whether the head of that record answers, in a few seconds at most
-Answers = Callable[[Record], bool]
+Answers = Callable[[LeaderRecord], bool]
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Top:
     """A number of a chain, with the record in it and the one below it; None where the number is taken and empty."""
 
     number: int = 0
-    record: Record | None = None
-    below: Record | None = None
+    record: LeaderRecord | None = None
+    below: LeaderRecord | None = None
 
     @property
     def is_void(self) -> bool:
@@ -78,14 +78,14 @@ class Top:
 
 
 @dataclass
-class Attempt:
+class MeetingAttempt:
     """One attempt to start a run: who is its head, and a store of its own for what its members share.
 
     `heart` is the head's to beat, None for all others. Everybody calls `close` in the end.
     """
 
     number: int
-    head: Record
+    head: LeaderRecord
     is_head: bool
     directory: SharedDirectory
     heart: Heart | None
@@ -143,7 +143,7 @@ def find_attempt(
     timeout_s: float = 120.0,
     now: Callable[[], float] = time.monotonic,
     sleep: Sleep = time.sleep,
-) -> Attempt:
+) -> MeetingAttempt:
     """The attempt of run `name` in `file://PATH`: the one that lives, else a new one. Every launcher calls this.
 
     `listen` is called at most once, and only by who tries to become head; if somebody else has won in the end
@@ -163,7 +163,7 @@ def find_attempt(
         try:
             place = find_place(path)
             chain = _Chain(SharedDirectory.open(place, key), key, f"attempt-{name}", now)
-            return _Search(chain, listen_once, answers).run(deadline_s, sleep)
+            return _DirectorySearch(chain, listen_once, answers).run(deadline_s, sleep)
         except DirectoryGone:  # a run that ends removes a directory that it made, if it is empty
             if now() >= deadline_s:
                 raise
@@ -251,7 +251,7 @@ class _Chain:
 
     def at(self, number: int) -> Top:
         """One number of the chain; `Top()` if the chain does not reach it."""
-        below: Record | None = None
+        below: LeaderRecord | None = None
         for version in self.store.versions(self.name):
             record = self.record_of(version)
             if version.number == number:
@@ -259,10 +259,10 @@ class _Chain:
             below = record
         return Top()
 
-    def record_of(self, version: Version) -> Record | None:
+    def record_of(self, version: Version) -> LeaderRecord | None:
         """What that version says, None if it is empty; RendezvousError if another HetSeq wrote it."""
         try:
-            return None if version.content is None else Record.decode(version.content)
+            return None if version.content is None else LeaderRecord.decode(version.content)
         except ValueError as error:
             raise RendezvousError(
                 f"{self.store.file(self.name, version.number)} was written by another version of HetSeq ({error}): use"
@@ -281,12 +281,12 @@ class _Chain:
         """Where the counter of that attempt's head is."""
         return self.directory_of(nonce).path / "heart"
 
-    def is_superseded(self, number: int, head: Record) -> bool:
+    def is_superseded(self, number: int, head: LeaderRecord) -> bool:
         """Whether that attempt was replaced, and not only its number claimed by mistake for a moment."""
         above = self.at(number + 1).record
         return above is not None and above.after == head.nonce and above.nonce != head.nonce
 
-    def retire(self, number: int, head: Record, sleep: Sleep) -> None:
+    def retire(self, number: int, head: LeaderRecord, sleep: Sleep) -> None:
         """Say the last word and remove the chain; leaves all but one's own directory to a newer head, if there is one.
 
         After its last word a head has SILENCE_S before newcomers go on without it, and stops well before.
@@ -321,7 +321,7 @@ class _Chain:
         self.store.sweep()
 
 
-class _Search:
+class _DirectorySearch:
     """The executor: looks, has `decide` decide, and acts, until this launcher leads or follows."""
 
     def __init__(self, chain: _Chain, listen: Listen, answers: Answers | None) -> None:
@@ -332,7 +332,7 @@ class _Search:
         self._next_ask_s = -1.0
         self._asked = ""
 
-    def run(self, deadline_s: float, sleep: Sleep) -> Attempt:
+    def run(self, deadline_s: float, sleep: Sleep) -> MeetingAttempt:
         watch = Watch()
         try:
             while True:
@@ -362,7 +362,7 @@ class _Search:
         pulse = read_pulse(self._chain.heart_of(record.nonce), self._chain.key_of(record.nonce))
         return replace(sight, pulse=pulse, has_answered=self._ask(record))
 
-    def _ask(self, record: Record) -> bool:
+    def _ask(self, record: LeaderRecord) -> bool:
         now_s = self._chain.now()
         if self._answers is None or (self._asked == record.nonce and now_s < self._next_ask_s):
             return False
@@ -374,7 +374,7 @@ class _Search:
         address, port = self._listen()
         nonce = secrets.token_hex(8)
         after = top.record.nonce if top.record is not None else UNKNOWN if top.number else NOTHING
-        mine = Record(Kind.HEAD, nonce, socket.gethostname(), address, port, this_process(), after)
+        mine = LeaderRecord(Kind.HEAD, nonce, socket.gethostname(), address, port, this_process(), after)
         chain, number = self._chain, top.number + 1
         if not chain.store.publish(chain.name, mine.encode(), version=number):
             return False
@@ -388,10 +388,10 @@ class _Search:
         self._hearts[nonce].beat()
         return True
 
-    def _attempt(self, number: int, record: Record, sleep: Sleep) -> Attempt:
+    def _attempt(self, number: int, record: LeaderRecord, sleep: Sleep) -> MeetingAttempt:
         heart = self._hearts.get(record.nonce)
         directory = self._chain.directory_of(record.nonce)
-        return Attempt(number, record, heart is not None, directory, heart, self._chain, sleep)
+        return MeetingAttempt(number, record, heart is not None, directory, heart, self._chain, sleep)
 
     def _withdraw_all(self, sleep: Sleep) -> None:
         """Leave nothing when the search ends with an error; what cannot be removed is that of a dead head."""
@@ -402,7 +402,7 @@ class _Search:
             remove_place(self._chain.store.path)
 
 
-def _late(place: Path, number: int, record: Record | None) -> str:
+def _late(place: Path, number: int, record: LeaderRecord | None) -> str:
     if record is None:
         return f"no attempt could be begun in {place}: number {number} is taken and empty; remove what is left there"
     return (

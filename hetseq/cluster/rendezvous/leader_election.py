@@ -42,7 +42,7 @@ class Action(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Record:
+class LeaderRecord:
     """What the head of an attempt tells all others, signed and never changed.
 
     `after` is the nonce of the attempt that it replaces, `NOTHING` if there was none and `UNKNOWN` if its number was
@@ -58,7 +58,7 @@ class Record:
     process: Process
     after: str = NOTHING
 
-    def stands_on(self, before: Record | None) -> bool:
+    def stands_on(self, before: LeaderRecord | None) -> bool:
         """Whether the attempt below is the one that this one replaces."""
         return self.after in (UNKNOWN, NOTHING if before is None else before.nonce)
 
@@ -67,12 +67,12 @@ class Record:
         return json.dumps({"record": 1, **asdict(self), "kind": self.kind.value}).encode()
 
     @staticmethod
-    def decode(content: bytes) -> Record:
+    def decode(content: bytes) -> LeaderRecord:
         """The record in a value whose signature was right; ValueError if another version of HetSeq wrote it."""
         try:
             row = json.loads(content)
             process = row["process"]
-            record = Record(
+            record = LeaderRecord(
                 kind=Kind(row["kind"]),
                 nonce=row["nonce"],
                 host=row["host"],

@@ -36,10 +36,10 @@ from hetseq.cluster.rendezvous.channel import (
     VersionMismatch,
     connect,
 )
-from hetseq.cluster.rendezvous.file_rendezvous import Attempt, find_attempt, find_place, leave_note
+from hetseq.cluster.rendezvous.file_rendezvous import MeetingAttempt, find_attempt, find_place, leave_note
 from hetseq.cluster.rendezvous.file_store import OtherSecret
 from hetseq.cluster.rendezvous.interfaces import chosen_address, interfaces, is_loopback, outward_address
-from hetseq.cluster.rendezvous.leader_election import Record
+from hetseq.cluster.rendezvous.leader_election import LeaderRecord
 from hetseq.cluster.rendezvous.secret import derive_key, load_secret, secret_file
 from hetseq.cluster.rendezvous.sockets import AddressError, UnreachableError, bind, host_text
 from hetseq.config.sections import DistributedConfig
@@ -74,7 +74,7 @@ class Meeting:
 
     channel: Channel | None
     listener: Listener | None
-    attempt: Attempt | None
+    attempt: MeetingAttempt | None
     address: str
     key: bytes
     url: str
@@ -371,7 +371,7 @@ class _Search:
                 call.close()
             self._wait()
 
-    def _reach(self, head: Record) -> Channel | None:
+    def _reach(self, head: LeaderRecord) -> Channel | None:
         """The channel to an elected head, None to look again: one that is just ending does not answer either."""
         try:
             return self._connect(head.address, head.port)
@@ -403,14 +403,14 @@ class _Search:
         self._calls.pause(self._retry_s)
         self._retry_s = min(RETRY_LONGEST_S, self._retry_s * _RETRY_GROWTH)
 
-    def _as_head(self, listener: Listener, attempt: Attempt | None) -> Meeting:
+    def _as_head(self, listener: Listener, attempt: MeetingAttempt | None) -> Meeting:
         return self._meeting(None, listener, attempt, str(listener.host))
 
-    def _as_follower(self, channel: Channel, attempt: Attempt | None) -> Meeting:
+    def _as_follower(self, channel: Channel, attempt: MeetingAttempt | None) -> Meeting:
         return self._meeting(channel, None, attempt, channel.host)
 
     def _meeting(
-        self, channel: Channel | None, listener: Listener | None, attempt: Attempt | None, way: str
+        self, channel: Channel | None, listener: Listener | None, attempt: MeetingAttempt | None, way: str
     ) -> Meeting:
         meeting = Meeting(channel, listener, attempt, way, self._ranks_key, self._url)
         try:
@@ -435,7 +435,7 @@ class _Answering:
         self._listener = Listener(address, 0, key=search._control_key, secret_file=search._secret_file)
         return str(self._listener.host), self._listener.port
 
-    def answers(self, record: Record) -> bool:
+    def answers(self, record: LeaderRecord) -> bool:
         """Whether that head proves itself; a port that is silent or another program's is none of a head's."""
         if record.nonce not in self._channels:
             try:
@@ -452,7 +452,7 @@ class _Answering:
             raise RuntimeError("a head that has opened no port")
         return listener
 
-    def take_channel(self, head: Record) -> Channel | None:
+    def take_channel(self, head: LeaderRecord) -> Channel | None:
         return self._channels.pop(head.nonce, None)
 
     def close(self) -> None:

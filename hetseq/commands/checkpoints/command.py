@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetseq.config import HelpRequested
-from hetseq.config.command_line import Argument, Command, Option
+from hetseq.config.command_line import Argument, Command, CommandOption
 from hetseq.errors import CheckpointError, CheckpointRefused, ConfigError, RunDirectoryError
 from hetseq.monitor.progress_bar import bar
 from hetseq.registry import nearest
@@ -36,7 +36,7 @@ FORMS = ("safetensors", "torch", "dcp", "hf")
 
 
 @dataclass(frozen=True)
-class Arguments:
+class CheckpointArguments:
     """One action on the checkpoints of one run; `which` is "latest", "best" or a step, None where none was named."""
 
     action: str
@@ -59,7 +59,7 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
     return 0
 
 
-def parse(argv: Sequence[str]) -> Arguments:
+def parse(argv: Sequence[str]) -> CheckpointArguments:
     """The command line of `hetseq checkpoints`. Raises ConfigError, HelpRequested."""
     if not argv or argv[0] not in ACTIONS:
         raise _no_action(argv)
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str]) -> Arguments:
     values = dict(given.values)
     if values.pop("--keep-best", False) and values["--drop-best"]:
         raise command.refusal("--keep-best and --drop-best exclude each other: leave one out")
-    return Arguments(
+    return CheckpointArguments(
         action=argv[0], run=Path(values.pop("RUN")), **{_FIELDS[name]: value for name, value in values.items()}
     )
 
@@ -99,10 +99,10 @@ def _keep(text: str) -> int:
 
 
 _RUN = Argument("RUN", "the --save-dir of a run, under way or not; nothing in it is changed")
-_STEP = Option("--step", "the number of a step, latest or best; default: latest", "STEP", read=_which)
-_JSON = Option("--json", "one line for scripts")
+_STEP = CommandOption("--step", "the number of a step, latest or best; default: latest", "STEP", read=_which)
+_JSON = CommandOption("--json", "one line for scripts")
 
-#: option -> field of `Arguments`
+#: option -> field of `CheckpointArguments`
 _FIELDS = {
     "--step": "which", "--json": "wants_json", "--tensors": "wants_tensors", "--shallow": "is_shallow",
     "--keep": "keep", "--drop-best": "drops_best", "--dry-run": "is_dry_run", "--format": "form", "--to": "target",
@@ -120,7 +120,7 @@ ACTIONS = {
         "checkpoints show",
         "What is in a checkpoint: its step, its files, its largest tensors.",
         usage=("RUN [--step STEP] [--tensors] [--json]",),
-        words=(_RUN, _STEP, Option("--tensors", "all tensors with type and shape, not only the largest"), _JSON),
+        words=(_RUN, _STEP, CommandOption("--tensors", "all tensors with type and shape, not only the largest"), _JSON),
         examples=("hetseq checkpoints show runs/mnist --step best",),
     ),
     "verify": Command(
@@ -129,8 +129,10 @@ ACTIONS = {
         usage=("RUN [--step STEP] [--shallow]",),
         words=(
             _RUN,
-            Option("--step", "the number of a step, latest or best; default: all checkpoints", "STEP", read=_which),
-            Option("--shallow", "check the small files and all sizes, do not read the tensors"),
+            CommandOption(
+                "--step", "the number of a step, latest or best; default: all checkpoints", "STEP", read=_which
+            ),
+            CommandOption("--shallow", "check the small files and all sizes, do not read the tensors"),
         ),
         examples=("hetseq checkpoints verify runs/mnist", "hetseq checkpoints verify runs/mnist --step latest"),
     ),
@@ -140,12 +142,12 @@ ACTIONS = {
         usage=("RUN --keep N [--drop-best] [--dry-run]",),
         words=(
             Argument("RUN", "the --save-dir of a run; refused while a run is using it"),
-            Option(
+            CommandOption(
                 "--keep", "the newest N stay, the newest that verifies, and the best", "N", read=_keep, is_needed=True
             ),
-            Option("--drop-best", "the best may go like any other"),
-            Option("--keep-best", "the best stays; this is the default"),
-            Option("--dry-run", "say what would go, remove nothing"),
+            CommandOption("--drop-best", "the best may go like any other"),
+            CommandOption("--keep-best", "the best stays; this is the default"),
+            CommandOption("--dry-run", "say what would go, remove nothing"),
         ),
         examples=("hetseq checkpoints prune runs/mnist --keep 3 --dry-run",),
     ),
@@ -155,7 +157,7 @@ ACTIONS = {
         usage=("RUN --format FORM --to PATH [--step STEP]",),
         words=(
             _RUN,
-            Option(
+            CommandOption(
                 "--format",
                 "safetensors (a folder), torch (a .pt file), dcp (a folder of torch.distributed.checkpoint) or hf (a"
                 " folder that transformers opens, where the run's task writes one, as bert does)",
@@ -163,7 +165,7 @@ ACTIONS = {
                 among=FORMS,
                 is_needed=True,
             ),
-            Option(
+            CommandOption(
                 "--to", "where to (--output says the same); nothing is overwritten", "PATH", read=Path,
                 also=("--output",), is_needed=True,
             ),
@@ -185,7 +187,7 @@ COMMAND = Command(
 # the actions
 
 
-def answer(arguments: Arguments) -> Iterator[str]:
+def answer(arguments: CheckpointArguments) -> Iterator[str]:
     """The lines of one action, as they are found out.
 
     Raises ConfigError, RunDirectoryError or CheckpointRefused where there is nothing to act on, and CheckpointError at
@@ -200,14 +202,14 @@ def answer(arguments: Arguments) -> Iterator[str]:
         raise CheckpointError(f"{error.filename or arguments.run}: {error.strerror or error}") from error
 
 
-def _list(arguments: Arguments) -> Iterator[str]:
+def _list(arguments: CheckpointArguments) -> Iterator[str]:
     from hetseq.commands.checkpoints.listing import list_json, list_text, read_contents
 
     contents = read_contents(arguments.run)
     yield from [list_json(contents)] if arguments.wants_json else list_text(contents)
 
 
-def _show(arguments: Arguments) -> Iterator[str]:
+def _show(arguments: CheckpointArguments) -> Iterator[str]:
     from hetseq.commands.checkpoints.listing import show_json, show_text
 
     inspected, passed_over = _inspected(arguments.run, arguments.which or "latest")
@@ -217,7 +219,7 @@ def _show(arguments: Arguments) -> Iterator[str]:
         yield from show_text(inspected, passed_over, every_tensor=arguments.wants_tensors)
 
 
-def _verify(arguments: Arguments) -> Iterator[str]:
+def _verify(arguments: CheckpointArguments) -> Iterator[str]:
     from hetseq.checkpoint import TooNewError, is_committed, verify
     from hetseq.commands.checkpoints.listing import counted, size_text
 
@@ -244,7 +246,7 @@ def _verify(arguments: Arguments) -> Iterator[str]:
         )
 
 
-def _prune(arguments: Arguments) -> Iterator[str]:
+def _prune(arguments: CheckpointArguments) -> Iterator[str]:
     if arguments.is_dry_run:
         yield from _pruned(arguments)
         return
@@ -255,7 +257,7 @@ def _prune(arguments: Arguments) -> Iterator[str]:
         raise RunDirectoryError(f"nothing was removed: {error}") from error
 
 
-def _pruned(arguments: Arguments) -> Iterator[str]:
+def _pruned(arguments: CheckpointArguments) -> Iterator[str]:
     from hetseq.checkpoint import remove_all
     from hetseq.commands.checkpoints.listing import counted, size_text
 
@@ -314,7 +316,7 @@ def kept(
     return stays
 
 
-def _export(arguments: Arguments) -> Iterator[str]:
+def _export(arguments: CheckpointArguments) -> Iterator[str]:
     target = arguments.target
     if target.exists() or target.is_symlink():
         raise ConfigError(f"--to {target} exists: nothing is overwritten; name a path that does not exist yet")
@@ -334,7 +336,7 @@ def _export(arguments: Arguments) -> Iterator[str]:
     yield f"step {inspected.commit.identity.step} of {arguments.run} is in {path} ({arguments.form})"
 
 
-_ACTIONS: dict[str, Callable[[Arguments], Iterator[str]]] = {
+_ACTIONS: dict[str, Callable[[CheckpointArguments], Iterator[str]]] = {
     "list": _list,
     "show": _show,
     "verify": _verify,
@@ -355,7 +357,7 @@ def _committed(run: Path) -> Scan:
     return found
 
 
-def _wanted(arguments: Arguments) -> Scan:
+def _wanted(arguments: CheckpointArguments) -> Scan:
     """The checkpoints that `verify` reads: all, or those of one step."""
     from hetseq.checkpoint import Scan, choose, step_of
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetseq.commands.doctor.facts import Facts
-from hetseq.config.command_line import Command, Given, Option, seconds, whole_number
+from hetseq.config.command_line import Command, CommandOption, Given, seconds, whole_number
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import EXIT_FAILED, ConfigError
 
@@ -26,23 +26,23 @@ COMMAND = Command(
     "Is this node, or this cluster, fit for a training, and what should be done about it?",
     usage=("[options]", "--join URL --min-nodes N [options]"),
     words=(
-        Option("--dir", "a directory that the nodes share: try what its file system promises", "DIR"),
-        Option(
+        CommandOption("--dir", "a directory that the nodes share: try what its file system promises", "DIR"),
+        CommandOption(
             "--seconds", "burn-in of each device, and a forecast from it; default 5, 0 leaves it out", "S",
             read=seconds(0, _LONGEST_S), default=5.0,
         ),
-        Option("--secret-file", "look at this file of the secret in place of ~/.hetseq/secret", "FILE"),
-        Option(
+        CommandOption("--secret-file", "look at this file of the secret in place of ~/.hetseq/secret", "FILE"),
+        CommandOption(
             "--join",
             "meet the doctors of other nodes there, started with the same line: tcp://HOST:PORT or file:///PATH",
             "URL",
         ),
-        Option("--min-nodes", "with --join: how many nodes there are", "N", read=whole_number(2, _MOST_NODES)),
-        Option(
+        CommandOption("--min-nodes", "with --join: how many nodes there are", "N", read=whole_number(2, _MOST_NODES)),
+        CommandOption(
             "--join-timeout", "with --join: wait so many seconds for the others; default 600", "S",
             read=seconds(1, _LONGEST_WAIT_S),
         ),
-        Option("--json", "write what was found to FILE, without names, addresses and paths", "FILE"),
+        CommandOption("--json", "write what was found to FILE, without names, addresses and paths", "FILE"),
     ),
     examples=(
         "hetseq doctor --dir /shared/runs --json doctor.json",
@@ -56,7 +56,7 @@ COMMAND = Command(
 
 
 @dataclass(frozen=True)
-class Arguments:
+class DoctorArguments:
     """The command line; `nodes` is 1 without --join."""
 
     directory: Path | None = None
@@ -68,20 +68,20 @@ class Arguments:
     join_timeout_s: float = 600.0
 
 
-def parse(words: Sequence[str]) -> Arguments:
+def parse(words: Sequence[str]) -> DoctorArguments:
     """The command line of `hetseq doctor`. Raises ConfigError, HelpRequested."""
     given = COMMAND.read(words)
     for flag in ("--min-nodes", "--join-timeout"):
         if given[flag] is not None and given["--join"] is None:
             raise COMMAND.refusal(f"{flag} {given[flag]:g}: expected --join URL beside it")
-    return Arguments(
+    return DoctorArguments(
         directory=Path(given["--dir"]).absolute() if given["--dir"] is not None else None,
         seconds=given["--seconds"],
         secret_file=given["--secret-file"],
         json_file=Path(given["--json"]) if given["--json"] is not None else None,
         join=given["--join"],
         nodes=_nodes(given),
-        join_timeout_s=given["--join-timeout"] or Arguments.join_timeout_s,
+        join_timeout_s=given["--join-timeout"] or DoctorArguments.join_timeout_s,
     )
 
 
@@ -128,7 +128,7 @@ def _examine(words: Sequence[str], say: Callable[[str], None]) -> int:
     return max(exit_code(findings), _together(arguments, meeting, facts, words, say))
 
 
-def _meeting(arguments: Arguments) -> DistributedConfig | None:
+def _meeting(arguments: DoctorArguments) -> DistributedConfig | None:
     """Where to meet, in the words of a run. Raises ConfigError for a URL that is none."""
     if arguments.join is None:
         return None
@@ -142,7 +142,11 @@ def _meeting(arguments: Arguments) -> DistributedConfig | None:
 
 
 def _together(
-    arguments: Arguments, meeting: DistributedConfig, facts: Facts, words: Sequence[str], say: Callable[[str], None]
+    arguments: DoctorArguments,
+    meeting: DistributedConfig,
+    facts: Facts,
+    words: Sequence[str],
+    say: Callable[[str], None],
 ) -> int:
     """The examination of all nodes, told where it is led."""
     from hetseq.commands.doctor.cluster_findings import Examination, compare, side_by_side

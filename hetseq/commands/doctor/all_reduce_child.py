@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import torch
 
-from hetseq.comm.group import AnyGroup, Meeting, connect, gather_floats
+from hetseq.comm.group import AnyGroup, GroupMeeting, connect, gather_floats
 from hetseq.commands.doctor.network_results import SIZES
 from hetseq.errors import HetSeqError, PeerLostError, RendezvousError
 from hetseq.system.processes import die_with_pipe
@@ -36,7 +36,7 @@ Record = dict[str, Any]
 Say = Callable[..., None]
 
 
-class Line:
+class ChildPipe:
     """The pipes to the doctor, and with them the store of the ranks; `cut` is called when one of them is lost."""
 
     def __init__(self, source: IO[bytes], sink: IO[bytes]) -> None:
@@ -107,7 +107,7 @@ class Line:
 def main(words: list[str]) -> None:
     """Take part once, and end. `words[0]` is the descriptor of a pipe whose other end the doctor holds."""
     die_with_pipe(int(words[0]))
-    line = Line(sys.stdin.buffer, sys.stdout.buffer)
+    line = ChildPipe(sys.stdin.buffer, sys.stdout.buffer)
     line.say("ready")
     try:
         take_part(line.part(), line)
@@ -120,9 +120,9 @@ def main(words: list[str]) -> None:
     os._exit(0)  # threads of the transport that still wait for somebody would abort an orderly end
 
 
-def take_part(part: Record, line: Line) -> None:
+def take_part(part: Record, line: ChildPipe) -> None:
     """Meet the other ranks and measure. Raises PeerLostError and RendezvousError for what may be another's fault."""
-    meeting = Meeting(line, part["name"], bytes.fromhex(part["key"]), part["host"], tuple(part["sources"]))
+    meeting = GroupMeeting(line, part["name"], bytes.fromhex(part["key"]), part["host"], tuple(part["sources"]))
     group = connect(rank=part["rank"], world_size=part["world_size"], meeting=meeting, timeout_s=CONNECT_S)
     group.deadline_s = DEADLINE_S
     line.begin(group)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetseq.balance.simulation import Clock, Cluster, Group, Link
+from hetseq.balance.simulation import Clock, Cluster, Link, RankGroup
 from hetseq.errors import ConfigError
 from hetseq.registry import nearest
 
@@ -60,9 +60,9 @@ def read_experiment(file: Path) -> Experiment:
     return Experiment(cluster, clock, tuple(dict.fromkeys(batches)))
 
 
-def _group(table: _Table) -> Group:
+def _group(table: _Table) -> RankGroup:
     link = table.table("link", _LINK)
-    return Group(
+    return RankGroup(
         name=table.text("name"),
         count=table.whole("count", least=1, most=_MOST_RANKS),
         samples_per_s=table.number("samples_per_s", least=_LEAST),

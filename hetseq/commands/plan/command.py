@@ -23,8 +23,8 @@ import yaml
 from hetseq.balance.shares import NEGLIGIBLE_GAIN
 from hetseq.balance.simulation import RankModel, Step, best_shares, equal_shares, learn, predict, run
 from hetseq.commands.plan.cluster_file import Experiment, read_experiment
-from hetseq.commands.plan.measured_run import Measured, named, read_measured
-from hetseq.config.command_line import Argument, Command, Option
+from hetseq.commands.plan.measured_run import MeasuredRun, named, read_measured
+from hetseq.config.command_line import Argument, Command, CommandOption
 from hetseq.errors import ConfigError
 from hetseq.monitor.tables import Cells, table
 from hetseq.run_directory import RunDirectory
@@ -125,11 +125,11 @@ PLAN = Command(
     usage=("RUN [--without RANK]... [--add NAME:SPEED]... [--json]",),
     words=(
         Argument("RUN", "the --save-dir of a run, finished or not; nothing in it is changed"),
-        Option(
+        CommandOption(
             "--without", "predict the step without this rank; give it once per rank", "RANK", read=_rank_number,
             is_many=True,
         ),
-        Option(
+        CommandOption(
             "--add",
             "predict the step with one rank more: gpu3:2.0 is twice as fast as the fastest rank of the run, gpu3:120/s"
             " makes 120 samples per second alone; give it once per rank",
@@ -137,7 +137,7 @@ PLAN = Command(
             read=_addition,
             is_many=True,
         ),
-        Option("--json", "one line for scripts"),
+        CommandOption("--json", "one line for scripts"),
     ),
     examples=("hetseq plan runs/mnist", "hetseq plan runs/mnist --without 1 --add gpu3:2.0"),
 )  # fmt: skip
@@ -148,7 +148,7 @@ SIMULATE = Command(
     usage=("FILE [--json]",),
     words=(
         Argument("FILE", "YAML: groups of ranks, their speeds and links, a global batch"),
-        Option("--json", "one line for scripts"),
+        CommandOption("--json", "one line for scripts"),
     ),
     examples=("hetseq simulate cluster.yaml",),
     notes=("The keys of the file are in docs/planning.md.",),
@@ -169,17 +169,17 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ClusterPlan:
     """What `hetseq plan` found: the run as it is, with the best shares, with other ranks; and advice."""
 
-    measured: Measured
+    measured: MeasuredRun
     now: Scenario
     best: Scenario
     others: tuple[Scenario, ...]
     advice: tuple[str, ...]
 
 
-def make_plan(arguments: PlanArguments) -> Plan:
+def make_plan(arguments: PlanArguments) -> ClusterPlan:
     """The answer to `hetseq plan`. Raises ConfigError for a run without measurements or such a rank."""
     options = _options_of(arguments.run)
     if options.get("data_by_host"):
@@ -206,7 +206,7 @@ def make_plan(arguments: PlanArguments) -> Plan:
     now = replace(best, title="now, as measured", step=step)
     if best.step.step_s > now.step.step_s:  # noise has no part in how shares are dealt, but it has in the step
         best = replace(best, step=step)
-    return Plan(
+    return ClusterPlan(
         measured=measured,
         now=now,
         best=best,
@@ -224,7 +224,7 @@ def _options_of(run: Path) -> dict[str, Any]:
     return options if isinstance(options, dict) else {}
 
 
-def _added_rank(measured: Measured, addition: Addition, at: int) -> RankModel:
+def _added_rank(measured: MeasuredRun, addition: Addition, at: int) -> RankModel:
     """A rank that differs from the fastest of the run by a factor, in everything; `at`: how many were added before.
 
     It is as noisy as the fastest one, but at other times.
@@ -243,7 +243,9 @@ def _added_rank(measured: Measured, addition: Addition, at: int) -> RankModel:
     return RankModel(addition.name, cost, fastest.overhead_s / factor, fastest.noise[later:] + fastest.noise[:later])
 
 
-def _scenario(measured: Measured, title: str, without: Sequence[int] = (), added: Sequence[RankModel] = ()) -> Scenario:
+def _scenario(
+    measured: MeasuredRun, title: str, without: Sequence[int] = (), added: Sequence[RankModel] = ()
+) -> Scenario:
     staying = [rank for rank in range(len(measured.ranks)) if rank not in without]
     ranks = [*(measured.ranks[rank] for rank in staying), *added]
     if all(rank.cost.limit == 0 for rank in ranks):
@@ -260,7 +262,7 @@ def _scenario(measured: Measured, title: str, without: Sequence[int] = (), added
     return Scenario(title, (*staying, *(None for _ in added)), tuple(rank.name for rank in ranks), step)
 
 
-def _advice(measured: Measured, now: Step, best: Step) -> list[str]:
+def _advice(measured: MeasuredRun, now: Step, best: Step) -> list[str]:
     """What the prediction means for this run, a sentence each."""
     busy = [rank.busy_s(share) for rank, share in zip(measured.ranks, measured.shares)]
     lines = [f"{_named(measured, [busy.index(max(busy))])} sets the pace"] if len(busy) > 1 else []
@@ -290,7 +292,7 @@ def _advice(measured: Measured, now: Step, best: Step) -> list[str]:
     return lines
 
 
-def _named(measured: Measured, ranks: Sequence[int]) -> str:
+def _named(measured: MeasuredRun, ranks: Sequence[int]) -> str:
     """`rank 2 (labB/cpu)`, or `ranks 1, 2` for several."""
     if len(ranks) > 1:
         return f"ranks {', '.join(map(str, ranks))}"
@@ -309,7 +311,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ClusterComparison:
     """What `hetseq simulate` found: equal shares, fitting ones, fitting ones of other global batches; in words too."""
 
     experiment: Experiment
@@ -322,7 +324,7 @@ class Comparison:
         return self.trials[1].step
 
 
-def compare(arguments: SimulateArguments) -> Comparison:
+def compare(arguments: SimulateArguments) -> ClusterComparison:
     """The answer to `hetseq simulate`. Raises ConfigError for a file that describes no cluster."""
     experiment = read_experiment(arguments.file)
     cluster, clock, total = experiment.cluster, experiment.clock, experiment.global_batches[0]
@@ -347,13 +349,13 @@ def compare(arguments: SimulateArguments) -> Comparison:
         if without.step_s < (1 - NEGLIGIBLE_GAIN) * balanced.step_s:
             times = f"without it a step takes {_s(without.step_s)} instead of {_s(balanced.step_s)}"
             advice.append(f"{group.name} slows this cluster: {times}")
-    return Comparison(experiment, tuple(trials), tuple(advice))
+    return ClusterComparison(experiment, tuple(trials), tuple(advice))
 
 
 # words and JSON
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(plan: ClusterPlan) -> str:
     """What a person reads."""
     measured = plan.measured
     has_stairs = any(model.cost.batch for model in measured.ranks)
@@ -381,7 +383,7 @@ def plan_text(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def plan_json(plan: Plan) -> str:
+def plan_json(plan: ClusterPlan) -> str:
     """What a script reads: one line."""
     measured = plan.measured
     return json.dumps(
@@ -402,7 +404,7 @@ def plan_json(plan: Plan) -> str:
     )  # fmt: skip
 
 
-def simulation_text(comparison: Comparison) -> str:
+def simulation_text(comparison: ClusterComparison) -> str:
     """What a person reads."""
     cluster, clock = comparison.experiment.cluster, comparison.experiment.clock
     trials: list[Cells] = [
@@ -428,7 +430,7 @@ def simulation_text(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def simulation_json(comparison: Comparison) -> str:
+def simulation_json(comparison: ClusterComparison) -> str:
     """What a script reads: one line."""
     cluster = comparison.experiment.cluster
     return json.dumps(
@@ -462,7 +464,7 @@ def _step_facts(step: Step) -> dict[str, float]:
     return {**dict(zip(names, _times(step))), "samples_per_s": step.samples_per_s, "efficiency": step.efficiency}
 
 
-def _cost_cells(rank: RankModel, measured: Measured, has_stairs: bool) -> Cells:
+def _cost_cells(rank: RankModel, measured: MeasuredRun, has_stairs: bool) -> Cells:
     cost = rank.cost
     if cost.limit == 0:
         return ("?",) * (4 if has_stairs else 3)

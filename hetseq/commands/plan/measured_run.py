@@ -28,7 +28,7 @@ _ENOUGH = 5  # steps with equal shares of which the median is believed
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """What the last steady steps of a run say: medians over `steps` steps; lists by rank."""
 
     run: Path
@@ -57,7 +57,7 @@ class Measured:
         return self.communication_s * ring_factor(world_size) / measured if measured else 0.0
 
 
-def read_measured(run: Path) -> Measured:
+def read_measured(run: Path) -> MeasuredRun:
     """The last steady steps in the `metrics.jsonl` of a run directory. Raises ConfigError where they are missing."""
     path = existing_run(run).metrics
     try:
@@ -93,7 +93,7 @@ def read_measured(run: Path) -> Measured:
         communication_s = statistics.median(row["communication_s"] for row in telling)
     if world_size == 1:
         notes += ("one rank exchanges nothing: the exchange with more of them is not known and is taken as none",)
-    return Measured(run, len(steady), steady[-1]["step"], shares, step_s, ranks, communication_s, notes)
+    return MeasuredRun(run, len(steady), steady[-1]["step"], shares, step_s, ranks, communication_s, notes)
 
 
 def _steady(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

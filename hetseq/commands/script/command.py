@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hetseq import config as options
 from hetseq.commands.script.batch_scripts import SYSTEMS, Job, file_name, submit_line
-from hetseq.config.command_line import Argument, Command, Option, whole_number
+from hetseq.config.command_line import Argument, Command, CommandOption, whole_number
 from hetseq.config.sections import Config
 from hetseq.errors import ConfigError
 
@@ -46,30 +46,32 @@ COMMAND = Command(
     usage=("SYSTEM [options] -- OPTIONS OF hetseq train",),
     words=(
         Argument("SYSTEM", "the scheduler: slurm, sge, pbs, lsf or condor", among=tuple(SYSTEMS)),
-        Option("--nodes", "nodes; default 1", "N", read=whole_number(1), default=1),
-        Option(
+        CommandOption("--nodes", "nodes; default 1", "N", read=whole_number(1), default=1),
+        CommandOption(
             "--gpus-per-node",
             "GPUs of each, and so workers; default 0: one worker on the CPU, or --distributed-gpus",
             "G",
             read=whole_number(0),
             default=0,
         ),
-        Option("--cpus-per-node", "cores of each; default 4 per worker", "C", read=whole_number(1)),
-        Option("--time", "time limit; 2 minutes before it the run saves and ends with 75", "HH:MM:SS", read=_seconds),
-        Option("--queue", "queue; for Slurm the partition (also --partition)", "Q", also=("--partition",)),
-        Option("--account", "account or project", "A"),
-        Option("--memory", "memory of each node, as 64G", "M"),
-        Option("--name", "name of the job; default: the last part of --save-dir", "NAME"),
-        Option(
+        CommandOption("--cpus-per-node", "cores of each; default 4 per worker", "C", read=whole_number(1)),
+        CommandOption(
+            "--time", "time limit; 2 minutes before it the run saves and ends with 75", "HH:MM:SS", read=_seconds
+        ),
+        CommandOption("--queue", "queue; for Slurm the partition (also --partition)", "Q", also=("--partition",)),
+        CommandOption("--account", "account or project", "A"),
+        CommandOption("--memory", "memory of each node, as 64G", "M"),
+        CommandOption("--name", "name of the job; default: the last part of --save-dir", "NAME"),
+        CommandOption(
             "--setup", "shell before the run on each node, as 'module load cuda'; may be given several times", "LINE",
             is_many=True,
         ),
-        Option("--requeue", "after exit code 75 the job goes back into the queue"),
-        Option("--python", "the Python that has hetseq; default: the one that runs this command", "PY"),
-        Option(
+        CommandOption("--requeue", "after exit code 75 the job goes back into the queue"),
+        CommandOption("--python", "the Python that has hetseq; default: the one that runs this command", "PY"),
+        CommandOption(
             "--parallel-environment", "Grid Engine's, needed for several nodes; qconf -spl lists them", "P"
         ),
-        Option("--gpu-resource", "Grid Engine's name of GPUs; default gpu", "NAME", default="gpu"),
+        CommandOption("--gpu-resource", "Grid Engine's name of GPUs; default gpu", "NAME", default="gpu"),
     ),
     examples=(
         "hetseq script slurm --nodes 2 --gpus-per-node 4 --time 24:00:00 -- --task mnist --global-batch-size 64"

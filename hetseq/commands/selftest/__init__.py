@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from hetseq import config as options
 from hetseq.commands.selftest.other_process import another_process
-from hetseq.config.command_line import Command, Option, whole_number
+from hetseq.config.command_line import Command, CommandOption, whole_number
 from hetseq.errors import EXIT_DONE, EXIT_FAILED
 
 COMMAND = Command(
@@ -22,14 +22,14 @@ COMMAND = Command(
     "Whether a task of your own is exact on any shares, before a run.",
     usage=("--task TASK [options] [options of hetseq train]",),
     words=(
-        Option("--task", "the task, as `hetseq train` takes it", "TASK", is_passed_on=True),
-        Option(
+        CommandOption("--task", "the task, as `hetseq train` takes it", "TASK", is_passed_on=True),
+        CommandOption(
             "--rounds", "steps that are tried, each with other samples and other random shares; default 8", "N",
             read=whole_number(1), default=8,
         ),
         # three ranks, of which one has a sample more
-        Option("--samples", "samples of each of them; default 32", "N", read=whole_number(4), default=32),
-        Option("--json", "one line for scripts"),
+        CommandOption("--samples", "samples of each of them; default 32", "N", read=whole_number(4), default=32),
+        CommandOption("--json", "one line for scripts"),
     ),
     examples=("hetseq selftest --task my_task.py:MyTask --data my_data", "hetseq selftest --task mnist --rounds 2"),
     notes=(

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from hetseq.commands.selftest.findings import Finding
+from hetseq.commands.selftest.findings import SelftestFinding
 from hetseq.commands.selftest.fixed_randomness import difference, held_still
-from hetseq.commands.selftest.measure import Bench, Measured, Reader
+from hetseq.commands.selftest.measure import Bench, MeasuredStep, Reader
 from hetseq.data.fetch import seed_everything
 from hetseq.data.plan import derive_seed
 from hetseq.task import build_model, is_overridden
@@ -22,7 +22,7 @@ _FEW = 8  # samples that are read twice
 _PAGE = "docs/exactness.md"
 
 
-def of_reading(reader: Reader, samples: int) -> Finding | None:
+def of_reading(reader: Reader, samples: int) -> SelftestFinding | None:
     """Samples that are others when they are read again, or after others."""
     few = range(min(samples, _FEW))
     first = [reader.samples([position]) for position in few]
@@ -34,12 +34,12 @@ def of_reading(reader: Reader, samples: int) -> Finding | None:
         pair = [reader.samples([position]) for _ in range(2)]
         name = type(reader.dataset).__name__
         if difference(*pair) is None:
-            return Finding(
+            return SelftestFinding(
                 "data order", name,
                 f"what it gives for an index ({at}) depends on what was read before",
                 "Let __getitem__(index) follow from the index alone: every rank reads other samples in another order",
             )  # fmt: skip
-        return Finding(
+        return SelftestFinding(
             "random data", name,
             f"a sample is another one when it is read twice with the same seed ({at})",
             "Draw from torch's, NumPy's or Python's generator, which HetSeq seeds by sample, not from one of its own",
@@ -47,12 +47,12 @@ def of_reading(reader: Reader, samples: int) -> Finding | None:
     return None
 
 
-def of_batches(reader: Reader, samples: int, *, unit: int | None) -> Finding | str | None:
+def of_batches(reader: Reader, samples: int, *, unit: int | None) -> SelftestFinding | str | None:
     """Random numbers that are drawn for a whole micro-batch; a note where they are drawn for each sample."""
     few = range(min(samples, _FEW))
     seeds = reader.seed, derive_seed(reader.seed, 1)
     if (at := difference(*(reader.batch(few) for _ in range(2)))) is not None:
-        return Finding(
+        return SelftestFinding(
             "random batches", "collater",
             f"the same samples give another micro-batch the second time, with the same seed ({at})",
             "Draw in __getitem__ from torch's, NumPy's or Python's generator, which HetSeq seeds by sample",
@@ -70,14 +70,14 @@ def of_batches(reader: Reader, samples: int, *, unit: int | None) -> Finding | s
     who = f"{type(reader.dataset).__name__}.__getitems__" if reader.reads_together else "collater"
     if unit:
         return f"{who} draws random numbers for a micro-batch ({at}); with --unit-size {unit} the same on any ranks"
-    return Finding(
+    return SelftestFinding(
         "random batches", who,
         f"it draws random numbers for a whole micro-batch ({at}), so a sample depends on how the step is cut",
         f"Draw in __getitem__, seed each sample by its index, or give --unit-size N ({_PAGE})",
     )  # fmt: skip
 
 
-def of_one_sample(bench: Bench) -> Finding | None:
+def of_one_sample(bench: Bench) -> SelftestFinding | None:
     """A collater or loss that needs company."""
     for hook, ask in (("collater", bench.reader.batch), ("loss", bench.piece)):
         try:
@@ -87,7 +87,7 @@ def of_one_sample(bench: Bench) -> Finding | None:
                 ask([0, 1])
             except Exception:  # it does not work at all: told where everything is measured
                 return None
-            return Finding(
+            return SelftestFinding(
                 "one sample", hook,
                 f"works for two samples and not for one ({type(error).__name__}: {error})",
                 "A share, or what is left of one, may be one sample: keep the first dimension, avoid squeeze()",
@@ -95,7 +95,7 @@ def of_one_sample(bench: Bench) -> Finding | None:
     return None
 
 
-def of_repeating(bench: Bench, samples: int, *, tolerance: float, mode: str = "") -> Iterator[Finding]:
+def of_repeating(bench: Bench, samples: int, *, tolerance: float, mode: str = "") -> Iterator[SelftestFinding]:
     """Forward twice of the same micro-batch in the model's present mode, for which there may be words."""
     few = range(min(samples, _FEW))
     before = {name: buffer.clone() for name, buffer in bench.model.named_buffers()}
@@ -109,7 +109,7 @@ def of_repeating(bench: Bench, samples: int, *, tolerance: float, mode: str = ""
         what = (
             f"buffer {changed} of the model" if changed else "an attribute of task or model, or a generator of its own"
         )
-        yield Finding(
+        yield SelftestFinding(
             "state", term,
             f"{mode}the same micro-batch gives {a:.6g} and then {b:.6g}: forward changes {what}",
             "Compute what a task remembers in update_step(num_updates), from num_updates; draw from torch's generator",
@@ -117,7 +117,7 @@ def of_repeating(bench: Bench, samples: int, *, tolerance: float, mode: str = ""
         )  # fmt: skip
 
 
-def of_finite(bench: Bench, step: Measured, positions: range) -> Iterator[Finding]:
+def of_finite(bench: Bench, step: MeasuredStep, positions: range) -> Iterator[SelftestFinding]:
     """Terms of a step in one piece whose sum or gradient is not finite, with the first sample that is to blame."""
     for term in bench.terms:
         total = step.sum(term)
@@ -130,7 +130,7 @@ def of_finite(bench: Bench, step: Measured, positions: range) -> Iterator[Findin
         what = f"its sum over {len(positions)} samples is {total}" if not math.isfinite(total) else (
             f"its sum over {len(positions)} samples is {total:.6g}, but their gradient is not finite"
         )  # fmt: skip
-        yield Finding(
+        yield SelftestFinding(
             "not finite", term,
             f"{what}, with count {step.count(term):g}; {who}",
             "Look for a logarithm, a quotient or a root of 0, or an input that is not finite",
@@ -139,7 +139,7 @@ def of_finite(bench: Bench, step: Measured, positions: range) -> Iterator[Findin
 
 
 def _is_finite(bench: Bench, term: str, position: int) -> bool:
-    done = Measured()
+    done = MeasuredStep()
     try:
         bench.add_(done, [position], has_gradients=True)
     except Exception:  # one sample alone may be refused, which is a finding of its own
@@ -147,18 +147,18 @@ def _is_finite(bench: Bench, term: str, position: int) -> bool:
     return not done.count(term) or bool(math.isfinite(done.sum(term)) and done.gradients[term].isfinite().all())
 
 
-def of_nothing(bench: Bench, steps: Sequence[Measured]) -> Iterator[Finding]:
+def of_nothing(bench: Bench, steps: Sequence[MeasuredStep]) -> Iterator[SelftestFinding]:
     """Terms that nothing counts for, and a loss from which no weight learns."""
     for term in bench.terms:
         if not any(step.count(term) for step in steps):
-            yield Finding(
+            yield SelftestFinding(
                 "count", term,
                 f"count gives 0 in all {len(steps)} steps: nothing is learnt from the term",
                 "Count what the loss adds up over: samples, or labels that are not ignored",
             )  # fmt: skip
     live = [gradient for step in steps for gradient in step.gradients.values()]
     if live and not any(bool(gradient.any()) for gradient in live):
-        yield Finding(
+        yield SelftestFinding(
             "no gradient", ", ".join(bench.terms),
             "no parameter has a gradient: nothing is learnt",
             "Look for detach(), item(), torch.no_grad() or requires_grad = False on the way to the loss",
@@ -179,7 +179,7 @@ def draws_although_still(bench: Bench, samples: int) -> bool:
     return any(not torch.equal(totals[0][term], totals[1][term]) for term in bench.terms if totals[0][term].isfinite())
 
 
-def of_metrics(bench: Bench, samples: int, *, tolerance: float, has_singles: bool) -> Iterator[Finding]:
+def of_metrics(bench: Bench, samples: int, *, tolerance: float, has_singles: bool) -> Iterator[SelftestFinding]:
     """Sums with counts, which add up; `has_singles`: one sample alone works."""
     if not is_overridden(bench.task, "metrics"):
         return
@@ -190,7 +190,7 @@ def of_metrics(bench: Bench, samples: int, *, tolerance: float, has_singles: boo
         found = _metrics(bench, positions)
         wrong = next((name for name, pair in found.items() if not _is_pair(pair)), None)
         if wrong is not None:
-            yield Finding(
+            yield SelftestFinding(
                 "metric", wrong,
                 f"metrics gives {found[wrong]!r}: expected (sum, count)",
                 'Give two numbers, as in {"accuracy": (right, samples)}',
@@ -200,14 +200,14 @@ def of_metrics(bench: Bench, samples: int, *, tolerance: float, has_singles: boo
     whole, *parts = measured
     for name, pair in whole.items():
         if not all(map(math.isfinite, pair)):
-            yield Finding(
+            yield SelftestFinding(
                 "metric", name,
                 f"metrics gives {pair} for {samples} samples, and one number that is not finite spoils a whole split",
                 "Leave out the samples without a value, and let them not count",
             )  # fmt: skip
             return
     if any(part.keys() != whole.keys() for part in parts):
-        yield Finding(
+        yield SelftestFinding(
             "metric", "metrics",
             f"the names depend on the samples: {sorted(whole)} and {sorted(set(parts[0]) ^ set(whole))}",
             "Give the same names for every micro-batch, with count 0 where there is nothing to count",
@@ -218,7 +218,7 @@ def of_metrics(bench: Bench, samples: int, *, tolerance: float, has_singles: boo
             added, scale = sum(part[name][place] for part in parts), sum(abs(part[name][place]) for part in parts)
             # a sum is compared as the parameters are, since an argmax has no rounding of its own
             if abs(added - pair[place]) > tolerance * max(scale, abs(pair[place])):
-                yield Finding(
+                yield SelftestFinding(
                     "metric", name,
                     f"its {what} does not add up: {pair[place]:.6g} for {samples} samples, {added:.6g} for its two"
                     " parts",
@@ -231,7 +231,7 @@ def of_metrics(bench: Bench, samples: int, *, tolerance: float, has_singles: boo
     yield from _of_summary(bench, [whole, *(_metrics(bench, range(at, at + 1)) for at in singles)])
 
 
-def _of_summary(bench: Bench, sums: Sequence[dict[str, tuple[float, float]]]) -> Iterator[Finding]:
+def _of_summary(bench: Bench, sums: Sequence[dict[str, tuple[float, float]]]) -> Iterator[SelftestFinding]:
     """What validation makes of the sums, also of a split of one sample, in which some things are not counted."""
     for given in sums:
         try:
@@ -241,7 +241,7 @@ def _of_summary(bench: Bench, sums: Sequence[dict[str, tuple[float, float]]]) ->
         except Exception as error:  # the user's code may raise anything
             is_sound, said = False, f"it raises {type(error).__name__}: {error}"
         if not is_sound:
-            yield Finding(
+            yield SelftestFinding(
                 "metric", "summarise",
                 f"{said} for {given}",
                 "Give a dict of name to number from the sums of `metrics`; a count may be 0",
@@ -265,7 +265,7 @@ def _is_pair(pair: Any) -> bool:
         return False
 
 
-def of_predictions(bench: Bench, samples: int) -> Finding | None:
+def of_predictions(bench: Bench, samples: int) -> SelftestFinding | None:
     """One line of text for each sample, in their order."""
     if not is_overridden(bench.task, "predictions"):
         return None
@@ -276,13 +276,13 @@ def of_predictions(bench: Bench, samples: int) -> Finding | None:
         with held_still(), torch.no_grad():
             lines: Any = bench.task.predictions(bench.model, batch)
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-            return Finding("predictions", "predictions", "it gives something else than a list of str", remedy)
+            return SelftestFinding("predictions", "predictions", "it gives something else than a list of str", remedy)
         if len(lines) != len(positions) or any("\n" in line for line in lines):
             text = f"{len(lines)} lines for {len(positions)} samples, or lines of several lines"
-            return Finding("predictions", "predictions", text, remedy, float(len(lines)), float(len(positions)))
+            return SelftestFinding("predictions", "predictions", text, remedy, float(len(lines)), float(len(positions)))
         given.append(lines)
     if sorted(given[0]) == sorted(singly := [line for lines in given[1:] for line in lines]) and given[0] != singly:
-        return Finding(
+        return SelftestFinding(
             "predictions", "predictions",
             "the lines of a micro-batch are those of its samples in another order, as where a collater sorts them",
             remedy,
@@ -299,7 +299,7 @@ def _stir_(model: torch.nn.Module) -> None:
             parameter.mul_(1 + 0.01 * torch.rand_like(parameter)).add_(0.001)
 
 
-def of_saved_weights(bench: Bench, samples: int, *, seed: int, tolerance: float) -> Iterator[Finding]:
+def of_saved_weights(bench: Bench, samples: int, *, seed: int, tolerance: float) -> Iterator[SelftestFinding]:
     """A model built anew with the weights of this one must have its losses. Changes the bench's weights."""
     few = range(min(samples, _FEW))
     model = bench.model
@@ -312,7 +312,7 @@ def of_saved_weights(bench: Bench, samples: int, *, seed: int, tolerance: float)
     try:
         fresh.load_state_dict(saved)
     except RuntimeError as error:
-        yield Finding(
+        yield SelftestFinding(
             "state_dict", "the model",
             f"a model built anew does not take its weights: {str(error).splitlines()[-1].strip()}",
             "Make all parameters and buffers in build_model, with the same names and shapes each time",
@@ -326,7 +326,7 @@ def of_saved_weights(bench: Bench, samples: int, *, seed: int, tolerance: float)
     for term in bench.terms:
         a, b = expected.sums[term], found.sums[term]
         if expected.counts[term] and abs(a - b) > tolerance * max(abs(a), abs(b)):
-            yield Finding(
+            yield SelftestFinding(
                 "state_dict", term,
                 f"a model with the same state_dict gives {b:.6g} in place of {a:.6g}: a checkpoint does not hold"
                 " all that the loss needs",

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from hetseq.commands.selftest.findings import Finding
+from hetseq.commands.selftest.findings import SelftestFinding
 from hetseq.commands.selftest.fixed_randomness import tensors_of
-from hetseq.commands.selftest.measure import Bench, Measured, Piece
+from hetseq.commands.selftest.measure import Bench, MeasuredStep, StepPiece
 from hetseq.task import is_overridden
 
 _PAGE = "docs/exactness.md"
@@ -34,23 +34,23 @@ class Diagnosis:
         self.positions = range(first, first + samples)
 
     @cached_property
-    def singles(self) -> list[Piece]:
+    def singles(self) -> list[StepPiece]:
         """The first samples, one by one."""
         return [self.bench.piece([position]) for position in self.positions[:_MOST]]
 
     @cached_property
-    def doubles(self) -> list[Piece]:
+    def doubles(self) -> list[StepPiece]:
         """Each of them beside itself."""
         return [self.bench.piece([position, position]) for position in self.positions[:_MOST]]
 
     @cached_property
-    def pairs(self) -> list[Piece]:
+    def pairs(self) -> list[StepPiece]:
         """Each of them beside its neighbour; one fewer."""
         return [self.bench.piece([position, position + 1]) for position in self.positions[: _MOST - 1]][
             : len(self.positions) - 1
         ]
 
-    def of_term(self, term: str, whole: Measured, cut: Measured) -> Finding:
+    def of_term(self, term: str, whole: MeasuredStep, cut: MeasuredStep) -> SelftestFinding:
         """The reason why a term of the two is not the same."""
         found = self._of_counts(term, whole, cut) or self._of_mean(term, whole, cut)
         if found is None and self._least == 1:
@@ -66,13 +66,13 @@ class Diagnosis:
         """Equal within the tolerance, relative to the largest of them and of `scale`."""
         return abs(first - second) <= self.tolerance * max(abs(first), abs(second), abs(scale))
 
-    def _of_counts(self, term: str, whole: Measured, cut: Measured) -> Finding | None:
+    def _of_counts(self, term: str, whole: MeasuredStep, cut: MeasuredStep) -> SelftestFinding | None:
         found, expected = cut.count(term), whole.count(term)
         if self.is_close(found, expected):
             return None
         pieces = [piece for measured in (whole, cut) for piece in measured.pieces]
         if _grows_with_width(term, pieces):
-            return Finding(
+            return SelftestFinding(
                 "count of padding", term,
                 f"count gives {expected:g} for the step in one piece and {found:g} for its micro-batches together: it"
                 " counts padding, and each micro-batch is padded to its own longest sample",
@@ -91,9 +91,9 @@ class Diagnosis:
                 "Let count be a sum over samples: of two micro-batches together it is the sum of theirs; a collater"
                 " that drops or cuts samples by what else is there must not",
             )
-        return Finding("count", term, text, remedy, found, expected)
+        return SelftestFinding("count", term, text, remedy, found, expected)
 
-    def _of_mean(self, term: str, whole: Measured, cut: Measured) -> Finding | None:
+    def _of_mean(self, term: str, whole: MeasuredStep, cut: MeasuredStep) -> SelftestFinding | None:
         """A mean over the count, or over the samples, of whole and pieces."""
         pieces = [piece for piece in cut.pieces if piece.counts[term]]
         together, added = whole.sum(term), cut.sum(term)
@@ -103,7 +103,7 @@ class Diagnosis:
         for weights in ([piece.counts[term] for piece in pieces], [float(piece.samples) for piece in pieces]):
             mean = sum(weight * piece.sums[term] for weight, piece in zip(weights, pieces)) / sum(weights)
             if self.is_close(together, mean, scale=scale):
-                return Finding(
+                return SelftestFinding(
                     "mean", term,
                     f"loss gives a mean, not a sum: {together:.6g} for the step in one piece, {added:.6g} for its"
                     f" {len(pieces)} micro-batches added up",
@@ -113,7 +113,7 @@ class Diagnosis:
                 )  # fmt: skip
         return None
 
-    def _of_repetition(self, term: str) -> Finding | None:
+    def _of_repetition(self, term: str) -> SelftestFinding | None:
         """A mean of whatever: a sample twice gives what it gives once, and two something in between."""
         known = [
             (once.sums[term], twice.sums[term]) for once, twice in zip(self.singles, self.doubles) if once.counts[term]
@@ -125,7 +125,7 @@ class Diagnosis:
             if all(each.counts[term] for each in two) and not low < pair.sums[term] < high:
                 return None  # as the largest of all
         once, twice = known[0]
-        return Finding(
+        return SelftestFinding(
             "mean", term,
             f"loss gives a mean, not a sum: one sample gives {once:.6g}, and the same sample twice {twice:.6g},"
             f" expected {2 * once:.6g}",
@@ -133,7 +133,7 @@ class Diagnosis:
             twice, 2 * once,
         )  # fmt: skip
 
-    def _of_penalty(self, term: str) -> Finding | None:
+    def _of_penalty(self, term: str) -> SelftestFinding | None:
         """The same number on top of each micro-batch: two samples together lack it once."""
         trios = [*zip(self.pairs, self.singles, self.singles[1:]), *zip(self.doubles, self.singles, self.singles)]
         trios = [trio for trio in trios if all(piece.counts[term] for piece in trio)]
@@ -141,15 +141,15 @@ class Diagnosis:
         scale = max((abs(piece.sums[term]) for trio in trios for piece in trio), default=0.0)
         if not lacking or not max(lacking) - min(lacking) <= self.tolerance * scale < abs(lacking[0]):
             return None
-        return Finding(
+        return SelftestFinding(
             "penalty", term,
             f"it adds {lacking[0]:.6g} to each micro-batch, however many samples are in it, as a penalty on weights",
             "Multiply that part by count, by which HetSeq divides; for an L2 penalty give --weight-decay",
         )  # fmt: skip
 
-    def _of_quotient(self, term: str, whole: Measured) -> Finding | None:
+    def _of_quotient(self, term: str, whole: MeasuredStep) -> SelftestFinding | None:
         """A quotient times the samples: two samples show how much each weighs, which foretells one of them twice."""
-        told: list[Finding] = []
+        told: list[SelftestFinding] = []
         for place, (first, second) in enumerate(pairwise(self.singles)):
             if not first.counts[term] or not second.counts[term]:
                 continue
@@ -163,7 +163,7 @@ class Diagnosis:
             if not 0 < weight < 1 or not self.is_close(trio, foretold, scale=max(abs(a), abs(b)) / _APART):
                 return None
             told.append(
-                Finding(
+                SelftestFinding(
                     "mean", term,
                     f"it is divided by something of the micro-batch other than count, as by its number of tokens: two"
                     f" samples give {a:.6g} and {b:.6g} one by one, and {pair:.6g} together",
@@ -174,12 +174,12 @@ class Diagnosis:
             )  # fmt: skip
         return told[0] if len(told) > 1 else None
 
-    def _of_padding(self, term: str, whole: Measured, cut: Measured) -> Finding | None:
+    def _of_padding(self, term: str, whole: MeasuredStep, cut: MeasuredStep) -> SelftestFinding | None:
         """Samples alike in width add up, and others do not."""
         if len({piece.widths for piece in (*whole.pieces, *cut.pieces)}) < 2:
             return None
-        alike: list[tuple[Piece, Piece, Piece]] = []
-        others: list[tuple[Piece, Piece, Piece]] = []
+        alike: list[tuple[StepPiece, StepPiece, StepPiece]] = []
+        others: list[tuple[StepPiece, StepPiece, StepPiece]] = []
         for pair, first, second in zip(self.pairs, self.singles, self.singles[1:]):
             wide = first.widths == second.widths == pair.widths
             (alike if wide else others).append((pair, first, second))
@@ -192,7 +192,7 @@ class Diagnosis:
             return None
         pair, first, second = broken
         added = first.sums[term] + second.sums[term]
-        return Finding(
+        return SelftestFinding(
             "padding", term,
             f"the loss sees padding: two samples of different lengths give {added:.6g} one by one and"
             f" {pair.sums[term]:.6g} together, where the shorter one is padded",
@@ -200,23 +200,23 @@ class Diagnosis:
             pair.sums[term], added,
         )  # fmt: skip
 
-    def _adds_up(self, term: str, pair: Piece, first: Piece, second: Piece) -> bool:
+    def _adds_up(self, term: str, pair: StepPiece, first: StepPiece, second: StepPiece) -> bool:
         added = sum(piece.sums[term] for piece in (first, second) if piece.counts[term])
         scale = sum(abs(piece.sums[term]) for piece in (first, second) if piece.counts[term])
         return self.is_close(pair.sums[term] if pair.counts[term] else 0.0, added, scale=scale)
 
-    def _of_mixing(self, term: str, whole: Measured, cut: Measured) -> Finding:
+    def _of_mixing(self, term: str, whole: MeasuredStep, cut: MeasuredStep) -> SelftestFinding:
         module = mixing_module(self.bench, list(self.positions), tolerance=self.tolerance)
         added, together = cut.sum(term), whole.sum(term)
         scale = sum(abs(piece.sums[term]) for piece in cut.pieces if piece.counts[term])
         if self.is_close(added, together, scale=scale):
-            return Finding(
+            return SelftestFinding(
                 "gradient", term,
                 "its sum is the same on any cut, but its gradient is not",
                 "Look for hooks, custom backwards or normalised gradients that see a whole micro-batch",
             )  # fmt: skip
         if not module and not is_overridden(self.bench.task, "loss"):
-            return Finding(
+            return SelftestFinding(
                 "mean", term,
                 f"the model's loss is not the mean over the samples: times their number it is {together:.6g} for the"
                 f" step in one piece, and {added:.6g} for its micro-batches added up",
@@ -225,7 +225,7 @@ class Diagnosis:
             )  # fmt: skip
         where = f"{module} mixes" if module else "the loss mixes"
         clue = "" if module or self._least > 1 else self._clue(term)
-        return Finding(
+        return SelftestFinding(
             "mixing", term,
             f"{where} the samples of a micro-batch: {together:.6g} for the step in one piece, {added:.6g} for its"
             f" micro-batches added up{clue}",
@@ -300,7 +300,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.detach().clone() if tensor.dim() and tensor.is_floating_point() else None
 
 
-def _grows_with_width(term: str, pieces: Sequence[Piece]) -> bool:
+def _grows_with_width(term: str, pieces: Sequence[StepPiece]) -> bool:
     """Counts are samples times one of the widths, which differs from piece to piece."""
     places = min((len(piece.widths) for piece in pieces), default=0)
     for place in range(places):

@@ -20,9 +20,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hetseq import registry
 from hetseq.commands.selftest import checks
 from hetseq.commands.selftest.diagnosis import Diagnosis, mixing_module
-from hetseq.commands.selftest.findings import Finding, Report, TermRow
+from hetseq.commands.selftest.findings import SelftestFinding, SelftestReport, TermRow
 from hetseq.commands.selftest.fixed_randomness import Narrowing
-from hetseq.commands.selftest.measure import Bench, Measured, Reader, gradient_difference, loss_difference
+from hetseq.commands.selftest.measure import Bench, MeasuredStep, Reader, gradient_difference, loss_difference
 from hetseq.commands.selftest.other_process import Answer, of_processes, presented
 from hetseq.commands.selftest.splits import Cut, random_cut, singles, whole
 from hetseq.config.sections import Config
@@ -47,7 +47,7 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps ** 0.5)
 
 
-def examine(config: Config, *, rounds: int, samples: int, other: Answer | None = None) -> Report:
+def examine(config: Config, *, rounds: int, samples: int, other: Answer | None = None) -> SelftestReport:
     """Everything that a self-test asks, also of `other`, which has loaded the task in another process.
 
     Raises HetSeqError for what cannot even be built, as a run would.
@@ -60,7 +60,7 @@ def examine(config: Config, *, rounds: int, samples: int, other: Answer | None =
         len(dataset), seed=seed, epoch=1, shuffle=config.data.curriculum < 1, block=config.data.shuffle_block
     )
     reader = Reader(dataset, collate, order, seed=seed)
-    report = Report(
+    report = SelftestReport(
         type(task).__name__, min(samples, len(dataset)), len(dataset), rounds, "fp64", 0.0, str(device)
     )  # fmt: skip
     with _raising_into(report, task):
@@ -72,7 +72,7 @@ def examine(config: Config, *, rounds: int, samples: int, other: Answer | None =
         report.tolerance = tolerance_of(_DTYPES[report.precision])
         if report.samples < 2:
             report.add(
-                Finding(
+                SelftestFinding(
                     "too few samples", config.data.train_subset,
                     "the data set has one sample, so no step can be cut: nothing was compared",
                     "Give more data; 4 samples show what a layer mixes, 32 are the default of --samples",
@@ -87,7 +87,7 @@ def examine(config: Config, *, rounds: int, samples: int, other: Answer | None =
     return report
 
 
-def _compare_processes(report: Report, own: Mapping[str, str], others: Mapping[str, str] | str) -> None:
+def _compare_processes(report: SelftestReport, own: Mapping[str, str], others: Mapping[str, str] | str) -> None:
     if isinstance(others, str):
         report.note(
             f"whether another process has the same data was not compared: it could not load the task ({others})"
@@ -97,17 +97,19 @@ def _compare_processes(report: Report, own: Mapping[str, str], others: Mapping[s
 
 
 @contextmanager
-def _raising_into(report: Report, task: Task) -> Iterator[None]:
+def _raising_into(report: SelftestReport, task: Task) -> Iterator[None]:
     """An exception of the task ends the examination as a finding, with the line that raised it."""
     try:
         yield
     except TaskError as error:
-        report.add(Finding("refused", type(task).__name__, str(error), "A run would refuse it in the same words"))
+        report.add(
+            SelftestFinding("refused", type(task).__name__, str(error), "A run would refuse it in the same words")
+        )
     except Exception as error:  # the user's code may raise anything
         place = _own_line(error)
         logger.debug("the task raised", exc_info=True)
         report.add(
-            Finding(
+            SelftestFinding(
                 "raised", type(task).__name__,
                 f"it raised {type(error).__name__}: {error}",
                 f"See {place}; `hetseq train` would end there too" if place else "`hetseq train` would end there too",
@@ -125,7 +127,7 @@ def _own_line(error: Exception) -> str | None:
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
 
 
-def _examine_data(report: Report, reader: Reader, *, unit: int | None) -> None:
+def _examine_data(report: SelftestReport, reader: Reader, *, unit: int | None) -> None:
     """Whether samples are the same whenever and with whomever they are read."""
     finding = checks.of_reading(reader, report.samples)
     if finding is not None:
@@ -139,7 +141,7 @@ def _examine_data(report: Report, reader: Reader, *, unit: int | None) -> None:
 
 
 def _bench(
-    report: Report, task: Task, reader: Reader, terms: tuple[str, ...], *, device: torch.device, seed: int
+    report: SelftestReport, task: Task, reader: Reader, terms: tuple[str, ...], *, device: torch.device, seed: int
 ) -> Bench:
     """In fp64 where forward and backward of two samples work in it, else in fp32."""
 
@@ -171,7 +173,7 @@ def _bench(
 class _Examination:
     """The questions about the terms, in order."""
 
-    def __init__(self, report: Report, bench: Bench, config: Config, *, rounds: int) -> None:
+    def __init__(self, report: SelftestReport, bench: Bench, config: Config, *, rounds: int) -> None:
         self.report, self.bench, self.rounds = report, bench, rounds
         self.seed, self.unit = config.task.seed, config.data.unit_size
         self._generator = np.random.default_rng(self.seed)
@@ -199,7 +201,7 @@ class _Examination:
         if is_repeatable:  # else it would be blamed on the weights
             report.add(*checks.of_saved_weights(bench, report.samples, seed=self.seed, tolerance=report.tolerance))
 
-    def _pass(self) -> list[Measured]:
+    def _pass(self) -> list[MeasuredStep]:
         """All rounds in the model's present mode, until each term has its finding; the steps in one piece."""
         truths = []
         with bar("steps tried", self.rounds) as advance:
@@ -225,7 +227,7 @@ class _Examination:
         for ranks in (2, 3):
             yield random_cut(samples, ranks, self._generator, unit=self.unit, least=least)
 
-    def _compare(self, truth: Measured, cut: Measured, first: int) -> None:
+    def _compare(self, truth: MeasuredStep, cut: MeasuredStep, first: int) -> None:
         tolerance = self.report.tolerance
         for term in self.bench.terms:
             gaps = loss_difference(truth, cut, term), gradient_difference(truth, cut, term)
@@ -235,14 +237,14 @@ class _Examination:
             if max(gaps) > tolerance or abs(counts[0] - counts[1]) > tolerance * max(counts):
                 self._explain(term, truth, cut, first)
 
-    def _explain(self, term: str, truth: Measured, cut: Measured, first: int) -> None:
+    def _explain(self, term: str, truth: MeasuredStep, cut: MeasuredStep, first: int) -> None:
         """One reason for each term: the first that is known of it."""
         report = self.report
         if any(finding.name == term or finding.kind.startswith("random") for finding in report.findings):
             return
         if checks.draws_although_still(self.bench, report.samples):
             report.add(
-                Finding(
+                SelftestFinding(
                     "random loss", term,
                     "it draws for a whole micro-batch from NumPy's or Python's generator, or within an operator, and"
                     " cannot be held still",
@@ -253,7 +255,7 @@ class _Examination:
         diagnosis = Diagnosis(self.bench, first, report.samples, tolerance=report.tolerance, least=self._least)
         report.add(diagnosis.of_term(term, truth, cut))
 
-    def _add_rows(self, first: Measured) -> None:
+    def _add_rows(self, first: MeasuredStep) -> None:
         blamed = {finding.name for finding in self.report.findings}
         for term in self.bench.terms:
             gaps = self._worst.get(term, (0.0, 0.0))
@@ -302,7 +304,7 @@ class _Examination:
                         self._blame_layer(term, truth, measured, first, norms)
                         return
 
-    def _blame_layer(self, term: str, truth: Measured, cut: Measured, first: int, norms: list[str]) -> None:
+    def _blame_layer(self, term: str, truth: MeasuredStep, cut: MeasuredStep, first: int, norms: list[str]) -> None:
         report, bench = self.report, self.bench
         positions = range(first, first + report.samples)
         module = mixing_module(bench, positions, tolerance=report.tolerance)
@@ -311,7 +313,7 @@ class _Examination:
             module = f"{norms[0] or 'the model'} ({kind})"
         found, expected = cut.loss(term), truth.loss(term)
         report.add(
-            Finding(
+            SelftestFinding(
                 "batch statistics", module or term,
                 f"in training it mixes the samples of a micro-batch: {term} is {expected:.6g} for the step in one piece"
                 f" and {found:.6g} cut over ranks",

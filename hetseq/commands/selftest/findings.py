@@ -14,7 +14,7 @@ from hetseq.monitor.tables import table
 
 
 @dataclass(frozen=True)
-class Finding:
+class SelftestFinding:
     """One fault: its kind, the term, metric or module that it is about, what was seen, and what to do.
 
     `found` and `expected` are the two numbers that contradict each other, where there are two.
@@ -42,7 +42,7 @@ class TermRow:
 
 
 @dataclass
-class Report:
+class SelftestReport:
     """The result of a self-test."""
 
     task: str
@@ -53,14 +53,14 @@ class Report:
     tolerance: float
     device: str
     terms: list[TermRow] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[SelftestFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
     def is_exact(self) -> bool:
         return not self.findings
 
-    def add(self, *findings: Finding) -> None:
+    def add(self, *findings: SelftestFinding) -> None:
         """Keep findings; of one kind about one thing only the first."""
         known = {(finding.kind, finding.name) for finding in self.findings}
         for finding in findings:

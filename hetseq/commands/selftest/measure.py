@@ -73,7 +73,7 @@ class Reader:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StepPiece:
     """One micro-batch: its samples, how wide its tensors are, counts and sums by term."""
 
     samples: int
@@ -83,10 +83,10 @@ class Piece:
 
 
 @dataclass
-class Measured:
+class MeasuredStep:
     """A step that was cut in some way; gradients of the sums, flat, by term."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[StepPiece] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     lengths: dict[str, float] = field(default_factory=dict)  # the norms of the pieces' gradients, added up
 
@@ -102,14 +102,14 @@ class Measured:
         return self.sum(term) / self.count(term) if self.count(term) else 0.0
 
 
-def loss_difference(whole: Measured, cut: Measured, term: str) -> float:
+def loss_difference(whole: MeasuredStep, cut: MeasuredStep, term: str) -> float:
     """How far the mean losses of a term are apart, relative to the larger of them and of the pieces' parts."""
     parts = sum(abs(piece.sums[term]) for piece in cut.pieces if piece.counts[term])
     scale = max(abs(whole.loss(term)), parts / cut.count(term) if cut.count(term) else 0.0)
     return _relative(abs(whole.loss(term) - cut.loss(term)), scale)
 
 
-def gradient_difference(whole: Measured, cut: Measured, term: str) -> float:
+def gradient_difference(whole: MeasuredStep, cut: MeasuredStep, term: str) -> float:
     """The norm of the difference of the gradients of the mean loss, relative to the larger one or to the pieces'."""
     counts = whole.count(term), cut.count(term)
     if not all(counts):
@@ -137,24 +137,24 @@ class Bench:
         self.device, self.dtype, self.place = device, dtype, place_on(device, dtype)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
-    def measure(self, cut: Cut, first: int = 0, *, has_gradients: bool = True) -> Measured:
+    def measure(self, cut: Cut, first: int = 0, *, has_gradients: bool = True) -> MeasuredStep:
         """The step of the positions from `first` on, micro-batch by micro-batch."""
-        done = Measured()
+        done = MeasuredStep()
         for start, stop in micro_batches(cut):
             self.add_(done, range(first + start, first + stop), has_gradients=has_gradients)
         return done
 
-    def piece(self, positions: Sequence[int]) -> Piece:
+    def piece(self, positions: Sequence[int]) -> StepPiece:
         """One micro-batch without its gradients."""
-        done = Measured()
+        done = MeasuredStep()
         self.add_(done, positions, has_gradients=False)
         return done.pieces[0]
 
-    def add_(self, done: Measured, positions: Sequence[int], *, has_gradients: bool) -> None:
+    def add_(self, done: MeasuredStep, positions: Sequence[int], *, has_gradients: bool) -> None:
         """Forward and backward of one micro-batch; its part is added to `done`."""
         counts, sums, sizes = self.forward(positions)
         done.pieces.append(
-            Piece(len(positions), sizes, counts, {term: float(total.detach()) for term, total in sums.items()})
+            StepPiece(len(positions), sizes, counts, {term: float(total.detach()) for term, total in sums.items()})
         )
         live = [term for term in self.terms if counts[term]] if has_gradients else []
         with held_still():  # checkpointed layers draw again

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from hetseq.commands.selftest.findings import Finding
+from hetseq.commands.selftest.findings import SelftestFinding
 from hetseq.system.processes import die_with_parent
 
 if TYPE_CHECKING:  # it imports torch
@@ -76,7 +76,7 @@ def presented(config: Config, task: Task, train: Any) -> Mapping[str, str]:
     return rank_fields(config, SimpleNamespace(task=task, train=train, valid={}, model=model))
 
 
-def of_processes(own: Mapping[str, str], other: Mapping[str, str]) -> Iterator[Finding]:
+def of_processes(own: Mapping[str, str], other: Mapping[str, str]) -> Iterator[SelftestFinding]:
     """What the two do not have in common."""
     from hetseq.cluster.membership.compatibility import difference
 
@@ -84,7 +84,7 @@ def of_processes(own: Mapping[str, str], other: Mapping[str, str]) -> Iterator[F
         said = difference([("this process", {name: own[name]}), ("the other", {name: other[name]})])
         if said is None:
             continue
-        yield Finding(
+        yield SelftestFinding(
             "process", name,
             f"it is another one in another process: {said.splitlines()[1].strip().removeprefix(f'{name}: ')}",
             "Draw weights from torch's generator, which HetSeq seeds" if name in _WEIGHTS else

@@ -27,7 +27,7 @@ from typing import Any
 from hetseq import config as options
 from hetseq.cluster.rendezvous.secret import load_secret
 from hetseq.commands.ssh.remote import MARK, tag_of
-from hetseq.config.command_line import Command, Option, whole_number
+from hetseq.config.command_line import Command, CommandOption, whole_number
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, ConfigError, RendezvousError
 from hetseq.system.processes import ECHO_S, first_stop_signal, ringing_on_signals
@@ -49,22 +49,22 @@ COMMAND = Command(
     "A run on several hosts by one command, over ssh.",
     usage=("--hosts LIST [options] -- OPTIONS OF hetseq train",),
     words=(
-        Option(
+        CommandOption(
             "--hosts",
             "hosts as ssh knows them, each with its workers, as labA:2,ada@labB; without a number one per GPU it shows",
             "LIST",
             is_needed=True,
         ),
-        Option("--ssh", "default ssh; with options as in 'ssh -p 2222'", "COMMAND", default="ssh"),
-        Option(
+        CommandOption("--ssh", "default ssh; with options as in 'ssh -p 2222'", "COMMAND", default="ssh"),
+        CommandOption(
             "--directory", "where the run begins on each host; default: this directory, by the same path", "DIR"
         ),
-        Option(
+        CommandOption(
             "--python", "the Python there that has hetseq; default: the path of the one that runs this command", "PY"
         ),
-        Option("--env-setup", "shell before it, as 'module load cuda'", "LINE"),
-        Option("--address", "how the hosts call the first one; default: its name in --hosts", "ADDR"),
-        Option(
+        CommandOption("--env-setup", "shell before it, as 'module load cuda'", "LINE"),
+        CommandOption("--address", "how the hosts call the first one; default: its name in --hosts", "ADDR"),
+        CommandOption(
             "--port", "a port of the first host at which they meet; default: one that is free there", "P",
             read=whole_number(1, 65535),
         ),
@@ -81,7 +81,7 @@ COMMAND = Command(
 
 
 @dataclass(frozen=True)
-class Request:
+class SshRequest:
     """What was asked for: `hosts` with their workers (None: those that the host counts), and what each of them runs."""
 
     hosts: tuple[tuple[str, int | None], ...]
@@ -107,7 +107,7 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
             hosts.close()
 
 
-def parse(words: Sequence[str]) -> Request:
+def parse(words: Sequence[str]) -> SshRequest:
     """The words after `hetseq ssh`. Raises ConfigError, also for options of the run that no host would take."""
     asked = COMMAND.read(words)
     train, hosts = asked.rest, tuple(_host(text) for text in asked["--hosts"].split(","))
@@ -125,7 +125,7 @@ def parse(words: Sequence[str]) -> Request:
         )
     if config.data.global_batch_size is None:
         raise ConfigError("several nodes need --global-batch-size N behind -- (samples of a step over all ranks)")
-    return Request(
+    return SshRequest(
         hosts, train, tuple(shlex.split(asked["--ssh"])), asked["--directory"] or os.getcwd(),
         asked["--python"] or sys.executable,
         asked["--env-setup"], address, asked["--port"], has_min_ranks, config.distributed.secret_file,
@@ -168,7 +168,7 @@ class FanOut:
     """The hosts of one run, from the first connection to the last exit code."""
 
     def __init__(
-        self, request: Request, bell: int, say: Callable[[str], None], *, answer_s: float = _ANSWER_S,
+        self, request: SshRequest, bell: int, say: Callable[[str], None], *, answer_s: float = _ANSWER_S,
         said_s: float = _SAID_S, last_s: float = _LAST_S,
     ) -> None:  # fmt: skip
         self._request, self._bell, self._say = request, bell, say

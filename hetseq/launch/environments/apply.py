@@ -18,7 +18,7 @@ _STOP_BEFORE_PART = 0.25  # of the time that is left, in short jobs
 
 
 @dataclass(frozen=True)
-class Choice:
+class AppliedEnvironment:
     """The options of this process, and what to say of them."""
 
     config: DistributedConfig
@@ -34,19 +34,19 @@ def leaves_room(config: DistributedConfig) -> bool:
     return config.env != "auto" or all(value is None for value in said)
 
 
-def choose(config: DistributedConfig, seen: Seen, *, gpus: Callable[[], int]) -> Choice:
+def choose(config: DistributedConfig, seen: Seen, *, gpus: Callable[[], int]) -> AppliedEnvironment:
     """Fill in what the user did not say; `gpus` counts those that this process sees, and is asked only if it matters.
 
     Raises ConfigError where the options of this node do not fit the processes that were started on it.
     """
     if seen.is_alone:
-        return Choice(config, line=f"{_name(seen)}: one process on one node, so there is nobody to meet")
+        return AppliedEnvironment(config, line=f"{_name(seen)}: one process on one node, so there is nobody to meet")
     if seen.is_script and config.env == "auto":
-        return Choice(config, line=_line_of_script(seen))
+        return AppliedEnvironment(config, line=_line_of_script(seen))
     if seen.is_per_device:
         config = _with_own_device(config, seen, gpus)
     config, words = _with_meeting(config, seen)
-    return Choice(config, words, _line(config, seen) if is_first(seen) else None)
+    return AppliedEnvironment(config, words, _line(config, seen) if is_first(seen) else None)
 
 
 def is_first(seen: Seen) -> bool:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from hetseq.config.command_line import Argument, Command, Option
+from hetseq.config.command_line import Argument, Command, CommandOption
 from hetseq.errors import ConfigError, RunDirectoryError
 from hetseq.monitor.report.compare import compare, comparison_page
 from hetseq.monitor.report.page import report_page
@@ -34,7 +34,7 @@ COMMAND = Command(
         Argument(
             "RUN2", "another run: both curves, their largest difference, and the options that differ", is_optional=True
         ),
-        Option("--output", "where to; default: RUN/report.html, and RUN/comparison.html for two runs", "FILE"),
+        CommandOption("--output", "where to; default: RUN/report.html, and RUN/comparison.html for two runs", "FILE"),
     ),
     examples=("hetseq report runs/mnist", "hetseq report runs/first runs/second --output comparison.html"),
 )
