@@ -137,6 +137,13 @@ def test_every_module_is_in_the_house() -> None:
         assert listed == (set() if name in DESCRIBED_THEMSELVES else inside), name
 
 
+def test_the_words_are_few_and_each_has_one_meaning() -> None:
+    page = (ROOT / "docs" / "design" / "words.md").read_text(encoding="utf-8")
+    words = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", page, re.M)[1:]
+    assert 20 < len(words) <= 40
+    assert len(set(words)) == len(words)
+
+
 def test_the_options_that_may_differ_between_nodes_are_those_of_the_code() -> None:
     page = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
     begin = page.index("## What may differ between nodes")
