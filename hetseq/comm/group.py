@@ -490,7 +490,10 @@ class _PeerErrors:
             return
         # the frames are cut off on purpose: they would hold the group's sockets open, and peers would wait
         if isinstance(error, torch.AcceleratorError) or is_exhausted(error):
-            raise error.with_traceback(None)
+            try:
+                raise error.with_traceback(None)
+            finally:  # or the error would hold this frame, which holds the error and all frames that it came from
+                del error, trace
         reason = str(error).splitlines()[0]
         raise PeerLostError(
             f"lost a peer while waiting up to {self._deadline_s:.0f} s for {self._what} ({reason})"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import traceback
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hetseq.comm.group import Group, GroupMeeting
+from hetseq.comm.group import Group, GroupMeeting, _PeerErrors
 from hetseq.errors import PeerLostError
 from hetseq.parallel.gradient_sync import GradientReducer
 from tests.support import cuda_errors
@@ -109,3 +111,28 @@ def test_a_bucket_whose_sum_could_not_be_started_has_not_left(fails_at: int) -> 
     reducer.finish()  # sends what is left, that bucket included
     assert transport.started == 3
     reducer.close()
+
+
+def test_an_error_of_its_own_holds_nothing_of_the_work_that_failed() -> None:
+    """Memory is released as soon as the error has been handled, when no collection of garbage has looked yet."""
+
+    class Activations:
+        """What a forward has left, and backward still needed."""
+
+    def fail(activations: Activations) -> None:
+        with _PeerErrors("a gradient bucket", 1.0):
+            raise cuda_errors.out_of_memory()
+
+    gc.disable()
+    try:
+        activations = Activations()
+        held = weakref.ref(activations)
+        try:
+            fail(activations)
+        except torch.OutOfMemoryError as error:
+            frames = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+        del activations
+        assert held() is None
+    finally:
+        gc.enable()
+    assert frames[-1] == "__exit__"  # and not the place where it was raised first
