@@ -61,8 +61,14 @@ def limit_bytes(device: torch.device) -> int:
 
 def free_bytes(device: torch.device) -> int:
     """GPU memory that this process could still get, what it has cached included."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    return min(free, _own_limit(device, total) - reserved) + reserved - torch.cuda.memory_allocated(device)
+
+
+def _own_limit(device: torch.device | None, total: int) -> int:
+    """What this process may take of a GPU, if it has limited itself (`torch.cuda.set_per_process_memory_fraction`)."""
+    return int(torch.cuda.get_per_process_memory_fraction(device) * total)
 
 
 @dataclass
@@ -103,9 +109,10 @@ def _is_gpu_full() -> bool:
         return False
     try:
         free, total = torch.cuda.mem_get_info()  # what torch has cached is of no use to a library
+        limit, reserved = _own_limit(None, total), torch.cuda.memory_reserved()
     except RuntimeError:  # the device has failed
         return False
-    return free < _FULL_PART * total
+    return free < _FULL_PART * total or limit - reserved < _FULL_PART * limit
 
 
 def usage(device: torch.device) -> str:

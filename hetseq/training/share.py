@@ -10,8 +10,8 @@ a step, so that is rare.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -113,9 +113,11 @@ class ShareComputer:
             if number == len(data.micro_batches) - 1 and not is_kept:
                 self.replica.reducer.expect_last()
             seed_everything(derive_seed(self._seed, data.plan.step, batch.start))
-            with self._throttle.slowed(), self._seeing_memory(batch.size):
+            with self._throttle.slowed(), self._watching_memory() as peak:
                 if not self._try(batch, counts, totals):
                     return None, batch
+            if peak is not None:
+                self.sizes.see(batch.size, peak.bytes)
             self._clock.mark()
             if measures and number == 0:
                 norm = self.replica.reducer.norm_so_far() / self.loss_scale
@@ -130,15 +132,9 @@ class ShareComputer:
         is_due = every > 0 and plan.step % every == 0 and bool(data.micro_batches)
         return is_due and data.micro_batches[0].size < plan.size
 
-    @contextmanager
-    def _seeing_memory(self, samples: int) -> Iterator[None]:
-        """Learn what a micro-batch needs, while sizes still grow."""
-        if not self.sizes.is_learning:
-            yield
-            return
-        with memory.peak_of(self._device) as peak:
-            yield
-        self.sizes.see(samples, peak.bytes)
+    def _watching_memory(self) -> AbstractContextManager[memory.Peak | None]:
+        """Tells what a micro-batch needed, while sizes still grow."""
+        return memory.peak_of(self._device) if self.sizes.is_learning else nullcontext()
 
     def _try(self, batch: MicroBatch, counts: tuple[float, ...], totals: dict[int, torch.Tensor]) -> bool:
         """Forward and backward of one micro-batch; adds to `totals`. False if memory ran out."""

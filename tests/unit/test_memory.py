@@ -44,14 +44,41 @@ def test_memory_that_ran_out_is_told_from_other_failures(error: BaseException, i
     assert memory.is_exhausted(error) is is_exhausted
 
 
+def gpu(monkeypatch: pytest.MonkeyPatch, free: float, fraction: float, reserved_gib: float) -> None:
+    """A GPU of 80 GiB with this part of it free, of which this process may take a part, and has taken so much."""
+    facts = {
+        "is_initialized": lambda: True,
+        "mem_get_info": lambda device=None: (int(free * 80 * 2**30), 80 * 2**30),
+        "get_per_process_memory_fraction": lambda device=None: fraction,
+        "memory_reserved": lambda device=None: int(reserved_gib * 2**30),
+        "memory_allocated": lambda device=None: 2**30,
+    }
+    for name, fact in facts.items():
+        monkeypatch.setattr(torch.cuda, name, fact)
+
+
+@pytest.mark.parametrize(
+    ("case", "gib"), [((0.5, 1, 3), 40 + 2), ((0.5, 0.1, 3), 5 + 2), ((0.01, 0.1, 3), 0.8 + 2), ((1, 0.1, 8), 7)]
+)
+def test_what_a_process_can_still_get_is_bounded_by_the_gpu_and_by_its_own_limit(
+    monkeypatch: pytest.MonkeyPatch, case: tuple[float, float, float], gib: float
+) -> None:
+    gpu(monkeypatch, *case)
+    assert memory.free_bytes(torch.device("cuda:0")) == pytest.approx(gib * 2**30, abs=2)
+
+
 @pytest.mark.parametrize("text", cuda_errors.AMBIGUOUS)
 def test_what_a_library_says_of_a_full_gpu_and_of_other_faults_is_judged_by_the_memory_of_the_gpu(
     monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     error = RuntimeError(text)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    for free, is_exhausted in ((0.04, True), (0.06, False)):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free=free: (int(free * 80 * 2**30), 80 * 2**30))
+    for case, is_exhausted in (
+        ((0.04, 1, 0), True),
+        ((0.06, 1, 0), False),
+        ((0.9, 0.1, 7.7), True),
+        ((0.9, 0.1, 7), False),
+    ):
+        gpu(monkeypatch, *case)
         assert memory.is_exhausted(error) is is_exhausted
 
     def refuse() -> None:
