@@ -187,6 +187,7 @@ class _Life:
         device = torch.device(placement.device)
         if device.type == "cuda":
             gpu.open_device(device, f"rank {placement.slot} on {socket.gethostname()}")
+            gpu.keep_fp32()
         else:
             keep_freed_memory()
             products.multiply_by_the_faster_library()

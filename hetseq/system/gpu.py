@@ -42,6 +42,11 @@ def open_device(device: torch.device, who: str) -> None:
         ) from None
 
 
+def keep_fp32() -> None:
+    """Compute convolutions of fp32 in fp32: by default cuDNN takes TF32 for them, whose factors keep 10 bits."""
+    torch.backends.cudnn.allow_tf32 = False
+
+
 def _check_code(device: torch.device, about: Any, who: str) -> None:
     """Raise ConfigError where this torch has no code for the GPU."""
     if not is_built_for(about):

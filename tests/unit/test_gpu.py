@@ -153,3 +153,11 @@ def test_bf16_on_a_card_without_it_is_told_once(
     told = [record.getMessage() for record in caplog.records if "bf16" in record.getMessage()]
     assert len(told) == is_told
     assert all("several times slower than --precision fp16" in text for text in told)
+
+
+def test_a_worker_computes_convolutions_of_fp32_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's TF32, which torch allows by default, rounds the factors of every product to 10 bits."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    Card(monkeypatch, (8, 6))
+    start(tmp_path, monkeypatch, "--max-sentences", "4")  # it fails later, as there is no GPU
+    assert torch.backends.cudnn.allow_tf32 is False
