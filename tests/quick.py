@@ -31,6 +31,7 @@ CHECKS = (
     ("packages", (str(Path(sys.executable).parent / "lint-imports"), "--no-logo")),
     ("mypy", (sys.executable, "-m", "mypy", "--no-error-summary")),
 )
+LONGEST_TEST_S = 30  # unmarked tests take a second each
 MOST_FILES = 60  # more are never run in the time, and would only be collected
 
 
@@ -144,7 +145,7 @@ def nearest(changed: Sequence[str], sources: Mapping[str, str]) -> list[str]:
                 distances[importer] = distances[path] + 1
                 waiting.append(importer)
     for path in changed:
-        if not path.endswith(".py"):
+        if path not in by:  # no Python, or deleted
             for test, far in naming(path, sources):
                 distances[test] = min(far, distances.get(test, far))
     tests = [path for path in distances if Path(path).name.startswith("test_")]
@@ -153,8 +154,9 @@ def nearest(changed: Sequence[str], sources: Mapping[str, str]) -> list[str]:
 
 
 def naming(path: str, sources: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """The tests that name a file which is no Python, or its folder, and how near they are."""
+    """The tests that name a file which is no Python or no longer there, or its folder, and how near they are."""
     name, folder = Path(path).name, Path(path).parts[0]
+    name = module_of(path) if path.endswith(".py") else name
     for test, source in sources.items():
         if Path(test).name.startswith("test_"):
             if name in source:
@@ -173,6 +175,7 @@ class Deadline:
         self._deadline_s = deadline_s
         self._session: pytest.Session | None = None
         self._done: set[str] = set()
+        self.has_stopped = False
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._session = session
@@ -181,6 +184,12 @@ class Deadline:
         self._done.add(nodeid)
         if time.monotonic() > self._deadline_s and self._session is not None:
             self._session.shouldstop = "the time is over"
+            self.has_stopped = True
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a test has failed so far."""
+        return self._session is not None and self._session.testsfailed > 0
 
     def left(self) -> list[str]:
         """The files with tests that were collected and not run."""
@@ -192,14 +201,21 @@ class Deadline:
 def run(tests: Sequence[str], deadline_s: float) -> int:
     """Run the tests in this order until the deadline; pytest's exit code, 0 where only time ran out."""
     watch = Deadline(deadline_s)
-    words = ["-q", "--no-header", "-m", UNMARKED, *(str(ROOT / path) for path in tests)]
+    words = [
+        "-q",
+        "--no-header",
+        "--timeout",
+        str(LONGEST_TEST_S),
+        "-m",
+        UNMARKED,
+        *(str(ROOT / path) for path in tests),
+    ]
     code = int(pytest.main(words, plugins=[watch]))
     left = watch.left()
     if left:
         print(f"no time for {len(left)} files of tests: {', '.join(left[:8])}{' ...' if len(left) > 8 else ''}")
-    stopped = int(pytest.ExitCode.INTERRUPTED)
-    has_failed = watch._session is not None and watch._session.testsfailed > 0
-    return 0 if code in (stopped, int(pytest.ExitCode.NO_TESTS_COLLECTED)) and not has_failed else code
+    is_fine = watch.has_stopped and not watch.has_failed
+    return 0 if is_fine or code == int(pytest.ExitCode.NO_TESTS_COLLECTED) else code
 
 
 if __name__ == "__main__":

@@ -59,6 +59,14 @@ def test_a_page_is_tested_by_the_tests_that_name_it_and_then_by_those_that_name_
     assert names("docs/other.md") == ["test_docs", "test_house"]
 
 
+def test_a_module_that_was_deleted_reaches_the_tests_that_still_name_it() -> None:
+    without = {path: source for path, source in SOURCES.items() if path != "hetseq/data/plan.py"}
+    assert [Path(path).stem for path in quick.nearest(["hetseq/data/plan.py"], without)] == [
+        "test_patched",
+        "test_plan",
+    ]
+
+
 def test_an_import_for_type_checkers_is_none() -> None:
     assert "hetseq/__init__.py" not in quick.importers(SOURCES)["hetseq/run/build.py"]
 
