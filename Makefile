@@ -52,7 +52,7 @@ soak: $(VENV)/.installed-dev  ## kills for eight hours, with an eye on memory an
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.chaos --soak 28800
 
 gpu: $(VENV)/.installed-dev  ## whether HetSeq works on a GPU, with the tests marked gpu; DEVICE=cpu: what needs none
-	$(PY) bench/gpu_check.py --device $(DEVICE) --budget 900
+	$(PY) bench/gpu_check.py --device $(DEVICE) --budget 1200
 
 check: $(VENV)/.installed-dev  ## format, lint, types, floors
 	$(PY) -m ruff format --check .

@@ -72,13 +72,15 @@ def copies(place: Place) -> Iterator[Check]:
         began_s = time.perf_counter()
         code = int(torch.cuda.cudart().cudaHostRegister(address, 2**30, 0))
         seconds = time.perf_counter() - began_s
-        if code == 0:
-            yield Check("pinning 1 GiB of shared memory", figure_of(seconds))
-            yield Check("copies, pinned shared memory", both_ways(on_gpu, shared[:size]))
-            torch.cuda.cudart().cudaHostUnregister(address)
-        else:
-            yield Check("pinning 1 GiB of shared memory", f"the driver refused it with {code}")
-        del shared, whole
+        try:
+            if code == 0:
+                yield Check("pinning 1 GiB of shared memory", figure_of(seconds))
+                yield Check("copies, pinned shared memory", both_ways(on_gpu, shared[:size]))
+                torch.cuda.cudart().cudaHostUnregister(address)
+            else:
+                yield Check("pinning 1 GiB of shared memory", f"the driver refused it with {code}")
+        finally:
+            del shared, whole  # or the memory could not be unmapped, and that would be told as the cause
     os.close(descriptor)
 
 

@@ -139,9 +139,9 @@ def write_to_nowhere() -> None:
 
     Written for the driver's own compiler, so that neither nvcc nor another package is needed.
     """
-    ptx = b"""
-.version 6.0
-.target sm_50
+    ptx = """
+.version 6.3
+.target TARGET
 .address_size 64
 .visible .entry write_to_nowhere()
 {
@@ -152,11 +152,17 @@ def write_to_nowhere() -> None:
     st.global.u32 [%address], %value;
     ret;
 }
-\0"""
+"""
     torch.zeros(1, device="cuda")  # the context of this thread
     driver = ctypes.CDLL("libcuda.so.1")
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    _call(driver.cuModuleLoadData, ctypes.byref(module), ptx)
+    for target in ("sm_75", "sm_50"):  # the driver's compiler takes it for any later card
+        text = ptx.replace("TARGET", target).encode() + b"\0"
+        code = driver.cuModuleLoadData(ctypes.byref(module), text)
+        if code == 0:
+            break
+    else:
+        raise RuntimeError(f"the driver's cuModuleLoadData ended with {code}")
     _call(driver.cuModuleGetFunction, ctypes.byref(function), module, b"write_to_nowhere")
     _call(driver.cuLaunchKernel, function, *([ctypes.c_uint(1)] * 6), ctypes.c_uint(0), None, None, None)
 
@@ -179,15 +185,18 @@ def _fail_in_gloo(plan: Plan) -> None:
     gloo.allreduce = allreduce
 
 
-def refuse_pinning() -> None:
-    """From now on the driver refuses to register memory, for real: it is asked for 0 bytes."""
-    runtime = torch.cuda.cudart()
+def refuse_pinning() -> list[int]:
+    """From now on the driver refuses to register memory, for real: it is asked for 0 bytes. Gives its answers."""
+    runtime, answers = torch.cuda.cudart(), list[int]()
 
     class Refusing:
         def __getattr__(self, name: str) -> Any:
             return getattr(runtime, name)
 
         def cudaHostRegister(self, address: int, size: int, flags: int) -> Any:
-            return runtime.cudaHostRegister(address, 0, flags)  # which the driver refuses, and remembers
+            code = runtime.cudaHostRegister(address, 0, flags)  # which the driver refuses, and remembers
+            answers.append(int(code))
+            return code
 
     torch.cuda.cudart = Refusing
+    return answers

@@ -11,20 +11,20 @@ from gpu_sections.section import Check, Place, holds, within
 STEPS = 40
 WORDS = (*PLAIN, "--dropout", 0, "--global-batch-size", 32, "--lr", "0.0005")
 CLOSE, NEAR = 2e-2, 1e-4  # nats: of 16 bits against fp32, and of fp32 against fp32 of another device
+FIRST = 15  # steps that are compared; later ones of AdamW amplify what was rounding
 #: gradients so large that the first scales of fp16 overflow, which must cost steps and nothing else
 OVERFLOWING = (
     "--task", PICTURES, *PLAIN, *SGD, "--global-batch-size", 32, "--max-update", 20, "--precision", "fp16",
     "--factor", 30000, "--lr", "1e-7", "--max-skipped-steps", 20,
 )  # fmt: skip
-#: convolutions of 48 channels: TF32 rounds their products at 5e-4
+#: convolutions of 48 channels. With factors of TF32 the norms of the gradients differ by 5e-6 to 5e-5, in fp32 by 1e-7
 CONVOLUTIONS = (
     "--task", PICTURES, *PLAIN, *SGD, "--side", 16, "--width", 48, "--global-batch-size", 64, "--max-update", 10,
-    "--torch-default",
 )  # fmt: skip
 
 
 def checks(place: Place) -> Iterator[Check]:
-    """Curves of 40 steps against the one in fp32 on this device. A CPU has no products of fp16: it takes long there."""
+    """Curves against the one in fp32 on this device. A CPU has no products of fp16: it takes long there."""
     one = place.devices(1)
     wanted = []
     for task in ("bert", "gpt"):
@@ -51,7 +51,7 @@ def checks(place: Place) -> Iterator[Check]:
     for task in ("bert", "gpt"):
         for kind, most in (("bf16", CLOSE), ("fp16", CLOSE), ("cpu", NEAR)):
             if f"{task}-{kind}" in runs:
-                difference = gap(runs[f"{task}-fp32"], runs[f"{task}-{kind}"])
+                difference = gap(runs[f"{task}-fp32"], runs[f"{task}-{kind}"], first=FIRST)
                 yield within(f"{task}: {kind} against fp32, nats", difference, most)
     yield within("bert: padded against packed, nats", gap(runs["bert-fp32"], runs["bert-padded"]), 1e-4)
     again = gap(runs["bert-fp32"], runs["bert-again"])
@@ -61,5 +61,6 @@ def checks(place: Place) -> Iterator[Check]:
     is_right = skipped[0] and not skipped[-1]
     yield holds("fp16: steps that overflow", is_right, seen=seen, expected="the first is skipped, the last is not")
     if place.is_gpu:
-        difference = gap(runs["convolutions"], runs["convolutions-cpu"])
-        yield within("fp32 of convolutions against the CPU's, nats", difference, 1e-5)
+        norms = [[row["grad_norm"] for row in runs[name].rows] for name in ("convolutions", "convolutions-cpu")]
+        difference = max(abs(one / other - 1) for one, other in zip(*norms, strict=True))
+        yield within("fp32 of convolutions: norms of gradients against the CPU's", difference, 2e-6)

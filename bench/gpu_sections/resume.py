@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpu_sections.runs import PICTURES, PLAIN, SGD, gap, start, told, train
-from gpu_sections.section import Check, Place, holds, within
+from gpu_sections.section import Check, Place, within
 
 SAVING = tuple(word for word in PLAIN if word != "--no-save")
 SLOWLY = ("--lr", "0.05", "--momentum", "0.9")  # the later of two values of an option counts
@@ -25,7 +25,4 @@ def checks(place: Place) -> Iterator[Check]:
     hurt.kill()
     back = train(place, "hurt", *KEEPING, devices=place.devices(2))
     yield told("resumed from memory", back.output, "the memory of this run's nodes")
-    difference = gap(calm, back)
-    yield within("a killed run against a calm one, nats", difference, 1e-10)
-    verify = train(place, "hurt", *KEEPING, devices=place.devices(2))
-    yield holds("nothing left to do", len(verify.rows) == 60, seen=f"{len(verify.rows)} steps", expected="60 steps")
+    yield within("a killed run against a calm one, nats", gap(calm, back), 1e-10)

@@ -6,6 +6,7 @@ the time limit of the section, which the script keeps.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -124,6 +125,23 @@ class Running:
                 raise RunFailed(f"{run.name} ended with {run.code} before step {step}: {run.last_words}")
             time.sleep(0.01)
 
+    def await_return(self, world_size: int, *, times: int = 1) -> None:
+        """Wait until so many ranks train again, the `times`-th time. Raises RunFailed where the run ends before."""
+        while True:
+            has_ended = self.process.poll() is not None
+            sizes = [world_size, *(len(event["ranks"]) for event in self.now().events("generation"))]
+            returns = sum(before < after == world_size for before, after in itertools.pairwise(sizes))
+            if returns >= times:
+                return
+            if has_ended:
+                run = self.now()
+                raise RunFailed(f"{run.name} ended with {run.code} before a rank came back: {run.last_words}")
+            time.sleep(0.05)
+
+    def hurry(self) -> None:
+        """End the pauses that the run was told to make between steps."""
+        self.folder.with_name(f"{self.name}.hurry").touch()
+
     def kill_rank(self, slot: int) -> None:
         """SIGKILL to the process of a rank, as its status file names it."""
         pid = json.loads((self.folder / "status" / f"rank-{slot}.json").read_text(encoding="utf-8"))["pid"]
@@ -173,14 +191,14 @@ def train_all(place: Place, wanted: Sequence[Wanted]) -> dict[str, Run]:
     return done
 
 
-def gap(one: Run, other: Run) -> float:
-    """The largest difference of the loss at the same step, in nats; NaN where one is not finite.
+def gap(one: Run, other: Run, *, first: int | None = None) -> float:
+    """The largest difference of the loss at the same step, of all or the first ones, in nats; NaN if not finite.
 
     Raises RunFailed where they have not done the same steps.
     """
     if len(one.losses) != len(other.losses) or not one.losses:
         raise RunFailed(f"{one.name} has {len(one.losses)} steps and {other.name} {len(other.losses)}")
-    return largest_gap([one.losses, other.losses])
+    return largest_gap([one.losses[:first], other.losses[:first]])
 
 
 def told(name: str, text: str, words: str) -> Check:

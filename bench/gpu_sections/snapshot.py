@@ -73,8 +73,10 @@ def checks(place: Place) -> Iterator[Check]:
     megabytes = 1300 if place.is_gpu else 30
     yield from saved(place, device, megabytes, "pinned" if place.is_gpu else "on the CPU")
     if place.is_gpu:
-        faults.refuse_pinning()
+        answers = faults.refuse_pinning()
         yield from saved(place, device, megabytes, "not pinned")
+        yield holds("not pinned: the driver refused", bool(answers) and all(answers), seen=f"codes {answers}",
+                    expected="codes above 0")  # fmt: skip
 
 
 def saved(place: Place, device: torch.device, megabytes: int, name: str) -> Iterator[Check]:

@@ -31,7 +31,6 @@ class PictureOptions:
     fits: int = option(64, "samples that memory holds, for the faults of memory")
     mib: int = option(0, "MiB of GPU memory that this process may use; 0: all of it")
     factor: float = option(1.0, "what the loss is multiplied by")
-    torch_default: bool = option(False, "leave it to torch whether convolutions of fp32 are TF32")
     pause: float = option(0.0, "seconds to sleep after each step, until there is a file RUN.hurry")
 
 
@@ -90,8 +89,6 @@ class Pictures(Task):
         return self.fault.batch(samples)
 
     def build_model(self) -> Net:
-        if not self.options.torch_default:
-            torch.backends.cudnn.allow_tf32 = False  # losses are compared to the last digits of fp32
         if self.options.mib and torch.cuda.is_available():
             device = torch.cuda.current_device()
             total = torch.cuda.get_device_properties(device).total_memory

@@ -194,3 +194,12 @@ def test_the_longest_budget_of_make_holds_all_sections(gpu_check: Any) -> None:
     budget = re.search(r"gpu_check\.py .*--budget (\d+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert budget is not None
     assert int(budget[1]) >= sum(section.limit_s for section in gpu_check.SECTIONS)
+
+
+def test_each_place_that_is_broken_on_purpose_is_there_once() -> None:
+    """The tests that break them are slow; a module that moves is seen here."""
+    from tests.end_to_end.test_gpu_check import BREAKS
+
+    counts = {name: (ROOT / path).read_text(encoding="utf-8").count(old) for name, (path, old, _, _) in BREAKS.items()}
+    assert {name: count for name, count in counts.items() if count != 1} == {}
+    assert len(counts) >= 10
