@@ -47,6 +47,7 @@ from hetseq.errors import (
 )
 from hetseq.launch.launcher_link import LauncherLink, NoLauncher
 from hetseq.launch.watchdog import Watchdog
+from hetseq.launch.worker_processes import forget_safe_path
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.rank_log import RankOutput
 from hetseq.monitor.tensorboard import hyperparameters
@@ -117,6 +118,7 @@ def worker_main(
     """Entry point of a worker process; never returns. `own` holds the values of `config.extras` by kind."""
     stop = StopRequest()
     stop.install()
+    forget_safe_path()
     whereabouts.arm(cell)
     os.setsid()  # a terminal's Ctrl-C goes to the launcher alone, which decides what it means
     die_with_parent(os.getppid())

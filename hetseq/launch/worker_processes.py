@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _HALF_S = 5.0  # for the rest of a message; whoever is stopped in the middle of one is killed
 _SECONDS = struct.Struct("ll")  # and microseconds, as setsockopt(2) has them
 _LOOK_S = 0.005
+_OURS = "hetseq"  # any text sets PYTHONSAFEPATH; this one tells ours from the user's
 _HELD_S = 10.0  # for a killed process to end: it may have to give back much memory
 
 
@@ -245,9 +246,13 @@ def warm_forkserver() -> Any:
     # Python before 3.10.9 and 3.11.1: such a socket has no mode, and any user could send the server a pickle
     util.abstract_sockets_supported = False  # type: ignore[misc]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    path = os.environ.get("PYTHONPATH")
+    before_path = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
     # the server does not get sys.path, and a checkout that is not installed is found by nothing else
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[2]), path]))
+    root = str(Path(__file__).resolve().parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, before_path["PYTHONPATH"]]))
+    # else the current folder comes first: workers would run another HetSeq if one lies there, or take its tasks.py for
+    # the included tasks. Python 3.10 knows no such variable
+    os.environ["PYTHONSAFEPATH"] = _OURS
     try:
         with _tidied_up_in_silence():
             resource_tracker.ensure_running()  # unblocks two of them when it has started
@@ -255,11 +260,17 @@ def warm_forkserver() -> Any:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if path is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = path
+        for name, value in before_path.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
     return context
+
+
+def forget_safe_path() -> None:
+    """Called by a worker: programs that the task starts find modules in the current folder, as ever."""
+    if os.environ.get("PYTHONSAFEPATH") == _OURS:
+        del os.environ["PYTHONSAFEPATH"]
 
 
 @contextmanager
