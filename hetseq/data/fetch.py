@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -197,6 +198,17 @@ class _WorkerInit:
         ignore_stop_signals()
         die_with_parent(self._parent_pid)
         multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(_end_unsent)  # type: ignore[attr-defined]
+        sys.excepthook = _tell_unless_reader_is_gone
+
+
+def _tell_unless_reader_is_gone(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A thread of the standard library hands descriptors to the rank, and prints a traceback if that is killed then.
+
+    The launcher says already that the rank was killed, and this process is about to end with it.
+    """
+    is_helper = threading.current_thread() is not threading.main_thread()
+    if not (is_helper and isinstance(error, (EOFError, ConnectionError))):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _end_unsent(error: Exception, item: object) -> None:

@@ -547,3 +547,27 @@ def test_a_batch_that_cannot_be_sent_ends_the_process_that_made_it(capfd: pytest
         run(Numbers(), 1, num_workers=1, collate=unsendable)
     assert "could not send its batch (cannot pickle '_thread.lock' object)" in capfd.readouterr().err
     assert unsendable([1])["x"].shape == (1,)
+
+
+@pytest.mark.parametrize(
+    ("error", "in_thread", "is_told"),
+    [
+        (EOFError(), True, False), (ConnectionResetError(), True, False), (BrokenPipeError(), True, False),
+        (ValueError("a bug"), True, True), (EOFError("of a file"), False, True),
+    ],
+)  # fmt: skip
+def test_a_loader_says_nothing_of_a_rank_that_is_gone_and_everything_else(
+    error: Exception, in_thread: bool, is_told: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The standard library's thread for descriptors calls the hook by itself; a killed rank had two stories."""
+
+    def call() -> None:
+        fetching._tell_unless_reader_is_gone(type(error), error, None)
+
+    if in_thread:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    else:
+        call()
+    assert (type(error).__name__ in capsys.readouterr().err) is is_told
