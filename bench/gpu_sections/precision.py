@@ -11,7 +11,7 @@ from gpu_sections.section import Check, Place, holds, within
 STEPS = 40
 WORDS = (*PLAIN, "--dropout", 0, "--global-batch-size", 32, "--lr", "0.0005")
 CLOSE, NEAR = 2e-2, 1e-4  # nats: of 16 bits against fp32, and of fp32 against fp32 of another device
-FIRST = 15  # steps that are compared; later ones of AdamW amplify what was rounding
+FIRST = 15  # steps that are compared; in later ones AdamW amplifies rounding
 #: gradients so large that the first scales of fp16 overflow, which must cost steps and nothing else
 OVERFLOWING = (
     "--task", PICTURES, *PLAIN, *SGD, "--global-batch-size", 32, "--max-update", 20, "--precision", "fp16",
