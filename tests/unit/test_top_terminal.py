@@ -21,6 +21,12 @@ OTHER_SCREEN, OWN_SCREEN = b"\x1b[?1049h", b"\x1b[?1049l"
 HIDDEN_CURSOR, SHOWN_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 
 
+def hear_signals() -> None:
+    """Tests in the background of a script have SIGINT ignored, those under nohup SIGHUP; children would have it too."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Watched:
     """`hetseq top` on a terminal of 24 lines of 80 columns, and what has been written to it."""
 
@@ -38,8 +44,7 @@ class Watched:
             stderr=self.terminal,
             env=environment | {"TERM": "xterm"},
             start_new_session=True,
-            # who runs the tests in the background of a script has SIGINT ignored, and so would this
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            preexec_fn=hear_signals,
         )
 
     def attributes(self) -> list[object]:
