@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -58,7 +59,9 @@ def pytest_sessionfinish() -> None:
 def nothing_left_behind() -> Iterator[None]:
     """Fails a test that leaks a thread, a process, an environment variable, a process group or shared memory."""
     scene = Scene.now()
+    level = logging.getLogger().level
     yield
+    logging.getLogger().setLevel(level)  # the log of a rank lets INFO through, and the next test may count records
     leaks = scene.leaks()
     if leaks:
         scene.restore()
