@@ -1,4 +1,4 @@
-"""The words of a command line to values by option, and the answer to words that nobody knows.
+"""Parses the words of a command line into values by option, and answers words that nobody knows.
 
 argparse only divides the words; what a value means, and every message, is ours.
 """

@@ -1,4 +1,4 @@
-"""Who makes up the run, and what it goes on from: from the reports of those who are left to the next generation.
+"""Who makes up the run, and what it goes on from: makes the next generation from the reports of those who are left.
 
 A generation is one fixed membership. When it has lost somebody, or is to change, its members freeze: for each of them
 it is over, and no later result of it counts. Each then reports what it holds, and `decide` turns the reports into the
