@@ -15,7 +15,8 @@ WORDS = ("--task", PICTURES, *PLAIN, *SGD, "--precision", "fp64", "--global-batc
 def checks(place: Place) -> Iterator[Check]:
     """A write to address 16 on a GPU; on a CPU the error that torch would raise for it."""
     calm = start(place, "calm", *WORDS, devices=place.devices(1))
-    faulty = ("--fault", "lose-device", "--fault-at", 10, "--pause", 0.06)
+    # loader processes, because their page-locked batches wait in memory when the device fails
+    faulty = ("--fault", "lose-device", "--fault-at", 10, "--pause", 0.06, "--num-workers", 1)
     running = start(place, "hurt", *WORDS, *faulty, devices=place.devices(2))
     running.await_return(2)
     running.hurry()

@@ -6,7 +6,6 @@ the time limit of the section, which the script keeps.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import signal
@@ -129,8 +128,9 @@ class Running:
         """Wait until so many ranks train again, the `times`-th time. Raises RunFailed where the run ends before."""
         while True:
             has_ended = self.process.poll() is not None
-            sizes = [world_size, *(len(event["ranks"]) for event in self.now().events("generation"))]
-            returns = sum(before < after == world_size for before, after in itertools.pairwise(sizes))
+            # a rank may be back in the generation that is formed without it, so sizes alone do not tell
+            formed = [event for event in self.now().events("generation") if "is back" in event["story"]]
+            returns = sum(len(event["ranks"]) == world_size for event in formed)
             if returns >= times:
                 return
             if has_ended:

@@ -488,12 +488,14 @@ class _PeerErrors:
         whereabouts.wait_for_others(False)
         if not isinstance(error, RuntimeError):
             return
-        # the frames are cut off on purpose: they would hold the group's sockets open, and peers would wait
-        if isinstance(error, torch.AcceleratorError) or is_exhausted(error):
+        if is_exhausted(error):
+            # the frames are cut off on purpose: they would hold the group's sockets open, and peers would wait
             try:
                 raise error.with_traceback(None)
             finally:  # or the error would hold this frame, which holds the error and all frames that it came from
                 del error, trace
+        if isinstance(error, torch.AcceleratorError):
+            return  # this process ends, and what its frames hold must not be released before (gpu.never_release)
         reason = str(error).splitlines()[0]
         raise PeerLostError(
             f"lost a peer while waiting up to {self._deadline_s:.0f} s for {self._what} ({reason})"

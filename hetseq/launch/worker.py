@@ -164,6 +164,8 @@ def run_worker(
         except SystemExit as error:
             return {"code": EXIT_FAILED, "message": f"the task's code called sys.exit({error.code!r}) during the run"}
         except Exception as error:
+            if gpu.is_unusable(error, torch.device(placement.device)):
+                gpu.never_release(error)
             if life is not None:
                 life.output.write_last_words(_text_of(error))
             return _report_of_failure(error, placement, is_ready=life is not None and life.is_ready)
@@ -286,8 +288,10 @@ class _Life:
                 differing = error
             except PeerLostError:
                 raise
-            except BaseException:
-                session.__exit__(*sys.exc_info())
+            except BaseException as error:
+                # closing a session releases page-locked memory, see `never_release`; nothing in it is worth the reason
+                if not gpu.is_unusable(error, self._material.device):
+                    session.__exit__(*sys.exc_info())
                 raise
             session.__exit__(type(differing), differing, None)
             generation.session, generation.succession = None, None

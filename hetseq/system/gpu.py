@@ -7,6 +7,7 @@ call, so the device can be asked.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -94,25 +95,43 @@ def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0]
 
 
+def is_unusable(error: BaseException, device: torch.device) -> bool:
+    """Whether the device gives this process nothing but errors from now on (sync)."""
+    return _answer_after(error, device) is not None
+
+
 def has_failed(error: BaseException, device: torch.device) -> bool:
     """Whether `error` means that the device has failed under this process, while another process may still use it.
 
     An assertion that fails on a device, for an index out of range, is the fault of the code, and would fail again. So
-    is a kernel that cannot be launched, which leaves the device as it was; and a library such as cuBLAS reports a
-    failed device by an error of its own. A GPU is therefore asked (sync).
+    is a kernel that cannot be launched, which leaves the device as it was (sync).
+    """
+    answer = _answer_after(error, device)
+    return answer is not None and "device-side assert" not in first_line(answer)
+
+
+def never_release(error: BaseException) -> None:
+    """Keep an error, its frames and their tensors until the process ends.
+
+    Where a device has failed, torch ends the process with SIGABRT as soon as page-locked memory is released: a
+    destructor raises (seen with torch 2.11 on an H100; c10/cuda/CUDAGraphsC10Utils.h). The reason would not get out.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
+
+
+def _answer_after(error: BaseException, device: torch.device) -> torch.AcceleratorError | None:
+    """What the device says after `error`; None where it computes.
+
+    A GPU is asked, as a library such as cuBLAS reports a failed device by an error of its own (sync).
     """
     if isinstance(error, HetSeqError) or is_exhausted(error):
-        return False
+        return None
     if device.type != "cuda":
-        return isinstance(error, torch.AcceleratorError) and _is_fatal(error)
+        return error if isinstance(error, torch.AcceleratorError) else None
     try:
         torch.cuda.synchronize(device)  # sync, once, in a process that ends
     except torch.AcceleratorError as answer:
-        return _is_fatal(answer)
+        return answer
     except Exception:  # the error itself says more than this one
-        return False
-    return False
-
-
-def _is_fatal(error: torch.AcceleratorError) -> bool:
-    return "device-side assert" not in first_line(error)
+        return None
+    return None

@@ -70,12 +70,14 @@ class Hazard(Task):
             raise ValueError(f"sample {key} is poisoned")
         is_first = len(list(self.folder.glob(f"reached-{key}-*"))) == 1
         if what == "lose the device" or (what == "lose the device once" and is_first):
+            pinned = PinnedMemory()  # held by this frame
             raise cuda_errors.accelerator_error(cuda_errors.ILLEGAL_ACCESS)
         if what == "lose the device in the exchange" and is_first:
             fail_in_exchange(cuda_errors.accelerator_error(cuda_errors.ILLEGAL_ACCESS))
         if what == "run out of memory in the exchange" and is_first and not is_again:
             fail_in_exchange(cuda_errors.out_of_memory())
         if what == "fail on the device":
+            pinned = PinnedMemory()  # noqa: F841 - held by this frame
             raise cuda_errors.accelerator_error(cuda_errors.DEVICE_ASSERT)
         if what == "crash":
             os.kill(os.getpid(), signal.SIGSEGV)
@@ -87,11 +89,19 @@ class Hazard(Task):
             time.sleep(0.005)
 
 
+class PinnedMemory:
+    """A page-locked tensor of a device that has failed: torch ends the process with SIGABRT when it is released."""
+
+    def __del__(self) -> None:
+        os.abort()
+
+
 def fail_in_exchange(error: Exception) -> None:
     """The next sum that this process starts fails, as one of a CUDA tensor may: it copies, and pins host memory."""
 
     def fail(*_: Any, **__: Any) -> Any:
         SharedMemoryRanks.all_reduce_sum = start  # type: ignore[method-assign]
+        pinned = PinnedMemory() if isinstance(error, torch.AcceleratorError) else None  # noqa: F841 - held by the frame
         raise error
 
     start, SharedMemoryRanks.all_reduce_sum = SharedMemoryRanks.all_reduce_sum, fail  # type: ignore[method-assign]
