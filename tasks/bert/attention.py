@@ -63,7 +63,7 @@ def within(sequences: Sequences) -> Attention:
     return _Packed(sequences, _blocks_of(sequences, are_apart=are_apart))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # TorchDynamo of torch 2.11 hashes what forward makes before it has its fields
 class _Masked:
     """Rows of one length, some of whose tokens are not real."""
 
@@ -100,7 +100,7 @@ def _columns_of(rows: np.ndarray, count: int) -> tuple[np.ndarray, int]:
     return columns, int(taken.max())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Blocks:
     """Where the T tokens of a packed batch are in blocks of padded rows, and how they get there."""
 
@@ -146,7 +146,7 @@ def _blocks_of(sequences: Sequences, *, are_apart: bool) -> _Blocks:
     return _Blocks(shapes, masks, rest, places)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Packed:
     """Sequences that are padded for attention alone."""
 

@@ -337,7 +337,7 @@ class _Encoder(nn.Module):
         return cast(Tensor, self.layer(hidden, _View(attend), last))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _View:
     """What a layer looks at, and for whom: the `rows` (k,) int64 of the hidden states; None: for all."""
 
