@@ -20,7 +20,7 @@ import settings
 import torch
 from figures import json_line, paired, spread, table
 
-from tasks.nn import attention
+from hetseq.tasks.nn import attention
 
 #: (sequences, heads, tokens, size of a head)
 SHAPES = ((4, 4, 64, 64), (16, 4, 128, 64), (8, 12, 128, 64), (2, 4, 512, 64), (1, 12, 1024, 64))

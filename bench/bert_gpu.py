@@ -43,14 +43,14 @@ from hetseq.parallel.gradient_sync import Gradients
 from hetseq.parallel.replica import Replica, trained_parameters
 from hetseq.system import device_memory as memory
 from hetseq.task import make_task
+from hetseq.tasks.bert.model import BertConfig, BertForPreTraining
+from hetseq.tasks.bert.packing import pack
+from hetseq.tasks.bert.task import BertTask
 from hetseq.training.micro_batch_size import MicroBatchSizes
 from hetseq.training.optim import parameter_groups
 from hetseq.training.precision import PRECISIONS
 from hetseq.training.share import ComputeDevice, ShareComputer
 from hetseq.training.stopwatch import MicroBatchClock
-from tasks.bert.model import BertConfig, BertForPreTraining
-from tasks.bert.packing import pack
-from tasks.bert.task import BertTask
 
 WORDS, MASKED_SHARE, MOST_LENGTH = 30522, 5 / 32, 512
 MODELS = {"tiny": (2, 128), "base": (12, 768), "large": (24, 1024)}  # layers, hidden size

@@ -25,8 +25,8 @@ from figures import busy_mark, json_line, paired, spread, stretch, table
 from workloads import their_bert_loss
 
 from hetseq.system.processes import keep_freed_memory
-from tasks.bert.model import TIED_NAMES, BertConfig, BertForPreTraining
-from tasks.nn.activation_checkpointing import checkpoint_activations_
+from hetseq.tasks.bert.model import TIED_NAMES, BertConfig, BertForPreTraining
+from hetseq.tasks.nn.activation_checkpointing import checkpoint_activations_
 
 WORDS, LENGTH, MASKED, WARM_UP = 30522, 128, 20, 3
 SIZES = {

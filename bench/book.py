@@ -39,8 +39,8 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hetseq-book-") as name:
         folder = Path(name)
-        run("-m", "preprocessing.bert_corpus", "--output", folder / "data", "--input", options.book, "--vocab-file",
-            options.vocabulary, "--max-seq-length", LENGTH, "--duplicate", 10)  # fmt: skip
+        run("-m", "hetseq.preprocessing.bert_corpus", "--output", folder / "data", "--input", options.book,
+            "--vocab-file", options.vocabulary, "--max-seq-length", LENGTH, "--duplicate", 10)  # fmt: skip
         facts = json.loads((folder / "data" / "corpus.json").read_text(encoding="utf-8"))
         words = facts["vocabulary"]["tokens"]
         (folder / "4x256.json").write_text(json.dumps({"vocab_size": words, **CONFIG}))

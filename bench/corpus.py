@@ -3,7 +3,7 @@
     python bench/corpus.py FOLDER ...
     python bench/corpus.py --speed TEXT VOCAB.txt [--rounds 3]
 
-For folders of `preprocessing.bert_corpus`: padding in their rows, and the losses that can be reached without reading.
+For folders of `bert_corpus`: padding in their rows, and the losses that can be reached without reading.
 Two guesses are judged on the masked words of each split, of records on those of epoch 0. One knows how frequent each of
 these words is, and its loss is their entropy. The other also looks at what stands in the place of the word: where that
 is not [MASK], it is the word itself or, as often, any word, so a frequent one is nearly always right. Only below the
@@ -58,7 +58,7 @@ def main() -> None:
 def measure(text: Path, vocab: Path, rounds: int) -> None:
     """Make corpora by turns, and print how fast."""
     sys.path.insert(0, str(ROOT))
-    from preprocessing.corpus.sentences import text_files
+    from hetseq.preprocessing.corpus.sentences import text_files
 
     megabytes = sum(path.stat().st_size for path in text_files([text])) / 1e6
     kinds = [(duplicate, processes) for duplicate in (1, 5) for processes in (1, 2)]
@@ -87,7 +87,7 @@ def made(text: Path, vocab: Path, duplicate: int, processes: int) -> tuple[float
     """Wall and CPU seconds of one corpus, those of all its processes."""
     with tempfile.TemporaryDirectory(prefix="hetseq-corpus-") as folder:
         words = ["--output", f"{folder}/out", "--input", text, "--vocab-file", vocab, "--duplicate", duplicate]
-        command = [sys.executable, "-m", "preprocessing.bert_corpus", *words, "--processes", processes]
+        command = [sys.executable, "-m", "hetseq.preprocessing.bert_corpus", *words, "--processes", processes]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         began = time.perf_counter()
         child = os.posix_spawn(
@@ -151,9 +151,9 @@ def seen_in_hdf5(folder: Path, split: str, tokens: list[str]) -> tuple[Any, Any,
 def seen_in_records(folder: Path, split: str, tokens: list[str]) -> tuple[Any, Any, int, float]:
     """The same of records, as validation masks them."""
     sys.path.insert(0, str(ROOT))
-    from tasks.bert.dataset import load_records
-    from tasks.bert.masking import Masking
-    from tasks.rows.record_index import read_index
+    from hetseq.tasks.bert.dataset import load_records
+    from hetseq.tasks.bert.masking import Masking
+    from hetseq.tasks.rows.record_index import read_index
 
     dataset = load_records(read_index(folder), split, tokens, seed=0, masking=Masking())
     words, shown, real, cells_in_all = [], [], 0, 0

@@ -24,8 +24,8 @@ from bert_step import LENGTH, config
 from figures import busy_mark, json_line, paired, spread, stretch, table
 from made_up import Batch, made_up
 
-from tasks.bert.model import BertForPreTraining
-from tasks.bert.packing import pack
+from hetseq.tasks.bert.model import BertForPreTraining
+from hetseq.tasks.bert.packing import pack
 
 BATCHES, WARM_UP, CLIP_NORM = 4, 3, 1.0
 SHORTEST = 32  # of the longest rows: with the least --real, the shortest row still has a token

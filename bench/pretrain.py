@@ -62,7 +62,7 @@ def main() -> None:
     corpus, network = folder / "corpus", folder / "network.json"
     if not (corpus / "corpus.json").exists():
         words = f"--input {shlex.quote(str(options.text))} {CORPUS} --output {shlex.quote(str(corpus))}"
-        command(["preprocessing.bert_corpus", *shlex.split(words)])
+        command(["hetseq.preprocessing.bert_corpus", *shlex.split(words)])
     network.write_text(json.dumps(NETWORK, indent=2) + "\n", encoding="utf-8")
     two = run(options, "two", ["--distributed-world-size", "2", "--throttle", f"1:{options.slower:g}"])
     one = run(options, "one", [])

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from hetseq import Task
-from tasks.mnist import MNISTNet
+from hetseq.tasks.mnist import MNISTNet
 
 #: 2^10 * 3 * 5, so that the usual sizes of a step divide it and no epoch ends in a shorter one
 SAMPLES = 15360

@@ -24,13 +24,13 @@ import h5py
 import numpy as np
 from figures import json_line, paired, spread, table
 
-from preprocessing.convert_hdf5 import Options, convert
-from tasks.bert.dataset import BertRecords, load_records
-from tasks.bert.hdf5_dataset import BertDataset, load_bert
-from tasks.bert.hdf5_reader import NAMES
-from tasks.bert.masking import Masking
-from tasks.bert.vocab import SPECIAL_TOKENS
-from tasks.rows.record_index import read_index
+from hetseq.preprocessing.convert_hdf5 import Options, convert
+from hetseq.tasks.bert.dataset import BertRecords, load_records
+from hetseq.tasks.bert.hdf5_dataset import BertDataset, load_bert
+from hetseq.tasks.bert.hdf5_reader import NAMES
+from hetseq.tasks.bert.masking import Masking
+from hetseq.tasks.bert.vocab import SPECIAL_TOKENS
+from hetseq.tasks.rows.record_index import read_index
 
 LENGTH, PREDICTIONS, BATCH, ROWS, VOCAB = 128, 20, 64, 20_000, 30_522
 #: the width and the type of each data set; the last one has a number a row

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 
 from hetseq.data.loader import place_on
+from hetseq.tasks.bert.hdf5_dataset import load_bert
+from hetseq.tasks.bert.model import BertConfig, BertForPreTraining
 from hetseq.training.precision import PRECISIONS
-from tasks.bert.hdf5_dataset import load_bert
-from tasks.bert.model import BertConfig, BertForPreTraining
 
 TASK = Path(random_images.__file__)
 LEARNING_RATE, CLIP_NORM = 1e-3, 25.0

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from hetseq.system import short_names
+
 if TYPE_CHECKING:
     from hetseq.checkpoint import CheckpointManager
     from hetseq.checkpoint.dcp import HetSeqReader
@@ -76,6 +78,8 @@ __all__ = [
     "register_optimizer",
     "register_task",
 ]
+
+short_names.install()
 
 
 def __getattr__(name: str) -> Any:

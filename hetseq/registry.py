@@ -32,11 +32,11 @@ Thing = TypeVar("Thing")
 #: what is included, by kind and name
 _INCLUDED: dict[str, dict[str, str]] = {
     "task": {
-        "bert": "tasks.bert.task:BertTask",
-        "bert_classify": "tasks.bert.classify:BertClassifyTask",
-        "bert_ner": "tasks.bert.ner:BertNerTask",
-        "gpt": "tasks.gpt.task:GptTask",
-        "mnist": "tasks.mnist:MNISTTask",
+        "bert": "hetseq.tasks.bert.task:BertTask",
+        "bert_classify": "hetseq.tasks.bert.classify:BertClassifyTask",
+        "bert_ner": "hetseq.tasks.bert.ner:BertNerTask",
+        "gpt": "hetseq.tasks.gpt.task:GptTask",
+        "mnist": "hetseq.tasks.mnist:MNISTTask",
     },
     "optimizer": {name: f"hetseq.training.optim:{name}" for name in ("adam", "adamw", "sgd", "adadelta", "lamb")},
     "lr_scheduler": {
@@ -49,10 +49,10 @@ _INCLUDED: dict[str, dict[str, str]] = {
 }
 #: dataclasses of included tasks' own options, in modules without torch; other options are in `hetseq.config.sections`
 _INCLUDED_OPTIONS = {
-    "bert": "tasks.options:BertOptions",
-    "bert_classify": "tasks.options:BertClassifyOptions",
-    "bert_ner": "tasks.options:BertNerOptions",
-    "gpt": "tasks.options:GptOptions",
+    "bert": "hetseq.tasks.options:BertOptions",
+    "bert_classify": "hetseq.tasks.options:BertClassifyOptions",
+    "bert_ner": "hetseq.tasks.options:BertNerOptions",
+    "gpt": "hetseq.tasks.options:GptOptions",
 }
 _TASK_BASE = "hetseq.task:Task"
 _USER_PREFIX = "hetseq_user_"
@@ -291,21 +291,7 @@ def _task_base() -> type:
 
 
 def _import_tasks(place: str) -> ModuleType:
-    """A module of our own `tasks` package, and of no other package of that name."""
-    ours = Path(__file__).resolve().parent.parent / "tasks"
-    try:
-        package = importlib.import_module("tasks")
-    except ModuleNotFoundError as error:
-        if error.name != "tasks":
-            raise _import_failure("the included tasks", error) from error
-        raise TaskFileError(f"the included tasks are missing: expected them in {ours}; install HetSeq again") from None
-    folders = [Path(folder).resolve() for folder in getattr(package, "__path__", [])]
-    if folders != [ours]:
-        stranger = getattr(package, "__file__", None) or ", ".join(map(str, folders))
-        raise TaskFileError(
-            f"`import tasks` finds {stranger} instead of HetSeq's own {ours}: rename that module, or move it out of"
-            " the Python path into a folder of its own and name the folder with --user-dir"
-        )
+    """A module of our own."""
     try:
         return importlib.import_module(place)
     except Exception as error:  # whatever a module may raise; told with its place

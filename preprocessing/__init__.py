@@ -1,1 +1,7 @@
-"""Makes or fetches the data of the tasks; run as `python -m preprocessing.NAME`, never imported by HetSeq."""
+"""Makes or fetches the data of the tasks; run as `python -m hetseq.preprocessing.NAME`, never imported by HetSeq."""
+
+import importlib
+import sys
+
+if __name__ == "preprocessing":  # the folder at the top of a checkout: the same modules, see hetseq.system.short_names
+    sys.modules[__name__] = importlib.import_module("hetseq.preprocessing")

@@ -1,4 +1,4 @@
-"""Raw text to the data of BERT's pre-training: `python -m preprocessing.bert_corpus --output DIR [--input FILE ...]`.
+"""Raw text to the data of BERT's pre-training: `python -m hetseq.preprocessing.bert_corpus --output DIR`.
 
 Responsible for the command, for the files of the folder and for what `corpus.json` states. `bert.build` knows the order
 of the work, `bert.options` what may be asked for; what a sentence is, and what is held out, is decided by
@@ -33,7 +33,9 @@ import tokenizers
 from rich.console import Console
 
 from hetseq import ConfigError, DataError, HetSeqError, __version__
-from tasks.rows.record_index import FORMAT, VERSION
+from hetseq.tasks.bert import wordpiece
+from hetseq.tasks.bert.wordpiece import Vocabulary
+from hetseq.tasks.rows.record_index import FORMAT, VERSION
 
 from .bert import hdf5 as bert_hdf5
 from .bert import jobs as bert_pieces
@@ -43,11 +45,9 @@ from .bert.options import HDF5, OUTPUT_FORMATS, RECORDS, Options
 from .bert.pairs import Integers
 from .corpus import atomic_folder as corpus_folder
 from .corpus import sentences as plain_text
-from .corpus import wordpiece
 from .corpus.atomic_folder import FACTS, MODEL, VOCABULARY
 from .corpus.process_pool import Crew, usable_cores
 from .corpus.progress import Track, bar, bars
-from .corpus.wordpiece import Vocabulary
 from .records import columns_in_json, split_in_json
 
 
@@ -330,7 +330,7 @@ def _shard(text: str | None) -> Shard | None:
 def _parser() -> argparse.ArgumentParser:
     default = Options()
     parser = argparse.ArgumentParser(
-        prog="python -m preprocessing.bert_corpus",
+        prog="python -m hetseq.preprocessing.bert_corpus",
         description="Make the data of BERT's pre-training from text: pairs of sentences, and masked words.",
     )
     add = parser.add_argument

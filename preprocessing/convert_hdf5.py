@@ -1,4 +1,4 @@
-"""HDF5 files of BERT's rows to records, and back: `python -m preprocessing.convert_hdf5 --input DIR --output DIR`.
+"""HDF5 files of BERT's rows to records, and back: `hetseq.preprocessing.convert_hdf5 --input DIR --output DIR`.
 
 Responsible for the order of work. Which way is decided by what `--input` is. To records, the words that stood behind
 the masks of a file are put back, since records are masked when they are read; to HDF5, the masks of one epoch and seed
@@ -23,11 +23,11 @@ import numpy as np
 from rich.console import Console
 
 from hetseq import ConfigError, DataError, HetSeqError, MissingSplitError, __version__
-from tasks.bert.dataset import FIRST_LENGTHS, IDS, LABEL, BertRecords, columns_of, find_records, load_records
-from tasks.bert.hdf5_dataset import BertDataset, hdf5_names, load_bert
-from tasks.bert.masking import Masking
-from tasks.bert.vocab import read_vocab
-from tasks.rows.record_index import FORMAT, VERSION, Index, vocab_digest
+from hetseq.tasks.bert.dataset import FIRST_LENGTHS, IDS, LABEL, BertRecords, columns_of, find_records, load_records
+from hetseq.tasks.bert.hdf5_dataset import BertDataset, hdf5_names, load_bert
+from hetseq.tasks.bert.masking import Masking
+from hetseq.tasks.bert.vocab import read_vocab
+from hetseq.tasks.rows.record_index import FORMAT, VERSION, Index, vocab_digest
 
 from .bert import hdf5 as bert_hdf5
 from .bert import pairs as bert_pairs
@@ -256,7 +256,7 @@ def _folder(source: Path) -> Path:
 # fmt: off
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m preprocessing.convert_hdf5",
+        prog="python -m hetseq.preprocessing.convert_hdf5",
         description="Turn HDF5 files of BERT's pre-training into records, or a folder of records into HDF5 files.",
     )
     add = parser.add_argument

@@ -1,4 +1,4 @@
-"""Raw text to data of a causal language model: `python -m preprocessing.gpt_corpus --output DIR [--input FILE ...]`.
+"""Raw text to data of a causal language model: `python -m hetseq.preprocessing.gpt_corpus --output DIR`.
 
 Responsible for the order of work, for what a document is here, and for how tokens become rows. Files are found, read
 and held out by `corpus.sentences`, tokens are the affair of `byte_pairs`, files of rows that of `records`;
@@ -33,10 +33,10 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from hetseq import ConfigError, DataError, HetSeqError, __version__
-from tasks.gpt.config import GptConfig
-from tasks.gpt.dataset import IDS, columns_of
-from tasks.gpt.tokenizer import TOKENIZER, read_tokens
-from tasks.rows.record_index import GPT_FORMAT, TYPES, VERSION, vocab_digest
+from hetseq.tasks.gpt.config import GptConfig
+from hetseq.tasks.gpt.dataset import IDS, columns_of
+from hetseq.tasks.gpt.tokenizer import TOKENIZER, read_tokens
+from hetseq.tasks.rows.record_index import GPT_FORMAT, TYPES, VERSION, vocab_digest
 
 from .corpus import byte_pairs
 from .corpus import sentences as plain_text
@@ -396,7 +396,7 @@ def _options(arguments: argparse.Namespace) -> Options:
 def _parser() -> argparse.ArgumentParser:
     default = Options()
     parser = argparse.ArgumentParser(
-        prog="python -m preprocessing.gpt_corpus",
+        prog="python -m hetseq.preprocessing.gpt_corpus",
         description="Make the data of a causal language model from text: rows of tokens, as records.",
     )
     add = parser.add_argument

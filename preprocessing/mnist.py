@@ -1,4 +1,4 @@
-"""Fetches the four files of MNIST, or verifies those that are there: `python -m preprocessing.mnist --output DIR`.
+"""Fetches the four files of MNIST, or verifies them: `python -m hetseq.preprocessing.mnist --output DIR`.
 
 Responsible for names, sums and mirrors of the published files and for getting them into a folder whole; what is in
 them is the affair of `tasks/mnist.py`. The one idea: a file has its name only once its md5 is right. Until then it is
@@ -49,7 +49,7 @@ Advance = Callable[[int], None]  # bytes of the file so far
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; gives the exit code: 0 all four files are right, 1 --verify found one that is not, 2 failed."""
     parser = argparse.ArgumentParser(
-        prog="python -m preprocessing.mnist", description="Fetch or verify MNIST (11.6 MB)."
+        prog="python -m hetseq.preprocessing.mnist", description="Fetch or verify MNIST (11.6 MB)."
     )
     parser.add_argument(
         "--output", required=True, metavar="DIR", help="folder of the four files; then give it to --data"
@@ -187,7 +187,9 @@ def _verify(folder: Path, console: Console) -> int:
     for name in FILES:
         console.print(f"{name}: {problems.get(name, 'right')}", markup=False)
     if problems:
-        console.print(f"fetch what is missing or wrong: python -m preprocessing.mnist --output {folder}", markup=False)
+        console.print(
+            f"fetch what is missing or wrong: python -m hetseq.preprocessing.mnist --output {folder}", markup=False
+        )
     return 1 if problems else 0
 
 

@@ -1,4 +1,4 @@
-"""Rows to files of records, and whole files of records compared with their sums: `python -m preprocessing.records DIR`.
+"""Rows to files of records, and whole files compared with their sums: `python -m hetseq.preprocessing.records DIR`.
 
 Responsible for the bytes of a file and for what the index says of it; docs/design/records.md specifies both. What the
 columns mean is the affair of whoever writes them, how a folder stays whole that of `corpus.atomic_folder`.
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from rich.console import Console
 
 from hetseq import ConfigError, DataError, HetSeqError
-from tasks.rows.record_index import OFFSETS, SUFFIX, TYPES, Column, read_index, verify
+from hetseq.tasks.rows.record_index import OFFSETS, SUFFIX, TYPES, Column, read_index, verify
 
 from .corpus.progress import bar, bars
 from .corpus.sentences import printable
@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if len(words) != 1 or words[0].startswith("-"):
             raise ConfigError(
-                "usage: python -m preprocessing.records DIR, a folder of records, to compare with its sums"
+                "usage: python -m hetseq.preprocessing.records DIR, a folder of records, to compare with its sums"
             )
         index = read_index(Path(words[0]).expanduser())
         files = [file for split in index.splits.values() for file in split.files]

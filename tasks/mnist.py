@@ -42,7 +42,7 @@ _IDX_NAMES = {
 }
 _PT_NAMES = {"train": "training.pt", "test": "test.pt"}
 _REMEDY = (
-    "give --data the folder with the files, fetch them with `python -m preprocessing.mnist --output DIR`,"
+    "give --data the folder with the files, fetch them with `python -m hetseq.preprocessing.mnist --output DIR`,"
     " or leave --data out for the small digits that scikit-learn bundles"
 )
 

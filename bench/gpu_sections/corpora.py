@@ -23,11 +23,13 @@ def corpus(place: Place, task: str) -> Path:
     text.write_text(pages[:CHARACTERS], encoding="utf-8")
     made = place.folder / task
     done = subprocess.run(
-        [sys.executable, "-m", f"preprocessing.{task}_corpus", "--input", str(text), "--output", str(made),
+        [sys.executable, "-m", f"hetseq.preprocessing.{task}_corpus", "--input", str(text), "--output", str(made),
          "--vocab-size", "1024", "--max-seq-length", "64"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode != 0:
-        raise RuntimeError(f"preprocessing.{task}_corpus ended with {done.returncode}: {one_line(done.stderr[-300:])}")
+        raise RuntimeError(
+            f"hetseq.preprocessing.{task}_corpus ended with {done.returncode}: {one_line(done.stderr[-300:])}"
+        )
     os.rename(made, folder)  # whole, or not there
     return folder

@@ -114,10 +114,10 @@ def _run_bert(folder: Path) -> None:
 
 def _make_corpus(folder: Path) -> None:
     """As a user would, with a program of its own: this package knows no tasks and no corpora."""
-    words = ["-m", "preprocessing.bert_corpus", "--output", str(folder), *_CORPUS.split()]
+    words = ["-m", "hetseq.preprocessing.bert_corpus", "--output", str(folder), *_CORPUS.split()]
     print(f"-- {shlex.join(['python', *words])} --", flush=True)
     words[words.index(str(folder))] = str(folder.resolve())
-    # from beside this package: a folder `preprocessing` of the user's own would be taken first
+    # from beside this package: a folder `hetseq` of the user's own would be taken first
     done = subprocess.run([sys.executable, *words], check=False, cwd=Path(__file__).resolve().parents[2])
     if done.returncode:
         raise HetSeqError(f"the corpus in {folder} could not be made: see above")

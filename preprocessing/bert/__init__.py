@@ -1,1 +1,1 @@
-"""Rows for BERT: the jobs behind `python -m preprocessing.bert_corpus`."""
+"""Rows for BERT: the jobs behind `python -m hetseq.preprocessing.bert_corpus`."""

@@ -21,15 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from hetseq import DataError
+from hetseq.tasks.bert import wordpiece
+from hetseq.tasks.bert.wordpiece import Vocabulary
 
 from ..corpus import sentences as plain_text
-from ..corpus import wordpiece
 from ..corpus.atomic_folder import VOCABULARY
 from ..corpus.process_pool import Crew
 from ..corpus.progress import Track
 from ..corpus.python_docs import python_documents
 from ..corpus.text_chunks import Part, Scan, Source, scanned
-from ..corpus.wordpiece import Vocabulary
 from ..corpus.work_units import Piece, finished
 from ..records import ROWS_PER_FILE
 from . import jobs as bert_pieces

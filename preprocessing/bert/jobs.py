@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tasks.rows.record_index import Column
+from hetseq.tasks.bert import wordpiece
+from hetseq.tasks.bert.wordpiece import Encoder
+from hetseq.tasks.rows.record_index import Column
 
 from ..corpus import text_chunks as text_pieces
-from ..corpus import wordpiece
 from ..corpus.text_chunks import Part
-from ..corpus.wordpiece import Encoder
 from ..corpus.work_units import Piece, finished
 from ..records import Ragged, Rows, write_file
 from . import pairs as bert_pairs

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hetseq import ConfigError, DataError
-from tasks.rows.record_index import FORMAT, GPT_FORMAT, INDEX, SUFFIX
+from hetseq.tasks.rows.record_index import FORMAT, GPT_FORMAT, INDEX, SUFFIX
 
 from .folders import flush, locked
 

@@ -19,7 +19,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from hetseq import ConfigError, DataError
-from tasks.gpt.tokenizer import read_tokens
+from hetseq.tasks.gpt.tokenizer import read_tokens
 
 #: what a trained tokenizer calls the end of a text, as GPT-2's does, and what others call it
 END_OF_TEXT = "<|endoftext|>"

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tasks.bert.packing import Sequences
-from tasks.nn.attention import attend
+from hetseq.tasks.bert.packing import Sequences
+from hetseq.tasks.nn.attention import attend
 
 #: queries (k, heads, size of a head), keys and values as `Attention` has them, the rate of dropout: to (k, heads, size)
 AttendForSome = Callable[[Tensor, Tensor, float], Tensor]

@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hetseq import ConfigError, DataError, Task, register_task
-from tasks.bert import packing as bert_packing
-from tasks.bert.fine_tuning import Beginning, Ragged, find_beginning, pad
-from tasks.bert.heads import BertForSequenceClassification
-from tasks.nn.activation_checkpointing import checkpoint_activations_
-from tasks.options import BertClassifyOptions
-from tasks.rows.labelled_texts import SUFFIXES, Columns, Labelled, read_labelled
-from tasks.rows.record_index import vocab_digest
-from tasks.rows.split_files import find_split
+from hetseq.tasks.bert import packing as bert_packing
+from hetseq.tasks.bert.fine_tuning import Beginning, Ragged, find_beginning, pad
+from hetseq.tasks.bert.heads import BertForSequenceClassification
+from hetseq.tasks.nn.activation_checkpointing import checkpoint_activations_
+from hetseq.tasks.options import BertClassifyOptions
+from hetseq.tasks.rows.labelled_texts import SUFFIXES, Columns, Labelled, read_labelled
+from hetseq.tasks.rows.record_index import vocab_digest
+from hetseq.tasks.rows.split_files import find_split
 
 logger = logging.getLogger(__name__)
 

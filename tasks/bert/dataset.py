@@ -20,18 +20,28 @@ import torch
 from torch.utils.data import Dataset
 
 from hetseq import DataError, MissingSplitError
-from tasks.bert.masking import MOST_POSITIONS, Masking, Words, numbers_of
-from tasks.bert.packing import pack
-from tasks.rows.local_copy import LocalCopy
-from tasks.rows.mapped_files import Indices, positive
-from tasks.rows.record_index import AGAIN, INDEX, SUFFIX, VERSION, Column, Index, read_index, version_of, vocab_digest
-from tasks.rows.records import Records, open_shard
+from hetseq.tasks.bert.masking import MOST_POSITIONS, Masking, Words, numbers_of
+from hetseq.tasks.bert.packing import pack
+from hetseq.tasks.rows.local_copy import LocalCopy
+from hetseq.tasks.rows.mapped_files import Indices, positive
+from hetseq.tasks.rows.record_index import (
+    AGAIN,
+    INDEX,
+    SUFFIX,
+    VERSION,
+    Column,
+    Index,
+    read_index,
+    version_of,
+    vocab_digest,
+)
+from hetseq.tasks.rows.records import Records, open_shard
 
 Batch = dict[str, Any]  # tensors by name; of a packed batch also its Sequences
 
 IDS, FIRST_LENGTHS, LABEL = "ids", "first_lengths", "next_sentence_labels"
 #: the remedy where there are no such folders
-MAKE = "`python -m preprocessing.convert_hdf5 --help` says how to make such a folder"
+MAKE = "`python -m hetseq.preprocessing.convert_hdf5 --help` says how to make such a folder"
 
 _CHECKED_ROWS = 1024  # at both ends of each file, before the first step
 _MULTIPLE = 8  # of the length of a batch, for the tensor cores of GPUs

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from hetseq import Config, ConfigError, DataError
-from preprocessing.corpus.wordpiece import Encoder, Vocabulary
-from tasks.bert.heads import Labelling
-from tasks.bert.model import BertConfig
-from tasks.bert.vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab
-from tasks.nn.huggingface import init_config, looks_lower_case, read_encoder_, read_files, write_pretrained
-from tasks.nn.model_config import check_fraction, read_object, wrong
+from hetseq.tasks.bert.heads import Labelling
+from hetseq.tasks.bert.model import BertConfig
+from hetseq.tasks.bert.vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab
+from hetseq.tasks.bert.wordpiece import Encoder, Vocabulary
+from hetseq.tasks.nn.huggingface import init_config, looks_lower_case, read_encoder_, read_files, write_pretrained
+from hetseq.tasks.nn.model_config import check_fraction, read_object, wrong
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ import torch
 from torch.utils.data import Dataset
 
 from hetseq import DataError, MissingSplitError
-from tasks.bert.hdf5_reader import (
+from hetseq.tasks.bert.hdf5_reader import (
     CACHE_BYTES,
     LABEL,
     MAKE,
@@ -42,8 +42,8 @@ from tasks.bert.hdf5_reader import (
     open_table,
     shown,
 )
-from tasks.bert.packing import pack
-from tasks.rows.mapped_files import Indices, PerProcess, by_file, positive
+from hetseq.tasks.bert.packing import pack
+from hetseq.tasks.rows.mapped_files import Indices, PerProcess, by_file, positive
 
 logger = logging.getLogger(__name__)
 

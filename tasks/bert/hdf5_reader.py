@@ -38,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetseq import DataError
-from tasks.rows.mapped_files import Indices, Maps, NotMapped, Views, check_size, most_open, refusal
+from hetseq.tasks.rows.mapped_files import Indices, Maps, NotMapped, Views, check_size, most_open, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ NAMES = (*TOKENS, *PREDICTIONS, LABEL)
 #: most unpacked rows that a process keeps of one split
 CACHE_BYTES = 128 << 20
 #: the remedy where there are no such files
-MAKE = "`python -m preprocessing.bert_corpus --help` says how to make such files from text"
+MAKE = "`python -m hetseq.preprocessing.bert_corpus --help` says how to make such files from text"
 _BLOCK_BYTES = 16 << 20  # of rows unpacked together: a chunk may hold a column of all rows
 _BLOCK_ROWS = 128  # read together where the file does not say how many belong together
 _OPEN_FILES = 32  # most of h5py at once in a process

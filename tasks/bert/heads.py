@@ -11,9 +11,9 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from tasks.bert.model import BertConfig, BertForPreTraining
-from tasks.bert.packing import Sequences
-from tasks.nn.dropout import Dropout
+from hetseq.tasks.bert.model import BertConfig, BertForPreTraining
+from hetseq.tasks.bert.packing import Sequences
+from hetseq.tasks.nn.dropout import Dropout
 
 
 class BertForTokenClassification(nn.Module):

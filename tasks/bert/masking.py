@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hetseq import ConfigError
-from tasks.bert.vocab import SPECIAL_TOKENS
+from hetseq.tasks.bert.vocab import SPECIAL_TOKENS
 
 Numbers = npt.NDArray[np.uint64]
 Integers = npt.NDArray[np.integer]

@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetseq import DataError
-from tasks.bert.attention import AttendForSome, Attention, among_rows, within
-from tasks.bert.packing import Sequences
-from tasks.nn.activation_checkpointing import LayerStack
-from tasks.nn.dropout import Dropout
-from tasks.nn.model_config import (
+from hetseq.tasks.bert.attention import AttendForSome, Attention, among_rows, within
+from hetseq.tasks.bert.packing import Sequences
+from hetseq.tasks.nn.activation_checkpointing import LayerStack
+from hetseq.tasks.nn.dropout import Dropout
+from hetseq.tasks.nn.model_config import (
     ACTIVATIONS,
     LARGEST_SIZE,
     MOST_LAYERS,
@@ -41,8 +41,8 @@ from tasks.nn.model_config import (
     own_keys,
     read_object,
 )
-from tasks.nn.tied_embedding import Tied
-from tasks.nn.vocabulary_loss import vocabulary_loss
+from hetseq.tasks.nn.tied_embedding import Tied
+from hetseq.tasks.nn.vocabulary_loss import vocabulary_loss
 
 #: names in Hugging Face's state_dict that ours has not -> the name of the same tensor in both
 TIED_NAMES = {

@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hetseq import DataError, Task, register_task
-from tasks.bert import packing as bert_packing
-from tasks.bert.fine_tuning import Beginning, Ragged, find_beginning, pad
-from tasks.bert.heads import BertForTokenClassification
-from tasks.nn.activation_checkpointing import checkpoint_activations_
-from tasks.options import BertNerOptions
-from tasks.rows.record_index import vocab_digest
-from tasks.rows.split_files import find_split
-from tasks.rows.tagged_words import OUTSIDE, Sentence, read_sentences, tally
+from hetseq.tasks.bert import packing as bert_packing
+from hetseq.tasks.bert.fine_tuning import Beginning, Ragged, find_beginning, pad
+from hetseq.tasks.bert.heads import BertForTokenClassification
+from hetseq.tasks.nn.activation_checkpointing import checkpoint_activations_
+from hetseq.tasks.options import BertNerOptions
+from hetseq.tasks.rows.record_index import vocab_digest
+from hetseq.tasks.rows.split_files import find_split
+from hetseq.tasks.rows.tagged_words import OUTSIDE, Sentence, read_sentences, tally
 
 logger = logging.getLogger(__name__)
 

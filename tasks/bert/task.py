@@ -20,25 +20,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetseq import DataError, Task, register_task
-from tasks.bert import packing as bert_packing
-from tasks.bert.dataset import BertRecords, find_records, load_records
-from tasks.bert.hdf5_dataset import Batch, BertDataset, folder_of, hdf5_names, load_bert
-from tasks.bert.masking import Masking
-from tasks.bert.model import BertConfig, BertForPreTraining
-from tasks.bert.vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab
-from tasks.nn.activation_checkpointing import checkpoint_activations_
-from tasks.nn.huggingface import init_config, read_bert, read_files, write_pretrained
-from tasks.options import MASK_PROB, BertOptions
-from tasks.rows.local_copy import LocalCopy
-from tasks.rows.record_index import Index, vocab_digest
+from hetseq.tasks.bert import packing as bert_packing
+from hetseq.tasks.bert.dataset import BertRecords, find_records, load_records
+from hetseq.tasks.bert.hdf5_dataset import Batch, BertDataset, folder_of, hdf5_names, load_bert
+from hetseq.tasks.bert.masking import Masking
+from hetseq.tasks.bert.model import BertConfig, BertForPreTraining
+from hetseq.tasks.bert.vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab
+from hetseq.tasks.nn.activation_checkpointing import checkpoint_activations_
+from hetseq.tasks.nn.huggingface import init_config, read_bert, read_files, write_pretrained
+from hetseq.tasks.options import MASK_PROB, BertOptions
+from hetseq.tasks.rows.local_copy import LocalCopy
+from hetseq.tasks.rows.record_index import Index, vocab_digest
 
 logger = logging.getLogger(__name__)
 
 _CONFIG_NAME, _VOCAB_NAME = "bert_config.json", "vocab.txt"
 _VALIDATION_SEED = 0
 _MAKE_DATA = (
-    "`python -m preprocessing.bert_corpus --output DIR` makes such a folder, from your text with --input, else from the"
-    " text that comes with Python"
+    "`python -m hetseq.preprocessing.bert_corpus --output DIR` makes such a folder, from your text with --input, else"
+    " from the text that comes with Python"
 )
 
 
@@ -66,14 +66,15 @@ class BertTask(Task):
             if self._local_copy is not None:
                 raise DataError(
                     f"--local-copy is for records, and --data {data} holds none: make records of its HDF5 files,"
-                    f" `python -m preprocessing.convert_hdf5 --input {data} --output DIR`, or leave the option out"
+                    f" `python -m hetseq.preprocessing.convert_hdf5 --input {data} --output DIR`, or leave the option"
+                    " out"
                 )
             if self.options.mask_prob != MASK_PROB or self.options.whole_words:
                 option = "--whole-words" if self.options.whole_words else f"--mask-prob {self.options.mask_prob:g}"
                 raise DataError(
                     f"{option} is for records, and the masks of the HDF5 files in --data {data} were drawn when they"
-                    f" were made: make records of them, `python -m preprocessing.convert_hdf5 --input {data} --output"
-                    " DIR`, or leave the option out"
+                    f" were made: make records of them, `python -m hetseq.preprocessing.convert_hdf5 --input {data}"
+                    " --output DIR`, or leave the option out"
                 )
             dataset = load_bert(
                 data, split, vocab_size=config.vocab_size, max_positions=config.max_position_embeddings,

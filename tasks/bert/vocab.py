@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hetseq import DataError
-from tasks.rows.text_file import lines_of, read_text
+from hetseq.tasks.rows.text_file import lines_of, read_text
 
 _PAD = "[PAD]"
 SPECIAL_TOKENS = (_PAD, "[UNK]", "[CLS]", "[SEP]", "[MASK]")

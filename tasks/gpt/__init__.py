@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hetseq.tasks.lazy_names import importer
 
 if TYPE_CHECKING:
-    from tasks.gpt.task import GptTask
-
-_HOMES = {"GptTask": "task"}
+    from hetseq.tasks.gpt.task import GptTask
 
 __all__ = ["GptTask"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = importer(__name__, {"GptTask": "task"})

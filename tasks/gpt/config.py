@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hetseq import DataError
-from tasks.nn.model_config import (
+from hetseq.tasks.nn.model_config import (
     LARGEST_SIZE,
     MOST_LAYERS,
     MOST_PARAMETERS,

@@ -22,18 +22,18 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hetseq import DataError, MissingSplitError
-from tasks.rows.local_copy import LocalCopy
-from tasks.rows.mapped_files import Indices, positive
-from tasks.rows.record_index import AGAIN, INDEX, SUFFIX, Column, Index, read_index, vocab_digest
-from tasks.rows.records import Records, open_shard
+from hetseq.tasks.rows.local_copy import LocalCopy
+from hetseq.tasks.rows.mapped_files import Indices, positive
+from hetseq.tasks.rows.record_index import AGAIN, INDEX, SUFFIX, Column, Index, read_index, vocab_digest
+from hetseq.tasks.rows.records import Records, open_shard
 
 Batch = dict[str, Tensor]
 
 IDS = "ids"
 #: the remedy where there is no such folder
 MAKE = (
-    "`python -m preprocessing.gpt_corpus --output DIR` makes such a folder, from your text with --input, else from the"
-    " text that comes with Python"
+    "`python -m hetseq.preprocessing.gpt_corpus --output DIR` makes such a folder, from your text with --input, else"
+    " from the text that comes with Python"
 )
 
 _CHECKED_ROWS = 1024  # at both ends of each file, before the first step

@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tasks.gpt.config import GptConfig
-from tasks.nn.activation_checkpointing import LayerStack
-from tasks.nn.attention import attend
-from tasks.nn.dropout import Dropout
-from tasks.nn.model_config import ACTIVATIONS
+from hetseq.tasks.gpt.config import GptConfig
+from hetseq.tasks.nn.activation_checkpointing import LayerStack
+from hetseq.tasks.nn.attention import attend
+from hetseq.tasks.nn.dropout import Dropout
+from hetseq.tasks.nn.model_config import ACTIVATIONS
 
 __all__ = ["GptConfig", "GptForCausalLM", "from_hugging_face", "their_names", "to_hugging_face"]
 

@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hetseq import ConfigError, DataError, Task, register_task
-from tasks.gpt.dataset import MAKE, Batch, GptRecords, check_tokens, find_records, load_records
-from tasks.gpt.model import GptConfig, GptForCausalLM
-from tasks.gpt.tokenizer import TOKENIZER, read_tokens
-from tasks.nn.activation_checkpointing import checkpoint_activations_
-from tasks.nn.huggingface import read_gpt, write_pretrained
-from tasks.options import GptOptions
-from tasks.rows.local_copy import LocalCopy
+from hetseq.tasks.gpt.dataset import MAKE, Batch, GptRecords, check_tokens, find_records, load_records
+from hetseq.tasks.gpt.model import GptConfig, GptForCausalLM
+from hetseq.tasks.gpt.tokenizer import TOKENIZER, read_tokens
+from hetseq.tasks.nn.activation_checkpointing import checkpoint_activations_
+from hetseq.tasks.nn.huggingface import read_gpt, write_pretrained
+from hetseq.tasks.options import GptOptions
+from hetseq.tasks.rows.local_copy import LocalCopy
 
 logger = logging.getLogger(__name__)
 

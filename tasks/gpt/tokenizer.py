@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hetseq import DataError
-from tasks.nn.model_config import read_object
+from hetseq.tasks.nn.model_config import read_object
 
 #: the name of the file in folders of data and of models
 TOKENIZER = "tokenizer.json"

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tasks.nn.dropout import drop
+from hetseq.tasks.nn.dropout import drop
 
 #: tokens at most, of what is written out only for being faster; as measured
 _LONGEST = {torch.float32: 512, torch.bfloat16: 1024}

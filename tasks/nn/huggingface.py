@@ -24,13 +24,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hetseq import ConfigError, DataError
-from tasks.bert.heads import BertForSequenceClassification, BertForTokenClassification, Labelling
-from tasks.bert.model import TIED_NAMES, BertConfig, BertForPreTraining
-from tasks.bert.vocab import SPECIAL_TOKENS, read_vocab
-from tasks.gpt.model import GptConfig, GptForCausalLM, from_hugging_face, their_names, to_hugging_face
-from tasks.gpt.tokenizer import TOKENIZER, read_tokens
-from tasks.nn.huggingface_files import TensorFiles, tensor_files
-from tasks.nn.model_config import read_object
+from hetseq.tasks.bert.heads import BertForSequenceClassification, BertForTokenClassification, Labelling
+from hetseq.tasks.bert.model import TIED_NAMES, BertConfig, BertForPreTraining
+from hetseq.tasks.bert.vocab import SPECIAL_TOKENS, read_vocab
+from hetseq.tasks.gpt.model import GptConfig, GptForCausalLM, from_hugging_face, their_names, to_hugging_face
+from hetseq.tasks.gpt.tokenizer import TOKENIZER, read_tokens
+from hetseq.tasks.nn.huggingface_files import TensorFiles, tensor_files
+from hetseq.tasks.nn.model_config import read_object
 
 logger = logging.getLogger(__name__)
 

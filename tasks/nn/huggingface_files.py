@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hetseq import DataError
-from tasks.nn.model_config import read_object, wrong
+from hetseq.tasks.nn.model_config import read_object, wrong
 
 #: what a directory may have, in the order in which they are looked for; transformers has the same order
 _FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

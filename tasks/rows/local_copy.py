@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from hetseq import DataError
-from tasks.rows.mapped_files import refusal
-from tasks.rows.record_index import AGAIN, INDEX, File
+from hetseq.tasks.rows.mapped_files import refusal
+from hetseq.tasks.rows.record_index import AGAIN, INDEX, File
 
 logger = logging.getLogger(__name__)
 

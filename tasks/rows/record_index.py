@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hetseq import DataError
-from tasks.rows.mapped_files import refusal
+from hetseq.tasks.rows.mapped_files import refusal
 
 #: the name of the index, what it says it is, and the version of the format; version 1 is a folder of HDF5 files
 INDEX, FORMAT, VERSION = "corpus.json", "hetseq BERT corpus", 2

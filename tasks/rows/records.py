@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hetseq import DataError
-from tasks.rows.mapped_files import Indices, Maps, PerProcess, Views, by_file, refusal
-from tasks.rows.record_index import AGAIN, OFFSET_TYPES, OFFSETS, TYPES, Column, File
+from hetseq.tasks.rows.mapped_files import Indices, Maps, PerProcess, Views, by_file, refusal
+from hetseq.tasks.rows.record_index import AGAIN, OFFSET_TYPES, OFFSETS, TYPES, Column, File
 
 Numbers = npt.NDArray[Any]  # of a stored integer type
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hetseq import DataError, MissingSplitError
-from tasks.rows.text_file import lines_of, read_text
+from hetseq.tasks.rows.text_file import lines_of, read_text
 
 #: what names of files say for a split besides its own name
 _OTHER_WORDS = {"valid": ("dev",)}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hetseq import DataError
-from tasks.rows.split_files import read_lines
+from hetseq.tasks.rows.split_files import read_lines
 
 OUTSIDE = "O"
 

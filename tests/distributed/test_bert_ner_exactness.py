@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from hetseq import config as options
 from hetseq.comm.group import AnyGroup
 from hetseq.task import make_task
-from tasks.bert.ner import BertNerTask
+from hetseq.tasks.bert.ner import BertNerTask
 from tests.support import labelled, oracle, tagging
 from tests.support.ranks import run_ranks
 from tests.support.training import Facts, prepared, train

@@ -16,7 +16,7 @@ from hetseq.comm.group import AnyGroup
 from hetseq.errors import HetSeqError
 from hetseq.run.session import Session
 from hetseq.task import make_task
-from tasks.bert.task import BertTask
+from hetseq.tasks.bert.task import BertTask
 from tests.support.bert_records import VOCAB, make_rows, write_folder
 from tests.support.lives import begin
 from tests.support.ranks import run_ranks

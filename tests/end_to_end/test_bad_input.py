@@ -249,7 +249,7 @@ def write_mnist(folder: Path, *, samples: int = 20, labels: int = 20, code: int 
 
 
 def missing_data(folder: Path) -> tuple[str, ...]:
-    return f"--data {folder} does not exist", "expected a folder", "python -m preprocessing.mnist"
+    return f"--data {folder} does not exist", "expected a folder", "python -m hetseq.preprocessing.mnist"
 
 
 def empty_folder(folder: Path) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ def test_training_begins_at_the_entropy_of_a_guess(data: Path, tmp_path: Path) -
 
 
 REFUSALS = [
-    ([], ("--data", "python -m preprocessing.bert_corpus")),
+    ([], ("--data", "python -m hetseq.preprocessing.bert_corpus")),
     (["--data", "nowhere"], ("nowhere", "does not exist")),
     (["--data", "DATA", "--config-file", "none.json"], ("none.json",)),
     (["--data", "DATA", "--config-file", "wide.json"], ("hidden_sise", "hidden_size")),

@@ -17,7 +17,7 @@ from tests.support.commands import WarmLauncher
 pytestmark = pytest.mark.slow
 PLANTED = """
 import pathlib
-from tasks.mnist import MNISTTask
+from hetseq.tasks.mnist import MNISTTask
 
 pathlib.Path(__file__).with_suffix(".ran").touch()
 

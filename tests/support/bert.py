@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tasks.bert.task import BertTask
+from hetseq.tasks.bert.task import BertTask
 from tests.support import toys
 
 LENGTH, PREDICTIONS, VOCAB = 12, 3, 40

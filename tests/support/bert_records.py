@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from preprocessing.records import Ragged, Rows, columns_in_json, write_split
-from tasks.bert.dataset import FIRST_LENGTHS, IDS, LABEL, columns_of
-from tasks.rows.record_index import FORMAT, INDEX, vocab_digest
+from hetseq.preprocessing.records import Ragged, Rows, columns_in_json, write_split
+from hetseq.tasks.bert.dataset import FIRST_LENGTHS, IDS, LABEL, columns_of
+from hetseq.tasks.rows.record_index import FORMAT, INDEX, vocab_digest
 
 #: words that begin with ## go on; 40 ordinary tokens
 VOCAB = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{n}" for n in range(30)), *(f"##{n}" for n in range(10))]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from preprocessing.corpus import atomic_folder as corpus_folder
+from hetseq.preprocessing.corpus import atomic_folder as corpus_folder
 
 SYLLABLES = "ba be bi bo bu da de di do du ka ke ki ko ku la le li lo lu".split()  # noqa: SIM905
 # a letter for each digit, so that the numbers of sentences are words that no other sentence has

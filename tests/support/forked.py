@@ -45,7 +45,7 @@ WARM = (
     "hetseq.cli",
     "hetseq.launch.launch",
     "hetseq.launch.worker",
-    "tasks.mnist",
+    "hetseq.tasks.mnist",
     "tensorboard.compat.proto.event_pb2",
     "tensorboard.compat.proto.summary_pb2",
     "tensorboard.summary.writer.record_writer",

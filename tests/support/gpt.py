@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tasks.gpt.model import GptConfig, GptForCausalLM, to_hugging_face
+from hetseq.tasks.gpt.model import GptConfig, GptForCausalLM, to_hugging_face
 from tests.support.parity import Facts
 
 Batch = dict[str, Tensor]

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from preprocessing.records import Ragged, columns_in_json, write_split
-from tasks.gpt.config import GptConfig
-from tasks.gpt.dataset import IDS
-from tasks.gpt.task import GptTask
-from tasks.rows.record_index import GPT_FORMAT, INDEX, Column, vocab_digest
+from hetseq.preprocessing.records import Ragged, columns_in_json, write_split
+from hetseq.tasks.gpt.config import GptConfig
+from hetseq.tasks.gpt.dataset import IDS
+from hetseq.tasks.gpt.task import GptTask
+from hetseq.tasks.rows.record_index import GPT_FORMAT, INDEX, Column, vocab_digest
 from tests.support import toys
 from tests.support.gpt import GPT2
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tasks.bert.ner import BertNerTask
+from hetseq.tasks.bert.ner import BertNerTask
 from tests.support import toys
 
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hetseq import Task
-from tasks.mnist import MNISTNet
+from hetseq.tasks.mnist import MNISTNet
 
 SAMPLES = 25  # no batch size below divides it, so every epoch ends raggedly
 Batch = dict[str, torch.Tensor]

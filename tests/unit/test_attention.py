@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tasks.nn import attention
-from tasks.nn.attention import attend, is_written_out
+from hetseq.tasks.nn import attention
+from hetseq.tasks.nn.attention import attend, is_written_out
 
 IS_REAL = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])[:, None, None, :]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from tasks.bert.model import BertConfig
-from tasks.bert.task import BertTask
+from hetseq.tasks.bert.model import BertConfig
+from hetseq.tasks.bert.task import BertTask
 from tests.support import cuda_errors
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
@@ -66,10 +66,10 @@ def counted(training: Any, batch: Any, *, is_packed: bool) -> int:
 
 
 def test_what_is_useful_is_what_torch_counts_where_nothing_is_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.nn.vocabulary_loss._function_for", lambda hidden: None)  # as on a GPU
-    monkeypatch.setattr("tasks.bert.attention._LARGEST_PART", 0.0)  # with queries of all tokens, as there
+    monkeypatch.setattr("hetseq.tasks.nn.vocabulary_loss._function_for", lambda hidden: None)  # as on a GPU
+    monkeypatch.setattr("hetseq.tasks.bert.attention._LARGEST_PART", 0.0)  # with queries of all tokens, as there
     for name in ("attention._MULTIPLE_APART", "packing._MULTIPLE"):
-        monkeypatch.setattr(f"tasks.bert.{name}", 1)  # nothing is padded
+        monkeypatch.setattr(f"hetseq.tasks.bert.{name}", 1)  # nothing is padded
     training, network = training_on("cpu")
     for share in (1.0, 0.68):
         batch = batch_of(4, share)

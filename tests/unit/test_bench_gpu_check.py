@@ -173,7 +173,7 @@ def test_sections_use_the_commands_and_the_public_names_alone() -> None:
     assert [(path.name, name) for path in SOURCES for name in private_names(path.read_text())] == []
     assert list(private_names("from hetseq.comm.group import Group\nimport tasks.bert.task")) == [
         "hetseq.comm.group",
-        "tasks.bert.task",
+        "hetseq.tasks.bert.task",
     ]
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tasks.bert import attention, model
-from tasks.bert.attention import AttendForSome, Attention, among_rows, within
-from tasks.bert.packing import Sequences
-from tasks.nn.attention import attend
+from hetseq.tasks.bert import attention, model
+from hetseq.tasks.bert.attention import AttendForSome, Attention, among_rows, within
+from hetseq.tasks.bert.packing import Sequences
+from hetseq.tasks.nn.attention import attend
 
 HEADS, SIZE = 2, 4
 LENGTHS, PADDING = (2, 1, 2, 33, 32, 40), 2  # of a packed batch
@@ -61,14 +61,14 @@ def queries(parts: Tensor, wanted: list[int]) -> Tensor:
 
 @pytest.fixture(params=["written out", "by the kernel"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr("tasks.nn.attention.is_written_out", lambda *_: request.param == "written out")
+    monkeypatch.setattr("hetseq.tasks.nn.attention.is_written_out", lambda *_: request.param == "written out")
     return str(request.param)
 
 
 @pytest.mark.parametrize("kinds", [{"cpu"}, set()], ids=["each length apart", "all together"])
 @pytest.mark.usefixtures("way")
 def test_sequences_in_blocks_are_as_one_by_one(kinds: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.bert.attention._LENGTHS_APART", frozenset(kinds))
+    monkeypatch.setattr("hetseq.tasks.bert.attention._LENGTHS_APART", frozenset(kinds))
     parts = parts_of((112,)).requires_grad_()
     found = packed()(parts, 0.0)
     alone = [attend(*piece.permute(1, 2, 0, 3)[:, None], 0.0)[0] for piece in parts.split([*LENGTHS, PADDING])[:-1]]

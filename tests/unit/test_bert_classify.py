@@ -18,8 +18,8 @@ from hetseq.comm.group import LocalGroup
 from hetseq.data.loader import Source
 from hetseq.data.plan import MicroBatchCap
 from hetseq.task import counts_of
+from hetseq.tasks.rows.labelled_texts import Columns, Labelled, read_labelled
 from hetseq.training.validation import Validator
-from tasks.rows.labelled_texts import Columns, Labelled, read_labelled
 from tests.support import labelled
 
 

@@ -20,15 +20,15 @@ import numpy as np
 import pytest
 
 from hetseq import ConfigError, DataError
-from preprocessing import bert_corpus
-from preprocessing.bert import build as bert_building
-from preprocessing.bert import hdf5 as bert_hdf5
-from preprocessing.bert import jobs as bert_pieces
-from preprocessing.bert import pairs as bert_pairs
-from preprocessing.corpus import atomic_folder as corpus_folder
-from preprocessing.corpus import work_units as pieces
-from preprocessing.corpus.sentences import Document
-from preprocessing.corpus.text_chunks import Source
+from hetseq.preprocessing import bert_corpus
+from hetseq.preprocessing.bert import build as bert_building
+from hetseq.preprocessing.bert import hdf5 as bert_hdf5
+from hetseq.preprocessing.bert import jobs as bert_pieces
+from hetseq.preprocessing.bert import pairs as bert_pairs
+from hetseq.preprocessing.corpus import atomic_folder as corpus_folder
+from hetseq.preprocessing.corpus import work_units as pieces
+from hetseq.preprocessing.corpus.sentences import Document
+from hetseq.preprocessing.corpus.text_chunks import Source
 from tests.support.corpora import contents, marks, restored, rows_of, story, write_vocab
 
 h5py = pytest.importorskip("h5py")
@@ -559,7 +559,7 @@ def test_after_a_fault_a_new_folder_is_gone_or_has_nothing_but_what_is_finished(
 # a limit of the system on the size of a file comes as late as a full disk does
 LIMITED = """
 import resource, signal, sys
-from preprocessing import bert_corpus
+from hetseq.preprocessing import bert_corpus
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 for limit in map(int, sys.argv[1].split(",")):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

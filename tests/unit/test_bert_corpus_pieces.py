@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 
 from hetseq import ConfigError, DataError
-from preprocessing import bert_corpus
-from preprocessing.bert import jobs as bert_pieces
-from preprocessing.bert.build import Shard
-from preprocessing.bert_corpus import Options
-from preprocessing.corpus import atomic_folder as corpus_folder
-from preprocessing.corpus.process_pool import LostProcess
-from tasks.bert.dataset import FIRST_LENGTHS, IDS, LABEL, BertRecords, columns_of, load_records
-from tasks.bert.masking import Masking
-from tasks.rows.record_index import read_index, verify, vocab_digest
+from hetseq.preprocessing import bert_corpus
+from hetseq.preprocessing.bert import jobs as bert_pieces
+from hetseq.preprocessing.bert.build import Shard
+from hetseq.preprocessing.bert_corpus import Options
+from hetseq.preprocessing.corpus import atomic_folder as corpus_folder
+from hetseq.preprocessing.corpus.process_pool import LostProcess
+from hetseq.tasks.bert.dataset import FIRST_LENGTHS, IDS, LABEL, BertRecords, columns_of, load_records
+from hetseq.tasks.bert.masking import Masking
+from hetseq.tasks.rows.record_index import read_index, verify, vocab_digest
 from tests.support.corpora import contents, restored, rows_of, story, write_vocab
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,7 +159,7 @@ def test_an_error_in_another_process_names_the_file(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from preprocessing import bert_corpus
+from hetseq.preprocessing import bert_corpus
 left, renamed = int(sys.argv[1]), os.rename
 def rename(source, target):
     global left
@@ -235,7 +235,7 @@ def test_other_options_or_another_text_begin_anew_and_say_so(options: Options, t
 
 MANY_PIECES = """
 import sys
-from preprocessing.bert import build as bert_building; from preprocessing import bert_corpus
+from hetseq.preprocessing.bert import build as bert_building; from preprocessing import bert_corpus
 genuine = bert_building.Scan
 bert_building.Scan = lambda path, form, _: genuine(path, form, 200)
 if __name__ == "__main__":
@@ -283,7 +283,7 @@ def test_shards_one_after_another_leave_the_bytes_of_one_run(
 
 def test_shards_at_the_same_time_leave_the_bytes_of_one_run(options: Options, tmp_path: Path) -> None:
     words = ["--input", *options.inputs, "--vocab-file", options.vocab_file, "--files", 4, "--processes", 1]
-    command = [sys.executable, "-m", "preprocessing.bert_corpus", "--output", tmp_path / "parts", *words]
+    command = [sys.executable, "-m", "hetseq.preprocessing.bert_corpus", "--output", tmp_path / "parts", *words]
     running = [
         subprocess.Popen([*map(str, command), "--shard", f"{number}/2"], cwd=ROOT, stdout=subprocess.DEVNULL)
         for number in range(2)
@@ -311,5 +311,5 @@ def test_a_shard_does_not_work_for_a_folder_that_has_a_corpus(options: Options, 
 
 
 def test_a_process_that_makes_a_corpus_imports_no_torch() -> None:
-    code = "import sys, preprocessing.bert_corpus; sys.exit('torch' in sys.modules)"
+    code = "import sys, hetseq.preprocessing.bert_corpus; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

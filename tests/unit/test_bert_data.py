@@ -26,12 +26,12 @@ from torch.utils.data import DataLoader
 
 from hetseq import DataError, MissingSplitError
 from hetseq.task import collater_of, lengths_of
-from tasks.bert import hdf5_dataset as bert_data
-from tasks.bert import hdf5_reader as bert_hdf5
-from tasks.bert.hdf5_dataset import BertDataset, load_bert
-from tasks.bert.hdf5_reader import NAMES
-from tasks.bert.vocab import check_vocab, read_vocab
-from tasks.rows import mapped_files as mapped
+from hetseq.tasks.bert import hdf5_dataset as bert_data
+from hetseq.tasks.bert import hdf5_reader as bert_hdf5
+from hetseq.tasks.bert.hdf5_dataset import BertDataset, load_bert
+from hetseq.tasks.bert.hdf5_reader import NAMES
+from hetseq.tasks.bert.vocab import check_vocab, read_vocab
+from hetseq.tasks.rows import mapped_files as mapped
 from tests.support.bert_files import TYPES, Arrays, make_rows, write_hdf5
 
 VOCAB, LENGTH = 100, 16
@@ -1106,7 +1106,7 @@ def test_a_file_that_cannot_be_mapped_is_read_by_h5py(
 
     arrays = write_hdf5(tmp_path / "x_train.hdf5", rows=300)
     monkeypatch.setattr(mmap, "mmap", refuse)
-    with caplog.at_level(logging.INFO, "tasks.bert.hdf5_reader"):
+    with caplog.at_level(logging.INFO, "hetseq.tasks.bert.hdf5_reader"):
         assert_is(load(tmp_path), [arrays])
     assert [record.message for record in caplog.records] == [
         f"{tmp_path}/x_train.hdf5 cannot be mapped (Cannot allocate memory) and is read by h5py, which is slower"
@@ -1119,7 +1119,7 @@ def test_packed_files_larger_than_the_cache_are_told_with_the_remedy(
     write_hdf5(tmp_path / "a_train.hdf5", rows=100)
     write_hdf5(tmp_path / "b_train.hdf5", rows=100, storage={"compression": "gzip"})
     bytes_of_b = 100 * (6 * LENGTH + 8 * 4 + 1)
-    with caplog.at_level(logging.INFO, "tasks.bert.hdf5_dataset"):
+    with caplog.at_level(logging.INFO, "hetseq.tasks.bert.hdf5_dataset"):
         monkeypatch.setattr(bert_data, "CACHE_BYTES", bytes_of_b)
         load(tmp_path)
         assert not caplog.records

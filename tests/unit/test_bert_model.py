@@ -19,8 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hetseq import DataError
 from hetseq.config.sections import OptimizationConfig
+from hetseq.tasks.bert.model import ACTIVATIONS, TIED_NAMES, BertConfig, BertForPreTraining, BertModel
 from hetseq.training.optim import parameter_groups
-from tasks.bert.model import ACTIVATIONS, TIED_NAMES, BertConfig, BertForPreTraining, BertModel
 from tests.support.parity import Facts, distance, import_transformers
 
 Batch = dict[str, Tensor]
@@ -188,7 +188,7 @@ def test_in_training_both_drop_the_same_with_the_same_random_numbers(
 ) -> None:
     # so dropout sits in the same places, in the same order and with the same rates
     for module in ("dropout", "attention"):
-        monkeypatch.setattr(f"tasks.nn.{module}.drop", torch.nn.functional.dropout)
+        monkeypatch.setattr(f"hetseq.tasks.nn.{module}.drop", torch.nn.functional.dropout)
     ours = make_model(dataclasses.replace(TINY, hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.4)).train()
     batch, theirs = make_batch(PADDED), make_theirs(ours)
     torch.manual_seed(5)
@@ -467,7 +467,7 @@ def test_the_last_layer_has_queries_of_the_wanted_tokens_alone(monkeypatch: pyte
     model, batch = make_model().train(), make_batch(PADDED)  # with dropout, so written out
     counts = []
     for kinds in ({"cpu"}, set()):
-        monkeypatch.setattr("tasks.bert.attention._LENGTHS_APART", frozenset(kinds))
+        monkeypatch.setattr("hetseq.tasks.bert.attention._LENGTHS_APART", frozenset(kinds))
         with FlopCounterMode(display=False) as counter:
             logits_of(model, batch)
         counts.append(counter.get_total_flops())

@@ -19,8 +19,8 @@ from hetseq.comm.group import LocalGroup
 from hetseq.data.loader import Source
 from hetseq.data.plan import MicroBatchCap
 from hetseq.task import counts_of
+from hetseq.tasks.rows.tagged_words import entities, read_sentences
 from hetseq.training.validation import Validator
-from tasks.rows.tagged_words import entities, read_sentences
 from tests.support import labelled
 
 SCHEMES = ["O", *(f"{position}-{kind}" for position in "BIES" for kind in ("PER", "LOC"))]

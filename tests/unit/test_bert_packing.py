@@ -18,10 +18,10 @@ from hetseq import config as options
 from hetseq.data.loader import place_on
 from hetseq.data.plan import EpochOrder, MicroBatchCap, cut, epoch_order
 from hetseq.task import lengths_of, make_task
-from tasks.bert.attention import within
-from tasks.bert.model import BertForPreTraining
-from tasks.bert.packing import Sequences, pack
-from tasks.bert.task import BertTask
+from hetseq.tasks.bert.attention import within
+from hetseq.tasks.bert.model import BertForPreTraining
+from hetseq.tasks.bert.packing import Sequences, pack
+from hetseq.tasks.bert.task import BertTask
 from tests.support import bert, bert_records
 from tests.support.parity import Facts, distance
 from tests.unit.test_bert_model import (
@@ -46,7 +46,7 @@ ALL_CASES = {**CASES, "mixed": MIXED, "one of two is short": [(9, [4]), (3, [1])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Attention as on a CPU and as on other devices."""
     kinds = {"cpu"} if request.param == "each length apart" else set()
-    monkeypatch.setattr("tasks.bert.attention._LENGTHS_APART", frozenset(kinds))
+    monkeypatch.setattr("hetseq.tasks.bert.attention._LENGTHS_APART", frozenset(kinds))
     return str(request.param)
 
 

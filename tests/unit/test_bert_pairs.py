@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from preprocessing.bert import pairs as bert_pairs
-from preprocessing.bert.pairs import Documents, Ids, Integers, Pairs, Recipe, Rows, fill, find_pairs
+from hetseq.preprocessing.bert import pairs as bert_pairs
+from hetseq.preprocessing.bert.pairs import Documents, Ids, Integers, Pairs, Recipe, Rows, fill, find_pairs
 
 # token ids: five special ones, then one for each place in the corpus
 FIRST = 5

@@ -16,10 +16,10 @@ import torch
 from hetseq import ConfigError, DataError, MissingSplitError
 from hetseq import config as options
 from hetseq.task import collater_of, lengths_of, make_task
-from tasks.bert.dataset import BertRecords, load_records
-from tasks.bert.masking import Masking, Words, draw, numbers_of
-from tasks.bert.task import BertTask
-from tasks.rows.record_index import read_index
+from hetseq.tasks.bert.dataset import BertRecords, load_records
+from hetseq.tasks.bert.masking import Masking, Words, draw, numbers_of
+from hetseq.tasks.bert.task import BertTask
+from hetseq.tasks.rows.record_index import read_index
 from tests.support.bert_records import (
     LENGTH,
     VOCAB,
@@ -337,7 +337,7 @@ def test_a_row_without_tokens_is_refused(tmp_path: Path) -> None:
 def test_what_stands_between_the_ends_is_refused_when_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.bert.dataset._CHECKED_ROWS", 2)
+    monkeypatch.setattr("hetseq.tasks.bert.dataset._CHECKED_ROWS", 2)
     data = write_folder(tmp_path / "data", train=make_rows(20))
     change_numbers(data / "train_00000.safetensors", "next_sentence_labels", labels)
     dataset = load(data)

@@ -15,7 +15,7 @@ from torch import nn
 from hetseq import DataError
 from hetseq import config as options
 from hetseq.task import make_task
-from tasks.bert.task import BertTask
+from hetseq.tasks.bert.task import BertTask
 from tests.support import bert
 
 #: two rows of 4; masked are a word left as it is, two under a [MASK] of 4, and one under another word

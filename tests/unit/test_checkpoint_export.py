@@ -25,7 +25,7 @@ from torch.distributed import checkpoint as dcp
 from hetseq.checkpoint import Commit
 from hetseq.checkpoint.export import export
 from hetseq.errors import CheckpointError, ConfigError
-from tasks.mnist import DigitsNet
+from hetseq.tasks.mnist import DigitsNet
 from tests.support.checkpoints import Disk
 from tests.support.docs import ROOT, blocks
 from tests.support.elsewhere import UNEQUAL, as_empty, differing, odd_state, save_state

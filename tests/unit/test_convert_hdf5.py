@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from preprocessing import convert_hdf5
-from tasks.bert.dataset import BertRecords, load_records
-from tasks.bert.hdf5_dataset import load_bert
-from tasks.bert.masking import Masking
-from tasks.rows.record_index import read_index
+from hetseq.preprocessing import convert_hdf5
+from hetseq.tasks.bert.dataset import BertRecords, load_records
+from hetseq.tasks.bert.hdf5_dataset import load_bert
+from hetseq.tasks.bert.masking import Masking
+from hetseq.tasks.rows.record_index import read_index
 from tests.support.bert_files import Arrays, make_rows, write_hdf5
 from tests.support.bert_records import VOCAB, write_folder
 from tests.support.bert_records import make_rows as make_records

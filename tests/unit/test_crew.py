@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hetseq import DataError
-from preprocessing.corpus.process_pool import Crew, LostProcess
+from hetseq.preprocessing.corpus.process_pool import Crew, LostProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,7 +76,7 @@ def test_the_job_that_is_named_is_the_first_without_a_result_and_not_the_next_to
 
 LEFT_ALONE = """
 import os, signal
-from preprocessing.corpus.process_pool import Crew
+from hetseq.preprocessing.corpus.process_pool import Crew
 from tests.unit.test_crew import squared
 if __name__ == "__main__":
     with Crew(2) as crew:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tasks.nn.dropout import Dropout, drop
+from hetseq.tasks.nn.dropout import Dropout, drop
 
 SAMPLES = 1 << 20
 

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from hetseq import ConfigError, DataError
-from tasks.bert.model import BertConfig, BertForPreTraining
-from tasks.nn.huggingface import write_pretrained
-from tasks.options import BertClassifyOptions
+from hetseq.tasks.bert.model import BertConfig, BertForPreTraining
+from hetseq.tasks.nn.huggingface import write_pretrained
+from hetseq.tasks.options import BertClassifyOptions
 from tests.support import bert, labelled
 from tests.support.parity import import_transformers
 

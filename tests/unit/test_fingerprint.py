@@ -25,7 +25,7 @@ from hetseq.errors import DataError, TaskFileError
 from hetseq.run import fingerprint
 from hetseq.run.fingerprint import data_digest, rank_fields
 from hetseq.task import make_task
-from tasks.mnist import load_mnist
+from hetseq.tasks.mnist import load_mnist
 
 ROWS = 50
 

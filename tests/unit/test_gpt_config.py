@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hetseq import DataError
-from tasks.gpt.config import GptConfig
+from hetseq.tasks.gpt.config import GptConfig
 from tests.support.gpt import GPT2, LAYOUTS, LLAMA
 from tests.support.parity import import_transformers
 

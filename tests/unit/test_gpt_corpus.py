@@ -18,13 +18,13 @@ from tokenizers import Tokenizer
 
 from hetseq import ConfigError, DataError
 from hetseq import config as options
+from hetseq.preprocessing import bert_corpus, gpt_corpus
+from hetseq.preprocessing.corpus import byte_pairs
+from hetseq.preprocessing.corpus.sentences import Document
+from hetseq.preprocessing.corpus.text_chunks import Source
 from hetseq.task import make_task
-from preprocessing import bert_corpus, gpt_corpus
-from preprocessing.corpus import byte_pairs
-from preprocessing.corpus.sentences import Document
-from preprocessing.corpus.text_chunks import Source
-from tasks.gpt.config import GptConfig
-from tasks.gpt.task import GptTask
+from hetseq.tasks.gpt.config import GptConfig
+from hetseq.tasks.gpt.task import GptTask
 from tests.support.parity import import_transformers
 from tests.unit.test_bert_corpus import story
 
@@ -230,7 +230,7 @@ def test_transformers_makes_the_same_tokens_of_a_text(tmp_path: Path) -> None:
 
 TRAIN_AGAIN = """
 import sys
-from preprocessing.corpus.byte_pairs import train_tokenizer
+from hetseq.preprocessing.corpus.byte_pairs import train_tokenizer
 sys.stdout.write(train_tokenizer([sys.stdin.read()], 600).to_str())
 """
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetseq import DataError
-from tasks.gpt.model import GptConfig, GptForCausalLM, from_hugging_face, their_names, to_hugging_face
+from hetseq.tasks.gpt.model import GptConfig, GptForCausalLM, from_hugging_face, their_names, to_hugging_face
 from tests.support.gpt import (
     CASES,
     GPT2,
@@ -107,7 +107,7 @@ def test_in_training_both_drop_the_same_with_the_same_random_numbers(
 ) -> None:
     # so dropout sits in the same places, in the same order and with the same rates
     for module in ("dropout", "attention"):
-        monkeypatch.setattr(f"tasks.nn.{module}.drop", torch.nn.functional.dropout)
+        monkeypatch.setattr(f"hetseq.tasks.nn.{module}.drop", torch.nn.functional.dropout)
     rates = {"attention_dropout": 0.4}
     rates |= {"embedding_dropout": 0.2, "residual_dropout": 0.3} if layout == "gpt2" else {}
     # a head for each key: else theirs hands groups to SDPA, which draws other numbers

@@ -20,11 +20,11 @@ from hetseq import config as options
 from hetseq.commands.checkpoints.command import answer, parse
 from hetseq.run_directory import RunDirectory
 from hetseq.task import collater_of, lengths_of, make_task
-from tasks.bert.task import BertTask
-from tasks.gpt.dataset import GptRecords
-from tasks.gpt.task import GptTask
-from tasks.gpt.tokenizer import read_tokens
-from tasks.nn.huggingface import read_gpt, write_pretrained
+from hetseq.tasks.bert.task import BertTask
+from hetseq.tasks.gpt.dataset import GptRecords
+from hetseq.tasks.gpt.task import GptTask
+from hetseq.tasks.gpt.tokenizer import read_tokens
+from hetseq.tasks.nn.huggingface import read_gpt, write_pretrained
 from tests.support import bert_records
 from tests.support.bert_records import change_index, change_numbers
 from tests.support.elsewhere import save_state
@@ -323,7 +323,7 @@ def test_a_folder_that_cannot_be_meant_is_refused(folder: Path, change: Callable
 
 
 def test_what_stands_between_the_ends_is_refused_when_it_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.gpt.dataset._CHECKED_ROWS", 2)
+    monkeypatch.setattr("hetseq.tasks.gpt.dataset._CHECKED_ROWS", 2)
     place = sum(map(len, ROWS[20:25]))
     change_numbers(folder / "train_00001.safetensors", "ids", lambda ids: ids.__setitem__(place, VOCAB))
     dataset = load(folder)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from hetseq import empty_gradient
 from hetseq.comm.group import LocalGroup
 from hetseq.parallel.gradient_sync import GradientReducer, Gradients
-from tasks.nn.tied_embedding import Tied
-from tasks.nn.vocabulary_loss import vocabulary_loss
+from hetseq.tasks.nn.tied_embedding import Tied
+from hetseq.tasks.nn.vocabulary_loss import vocabulary_loss
 
 WORDS, SIZE = 9, 4
 

@@ -17,10 +17,10 @@ from hetseq import registry
 from hetseq.cluster.membership.compatibility import option_fields
 from hetseq.comm.group import LocalGroup
 from hetseq.system import device_memory as memory
+from hetseq.tasks.bert.packing import pack
+from hetseq.tasks.nn.activation_checkpointing import LayerStack, checkpoint_activations_
+from hetseq.tasks.nn.huggingface import write_pretrained
 from hetseq.training.precision import PRECISIONS
-from tasks.bert.packing import pack
-from tasks.nn.activation_checkpointing import LayerStack, checkpoint_activations_
-from tasks.nn.huggingface import write_pretrained
 from tests.support import bert, cuda_errors, gpt, gpt_records, labelled
 from tests.support.gpt import LAYOUTS
 from tests.support.training import prepared, train
@@ -99,7 +99,7 @@ def test_loss_and_all_gradients_are_the_same_to_the_bit(case: str, precision: st
 
 
 def test_so_they_are_where_a_packed_batch_is_padded_for_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.bert.attention._LENGTHS_APART", frozenset())
+    monkeypatch.setattr("hetseq.tasks.bert.attention._LENGTHS_APART", frozenset())
     assert equal(facts_of(checkpointed(bert_of()), PACKED, "bf16"), facts_of(bert_of(), PACKED, "bf16"))
 
 
@@ -146,7 +146,8 @@ def test_only_what_is_trained_is_computed_again(case: str, monkeypatch: pytest.M
     make, loss_of = CASES[case]
     model, ways = checkpointed(make()), []
     monkeypatch.setattr(
-        "tasks.nn.activation_checkpointing.checkpoint", lambda layer, *inputs, **_: ways.append(layer) or layer(*inputs)
+        "hetseq.tasks.nn.activation_checkpointing.checkpoint",
+        lambda layer, *inputs, **_: ways.append(layer) or layer(*inputs),
     )
     with torch.no_grad():
         loss_of(model)

@@ -23,10 +23,10 @@ from hetseq.commands import evaluate
 from hetseq.registry import find_task
 from hetseq.run.fingerprint import _data_files
 from hetseq.task import make_task
-from tasks.options import BertOptions, GptOptions
-from tasks.rows import local_copy
-from tasks.rows.local_copy import LocalCopy
-from tasks.rows.record_index import File, read_index
+from hetseq.tasks.options import BertOptions, GptOptions
+from hetseq.tasks.rows import local_copy
+from hetseq.tasks.rows.local_copy import LocalCopy
+from hetseq.tasks.rows.record_index import File, read_index
 from tests.support import bert, bert_records, gpt_records
 
 _FORK = multiprocessing.get_context("fork")

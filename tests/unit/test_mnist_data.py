@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from hetseq import DataError, MissingSplitError
 from hetseq.config.sections import Config, DataConfig, OptimizationConfig, TaskConfig
 from hetseq.task import build_model, collater_of, load_split, make_task
+from hetseq.tasks.mnist import DigitsNet, ImageDataset, MNISTNet, MNISTTask, load_digits, load_mnist
 from hetseq.training.optim import parameter_groups, sgd
-from tasks.mnist import DigitsNet, ImageDataset, MNISTNet, MNISTTask, load_digits, load_mnist
 
 Writer = Callable[[Path], None]
 

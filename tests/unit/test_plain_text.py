@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from hetseq import DataError
-from preprocessing.corpus.python_docs import python_documents
-from preprocessing.corpus.sentences import documents_of, hold_out, split_sentences, text_files
+from hetseq.preprocessing.corpus.python_docs import python_documents
+from hetseq.preprocessing.corpus.sentences import documents_of, hold_out, split_sentences, text_files
 
 # The splitter
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hetseq import DataError
-from preprocessing import mnist
-from preprocessing.corpus import folders
+from hetseq.preprocessing import mnist
+from hetseq.preprocessing.corpus import folders
 
 CONTENT = {name: (name.encode() * 20_000)[:size] for name, size in zip(mnist.FILES, (300_000, 999, 150_000, 1))}
 IMAGES = "train-images-idx3-ubyte.gz"

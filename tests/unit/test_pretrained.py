@@ -23,9 +23,9 @@ from hetseq import config as options
 from hetseq.commands.checkpoints.command import answer, parse
 from hetseq.errors import CheckpointError, ConfigError
 from hetseq.run_directory import RunDirectory
-from tasks.bert.model import BertConfig, BertForPreTraining
-from tasks.gpt.model import GptForCausalLM
-from tasks.nn.huggingface import read_bert, read_gpt, write_pretrained
+from hetseq.tasks.bert.model import BertConfig, BertForPreTraining
+from hetseq.tasks.gpt.model import GptForCausalLM
+from hetseq.tasks.nn.huggingface import read_bert, read_gpt, write_pretrained
 from tests.support import bert
 from tests.support.elsewhere import save_state
 from tests.support.gpt import GPT2, LAYOUTS, LLAMA, make_batch, make_model, our_logits, their_logits, theirs_of
@@ -86,7 +86,7 @@ def transformers() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
-    caplog.set_level(logging.INFO, "tasks.nn.huggingface")
+    caplog.set_level(logging.INFO, "hetseq.tasks.nn.huggingface")
     return lambda: " ".join(record.getMessage() for record in caplog.records)
 
 
@@ -505,7 +505,7 @@ def test_an_export_of_another_error_leaves_nothing_either(
         (arguments[1] / "half").write_text("x")
         raise ZeroDivisionError
 
-    monkeypatch.setattr("tasks.bert.task.write_pretrained", fail)
+    monkeypatch.setattr("hetseq.tasks.bert.task.write_pretrained", fail)
     with pytest.raises(ZeroDivisionError):
         export(run, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))

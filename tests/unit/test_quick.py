@@ -17,7 +17,7 @@ SOURCES = {
     "hetseq/run/build.py": "from hetseq.data import plan",
     "hetseq/data/__init__.py": "",
     "hetseq/data/plan.py": "import math",
-    "hetseq/registry.py": 'HOMES = {"mnist": "tasks.mnist:MNIST"}',
+    "hetseq/registry.py": 'HOMES = {"mnist": "hetseq.tasks.mnist:MNIST"}',
     "tasks/mnist.py": "import hetseq",
     "bench/rows.py": "import figures",
     "bench/figures.py": "",

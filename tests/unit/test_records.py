@@ -17,11 +17,11 @@ import pytest
 from safetensors import safe_open
 
 from hetseq import ConfigError, DataError
-from preprocessing import records as writing
-from preprocessing.records import Ragged, write_split
-from tasks.rows import mapped_files as mapped
-from tasks.rows.record_index import OFFSETS, Column, File, read_index, verify
-from tasks.rows.records import Records, open_shard
+from hetseq.preprocessing import records as writing
+from hetseq.preprocessing.records import Ragged, write_split
+from hetseq.tasks.rows import mapped_files as mapped
+from hetseq.tasks.rows.record_index import OFFSETS, Column, File, read_index, verify
+from hetseq.tasks.rows.records import Records, open_shard
 from tests.support.bert_records import as_lists, change_header, change_index, change_numbers, make_rows, write_folder
 
 COLUMNS = {

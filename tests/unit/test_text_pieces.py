@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hetseq import DataError
-from preprocessing.corpus.sentences import documents_of
-from preprocessing.corpus.text_chunks import Scan, scanned, sentences_of
+from hetseq.preprocessing.corpus.sentences import documents_of
+from hetseq.preprocessing.corpus.text_chunks import Scan, scanned, sentences_of
 
 PARAGRAPHS = "\n\n".join(f"Line {n} begins.\nIt goes on, and ends {n % 7}. A third one" for n in range(60)) + "\n"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tasks.nn.tied_embedding import Tied
+from hetseq.tasks.nn.tied_embedding import Tied
 
 WORDS, SIZE, PADDING = 11, 4, 2
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tasks.nn import vocabulary_loss as module
-from tasks.nn.vocabulary_loss import vocabulary_loss
+from hetseq.tasks.nn import vocabulary_loss as module
+from hetseq.tasks.nn.vocabulary_loss import vocabulary_loss
 
 SIZE = 6
 Facts = tuple[Tensor, ...]  # the loss, and the gradients of hidden, weight and bias

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from hetseq import ConfigError, DataError
-from preprocessing.corpus import wordpiece
-from preprocessing.corpus.wordpiece import SPECIAL_TOKENS, Encoder, Vocabulary, read_vocabulary, train_vocabulary
-from tasks.bert.vocab import read_vocab
+from hetseq.tasks.bert import wordpiece
+from hetseq.tasks.bert.vocab import read_vocab
+from hetseq.tasks.bert.wordpiece import SPECIAL_TOKENS, Encoder, Vocabulary, read_vocabulary, train_vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,8 +41,8 @@ def pieces(vocabulary: Vocabulary, sentence: str) -> list[str]:
 # Training
 
 TRAIN_AGAIN = """
-from preprocessing.corpus import wordpiece
-from preprocessing.corpus.wordpiece import train_vocabulary
+from hetseq.tasks.bert import wordpiece
+from hetseq.tasks.bert.wordpiece import train_vocabulary
 from tests.unit.test_wordpiece import SENTENCES
 import sys
 sys.stdout.write(train_vocabulary(SENTENCES, 200, is_lower_case=True).text())

@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -171,8 +172,9 @@ def _torch_version() -> str:
 
 
 def source_below(folder: Path) -> str:
-    """All Python files of a package, with their digests."""
-    files = [path for path in folder.rglob("*.py") if not path.name.startswith(".")]
+    """All Python files of a package, with their digests; the folders that links in it lead to belong to it."""
+    found = (Path(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names)
+    files = [path for path in found if path.suffix == ".py" and not path.name.startswith(".")]
     return listed_files((path.relative_to(folder).as_posix(), file_state(path)) for path in files)
 
 

@@ -26,7 +26,7 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.trainers import WordPieceTrainer
 
 from hetseq import ConfigError, DataError
-from tasks.bert.vocab import read_vocab
+from hetseq.tasks.bert.vocab import read_vocab
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
