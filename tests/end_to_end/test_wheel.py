@@ -1,0 +1,63 @@
+"""A wheel: `hetseq` alone at the top level, the same source as the checkout, and no heed of what is called like it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import hetseq
+from hetseq.cluster.membership.compatibility import source_below
+from tests.support.commands import run_command
+
+ROOT = Path(hetseq.__file__).resolve().parents[1]
+NEEDED = ("hetseq", "tasks", "preprocessing", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel of this checkout holds."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in NEEDED:
+        if (ROOT / name).is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, folder / "source" / name, symlinks=True, ignore=ignored)
+        else:
+            shutil.copy(ROOT / name, folder / "source")
+    words = ["pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", "dist", "./source"]
+    subprocess.run([sys.executable, "-m", *words], cwd=folder, check=True, capture_output=True)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_its_top_level_is_hetseq_alone(installed: Path) -> None:
+    assert [path.name for path in installed.iterdir() if path.suffix != ".dist-info"] == ["hetseq"]
+
+
+def test_it_holds_the_source_that_nodes_compare(installed: Path) -> None:
+    assert source_below(installed / "hetseq") == source_below(ROOT / "hetseq")
+
+
+def test_it_trains_beside_modules_of_its_names(installed: Path, tmp_path: Path) -> None:
+    for name in ("tasks", "preprocessing"):
+        (tmp_path / f"{name}.py").write_text('raise SystemExit("this is another program")\n')
+    words = ["--cpu", "--distributed-world-size", "2", "--max-sentences", "64", "--max-update", "2", "--no-save"]
+    place = {**os.environ, "PYTHONPATH": str(installed)}
+    program = [sys.executable, "-c", "import hetseq; print(hetseq.__file__); from hetseq.cli import main; main()"]
+    finished = run_command(["train", *words], cwd=tmp_path, program=program, env=place)
+    assert finished.code == 0, finished.err
+    assert str(installed) in finished.out
+    assert "another program" not in finished.out + finished.err
+    made = subprocess.run(
+        [sys.executable, "-m", "hetseq.preprocessing.mnist", "--help"], cwd=installed, capture_output=True, check=True
+    )
+    assert b"usage: python -m hetseq.preprocessing.mnist" in made.stdout
