@@ -94,9 +94,9 @@ def read_tree(root: Path = ROOT) -> dict[str, str]:
 
 
 def module_of(path: str) -> str:
-    """The name under which a file is imported; scripts of bench/ import each other without their folder."""
+    """The name under which a file is imported; scripts of bench/ import each other without folder."""
     parts = path.removesuffix(".py").split("/")
-    parts = parts[1:] if parts[0] == "bench" else parts
+    parts = {"bench": parts[1:], "tasks": ["hetseq", *parts], "preprocessing": ["hetseq", *parts]}.get(parts[0], parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
