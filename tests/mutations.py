@@ -2,8 +2,8 @@
 
 Single lines of the product are changed one after the other, as mutation testing does (DeMillo, Lipton, Sayward
 1978): a comparison or a sum is turned, a constant is off by one, a `not` is lost. Half of them lie in `cluster`,
-`checkpoint` and `training`. A change is killed if `tests.quick` fails, and the tests that failed pass without it. The working tree must
-have no changes; each mutation is undone, also when the script is interrupted.
+`checkpoint` and `training`. A change is killed if `tests.quick` fails, and the tests that failed pass without it. The
+working tree must have no changes; each mutation is undone, also when the script is interrupted.
 """
 
 from __future__ import annotations
