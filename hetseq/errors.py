@@ -12,6 +12,7 @@ is to be pasted. `docs/errors.md` has a section per code; a test holds page, lis
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import ClassVar
 
 EXIT_DONE = 0
@@ -178,3 +179,9 @@ def text_of(error: Exception) -> str:
     """What an error says, with a code: that of the message, else that of its kind, where HetSeq has raised it."""
     text = str(error)
     return f"{text} [{error.slug}]" if isinstance(error, HetSeqError) and error.slug and not codes_in(text) else text
+
+
+def few(names: Sequence[str], *, most: int = 3) -> str:
+    """The first names of a list for a message, and how many more there are."""
+    more = len(names) - most
+    return (", ".join(names[:most]) or "nothing") + (f" and {more} more" if more > 0 else "")

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hetseq.errors import RunDirectoryError
+from hetseq.system.files import write_all
 
 logger = logging.getLogger(__name__)
 
@@ -312,13 +313,6 @@ def open_private(path: Path, flags: int) -> int:
 def open_appending(path: Path) -> TextIO:
     """A text file to append lines to, with mode 0600; a link in its place raises OSError (ELOOP)."""
     return os.fdopen(open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a", buffering=1, encoding="utf-8")
-
-
-def write_all(descriptor: int, data: bytes) -> None:
-    """Write every byte; raises OSError, possibly with a part of `data` written."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
 
 
 def replace_file(path: Path, data: bytes, *, is_durable: bool) -> None:

@@ -33,7 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from hetseq.checkpoint.records import CHUNK_BYTES
-from hetseq.system.files import lock
+from hetseq.system import host_memory
+from hetseq.system.files import free_bytes, lock
 
 SHARED_MEMORY = Path("/dev/shm")
 PAGE = 4096
@@ -43,10 +44,6 @@ OVERHEAD_BYTES = PAGE + RECORD_BYTES + SUMS_BYTES
 STATE_BYTES = 400_000  # of a state.json that certainly fits into a record, whatever of it has to be escaped
 EMPTY, FILLING, READY, WRITTEN = range(4)
 
-_CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 _MAGIC = b"hetseq-a"
 _HEADER = struct.Struct("<8sIIQQI")  # magic, version, status, serial, bytes and CRC-32 of the record
 _STATUS = slice(12, 16)  # of the header
@@ -243,18 +240,10 @@ def check_memory(needs: Sequence[int], *, allowed: int | None) -> None:
 
 def available_bytes() -> int:
     """Shared memory that this node, or the control group we are in, could still give; 0 if not known."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return 0
+    available = host_memory.available_bytes()
     with suppress(OSError):  # a container often gives 64 MB, which loader processes use as well
-        about = os.statvfs(SHARED_MEMORY)
-        available = min(available, about.f_bavail * about.f_frsize)
-    for limit, current in _CGROUPS:
-        with suppress(OSError, ValueError):  # absent, or "max"
-            available = min(available, int(Path(limit).read_text()) - int(Path(current).read_text()))
-    return max(available, 0)
+        available = min(available, free_bytes(SHARED_MEMORY))
+    return available
 
 
 def node_name() -> str:

@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from hetseq.run_directory import open_private, write_all
+from hetseq.run_directory import open_private
+from hetseq.system.files import write_all
 
 logger = logging.getLogger(__name__)
 

@@ -8,18 +8,15 @@ processes of the node draw from one account, so whoever has more bytes gets more
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from hetseq.checkpoint.arena import SHARED_MEMORY
-from hetseq.errors import ConfigError
+from hetseq.config.byte_size import parse_size
+from hetseq.system import host_memory
 from hetseq.system.files import free_bytes
 
 OURS, NEBULAS, LOCAL_WORLD = "HETSEQ_MEMORY_BUFFER_SIZE", "NEBULA_MEMORY_BUFFER_SIZE", "LOCAL_WORLD_SIZE"
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -49,21 +46,9 @@ def budget(given: int | str | None, environment: Mapping[str, str] | None = None
     return Budget(_available_bytes(), True, "half of the available memory")
 
 
-def parse_size(text: int | str, source: str) -> int:
-    """Bytes: 200000000, "200MB" (10^6) or "200MiB" (2^20); ConfigError names `source`."""
-    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
-        return text
-    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
-    if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(f"{source} is {text!r}: expected bytes, as in 200000000, 200MB or 190MiB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
-
-
 def _available_bytes() -> int:
     """Half of the memory that programs could still get, or what /dev/shm has room for."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-        return min(available // 2, free_bytes(SHARED_MEMORY))
-    except (OSError, StopIteration, ValueError):
+        return min(host_memory.available_bytes() // 2, free_bytes(SHARED_MEMORY))
+    except OSError:
         return 0

@@ -26,6 +26,7 @@ from hetseq.checkpoint.snapshot import Snapshot
 from hetseq.nebula.memory_budget import Budget
 from hetseq.nebula.publish import TagPlace
 from hetseq.system.files import lock
+from hetseq.system.processes import state_and_start
 
 logger = logging.getLogger(__name__)
 
@@ -226,11 +227,8 @@ def _is_orphan(path: Path, root: Path) -> bool:
 
 def _start_of(pid: int) -> str:
     """When a process was started, in the kernel's ticks; empty for one that does not live."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in ("Z", "X") else fields[19]
+    found = state_and_start(pid)
+    return "" if found is None or found[0] in "ZX" else str(found[1])
 
 
 def _arena_bytes(size_bytes: int) -> int:

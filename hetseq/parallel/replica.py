@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from hetseq.errors import CheckpointMismatch, TaskError
+from hetseq.errors import CheckpointMismatch, TaskError, few
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import Gradients
 from hetseq.system import device_memory as memory
@@ -145,7 +145,7 @@ def check_fit(live: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tens
     missing, foreign = sorted(live.keys() - saved.keys()), sorted(saved.keys() - live.keys())
     if missing or foreign:
         raise CheckpointMismatch(
-            f"the checkpoint is of another model: it lacks {_few(missing)} and has {_few(foreign)} besides;"
+            f"the checkpoint is of another model: it lacks {few(missing)} and has {few(foreign)} besides;"
             " go on with the model it was made from, or choose another --save-dir"
         )
     for name, tensor in live.items():
@@ -198,12 +198,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """The parameters that get gradients, by name, in registration order."""
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-
-
-def _few(names: list[str]) -> str:
-    if not names:
-        return "nothing"
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -31,8 +31,9 @@ from hetseq.errors import CheckpointError, ConfigError, HetSeqError, TaskError
 from hetseq.parallel.replica import load_model_, model_tensors
 from hetseq.run.loaded_task import LoadedTask, load_material
 from hetseq.run.planning import make_validators
-from hetseq.run_directory import RunDirectory, json_line, write_all
+from hetseq.run_directory import RunDirectory, json_line
 from hetseq.system import rank_phase as whereabouts
+from hetseq.system.files import write_all
 from hetseq.system.rank_phase import Phase
 from hetseq.task import Task, is_overridden, lengths_of, make_task, no_predictions
 from hetseq.training.validation import Validator

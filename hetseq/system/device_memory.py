@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 
+from hetseq.system import host_memory
+
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 _TEXTS_OF_EXHAUSTION = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -50,13 +51,7 @@ def limit_bytes(device: torch.device) -> int:
     """Memory of the device; on a CPU that of the machine, or of the control group that a queue has put us into."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    limits = [os.sysconf("SC_PHYS_PAGES") * _PAGE_BYTES]
-    for path in _CGROUP_LIMITS:
-        try:
-            limits.append(int(Path(path).read_text()))
-        except (OSError, ValueError):  # absent, or "max"
-            continue
-    return min(limits)
+    return host_memory.limit_bytes()
 
 
 def free_bytes(device: torch.device) -> int:

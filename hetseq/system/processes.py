@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from pathlib import Path
 from types import FrameType
 
 #: what asks a run to stop after its step
@@ -23,6 +24,18 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ECHO_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+
+
+def state_and_start(pid: int) -> tuple[str, int] | None:
+    """The kernel's letter for the state of a process, and its start in clock ticks since boot; None: there is none.
+
+    Source: proc(5), fields 3 and 22 of /proc/PID/stat, counted behind the name in brackets.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 def die_with_parent(parent_pid: int) -> None:

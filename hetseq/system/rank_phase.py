@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetseq.system.processes import state_and_start
+
 #: has a process write its stacks where no thread of it can run Python; a real-time signal that nobody else uses
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 MOST_STACKS_BYTES = 1 << 18
@@ -240,7 +242,10 @@ def state_of_process(pid: int) -> str:
 
 def letter_of(pid: int) -> str:
     """The letter of the kernel for the state of a process's first thread. Raises OSError where there is none."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    found = state_and_start(pid)
+    if found is None:
+        raise ProcessLookupError(f"there is no process {pid}")
+    return found[0]
 
 
 def _swapped_out(status: str) -> str:

@@ -26,7 +26,7 @@ import torch
 
 from hetseq.comm.directory_groups import send_bytes, send_tensor
 from hetseq.comm.group import AnyGroup, gather_floats
-from hetseq.errors import DisagreementError, HetSeqError
+from hetseq.errors import DisagreementError, HetSeqError, few
 from hetseq.monitor.metrics import Metrics
 from hetseq.parallel.replica import Replica
 
@@ -86,7 +86,7 @@ class ReplicaCheck:
         if judgement.source is None:
             self._metrics.event("replicas_differ", **fields)
             raise ReplicasDiffer(
-                f"after step {step} the replicas differ in {_few(table.names)}: {_sides(table.states)}, and no majority"
+                f"after step {step} the replicas differ in {few(table.names)}: {_sides(table.states)}, and no majority"
                 " is right (bad memory does that, or a task that changes its model by rank)"
             )
         distance = self._resynchronise(table, judgement.source)
@@ -106,7 +106,7 @@ class ReplicaCheck:
             level = min(level, logging.INFO)
         logger.log(
             level, "after step %d the replicas differ: %s in %s; all have the state of rank %d now (%s)", step,
-            _ranks(judgement.wrong), _few(names), judgement.source, cause,
+            _ranks(judgement.wrong), few(names), judgement.source, cause,
         )  # fmt: skip
 
     # comparing
@@ -164,7 +164,7 @@ class ReplicaCheck:
         listed = [send_bytes(self._group, text, source=rank).decode().split("\n") for rank in (one, other)]
         only = [sorted(set(listed[at]) - set(listed[1 - at])) for at in (0, 1)]
         raise DisagreementError(
-            f"rank {other} holds {_few(only[1])} where rank {one} holds {_few(only[0])}: a task or an optimizer of your"
+            f"rank {other} holds {few(only[1])} where rank {one} holds {few(only[0])}: a task or an optimizer of your"
             " own must keep the same state on every rank"
         )
 
@@ -329,9 +329,3 @@ def _sides(states: Sequence[int]) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _few(names: Sequence[str]) -> str:
-    if not names:
-        return "nothing"
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

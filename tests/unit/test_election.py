@@ -153,7 +153,7 @@ def test_a_zombie_has_ended() -> None:
     reading, writing = os.pipe()
     child = os.posix_spawn("/bin/cat", ["cat"], {}, file_actions=[(os.POSIX_SPAWN_DUP2, reading, 0)])
     try:
-        found = identity._state_and_start(child)
+        found = identity.state_and_start(child)
         assert found is not None
         cat = Process(this_machine(), child, found[1])
         assert is_alive(cat) is True

@@ -14,11 +14,13 @@ import torch
 
 import hetseq.nebula as nm
 from hetseq.checkpoint.arena import SHARED_MEMORY
+from hetseq.config.byte_size import parse_size
 from hetseq.errors import ConfigError
-from hetseq.nebula.memory_budget import Budget, budget, parse_size
+from hetseq.nebula.memory_budget import Budget, budget
 from hetseq.nebula.publish import TagPlace, TagPublisher
 from hetseq.nebula.slots import Slots
 from hetseq.nebula.tags import TagAttempt
+from hetseq.system import host_memory
 from tests.support.nebula import begun, save, service, state_of, step_in, stopped_writer, tags
 
 MB = 10**6
@@ -53,6 +55,11 @@ def test_without_a_word_it_is_half_of_what_is_there() -> None:
     allowed = budget(None, {})
     assert 0 < allowed.limit_bytes < 2**50
     assert allowed.is_shared
+
+
+def test_a_container_that_leaves_less_than_the_machine_has_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "_limits", lambda: iter([(10 * MB, 4 * MB)]))
+    assert budget(None, {}).limit_bytes == 3 * MB
 
 
 @pytest.mark.parametrize(("text", "size"), [("1", 1), ("2kb", 2000), ("2 KiB", 2048), ("1.5m", 1500000), (7, 7)])

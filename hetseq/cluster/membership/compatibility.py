@@ -33,6 +33,7 @@ from hetseq.config.sections import (
     OptimizationConfig,
     flag,
 )
+from hetseq.errors import few
 
 #: what has to be equal, by name
 Fields = dict[str, str]
@@ -445,15 +446,10 @@ def _compare(name: str, parties: Sequence[tuple[str, Mapping[str, str]]]) -> str
     if first is None:
         return None
     values = [(first, holders), *groups.items()]
-    texts = [f"{_short(value)} on {_few(who)}" for value, who in values[: 1 + _MOST_NAMES]]
+    texts = [f"{_short(value)} on {few(who, most=_MOST_NAMES)}" for value, who in values[: 1 + _MOST_NAMES]]
     return f"{name}: {'; '.join(texts)}" + (" and others" if len(values) > 1 + _MOST_NAMES else "")
 
 
 def _short(value: str) -> str:
     text = printable(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
-
-
-def _few(names: list[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")

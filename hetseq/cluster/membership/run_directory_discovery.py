@@ -23,7 +23,8 @@ from pathlib import Path
 
 from hetseq.config.sections import CheckpointConfig
 from hetseq.errors import ConfigError
-from hetseq.run_directory import RunDirectory, open_private, write_all
+from hetseq.run_directory import RunDirectory, open_private
+from hetseq.system.files import write_all
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,8 @@ from pathlib import Path
 
 from hetseq.cluster.rendezvous.process_identity import Process, is_alive, this_process
 from hetseq.errors import EXIT_DISAGREE, EXIT_USAGE, RendezvousError
-from hetseq.run_directory import open_private, write_all
+from hetseq.run_directory import open_private
+from hetseq.system.files import write_all
 
 CONTENT_LIMIT_BYTES = 1 << 20
 POLL_S = 0.05

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from hetseq.cluster.rendezvous.file_store import load
 from hetseq.cluster.rendezvous.leader_election import BEAT_S
-from hetseq.run_directory import open_private, write_all
+from hetseq.run_directory import open_private
+from hetseq.system.files import write_all
 
 logger = logging.getLogger(__name__)
 

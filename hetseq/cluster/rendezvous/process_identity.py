@@ -18,9 +18,9 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetseq.system.processes import state_and_start
+
 _PROC = Path("/proc")
-# fields of /proc/PID/stat after the name in brackets: the state is field 3 of the manual, the start time field 22
-_STATE, _START = 0, 19
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Process:
 
 def this_process() -> Process:
     """The process that asks; read anew at each call, because a fork makes another one of it."""
-    found = _state_and_start(os.getpid())
+    found = state_and_start(os.getpid())
     machine = this_machine()
     if found is None or not machine:
         return Process("", os.getpid(), 0)
@@ -57,15 +57,6 @@ def is_alive(process: Process) -> bool | None:
     """True or False for a process of this machine, None for any other: then it cannot be told from here."""
     if not process.machine or process.machine != this_machine():
         return None
-    found = _state_and_start(process.pid)
+    found = state_and_start(process.pid)
     # a zombie has ended, only its parent has not looked yet
     return found is not None and found[0] not in "ZX" and found[1] == process.start
-
-
-def _state_and_start(pid: int) -> tuple[str, int] | None:
-    """State letter and start time of a process; None if there is no such process."""
-    try:
-        fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        return fields[_STATE], int(fields[_START])
-    except (OSError, IndexError, ValueError):
-        return None

@@ -34,6 +34,7 @@ from hetseq.cluster.rendezvous.sockets import AddressError
 from hetseq.commands.doctor.directory_trial import examine
 from hetseq.commands.doctor.facts import Directory, Facts, Limits, NamedAddress, Network, Torch, torch_from_json
 from hetseq.launch.worker_processes import threads_per_worker
+from hetseq.system import host_memory
 
 TORCH_S = 90.0  # to import it from a slow disk and to start the drivers of all devices
 DIRECTORY_S = 60.0
@@ -42,7 +43,6 @@ _END_S = 2.0
 _MOST_DEVICES = 16  # that may burn one after the other before the child counts as stuck
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
 _NET = Path("/sys/class/net")
-_GROUPS = Path("/sys/fs/cgroup")
 _T = TypeVar("_T")
 
 
@@ -142,21 +142,16 @@ def _last_line(file: IO[bytes]) -> str:
 
 def limits() -> Limits:
     """Of this process."""
-    page = os.sysconf("SC_PAGE_SIZE")
     shm = within(_NAME_S, lambda: os.statvfs("/dev/shm"))
-    machine = os.sysconf("SC_PHYS_PAGES") * page
-    limit, used = _memory_of_group()
-    available = os.sysconf("SC_AVPHYS_PAGES") * page
-    with contextlib.suppress(OSError, AttributeError):
-        found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
-        available = int(found[1]) * 1024 if found else available
+    machine = host_memory.machine_bytes()
+    limit, _ = host_memory.group_memory()
     return Limits(
         cores=os.cpu_count() or 1,
         affinity=len(os.sched_getaffinity(0)),
         quota=_quota(),
         memory_bytes=machine,
         memory_limit_bytes=limit if limit is not None and limit < machine else None,
-        available_bytes=available if limit is None else min(available, max(0, limit - used)),
+        available_bytes=host_memory.available_bytes(),
         shm_bytes=None if shm is None else shm.f_blocks * shm.f_frsize,
         shm_free_bytes=0 if shm is None else shm.f_bavail * shm.f_frsize,
         open_files=_soft(resource.RLIMIT_NOFILE),
@@ -170,42 +165,16 @@ def _soft(number: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _group_files(controller: str, name: str, old_name: str) -> list[Path]:
-    """The file of a limit in the control group of this process and in those above it, as versions 2 and 1 name it."""
-    found = []
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if controllers and controller not in controllers.split(","):
-                continue
-            root, file = (_GROUPS / controller, old_name) if controllers else (_GROUPS, name)
-            inner = root / path.lstrip("/")
-            found += [folder / file for folder in (inner, *inner.parents) if folder.is_relative_to(root)]
-    return found
-
-
 def _quota() -> float | None:
     """Cores that the control groups leave; None for no limit."""
     found = []
-    for file in _group_files("cpu", "cpu.max", "cpu.cfs_quota_us"):
+    for file in host_memory.group_files("cpu", "cpu.max", "cpu.cfs_quota_us"):
         with contextlib.suppress(OSError, ValueError):
             words = file.read_text().split()
             period = words[1] if len(words) > 1 else file.with_name("cpu.cfs_period_us").read_text()
             if int(words[0]) > 0:
                 found.append(int(words[0]) / int(period))
     return min(found, default=None)
-
-
-def _memory_of_group() -> tuple[int | None, int]:
-    """Limit and use of the tightest control group, in bytes."""
-    best, used = None, 0
-    for file in _group_files("memory", "memory.max", "memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):
-            limit = int(file.read_text())
-            in_use = "memory.current" if file.name == "memory.max" else "memory.usage_in_bytes"
-            if best is None or limit < best:
-                best, used = limit, int(file.with_name(in_use).read_text())
-    return best, used
 
 
 def _is_clock_kept() -> bool | None:

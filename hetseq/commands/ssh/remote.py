@@ -25,7 +25,8 @@ from hetseq import config as options
 from hetseq.cluster.rendezvous.secret import SECRET_BYTES, derive_key, load_secret, secret_file
 from hetseq.config.sections import Config
 from hetseq.errors import EXIT_STOPPED, HetSeqError, RendezvousError
-from hetseq.run_directory import open_private, write_all
+from hetseq.run_directory import open_private
+from hetseq.system.files import write_all
 from hetseq.system.processes import die_with_parent, first_stop_signal, ringing_on_signals
 
 #: begins the one line of standard output that is meant for the near end

@@ -6,8 +6,10 @@ Python, numpy, build of torch or driver, is where people look when numbers or sp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from hetseq.errors import few
 
 _HEADS = {
     "hetseq": "HetSeq", "commit": "commit", "python": "Python", "torch": "torch", "numpy": "numpy", "cuda": "CUDA",
@@ -48,7 +50,7 @@ def software(versions: Mapping[int, Mapping[str, str]]) -> Software | None:
             nodes.pop(_NONE, None)
         marks.append(len(nodes) > 1)
         if len(nodes) > 1:
-            texts = [f"{value} on {_few(where)}" for value, where in nodes.items()]
+            texts = [f"{value} on {few(list(dict.fromkeys(where)), most=_MOST)}" for value, where in nodes.items()]
             unequal.append(f"{_HEADS[name]} is {'; '.join(texts)}")
     rows = [
         (node, ", ".join(map(str, slots)), device,
@@ -60,8 +62,3 @@ def software(versions: Mapping[int, Mapping[str, str]]) -> Software | None:
 
 
 _OF_EVERY_RANK = ("hetseq", "python", "torch", "numpy")
-
-
-def _few(nodes: Sequence[str]) -> str:
-    names = list(dict.fromkeys(nodes))
-    return ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST} more" if len(names) > _MOST else "")

@@ -1,0 +1,75 @@
+"""Memory of the host: what the machine has, and what the control groups of this process leave of it. Standard library.
+
+A queue or a container gives a process less than the machine has. The limit may stand in its own control group or in one
+above it, and the tightest one counts; versions 1 and 2 name the files differently. No figure is an error: a file that
+is not there limits nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+_PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def machine_bytes() -> int:
+    """Memory of the machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def limit_bytes() -> int:
+    """Memory of the machine, or of the tightest control group."""
+    limit, _ = group_memory()
+    return machine_bytes() if limit is None else min(machine_bytes(), limit)
+
+
+def available_bytes() -> int:
+    """Memory that programs in this control group could still get; 0 where nothing says how much."""
+    try:
+        lines = (_PROC / "meminfo").read_text().splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return 0
+    for limit, used in _limits():
+        available = min(available, limit - used)
+    return max(available, 0)
+
+
+def group_memory() -> tuple[int | None, int]:
+    """Limit and use of the tightest control group, in bytes; None: there is no limit."""
+    return min(_limits(), default=(None, 0))
+
+
+def group_files(controller: str, name: str, old_name: str) -> list[Path]:
+    """The file of a limit in the control group of this process and in those above it, as versions 2 and 1 name it."""
+    found = []
+    with suppress(OSError, ValueError):
+        for line in (_PROC / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            root, file = (_GROUPS / controller, old_name) if controllers else (_GROUPS, name)
+            inner = root / path.lstrip("/")
+            found += [folder / file for folder in (inner, *inner.parents) if folder.is_relative_to(root)]
+    return found
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Limit and use of each control group that has a limit."""
+    for file in group_files("memory", "memory.max", "memory.limit_in_bytes"):
+        in_use = "memory.current" if file.name == "memory.max" else "memory.usage_in_bytes"
+        with suppress(OSError, ValueError):  # absent, or "max"
+            used = int(file.with_name(in_use).read_text())
+            yield int(file.read_text()), max(0, used - _reclaimable(file.with_name("memory.stat")))
+
+
+def _reclaimable(path: Path) -> int:
+    """File pages that the kernel gives up before memory runs out; they count as used (cgroup-v2, memory.stat)."""
+    with suppress(OSError, ValueError):
+        words = dict(line.split() for line in path.read_text().splitlines())
+        return int(words.get("total_inactive_file", words.get("inactive_file", 0)))
+    return 0
