@@ -48,7 +48,7 @@ from hetseq.errors import (
 from hetseq.launch.launcher_link import LauncherLink, NoLauncher
 from hetseq.launch.watchdog import Watchdog
 from hetseq.launch.worker_processes import forget_safe_path
-from hetseq.monitor.metrics import Metrics
+from hetseq.monitor.metrics import Display, Metrics, Recording
 from hetseq.monitor.rank_log import RankOutput
 from hetseq.monitor.tensorboard import hyperparameters
 from hetseq.monitor.versions import gather_versions
@@ -201,8 +201,8 @@ class _Life:
         rank = None if crew is None else crew.rank_of(placement.slot)
         self.output.show(rank == 0)
         self._metrics = Metrics(
-            directory, config.log, is_writer=crew is not None and rank is not None and crew.writer_of(rank) == rank,
-            has_display=rank == 0, total_steps=None, hparams=hyperparameters(config),
+            Recording(directory, hparams=hyperparameters(config)), Display(config.log),
+            is_writer=crew is not None and rank is not None and crew.writer_of(rank) == rank, has_display=rank == 0,
         )  # fmt: skip
         closing.callback(self._metrics.close)
         self.output.log_to(self._metrics.log_handler, closing)

@@ -26,7 +26,7 @@ from hetseq.comm.directory_groups import everything_shared, send_bytes, send_ten
 from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import LogConfig
 from hetseq.errors import HetSeqError
-from hetseq.monitor.metrics import Metrics, read_events, read_rows
+from hetseq.monitor.metrics import Display, Metrics, Recording, read_events, read_rows
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
 from hetseq.run.resume import Offer, best_offer
@@ -71,7 +71,10 @@ def live(
     directory = RunDirectory(Path(places[sharing.number]))
     config = options.complete(options.parse([*arguments, "--save-dir", "a-folder-that-nobody-uses"]))
     metrics = Metrics(
-        directory, LogConfig(), is_writer=sharing.is_writer, total_steps=None, has_display=False, has_tensorboard=False
+        Recording(directory, has_tensorboard=False),
+        Display(LogConfig()),
+        is_writer=sharing.is_writer,
+        has_display=False,
     )
     session = None
     try:

@@ -11,7 +11,7 @@ import torch
 from hetseq import config as options
 from hetseq.comm.group import AnyGroup
 from hetseq.config.sections import LogConfig
-from hetseq.monitor.metrics import Metrics
+from hetseq.monitor.metrics import Display, Metrics, Recording
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
 from hetseq.run.session import Session
@@ -41,7 +41,7 @@ class Recorder(Metrics):
     """Keeps the rows in place of writing them."""
 
     def __init__(self) -> None:
-        super().__init__(None, LogConfig(), is_writer=False, total_steps=None)
+        super().__init__(Recording(None), Display(LogConfig()), is_writer=False)
         self.rows: list[dict[str, Any]] = []
         self.validations: list[dict[str, Any]] = []
         self.events: list[tuple[str, dict[str, Any]]] = []

@@ -290,8 +290,6 @@ MOST_PARAMETERS = 8
 # function -> why it has more; the classes are documented, and scripts name these parameters
 MANY_PARAMETERS = {
     "hetseq/checkpoint/manager.py:__init__": "CheckpointManager is public: each is a keyword with a default",
-    "hetseq/commands/doctor/coordinator.py:examine_together": "to be split with the doctor's launcher",
-    "hetseq/monitor/metrics.py:__init__": "to be split: what is written, and what is shown",
 }
 MOST_MODULES = 12
 
