@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hetseq.checkpoint import CheckpointManager
+    from hetseq.checkpoint import CheckpointManager, CheckpointOptions
     from hetseq.checkpoint.dcp import HetSeqReader
     from hetseq.config.sections import Config, OptimizationConfig, option
     from hetseq.errors import (
@@ -33,6 +33,7 @@ __version__ = "2.0.0.dev0"
 _HOMES = {
     "CheckpointError": "errors",
     "CheckpointManager": "checkpoint",
+    "CheckpointOptions": "checkpoint",
     "Config": "config.sections",
     "ConfigError": "errors",
     "Controller": "training.controller",
@@ -56,6 +57,7 @@ _HOMES = {
 __all__ = [
     "CheckpointError",
     "CheckpointManager",
+    "CheckpointOptions",
     "Config",
     "ConfigError",
     "Controller",
