@@ -244,7 +244,7 @@ class Life:
     def _open(self, name: str, words: list[str], world_size: int, shares_memory: bool) -> dict[str, Any]:
         from hetseq.comm import group as comm
 
-        group: comm.AnyGroup = comm.LocalGroup()
+        group: comm.Group = comm.LocalGroup()
         if world_size > 1:
             store = FolderStore(self._folder / "store")
             meeting = comm.GroupMeeting(store, name, name.encode(), shares_memory=shares_memory)

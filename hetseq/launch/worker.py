@@ -30,7 +30,7 @@ from hetseq.cluster.membership.assignment import Assignment, GenerationRanks, In
 from hetseq.cluster.membership.decide import Record, Report
 from hetseq.cluster.membership.step_commit import Wish
 from hetseq.comm.directory_groups import DirectoryGroups, everything_shared, share
-from hetseq.comm.group import AnyGroup, GroupMeeting, LocalGroup, connect
+from hetseq.comm.group import Group, GroupMeeting, LocalGroup, connect
 from hetseq.config import with_own_options
 from hetseq.config.sections import CheckpointConfig, Config
 from hetseq.errors import (
@@ -394,7 +394,7 @@ class _Generation:
     succession: Regroup | None
     story: str = ""  # of what has happened
     lost_s: float | None = None  # when the one before it was over
-    group: AnyGroup | None = None
+    group: Group | None = None
     sharing: DirectoryGroups | None = None
     session: Session | None = None
 
@@ -493,7 +493,7 @@ def _exit_code(error: Exception, *, is_ready: bool) -> int:
     return EXIT_USAGE if not is_ready and isinstance(error, TaskError) else error.exit_code
 
 
-def _connect(placement: Assignment, crew: GenerationRanks, line: LauncherLink | NoLauncher) -> AnyGroup:
+def _connect(placement: Assignment, crew: GenerationRanks, line: LauncherLink | NoLauncher) -> Group:
     if crew.world_size == 1 or isinstance(line, NoLauncher):
         return LocalGroup(generation=crew.generation)
     name = f"{placement.name}/{crew.generation}"

@@ -38,7 +38,7 @@ from hetseq.cluster.membership.step_commit import (
     add_in_rank_order,
     resolve,
 )
-from hetseq.comm.group import AnyGroup, gather_floats
+from hetseq.comm.group import Group, gather_floats
 from hetseq.config.sections import OptimizationConfig
 from hetseq.data.loader import StepData, StepLoader
 from hetseq.data.plan import Planner, Position, StepPlan
@@ -157,7 +157,7 @@ class Controller:
     def __init__(
         self,
         computer: ShareComputer,
-        group: AnyGroup,
+        group: Group,
         *,
         feed: StepFeed,
         recipe: Recipe,

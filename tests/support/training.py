@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hetseq import config as options
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.config.sections import LogConfig
 from hetseq.monitor.metrics import Display, Metrics, Recording
 from hetseq.run.build import RankJob, build_session
@@ -65,7 +65,7 @@ def toy_words(toy: str, **flags: Any) -> list[str]:
     return words
 
 
-def train(group: AnyGroup, save_dir: str, words: list[str]) -> Facts:
+def train(group: Group, save_dir: str, words: list[str]) -> Facts:
     """Train in this process as rank `group.rank`, with the run directory `save_dir` (made by the test)."""
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     recorder = Recorder()

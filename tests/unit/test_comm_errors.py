@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hetseq.comm.group import Group, GroupMeeting, _PeerErrors
+from hetseq.comm.group import GlooGroup, GroupMeeting, _PeerErrors
 from hetseq.errors import PeerLostError
 from hetseq.parallel.gradient_sync import GradientReducer
 from tests.support import cuda_errors
@@ -59,7 +59,7 @@ class Transport:
         return self.allreduce([], None)
 
 
-class Severed(Group):
+class Severed(GlooGroup):
     """Remembers whether its connections were cut."""
 
     was_severed = False

@@ -462,6 +462,33 @@ def test_a_step_knows_nothing_of_sharding_and_checkpoints() -> None:
     assert len(list(leaks(ast.parse(bad)))) >= 2
 
 
+#: classes behind a protocol that a training step sees in their place: Group, GradientSync, SharePolicy
+BEHIND_PROTOCOLS = {
+    "GlooGroup", "LocalGroup", "Gradients", "GradientReducer", "WideReducer", "FixedShares", "MeasuredShares"
+}  # fmt: skip
+
+
+def concrete(tree: ast.AST) -> Iterator[str]:
+    """Names of classes for which a protocol is there."""
+    for node, name in _names(tree):
+        if name.rpartition(".")[2] in BEHIND_PROTOCOLS:
+            yield f"{node.lineno}: {name} (name its protocol)"
+
+
+def test_training_names_protocols_and_not_what_is_behind_them() -> None:
+    home = "hetseq/training/share_policy.py"
+    assert breaches(concrete, allowed=(home,), folders=("hetseq/training",)) == []
+    assert list(concrete(ast.parse("from hetseq.comm.group import GlooGroup")))
+    assert list(concrete(ast.parse("import hetseq.comm.group as comm\ndef f(group: comm.LocalGroup): ...")))
+    defined = {
+        node.name
+        for path in (ROOT / "hetseq").rglob("*.py")
+        for node in ast.walk(_tree(path))
+        if isinstance(node, ast.ClassDef)
+    }
+    assert defined >= BEHIND_PROTOCOLS  # no name here is out of date
+
+
 def test_an_import_of_torch_is_seen_even_at_second_hand(tmp_path: Path) -> None:
     (tmp_path / "torch.py").touch()
     (tmp_path / "lower.py").write_text("import middle")
