@@ -244,7 +244,7 @@ class Life:
     def _open(self, name: str, words: list[str], world_size: int, shares_memory: bool) -> dict[str, Any]:
         from hetseq.comm import group as comm
 
-        group: comm.AnyGroup = comm.LocalGroup()
+        group: comm.Group = comm.LocalGroup()
         if world_size > 1:
             store = FolderStore(self._folder / "store")
             meeting = comm.GroupMeeting(store, name, name.encode(), shares_memory=shares_memory)
@@ -317,7 +317,7 @@ def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Trainin
     import torch
 
     from hetseq import config as options
-    from hetseq.monitor.metrics import Metrics
+    from hetseq.monitor.metrics import Display, Metrics, Recording
     from hetseq.run import build
     from hetseq.run.loaded_task import load_material
     from hetseq.run_directory import RunDirectory
@@ -342,7 +342,7 @@ def hetseq_training(words: Sequence[str], save_dir: Path, group: Any) -> Trainin
     if group.rank == 0:
         RunDirectory.prepare(save_dir, config_yaml=options.dump_yaml(config))
     group.all_gather_rows(np.zeros(1, np.int64))  # the directory is there
-    metrics = Kept(RunDirectory(save_dir), config.log, is_writer=group.rank == 0, total_steps=None)
+    metrics = Kept(Recording(RunDirectory(save_dir)), Display(config.log), is_writer=group.rank == 0)
     material = load_material(config, torch.device("cpu"))
     with mock.patch.object(build, "Throttle", known):  # no option changes a throttle during a run
         built = build.build_session(build.RankJob(config, RunDirectory(save_dir), group, material, metrics))

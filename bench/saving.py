@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from hetseq.checkpoint import CheckpointManager, Identity, Retention
+from hetseq.checkpoint import CheckpointManager, CheckpointOptions, Identity, Retention
 from hetseq.checkpoint.history import HISTORY_NAME
 from hetseq.comm.group import LocalGroup
 
@@ -169,8 +169,8 @@ class HetSeq(Saver):
     def __init__(self, loop: Loop, folder: Path, *, is_polite: bool = True, keeps_states: bool = False) -> None:
         super().__init__(loop, folder)
         self._manager = CheckpointManager(
-            folder, run_id=f"bench-{os.getpid()}", group=LocalGroup(), retention=Retention(), is_polite=is_polite,
-            keeps_states=keeps_states,
+            folder, run_id=f"bench-{os.getpid()}", group=LocalGroup(), retention=Retention(),
+            keeps_states=keeps_states, options=CheckpointOptions(is_polite=is_polite),
         )  # fmt: skip
         refusal = self._manager.prepare(loop.tensors())
         if refusal is not None:

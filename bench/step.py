@@ -37,7 +37,7 @@ from workloads import Workload
 
 from hetseq import config as options
 from hetseq.comm.group import LocalGroup
-from hetseq.monitor.metrics import Metrics
+from hetseq.monitor.metrics import Display, Metrics, Recording
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
 from hetseq.run_directory import RunDirectory
@@ -114,7 +114,7 @@ def hetseq_loop(work: Workload, folder: Path, batch: int, closing: ExitStack) ->
     words = [*workloads.hetseq_words(work, batch), "--save-dir", str(folder / "run")]
     config = options.complete(options.parse(words))
     directory = RunDirectory.prepare(folder / "run", config_yaml=options.dump_yaml(config))
-    metrics = closing.enter_context(Metrics(directory, config.log, is_writer=True, total_steps=None))
+    metrics = closing.enter_context(Metrics(Recording(directory), Display(config.log), is_writer=True))
     material = load_material(config, torch.device(work.device))
     session = build_session(RankJob(config, directory, LocalGroup(), material, metrics=metrics))
     closing.callback(session.close)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hetseq.system import short_names
 
 if TYPE_CHECKING:
-    from hetseq.checkpoint import CheckpointManager
+    from hetseq.checkpoint import CheckpointManager, CheckpointOptions
     from hetseq.checkpoint.dcp import HetSeqReader
     from hetseq.config.sections import Config, OptimizationConfig, option
     from hetseq.errors import (
@@ -35,6 +35,7 @@ __version__ = "2.0.0.dev0"
 _HOMES = {
     "CheckpointError": "errors",
     "CheckpointManager": "checkpoint",
+    "CheckpointOptions": "checkpoint",
     "Config": "config.sections",
     "ConfigError": "errors",
     "Controller": "training.controller",
@@ -58,6 +59,7 @@ _HOMES = {
 __all__ = [
     "CheckpointError",
     "CheckpointManager",
+    "CheckpointOptions",
     "Config",
     "ConfigError",
     "Controller",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hetseq.checkpoint.directory import Scan, attempts, is_committed, scan, step_of
     from hetseq.checkpoint.history import read_history
     from hetseq.checkpoint.load import Loaded
-    from hetseq.checkpoint.manager import CheckpointManager
+    from hetseq.checkpoint.manager import CheckpointManager, CheckpointOptions
     from hetseq.checkpoint.records import Commit, Identity, TooNewError
     from hetseq.checkpoint.recovery import remove_all
     from hetseq.checkpoint.retention import Retention
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "CheckpointManager": "manager",
+    "CheckpointOptions": "manager",
     "Commit": "records",
     "Identity": "records",
     "Inspected": "verification",
@@ -50,6 +51,7 @@ _HOMES = {
 
 __all__ = [
     "CheckpointManager",
+    "CheckpointOptions",
     "Commit",
     "Identity",
     "Inspected",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,31 @@ Commits = list[Commit]
 Sentences = list[str]
 
 
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """What a `CheckpointManager` rarely needs to be told; the same on every rank.
+
+    `weights` are the relative bytes each rank writes, one number for each rank (default: equal); measured speeds of the
+    disks may change them later. `patience_s` is how long a rank waits for a file that another rank says is there:
+    network file systems show new files late. An attempt that was never committed is removed after a later commit, but
+    not while a node that stops may still write it: within `underway_s` of its last change. `clock` gives seconds since
+    1970 and only labels things. With `is_polite` the process that writes in the background leaves the processors to
+    others.
+    """
+
+    weights: Sequence[float] | None = None
+    patience_s: float = 15.0
+    underway_s: float = 600.0
+    clock: Callable[[], float] = time.time
+    is_polite: bool = True
+
+
 class CheckpointManager:
     """The checkpoints in `<run_directory>/checkpoints`; one on every rank, all with the same arguments.
 
-    `weights` are the relative bytes each rank writes (default: equal). `patience_s` is how long a rank waits for a file
-    that another rank says is there, as network file systems show new files late. What was never committed goes after a
-    later commit, unless a node that stops, perhaps on its own, changed it within `underway_s`. `clock` gives seconds
-    since 1970 and only labels things. With `is_polite` what writes in the background leaves the processors to others.
     `memory_bytes` is what the ranks of this node may use together for states that wait to be written (default: half of
-    what is free). With `keeps_states` it is used for states that stay there too, if there is room for two.
-    A rank that dies during a collective method surfaces as the group's own exception.
+    what is free). With `keeps_states` it is used for states that stay there too, if there is room for two. `options`
+    are a `CheckpointOptions`. A rank that dies during a collective method surfaces as the group's own exception.
     """
 
     def __init__(
@@ -64,21 +79,18 @@ class CheckpointManager:
         run_id: str,
         group: RowGroup,
         retention: Retention,
-        weights: Sequence[float] | None = None,
-        patience_s: float = 15.0,
-        underway_s: float = 600.0,
-        clock: Callable[[], float] = time.time,
-        is_polite: bool = True,
         memory_bytes: int | None = None,
         keeps_states: bool = False,
+        options: CheckpointOptions = CheckpointOptions(),
     ) -> None:
+        weights = options.weights
         if weights is not None and len(weights) != group.world_size:
             raise ValueError(f"{len(weights)} weights for {group.world_size} ranks: expected one for each rank")
         shares = tuple(float(weight) for weight in weights or [1.0] * group.world_size)
-        place = Place(Path(run_directory), retention, patience_s, underway_s)
-        self._setting = CheckpointContext(place, run_id, group, shares, clock)
+        place = Place(Path(run_directory), retention, options.patience_s, options.underway_s)
+        self._setting = CheckpointContext(place, run_id, group, shares, options.clock)
         self._publisher = Publisher(place)  # only rank zero's does anything
-        self._is_polite, self._memory_bytes, self._wants_to_keep = is_polite, memory_bytes, keeps_states
+        self._is_polite, self._memory_bytes, self._wants_to_keep = options.is_polite, memory_bytes, keeps_states
         self._background: Background | None = None
         self._node_bytes = 0
         self._layout: Layout | None = None  # of the tensors that came last

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hetseq.comm.group import AnyGroup, LocalGroup, Rows
+from hetseq.comm.group import Group, LocalGroup, Rows, TensorTransport
 
 _CHUNK_BYTES = 16 << 20  # what travels at once, so that a deadline is for a piece and not for a whole model
 
@@ -26,8 +26,8 @@ class DirectoryGroups:
 
     number: int
     parts: tuple[tuple[int, ...], ...]  # the ranks of each directory group, in the order of their lowest ranks
-    group: AnyGroup  # of the ranks of this directory group, numbered anew from 0
-    whole: AnyGroup  # of all ranks
+    group: Group  # of the ranks of this directory group, numbered anew from 0
+    whole: Group  # of all ranks
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -63,12 +63,12 @@ class DirectoryGroups:
             self.group.close()
 
 
-def everything_shared(group: AnyGroup) -> DirectoryGroups:
+def everything_shared(group: Group) -> DirectoryGroups:
     """All ranks use one run directory."""
     return DirectoryGroups(0, (tuple(range(group.world_size)),), group, group)
 
 
-def share(group: AnyGroup, parts: Sequence[Sequence[int]]) -> DirectoryGroups:
+def share(group: Group, parts: Sequence[Sequence[int]]) -> DirectoryGroups:
     """The directory groups that the launchers have found: each rank in one of them; none: all share. Collective.
 
     ValueError for parts that leave out a rank, name one twice, or are not in order. Raises RendezvousError where the
@@ -90,7 +90,7 @@ def share(group: AnyGroup, parts: Sequence[Sequence[int]]) -> DirectoryGroups:
     return DirectoryGroups(number, ordered, own, group)
 
 
-def send_bytes(group: AnyGroup, data: bytes, *, source: int, is_wanted: bool = True) -> bytes:
+def send_bytes(group: Group, data: bytes, *, source: int, is_wanted: bool = True) -> bytes:
     """The `data` of rank `source`, on every rank that wants it, else nothing; every rank calls it."""
     size = int(group.all_gather_rows(np.array([len(data)], np.int64))[source, 0])
     received = bytearray()
@@ -106,7 +106,7 @@ def send_bytes(group: AnyGroup, data: bytes, *, source: int, is_wanted: bool = T
     return bytes(received)
 
 
-def send_tensor(group: AnyGroup, tensor: torch.Tensor, *, source: int) -> None:
+def send_tensor(group: TensorTransport, tensor: torch.Tensor, *, source: int) -> None:
     """Give `tensor`, contiguous and on the CPU, the bits that it has on rank `source`; every rank calls it."""
     flat = tensor.view(-1).view(torch.uint8)  # (bytes,), the tensor's own memory
     for begin in range(0, flat.numel(), _CHUNK_BYTES):

@@ -1,7 +1,8 @@
 """The only place where ranks talk to each other during a step: sums of tensors and gathers of small rows.
 
-A `Group` is one fixed membership, built over gloo on one chosen interface and owned by nobody else: no default process
-group, no environment variables. Where all its ranks are on one machine, sums and rows go through shared memory instead
+A `Group` is one fixed membership; it carries rows of numbers (`RowTransport`) and tensors (`TensorTransport`).
+`GlooGroup` is built over gloo on one chosen interface and owned by nobody else: no default process group, no
+environment variables. Where all its ranks are on one machine, sums and rows go through shared memory instead
 (`shared_memory`). `LocalGroup` answers the same calls for a world of one. Every wait has a deadline. A failure of a
 collective becomes one PeerLostError, and the launcher finds out who is to blame; but an error of this rank's own device
 or memory stays as it is.
@@ -49,8 +50,101 @@ class Pending(Protocol):
     def wait(self) -> None: ...
 
 
-class Group:
-    """The ranks of one generation. Every rank makes the same calls in the same order."""
+class RowTransport(Protocol):
+    """Gathers of small rows of numbers. They live in the memory of the CPU, whatever device a rank computes on."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    #: seconds after which a collective that has not ended counts as a lost peer
+    deadline_s: float
+
+    def all_gather_rows(self, row: Rows) -> Rows:
+        """Rows of all ranks in rank order: (n,) on each rank gives (world_size, n), n being the same. Blocks.
+
+        Collective. Raises PeerLostError.
+        """
+        ...
+
+
+class TensorTransport(Protocol):
+    """Sums and copies of tensors of any size, on the devices of the ranks."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for `all_reduce_sum`, where possible memory that is added up faster. Shape (elements,).
+
+        Collective. Raises PeerLostError.
+        """
+        ...
+
+    def release(self, tensor: torch.Tensor) -> None:
+        """Memory from `zeros` will not be added up any more: it ends with its tensor. Any rank, alone."""
+        ...
+
+    def all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
+        """Start adding `tensor` over all ranks, in place; returns at once. Sums are awaited in the same order.
+
+        Collective. Raises PeerLostError, and torch's own error where the memory or the device of this rank has failed;
+        the group is over then. So does `wait`.
+        """
+        ...
+
+    def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
+        """Give every rank the bytes that `tensor` has on rank `source`, in place; shapes are equal. Blocks.
+
+        Collective. Raises PeerLostError.
+        """
+        ...
+
+
+class Group(RowTransport, TensorTransport, Protocol):
+    """The ranks of one generation. Every rank makes the same collective calls in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """From 0 to `world_size` - 1."""
+        ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def generation(self) -> int:
+        """The number of this membership of the run; later ones are greater."""
+        ...
+
+    @property
+    def bytes_reduced(self) -> int:
+        """Bytes that this rank has given to `all_reduce_sum` so far."""
+        ...
+
+    def subgroup(self, ranks: Sequence[int], name: str) -> Group:
+        """A group of some of these ranks, in that order; called by those alone. `name` is used once in a run.
+
+        Its members are numbered anew from 0. Blocks. Raises RendezvousError and PeerLostError.
+        """
+        ...
+
+    def sever(self) -> None:
+        """Cut all connections: the group is over for its peers too, and what waits in it raises. From any thread."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back. Any rank, alone; peers that still wait see this rank as gone."""
+        ...
+
+
+class GlooGroup:
+    """A `Group` over gloo, on one interface, or through memory that its ranks share."""
 
     def __init__(
         self,
@@ -65,7 +159,6 @@ class Group:
         self.rank = rank
         self.world_size = world_size
         self.generation = meeting.generation
-        #: seconds after which a collective that has not ended counts as a lost peer
         self.deadline_s = deadline_s
         self.bytes_reduced = 0
         self._process_group: dist.ProcessGroup | None = process_group
@@ -73,13 +166,9 @@ class Group:
         self._neighbours: SharedMemoryRanks | None = None
         self._ports: frozenset[tuple[str, int]] = frozenset()  # of the doors of all ranks
         self._is_severed, self._is_cut, self._is_stuck = False, False, False
-        self._subgroups: list[Group] = []
+        self._subgroups: list[GlooGroup] = []
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for `all_reduce_sum`, added up faster than other memory where ranks share it. Shape (elements,).
-
-        Collective. Raises PeerLostError.
-        """
         if self._neighbours is not None:
             with _PeerErrors("memory that ranks share", self.deadline_s):
                 is_wanted, timeout_s = elements > 0 and device.type == "cpu", self.deadline_s
@@ -89,16 +178,10 @@ class Group:
         return torch.zeros(elements, dtype=dtype, device=device)
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Memory from `zeros` will not be added up any more: it ends with its tensor. Each rank for itself."""
         if self._neighbours is not None:
             self._neighbours.release(tensor)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
-        """Start adding `tensor` over all ranks, in place; returns at once. Sums are awaited in the same order.
-
-        Raises PeerLostError, and torch's own error where the memory or the device of this rank has failed; the group is
-        over then. So does `wait`.
-        """
         what, options = "a gradient bucket", AllreduceOptions()  # a sum, unless told otherwise
         options.timeout = timedelta(seconds=self.deadline_s)
         self.bytes_reduced += tensor.numel() * tensor.element_size()
@@ -114,7 +197,6 @@ class Group:
         return _Work(wait, what, self.deadline_s)
 
     def all_gather_rows(self, row: Rows) -> Rows:
-        """Rows of all ranks in rank order: (n,) on each rank gives (world_size, n). Blocks."""
         if self._neighbours is not None and row.nbytes <= LONGEST_ROW:
             with _PeerErrors("a row of every rank", self.deadline_s):
                 rows = self._neighbours.all_gather(row.tobytes(), timeout_s=self.deadline_s)
@@ -129,7 +211,6 @@ class Group:
         return torch.stack(table).numpy()
 
     def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
-        """Give every rank the bytes that `tensor` has on rank `source`, in place. Blocks."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = source, 0, timedelta(seconds=self.deadline_s)
         # by bytes, because gloo does not know every dtype
@@ -140,11 +221,8 @@ class Group:
         if flat is None:
             tensor.copy_(carrier.view(tensor.dtype).view(tensor.shape))
 
-    def subgroup(self, ranks: Sequence[int], name: str) -> AnyGroup:
-        """A group of some of these ranks, in that order; called by those alone. `name` is used once in a run.
-
-        Its members are numbered anew from 0. All ranks: the group itself; one rank: a LocalGroup. Blocks.
-        """
+    def subgroup(self, ranks: Sequence[int], name: str) -> Group:
+        """As in `Group`. For all ranks it is the group itself, for one rank a LocalGroup."""
         if list(ranks) == list(range(self.world_size)):
             return self
         if len(ranks) == 1:
@@ -159,7 +237,7 @@ class Group:
         return group
 
     def sever(self) -> None:
-        """Cut all connections, from any thread: the group is over, for its peers too, and whoever waits gets an error.
+        """As in `Group`.
 
         What is under way in the transport ends with an error as well, so nothing is written into its memory any more:
         not even by a peer that was stopped for a while, and goes on where it was.
@@ -172,7 +250,6 @@ class Group:
             self._neighbours.sever()
 
     def close(self) -> None:
-        """Give the sockets back; peers that still wait see this rank as gone."""
         left = [self._process_group]
         self._process_group = None
         if self._neighbours is not None:
@@ -264,7 +341,7 @@ class LocalGroup:
     def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
         pass
 
-    def subgroup(self, ranks: Sequence[int], name: str) -> AnyGroup:
+    def subgroup(self, ranks: Sequence[int], name: str) -> Group:
         return self
 
     def sever(self) -> None:
@@ -274,15 +351,12 @@ class LocalGroup:
         pass
 
 
-AnyGroup = Group | LocalGroup
-
-
-def gather_floats(group: AnyGroup, values: list[float]) -> npt.NDArray[np.float64]:
+def gather_floats(group: RowTransport, values: list[float]) -> npt.NDArray[np.float64]:
     """Float64 rows of all ranks, bit for bit: n values on each rank give (world_size, n)."""
     return group.all_gather_rows(np.array(values, np.float64).view(np.int64)).view(np.float64)
 
 
-def sum_floats(group: AnyGroup, values: list[float]) -> list[float]:
+def sum_floats(group: RowTransport, values: list[float]) -> list[float]:
     """Each value added over all ranks in rank order, so the same bits everywhere."""
     rows = gather_floats(group, values)  # (world_size, n)
     return [float(sum(column)) for column in rows.T.tolist()]
@@ -320,7 +394,7 @@ def has_gloo() -> bool:
     return dist.is_available() and dist.is_gloo_available()
 
 
-def connect(*, rank: int, world_size: int, meeting: GroupMeeting, timeout_s: float) -> Group:
+def connect(*, rank: int, world_size: int, meeting: GroupMeeting, timeout_s: float) -> GlooGroup:
     """Build the group; returns once this rank and each of the `world_size` others have proven to hold the key.
 
     Raises RendezvousError where peers do not come within `timeout_s`, or somebody in a peer's place lacks the key;
@@ -340,16 +414,16 @@ def connect(*, rank: int, world_size: int, meeting: GroupMeeting, timeout_s: flo
 class _Building:
     """A group that is being built beside the thread that waits for it."""
 
-    def __init__(self, build: Callable[[], Group]) -> None:
+    def __init__(self, build: Callable[[], GlooGroup]) -> None:
         self.is_over = threading.Event()
-        self._found: Group | HetSeqError | None = None
+        self._found: GlooGroup | HetSeqError | None = None
         self._lock, self._is_wanted = threading.Lock(), True
         threading.Thread(target=self._run, args=(build,), name="connect", daemon=True).start()
 
-    def result(self) -> Group:
+    def result(self) -> GlooGroup:
         """The group, once it is over. Raises what went wrong."""
         assert self._found is not None
-        if isinstance(self._found, Group):
+        if isinstance(self._found, GlooGroup):
             return self._found
         raise self._found
 
@@ -357,29 +431,29 @@ class _Building:
         """Nobody waits for it any more."""
         with self._lock:
             self._is_wanted = False
-            if isinstance(self._found, Group):
+            if isinstance(self._found, GlooGroup):
                 self._found.sever()
                 self._found.close()
 
-    def _run(self, build: Callable[[], Group]) -> None:
-        found: Group | HetSeqError
+    def _run(self, build: Callable[[], GlooGroup]) -> None:
+        found: GlooGroup | HetSeqError
         try:
             found = build()
         except HetSeqError as error:
             found = error
         except Exception as error:
             found = RendezvousError(f"the ranks could not connect: {type(error).__name__}: {error}")
-        if not isinstance(found, Group):
+        if not isinstance(found, GlooGroup):
             found.__traceback__ = None  # its frames would hold sockets open
         with self._lock:
             self._found = found
-            if not self._is_wanted and isinstance(found, Group):
+            if not self._is_wanted and isinstance(found, GlooGroup):
                 found.sever()
                 found.close()
         self.is_over.set()
 
 
-def _connect(rank: int, world_size: int, meeting: GroupMeeting, timeout_s: float) -> Group:
+def _connect(rank: int, world_size: int, meeting: GroupMeeting, timeout_s: float) -> GlooGroup:
     timeout = timedelta(seconds=timeout_s)
     try:
         gloo: Any = dist.ProcessGroupGloo  # torch's type stubs leave its options out
@@ -399,7 +473,9 @@ def _connect(rank: int, world_size: int, meeting: GroupMeeting, timeout_s: float
         raise RendezvousError(
             f"rank {rank} at {meeting.host} waited up to {timeout_s:g} s for {world_size} ranks: {error}"
         ) from None
-    group = Group(process_group, rank=rank, world_size=world_size, deadline_s=timeout_s, meeting=meeting, store=store)
+    group = GlooGroup(
+        process_group, rank=rank, world_size=world_size, deadline_s=timeout_s, meeting=meeting, store=store
+    )
     group.learn_ports(doors.values())
     if meeting.shares_memory:
         group.meet_neighbours()

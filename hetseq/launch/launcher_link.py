@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hetseq.cluster.membership.step_commit import Wish
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.errors import PeerLostError, RendezvousError
 from hetseq.launch.watchdog import Watchdog
 from hetseq.system.rank_phase import Stand
@@ -43,7 +43,7 @@ class LauncherLink:
         self._values: dict[str, str] = {}
         self._frozen = -1  # the newest generation that is over
         self._is_gone = False  # the launcher
-        self._group: AnyGroup | None = None
+        self._group: Group | None = None
         self.pulse: Watchdog | None = None  # looks whether the training thread moves
         threading.Thread(target=self._listen, name="launcher-line", daemon=True).start()
 
@@ -86,7 +86,7 @@ class LauncherLink:
         """What the launcher wants of the run, for the rows of commits."""
         return self._wish
 
-    def begin(self, generation: int, group: AnyGroup | None) -> None:
+    def begin(self, generation: int, group: Group | None) -> None:
         """From now on `group` (None: yet to be formed) is what a freeze cuts. Raises PeerLostError if it is over."""
         self._group = group
         if generation <= self._frozen and group is not None:
@@ -207,7 +207,7 @@ class NoLauncher:
     def wish(self) -> Wish:
         return Wish.NONE
 
-    def begin(self, generation: int, group: AnyGroup | None) -> None:
+    def begin(self, generation: int, group: Group | None) -> None:
         pass
 
     def show(self, renew: Callable[[Stand], None]) -> None:

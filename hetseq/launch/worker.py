@@ -30,7 +30,7 @@ from hetseq.cluster.membership.assignment import Assignment, GenerationRanks, In
 from hetseq.cluster.membership.decide import Record, Report
 from hetseq.cluster.membership.step_commit import Wish
 from hetseq.comm.directory_groups import DirectoryGroups, everything_shared, share
-from hetseq.comm.group import AnyGroup, GroupMeeting, LocalGroup, connect
+from hetseq.comm.group import Group, GroupMeeting, LocalGroup, connect
 from hetseq.config import with_own_options
 from hetseq.config.sections import CheckpointConfig, Config
 from hetseq.errors import (
@@ -48,7 +48,7 @@ from hetseq.errors import (
 from hetseq.launch.launcher_link import LauncherLink, NoLauncher
 from hetseq.launch.watchdog import Watchdog
 from hetseq.launch.worker_processes import forget_safe_path
-from hetseq.monitor.metrics import Metrics
+from hetseq.monitor.metrics import Display, Metrics, Recording
 from hetseq.monitor.rank_log import RankOutput
 from hetseq.monitor.tensorboard import hyperparameters
 from hetseq.monitor.versions import gather_versions
@@ -201,8 +201,8 @@ class _Life:
         rank = None if crew is None else crew.rank_of(placement.slot)
         self.output.show(rank == 0)
         self._metrics = Metrics(
-            directory, config.log, is_writer=crew is not None and rank is not None and crew.writer_of(rank) == rank,
-            has_display=rank == 0, total_steps=None, hparams=hyperparameters(config),
+            Recording(directory, hparams=hyperparameters(config)), Display(config.log),
+            is_writer=crew is not None and rank is not None and crew.writer_of(rank) == rank, has_display=rank == 0,
         )  # fmt: skip
         closing.callback(self._metrics.close)
         self.output.log_to(self._metrics.log_handler, closing)
@@ -394,7 +394,7 @@ class _Generation:
     succession: Regroup | None
     story: str = ""  # of what has happened
     lost_s: float | None = None  # when the one before it was over
-    group: AnyGroup | None = None
+    group: Group | None = None
     sharing: DirectoryGroups | None = None
     session: Session | None = None
 
@@ -493,7 +493,7 @@ def _exit_code(error: Exception, *, is_ready: bool) -> int:
     return EXIT_USAGE if not is_ready and isinstance(error, TaskError) else error.exit_code
 
 
-def _connect(placement: Assignment, crew: GenerationRanks, line: LauncherLink | NoLauncher) -> AnyGroup:
+def _connect(placement: Assignment, crew: GenerationRanks, line: LauncherLink | NoLauncher) -> Group:
     if crew.world_size == 1 or isinstance(line, NoLauncher):
         return LocalGroup(generation=crew.generation)
     name = f"{placement.name}/{crew.generation}"

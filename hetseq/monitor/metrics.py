@@ -40,6 +40,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TextIO
@@ -60,34 +61,43 @@ _REMEMBERED = 20
 _CLOSE_DEADLINE_S = 10.0
 
 
-class Metrics:
-    """Takes the rows of a run; every rank makes one and calls it alike, a writer's goes to files and the display.
+@dataclass(frozen=True)
+class Recording:
+    """What a writer writes: the files of `directory` (None: no files), and TensorBoard's with `hparams`."""
 
-    `directory` None writes no files. `has_display` (default: every writer) is for a run in several directories: each
-    has a writer, and only one of these shows what happens. `total_steps` (None: unknown) is for the display, which uses
-    `stream` (default: standard output) and the clock `now` in seconds; `hparams` is for TensorBoard. Close it on both
-    roads out, or use it as a context manager.
+    directory: RunDirectory | None
+    has_tensorboard: bool = True
+    hparams: Hyperparameters | None = None
+
+
+@dataclass(frozen=True)
+class Display:
+    """How steps are shown: in the form that `config` names, on `stream` (default: standard output).
+
+    `total_steps` is None while it is unknown. `now` is the clock in seconds.
+    """
+
+    config: LogConfig
+    total_steps: int | None = None
+    stream: TextIO | None = None
+    now: Callable[[], float] = time.monotonic
+
+
+class Metrics:
+    """Takes the rows of a run. Every rank makes one and calls it alike; a writer sends them to files and the display.
+
+    A run in several directories has a writer for each, and only one of these has `has_display` (default: every
+    writer). Close it on both roads out, or use it as a context manager.
     """
 
     def __init__(
-        self,
-        directory: RunDirectory | None,
-        config: LogConfig,
-        *,
-        is_writer: bool,
-        total_steps: int | None,
-        has_display: bool | None = None,
-        stream: TextIO | None = None,
-        now: Callable[[], float] = time.monotonic,
-        has_tensorboard: bool = True,
-        hparams: Hyperparameters | None = None,
+        self, recording: Recording, display: Display, *, is_writer: bool, has_display: bool | None = None
     ) -> None:
         self._last: deque[Row] = deque(maxlen=_REMEMBERED)
         self._advised: set[str] = set()
         self._recorder: _Recorder | None = None
         self._progress: PlainProgress | LiveProgress | None = None
-        self._directory, self._config, self._total_steps = directory, config, total_steps
-        self._stream, self._now, self._has_tensorboard, self._hparams = stream, now, has_tensorboard, hparams
+        self._recording, self._display, self._total_steps = recording, display, display.total_steps
         #: for the worker's root logger: records appear above the live line, or on standard error
         self.log_handler = ProgressHandler(None)
         self.lead(is_writer=is_writer, has_display=has_display)
@@ -96,14 +106,15 @@ class Metrics:
         """Begin or end to write and to show: another rank may do so from the next generation on."""
         has_display = is_writer if has_display is None else has_display
         if has_display and self._progress is None:
-            stream = self._stream or sys.stdout
-            self._progress = progress_for(self._config, stream, total_steps=self._total_steps, now=self._now)
+            stream, now = self._display.stream or sys.stdout, self._display.now
+            self._progress = progress_for(self._display.config, stream, total_steps=self._total_steps, now=now)
         elif not has_display and self._progress is not None:
             self._progress.close()
             self._progress = None
         self.log_handler.progress = self._progress
-        if is_writer and self._recorder is None and self._directory is not None:
-            self._recorder = _Recorder(self._directory, self._hparams, has_tensorboard=self._has_tensorboard)
+        directory = self._recording.directory
+        if is_writer and self._recorder is None and directory is not None:
+            self._recorder = _Recorder(directory, self._recording)
         elif not is_writer and self._recorder is not None:
             self._recorder.close(deadline_s=_CLOSE_DEADLINE_S)
             self._recorder = None
@@ -130,8 +141,9 @@ class Metrics:
         known = {row_key(row) for row in self._last}
         self._last.extend(row for row in rows if row_key(row) not in known)
         self._last = deque(sorted(self._last, key=row_key), maxlen=_REMEMBERED)
-        if self._recorder is not None and self._directory is not None:
-            there = _last_keys(self._directory.metrics)
+        directory = self._recording.directory
+        if self._recorder is not None and directory is not None:
+            there = _last_keys(directory.metrics)
             for row in rows:
                 if row_key(row) not in there:
                     (self._recorder.step if "loss" in row else self._recorder.validation)(row)
@@ -240,9 +252,9 @@ class _Sink(Protocol):
 class _Recorder:
     """The queue and the one thread behind the files."""
 
-    def __init__(self, directory: RunDirectory, hparams: Hyperparameters | None, *, has_tensorboard: bool) -> None:
-        self._directory, self._hparams = directory, hparams
-        self._has_tensorboard = has_tensorboard
+    def __init__(self, directory: RunDirectory, recording: Recording) -> None:
+        self._directory = directory
+        self._hparams, self._has_tensorboard = recording.hparams, recording.has_tensorboard
         self._wakeup = threading.Condition()
         # the four below are touched only while holding `_wakeup`
         self._waiting: deque[tuple[str, bytes]] = deque()  # (kind, line); kind: "step", "validation" or "event"

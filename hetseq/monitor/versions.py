@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import hetseq
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import RowTransport
 
 #: what a rank tells of its software, in the order in which it is shown; what there is none of is left out
 NAMES = ("hetseq", "commit", "python", "torch", "numpy", "cuda", "rocm", "cudnn", "nccl", "driver")
@@ -94,7 +94,7 @@ def driver_version() -> str:
 
 
 def gather_versions(
-    group: AnyGroup, device: torch.device, slots: Sequence[int]
+    group: RowTransport, device: torch.device, slots: Sequence[int]
 ) -> list[dict[str, Any]]:  # fmt: skip
     """What all ranks have, for `events.jsonl`: one entry for those that have the same on one node. Collective.
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hetseq.comm.group import AnyGroup, Pending, sum_floats
+from hetseq.comm.group import Group, Pending, sum_floats
 from hetseq.errors import TaskError
 
 
@@ -24,7 +24,7 @@ class BufferKeeper:
     Which of them forward changes is found by comparing (`find_changing`), since version counters miss some kernels.
     """
 
-    def __init__(self, model: torch.nn.Module, group: AnyGroup) -> None:
+    def __init__(self, model: torch.nn.Module, group: Group) -> None:
         self._group = group
         #: where they are, since `self.mean = 0.9 * self.mean + ...` puts another tensor in the place of a buffer
         self._places = _places_of(model)

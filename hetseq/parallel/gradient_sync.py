@@ -15,13 +15,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from hetseq.comm.group import AnyGroup, LocalGroup, Pending
+from hetseq.comm.group import LocalGroup, Pending, TensorTransport
 from hetseq.errors import HetSeqError
 from hetseq.parallel.gradient_memory import lending
 
@@ -29,59 +30,116 @@ _FIRST_BUCKET_BYTES = 1 << 20
 _PIECE_ELEMENTS = 1 << 16  # of what is converted at once: half a megabyte in double precision
 
 
-class Gradients:
-    """The gradients of `parameters` on a rank that trains alone.
+class GradientSync(Protocol):
+    """How the gradients of one rank become those of the step; what a training step sees of a replica's gradients.
 
     Per step: `begin()`; for each micro-batch its `backward`, announced by `expect_last()` before the last one;
-    `finish()`. Afterwards `.grad` of every parameter is that of the whole step, None where there is none.
+    `finish()`. Afterwards `.grad` of every parameter is that of the whole step. A rank without micro-batches calls
+    `begin` and `finish` alone. Sums travel, and nothing is divided: losses were divided by their global counts.
     """
+
+    @property
+    def used(self) -> npt.NDArray[np.bool_]:
+        """(parameters,): after `finish`, a gradient arrived on this rank in this step."""
+        ...
+
+    def begin(self) -> None:
+        """Forget all gradients, for a new step or for a step that is done again. Any rank, alone."""
+        ...
+
+    def expect_last(self) -> None:
+        """The next backward is this rank's last one of the step, so its gradients may begin to travel."""
+        ...
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a micro-batch's loss, a scalar. May start collectives, and waits for none.
+
+        Raises PeerLostError, HetSeqError where a second backward follows the last one, and torch's error where memory
+        has run out.
+        """
+        ...
+
+    @property
+    def has_sent(self) -> bool:
+        """Something has begun to travel in this step, and can no longer be taken back."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until the gradient is complete. Collective. Raises PeerLostError; the gradient is then rubbish."""
+        ...
+
+    def without_sending(self) -> AbstractContextManager[None]:
+        """Inside, a forward and backward compute this rank's own part, and nothing travels. Any rank, alone."""
+        ...
+
+    def norm(self) -> float:
+        """L2 norm of the whole gradient after `finish`, equal on all ranks; not finite if any element is not (sync)."""
+        ...
+
+    def norm_so_far(self) -> float:
+        """L2 norm of what this rank alone has gathered in this step, before anything of it has travelled (sync)."""
+        ...
+
+    def is_finite(self) -> bool:
+        """Every element is finite; exact where a norm may overflow (sync)."""
+        ...
+
+    def scale_(self, factor: float) -> None:
+        """Multiply the whole gradient by `factor`. Every rank calls it with the same factor."""
+        ...
+
+    def drop_unused_(self, used: npt.NDArray[np.bool_]) -> None:
+        """Give parameters without a gradient on any rank `grad = None`: zeros would let an optimizer decay them.
+
+        `used`, (parameters,), has a flag for each parameter that some rank had a gradient of.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the parameters, and of memory that ranks share. Any rank, alone."""
+        ...
+
+
+class Gradients:
+    """The gradients of `parameters` on a rank that trains alone: `.grad` is None where there is none."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        #: (parameters,): after `finish`, a gradient arrived on this rank in this step
         self.used: npt.NDArray[np.bool_] = np.zeros(len(self._parameters), np.bool_)
 
     def begin(self) -> None:
-        """Forget all gradients, for a new step or for a step that is done again."""
         self.used[:] = False
         for parameter in self._parameters:
             parameter.grad = None  # zeros to add to would be written and read for nothing
 
     def expect_last(self) -> None:
-        """The next backward is this rank's last one of the step."""
+        pass
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a micro-batch's loss, a scalar."""
         loss.backward()
 
     @property
     def has_sent(self) -> bool:
-        """Something has begun to travel in this step, and can no longer be taken back."""
         return False
 
     def finish(self) -> None:
-        """Wait until the gradient is complete. Raises PeerLostError; the gradient is then rubbish."""
         self._lay_out()
         self.used[:] = [parameter.grad is not None for parameter in self._parameters]
 
     @contextmanager
     def without_sending(self) -> Iterator[None]:
-        """Inside, a forward and backward compute this rank's own part, and nothing travels."""
         yield
 
     def norm(self) -> float:
-        """L2 norm of the whole gradient; not finite if any element is not (sync, once)."""
         norm = _norm(self._held())
         # squares overflow long before their elements do
         return norm if math.isfinite(norm) else _norm(self._held(), torch.float64)
 
     def norm_so_far(self) -> float:
-        """L2 norm of what this rank alone has gathered in this step, before anything of it has travelled (sync)."""
         self._lay_out()
         return _norm(self._held())
 
     def is_finite(self) -> bool:
-        """Every element is finite; exact where a norm may overflow (sync)."""
         return all(
             math.isfinite(value)
             for gradient in self._held()
@@ -90,17 +148,15 @@ class Gradients:
         )
 
     def scale_(self, factor: float) -> None:
-        """Multiply the whole gradient by `factor`."""
         if held := self._held():
             torch._foreach_mul_(held, factor)
 
     def drop_unused_(self, used: npt.NDArray[np.bool_]) -> None:
-        """Give parameters without a gradient on any rank `grad = None`: zeros would let an optimizer decay them."""
         for index in np.flatnonzero(~used):
             self._parameters[index].grad = None
 
     def close(self) -> None:
-        """Let go of the parameters, and of memory that ranks share."""
+        pass
 
     def _lay_out(self) -> None:
         """Have every gradient lie as its parameter does, which fused optimizers rely upon: not sparse, not turned."""
@@ -114,8 +170,8 @@ class Gradients:
 
 
 def gradients_of(
-    parameters: Sequence[torch.nn.Parameter], group: AnyGroup, *, bucket_bytes: int, is_wide: bool = False
-) -> Gradients:
+    parameters: Sequence[torch.nn.Parameter], group: TensorTransport, *, bucket_bytes: int, is_wide: bool = False
+) -> GradientSync:
     """What sums up the gradients of `parameters` over `group`; in double precision if `is_wide`. Collective."""
     if is_wide:
         return WideReducer(parameters, group, bucket_bytes=bucket_bytes)
@@ -128,7 +184,7 @@ class Bucket:
     """A flat piece of gradient memory and the parameters that live in it."""
 
     def __init__(
-        self, members: Sequence[tuple[int, torch.nn.Parameter]], group: AnyGroup, dtype: torch.dtype | None
+        self, members: Sequence[tuple[int, torch.nn.Parameter]], group: TensorTransport, dtype: torch.dtype | None
     ) -> None:
         first = members[0][1]
         self.members = [index for index, _ in members]
@@ -152,9 +208,9 @@ class GradientReducer(Gradients):
 
     _dtype: torch.dtype | None = None  # of the buckets; None for that of their parameters
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], group: AnyGroup, *, bucket_bytes: int) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], group: TensorTransport, *, bucket_bytes: int) -> None:
         super().__init__(parameters)
-        self._group: AnyGroup = group
+        self._group: TensorTransport = group
         # collective: the ranks may share the memory
         self._buckets = [Bucket(members, group, self._dtype) for members in _divide(self._parameters, bucket_bytes)]
         self._home: dict[int, tuple[Bucket, torch.Tensor]] = {
@@ -179,7 +235,6 @@ class GradientReducer(Gradients):
             bucket.pending = None
 
     def expect_last(self) -> None:
-        """The next backward is this rank's last one of the step: full buckets may leave."""
         self._is_last = True
         self._arrived[:] = False
         for bucket in self._buckets:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hetseq.errors import CheckpointMismatch, TaskError, few
 from hetseq.parallel.buffers import BufferKeeper
-from hetseq.parallel.gradient_sync import Gradients
+from hetseq.parallel.gradient_sync import GradientSync
 from hetseq.system import device_memory as memory
 
 
@@ -25,7 +25,7 @@ class Replica:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        reducer: Gradients,
+        reducer: GradientSync,
         buffers: BufferKeeper,
     ) -> None:
         self.model = model

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from hetseq.balance.noise_scale import NoiseScale
-from hetseq.cluster.membership.step_commit import Verdict, Wish
+from hetseq.cluster.membership.step_commit import SaveStatus, Verdict, Wish
 from hetseq.comm.directory_groups import DirectoryGroups
 from hetseq.config.sections import ValidationConfig
 from hetseq.errors import ConfigError
@@ -132,25 +132,9 @@ class AfterStep:
         self._saver, self._metrics, self._status = saver, metrics, status
         self._noise_scale = NoiseScale()
 
-    def is_due(self, state: TrainingState) -> bool:
-        """Rank zero: --persistent-time-interval has passed, so a checkpoint is wanted after this step."""
-        return self._saver.is_overdue()
-
-    def draw_nonce(self) -> int:
-        """The name of the checkpoint that may follow this step."""
-        return draw_nonce()
-
-    def is_writing(self) -> bool:
-        """Whether this rank still writes its part of a checkpoint that was begun after an earlier step."""
-        return self._saver.is_writing()
-
-    def is_keep_due(self, state: TrainingState) -> bool:
-        """Rank zero: the state after the step being committed should stay in memory, for a restart after a kill."""
-        return self._saver.is_keep_due(state.position.step)
-
-    def is_sealed(self) -> bool:
-        """Whether the newest state in memory would be believed after the death of this rank."""
-        return self._saver.is_sealed()
+    def save_status(self, state: TrainingState) -> SaveStatus:
+        """What this rank's row of the step being committed says of saving."""
+        return self._saver.status(state.position.step)
 
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
         """Report the step, compare the replicas, validate and save if due. Every rank calls it."""

@@ -20,7 +20,7 @@ from hetseq import registry
 from hetseq.balance.cost_meter import AtOnce, complete_costs
 from hetseq.cluster.membership.step_commit import Wish
 from hetseq.comm.directory_groups import DirectoryGroups, everything_shared, send_tensor
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.config.sections import (
     CheckpointConfig,
     Config,
@@ -77,7 +77,7 @@ class RankJob:
 
     config: Config
     directory: RunDirectory
-    group: AnyGroup
+    group: Group
     material: LoadedTask
     metrics: Metrics
     wish: Callable[[], Wish] = lambda: Wish.NONE
@@ -345,7 +345,7 @@ def _micro_batch_sizes(job: RankJob) -> MicroBatchSizes:
     return MicroBatchSizes(cap, is_learning=is_learning, remember=memo.remember if is_free else None)
 
 
-def global_batch(config: DataConfig, group: AnyGroup) -> GlobalBatch:
+def global_batch(config: DataConfig, group: Group) -> GlobalBatch:
     """The global batch the options ask for; collective, since --max-sentences may differ from node to node."""
     rows = group.all_gather_rows(np.array([config.max_sentences or 0, config.max_tokens or 0], np.int64))
     if config.global_batch_size is not None:
@@ -395,7 +395,7 @@ def _provenance(
     )
 
 
-def _begin_alike(model: torch.nn.Module, group: AnyGroup) -> None:
+def _begin_alike(model: torch.nn.Module, group: Group) -> None:
     """Give every rank the parameters and buffers of rank zero: another CPU draws and rounds them a little otherwise."""
     if group.world_size == 1:
         return
@@ -509,7 +509,7 @@ def _warn_of_batch_norm(controller: Controller) -> None:
 
 
 @contextmanager
-def _patience(job: RankJob, group: AnyGroup) -> Iterator[None]:
+def _patience(job: RankJob, group: Group) -> Iterator[None]:
     """Wait for peers that read data, or send the state."""
     size = sum(parameter.numel() * parameter.element_size() for parameter in job.material.model.parameters())
     deadline_s = _START_DEADLINE_S if job.is_first else _NEXT_DEADLINE_S + 3 * size / _SLOWEST_NETWORK

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from hetseq.checkpoint import CheckpointManager, Identity, Loaded, SaveResult
-from hetseq.cluster.membership.step_commit import parse_lineage
+from hetseq.cluster.membership.step_commit import SaveStatus, parse_lineage
 from hetseq.comm.directory_groups import DirectoryGroups
 from hetseq.config.sections import CheckpointConfig
 from hetseq.data.plan import GlobalBatch, Position
@@ -132,13 +132,15 @@ class Saver:
             return step % every == 0
         return self._now() - self._kept_s >= max(_LEAST_KEEPING_S, _KEEPING_SHARE * self._manager.keeping_s)
 
-    def is_sealed(self) -> bool:
-        """Whether the newest state in memory would be believed after the death of this rank."""
-        return self._manager.is_sealed
-
-    def is_writing(self) -> bool:
-        """Whether this rank still writes its part of the save under way."""
-        return self._manager.is_busy
+    def status(self, step: int) -> SaveStatus:
+        """What this rank's row of step `step`, which is being committed, says of saving."""
+        return SaveStatus(
+            save=self.is_overdue(),
+            nonce=draw_nonce(),
+            writing=self._manager.is_busy,
+            keep=self.is_keep_due(step),
+            sealed=self._manager.is_sealed,
+        )
 
     def kinds_due(
         self, state: TrainingState, *, epoch_ended: int | None, is_best: bool, is_overdue: bool, is_stopping: bool,

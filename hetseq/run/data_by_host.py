@@ -15,14 +15,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import RowTransport
 from hetseq.data.shards import Shards
 from hetseq.run.loaded_task import LoadedTask
 
 logger = logging.getLogger(__name__)
 
 
-def parts_of_ranks(material: LoadedTask, group: AnyGroup) -> list[tuple[str, int]]:
+def parts_of_ranks(material: LoadedTask, group: RowTransport) -> list[tuple[str, int]]:
     """Of every rank the digest of its training data and their number. Collective; raises DataError."""
     row = np.array([int(material.part, 16), len(material.train)], np.int64)
     return [(f"{digest:012x}", samples) for digest, samples in group.all_gather_rows(row).tolist()]

@@ -24,7 +24,7 @@ from hetseq import registry
 from hetseq.balance.shares import assign_shares
 from hetseq.checkpoint import CheckpointManager, Retention
 from hetseq.cluster.membership.assignment import InferenceJob
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.config.sections import Config
 from hetseq.data.loader import MicroBatch, range_reader
 from hetseq.errors import CheckpointError, ConfigError, HetSeqError, TaskError
@@ -61,7 +61,7 @@ def prepare(errand: InferenceJob, config: Config, device: torch.device) -> Loade
     return material
 
 
-def perform(errand: InferenceJob, config: Config, material: LoadedTask, group: AnyGroup) -> str:
+def perform(errand: InferenceJob, config: Config, material: LoadedTask, group: Group) -> str:
     """Do the errand; every rank calls it and gets the same lines for the user. Raises HetSeqError."""
     whereabouts.enter(Phase.SWEEPING)
     group.deadline_s = config.distributed.step_deadline or _SILENCE_S
@@ -78,7 +78,7 @@ def perform(errand: InferenceJob, config: Config, material: LoadedTask, group: A
     return "\n".join(lines)
 
 
-def _load(errand: InferenceJob, config: Config, material: LoadedTask, group: AnyGroup) -> int:
+def _load(errand: InferenceJob, config: Config, material: LoadedTask, group: Group) -> int:
     """Give the model the weights of the checkpoint; the number of its step."""
     directory, which = RunDirectory(Path(errand.run)), config.checkpoint.restore_file
     which = "latest" if which == type(config.checkpoint).restore_file else which
@@ -92,7 +92,7 @@ def _load(errand: InferenceJob, config: Config, material: LoadedTask, group: Any
     return loaded.identity.step
 
 
-def _weights(config: Config, group: AnyGroup) -> tuple[float, ...] | None:
+def _weights(config: Config, group: Group) -> tuple[float, ...] | None:
     """What `--balance` says; None: by measured speed."""
     if config.distributed.balance == "equal":
         return (1.0,) * group.world_size
@@ -110,7 +110,7 @@ def evaluate(
     validator: Validator,
     task: Task,
     model: torch.nn.Module,
-    group: AnyGroup,
+    group: Group,
     *,
     weights: Sequence[float] | None = None,
 ) -> dict[str, float]:
@@ -134,7 +134,7 @@ def predict(
     validator: Validator,
     task: Task,
     model: torch.nn.Module,
-    group: AnyGroup,
+    group: Group,
     output: Path,
     *,
     weights: Sequence[float] | None = None,
@@ -216,7 +216,7 @@ class _Output:
 
 
 def sweep(
-    group: AnyGroup,
+    group: Group,
     pieces: Sequence[Piece],
     work: Work,
     *,
@@ -267,9 +267,7 @@ def size_of_round(left: int, world_size: int, rates: Sequence[float]) -> int:
     return min(left, max(world_size, min(-(-left // 2), most)))
 
 
-def _exchange(
-    group: AnyGroup, seconds: float, answers: Sequence[bytes], *, most: int
-) -> tuple[list[float], list[bytes]]:
+def _exchange(group: Group, seconds: float, answers: Sequence[bytes], *, most: int) -> tuple[list[float], list[bytes]]:
     """The seconds of every rank, above 0, and the answers of all in rank order. No rank has more than `most`."""
     head = np.zeros(1 + most, np.int64)  # nanoseconds, then 1 + bytes of each answer, 0 for none
     head[0] = max(1, round(seconds * 1e9))

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hetseq.checkpoint import CheckpointManager, Loaded, Retention, TooNewError
 from hetseq.comm.directory_groups import DirectoryGroups
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.config.sections import CheckpointConfig, flag
 from hetseq.data.plan import GlobalBatch, Position
 from hetseq.errors import CheckpointError, CheckpointMismatch, CheckpointRefused, PeerLostError
@@ -43,7 +43,7 @@ RESETS = ("dataloader", "lr_scheduler", "meters", "optimizer")
 
 
 def open_checkpoints(
-    config: CheckpointConfig, directory: RunDirectory, group: AnyGroup, *, known: Sequence[int] | None = None
+    config: CheckpointConfig, directory: RunDirectory, group: Group, *, known: Sequence[int] | None = None
 ) -> CheckpointManager:
     """The run's checkpoints, those that only lacked their commit completed. Collective.
 

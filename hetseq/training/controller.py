@@ -30,6 +30,7 @@ from hetseq.cluster.membership.step_commit import (
     Measured,
     Outcome,
     RowFormat,
+    SaveStatus,
     Verdict,
     Vote,
     Wish,
@@ -37,7 +38,7 @@ from hetseq.cluster.membership.step_commit import (
     add_in_rank_order,
     resolve,
 )
-from hetseq.comm.group import AnyGroup, gather_floats
+from hetseq.comm.group import Group, gather_floats
 from hetseq.config.sections import OptimizationConfig
 from hetseq.data.loader import StepData, StepLoader
 from hetseq.data.plan import Planner, Position, StepPlan
@@ -110,27 +111,18 @@ class _Held:
 
 
 class Boundary(Protocol):
-    """What happens after a step besides training it: validating, saving, reporting."""
+    """What happens after a step besides training it: validating, saving, reporting. Every rank calls all of it."""
 
-    def is_due(self, state: TrainingState) -> bool:
-        """Rank zero: a checkpoint is wanted after the step being committed."""
+    def save_status(self, state: TrainingState) -> SaveStatus:
+        """What this rank's row of the step being committed says of saving, with a fresh nonce; not collective.
+
+        `state` is that before the step.
+        """
         ...
 
-    def draw_nonce(self) -> int: ...
-
-    def is_writing(self) -> bool:
-        """Whether this rank still writes its part of a checkpoint that was begun after an earlier step."""
+    def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
+        """Do what is due after a committed step; `ends_run`: it was the last one. Collective. Raises PeerLostError."""
         ...
-
-    def is_keep_due(self, state: TrainingState) -> bool:
-        """Rank zero: the state after the step being committed should stay in memory, for a restart after a kill."""
-        ...
-
-    def is_sealed(self) -> bool:
-        """Whether the newest state in memory would be believed after the death of this rank."""
-        ...
-
-    def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -165,7 +157,7 @@ class Controller:
     def __init__(
         self,
         computer: ShareComputer,
-        group: AnyGroup,
+        group: Group,
         *,
         feed: StepFeed,
         recipe: Recipe,
@@ -319,11 +311,7 @@ class Controller:
             used=reducer.used,
             measured=self._measure(part),
             wish=self._context.wish(),
-            save=self._boundary.is_due(state),
-            nonce=self._boundary.draw_nonce(),
-            writing=self._boundary.is_writing(),
-            keep=self._boundary.is_keep_due(state),
-            sealed=self._boundary.is_sealed(),
+            saving=self._boundary.save_status(state),
             partial=part.partial,
         )
         return self._read(plan, self.group.all_gather_rows(self._format.pack(row)))

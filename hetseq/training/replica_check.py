@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from hetseq.comm.directory_groups import send_bytes, send_tensor
-from hetseq.comm.group import AnyGroup, gather_floats
+from hetseq.comm.group import Group, gather_floats
 from hetseq.errors import DisagreementError, HetSeqError, few
 from hetseq.monitor.metrics import Metrics
 from hetseq.parallel.replica import Replica
@@ -52,7 +52,7 @@ class ReplicaCheck:
     Made by all ranks together, of a world of two or more; `kind` is what `kind_of` says of this rank's device.
     """
 
-    def __init__(self, replica: Replica, group: AnyGroup, metrics: Metrics, *, every: int, kind: str) -> None:
+    def __init__(self, replica: Replica, group: Group, metrics: Metrics, *, every: int, kind: str) -> None:
         self._replica, self._group, self._metrics, self._every = replica, group, metrics, every
         text = np.frombuffer(kind.encode("ascii", "replace")[:_KIND_BYTES].ljust(_KIND_BYTES), np.int64)
         #: the kind of device of each rank

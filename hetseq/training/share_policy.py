@@ -42,24 +42,31 @@ class Shift:
 
 
 class SharePolicy(Protocol):
-    """Who gets how much of a step; every rank calls all of it, with the same rows."""
+    """Decides which rank gets how much of a step. None of its methods is collective, and none waits."""
 
     meter: CostMeter  # of this rank
 
     def learn(self, part: Part, *, overhead_s: float) -> Cost | None:
-        """Take in what this rank has just done; gives what a share costs it by now."""
+        """Take in what this rank has just done; gives what a share costs it by now. Every rank calls it in each step.
+
+        `overhead_s` are the seconds of the step in which this rank neither computed nor waited for other ranks.
+        """
         ...
 
     def follow(self, plan: StepPlan, rows: Sequence[CommitRow]) -> Shift | None:
-        """Change the shares of coming steps, or not."""
+        """Change the shares of coming steps, or not; gives the change. Every rank calls it after each commit.
+
+        `rows`, one for each rank in rank order, are those of the commit of `plan`. All ranks have the same rows, so
+        all make the same change; None for none.
+        """
         ...
 
     def cost(self) -> Cost | None:
-        """What a share costs this rank by now; None while that is not known."""
+        """What a share costs this rank by now; None while that is not known. Any rank, alone."""
         ...
 
     def divide(self, total: int) -> tuple[int, ...]:
-        """Shares of `total` samples outside training, in proportion to the speeds."""
+        """Shares of `total` samples outside training, by speed: (world_size,), equal on all ranks."""
         ...
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hetseq.comm.group import AnyGroup, sum_floats
+from hetseq.comm.group import RowTransport, sum_floats
 from hetseq.data.loader import MicroBatch, Source, range_reader
 from hetseq.data.plan import EpochOrder, Lengths, MicroBatchCap, cut
 from hetseq.errors import DeviceMemoryError, TaskError
@@ -46,7 +46,7 @@ class Validator:
     learned: Callable[[], MicroBatchCap] = MicroBatchCap  # what training has learned of this rank's memory so far
 
     def evaluate(
-        self, task: Task, model: torch.nn.Module, group: AnyGroup, assign: Callable[[int], tuple[int, ...]]
+        self, task: Task, model: torch.nn.Module, group: RowTransport, assign: Callable[[int], tuple[int, ...]]
     ) -> dict[str, float]:
         """`{"loss": ..., term: ..., metric: ...}` over the whole split; every rank calls it and gets the same.
 
@@ -127,7 +127,7 @@ class Validator:
         others = {term: mean for term, mean in means.items() if term != "loss"}
         return {"loss": loss, **others, **self._summary(task, sums)}
 
-    def _own_pieces(self, group: AnyGroup, assign: Callable[[int], tuple[int, ...]]) -> list[tuple[int, int]]:
+    def _own_pieces(self, group: RowTransport, assign: Callable[[int], tuple[int, ...]]) -> list[tuple[int, int]]:
         shares = assign(len(self.source.dataset))
         start = sum(shares[: group.rank])
         return self._cut(start, start + shares[group.rank], self._cap())

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hetseq import config as options
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.parallel.gradient_sync import GradientReducer
 from hetseq.task import make_task
 from tests.support import bert, oracle
@@ -42,7 +42,7 @@ def words(data: Path, case: Case, steps: int, batch: int = BATCH) -> list[str]:
 
 
 def train_cases(
-    group: AnyGroup, save_dir: str, data: Path, cases: list[Case], steps: int, batch: int
+    group: Group, save_dir: str, data: Path, cases: list[Case], steps: int, batch: int
 ) -> list[Facts]:  # fmt: skip
     return [train(group, save_dir, words(data, case, steps, batch)) for case in cases]
 
@@ -91,7 +91,7 @@ def test_whole_steps_without_a_masked_word_have_the_gradient_of_their_pairs(worl
     assert [sorted(terms or {}) for terms in facts.terms] == [["mlm", "nsp"], ["nsp"], ["nsp"], *[["mlm", "nsp"]] * 2]
 
 
-def loans(group: AnyGroup, save_dir: str, words: list[str]) -> list[list[int] | None]:
+def loans(group: Group, save_dir: str, words: list[str]) -> list[list[int] | None]:
     """The sizes of the gradients that were to be made where they are sent; None where that was refused."""
     lend, found = GradientReducer._lend, []
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from hetseq import config as options
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.task import make_task
 from hetseq.tasks.bert.ner import BertNerTask
 from tests.support import labelled, oracle, tagging
@@ -46,7 +46,7 @@ def words_of(folder: Path, balance: str) -> list[str]:
     ]  # fmt: skip
 
 
-def train_words(group: AnyGroup, save_dir: str, words: list[str]) -> Facts:
+def train_words(group: Group, save_dir: str, words: list[str]) -> Facts:
     return train(group, save_dir, words)
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hetseq import config as options
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.errors import HetSeqError
 from hetseq.run.session import Session
 from hetseq.task import make_task
@@ -49,7 +49,7 @@ def everything(session: Session) -> dict[str, Tensor]:
     }
 
 
-def train(group: AnyGroup, save_dir: str, words: list[str]) -> Phase:
+def train(group: Group, save_dir: str, words: list[str]) -> Phase:
     recorder = Recorder()
     session = begin(group, save_dir, words, BertTask, recorder)
     try:
@@ -61,7 +61,7 @@ def train(group: AnyGroup, save_dir: str, words: list[str]) -> Phase:
         session.close()
 
 
-def in_turn(group: AnyGroup, runs: list[tuple[str, list[str]]]) -> list[Phase | str]:
+def in_turn(group: Group, runs: list[tuple[str, list[str]]]) -> list[Phase | str]:
     """Each run, or what refused it."""
     phases: list[Phase | str] = []
     for save_dir, words in runs:
@@ -157,7 +157,7 @@ class Telling(Recorder):
         self.last = steps
 
 
-def last_steps(group: AnyGroup, first: tuple[str, list[str]], others: list[tuple[str, list[str]]]) -> list[int | None]:
+def last_steps(group: Group, first: tuple[str, list[str]], others: list[tuple[str, list[str]]]) -> list[int | None]:
     """The last step that each of the others expects, before it trains."""
     train(group, *first)
     found = []

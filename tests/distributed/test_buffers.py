@@ -13,7 +13,7 @@ from torch import nn
 
 from hetseq import Task, TaskError
 from hetseq.checkpoint import CheckpointManager, Retention
-from hetseq.comm.group import AnyGroup, LocalGroup
+from hetseq.comm.group import Group, LocalGroup
 from hetseq.run_directory import RunDirectory
 from tests.support import toys
 from tests.support.lives import Life, Line, columns, live, words
@@ -25,7 +25,7 @@ Facts = list[Life]
 X = columns()["x"] * torch.arange(1, 41)[:, None] / 10
 
 
-def live_twice(group: AnyGroup, save_dir: str, runs: list[list[str]], task_class: type[Task]) -> Facts:
+def live_twice(group: Group, save_dir: str, runs: list[list[str]], task_class: type[Task]) -> Facts:
     """One command after the other in the same run directory."""
     return [live(group, save_dir, arguments, task_class) for arguments in runs]
 

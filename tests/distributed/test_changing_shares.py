@@ -18,7 +18,7 @@ import torch
 from hetseq import config as options
 from hetseq.balance.shares import Cost, assign_shares
 from hetseq.cluster.membership.step_commit import CommitRow
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.data.plan import StepPlan
 from hetseq.errors import DisagreementError
 from hetseq.run.build import RankJob, build_session
@@ -79,7 +79,7 @@ CLASSES: dict[str, tuple[type[toys.Toy], Callable[..., torch.Tensor]]] = {
 }
 
 
-def session_of(group: AnyGroup, save_dir: str, toy: str, words: Words) -> tuple[Session, Recorder]:
+def session_of(group: Group, save_dir: str, toy: str, words: Words) -> tuple[Session, Recorder]:
     multiprocessing.current_process().daemon = False  # so that it may have processes of its own that load data
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     task, recorder = make_task(CLASSES[toy][0], config), Recorder()
@@ -87,7 +87,7 @@ def session_of(group: AnyGroup, save_dir: str, toy: str, words: Words) -> tuple[
     return build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder)), recorder
 
 
-def rotate(group: AnyGroup, save_dir: str, toy: str, runs: list[Words]) -> list[Facts]:
+def rotate(group: Group, save_dir: str, toy: str, runs: list[Words]) -> list[Facts]:
     """A rank's life: one training after the other, under a rotating pace."""
     seen = []
     for words in runs:
@@ -203,7 +203,7 @@ def test_the_mnist_net_while_shares_change(world_size: int, num_workers: int, tm
 # Ranks at odds.
 
 
-def rotate_apart(group: AnyGroup, save_dir: str, words: Words, odd_rank: int, odd_step: int) -> tuple[str, int, Any]:
+def rotate_apart(group: Group, save_dir: str, words: Words, odd_rank: int, odd_step: int) -> tuple[str, int, Any]:
     """How it ends where one rank's pace decides otherwise once: what is said, after which step, and the parameters."""
     session, _ = session_of(group, save_dir, "TwoTerms", words)
     controller = session.controller
@@ -235,7 +235,7 @@ def test_a_rank_that_changes_its_shares_otherwise_is_found_before_anything_chang
     assert [(said, step) for said, step, _ in right] == [("", 3)] * 3
 
 
-def rotate_without_a_word(group: AnyGroup, save_dir: str, words: Words) -> None:
+def rotate_without_a_word(group: Group, save_dir: str, words: Words) -> None:
     session, _ = session_of(group, save_dir, "TwoTerms", words)
     session.controller.pace = Rotating(session, group.world_size, tells_loader=False)
     try:
@@ -266,7 +266,7 @@ class Work(toys.Integers):
 CLASSES["Work"] = (Work, oracle.integers)
 
 
-def measure(group: AnyGroup, save_dir: str, words: Words) -> tuple[Facts, bool]:
+def measure(group: Group, save_dir: str, words: Words) -> tuple[Facts, bool]:
     session, recorder = session_of(group, save_dir, "Work", words)
     is_measured = isinstance(session.controller.pace, MeasuredShares)
     return facts_of(session, recorder), is_measured
@@ -290,12 +290,12 @@ def test_a_rank_that_is_slowed_down_gets_less(tmp_path: Path) -> None:
     assert slowed[0][0].losses == equal[0][0].losses  # to the bit: sums of integers
 
 
-def batches_of_costs(group: AnyGroup, save_dir: str, runs: list[tuple[str, Words]]) -> list[list[int]]:
+def batches_of_costs(group: Group, save_dir: str, runs: list[tuple[str, Words]]) -> list[list[int]]:
     """A rank's life: what all ranks told at the end of each run of the micro-batches in their costs, 0 for none."""
     return [batches_of_one_run(group, save_dir, toy, words) for toy, words in runs]
 
 
-def batches_of_one_run(group: AnyGroup, save_dir: str, toy: str, words: Words) -> list[int]:
+def batches_of_one_run(group: Group, save_dir: str, toy: str, words: Words) -> list[int]:
     session, _ = session_of(group, save_dir, toy, words)
     pace, told = session.controller.pace, list[CommitRow]()
     follow = pace.follow

@@ -15,7 +15,7 @@ import torch
 
 from hetseq.comm import group as comm
 from hetseq.comm import socket_filter as wall
-from hetseq.comm.group import AnyGroup, Group
+from hetseq.comm.group import GlooGroup, Group
 from hetseq.errors import PeerLostError, RendezvousError
 from tests.support.ranks import RankRaised, run_ranks
 
@@ -30,7 +30,7 @@ ODD = [
 ]
 
 
-def receive(group: AnyGroup, source: int) -> list[bytes]:
+def receive(group: Group, source: int) -> list[bytes]:
     received = []
     for tensor in ODD:
         mine = tensor.clone() if group.rank == source else torch.zeros_like(tensor)
@@ -45,7 +45,7 @@ def test_everybody_gets_the_bytes_of_the_source(world: int, source: int) -> None
     assert run_ranks(receive, world, source) == [expected] * world
 
 
-def gather_in_parts(group: AnyGroup, parts: list[list[int]]) -> tuple[int, list[list[int]]]:
+def gather_in_parts(group: Group, parts: list[list[int]]) -> tuple[int, list[list[int]]]:
     mine = next(part for part in parts if group.rank in part)
     inner = group.subgroup(mine, "parts")
     rows = inner.all_gather_rows(np.array([group.rank], np.int64))
@@ -67,7 +67,7 @@ def test_a_part_of_a_group_is_a_group_of_its_own(parts: list[list[int]], expecte
     assert run_ranks(gather_in_parts, 3, parts) == expected
 
 
-def connect_again(group: Group, keys: list[bytes]) -> int:
+def connect_again(group: GlooGroup, keys: list[bytes]) -> int:
     """A second group over the same store, in which each rank says that the key is its own."""
     inner = group.subgroup([*range(group.world_size)][::-1], "again") if not keys else None
     if inner is not None:
@@ -90,7 +90,7 @@ def test_a_rank_without_the_key_is_found_by_every_other_before_anything_is_sent_
     assert "who connected as rank 0 does not hold the key of this run" in report
 
 
-def close_amid_a_sum(group: Group, deadline_s: float) -> float:
+def close_amid_a_sum(group: GlooGroup, deadline_s: float) -> float:
     """The seconds that rank 0 needs to leave a sum in which the others, who live, never take part."""
     group.deadline_s = deadline_s
     seconds = 0.0
@@ -108,7 +108,7 @@ def test_who_closes_a_group_does_not_wait_for_what_its_transport_still_waits_for
     assert max(run_ranks(close_amid_a_sum, 2, 20.0)) < 10.0, "not by the deadline of the sum"
 
 
-def send_over_what_was_cut(group: Group, deadline_s: float) -> float:
+def send_over_what_was_cut(group: GlooGroup, deadline_s: float) -> float:
     """The longest that rank 0 needs to see that the connections over which it sends have just been cut."""
     longest = 0.0
     for number in range(40):  # gloo forgets about one send in eight
@@ -132,7 +132,7 @@ def test_a_send_over_connections_that_were_just_cut_ends_at_once() -> None:
     assert max(run_ranks(send_over_what_was_cut, 2, 10.0)) < 5.0, "not by the deadline of the group"
 
 
-def find_doors(group: Group) -> int:
+def find_doors(group: GlooGroup) -> int:
     """How many doors the ranks of a second group know, if every free number had been a listener's before."""
     before = dict.fromkeys(range(1024), ("127.0.0.1", 1)) | wall.listening()
     with mock.patch.object(wall, "listening", listen := mock.Mock(wraps=wall.listening)):
@@ -176,7 +176,7 @@ class Crowded:
         return stranger
 
 
-def connect_in_a_crowd(group: Group, sources: tuple[str, ...], source: str) -> tuple[str, int]:
+def connect_in_a_crowd(group: GlooGroup, sources: tuple[str, ...], source: str) -> tuple[str, int]:
     store = Crowded(group._meeting.store, source)
     meeting = comm.GroupMeeting(store, group._meeting.name + "/crowded", b"key", sources=sources)
     try:
@@ -203,7 +203,7 @@ def test_strangers_from_a_node_of_the_run_end_the_start_in_time_and_with_a_reaso
         assert total == 0
 
 
-def knock_at_each_other(group: Group) -> bool:
+def knock_at_each_other(group: GlooGroup) -> bool:
     ports = group.all_gather_rows(np.array([min(port for _, port in wall.listening().values())], np.int64))
     with socket.socket() as knocking:
         knocking.settimeout(0.1)
@@ -217,7 +217,7 @@ def test_once_all_ranks_are_there_nobody_connects_to_one_any_more() -> None:
     assert run_ranks(knock_at_each_other, 2) == [False, False]
 
 
-def wait_for_nobody(group: Group) -> float:
+def wait_for_nobody(group: GlooGroup) -> float:
     """A group that a peer never enters."""
     if group.rank == 1:
         group.all_gather_rows(np.zeros(1, np.int64))

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from tests.support.ranks import run_ranks
 from tests.support.training import Facts, prepared, toy_words, train
 
 
-def train_with(group: AnyGroup, save_dir: str, words: list[str], cache: str) -> Facts:
+def train_with(group: Group, save_dir: str, words: list[str], cache: str) -> Facts:
     warnings.filterwarnings("ignore", message=".* is deprecated", category=DeprecationWarning)  # torch within itself
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # nothing that another test has compiled
     return train(group, save_dir, words)

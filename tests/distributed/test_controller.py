@@ -13,7 +13,7 @@ import torch
 
 from hetseq import Task
 from hetseq import config as options
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.data.loader import StepData
 from hetseq.data.plan import MicroBatchCap, StepPlan
 from hetseq.errors import DisagreementError, HetSeqError, NonFiniteError
@@ -30,7 +30,7 @@ from tests.support.training import Facts, Recorder, prepared, toy_words, train
 Words = list[str]
 
 
-def session_of(group: AnyGroup, save_dir: str, words: Words, task_class: type[Task] | None = None) -> Session:
+def session_of(group: Group, save_dir: str, words: Words, task_class: type[Task] | None = None) -> Session:
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     task = make_task(task_class, config) if task_class else None
     material = load_material(config, torch.device("cpu"), task)
@@ -67,7 +67,7 @@ class Late:
         self._loader.close()
 
 
-def train_late(group: AnyGroup, save_dir: str, words: Words, late: dict[int, list[int]]) -> dict[str, Any]:
+def train_late(group: Group, save_dir: str, words: Words, late: dict[int, list[int]]) -> dict[str, Any]:
     """A rank's life; `late` says for which steps the data of which rank come late. Gives the rows that travelled."""
     session = session_of(group, save_dir, words)
     controller, rows = session.controller, []
@@ -184,7 +184,7 @@ class Poisoning:
     error: HetSeqError | None
 
 
-def train_poisoned(group: AnyGroup, save_dir: str, words: Words, task_class: type[Task], steps: int) -> Poisoning:
+def train_poisoned(group: Group, save_dir: str, words: Words, task_class: type[Task], steps: int) -> Poisoning:
     session = session_of(group, save_dir, words, task_class)
     controller, seen = session.controller, Poisoning([], [], [], [], [], [], None)
     log, keeping = logging.getLogger("hetseq.training.controller"), Keeping()
@@ -281,7 +281,7 @@ def test_clipping_is_that_of_torch_on_the_whole_gradient(tmp_path: Path) -> None
         assert unreached.losses == free.losses != facts.losses
 
 
-def train_all(group: AnyGroup, save_dir: str, runs: list[Words]) -> list[Facts]:
+def train_all(group: Group, save_dir: str, runs: list[Words]) -> list[Facts]:
     return [train(group, save_dir, words) for words in runs]
 
 
@@ -308,7 +308,7 @@ def clipped_by_torch(steps: int) -> list[torch.Tensor]:
 # Ranks at odds.
 
 
-def train_apart(group: AnyGroup, save_dir: str, words: Words, own_words: dict[int, Words]) -> str:
+def train_apart(group: Group, save_dir: str, words: Words, own_words: dict[int, Words]) -> str:
     session = session_of(group, save_dir, [*words, *own_words.get(group.rank, [])])
     try:
         while not session.controller.has_ended():
@@ -348,7 +348,7 @@ def test_a_rank_that_is_throttled_changes_nothing_but_the_time(tmp_path: Path) -
         assert not torch.equal(other.parameters, calm.parameters)
 
 
-def wait_for_a_long_validation(group: AnyGroup, save_dir: str, words: Words) -> list[float]:
+def wait_for_a_long_validation(group: Group, save_dir: str, words: Words) -> list[float]:
     """Deadlines in force during a step's worth of samples, a million steps' worth, and afterwards."""
     session = session_of(group, save_dir, words)
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from tests.support.ranks import run_ranks
 from tests.support.training import prepared, train
 
@@ -13,7 +13,7 @@ WORDS = ["--task", f"{SPIRALS}:Spirals", "--global-batch-size", "60", "--max-upd
 WORDS += ["--precision", "fp64", "--disable-validation"]
 
 
-def train_spirals(group: AnyGroup, save_dir: str, words: list[str]) -> list[float | None]:
+def train_spirals(group: Group, save_dir: str, words: list[str]) -> list[float | None]:
     return train(group, save_dir, [*WORDS, *words]).losses
 
 

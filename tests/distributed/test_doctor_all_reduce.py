@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from hetseq.comm.group import Group
+from hetseq.comm.group import GlooGroup
 from hetseq.commands.doctor import all_reduce_child as all_reduce
 from tests.support.ranks import run_ranks
 
 
-def measured(group: Group) -> list[dict[str, Any]]:
+def measured(group: GlooGroup) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     all_reduce._ENOUGH_S = 0.0
 

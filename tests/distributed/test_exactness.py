@@ -16,7 +16,7 @@ import torch
 
 from hetseq import Task
 from hetseq import config as options
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.task import make_task
 from tests.support import oracle, toys
 from tests.support.ranks import run_ranks
@@ -65,7 +65,7 @@ def steps_of(toy: str, case: Case, steps: int) -> int:
     return 2 if toy == "Images" and case[3] == "fp32" else steps
 
 
-def train_cases(group: AnyGroup, save_dir: str, toy: str, the_cases: list[Case], steps: int) -> list[Facts]:
+def train_cases(group: Group, save_dir: str, toy: str, the_cases: list[Case], steps: int) -> list[Facts]:
     """A rank's life: one training after the other."""
     return [train(group, save_dir, words(toy, case, steps_of(toy, case, steps))) for case in the_cases]
 
@@ -153,7 +153,7 @@ def _fixed_batch(toy: str, balance: str, batch: int, steps: int, precision: str 
     return toy_words(toy, balance=balance, global_batch_size=batch, max_update=steps, precision=precision)
 
 
-def train_words(group: AnyGroup, save_dir: str, runs: list[list[str]]) -> list[Facts]:
+def train_words(group: Group, save_dir: str, runs: list[list[str]]) -> list[Facts]:
     return [train(group, save_dir, run) for run in runs]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from tests.support.ranks import run_ranks
 from tests.support.training import Facts, prepared, train
 
@@ -44,7 +44,7 @@ def test_a_task_of_2020_trains_like_ours(data: str, tmp_path: Path) -> None:
     assert torch.any(theirs.parameters != run("mnist", 1, data, tmp_path / "other", "--seed", "2").parameters)
 
 
-def train_without_dropout(group: AnyGroup, save_dir: str, words: list[str]) -> Facts:
+def train_without_dropout(group: Group, save_dir: str, words: list[str]) -> Facts:
     """Dropout depends on how a step is cut into micro-batches; a rank is a process, so it may be switched off here."""
     for kind in (torch.nn.Dropout, torch.nn.Dropout2d):
         kind.forward = lambda self, x: x

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hetseq import config as options
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.task import make_task
 from tests.support import gpt_records, oracle
 from tests.support.gpt import LAYOUTS
@@ -24,7 +24,7 @@ SHARES = {1: "equal", 2: "45,3", 3: "40,6,2"}
 LIMIT = 1e-14
 
 
-def rank(group: AnyGroup, save_dir: str, data: str, balance: str) -> Facts:
+def rank(group: Group, save_dir: str, data: str, balance: str) -> Facts:
     words = [
         "--task", f"{gpt_records.__file__}:RecordingGpt", "--data", data, "--dropout", "0", "--curriculum", "1000000",
         "--seed", str(oracle.SEED), "--clip-norm", "0", "--lr", "0.1", "--lr-scheduler", "constant", "--no-save",

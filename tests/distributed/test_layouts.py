@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hetseq import Task
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from tests.support import toys
 from tests.support.lives import Life, Line, live, words
 from tests.support.ranks import run_ranks
@@ -75,7 +75,7 @@ def plain_torch(task_class: type[Pictures]) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def live_on(group: AnyGroup, save_dir: str, updates: list[int], task_class: type[Task]) -> list[Life]:
+def live_on(group: Group, save_dir: str, updates: list[int], task_class: type[Task]) -> list[Life]:
     lives = [live(group, save_dir, words(f"--max-update {n} {BALANCE[group.world_size]}"), task_class) for n in updates]
     assert [life.error for life in lives] == [None] * len(updates)
     return lives

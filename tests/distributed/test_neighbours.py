@@ -23,7 +23,7 @@ import torch
 
 from hetseq.comm import group as comm
 from hetseq.comm import shared_memory as neighbours
-from hetseq.comm.group import Group
+from hetseq.comm.group import GlooGroup
 from hetseq.comm.shared_memory import MemoryDoor, SharedMemoryRanks
 from hetseq.errors import PeerLostError
 from hetseq.parallel.gradient_sync import GradientReducer
@@ -36,7 +36,7 @@ KINDS = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 
 
 @contextmanager
-def sharing(group: Group, name: str = "sharing", timeout_s: float = 30.0) -> Iterator[Group]:
+def sharing(group: GlooGroup, name: str = "sharing", timeout_s: float = 30.0) -> Iterator[GlooGroup]:
     """The same ranks as a group that shares memory."""
     meeting = comm.GroupMeeting(group._meeting.store, f"{group._meeting.name}/{name}", b"key", shares_memory=True)
     inner = comm.connect(rank=group.rank, world_size=group.world_size, meeting=meeting, timeout_s=timeout_s)
@@ -57,7 +57,7 @@ def values(rank: int, step: int, elements: int, dtype: torch.dtype) -> torch.Ten
     return (torch.randn(elements, generator=generator, dtype=torch.float64) * 100).to(dtype)
 
 
-def add(group: Group, sizes: list[int]) -> bool:
+def add(group: GlooGroup, sizes: list[int]) -> bool:
     """Sums of all kinds and sizes, over steps and at uneven speeds: the sum in rank order, to the bit."""
     sleeping = random.Random(group.rank)
     with sharing(group) as inner:
@@ -89,7 +89,7 @@ def test_sums_of_more_than_one_piece_per_slice() -> None:
     assert all(run_ranks(add, 3, [1_000_003]))
 
 
-def gather(group: Group) -> list[int]:
+def gather(group: GlooGroup) -> list[int]:
     with sharing(group) as inner:
         rows = []
         for width in (1, 40, 4096, 4097, 10_000):  # beyond 4,096 words another road
@@ -106,7 +106,7 @@ def test_rows_of_all_ranks_in_rank_order() -> None:
     assert run_ranks(gather, 3) == [[*last, 3]] * 3
 
 
-def leave_at_once(group: Group) -> int:
+def leave_at_once(group: GlooGroup) -> int:
     """A rank that has all it needs ends while others still take in what came: nobody misses it."""
     for number in range(60):
         with sharing(group, f"group-{number}") as inner:
@@ -125,7 +125,7 @@ def test_who_is_done_may_leave_and_no_memory_stays() -> None:
     assert run_ranks(leave_at_once, 3) == [0, 0, 0]
 
 
-def build_again(group: Group) -> list[bool]:
+def build_again(group: GlooGroup) -> list[bool]:
     """Reducers one after another, as where a run goes back to a checkpoint: each takes the memory of one."""
     with sharing(group) as inner:
         held = []
@@ -143,7 +143,7 @@ def test_a_closed_reducer_gives_the_shared_memory_back() -> None:
     assert run_ranks(build_again, 2) == [[True] * 3] * 2
 
 
-def lose(group: Group, how: str, when: str) -> tuple[str, float]:
+def lose(group: GlooGroup, how: str, when: str) -> tuple[str, float]:
     """Rank 1 dies or stops at some moment of a step."""
     with ExitStack() as stack:
         inner = stack.enter_context(sharing(group, timeout_s=2.0))
@@ -184,7 +184,7 @@ def test_a_rank_that_stands_still_is_missed_after_the_deadline(when: str) -> Non
         assert 1.5 < seconds < 5
 
 
-def hurry(group: Group) -> list[float]:
+def hurry(group: GlooGroup) -> list[float]:
     """Rank 0 begins the next step at once; rank 1 takes its time to take over what rank 0 has added up."""
     seen = []
     with sharing(group) as inner:
@@ -270,7 +270,7 @@ def test_who_answers_at_a_door_without_the_key_is_no_rank() -> None:
     door.close()
 
 
-def flood(group: Group) -> float:
+def flood(group: GlooGroup) -> float:
     """More words than the sockets hold, from all at once, before anybody listens."""
     with sharing(group) as inner:
         memory = [inner.zeros(1, torch.float32, CPU) for _ in range(3)]
@@ -291,7 +291,7 @@ def refuse(*_: Any, **__: Any) -> None:
     raise OSError("no")
 
 
-def do_without(group: Group, what: str) -> tuple[float, int, bool]:
+def do_without(group: GlooGroup, what: str) -> tuple[float, int, bool]:
     """What keeps one rank from sharing keeps all of them, and the sums are as right."""
     replaced: dict[str, tuple[Any, str, Callable[..., Any]]] = {
         "machine": (comm, "machine", lambda: os.urandom(16)),
@@ -317,7 +317,7 @@ def test_what_keeps_one_rank_from_sharing_keeps_all(what: str) -> None:
     assert run_ranks(do_without, 3, "nothing") == [(30.0, 3, True)] * 3  # the twin
 
 
-def other_memory(group: Group) -> list[float]:
+def other_memory(group: GlooGroup) -> list[float]:
     """Tensors that were not made for it, views and empty ones are added up as well."""
     with sharing(group) as inner:
         shared = inner.zeros(6, torch.float32, CPU)

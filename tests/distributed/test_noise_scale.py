@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from tests.support.ranks import run_ranks
 from tests.support.training import Facts, prepared, train
 
@@ -17,7 +17,7 @@ WORDS = (
 )
 
 
-def trained(group: AnyGroup, save_dir: str, words: list[str]) -> Facts:
+def trained(group: Group, save_dir: str, words: list[str]) -> Facts:
     return train(group, save_dir, [*WORDS.split(), *words])
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from hetseq import config as options
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.data.plan import MicroBatchCap
 from hetseq.errors import DeviceMemoryError, HetSeqError, PeerLostError
 from hetseq.parallel.buffers import BufferKeeper
@@ -176,7 +176,7 @@ class Learned:
     watched: list[int]
 
 
-def learn_sizes(group: AnyGroup, save_dir: str, words: Words, free_bytes: int) -> Learned:
+def learn_sizes(group: Group, save_dir: str, words: Words, free_bytes: int) -> Learned:
     """Train on a device that needs 100 bytes for a sample and 50 besides, and tells so as a GPU does."""
 
     def learning(cap: MicroBatchCap, **flags: Any) -> MicroBatchSizes:
@@ -225,7 +225,7 @@ def test_sizes_grow_in_the_first_step_and_tell_what_later_ones_may_hold(
 # The twins: what would come of a rank that is careless.
 
 
-def be_careless(group: AnyGroup, how: str, run: tuple[str, Words, list[Appetite]]) -> list[Meal]:
+def be_careless(group: Group, how: str, run: tuple[str, Words, list[Appetite]]) -> list[Meal]:
     """A rank that forgets the samples that failed, or to take its buffers back."""
     compute: Any = ShareComputer.compute
     if how == "samples":
@@ -322,7 +322,7 @@ def test_fifty_runs_with_random_failures(world_size: int, tmp_path: Path) -> Non
 # Nothing smaller.
 
 
-def starve(group: AnyGroup, save_dir: str, words: Words, appetite: Appetite) -> tuple[str, str, int]:
+def starve(group: Group, save_dir: str, words: Words, appetite: Appetite) -> tuple[str, str, int]:
     """How a run ends in which memory holds nothing on one rank: the exception, its words, the updates made."""
     session, _ = session_of(group, save_dir, words)
     keep_diary(group, session)
@@ -395,7 +395,7 @@ def take(needed_bytes: int) -> None:
     torch.empty(needed_bytes, dtype=torch.uint8)
 
 
-def live_in_a_small_house(group: AnyGroup, save_dir: str, words: Words, is_in_backward: bool) -> tuple[Any, Any]:
+def live_in_a_small_house(group: Group, save_dir: str, words: Words, is_in_backward: bool) -> tuple[Any, Any]:
     """Train while rank 1 may have 512 MiB more than now, and a sample needs 100."""
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     task: Any = make_task(Greedy, config)
@@ -429,7 +429,7 @@ def test_a_process_that_may_have_no_more_memory_takes_less_at_once(is_in_backwar
 # While a sample is moved to the device.
 
 
-def eat_what_cannot_be_placed(group: AnyGroup, save_dir: str, words: Words, most: int) -> Meal:
+def eat_what_cannot_be_placed(group: Group, save_dir: str, words: Words, most: int) -> Meal:
     """Train where memory does not even take the samples of more than `most` at once."""
     to = torch.Tensor.to
 
@@ -453,7 +453,7 @@ def test_memory_that_runs_out_while_a_sample_is_placed_is_halved_like_any_other(
 # In validation, which has no micro-batch of its own where the options give none.
 
 
-def validate_at_the_end(group: AnyGroup, save_dir: str, words: Words, most: list[int]) -> list[dict[str, Any]]:
+def validate_at_the_end(group: Group, save_dir: str, words: Words, most: list[int]) -> list[dict[str, Any]]:
     session, recorder = session_of(group, save_dir, words)
     keep_diary(group, session)
     session.controller.task.appetite = Appetite(most=most[group.rank])  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.parallel.gradient_sync import GradientReducer
 from tests.support.ranks import run_ranks
 
@@ -15,7 +15,7 @@ PARAMETERS = 6
 SIZE = 5
 
 
-def reduce_steps(group: AnyGroup, uses: list[list[list[int]]], bucket_bytes: int) -> dict[str, Any]:
+def reduce_steps(group: Group, uses: list[list[list[int]]], bucket_bytes: int) -> dict[str, Any]:
     """A rank's life: for each step the parameters that it uses, in the order in which their gradients come."""
     parameters = [torch.nn.Parameter(torch.full((SIZE,), float(index + 1))) for index in range(PARAMETERS)]
     reducer = GradientReducer(parameters, group, bucket_bytes=bucket_bytes)
@@ -71,7 +71,7 @@ def test_a_rank_that_is_idle_for_a_step_sends_as_much_as_the_others() -> None:
     assert [facts["bytes"] for facts in ranks] == [[PARAMETERS * SIZE * 4] * len(STEPS)] * 3
 
 
-def reduce_random(group: AnyGroup, seed: int) -> list[bytes]:
+def reduce_random(group: Group, seed: int) -> list[bytes]:
     """Floats whose sum depends on the order of adding; gives the bits that each step left."""
     generator = torch.Generator().manual_seed(seed + group.rank)
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (3, 1000, 1, 77)]

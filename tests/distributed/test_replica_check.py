@@ -14,7 +14,7 @@ from torch import nn
 
 from hetseq import Task
 from hetseq.checkpoint import CheckpointManager, Retention
-from hetseq.comm.group import AnyGroup, LocalGroup
+from hetseq.comm.group import Group, LocalGroup
 from hetseq.errors import DisagreementError, HetSeqError
 from hetseq.run.session import Session
 from hetseq.run_directory import RunDirectory
@@ -91,7 +91,7 @@ def tensors_of(session: Session) -> dict[str, torch.Tensor]:
     return {**replica.model_tensors(), **replica.optimizer_tensors()[0]}
 
 
-def live(group: AnyGroup, save_dir: str, case: Case) -> Life:
+def live(group: Group, save_dir: str, case: Case) -> Life:
     life, recorder = Life(), Recorder()
     log, keeping = logging.getLogger("hetseq.training.replica_check"), KeepingLines(life.lines)
     log.addHandler(keeping)
@@ -116,7 +116,7 @@ def live(group: AnyGroup, save_dir: str, case: Case) -> Life:
     return life
 
 
-def prepare(session: Session, group: AnyGroup, recorder: Recorder, case: Case, life: Life) -> None:
+def prepare(session: Session, group: Group, recorder: Recorder, case: Case, life: Life) -> None:
     controller = session.controller
     kind = case.kinds[group.rank] if case.kinds else "one for all"
     boundary: Any = controller._boundary
@@ -129,7 +129,7 @@ def prepare(session: Session, group: AnyGroup, recorder: Recorder, case: Case, l
     if group.rank in case.spoils:
         send = replica_check.send_tensor
 
-        def spoil(group: AnyGroup, tensor: torch.Tensor, *, source: int) -> None:
+        def spoil(group: Group, tensor: torch.Tensor, *, source: int) -> None:
             send(group, tensor, source=source)
             tensor.view(-1)[0] += 1
 
@@ -365,7 +365,7 @@ def test_a_world_of_one_compares_nothing(tmp_path: Path) -> None:
     assert run_ranks(compares, 1, prepared(tmp_path / "run")) == [False]
 
 
-def compares(group: AnyGroup, save_dir: str) -> bool:
+def compares(group: Group, save_dir: str) -> bool:
     session = begin(group, save_dir, words(ADAM), Net)
     try:
         return session.controller._boundary._replicas is not None  # type: ignore[attr-defined]
@@ -478,7 +478,7 @@ def test_ranks_that_hold_other_tensors_say_which(tmp_path: Path) -> None:
         )
 
 
-def live_with_more(group: AnyGroup, save_dir: str, case: Case) -> Life:
+def live_with_more(group: Group, save_dir: str, case: Case) -> Life:
     if group.rank == 2:
         Disloyal.build_optimizer = _more  # type: ignore[method-assign]
     return live(group, save_dir, case)
@@ -511,10 +511,10 @@ def test_what_is_sent_is_what_differs_and_no_more(tmp_path: Path) -> None:
     assert sent == [[8]] * 3
 
 
-def sizes_sent(group: AnyGroup, save_dir: str, case: Case) -> list[int]:
+def sizes_sent(group: Group, save_dir: str, case: Case) -> list[int]:
     send, sizes = replica_check.send_tensor, []
 
-    def watched(group: AnyGroup, tensor: torch.Tensor, *, source: int) -> None:
+    def watched(group: Group, tensor: torch.Tensor, *, source: int) -> None:
         sizes.append(tensor.numel())
         send(group, tensor, source=source)
 

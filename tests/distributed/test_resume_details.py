@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hetseq import ConfigError, HetSeqError, Task
-from hetseq.comm.group import AnyGroup, LocalGroup
+from hetseq.comm.group import Group, LocalGroup
 from hetseq.data.plan import GlobalBatch
 from hetseq.errors import CheckpointMismatch
 from hetseq.run.checkpointing import Provenance, describe
@@ -23,7 +23,7 @@ from tests.support.ranks import run_ranks
 from tests.support.training import prepared
 
 
-def live_in_turn(group: AnyGroup, runs: list[tuple[str, list[str]]], task_class: type[Task]) -> list[Life]:
+def live_in_turn(group: Group, runs: list[tuple[str, list[str]]], task_class: type[Task]) -> list[Life]:
     """Runs of (directory, words), one after the other."""
     return [live(group, save_dir, arguments, task_class) for save_dir, arguments in runs]
 
@@ -146,7 +146,7 @@ class Keeping(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def reset_often(group: AnyGroup, run: str, other: str) -> dict[str, Any]:
+def reset_often(group: Group, run: str, other: str) -> dict[str, Any]:
     """Four steps; the same --reset-dataloader command twice; and once more into another directory."""
     log, keeping = logging.getLogger("hetseq.run.resume"), Keeping()
     log.addHandler(keeping)

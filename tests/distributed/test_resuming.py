@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from hetseq.comm.directory_groups import share
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.errors import CheckpointMismatch
 from hetseq.run_directory import RunDirectory
 from tests.support.ranks import run_ranks
 from tests.support.replicas import HERE, Net, begun, everything, replica_of, resumed, saved_run
 
 
-def go_on(group: AnyGroup, places: list[str], seed: int, words: str) -> tuple[bool, str, dict[str, torch.Tensor]]:
+def go_on(group: Group, places: list[str], seed: int, words: str) -> tuple[bool, str, dict[str, torch.Tensor]]:
     """Whether the checkpoint was put into the model by the loading; what was refused; and the replica at the end."""
     sharing, directory = share(group, ((0,), (1,))), RunDirectory(Path(places[group.rank]))
     replica, here, refusal = replica_of(Net()), dataclasses.replace(HERE, seed=seed), ""

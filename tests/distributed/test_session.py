@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hetseq import config as options
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
 from hetseq.run_directory import RunDirectory
@@ -55,7 +55,7 @@ class SentencesLongestFirst(Sentences):
     dataset = LongestFirst
 
 
-def take_steps(group: AnyGroup, save_dir: str, task_class: type[Sentences], steps: int) -> list[list[int]]:
+def take_steps(group: Group, save_dir: str, task_class: type[Sentences], steps: int) -> list[list[int]]:
     """A rank's life: the samples of its part of each step."""
     words = toy_words("Integers", balance="equal", max_tokens=8)
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
@@ -92,7 +92,7 @@ def test_a_cap_that_does_not_hold_the_longest_sample_is_refused(tmp_path: Path) 
     run_ranks(begin_sentences, 1, prepared(tmp_path), ["--max-tokens", "8"])
 
 
-def begin_sentences(group: AnyGroup, save_dir: str, words: list[str]) -> None:
+def begin_sentences(group: Group, save_dir: str, words: list[str]) -> None:
     config = options.complete(options.parse([*toy_words("Integers"), *words, "--save-dir", save_dir]))
     material = load_material(config, torch.device("cpu"), make_task(Sentences, config))
     build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=Recorder())).close()
@@ -112,7 +112,7 @@ class OwnBeginning(toys.Integers):
         return model
 
 
-def begin(group: AnyGroup, save_dir: str) -> tuple[list[float], list[float]]:
+def begin(group: Group, save_dir: str) -> tuple[list[float], list[float]]:
     """The model's numbers before and after the session is built."""
     config = options.complete(options.parse([*toy_words("Integers", global_batch_size=4), "--save-dir", save_dir]))
     task = make_task(OwnBeginning, config)
@@ -134,7 +134,7 @@ def test_all_ranks_begin_with_the_model_of_rank_zero(tmp_path: Path) -> None:
     assert zero == one == two == first
 
 
-def join(group: AnyGroup, save_dir: str, words: list[str]) -> None:
+def join(group: Group, save_dir: str, words: list[str]) -> None:
     """A rank of a run whose nodes meet by --join."""
     words = [*toy_words("Integers"), *words, "--join", "file:///anywhere", "--min-ranks", "1", "--save-dir", save_dir]
     config = options.complete(options.parse(words))
@@ -149,7 +149,7 @@ def test_the_step_of_a_run_that_is_joined_does_not_depend_on_who_came_first(tmp_
         run_ranks(join, 1, run, ["--max-sentences", "4"])
 
 
-def validate(group: AnyGroup, save_dir: str, runs: list[list[str]]) -> list[list[tuple[int, bool]]]:
+def validate(group: Group, save_dir: str, runs: list[list[str]]) -> list[list[tuple[int, bool]]]:
     return [[(row["step"], row["best"]) for row in train(group, save_dir, words).validations] for words in runs]
 
 
@@ -178,7 +178,7 @@ class Normalised(toys.Integers):
         return torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)).double()
 
 
-def first_micro_batches(group: AnyGroup, save_dir: str, runs: list[tuple[type[toys.Toy], list[str]]]) -> list[Any]:
+def first_micro_batches(group: Group, save_dir: str, runs: list[tuple[type[toys.Toy], list[str]]]) -> list[Any]:
     """Samples of each micro-batch of a rank's first step."""
     found = []
     for task_class, words in runs:
@@ -208,7 +208,7 @@ def test_the_first_step_of_unknown_ranks_grows_from_one_sample_on(tmp_path: Path
     assert run_ranks(first_micro_batches, 1, prepared(tmp_path / "alone"), runs[:1]) == [[[16]]], "nothing to learn"
 
 
-def warnings_of(group: AnyGroup, save_dir: str, runs: list[list[str]]) -> list[list[str]]:
+def warnings_of(group: Group, save_dir: str, runs: list[list[str]]) -> list[list[str]]:
     told = []
     for words in runs:
         handler = Keeping()
@@ -229,7 +229,7 @@ def test_ranks_that_can_never_have_anything_to_do_are_told_of(tmp_path: Path) ->
     assert units[0].endswith("make the global batch larger, or --unit-size smaller")
 
 
-def tell(group: AnyGroup, save_dir: str, words: list[str]) -> tuple[list[dict[str, Any]], list[tuple[str, Any]]]:
+def tell(group: Group, save_dir: str, words: list[str]) -> tuple[list[dict[str, Any]], list[tuple[str, Any]]]:
     """The rows and events of a run whose shares are said to change after its second step."""
     config = options.complete(options.parse([*toy_words("Integers"), *words, "--save-dir", save_dir]))
     material, recorder = load_material(config, torch.device("cpu")), Recorder()

@@ -23,10 +23,10 @@ from hetseq.checkpoint import sync_save as saving
 from hetseq.checkpoint.records import seal, unseal
 from hetseq.comm import directory_groups as sharing_module
 from hetseq.comm.directory_groups import everything_shared, send_bytes, send_tensor, share
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.config.sections import LogConfig
 from hetseq.errors import HetSeqError
-from hetseq.monitor.metrics import Metrics, read_events, read_rows
+from hetseq.monitor.metrics import Display, Metrics, Recording, read_events, read_rows
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
 from hetseq.run.resume import Offer, best_offer
@@ -55,7 +55,7 @@ class Life:
 
 
 def live(
-    group: AnyGroup,
+    group: Group,
     places: Sequence[str],
     parts: Sequence[Sequence[int]],
     arguments: list[str],
@@ -71,7 +71,10 @@ def live(
     directory = RunDirectory(Path(places[sharing.number]))
     config = options.complete(options.parse([*arguments, "--save-dir", "a-folder-that-nobody-uses"]))
     metrics = Metrics(
-        directory, LogConfig(), is_writer=sharing.is_writer, total_steps=None, has_display=False, has_tensorboard=False
+        Recording(directory, has_tensorboard=False),
+        Display(LogConfig()),
+        is_writer=sharing.is_writer,
+        has_display=False,
     )
     session = None
     try:
@@ -102,7 +105,7 @@ def live(
     return life
 
 
-def live_with_a_bad_disk(group: AnyGroup, places: Sequence[str], arguments: list[str]) -> Life:
+def live_with_a_bad_disk(group: Group, places: Sequence[str], arguments: list[str]) -> Life:
     return live(group, places, APART, arguments, breaks=places[1])
 
 
@@ -279,7 +282,7 @@ def test_a_directory_that_cannot_be_read_ends_all_ranks_with_one_sentence(tmp_pa
     assert lives[0].error == lives[1].error
 
 
-def live_with_a_slow_disk(group: AnyGroup, places: Sequence[str], parts: Any, arguments: list[str]) -> Life:
+def live_with_a_slow_disk(group: Group, places: Sequence[str], parts: Any, arguments: list[str]) -> Life:
     """The last rank takes far longer for its part of a checkpoint than a step may take."""
     write = saving.write_part
 
@@ -304,7 +307,7 @@ def test_the_other_directories_wait_for_a_slow_one(parts: Any, tmp_path: Path) -
 # Faults of one rank.
 
 
-def live_with_a_fault(group: AnyGroup, places: Sequence[str], arguments: list[str]) -> tuple[str, Life | None]:
+def live_with_a_fault(group: Group, places: Sequence[str], arguments: list[str]) -> tuple[str, Life | None]:
     """Rank one runs out of something while it loads."""
 
     def fail(*_: Any, **__: Any) -> None:
@@ -435,7 +438,7 @@ def test_to_go_back_is_refused_for_what_any_directory_holds(which: str, four: Pa
     assert "step 4" in lives[0].error
 
 
-def live_at_home(group: AnyGroup, homes: Sequence[str], places: Sequence[str], arguments: list[str]) -> Life:
+def live_at_home(group: Group, homes: Sequence[str], places: Sequence[str], arguments: list[str]) -> Life:
     """Each rank has a working directory of its own, where a relative path means something else."""
     os.chdir(homes[group.rank])
     return live(group, places, APART, arguments)
@@ -482,7 +485,7 @@ def test_rows_that_only_one_directory_lacks_come_from_the_other_and_its_own_are_
 # The wire.
 
 
-def complete(group: AnyGroup, places: Sequence[str], source: int, received: Sequence[bool]) -> None:
+def complete(group: Group, places: Sequence[str], source: int, received: Sequence[bool]) -> None:
     sharing = share(group, APART)
     directory = RunDirectory(Path(places[sharing.number]))
     complete_rows(directory, sharing, step=4, source=source, is_received=received[group.rank])
@@ -502,7 +505,7 @@ def test_rows_of_steps_that_were_given_up_go_with_them(
     assert [row["loss"] for row in read_rows(RunDirectory(Path(places[1])).metrics)] == [1, 2, 30, 40]
 
 
-def carry(group: AnyGroup) -> list[Any]:
+def carry(group: Group) -> list[Any]:
     """Bytes, tensors of many kinds and a loaded checkpoint from rank 1, in many pieces."""
     sharing_module._CHUNK_BYTES = 1 << 16  # a rank is a process, so it may be changed here
     data = bytes(range(256)) * 700 if group.rank == 1 else b""  # 179,200 bytes: two pieces and a rest
@@ -535,7 +538,7 @@ def test_everything_arrives_bit_for_bit() -> None:
     assert there[2] == sum(range(50_000))
 
 
-def carry_into(group: AnyGroup) -> list[Any]:
+def carry_into(group: Group) -> list[Any]:
     """A checkpoint from rank 1 into a model of which one tensor has another type; then once more where none may be."""
     sent = {"a": torch.tensor([1.0, -0.0, math.nan]), "b": torch.ones(2, 2)}
     loaded = Loaded(sent, {"x": 1}, Identity(3, 0, "0" * 16), ("best",), Path("/x"), [], "run", 1)
@@ -568,7 +571,7 @@ def test_a_checkpoint_arrives_in_the_memory_that_fits_and_only_where_it_may() ->
     ]
 
 
-def refuse_parts(group: AnyGroup, several: Sequence[Any]) -> list[str]:
+def refuse_parts(group: Group, several: Sequence[Any]) -> list[str]:
     """What is said of each of these parts."""
     told = []
     for parts in several:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from tests.support import bert
 from tests.support.ranks import run_ranks
 from tests.support.training import Facts, prepared, train
@@ -24,7 +24,7 @@ WORDS = (
 )
 
 
-def curves(group: AnyGroup, save_dir: str, words: list[str], spreads: list[str]) -> list[Facts]:
+def curves(group: Group, save_dir: str, words: list[str], spreads: list[str]) -> list[Facts]:
     chosen = ["equal"] if group.world_size == 1 else spreads
     return [train(group, save_dir, [*words, "--balance", balance]) for balance in chosen]
 

@@ -11,13 +11,14 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from hetseq.checkpoint import CheckpointManager, Identity, Loaded, Retention, SaveResult
+from hetseq.checkpoint import CheckpointManager, CheckpointOptions, Identity, Loaded, Retention, SaveResult
 from hetseq.checkpoint.arena import Arena
 from hetseq.comm.group import LocalGroup
 
@@ -80,8 +81,9 @@ def together(world_size: int, fn: Callable[[Any], Any]) -> list[Any]:
 
 def manager(run: Path, group: Any = None, **settings: Any) -> CheckpointManager:
     """A manager that waits for nothing and has a clock that stands still."""
-    waits = {"patience_s": 0.0, "underway_s": 0.0}
-    settings = {"run_id": "a-run", "retention": Retention(), "clock": lambda: 1.7e9, **waits, **settings}
+    rare = {"patience_s": 0.0, "underway_s": 0.0, "clock": lambda: 1.7e9}
+    rare |= {field.name: settings.pop(field.name) for field in fields(CheckpointOptions) if field.name in settings}
+    settings = {"run_id": "a-run", "retention": Retention(), **settings, "options": CheckpointOptions(**rare)}
     return CheckpointManager(run, group=group or LocalGroup(), **settings)
 
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from hetseq import config as options
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.data.plan import Position
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
@@ -163,14 +163,14 @@ class Meal:
     lineage: str
 
 
-def session_of(group: AnyGroup, save_dir: str, words: Words) -> tuple[Session, Recorder]:
+def session_of(group: Group, save_dir: str, words: Words) -> tuple[Session, Recorder]:
     multiprocessing.current_process().daemon = False  # so that it may have processes of its own that load data
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     material, recorder = load_material(config, torch.device("cpu"), make_task(Hungry, config)), Recorder()
     return build_session(RankJob(config, RunDirectory(Path(save_dir)), group, material, metrics=recorder)), recorder
 
 
-def keep_diary(group: AnyGroup, session: Session) -> set[int]:
+def keep_diary(group: Group, session: Session) -> set[int]:
     """Note where attempts begin, and what leaves during them; the rest leaves anyway. Gives the steps fetched again."""
     controller: Any = session.controller
     computer, compute, send = controller._computer, controller._computer.compute, group.all_reduce_sum
@@ -198,7 +198,7 @@ def keep_diary(group: AnyGroup, session: Session) -> set[int]:
     return fetched_again
 
 
-def eat(group: AnyGroup, save_dir: str, words: Words, appetite: Appetite) -> Meal:
+def eat(group: Group, save_dir: str, words: Words, appetite: Appetite) -> Meal:
     """Train with one appetite; `group` is used again afterwards."""
     send = group.all_reduce_sum
     session, recorder = session_of(group, save_dir, words)
@@ -230,7 +230,7 @@ def eat(group: AnyGroup, save_dir: str, words: Words, appetite: Appetite) -> Mea
         group.all_reduce_sum = send  # type: ignore[method-assign]
 
 
-def eat_all(group: AnyGroup, runs: list[tuple[str, Words, list[Appetite]]]) -> list[Meal]:
+def eat_all(group: Group, runs: list[tuple[str, Words, list[Appetite]]]) -> list[Meal]:
     """A rank's life: one run after the other, each in a run directory of its own."""
     return [eat(group, save_dir, words, appetites[group.rank]) for save_dir, words, appetites in runs]
 

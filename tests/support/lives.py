@@ -11,7 +11,7 @@ import torch
 
 from hetseq import Task
 from hetseq import config as options
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.errors import HetSeqError
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
@@ -46,7 +46,7 @@ class Life:
     error: HetSeqError | None = None
 
 
-def live(group: AnyGroup, save_dir: str, arguments: list[str], task_class: type[Task]) -> Life:
+def live(group: Group, save_dir: str, arguments: list[str], task_class: type[Task]) -> Life:
     """Train to the end, or to the first refusal."""
     life, recorder = Life(), Recorder()
     silent = logging.NullHandler()
@@ -80,7 +80,7 @@ def live(group: AnyGroup, save_dir: str, arguments: list[str], task_class: type[
 
 
 def begin(
-    group: AnyGroup, save_dir: str, arguments: list[str], task_class: type[Task], recorder: Recorder | None = None
+    group: Group, save_dir: str, arguments: list[str], task_class: type[Task], recorder: Recorder | None = None
 ) -> Session:
     """A session in this process; the caller closes it."""
     config = options.complete(options.parse([*arguments, "--save-dir", save_dir]))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from tests.support import toys
 from tests.support.training import Facts, train
 
@@ -46,7 +46,7 @@ def write_parts(path: Path, *parts: Sequence[int]) -> list[str]:
     return [str(path / f"host{number}") for number in range(len(parts))]
 
 
-def train_on_part(group: AnyGroup, save_dir: str, words: list[str], folders: Sequence[str]) -> tuple[Facts, list[int]]:
+def train_on_part(group: Group, save_dir: str, words: list[str], folders: Sequence[str]) -> tuple[Facts, list[int]]:
     """Train as rank `group.rank`, which reads the folder of its number; the facts, and the rows of its steps."""
     seen.clear()
     facts = train(group, save_dir, [*words, "--task", TASK, "--data", folders[group.rank]])

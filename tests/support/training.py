@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from hetseq import config as options
-from hetseq.comm.group import AnyGroup
+from hetseq.comm.group import Group
 from hetseq.config.sections import LogConfig
-from hetseq.monitor.metrics import Metrics
+from hetseq.monitor.metrics import Display, Metrics, Recording
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
 from hetseq.run.session import Session
@@ -41,7 +41,7 @@ class Recorder(Metrics):
     """Keeps the rows in place of writing them."""
 
     def __init__(self) -> None:
-        super().__init__(None, LogConfig(), is_writer=False, total_steps=None)
+        super().__init__(Recording(None), Display(LogConfig()), is_writer=False)
         self.rows: list[dict[str, Any]] = []
         self.validations: list[dict[str, Any]] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -65,7 +65,7 @@ def toy_words(toy: str, **flags: Any) -> list[str]:
     return words
 
 
-def train(group: AnyGroup, save_dir: str, words: list[str]) -> Facts:
+def train(group: Group, save_dir: str, words: list[str]) -> Facts:
     """Train in this process as rank `group.rank`, with the run directory `save_dir` (made by the test)."""
     config = options.complete(options.parse([*words, "--save-dir", save_dir]))
     recorder = Recorder()

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from hetseq.balance.shares import Cost
-from hetseq.cluster.membership.step_commit import CommitRow, Measured, Vote, Wish
+from hetseq.cluster.membership.step_commit import CommitRow, Measured, SaveStatus, Vote, Wish
 from hetseq.monitor.step_time import account, busy_s
 
 
 def rows_of(ranks: Sequence[Measured]) -> list[CommitRow]:
     nothing = np.zeros(1, np.bool_)
-    return [CommitRow(0, Vote.OK, 0, (), (), nothing, one, Wish.NONE, False, 0) for one in ranks]
+    return [CommitRow(0, Vote.OK, 0, (), (), nothing, one, Wish.NONE, SaveStatus()) for one in ranks]
 
 
 def cluster(busy: Sequence[float], communication_s: float, **known: Any) -> tuple[list[Measured], float]:

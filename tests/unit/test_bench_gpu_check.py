@@ -171,7 +171,7 @@ def private_names(source: str) -> Iterator[str]:
 
 def test_sections_use_the_commands_and_the_public_names_alone() -> None:
     assert [(path.name, name) for path in SOURCES for name in private_names(path.read_text())] == []
-    assert list(private_names("from hetseq.comm.group import Group\nimport tasks.bert.task")) == [
+    assert list(private_names("from hetseq.comm.group import Group\nimport hetseq.tasks.bert.task")) == [
         "hetseq.comm.group",
         "hetseq.tasks.bert.task",
     ]

@@ -78,7 +78,7 @@ def test_nothing_masked_is_nothing_measured(task: BertTask) -> None:
 def test_masks_that_files_hold_already_are_not_drawn_by_options(words: list[str], tmp_path: Path) -> None:
     data = bert.write_folder(tmp_path / "data", 60)
     task: Any = make_task(BertTask, options.parse(["--task", "bert", "--data", str(data), *words]))
-    with pytest.raises(DataError, match=f"{' '.join(words)} is for records.* preprocessing.convert_hdf5"):
+    with pytest.raises(DataError, match=f"{' '.join(words)} is for records.* hetseq.preprocessing.convert_hdf5"):
         task.load_dataset("train")
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from hetseq.config import parse
 from hetseq.config.sections import LogConfig
-from hetseq.monitor.metrics import Metrics
+from hetseq.monitor.metrics import Display, Metrics, Recording
 from hetseq.monitor.tensorboard import Hyperparameters, hyperparameters
 from hetseq.run_directory import RunDirectory
 
@@ -24,12 +24,9 @@ pytest.importorskip("tensorboard")
 @contextmanager
 def metrics_of(run: Path, hparams: Hyperparameters | None = None) -> Iterator[Metrics]:
     with Metrics(
-        RunDirectory.prepare(run, config_yaml=""),
-        LogConfig(log_format="none"),
+        Recording(RunDirectory.prepare(run, config_yaml=""), hparams=hparams),
+        Display(LogConfig(log_format="none"), stream=io.StringIO()),
         is_writer=True,
-        total_steps=None,
-        stream=io.StringIO(),
-        hparams=hparams,
     ) as metrics:
         yield metrics
 

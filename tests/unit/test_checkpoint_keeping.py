@@ -22,7 +22,7 @@ from hetseq.checkpoint import writer_client as process_module
 from hetseq.checkpoint.arena import OVERHEAD_BYTES, Arena
 from hetseq.checkpoint.leftover_memory import Remains
 from hetseq.checkpoint.memory_recovery import whole_states
-from hetseq.cluster.membership.step_commit import CommitRow, Measured, Vote, Wish, resolve
+from hetseq.cluster.membership.step_commit import CommitRow, Measured, SaveStatus, Vote, Wish, resolve
 from tests.support.checkpoints import (
     LINEAGE,
     NoWriter,
@@ -495,8 +495,8 @@ writer.Writer._await_image = wait
 def keep_if_allowed(own: CheckpointManager, step: int) -> bool:
     """As the trainer does after a step in which rank zero finds that a state is due."""
     row = CommitRow(
-        0, Vote.OK, 0, (), (), np.zeros(0, np.bool_), Measured(), Wish.NONE, False, 0,
-        writing=own.is_busy, keep=True, sealed=own.is_sealed,
+        0, Vote.OK, 0, (), (), np.zeros(0, np.bool_), Measured(), Wish.NONE,
+        SaveStatus(writing=own.is_busy, keep=True, sealed=own.is_sealed),
     )  # fmt: skip
     return resolve([row], next_samples=0).keep and keep(own, step)
 

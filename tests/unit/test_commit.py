@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import astuple, fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from hetseq.cluster.membership.step_commit import (
     Lineage,
     Measured,
     RowFormat,
+    SaveStatus,
     Verdict,
     Vote,
     Wish,
@@ -35,11 +37,15 @@ ROW = CommitRow(
     used=np.array([True, False, True]),
     measured=Measured(0.125, 0.0, 1e-300, 0.5, 2**40, 2**41, COST),
     wish=Wish.NONE,
-    save=False,
-    nonce=2**62 + 1,
+    saving=SaveStatus(nonce=2**62 + 1),
     partial=PartialGradient(2**40, 1e-300),
 )
 FORMAT = RowFormat(terms=2, parameters=3)
+
+
+def saying(**saving: Any) -> CommitRow:
+    """The row of a rank that says something else of saving."""
+    return replace(ROW, saving=replace(ROW.saving, **saving))
 
 
 def through_words(row: CommitRow, row_format: RowFormat = FORMAT) -> CommitRow:
@@ -54,9 +60,8 @@ def bits(row: CommitRow) -> tuple[object, ...]:
     *seconds, memory_bytes, limit_bytes, cost = astuple(row.measured)
     floats = (*row.next_counts, *row.sums, *seconds, row.partial.square)
     exact = struct.pack(f"{len(floats)}d", *floats)
-    whole = (row.digest, row.vote, row.next_samples, memory_bytes, limit_bytes, cost, row.wish, row.save, row.nonce)
-    flags = (row.writing, row.keep, row.sealed, row.partial.samples)
-    return (*whole, *flags, len(row.next_counts), exact, row.used.tolist())
+    whole = (row.digest, row.vote, row.next_samples, memory_bytes, limit_bytes, cost, row.wish, row.saving)
+    return (*whole, row.partial.samples, len(row.next_counts), exact, row.used.tolist())
 
 
 # Rows.
@@ -67,12 +72,12 @@ def bits(row: CommitRow) -> tuple[object, ...]:
     [
         ROW,
         replace(ROW, sums=(math.nan, math.inf), next_counts=(-math.inf, 5e-324), measured=Measured(-0.0, math.nan)),
-        replace(ROW, vote=Vote.NON_FINITE, wish=Wish.STOP, save=True, nonce=0, digest=-(2**63)),
-        replace(ROW, vote=Vote.REDO, save=True, digest=2**63 - 1, nonce=2**63 - 1, next_samples=0),
+        replace(saying(save=True, nonce=0), vote=Vote.NON_FINITE, wish=Wish.STOP, digest=-(2**63)),
+        replace(saying(save=True, nonce=2**63 - 1), vote=Vote.REDO, digest=2**63 - 1, next_samples=0),
         replace(ROW, used=np.array([False, False, False])),
-        replace(ROW, writing=True, keep=True, sealed=False),
-        replace(ROW, wish=Wish.STOP, save=True, keep=True, sealed=True),
-        replace(ROW, save=True, writing=True, sealed=False),
+        saying(writing=True, keep=True, sealed=False),
+        replace(saying(save=True, keep=True, sealed=True), wish=Wish.STOP),
+        saying(save=True, writing=True, sealed=False),
     ],
 )
 def test_a_row_comes_back_bit_for_bit(row: CommitRow) -> None:
@@ -115,11 +120,11 @@ def test_a_row_that_differs_anywhere_has_other_words() -> None:
         ),
         replace(ROW, measured=replace(ROW.measured, cost=None)),
         replace(ROW, wish=Wish.STOP),
-        replace(ROW, save=True),
-        replace(ROW, nonce=0),
-        replace(ROW, writing=True),
-        replace(ROW, keep=True),
-        replace(ROW, sealed=False),
+        saying(save=True),
+        saying(nonce=0),
+        saying(writing=True),
+        saying(keep=True),
+        saying(sealed=False),
     ]
     assert len({FORMAT.pack(row).tobytes() for row in [ROW, *twins]}) == len(twins) + 1
     assert all(bits(through_words(row)) != bits(ROW) for row in twins)
@@ -184,7 +189,7 @@ def test_one_rank_that_wishes_to_stop_is_enough() -> None:
 
 
 def test_rank_zero_alone_says_whether_to_save_and_under_which_name() -> None:
-    zero, other = replace(ROW, save=True, nonce=5), replace(ROW, save=False, nonce=9)
+    zero, other = saying(save=True, nonce=5), saying(save=False, nonce=9)
     saved = resolve([zero, other], next_samples=0)
     assert (saved.save, saved.nonce) == (True, 5)
     not_saved = resolve([other, zero], next_samples=0)
@@ -192,18 +197,18 @@ def test_rank_zero_alone_says_whether_to_save_and_under_which_name() -> None:
 
 
 def test_a_state_is_kept_if_rank_zero_says_so_and_the_one_before_is_sealed_on_every_rank() -> None:
-    zero, other = replace(ROW, keep=True), ROW
+    zero, other = saying(keep=True), ROW
     assert resolve([zero, other, other], next_samples=0).keep
     assert not resolve([other, zero, zero], next_samples=0).keep
     for rank in range(3):
         rows = [zero, other, other]
-        rows[rank] = replace(rows[rank], sealed=False)
+        rows[rank] = replace(rows[rank], saving=replace(rows[rank].saving, sealed=False))
         assert not resolve(rows, next_samples=0).keep
 
 
 def test_a_save_goes_on_once_no_rank_writes() -> None:
     assert not resolve([ROW, ROW], next_samples=0).writing
-    assert resolve([ROW, replace(ROW, writing=True)], next_samples=0).writing
+    assert resolve([ROW, saying(writing=True)], next_samples=0).writing
 
 
 def test_ranks_that_computed_different_steps_are_told_apart() -> None:

@@ -73,7 +73,7 @@ hetseq/cluster/rendezvous/sockets.py
     take: connection.recv: the socket never waits
 hetseq/comm/group.py
     connect: building.result: it is over
-    Group._await: work.wait: the collective has ended; before that each look at it has a deadline
+    GlooGroup._await: work.wait: the collective has ended; before that each look at it has a deadline
 hetseq/commands/demo.py
     _make_corpus: subprocess.run: the user looks on, and Ctrl-C ends both
 hetseq/commands/doctor/all_reduce_child.py

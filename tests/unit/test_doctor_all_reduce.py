@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hetseq.balance.simulation import Link, ring_seconds
-from hetseq.comm.group import AnyGroup, LocalGroup, Rows
+from hetseq.comm.group import Group, LocalGroup, Rows
 from hetseq.commands.doctor import all_reduce_child as child
 from hetseq.commands.doctor import all_reduce_client as participant
 from hetseq.commands.doctor.all_reduce_client import Participant
@@ -176,7 +176,7 @@ def test_the_forecast_takes_the_exchange_as_it_was_measured() -> None:
 # One rank of it.
 
 
-def told_by(group: AnyGroup, sizes: tuple[int, ...]) -> list[tuple[str, dict[str, Any]]]:
+def told_by(group: Group, sizes: tuple[int, ...]) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
     child.measure(group, torch.device("cpu"), lambda kind, **facts: found.append((kind, facts)), sizes)
     return [one for one in found if one[0] == "measured"]

@@ -20,7 +20,7 @@ from hetseq.config.sections import LogConfig
 from hetseq.monitor import append_file as append_module
 from hetseq.monitor import metrics as metrics_module
 from hetseq.monitor import tensorboard as board_module
-from hetseq.monitor.metrics import Metrics, read_events, read_rows
+from hetseq.monitor.metrics import Display, Metrics, Recording, read_events, read_rows
 from hetseq.run_directory import RunDirectory, json_line, write_all
 
 Make = Callable[..., Metrics]
@@ -36,9 +36,9 @@ def make(directory: RunDirectory) -> Iterator[Make]:
     """Makes writers without a display; all are closed in the end."""
     made: list[Metrics] = []
 
-    def start(**changes: Any) -> Metrics:
-        options: dict[str, Any] = {"is_writer": True, "total_steps": None, "has_tensorboard": False}
-        made.append(Metrics(directory, LogConfig(log_format="none"), stream=io.StringIO(), **options | changes))
+    def start(*, is_writer: bool = True, has_tensorboard: bool = False) -> Metrics:
+        display = Display(LogConfig(log_format="none"), stream=io.StringIO())
+        made.append(Metrics(Recording(directory, has_tensorboard=has_tensorboard), display, is_writer=is_writer))
         return made[-1]
 
     yield start
@@ -283,7 +283,7 @@ def test_only_the_writer_writes(make: Make, directory: RunDirectory) -> None:
 
 def test_a_run_without_a_directory_shows_its_steps() -> None:
     stream = io.StringIO()
-    with Metrics(None, LogConfig(), is_writer=True, total_steps=1, stream=stream) as metrics:
+    with Metrics(Recording(None), Display(LogConfig(), total_steps=1, stream=stream), is_writer=True) as metrics:
         metrics.step(row(1))
         metrics.event("join")
     assert stream.getvalue() == "step 1/1 epoch 1 loss 0.3 samples/s 128\n"

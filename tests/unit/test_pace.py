@@ -12,7 +12,7 @@ import pytest
 
 from hetseq.balance.cost_meter import WARM_UP, AtOnce
 from hetseq.balance.shares import Cost
-from hetseq.cluster.membership.step_commit import CommitRow, Measured, Vote, Wish
+from hetseq.cluster.membership.step_commit import CommitRow, Measured, SaveStatus, Vote, Wish
 from hetseq.data.plan import Assign, GlobalBatch, Planner, Position, StepPlan
 from hetseq.data.shards import Shards
 from hetseq.training.share import Part
@@ -44,7 +44,7 @@ class Rank:
 
     def follow(self, step: int, ranks: Sequence[Measured]) -> Shift | None:
         nothing = np.zeros(1, np.bool_)
-        rows = [CommitRow(0, Vote.OK, 0, (), (), nothing, one, Wish.NONE, False, 0) for one in ranks]
+        rows = [CommitRow(0, Vote.OK, 0, (), (), nothing, one, Wish.NONE, SaveStatus()) for one in ranks]
         return self.pace.follow(self.plan(step), rows)
 
 
@@ -155,7 +155,7 @@ def test_a_rank_learns_something_from_any_times() -> None:
 
 def test_fixed_shares_follow_nothing() -> None:
     nothing = np.zeros(1, np.bool_)
-    rows = [CommitRow(0, Vote.OK, 0, (), (), nothing, costing(c), Wish.NONE, False, 0) for c in (1.0, 9.0)]
+    rows = [CommitRow(0, Vote.OK, 0, (), (), nothing, costing(c), Wish.NONE, SaveStatus()) for c in (1.0, 9.0)]
     assert FixedShares(EQUAL).follow(Rank().plan(1), rows) is None
 
 

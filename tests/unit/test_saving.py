@@ -100,5 +100,23 @@ def test_what_was_found_in_memory_is_written_after_the_next_step_if_it_could_not
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])
-def test_a_rank_says_whether_its_newest_state_is_sealed(tmp_path: Path, is_sealed: bool) -> None:
-    assert saver_of(tmp_path, "", is_sealed=is_sealed).is_sealed() is is_sealed
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_a_rank_says_how_far_its_last_state_and_its_part_of_a_save_are(
+    tmp_path: Path, is_sealed: bool, is_busy: bool
+) -> None:
+    status = saver_of(tmp_path, "", is_sealed=is_sealed, is_busy=is_busy).status(1)
+    assert (status.sealed, status.writing) == (is_sealed, is_busy)
+
+
+@pytest.mark.parametrize("keeps_states", [False, True])
+@pytest.mark.parametrize("passed_s", [0.0, 60.0])
+def test_a_rank_says_what_is_due_and_gives_each_attempt_a_name_of_its_own(
+    tmp_path: Path, keeps_states: bool, passed_s: float
+) -> None:
+    clock = Clock()
+    words = "--persistent-time-interval 60"
+    saver = saver_of(tmp_path, words, clock=clock, keeps_states=keeps_states, is_busy=False)
+    clock.now_s += passed_s
+    first, second = saver.status(1), saver.status(1)
+    assert (first.save, first.keep) == (passed_s == 60.0, keeps_states)
+    assert first.nonce != second.nonce

@@ -66,6 +66,17 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class SaveStatus:
+    """What a rank knows about saving when a step is committed. `save`, `nonce` and `keep` count on rank zero alone."""
+
+    save: bool = False  # a checkpoint is due after this step
+    nonce: int = 0  # names the attempt of that checkpoint
+    writing: bool = False  # this rank still writes its part of the checkpoint under way
+    keep: bool = False  # the state after this step should stay in memory, for a restart after a kill
+    sealed: bool = True  # the newest state in memory would be believed after the death of this rank
+
+
+@dataclass(frozen=True)
 class CommitRow:
     """One rank's row. Counts and sums are in the order of the run's terms; `used` has one flag per parameter."""
 
@@ -77,11 +88,7 @@ class CommitRow:
     used: npt.NDArray[np.bool_]  # (parameters,): a gradient arrived here
     measured: Measured
     wish: Wish
-    save: bool  # rank zero: a checkpoint is due after this step
-    nonce: int  # rank zero: names the attempt of that checkpoint
-    writing: bool = False  # this rank still writes its part of the checkpoint under way
-    keep: bool = False  # rank zero: the state after this step should stay in memory
-    sealed: bool = True  # the newest state in memory would be believed after the death of this rank
+    saving: SaveStatus
     partial: PartialGradient = UNMEASURED  # of this rank's first micro-batch, in some steps
 
 
@@ -97,12 +104,12 @@ class RowFormat:
         return _INTEGERS + _FLOATS + 2 * self.terms + -(-self.parameters // 64)
 
     def pack(self, row: CommitRow) -> Words:
-        measured, cost = row.measured, row.measured.cost
+        measured, cost, saving = row.measured, row.measured.cost, row.saving
         seconds = [measured.compute_s, measured.data_s, measured.idle_s, measured.overhead_s]
         seconds += [cost.fixed_s, cost.per_unit_s, cost.per_batch_s] if cost else [0.0, math.inf, 0.0]
-        flags = int(row.wish) | int(row.save) << 8 | int(row.writing) << 9 | int(row.keep) << 10
-        flags |= int(row.sealed) << 11
-        integers = [row.digest, int(row.vote), row.next_samples, flags, row.nonce, row.partial.samples]
+        flags = int(row.wish) | int(saving.save) << 8 | int(saving.writing) << 9 | int(saving.keep) << 10
+        flags |= int(saving.sealed) << 11
+        integers = [row.digest, int(row.vote), row.next_samples, flags, saving.nonce, row.partial.samples]
         integers += [measured.memory_bytes, measured.memory_limit_bytes, (cost and cost.batch) or 0]
         bits = np.zeros(-(-self.parameters // 64) * 64, np.uint8)
         bits[: self.parameters] = row.used
@@ -130,11 +137,13 @@ class RowFormat:
             used=bits[: self.parameters].astype(np.bool_),
             measured=Measured(compute_s, data_s, idle_s, overhead_s, in_use, limit, cost),
             wish=Wish(flags & 0xFF),
-            save=bool(flags >> 8 & 1),
-            nonce=nonce,
-            writing=bool(flags >> 9 & 1),
-            keep=bool(flags >> 10 & 1),
-            sealed=bool(flags >> 11 & 1),
+            saving=SaveStatus(
+                save=bool(flags >> 8 & 1),
+                nonce=nonce,
+                writing=bool(flags >> 9 & 1),
+                keep=bool(flags >> 10 & 1),
+                sealed=bool(flags >> 11 & 1),
+            ),
             partial=PartialGradient(samples, square),
         )
 
@@ -181,10 +190,10 @@ def resolve(rows: Sequence[CommitRow], *, next_samples: int) -> Outcome:
         sums=add_in_rank_order([row.sums for row in rows]),
         used=np.logical_or.reduce([row.used for row in rows]),
         wish=wish,
-        save=rows[0].save,
-        nonce=rows[0].nonce,
-        writing=any(row.writing for row in rows),
-        keep=rows[0].keep and all(row.sealed for row in rows),
+        save=rows[0].saving.save,
+        nonce=rows[0].saving.nonce,
+        writing=any(row.saving.writing for row in rows),
+        keep=rows[0].saving.keep and all(row.saving.sealed for row in rows),
         next_counts=add_in_rank_order([row.next_counts for row in rows]) if is_counted else None,
         rows=tuple(rows),
     )

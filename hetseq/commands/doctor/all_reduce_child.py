@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import torch
 
-from hetseq.comm.group import AnyGroup, GroupMeeting, connect, gather_floats
+from hetseq.comm.group import Group, GroupMeeting, connect, gather_floats
 from hetseq.commands.doctor.network_results import SIZES
 from hetseq.errors import HetSeqError, PeerLostError, RendezvousError
 from hetseq.system.processes import die_with_pipe
@@ -46,7 +46,7 @@ class ChildPipe:
         self._values: dict[str, bytes] = {}
         self._is_gone = False
         self._parts: queue.SimpleQueue[Record] = queue.SimpleQueue()
-        self.group: AnyGroup | None = None
+        self.group: Group | None = None
         threading.Thread(target=self._listen, name="doctor-line", daemon=True).start()
 
     def say(self, kind: str, **facts: object) -> None:
@@ -75,7 +75,7 @@ class ChildPipe:
         if self._is_gone:
             raise PeerLostError("another node was lost")
 
-    def begin(self, group: AnyGroup) -> None:
+    def begin(self, group: Group) -> None:
         """From now on this group is cut when a rank is lost."""
         self.group = group
         if self._is_gone:
@@ -130,7 +130,7 @@ def take_part(part: Record, line: ChildPipe) -> None:
     measure(group, torch.device(part["device"]), line.say)
 
 
-def measure(group: AnyGroup, device: torch.device, say: Say, sizes: tuple[int, ...] = SIZES) -> None:
+def measure(group: Group, device: torch.device, say: Say, sizes: tuple[int, ...] = SIZES) -> None:
     """Tell the seconds of an all-reduce of each size, the median of some; every rank calls it, and tells the same.
 
     A size that would take too long, by what the last one took, is left out, and so are larger ones.
@@ -149,7 +149,7 @@ def measure(group: AnyGroup, device: torch.device, say: Say, sizes: tuple[int, .
         say("measured", bytes=size, seconds=statistics.median(times))
 
 
-def _timed(group: AnyGroup, tensor: torch.Tensor, say: Say) -> float:
+def _timed(group: Group, tensor: torch.Tensor, say: Say) -> float:
     """Seconds of one all-reduce, on the rank where it took longest: the same number on every rank."""
     gather_floats(group, [0.0])  # all begin together
     begin = time.perf_counter()

@@ -59,7 +59,6 @@ def examine_together(
     interface: str | None,
     command: str,
     tell: Tell,
-    pause: Callable[[float], None] = time.sleep,
     judge: Callable[[Examination], int],
 ) -> tuple[int, bool]:
     """The exit code of the common examination of `nodes` nodes, and whether this node led it; every node calls it.
@@ -68,7 +67,7 @@ def examine_together(
     kind where the others are not found in --join-timeout, or the head is lost.
     """
     with ExitStack() as closing:
-        meeting = meet(config, pause=pause, tell=tell, command=command, interface=interface, name="doctor")
+        meeting = meet(config, pause=time.sleep, tell=tell, command=command, interface=interface, name="doctor")
         closing.callback(meeting.close)
         helper = Helper(meeting.address, meeting.key, directory, facts.rank_device)
         closing.callback(helper.close)
