@@ -440,7 +440,7 @@ def _last_words(session: Session, *, has_ended: bool) -> dict[str, Any]:
     saver = session.saver
     _repeat_failures(saver, has_ended=has_ended)
     if has_ended and saver.last_error is None:
-        return {"code": EXIT_DONE}
+        return _nothing_learned(session) or {"code": EXIT_DONE}
     if has_ended:
         kept = f"the newest checkpoint is of step {saver.last_step}" if saver.last_step else "nothing was ever saved"
         message = f"the final save failed: {saver.last_error}; {kept}: see to --save-dir, then give this command again"
@@ -449,6 +449,18 @@ def _last_words(session: Session, *, has_ended: bool) -> dict[str, Any]:
         message = f"stopped after step {session.last_step}; the same command goes on from step {saver.last_step}"
         return {"code": EXIT_STOPPED, "message": message}
     return {"code": EXIT_FAILED, "message": f"stopped after step {session.last_step}, and nothing was ever saved"}
+
+
+def _nothing_learned(session: Session) -> dict[str, Any] | None:
+    """The report of a run whose steps were all skipped; None: at least one was applied, or there was none."""
+    steps = session.last_step
+    if session.controller.state.updates or not steps:
+        return None
+    message = (
+        f"none of {steps} steps was applied: no gradient was finite; lower --lr, or look at the samples that the"
+        " warnings in log/rank-0.txt name [loss-not-finite]"
+    )
+    return {"code": EXIT_FAILED, "message": message}
 
 
 def _repeat_failures(saver: Saver, *, has_ended: bool) -> None:

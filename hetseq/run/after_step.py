@@ -28,6 +28,7 @@ from hetseq.monitor.status import RunStatus
 from hetseq.monitor.step_time import account
 from hetseq.run.checkpointing import Saved, Saver, draw_nonce
 from hetseq.run.regroup import PendingWork
+from hetseq.run.step_watch import StepWatch
 from hetseq.run_directory import RunDirectory, StatusFile
 from hetseq.system.rank_phase import Phase, Stand, amid
 from hetseq.training.controller import Controller, StepResult, TrainingState
@@ -126,10 +127,11 @@ class AfterStep:
         saver: Saver,
         metrics: Metrics,
         status: StatusFiles,
+        watch: StepWatch,
         replicas: ReplicaCheck | None = None,
     ) -> None:
         self._config, self._validators, self._replicas = config, validators, replicas
-        self._saver, self._metrics, self._status = saver, metrics, status
+        self._saver, self._metrics, self._status, self._watch = saver, metrics, status, watch
         self._noise_scale = NoiseScale()
 
     def save_status(self, state: TrainingState) -> SaveStatus:
@@ -140,6 +142,7 @@ class AfterStep:
         """Report the step, compare the replicas, validate and save if due. Every rank calls it."""
         outcome, due = result.outcome, self.due(controller, result)
         self._report(result, due.row)
+        self._watch.see(result)
         self._saver.prepare_early()
         self._tell(self._saver.go_on(is_anyone_writing=outcome.writing))
         is_stopping = bool(outcome.wish & Wish.STOP)

@@ -45,6 +45,7 @@ from hetseq.run.planning import check_best_metric, make_validators, planner_of, 
 from hetseq.run.regroup import KeptState, Regroup, StartState, hand_over
 from hetseq.run.resume import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run.session import Session
+from hetseq.run.step_watch import StepWatch
 from hetseq.run_directory import RunDirectory
 from hetseq.system.device_memory import in_use_bytes, limit_bytes
 from hetseq.training.controller import Controller, RankContext, Recipe, StepFeed, TrainingState
@@ -260,9 +261,11 @@ def build_reports(
     replicas, every = None, config.distributed.check_replicas_every
     if every and job.group.world_size > 1:
         replicas = ReplicaCheck(replica, job.group, job.metrics, every=every, kind=kind_of(device))
+    most = config.optimization.max_skipped_steps
+    watch = StepWatch(job.material.terms, job.metrics, rank=job.group.rank, most=most)
     boundary = AfterStep(
         config=config.validation, validators=validators, saver=start.saver, metrics=job.metrics, status=status,
-        replicas=replicas,
+        replicas=replicas, watch=watch,
     )  # fmt: skip
     return Reports(run_status, status, replicas, boundary)
 

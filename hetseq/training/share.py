@@ -10,7 +10,8 @@ a step, so that is rare.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from hetseq.balance.noise_scale import UNMEASURED, PartialGradient
 from hetseq.data.fetch import seed_everything
 from hetseq.data.loader import MicroBatch, StepData, place_on
 from hetseq.data.plan import MicroBatchCap, derive_seed
-from hetseq.errors import DeviceMemoryError
+from hetseq.errors import DeviceMemoryError, TaskError
 from hetseq.parallel.replica import Replica
 from hetseq.system import device_memory as memory
 from hetseq.task import Task, check_sums, weights_of
@@ -30,6 +31,8 @@ from hetseq.training.stopwatch import MicroBatchClock
 from hetseq.training.throttle import Throttle
 
 logger = logging.getLogger(__name__)
+
+SumByTerm = Mapping[int, torch.Tensor]  # number of a term -> its sum, without dimensions
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class ShareComputer:
     def attempt(self, data: StepData, counts: tuple[float, ...]) -> tuple[Part | None, MicroBatch | None]:
         """One try of the share as it is cut: what was done, or the micro-batch that memory did not hold."""
         totals: dict[int, torch.Tensor] = {}  # by term, float64, on the device
+        uncounted: dict[int, torch.Tensor] = {}  # the same of micro-batches that have no count of the term
         partial, measures = UNMEASURED, self._measures(data)
         self.replica.reducer.begin()
         self._clock.start()
@@ -114,7 +118,7 @@ class ShareComputer:
                 self.replica.reducer.expect_last()
             seed_everything(derive_seed(self._seed, data.plan.step, batch.start))
             with self._throttle.slowed(), self._watching_memory() as peak:
-                if not self._try(batch, counts, totals):
+                if not self._try(batch, counts, totals, uncounted):
                     return None, batch
             if peak is not None:
                 self.sizes.see(batch.size, peak.bytes)
@@ -122,7 +126,7 @@ class ShareComputer:
             if measures and number == 0:
                 norm = self.replica.reducer.norm_so_far() / self.loss_scale
                 partial = PartialGradient(batch.size, norm**2)
-        sums = tuple(float(totals.get(index, 0.0)) for index in range(len(self.terms)))  # sync
+        sums = self._read_sums(totals, uncounted)
         work = tuple(batch.work for batch in data.micro_batches)
         return Part(sums, work, tuple(self._clock.laps()), partial), None
 
@@ -136,11 +140,33 @@ class ShareComputer:
         """Tells what a micro-batch needed, while sizes still grow."""
         return memory.peak_of(self._device) if self.sizes.is_learning else nullcontext()
 
-    def _try(self, batch: MicroBatch, counts: tuple[float, ...], totals: dict[int, torch.Tensor]) -> bool:
-        """Forward and backward of one micro-batch; adds to `totals`. False if memory ran out."""
+    def _read_sums(self, totals: SumByTerm, uncounted: SumByTerm) -> tuple[float, ...]:
+        """The sum of each term. Raises TaskError where there is one of a term whose count is 0.
+
+        Such a sum has no divisor and no gradient, so it would be lost. One that is not finite may be 0/0, and is none.
+        """
+        found = [*totals.values(), *uncounted.values()]
+        values = torch.stack(found).tolist() if found else []  # sync, the only one of a share
+        for index, value in zip(uncounted, values[len(totals) :]):
+            if value != 0 and math.isfinite(value):
+                raise TaskError(
+                    f"{type(self.task).__name__}: a batch has count 0 of {self.terms[index]!r}, but its loss gives"
+                    f" {value:.6g}: expected 0. count is asked about a step before update_step is called for the one"
+                    " before it, so count and loss have to look at the batch alone: put what decides, such as a phase,"
+                    " into the batch"
+                )
+        read = dict(zip(totals, values))
+        return tuple(read.get(index, 0.0) for index in range(len(self.terms)))
+
+    def _try(
+        self, batch: MicroBatch, counts: tuple[float, ...], totals: dict[int, torch.Tensor],
+        uncounted: dict[int, torch.Tensor],
+    ) -> bool:  # fmt: skip
+        """Forward and backward of one micro-batch; adds to `totals` and `uncounted`. False if memory ran out."""
         try:
             for index, total in self._micro_batch(batch, counts).items():
-                totals[index] = totals[index] + total if index in totals else total
+                kind = totals if batch.counts[index] else uncounted
+                kind[index] = kind[index] + total if index in kind else total
         except (RuntimeError, MemoryError) as error:
             if not memory.is_exhausted(error):
                 raise
@@ -148,7 +174,7 @@ class ShareComputer:
         return True
 
     def _micro_batch(self, batch: MicroBatch, counts: tuple[float, ...]) -> dict[int, torch.Tensor]:
-        """Its sum of each term that has a count."""
+        """Its sum of each term; those without a count have no gradient."""
         own, sample = dict(zip(self.terms, batch.counts)), self._place(batch.sample)
         with self.precision.computing(self._device):
             sums = check_sums(self.task, self.task.micro_step(self.replica.model, sample, own), self.terms)
@@ -160,7 +186,9 @@ class ShareComputer:
         with_gradient = [term for term in scaled if term.requires_grad]
         if with_gradient:
             self.replica.reducer.backward(torch.stack(with_gradient).sum() * self.loss_scale)
-        return {index: sums[self.terms[index]].detach().double() for index in live}
+        dead = [index for index, count in enumerate(batch.counts) if not count]
+        # of one device, so that one copy brings all of them
+        return {index: sums[self.terms[index]].detach().to(self._device, torch.float64) for index in (*live, *dead)}
 
     def _complaint(self, samples: int) -> str:
         what, remedy = "even one sample", "make samples or model smaller"

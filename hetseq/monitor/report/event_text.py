@@ -118,6 +118,18 @@ def _replicas_differ(event: Event) -> tuple[str, str]:
     return what, "Test the memory of that node and its device; a task must not change its model by rank."
 
 
+def _loss_not_finite(event: Event) -> tuple[str, str]:
+    more = event.get("steps")
+    often = f", {more:,} times so far" if isinstance(more, int) and more > 1 else ""
+    what = f"the loss was not finite, though its gradient was{often}: {event.get('what', 'no rank was named')}"
+    return what, "Look at these samples, and at what of the loss has no gradient."
+
+
+def _gradient_zero(event: Event) -> tuple[str, str]:
+    what = "the gradient was exactly 0 on all ranks, so nothing was learned"
+    return what, "Look for what cuts the loss off from the parameters: detach, no_grad, a count of 0."
+
+
 def _unknown(event: Event) -> tuple[str, str]:
     facts = {key: value for key, value in event.items() if key not in ("time_utc", "event", "step")}
     return f"{event.get('event', 'event')} {json.dumps(facts, default=str)[:300]}", ""
@@ -132,4 +144,6 @@ _WORDS = {
     "save_failed": _save_failed,
     "resume": _resume,
     "replicas_differ": _replicas_differ,
+    "loss_not_finite": _loss_not_finite,
+    "gradient_zero": _gradient_zero,
 }

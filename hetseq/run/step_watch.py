@@ -1,0 +1,80 @@
+"""Steps that look healthy and are not, in words: a loss that is not a number, a gradient that is exactly 0.
+
+A gradient that is not finite is never applied, and the controller says so. A loss may be not finite all the same: of a
+masked term, or one that is detached. What is said is made of the rows of the commit, so it costs nothing and is the
+same on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+from hetseq.cluster.membership.step_commit import Verdict
+from hetseq.errors import NonFiniteError
+from hetseq.monitor.metrics import Metrics
+from hetseq.training.controller import StepResult
+
+logger = logging.getLogger(__name__)
+
+_TOLD_AT_FIRST = 3  # then every time their number has doubled
+
+
+class StepWatch:
+    """What steps of one generation have been seen; every rank has one and shows it every step."""
+
+    def __init__(self, terms: Sequence[str], metrics: Metrics, *, rank: int, most: int) -> None:
+        self._terms, self._metrics, self._most = terms, metrics, most
+        self._level = logging.WARNING if rank == 0 else logging.INFO  # all ranks know the same
+        self._seen = self._in_a_row = 0
+        self._has_told_of_zero = False
+
+    def see(self, result: StepResult) -> None:
+        """Tell of a step that is not healthy. Raises NonFiniteError after `most` steps in a row without a loss."""
+        if result.outcome.verdict is not Verdict.APPLY:
+            return
+        if result.loss is None or not math.isfinite(result.loss):
+            self._tell_of_loss(result)
+        else:
+            self._in_a_row = 0
+        if result.grad_norm == 0 and not self._has_told_of_zero:
+            self._has_told_of_zero = True
+            self._tell_of_zero(result)
+
+    def _tell_of_loss(self, result: StepResult) -> None:
+        self._seen += 1
+        self._in_a_row += 1
+        step, blamed = result.plan.step, _not_finite(result, self._terms)
+        message = f"step {step}: the loss is not finite, though its gradient is and was applied; {blamed}"
+        if self._seen <= _TOLD_AT_FIRST or self._seen & (self._seen - 1) == 0:
+            self._metrics.event("loss_not_finite", step=step, what=blamed, steps=self._seen)
+            logger.log(self._level, message)
+        if self._in_a_row >= self._most:
+            raise NonFiniteError(
+                f"{message}. {self._in_a_row} steps in a row had such a loss (--max-skipped-steps): look at the named"
+                " samples, and at what of the loss has no gradient"
+            )
+
+    def _tell_of_zero(self, result: StepResult) -> None:
+        step = result.plan.step
+        empty = [term for term, count in zip(self._terms, result.counts) if not count]
+        why = f"; {', '.join(map(repr, empty))}: nothing was counted" if empty else ""
+        self._metrics.event("gradient_zero", step=step, terms_without_count=empty)
+        logger.log(
+            self._level,
+            "step %d: the gradient is exactly 0 on all ranks, so nothing was learned%s; if that was not meant, look for"
+            " what cuts the loss off from the parameters: detach, no_grad, a count of 0", step, why,
+        )  # fmt: skip
+
+
+def _not_finite(result: StepResult, terms: Sequence[str]) -> str:
+    """Which ranks brought it, of which terms and with which samples."""
+    blamed = []
+    for rank, row in enumerate(result.outcome.rows):
+        bad = [repr(term) for term, value in zip(terms, row.sums) if not math.isfinite(value)]
+        if bad:
+            start, stop = result.plan.range_of(rank)
+            positions = f"positions {start} to {stop - 1} of epoch {result.plan.epoch}"
+            blamed.append(f"rank {rank} brought it (loss term {', '.join(bad)}; {positions})")
+    return "; ".join(blamed) or "the sum over the ranks overflowed"

@@ -1,0 +1,79 @@
+"""Training programs of others that were trained wrongly in silence, or refused: what HetSeq does with each now."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+
+import pytest
+
+from hetseq.comm.group import LocalGroup
+from hetseq.errors import NonFiniteError, TaskError
+from tests.support import ports
+from tests.support.training import Facts, prepared, train
+
+PORTS = Path(ports.__file__)
+
+
+def trained(tmp_path: Path, port: str, *words: object) -> Facts:
+    """A run of one rank in this process: micro-batches of 4, batches of 8, six steps."""
+    command = [
+        "--task",
+        f"{PORTS}:{port}",
+        "--max-sentences",
+        4,
+        "--global-batch-size",
+        8,
+        "--max-update",
+        6,
+        "--no-save",
+    ]
+    command += ["--disable-validation", "--lr-scheduler", "constant", "--lr", 0.1, "--optimizer", "sgd", "--seed", 3]
+    return train(LocalGroup(), prepared(tmp_path / "run"), [*map(str, command), *map(str, words)])
+
+
+# A count that looks at what update_step sets.
+
+
+def test_a_sum_under_a_count_of_0_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(
+        TaskError, match=r"TwoPhases: a batch has count 0 of 'second', but its loss gives \d.*the batch"
+    ):
+        trained(tmp_path, "TwoPhases")
+
+
+def test_phases_that_are_in_the_batch_train(tmp_path: Path) -> None:
+    facts = trained(tmp_path, "PhasesOfTheBatch")
+    assert len(facts.losses) == 6
+    assert all(loss is not None and loss > 0 for loss in facts.losses)
+
+
+# Losses and gradients that say nothing.
+
+
+def test_a_gradient_of_exactly_0_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        trained(tmp_path, "NeverAGradient")
+    told = [record.getMessage() for record in caplog.records if "exactly 0" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith("step 1: the gradient is exactly 0 on all ranks")
+
+
+def test_a_loss_that_is_no_number_is_told_with_its_term_rank_and_samples(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        facts = trained(tmp_path, "NanOfAConstant", "--fault-every", 2)
+    assert [loss is None or math.isnan(loss) for loss in facts.losses] == [False, True] * 3
+    told = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
+    assert told[0] == (
+        "step 2: the loss is not finite, though its gradient is and was applied; rank 0 brought it (loss term 'loss';"
+        " positions 8 to 15 of epoch 1)"
+    )
+    assert len(told) == 3
+
+
+def test_a_loss_that_stays_no_number_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match=r"step 4: .* 4 steps in a row had such a loss \(--max-skipped-steps\)"):
+        trained(tmp_path, "NanOfAConstant", "--max-skipped-steps", 4)
