@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from hetseq import Task, option
@@ -97,3 +98,40 @@ class NanOfAConstant(Port):
         error = ((model(sample) - sample) ** 2).sum()
         is_broken = model.training and (self.updates + 1) % self.options.fault_every == 0
         return {"loss": error + (math.nan if is_broken else 0.0)}
+
+
+class Mlm(Task):
+    """run_mlm: Hugging Face's BERT and its collator, which masks at random."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        from transformers import BertTokenizerFast, DataCollatorForLanguageModeling
+
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(WORDS))]
+        tokenizer = BertTokenizerFast(vocab={word: number for number, word in enumerate(words)})
+        self._collator, self._words = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3), len(words)
+
+    def load_dataset(self, split: str) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randint(5, self._words, (SAMPLES, 8), generator=generator).tolist()
+        return [{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows] if split == "train" else None
+
+    def collater(self, samples: Any) -> Any:
+        return self._collator(samples)
+
+    def build_model(self) -> nn.Module:
+        from transformers import BertConfig, BertForMaskedLM
+
+        return BertForMaskedLM(
+            BertConfig(
+                vocab_size=self._words, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                intermediate_size=16, max_position_embeddings=16, initializer_range=0.001,  # every word costs ln V
+            )
+        )  # fmt: skip
+
+    def count(self, sample: Any) -> dict[str, float]:
+        return {"mlm": int((sample["labels"] != -100).sum())}
+
+    def loss(self, model: nn.Module, sample: Any) -> Any:
+        logits = model(input_ids=sample["input_ids"], attention_mask=sample["attention_mask"]).logits
+        return {"mlm": F.cross_entropy(logits.flatten(0, 1), sample["labels"].flatten(), reduction="sum")}

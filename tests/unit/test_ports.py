@@ -77,3 +77,13 @@ def test_a_loss_that_is_no_number_is_told_with_its_term_rank_and_samples(
 def test_a_loss_that_stays_no_number_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=r"step 4: .* 4 steps in a row had such a loss \(--max-skipped-steps\)"):
         trained(tmp_path, "NanOfAConstant", "--max-skipped-steps", 4)
+
+
+# Hugging Face's own collator, which masks at random.
+
+
+def test_masked_language_models_with_their_own_collator_train(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    facts = trained(tmp_path, "Mlm")
+    assert len(facts.losses) == 6
+    assert all(loss is not None and 0 < loss < 5 for loss in facts.losses)

@@ -61,14 +61,16 @@ def task_of(kind: type[Task]) -> Task:
     return make_task(kind, Config())
 
 
-def check(kind: type[Task], rows: Any = ROWS, model: torch.nn.Module | None = None) -> None:
+def check(
+    kind: type[Task], rows: Any = ROWS, model: torch.nn.Module | None = None, collate: Any = default_collate
+) -> None:
     task = task_of(kind)
-    terms = find_terms(task, rows, default_collate)
+    terms = find_terms(task, rows, collate)
     check_loss(
         task,
         model or torch.nn.Identity(),
         rows,
-        collate=default_collate,
+        collate=collate,
         place=lambda sample: sample,
         terms=terms,
         seed=7,
@@ -104,6 +106,51 @@ def test_randomness_in_loss_and_data_is_held_still() -> None:
         check(Dropping, Noisy(ROWS))
         with pytest.raises(TaskError):
             check(Averaging, Noisy(ROWS))
+
+
+def masked_at_random(samples: Any) -> Any:
+    """As a collater of masked language models: which entries count is drawn anew for each batch, six of them."""
+    rows = torch.stack(list(samples))
+    is_counted = torch.zeros(rows.numel(), dtype=torch.bool)
+    is_counted[torch.randperm(rows.numel())[:6]] = True
+    return {"rows": rows, "is_counted": is_counted.view(rows.shape)}
+
+
+class Masked(Task):
+    """A sum over entries that count, or their mean."""
+
+    averages = False
+
+    def count(self, sample: Any) -> Any:
+        return {"loss": int(sample["is_counted"].sum())}
+
+    def loss(self, model: Any, sample: Any) -> Any:
+        counted = model(sample["rows"])[sample["is_counted"]]
+        return {"loss": counted.mean() if self.averages else counted.sum()}
+
+
+class MaskedMean(Masked):
+    averages = True
+
+
+EQUAL = [torch.full((6,), 2.0), torch.full((6,), 2.0)]  # each entry costs the same, as at the start of training
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_random_collater_is_no_mean(seed: int) -> None:
+    torch.manual_seed(seed)
+    check(Masked, EQUAL, collate=masked_at_random)
+    with pytest.raises(TaskError, match="the mean of 'loss'"):
+        check(MaskedMean, EQUAL, collate=masked_at_random)
+
+
+def test_a_random_batch_that_cannot_be_cut_says_nothing_of_sums() -> None:
+    def collate(samples: Any) -> Any:
+        batch = masked_at_random(samples)
+        return {**batch, "total": batch["rows"].sum()}
+
+    check(Masked, EQUAL, collate=collate)
+    check(MaskedMean, EQUAL, collate=collate)
 
 
 def test_dropout_is_off_while_looking_and_back_on_afterwards() -> None:
