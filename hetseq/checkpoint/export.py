@@ -40,8 +40,9 @@ def export(commit: Commit, target: Path, *, form: str, advance: Callable[[int], 
     * `dcp`: a folder for `torch.distributed.checkpoint`, names as in the checkpoint, and `config.json`. Takes the
       memory of the two largest tensors.
 
-    Names stand without `model.` and `optim.`, except in a dcp folder; a tensor with several names stands under the
-    first. Tensors whose names begin with neither come as `other`. One process calls it; modes are 0700 and 0600.
+    Names stand without `model.` and `optim.`, except in a dcp folder. A tensor with several names stands under each of
+    them, as in `state_dict()`: `torch` stores it once, `safetensors` as often; in a dcp folder it has the first alone.
+    Tensors whose names begin with neither come as `other`. One process calls it; modes are 0700 and 0600.
     `advance` is called with the bytes that have been read, now and then.
 
     Raises ConfigError for an unknown form or a target that exists or cannot be; CheckpointError where the checkpoint
@@ -100,7 +101,8 @@ def _write_safetensors(spans: Spans, folder: Path) -> Path:
 def _write_torch(spans: Spans, folder: Path) -> Path:
     record: dict[str, Any] = {"model": {}, "optimizer": {}}
     for group, names in _groups(spans).items():
-        record[group] = {name: spans.whole(stored) for name, stored in names.items()}
+        read = {stored: spans.whole(stored) for stored in dict.fromkeys(names.values())}
+        record[group] = {name: read[stored] for name, stored in names.items()}  # tied ones share their memory
     record["state"] = _state(spans)
     path = folder / "checkpoint.pt"
     with creating(path) as descriptor:
@@ -151,6 +153,8 @@ def _groups(spans: Spans) -> dict[str, dict[str, str]]:
             if stored.startswith(prefix) and stored.removeprefix(prefix) not in _RESERVED:
                 group, name = title, stored.removeprefix(prefix)
         groups.setdefault(group, {})[name] = stored
+    model, tied = groups["model"], spans.state.get("tied") or {}  # was not written before 2026-11
+    groups["model"] = {**model, **{name: model[first] for name, first in tied.items() if first in model}}
     return groups
 
 

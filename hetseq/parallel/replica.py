@@ -117,13 +117,25 @@ def _laid_out_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name, live; a tensor tied to several names appears under the first."""
-    tensors, seen = {}, set()
+    tied = tied_names(model)
+    state = model.state_dict(keep_vars=True)
+    return {f"model.{name}": value.detach() for name, value in state.items() if name not in tied}
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """Further names of tensors in `state_dict()` -> the first one, under which `model_tensors` has it."""
+    names: dict[object, str] = {}
+    tied = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        key = (value.data_ptr(), value.shape, value.stride()) if value.numel() else id(value)
-        if key not in seen:
-            seen.add(key)
-            tensors[f"model.{name}"] = value.detach()
-    return tensors
+        first = names.setdefault(_key_of(value), name)
+        if first != name:
+            tied[name] = first
+    return tied
+
+
+def _key_of(tensor: torch.Tensor) -> object:
+    """Equal for tensors that are one."""
+    return (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else id(tensor)
 
 
 def load_model_(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:

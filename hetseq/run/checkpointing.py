@@ -22,7 +22,7 @@ from hetseq.cluster.membership.step_commit import SaveStatus, parse_lineage
 from hetseq.comm.directory_groups import DirectoryGroups
 from hetseq.config.sections import CheckpointConfig
 from hetseq.data.plan import GlobalBatch, Position
-from hetseq.parallel.replica import Replica
+from hetseq.parallel.replica import Replica, tied_names
 from hetseq.run_directory import jsonable
 from hetseq.system import faults
 from hetseq.training.controller import TrainingState
@@ -200,7 +200,7 @@ class Saver:
         self._lend_patience()
         self._underway, self._result, self.is_owing = (step, kinds), None, False
         result = self._manager.begin(
-            tensors, describe(state, self._provenance, numbers, rows), identity=identity, nonce=nonce, kinds=kinds,
+            tensors, self._describe(state, numbers, rows), identity=identity, nonce=nonce, kinds=kinds,
             at_once=self._replica.changed_by_forward(),
         )  # fmt: skip
         faults.point("snapshot")
@@ -219,13 +219,16 @@ class Saver:
         self._lend_patience()
         tensors, numbers = self._content()
         is_kept = self._manager.keep(
-            tensors, describe(state, self._provenance, numbers, rows), identity=self._identity(state), nonce=nonce,
+            tensors, self._describe(state, numbers, rows), identity=self._identity(state), nonce=nonce,
             at_once=self._replica.changed_by_forward(),
         )  # fmt: skip
         faults.point("snapshot")
         if not is_kept and not self._manager.is_underway and not self._has_said_too_large:
             self._has_said_too_large = True
             logger.info("too many numbers besides tensors for a state in memory: a kill costs the steps since a save")
+
+    def _describe(self, state: TrainingState, numbers: Mapping[str, Any] | None, rows: Rows) -> dict[str, Any]:
+        return {**describe(state, self._provenance, numbers, rows), "tied": tied_names(self._replica.model)}
 
     def _identity(self, state: TrainingState) -> Identity:
         return Identity(step=state.position.step - 1, generation=self._generation, lineage=str(state.lineage))

@@ -135,3 +135,34 @@ class Mlm(Task):
     def loss(self, model: nn.Module, sample: Any) -> Any:
         logits = model(input_ids=sample["input_ids"], attention_mask=sample["attention_mask"]).logits
         return {"mlm": F.cross_entropy(logits.flatten(0, 1), sample["labels"].flatten(), reduction="sum")}
+
+
+class TiedHead(nn.Module):
+    """nanoGPT's tie: the head's weight is that of the embedding, and `state_dict()` has both names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(WORDS, 8)
+        self.lm_head = nn.Linear(8, WORDS, bias=False)
+        self.lm_head.weight = self.wte.weight
+
+    def forward(self, words: torch.Tensor) -> Any:
+        return self.lm_head(self.wte(words))
+
+
+class NanoGpt(Task):
+    """Each word predicts the next one."""
+
+    def load_dataset(self, split: str) -> Any:
+        rows = torch.randint(0, WORDS, (SAMPLES, 9), generator=torch.Generator().manual_seed(0))
+        return list(rows) if split == "train" else None
+
+    def build_model(self) -> nn.Module:
+        return TiedHead()
+
+    def count(self, sample: torch.Tensor) -> dict[str, float]:
+        return {"loss": sample[:, 1:].numel()}
+
+    def loss(self, model: nn.Module, sample: torch.Tensor) -> Any:
+        logits = model(sample[:, :-1])
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), sample[:, 1:].flatten(), reduction="sum")}

@@ -7,7 +7,11 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from hetseq.checkpoint import scan
+from hetseq.checkpoint.export import export
 from hetseq.comm.group import LocalGroup
 from hetseq.errors import NonFiniteError, TaskError
 from tests.support import ports
@@ -30,6 +34,7 @@ def trained(tmp_path: Path, port: str, *words: object) -> Facts:
         "--no-save",
     ]
     command += ["--disable-validation", "--lr-scheduler", "constant", "--lr", 0.1, "--optimizer", "sgd", "--seed", 3]
+    words = words or ("--no-save",)
     return train(LocalGroup(), prepared(tmp_path / "run"), [*map(str, command), *map(str, words)])
 
 
@@ -87,3 +92,19 @@ def test_masked_language_models_with_their_own_collator_train(tmp_path: Path) ->
     facts = trained(tmp_path, "Mlm")
     assert len(facts.losses) == 6
     assert all(loss is not None and 0 < loss < 5 for loss in facts.losses)
+
+
+# Tied weights.
+
+
+@pytest.mark.parametrize("form", ["torch", "safetensors"])
+def test_an_export_of_tied_weights_fits_the_class_it_was_trained_with(tmp_path: Path, form: str) -> None:
+    facts = trained(tmp_path, "NanoGpt", "--save-interval-updates", 3)
+    (commit,) = [commit for commit in scan(tmp_path / "run" / "checkpoints").commits if commit.step == 6]
+    target = export(commit, tmp_path / "exported", form=form)
+    state = torch.load(target)["model"] if form == "torch" else load_file(target / "model.safetensors")
+    model = ports.TiedHead()
+    model.load_state_dict(state)
+    assert torch.equal(torch.cat([value.flatten() for value in model.parameters()]), facts.parameters)
+    if form == "torch":
+        assert state["lm_head.weight"].data_ptr() == state["wte.weight"].data_ptr()
