@@ -22,20 +22,10 @@ PORTS = Path(ports.__file__)
 
 def trained(tmp_path: Path, port: str, *words: object) -> Facts:
     """A run of one rank in this process: micro-batches of 4, batches of 8, six steps."""
-    command = [
-        "--task",
-        f"{PORTS}:{port}",
-        "--max-sentences",
-        4,
-        "--global-batch-size",
-        8,
-        "--max-update",
-        6,
-        "--no-save",
-    ]
+    command = ["--task", f"{PORTS}:{port}", "--max-sentences", 4, "--global-batch-size", 8, "--max-update", 6]
     command += ["--disable-validation", "--lr-scheduler", "constant", "--lr", 0.1, "--optimizer", "sgd", "--seed", 3]
-    words = words or ("--no-save",)
-    return train(LocalGroup(), prepared(tmp_path / "run"), [*map(str, command), *map(str, words)])
+    saving = () if "--save-interval-updates" in words else ("--no-save",)
+    return train(LocalGroup(), prepared(tmp_path / "run"), [*map(str, command), *map(str, words), *saving])
 
 
 # A count that looks at what update_step sets.
@@ -100,7 +90,7 @@ def test_masked_language_models_with_their_own_collator_train(tmp_path: Path) ->
 @pytest.mark.parametrize("form", ["torch", "safetensors"])
 def test_an_export_of_tied_weights_fits_the_class_it_was_trained_with(tmp_path: Path, form: str) -> None:
     facts = trained(tmp_path, "NanoGpt", "--save-interval-updates", 3)
-    (commit,) = [commit for commit in scan(tmp_path / "run" / "checkpoints").commits if commit.step == 6]
+    (commit,) = [commit for commit in scan(tmp_path / "run" / "checkpoints").commits if commit.attempt.identity.step == 6]
     target = export(commit, tmp_path / "exported", form=form)
     state = torch.load(target)["model"] if form == "torch" else load_file(target / "model.safetensors")
     model = ports.TiedHead()
