@@ -196,7 +196,11 @@ def load_split(task: Task, split: str) -> Any:
     if dataset is None:
         raise MissingSplitError(f"{name} gave no data set, neither returned nor in self.datasets[{split!r}]")
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise TaskFileError(f"{name} gave a {type(dataset).__name__}, expected __len__ and __getitem__")
+        way_out = (
+            "; a stream has no places to divide among ranks: read it into a list, or write it to files once and give a"
+            " data set that reads sample i" if hasattr(dataset, "__iter__") else ""
+        )  # fmt: skip
+        raise TaskFileError(f"{name} gave a {type(dataset).__name__}, expected __len__ and __getitem__{way_out}")
     if len(dataset) == 0:
         raise MissingSplitError(f"{name} gave a data set without samples: expected at least one")
     return dataset

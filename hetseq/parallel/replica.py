@@ -181,6 +181,11 @@ def batch_norms(model: torch.nn.Module) -> set[str]:
 def check_model(model: torch.nn.Module) -> None:
     """Raise TaskError for a model that could be trained for a while and then not be saved, or not rightly updated."""
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        if torch.nn.parameter.is_lazy(value):
+            raise TaskError(
+                f"{name} has no shape yet, as its module is lazy: give the module its sizes, or put a sample through"
+                " the model in build_model"
+            )
         if value.is_complex():
             raise TaskError(f"{name} is complex: HetSeq trains real numbers only; keep two real tensors")
     for name, module in model.named_modules():

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from hetseq.config.sections import (
 from hetseq.data.loader import StepLoader
 from hetseq.data.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.data.shards import Shards
-from hetseq.errors import CheckpointMismatch, ConfigError
+from hetseq.errors import CheckpointMismatch, ConfigError, TaskError
 from hetseq.monitor.advice import AdviceSetting
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
@@ -327,12 +328,20 @@ def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controlle
 def _build_optimizer(config: Config, material: LoadedTask) -> torch.optim.Optimizer:
     """The optimizer of the task, else the one that --optimizer names."""
     groups = parameter_groups(material.model, config.optimization)
-    optimizer = material.task.build_optimizer(groups)
-    if optimizer is not None:
-        return optimizer
-    build = registry.find_optimizer(config.optimization.optimizer)
-    built: torch.optim.Optimizer = build(groups, config.optimization, config.extras.get("optimizer"))
-    return built
+    built: Any = material.task.build_optimizer(groups)
+    source = f"{type(material.task).__name__}.build_optimizer"
+    if built is None:
+        source = config.optimization.optimizer
+        built = registry.find_optimizer(source)(groups, config.optimization, config.extras.get("optimizer"))
+    if isinstance(built, torch.optim.Optimizer):
+        return built
+    if isinstance(built, (list, tuple)):
+        raise TaskError(
+            f"{source} returned {len(built)} optimizers in a {type(built).__name__}: expected one. Give one optimizer"
+            " parameter groups with settings of their own, or take turns by terms whose count is 0 in the other's turn"
+        )
+    kind = type(built)
+    raise TaskError(f"{source} returned a {kind.__module__}.{kind.__qualname__}: expected a torch.optim.Optimizer")
 
 
 def _micro_batch_sizes(job: RankJob) -> MicroBatchSizes:

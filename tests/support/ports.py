@@ -6,6 +6,7 @@ The network is a small one; what the original does with its loss, its batches or
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,3 +167,43 @@ class NanoGpt(Task):
     def loss(self, model: nn.Module, sample: torch.Tensor) -> Any:
         logits = model(sample[:, :-1])
         return {"loss": F.cross_entropy(logits.flatten(0, 1), sample[:, 1:].flatten(), reduction="sum")}
+
+
+class TwoOptimizers(Port):
+    """As Lightning takes them."""
+
+    def build_optimizer(self, parameter_groups: Any) -> Any:
+        return [torch.optim.SGD(parameter_groups, lr=0.1), torch.optim.Adam(parameter_groups)]
+
+
+class ForeignOptimizer(Port):
+    """An optimizer of another framework: it only looks like one."""
+
+    def build_optimizer(self, parameter_groups: Any) -> Any:
+        class Momentum:
+            param_groups = parameter_groups
+
+            def step(self) -> None: ...
+
+        return Momentum()
+
+
+class LazyModel(Port):
+    """The sizes are found in the first forward."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 4))
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    """Samples that only come one after the other."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(Numbers()[index] for index in range(SAMPLES))
+
+
+class Streaming(Port):
+    """A data set without places."""
+
+    def load_dataset(self, split: str) -> Any:
+        return Stream() if split == "train" else None

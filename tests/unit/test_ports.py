@@ -90,7 +90,7 @@ def test_masked_language_models_with_their_own_collator_train(tmp_path: Path) ->
 @pytest.mark.parametrize("form", ["torch", "safetensors"])
 def test_an_export_of_tied_weights_fits_the_class_it_was_trained_with(tmp_path: Path, form: str) -> None:
     facts = trained(tmp_path, "NanoGpt", "--save-interval-updates", 3)
-    (commit,) = [commit for commit in scan(tmp_path / "run" / "checkpoints").commits if commit.attempt.identity.step == 6]
+    (commit,) = [kept for kept in scan(tmp_path / "run" / "checkpoints").commits if kept.attempt.identity.step == 6]
     target = export(commit, tmp_path / "exported", form=form)
     state = torch.load(target)["model"] if form == "torch" else load_file(target / "model.safetensors")
     model = ports.TiedHead()
@@ -98,3 +98,21 @@ def test_an_export_of_tied_weights_fits_the_class_it_was_trained_with(tmp_path: 
     assert torch.equal(torch.cat([value.flatten() for value in model.parameters()]), facts.parameters)
     if form == "torch":
         assert state["lm_head.weight"].data_ptr() == state["wte.weight"].data_ptr()
+
+
+# What cannot be trained is refused in one line.
+
+
+@pytest.mark.parametrize(
+    ("port", "said"),
+    [
+        ("TwoOptimizers", r"TwoOptimizers\.build_optimizer returned 2 optimizers in a list: expected one\. Give one"),
+        ("ForeignOptimizer", r"build_optimizer returned a \S+Momentum: expected a torch\.optim\.Optimizer"),
+        ("LazyModel", r"0\.weight has no shape yet, as its module is lazy: give the module its sizes"),
+        ("Streaming", r"gave a Stream, expected __len__ and __getitem__.* list"),
+    ],
+)
+def test_what_is_no_optimizer_model_or_data_set_is_named_with_a_way_out(tmp_path: Path, port: str, said: str) -> None:
+    with pytest.raises(TaskError, match=said) as caught:
+        trained(tmp_path, port)
+    assert "\n" not in str(caught.value)
