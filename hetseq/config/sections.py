@@ -279,8 +279,9 @@ class OptimizationConfig:
     )
     precision: str = option(
         "fp32",
-        "floating-point type of the model; bf16 and fp16 are those of products in forward and backward alone",
-        choices=("fp32", "fp64", "bf16", "fp16"),
+        "floating-point type of the model; bf16 and fp16 are those of products in forward and backward alone; tf32 is"
+        " fp32 whose products and convolutions keep 10 bits of their factors on an NVIDIA GPU from Ampere on",
+        choices=("fp32", "tf32", "fp64", "bf16", "fp16"),
     )
     compile: bool = option(False, "put the network through torch.compile before it trains, on every rank")
     noise_scale_every: int = option(

@@ -191,7 +191,7 @@ class _Life:
         device = torch.device(placement.device)
         if device.type == "cuda":
             gpu.open_device(device, f"rank {placement.slot} on {socket.gethostname()}")
-            gpu.keep_fp32()
+            gpu.allow_tf32(config.optimization.precision == "tf32")
         else:
             keep_freed_memory()
             products.multiply_by_the_faster_library()

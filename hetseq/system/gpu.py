@@ -43,9 +43,12 @@ def open_device(device: torch.device, who: str) -> None:
         ) from None
 
 
-def keep_fp32() -> None:
-    """Compute convolutions of fp32 in fp32: by default cuDNN takes TF32 for them, whose factors keep 10 bits."""
-    torch.backends.cudnn.allow_tf32 = False
+def allow_tf32(is_allowed: bool) -> None:
+    """Whether products and convolutions of fp32 may have factors of TF32, which keep 10 bits of 23.
+
+    By default cuDNN takes them for convolutions, and cuBLAS does not for products.
+    """
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = is_allowed
 
 
 def _check_code(device: torch.device, about: Any, who: str) -> None:

@@ -39,6 +39,7 @@ class Precision:
 
 PRECISIONS = {
     "fp32": Precision(torch.float32),
+    "tf32": Precision(torch.float32),  # what a GPU does with the factors of products is set once, by system.gpu
     "fp64": Precision(torch.float64),
     "bf16": Precision(torch.float32, torch.bfloat16),
     "fp16": Precision(torch.float32, torch.float16, has_loss_scale=True),

@@ -68,7 +68,7 @@ BAD_VALUES = [
     ("--dropout", "1", "a rate from 0"),
     ("--end-learning-rate", "-inf", "a finite number"),
     ("--max-skipped-steps", "0", "a number above 0"),
-    ("--precision", "fp8", "one of fp32, fp64"),
+    ("--precision", "fp8", "one of fp32, tf32"),
     ("--seed", "-1", "an integer from 0"),
     ("--num-workers", "-2", "-1, 0 or more"),
     ("--distributed-world-size", "0", "a number above 0"),

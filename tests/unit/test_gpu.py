@@ -155,9 +155,17 @@ def test_bf16_on_a_card_without_it_is_told_once(
     assert all("several times slower than --precision fp16" in text for text in told)
 
 
-def test_a_worker_computes_convolutions_of_fp32_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("precision", "is_allowed"), [("fp32", False), ("bf16", False), ("tf32", True)])
+def test_a_worker_takes_tf32_where_it_was_asked_for_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, is_allowed: bool
+) -> None:
     """cuDNN's TF32, which torch allows by default, rounds the factors of every product to 10 bits."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = not is_allowed
     Card(monkeypatch, (8, 6))
-    start(tmp_path, monkeypatch, "--max-sentences", "4")  # it fails later, as there is no GPU
-    assert torch.backends.cudnn.allow_tf32 is False
+    try:
+        start(tmp_path, monkeypatch, "--max-sentences", "4", "--precision", precision)  # fails later: there is no GPU
+        found = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+    assert found == (is_allowed, is_allowed)
