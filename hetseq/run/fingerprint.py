@@ -18,6 +18,7 @@ import functools
 import hashlib
 import os
 import random
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
@@ -59,6 +60,7 @@ _INITIAL = 1e-4  # of parameters, whose initialisation may take more steps: othe
 _SIGNS = 1 << 16
 _DEEPEST = 32
 _UNREADABLE = "cannot be read"
+_OF_THIS_PROCESS = re.compile(r" at 0x[0-9a-f]+|,? ?device=[^,)]*")  # of what a module says of itself
 _KNOWN = (sys.stdlib_module_names | {"hetseq", "torch"}) - {"__main__"}
 
 Numbers = npt.NDArray[np.float64]
@@ -210,8 +212,18 @@ def _model_fields(model: torch.nn.Module) -> Fields:
             f"{_described(name, tensor)}{'' if tensor.requires_grad else ', frozen'}" for name, tensor in named
         ),
         "buffers": listed(_described(name, tensor) for name, tensor in model.named_buffers()) or "none",
+        "modules": listed(f"{name or 'the model'}: {_settings(module)}" for name, module in model.named_modules()),
         "initial values": listed(f"{name}: {_initial(tensor)}" for name, tensor in named[::step]),
     }
+
+
+def _settings(module: torch.nn.Module) -> str:
+    """What a module says of itself, as the rate of a dropout; not where it lies in memory, nor on which device."""
+    try:
+        words = module.extra_repr()
+    except Exception:  # the user's code may raise anything, and few look at it
+        words = ""
+    return f"{type(module).__name__}({_OF_THIS_PROCESS.sub('', words)})"
 
 
 def _described(name: str, tensor: torch.Tensor) -> str:

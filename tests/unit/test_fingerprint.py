@@ -141,6 +141,44 @@ def test_another_model_is_named(change: Callable[[Any], Any], expected: str) -> 
     assert any(expected in line for line in said), said
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (
+            nn.Dropout(0.1),
+            nn.Dropout(0.2),
+            "modules: number 3 of 3: 1: Dropout(p=0.1, inplace=False) on labA; number 3 of 3: 1: Dropout(p=0.2, ",
+        ),
+        (nn.Dropout(0.1), nn.Identity(), "number 3 of 3: 1: Identity() on labB"),
+        (nn.LayerNorm(2, eps=1e-5), nn.LayerNorm(2, eps=1e-6), "number 3 of 3: 1: LayerNorm((2,), eps=1e-06, "),
+    ],
+)
+def test_a_setting_that_is_no_parameter_is_named_with_its_module(
+    one: nn.Module, other: nn.Module, expected: str
+) -> None:
+    """Each node reads the rate of dropout from its own environment, say."""
+    here, there = (nn.Sequential(nn.Linear(2, 2), module) for module in (one, other))
+    there.load_state_dict(here.state_dict(), strict=False)
+    assert any(expected in line for line in lines(presented(model=here), presented(model=there)))
+
+
+class Placed(nn.Module):
+    """Says where it is, which differs from process to process."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device, self.kept = device, object()
+
+    def extra_repr(self) -> str:
+        return f"size=3, device={self.device}, kept={self.kept}"
+
+
+def test_where_a_module_lies_is_no_difference() -> None:
+    here, there = (nn.Sequential(nn.Linear(2, 2), Placed(device)) for device in ("cpu", "cuda:1"))
+    there.load_state_dict(here.state_dict())
+    assert lines(presented(model=here), presented(model=there)) == []
+
+
 def test_initial_values_that_were_rounded_otherwise_agree() -> None:
     model = material().model
     with torch.no_grad():

@@ -383,7 +383,7 @@ _COPY_DATA = (
     " training data of its own, give --data-by-host"
 )
 _SAME_COMMIT = "have the same HetSeq on all nodes (the same commit, without changes of one)"
-_SAME_MODEL = "build the same model in the same order on all nodes"
+_SAME_MODEL = "build the same model, with the same settings and in the same order, on all nodes"
 _SAME_VOCABULARY = "have data on all nodes that were made with one vocabulary"
 _SAME_ORDER = "have the data set list its samples in the same order on all nodes"
 _INSTALL = "install the same versions on all nodes (only torch's build tag, as in +cpu, may differ)"
@@ -400,7 +400,7 @@ _KINDS = (
     _Kind(("source of the task",), _files, _COPY_TASK, "code-differs"),
     _Kind(("modules of the task",), _common_files, _COPY_TASK, "code-differs"),
     _Kind(("packages of the task",), _common_files, _INSTALL, "versions-differ"),
-    _Kind(("parameters", "buffers"), _lists, _SAME_MODEL, "model-differs"),
+    _Kind(("parameters", "buffers", "modules"), _lists, _SAME_MODEL, "model-differs"),
     _Kind((PART,), _anything, "", "data-differ"),
     _Kind(("vocabulary of ",), _texts, _SAME_VOCABULARY, "data-differ"),
     _Kind(("length of ",), _texts, _COPY_DATA, "data-differ"),
