@@ -43,6 +43,7 @@ from hetseq.run.checkpointing import Provenance, Saver, saved_batch
 from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
 from hetseq.run.loaded_task import LoadedTask
 from hetseq.run.planning import check_best_metric, make_validators, planner_of, weights_by_slot
+from hetseq.run.recipe import recipe_of
 from hetseq.run.regroup import KeptState, Regroup, StartState, hand_over
 from hetseq.run.resume import Beginning, Target, begin_from, choose_checkpoint, open_checkpoints, resume
 from hetseq.run.session import Session
@@ -404,6 +405,7 @@ def _provenance(
         shuffle_block=config.data.shuffle_block,
         vocabulary=getattr(material.train, "vocabulary_digest", None),
         parts=None if parts is None else text_of(parts),
+        recipe=recipe_of(config.optimization),
     )
 
 

@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -53,6 +53,7 @@ class Provenance:
     unit_size: int | None = None
     shuffle_block: int | None = None
     vocabulary: str | None = None  # a digest of what the numbers in the samples mean; None: they do not say
+    recipe: Mapping[str, Any] = field(default_factory=dict, compare=False)  # see `hetseq.run.recipe`
     parts: str | None = None  # of the training split on different hosts, see `data_by_host`; None: all have all
 
 
@@ -369,6 +370,7 @@ def describe(
         "shuffle_block": provenance.shuffle_block,
         "vocabulary": provenance.vocabulary,
         "parts": provenance.parts,
+        "recipe": dict(provenance.recipe),
         "global_batch": batch_record(provenance.batch),
         "rows": [jsonable(row) for row in rows],
         "optimizer_numbers": None if optimizer_numbers is None else dict(optimizer_numbers),

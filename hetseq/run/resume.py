@@ -33,6 +33,7 @@ from hetseq.errors import CheckpointError, CheckpointMismatch, CheckpointRefused
 from hetseq.monitor.metrics import Metrics
 from hetseq.parallel.replica import Replica
 from hetseq.run.checkpointing import STATE_VERSION, Provenance, Saver, read_state, saved_batch
+from hetseq.run.recipe import changes
 from hetseq.run.state_transfer import complete_rows, send_checkpoint
 from hetseq.run_directory import RunDirectory
 from hetseq.training.controller import TrainingState
@@ -329,6 +330,8 @@ def resume(
         state.best = None
     state.resets = {**(state.resets if is_own else {}), **dict.fromkeys(resets, loaded.identity.step)}
     logger.info("going on after step %d (%s)", loaded.identity.step, loaded.place)
+    if changed := changes(saved.get("recipe", {}), here.recipe):  # was not written before 2026-11
+        logger.info("changed since step %d: %s", loaded.identity.step, ", ".join(changed))
     return state, here
 
 
