@@ -47,6 +47,9 @@ def node_option(default: Any, help: str, **kind: Any) -> Any:
     return option(default, help, per_node=True, **kind)
 
 
+WITHOUT_END = 1_000_000  # steps of the decay of a run that has no end; every run had so many before 2026-11
+
+
 def flag(name: str) -> str:
     """The flag of a field: `max_sentences` gives `--max-sentences`."""
     return "--" + name.replace("_", "-")
@@ -271,7 +274,12 @@ class OptimizationConfig:
         "raise the learning rate linearly from 0 over N steps; N below 1 is a share of the total",
         metavar="N",
     )
-    total_num_update: int = option(1_000_000, "steps after which the decay has ended", metavar="N")
+    total_num_update: int | None = option(
+        None,
+        "steps after which the decay has ended; default: the length of the run as its first start asks for it, or"
+        " 1,000,000 if that has no end",
+        metavar="N",
+    )
     end_learning_rate: float = option(0.0, "learning rate at the end of the decay", metavar="LR")
     power: float = option(1.0, "exponent of the polynomial decay", metavar="P")
     force_anneal: int | None = option(
@@ -321,7 +329,7 @@ class OptimizationConfig:
         _require(is_whole, "warmup_updates", self.warmup_updates, expected)
         # Only the schedules that read it: one of the user's own may know nothing of a total.
         decays = self.lr_scheduler in ("polynomial", "PolynomialDecayScheduler", "polynomial_from_zero", "cosine")
-        if decays and self.warmup_steps() >= self.total_num_update:
+        if decays and self.total_num_update is not None and self.warmup_steps() >= self.total_num_update:
             raise ConfigError(
                 f"--warmup-updates {self.warmup_updates:.0f} leaves nothing of --total-num-update"
                 f" {self.total_num_update}: make the total larger than the warm-up"
@@ -341,7 +349,11 @@ class OptimizationConfig:
 
     def warmup_steps(self) -> float:
         """The steps of the warm-up; a share of the total is not rounded."""
-        return self.warmup_updates * (self.total_num_update if self.warmup_updates < 1 else 1)
+        return self.warmup_updates * (self.decay_steps() if self.warmup_updates < 1 else 1)
+
+    def decay_steps(self) -> int:
+        """The step at which the decay has ended; schedules are given options that say it."""
+        return WITHOUT_END if self.total_num_update is None else self.total_num_update
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from hetseq.monitor.status import RunStatus
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import gradients_of
 from hetseq.parallel.replica import Replica, batch_norms, trained_parameters
+from hetseq.run import horizon
 from hetseq.run.after_step import AfterStep, StatusFiles
 from hetseq.run.checkpointing import Provenance, Saver, saved_batch
 from hetseq.run.data_by_host import parts_of_ranks, say_what_holds, shards_of, text_of
@@ -286,7 +287,7 @@ def build_controller(
     )  # fmt: skip
     return Controller(
         computer, job.group, feed=feed.steps, boundary=reports.boundary, state=start.state,
-        recipe=Recipe(config.optimization, _schedule(config, start.provenance.batch)),
+        recipe=Recipe(config.optimization, _schedule(job, start, feed)),
         context=RankContext(_memory_of(material.device), job.wish, config.distributed.step_deadline),
     )  # fmt: skip
 
@@ -319,6 +320,9 @@ def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controlle
     if job.is_first:
         course = Course(feed.steps.planner.n, state.position, state.updates, total)
         _say_what_the_batch_means(job.config.optimization, batch, course, start.beginning)
+        is_resumed = start.beginning is not None
+        for sentence in horizon.in_words(job.config.optimization, state, total, is_resumed=is_resumed):
+            logger.info(sentence)
     if job.config.data.unit_size is None and job.is_first:
         _warn_of_batch_norm(controller)
 
@@ -455,10 +459,13 @@ def _num_workers(asked: int, device: torch.device) -> int:
     return asked if asked >= 0 else 2 if device.type == "cuda" else 0
 
 
-def _schedule(config: Config, batch: GlobalBatch) -> Callable[[int, int], float]:
-    build = registry.find_lr_scheduler(config.optimization.lr_scheduler)
-    schedule: Callable[[int, int], float] = build(config.optimization, config.extras.get("lr_scheduler"))
-    return schedule if config.optimization.scale_lr == "none" else scaled(schedule, config.optimization, batch)
+def _schedule(job: RankJob, start: Start, feed: Feed) -> Callable[[int, int], float]:
+    config, batch = job.config, start.provenance.batch
+    total = _total_steps(config, feed.steps.planner.n, batch, start.state)
+    options = horizon.settled(config.optimization, start.state, total)
+    build = registry.find_lr_scheduler(options.lr_scheduler)
+    schedule: Callable[[int, int], float] = build(options, config.extras.get("lr_scheduler"))
+    return schedule if options.scale_lr == "none" else scaled(schedule, options, batch)
 
 
 def _total_steps(config: Config, samples: int, batch: GlobalBatch, state: TrainingState) -> int | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from hetseq.checkpoint import CheckpointManager, Identity, Loaded, SaveResult
 from hetseq.cluster.membership.step_commit import SaveStatus, parse_lineage
 from hetseq.comm.directory_groups import DirectoryGroups
-from hetseq.config.sections import CheckpointConfig
+from hetseq.config.sections import WITHOUT_END, CheckpointConfig
 from hetseq.data.plan import GlobalBatch, Position
 from hetseq.parallel.replica import Replica, tied_names
 from hetseq.run_directory import jsonable
@@ -355,6 +355,7 @@ def describe(
         "updates": state.updates,
         "lineage": str(state.lineage),
         "skipped_in_a_row": state.skipped_in_a_row,
+        "decay_steps": state.decay_steps,
         "loss_scale": [state.loss_scale.factor, state.loss_scale.steps],
         "best": state.best,
         "train_seconds": state.train_seconds,
@@ -395,6 +396,7 @@ def read_state(saved: Mapping[str, Any]) -> TrainingState:
         updates=saved["updates"],
         lineage=parse_lineage(saved["step"], saved["lineage"]),
         skipped_in_a_row=saved["skipped_in_a_row"],
+        decay_steps=saved.get("decay_steps", WITHOUT_END),  # was not written before 2026-11
         loss_scale=LossScale(*saved.get("loss_scale", ())),  # was not written before there was fp16
         best=saved["best"],
         train_seconds=saved["train_seconds"],

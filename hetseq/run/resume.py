@@ -325,7 +325,7 @@ def resume(
     if "dataloader" in resets:
         state.position = Position(state.position.step, 1, 0)
     if "lr_scheduler" in resets:
-        state.updates = 0
+        state.updates, state.decay_steps = 0, None
     if "meters" in resets:
         state.best = None
     state.resets = {**(state.resets if is_own else {}), **dict.fromkeys(resets, loaded.identity.step)}

@@ -77,6 +77,7 @@ class TrainingState:
     lineage: Lineage = field(default_factory=Lineage)
     skipped_in_a_row: int = 0
     loss_scale: LossScale = field(default_factory=LossScale)  # used where the precision needs it
+    decay_steps: int | None = None  # the update at which the decay of the learning rate has ended; None: not known yet
     best: float | None = None
     train_seconds: float = 0.0
     resets: dict[str, int] = field(default_factory=dict)  # what this run began anew, and after which step

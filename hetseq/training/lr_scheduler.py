@@ -82,7 +82,7 @@ def _until_total(
     config: OptimizationConfig, decay: Callable[[float, float], float], *, begin: float
 ) -> Callable[[float, int], float]:
     """`decay(base, remaining)` with remaining from 1 at update `begin` to 0; `end_learning_rate` ever after."""
-    total = config.total_num_update
+    total = config.decay_steps()
 
     def after(base: float, num_updates: int) -> float:
         if num_updates >= total:
