@@ -17,33 +17,29 @@ import numpy as np
 
 from hetseq.balance.shares import NEGLIGIBLE_GAIN
 from hetseq.balance.simulation import RankModel, best_shares, predict, ring_factor
-from hetseq.monitor.rank_table import Numbers, RankSummary
+from hetseq.monitor.rank_table import RankSummary
 from hetseq.monitor.step_time import TOLD, TOLD_OF_STAIRS, known_cost
 
 ADVICE_STEPS = 20  # that an advice rests upon: the first shares of a run, and one slow read, are behind it then
 
 _DATA = 0.05  # of a step that a rank waits for its data
-_BALANCE = 0.05  # of a step that other shares would save
 _MEMORY = 0.95  # of what there is
 _STAYS = 0.8  # of a limit, for a sentence that stands
-_REMOVED = 0.005  # of a step that may be left of what a sentence promises to remove
 _MOST_SENTENCES = 3
 _MOST_JUDGED = 8  # nodes that are taken away on paper, the slowest; each costs the time of a rebalance
-_MOST_ROUNDED = 64  # ranks; more of them have no global batch that suits all
 
 
 @dataclass(frozen=True)
 class AdviceSetting:
-    """What an advice needs to know of the options: `run` as a user writes it, `balance` as in --balance.
+    """What an advice needs to know of the options: `run` as a user writes it.
 
-    `unit` is how many samples are dealt as one piece, 0 where something else is dealt (tokens). `is_by_host`: no rank
-    can do the work of one on another host.
+    `unit` is how many samples are dealt as one piece, 0 where something else is dealt (tokens). `is_arranged`: who does
+    how much was decided by the user (fixed shares, --throttle) or by where the data are, and is not to be talked about.
     """
 
     run: str
-    balance: str
     unit: int = 1
-    is_by_host: bool = False
+    is_arranged: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,14 +72,8 @@ def advise(
     if not summary.step_s or len(summary.share) < 1:
         return ()
     found = [*_about_memory(summary, standing), *_about_data(summary, standing)]
-    if setting.is_by_host:
-        return tuple(found)
-    models = _models(summary)
-    found += [
-        *_about_ranks(summary, models, setting, standing),
-        *_about_balance(summary, models, setting, standing),
-        *_about_rounding(summary, models, setting, standing),
-    ]
+    if not setting.is_arranged:
+        found += _about_ranks(summary, _models(summary), setting, standing)
     return tuple(found[:_MOST_SENTENCES])
 
 
@@ -128,7 +118,7 @@ def _about_data(summary: RankSummary, standing: frozenset[str]) -> Iterator[Advi
 def _about_ranks(
     summary: RankSummary, models: Sequence[RankModel], setting: AdviceSetting, standing: frozenset[str]
 ) -> Iterator[Advice]:
-    """Nodes, and ranks of a node, without which a step would be shorter."""
+    """Nodes, and ranks of a node, without which a step would be shorter, by more than steps differ anyway."""
     if len(models) < 2 or summary.communication_s is None:
         return
     total = _total(summary)
@@ -138,9 +128,12 @@ def _about_ranks(
         if all(model.cost.limit == 0 for model in others):
             continue
         communication_s = summary.communication_s * ring_factor(len(others)) / ring_factor(len(models))
-        gain = 1 - _best_step_s(others, total, communication_s, setting) / with_all_s
+        gain = min(
+            1 - _best_step_s(others, total, communication_s, setting) / with_all_s,
+            _most_gain(summary, group),
+        )
         key = f"without {'+'.join(str(summary.slots[rank]) for rank in group)}"
-        if gain <= _limit(NEGLIGIBLE_GAIN, key, standing):
+        if gain <= max(_limit(NEGLIGIBLE_GAIN, key, standing), summary.step_spread):
             continue
         is_first = 0 in group  # the run ends with its first node
         if len(group) == _nodes(summary).count(node) and not is_first:
@@ -151,81 +144,13 @@ def _about_ranks(
         return  # the worst; after it everything is another cluster
 
 
-def _about_balance(
-    summary: RankSummary, models: Sequence[RankModel], setting: AdviceSetting, standing: frozenset[str]
-) -> Iterator[Advice]:
-    if setting.balance == "auto" or len(models) < 2 or any(model.cost.limit == 0 for model in models):
-        return
-    communication_s = summary.communication_s or 0.0
-    shares = [int(share) for share in summary.share]
-    now_s = predict(models, shares, communication_s=communication_s).step_s
-    gain = 1 - _best_step_s(models, sum(shares), communication_s, setting) / now_s
-    if gain > _limit(_BALANCE, "balance", standing):
-        yield Advice(
-            "balance",
-            f"the ranks' speeds do not fit --balance {setting.balance}: with --balance auto a step would be"
-            f" {gain:.0%} shorter, with the same result",
-        )
-
-
-def _about_rounding(
-    summary: RankSummary, models: Sequence[RankModel], setting: AdviceSetting, standing: frozenset[str]
-) -> Iterator[Advice]:
-    """Shares are whole samples; where they are few, the last one of the slowest rank is waited for."""
-    unit = setting.unit
-    if setting.balance != "auto" or unit < 1 or not 2 <= len(models) <= _MOST_ROUNDED:
-        return
-    working = np.array([share > 0 and model.cost.limit != 0 for share, model in zip(summary.share, models)])
-    lines = [model.cost.line(round(share)) for model, share in zip(models, summary.share.tolist())]
-    fixed_s = np.array([line.fixed_s for line in lines])[working]
-    piece_s = np.array([line.per_unit_s * unit for line in lines])[working]
-    pieces = np.round(summary.share[working] / unit)  # shapes (working ranks,)
-    if len(pieces) < 2 or not pieces.all():
-        return
-    step_s, total = _step_s(summary), float(pieces.sum())
-    lost_s = float((fixed_s + piece_s * pieces).max()) - float(_even_s(np.array([total]), fixed_s, piece_s)[0])
-    limit = _limit(NEGLIGIBLE_GAIN, "rounding", standing)
-    waited = float(np.nanmean(summary.wait_s[working])) / step_s
-    if min(lost_s / step_s, waited) <= limit:
-        return
-    better = _better_total(pieces, fixed_s, piece_s, most_lost_s=_REMOVED * step_s)
-    if better is not None and better != total:
-        yield Advice(
-            "rounding",
-            f"{lost_s / step_s:.0%} of a step is lost as shares are whole {'samples' if unit == 1 else 'units'}:"
-            f" --global-batch-size {better * unit:.0f} would remove it",
-        )
-
-
-def _better_total(pieces: Numbers, fixed_s: Numbers, piece_s: Numbers, *, most_lost_s: float) -> float | None:
-    """The number of pieces nearest to the present one, at most half of it away, that lets nobody wait; None: none."""
-    total, found = float(pieces.sum()), list[float]()
-    for rank, own in enumerate(pieces):
-        counts = np.arange(max(1.0, own // 2), own + own // 2 + 2)
-        ends_s = fixed_s[rank] + piece_s[rank] * counts  # shape (counts,)
-        dealt = np.floor(np.maximum(0.0, (ends_s[:, None] - fixed_s) / piece_s) + 1e-9).sum(axis=1)
-        is_near = np.abs(dealt - total) <= total / 2
-        is_even = ends_s - _even_s(dealt, fixed_s, piece_s) <= most_lost_s
-        found += dealt[is_near & is_even].tolist()
-    return min(found, key=lambda dealt: (abs(dealt - total), dealt), default=None)
-
-
-def _even_s(totals: Numbers, fixed_s: Numbers, piece_s: Numbers) -> Numbers:
-    """When all would be done at once if pieces could be cut: sum of (t - fixed) / piece over who has begun = total.
-
-    Shape (totals,); all of them at once, because rank zero asks for thousands between two steps.
-    """
-    order = np.argsort(fixed_s)
-    fixed_s, piece_s = fixed_s[order], piece_s[order]
-    speeds = np.cumsum(1 / piece_s)  # of the first ranks together; shape (ranks,)
-    ends_s = (totals[:, None] + np.cumsum(fixed_s / piece_s)) / speeds  # shape (totals, ranks)
-    begun = np.append(fixed_s[1:], np.inf)
-    first = np.argmax(ends_s <= begun, axis=1)
-    even_s: Numbers = np.take_along_axis(ends_s, first[:, None], axis=1)[:, 0]
-    return even_s
-
-
 # what the sentences are made of
+
+
+def _most_gain(summary: RankSummary, group: Sequence[int]) -> float:
+    """What a step can be shorter by at most without these ranks: the others compute what they do now, and more."""
+    others = [rank for rank in range(len(summary.share)) if rank not in group]
+    return 1 - float(np.nan_to_num(summary.compute_s[others]).max(initial=0.0)) / _step_s(summary)
 
 
 def _limit(limit: float, key: str, standing: frozenset[str], *, stays: float = _STAYS) -> float:

@@ -46,6 +46,7 @@ class RankSummary:
     communication_s: float | None
     pace: int | None  # the rank that the others waited for in most of these steps; None if there is no such rank
     step_s: float | None
+    step_spread: float  # between the quartiles of the seconds of these steps, as a part of their median
     overhead_s: Numbers
     fixed_s: Numbers  # the cost that shares are reckoned with, of a step
     per_sample_s: Numbers  # of each of its samples
@@ -104,12 +105,21 @@ def summarise(rows: Iterable[Row]) -> RankSummary | None:
         communication_s=_median_of_one(rows, "communication_s"),
         pace=_usual_pace(rows),
         step_s=_median_of_one(rows, "seconds"),
+        step_spread=_spread(rows),
         overhead_s=median("overhead_s"),
         fixed_s=median("fixed_s", of=with_costs),
         per_sample_s=median("per_sample_s", of=with_costs),
         per_micro_batch_s=median("per_micro_batch_s", of=with_costs),
         micro_batch=_numbers(newest["ranks"].get("micro_batch"), size),
     )
+
+
+def _spread(rows: Sequence[Row]) -> float:
+    seconds = [row["seconds"] for row in rows if row.get("seconds")]
+    if len(seconds) < 2:
+        return 0.0
+    low, middle, high = np.quantile(seconds, [0.25, 0.5, 0.75])
+    return float((high - low) / middle)
 
 
 def with_present_micro_batches(rows: Sequence[Row]) -> list[Row]:

@@ -162,5 +162,5 @@ def _unpacked(packed: Mapping[str, Any]) -> RankSummary:
     if len(names) != size or len(set(slots)) < size or not (pace is None or 0 <= pace < size):
         raise ValueError(f"pace {pace} of {size} ranks: expected a name and a slot for each, and one of them")
     changes: dict[str, Any] = {"names": names, "slots": slots, "steps": _whole(packed["steps"]), "pace": pace}
-    changes |= {**others, **arrays}
+    changes |= {**others, **arrays, "step_spread": _real(packed.get("step_spread", 0.0))}
     return RankSummary(**changes)

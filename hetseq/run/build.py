@@ -256,7 +256,9 @@ def build_reports(
     """What happens after each step: status, validation, saves, the comparison of replicas. Collective."""
     config, planner = job.config, feed.steps.planner
     unit = 0 if planner.lengths is not None else planner.unit
-    setting = AdviceSetting(str(config.checkpoint.save_dir), config.distributed.balance, unit, feed.shards is not None)
+    is_throttled = any(factor != 1 for factor in config.distributed.throttle_factors().values())
+    is_arranged = config.distributed.balance != "auto" or is_throttled or feed.shards is not None
+    setting = AdviceSetting(str(config.checkpoint.save_dir), unit, is_arranged)
     run_status, device = RunStatus(setting), job.material.device
     status = StatusFiles(
         job.directory, job.directory_group, device=str(device), slots=job.slots_of_ranks, run=run_status

@@ -39,7 +39,7 @@ def row(step: int, size: int) -> dict[str, Any]:
 
 
 def told(step: int, size: int) -> RunStatus:
-    status = RunStatus(AdviceSetting("runs/a", "auto"))
+    status = RunStatus(AdviceSetting("runs/a"))
     status.total_steps = 1000
     for number in range(1, step + 1):
         status.step(row(number, size), number / 4, saved_step=0)
@@ -306,9 +306,7 @@ def test_sixty_four_ranks_write_once_a_second_each_however_many_steps(
         gather = lambda about: np.stack([about] * SIZE)  # noqa: E731
         whole = SimpleNamespace(rank=rank, all_gather_rows=gather)
         sharing = cast(Any, SimpleNamespace(whole=whole, ranks=tuple(range(SIZE)), is_writer=rank == 0))
-        files.append(
-            StatusFiles(RunDirectory(tmp_path), sharing, device="cpu", run=RunStatus(AdviceSetting("a", "auto")))
-        )
+        files.append(StatusFiles(RunDirectory(tmp_path), sharing, device="cpu", run=RunStatus(AdviceSetting("a"))))
     steps, per_s = 200, 20
     for step in range(steps):
         if files[0].run is not None:
