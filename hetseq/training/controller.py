@@ -127,11 +127,15 @@ class Boundary(Protocol):
 
 @dataclass(frozen=True)
 class StepFeed:
-    """The samples of the coming steps: their plan, what fetches this rank's part of them, and what moves the shares."""
+    """The samples of the coming steps: their plan, what fetches this rank's part of them, and what moves the shares.
+
+    `group_of` says of a rank which data-parallel group it belongs to, and so whose share it computes.
+    """
 
     planner: Planner
     loader: StepLoader
     pace: SharePolicy
+    group_of: Callable[[int], int]
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,7 @@ class Controller:
         self.task, self.replica, self.group = computer.task, computer.replica, group
         self.planner, self.loader, self.pace = feed.planner, feed.loader, feed.pace
         self.terms, self.weights, self.state = computer.terms, computer.weights, state
+        self._group_of = feed.group_of
         self._computer, self._boundary, self._context = computer, boundary, context
         self._config, self._learning_rate = recipe.config, recipe.learning_rate
         self._has_loss_scale = computer.precision.has_loss_scale
@@ -396,7 +401,7 @@ class Controller:
         for rank in np.flatnonzero(rows[:, 0]).tolist():
             terms = [term for term, bad in zip(self.terms, rows[rank, 1:]) if bad]
             what = f"loss term {', '.join(map(repr, terms))}" if terms else "a gradient of finite losses"
-            start, stop = data.plan.range_of(rank)
+            start, stop = data.plan.range_of(self._group_of(rank))
             blamed.append(
                 f"rank {rank} brought it ({what}; positions {start} to {stop - 1} of epoch {data.plan.epoch})"
             )
