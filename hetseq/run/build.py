@@ -250,7 +250,7 @@ def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitSta
         pace = MeasuredShares(
             planner, loader, rank=rank, layout=layout, meter=meter, costs=costs, at_once=at_once,
         )  # fmt: skip
-    return Feed(StepFeed(planner, loader, pace, layout.group_of), shards, is_last)
+    return Feed(StepFeed(planner, loader, pace, layout), shards, is_last)
 
 
 def build_reports(
