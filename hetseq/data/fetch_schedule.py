@@ -33,19 +33,19 @@ class Walker:
 class Itinerary:
     """This rank's micro-batches of all steps from `first` on; may be walked and changed from several threads.
 
-    `first_cap`, if given, cuts the first step.
+    They are those of its data-parallel group, number `group`. `first_cap`, if given, cuts the first step.
     """
 
     def __init__(
         self,
         planner: Planner,
         first: Position,
-        rank: int,
+        group: int,
         *,
         cap: MicroBatchCap,
         first_cap: MicroBatchCap | None = None,
     ) -> None:
-        self._planner, self._first, self._rank = planner.copy(), first.step, rank
+        self._planner, self._first, self._group = planner.copy(), first.step, group
         self._lock = threading.Lock()
         self._caps = [(first.step, first_cap or cap), (first.step + 1, cap)]  # (first step, cap), steps ascending
         self._changed: list[int] = []  # from which step on, for each change that is not forgotten
@@ -135,4 +135,4 @@ class Itinerary:
         return self._positions[step]
 
     def _keys(self, plan: StepPlan, cap: MicroBatchCap) -> list[Key]:
-        return [Key(plan.step, *piece) for piece in self._planner.micro_batches(plan, self._rank, cap)]
+        return [Key(plan.step, *piece) for piece in self._planner.micro_batches(plan, self._group, cap)]

@@ -77,7 +77,7 @@ class Source:
 
 
 class StepLoader:
-    """Hands out the steps of one run in order, from `first` on, for `rank`.
+    """Hands out the steps of one run in order, from `first` on, for the data-parallel group `group`.
 
     The first step is cut by `first_cap`, if given. Loader processes that have died are replaced.
     """
@@ -88,13 +88,13 @@ class StepLoader:
         planner: Planner,
         first: Position,
         *,
-        rank: int,
+        group: int,
         cap: MicroBatchCap,
         first_cap: MicroBatchCap | None = None,
         num_workers: int = 0,
     ) -> None:
         self._source, self._num_workers = source, num_workers
-        self._itinerary = Itinerary(planner, first, rank, cap=cap, first_cap=first_cap)
+        self._itinerary = Itinerary(planner, first, group, cap=cap, first_cap=first_cap)
         self._fetcher, self._collate = Fetcher(source.dataset, source.seed), Collate(source.collate)
         self._base = base_order(source.dataset)
         self._ahead: StepData | None = None

@@ -2,8 +2,9 @@
 
 The order of an epoch is a keyed permutation of 0..n-1 with random access, so no rank holds a shuffled array and any
 rank can begin anywhere. A step takes the next run of positions in that order; its length depends on the epoch alone
-and never on the cluster. Ranks then take neighbouring slices of the run, as long as their shares say, and cut them
-into micro-batches. Nothing here knows data, devices, time or torch.
+and never on the cluster. Data-parallel groups then take neighbouring slices of the run, as long as their shares say,
+and cut them into micro-batches. A share belongs to such a group, which is mostly one rank (`parallel.layout`). Nothing
+here knows data, devices, time or torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ Lengths = Callable[[Indices], Indices]
 
 
 class Assign(Protocol):
-    """The work of a step, in samples, tokens or units, -> how much of it each rank takes, or each of some; adds up."""
+    """The work of a step, in samples, tokens or units, -> how much of it each data-parallel group takes; adds up.
+
+    With `among`, numbers of groups, these take all of it, and the result is theirs alone.
+    """
 
     def __call__(self, work: int, among: tuple[int, ...] | None = None, /) -> tuple[int, ...]: ...
 
@@ -227,9 +231,9 @@ class Position:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Step `step` uses positions start..stop-1 of epoch `epoch`, and each rank `shares[rank]` of them.
+    """Step `step` uses positions start..stop-1 of epoch `epoch`, and each data-parallel group `shares[group]` of them.
 
-    Their slices follow one another in the order of ranks, or in that of `lineup`.
+    Their slices follow one another in the order of the groups, or in that of `lineup`.
     """
 
     step: int
@@ -244,11 +248,11 @@ class StepPlan:
     def size(self) -> int:
         return self.stop - self.start
 
-    def range_of(self, rank: int) -> tuple[int, int]:
-        """First and end position of this rank's share."""
-        ahead = range(rank) if self.lineup is None else self.lineup[: self.lineup.index(rank)]
+    def range_of(self, group: int) -> tuple[int, int]:
+        """First and end position of this group's share."""
+        ahead = range(group) if self.lineup is None else self.lineup[: self.lineup.index(group)]
         start = self.start + sum(self.shares[other] for other in ahead)
-        return start, start + self.shares[rank]
+        return start, start + self.shares[group]
 
     def digest(self) -> int:
         """63 bits that differ where two ranks would compute different steps."""
@@ -264,10 +268,11 @@ class StepPlan:
 class Planner:
     """Plans steps of one run: `plan(position)` is a pure function of the position and of the changes made so far.
 
-    `assign` divides the work of a step among the ranks, until `change` names another from some step on. Work is counted
-    in samples; in tokens where there are `lengths`; and with a `unit` above 1 in units: a share is whole units of so
-    many neighbours, and only the last unit of a step may be smaller. With `shards`, which have `n` samples together,
-    each shard's part of a step is divided among those who can read it; steps are then counted in samples.
+    `assign` divides the work of a step among the data-parallel groups, until `change` names another from some step on.
+    Work is counted in samples; in tokens where there are `lengths`; and with a `unit` above 1 in units: a share is
+    whole units of so many neighbours, and only the last unit of a step may be smaller. With `shards`, which have `n`
+    samples together, each shard's part of a step is divided among those who can read it; steps are then counted in
+    samples.
     """
 
     n: int
@@ -320,9 +325,9 @@ class Planner:
         shards = () if self.shards is None else (*self.shards.samples, *(plan.lineup or ()))
         return derive_seed(plan.digest(), self.n, self.seed, self.curriculum, self.block or 0, *shards)
 
-    def micro_batches(self, plan: StepPlan, rank: int, cap: MicroBatchCap) -> list[tuple[int, int]]:
-        """This rank's micro-batches of a step as position ranges, in order; none for a share of 0."""
-        start, stop = plan.range_of(rank)
+    def micro_batches(self, plan: StepPlan, group: int, cap: MicroBatchCap) -> list[tuple[int, int]]:
+        """This group's micro-batches of a step as position ranges, in order; none for a share of 0."""
+        start, stop = plan.range_of(group)
         return cut(self.order(plan.epoch), start, stop, cap, lengths=self.lengths)
 
     def work(self, epoch: int, start: int, stop: int) -> int:
@@ -336,12 +341,12 @@ class Planner:
         return next((assign for first, assign in reversed(self._changes) if first <= step), self.assign)
 
     def divide(self, plan: StepPlan, assign: Assign) -> tuple[int, ...]:
-        """The work of a step by rank, as `assign` would have it."""
+        """The work of a step by data-parallel group, as `assign` would have it."""
         works = self.works(plan)
         return assign(works[0]) if self.shards is None else divided(works, self.shards, assign)
 
     def works(self, plan: StepPlan) -> tuple[int, ...]:
-        """What a step weighs, for all ranks together or, with shards, for the ranks of each."""
+        """What a step weighs, for all groups together or, with shards, for the readers of each."""
         if self.shards is None:
             return (self.work(plan.epoch, plan.start, plan.stop),)
         return self.shards.sizes(plan.start, plan.stop)
@@ -366,16 +371,16 @@ class Planner:
             return self._shares_by_tokens(assign, self.lengths(self.order(position.epoch).take(start, stop)))
         units = -(-(stop - start) // self.unit)
         shares = [count * self.unit for count in assign(units)]
-        last = max(rank for rank, share in enumerate(shares) if share)
+        last = max(group for group, share in enumerate(shares) if share)
         shares[last] -= units * self.unit - (stop - start)
         return tuple(shares)
 
     @staticmethod
     def _shares_by_tokens(assign: Assign, lengths: Indices) -> tuple[int, ...]:
-        """Samples by rank, whose tokens come as near to the assigned ones as neighbours allow."""
+        """Samples by group, whose tokens come as near to the assigned ones as neighbours allow."""
         ends = np.cumsum(lengths)  # (samples,): tokens up to and with each sample
-        quotas = np.cumsum(assign(int(ends[-1])))  # (world_size,): tokens up to and with each rank
-        # a sample belongs to the rank in whose part its middle lies; doubled, to stay with integers
+        quotas = np.cumsum(assign(int(ends[-1])))  # (groups,): tokens up to and with each group
+        # a sample belongs to the group in whose part its middle lies; doubled, to stay with integers
         borders = np.searchsorted(2 * ends - lengths, 2 * quotas, side="left")
         # samples of no length at the very end have their middle at the last border
         borders[np.flatnonzero(quotas == quotas[-1])] = len(lengths)
@@ -391,11 +396,11 @@ class Planner:
 
 
 def divided(works: Sequence[int], shards: Shards, assign: Assign) -> tuple[int, ...]:
-    """What each rank takes of the work of each shard, which goes to the ranks that can read it."""
-    shares = [0] * shards.world_size
-    for work, ranks in zip(works, shards.groups):
-        for rank, share in zip(ranks, assign(work, ranks)):
-            shares[rank] += share
+    """What each data-parallel group takes of the work of each shard, which goes to the groups that can read it."""
+    shares = [0] * shards.group_count
+    for work, groups in zip(works, shards.readers):
+        for group, share in zip(groups, assign(work, groups)):
+            shares[group] += share
     return tuple(shares)
 
 

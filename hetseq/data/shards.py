@@ -6,7 +6,7 @@ knows how many samples each shard has; of the samples it knows those of its own.
 The one idea: of the first x samples of an epoch each shard gives as many as Webster's apportionment (Sainte-Laguë) has
 it give of x seats. These numbers never fall as x grows, add up to x, and at the end of the epoch are the sizes of the
 shards. So each step mixes the shards in proportion to their sizes, and each sample comes once in an epoch. Within a
-step the shards follow one another, and a rank's slice stays a run of positions.
+step the shards follow one another, and the slice of a data-parallel group stays a run of positions.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class _Order(Protocol):
 
 @dataclass(frozen=True)
 class Shards:
-    """How many samples each shard has, above 0, and which ranks can read it, in ascending order.
+    """How many samples each shard has, above 0, and which data-parallel groups can read it, in ascending order.
 
-    A shard without holders has gone with its host: steps are planned as if the first rank had it, and nobody carries
+    A shard without holders has gone with its host: steps are planned as if the first group had it, and nobody carries
     them out.
     """
 
     samples: tuple[int, ...]
     holders: tuple[tuple[int, ...], ...]
-    world_size: int
+    group_count: int  # of all data-parallel groups
 
     @property
     def total(self) -> int:
@@ -46,20 +46,20 @@ class Shards:
         return sum(self.samples)
 
     @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks among which each shard's part of a step is divided."""
-        return tuple(ranks or (0,) for ranks in self.holders)
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """The data-parallel groups among which each shard's part of a step is divided."""
+        return tuple(groups or (0,) for groups in self.holders)
 
     @property
     def lineup(self) -> tuple[int, ...]:
-        """All ranks in the order of their slices of a step: shard by shard, and last those that can read none."""
-        reading = dict.fromkeys(rank for ranks in self.groups for rank in ranks)
-        return (*reading, *(rank for rank in range(self.world_size) if rank not in reading))
+        """All groups in the order of their slices of a step: shard by shard, and last those that can read none."""
+        reading = dict.fromkeys(group for groups in self.readers for group in groups)
+        return (*reading, *(group for group in range(self.group_count) if group not in reading))
 
     @property
     def lost(self) -> tuple[int, ...]:
         """The shards that nobody holds."""
-        return tuple(number for number, ranks in enumerate(self.holders) if not ranks)
+        return tuple(number for number, groups in enumerate(self.holders) if not groups)
 
     def sizes(self, start: int, stop: int) -> tuple[int, ...]:
         """How many of the samples at positions start..stop-1 of an epoch come from each shard."""

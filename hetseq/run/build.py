@@ -21,7 +21,7 @@ from hetseq import registry
 from hetseq.balance.cost_meter import AtOnce, complete_costs
 from hetseq.cluster.membership.step_commit import Wish
 from hetseq.comm.directory_groups import DirectoryGroups, everything_shared, send_tensor
-from hetseq.comm.group import Group
+from hetseq.comm.group import Group, RowTransport
 from hetseq.config.sections import (
     CheckpointConfig,
     Config,
@@ -37,6 +37,7 @@ from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
 from hetseq.parallel.buffers import BufferKeeper
 from hetseq.parallel.gradient_sync import gradients_of
+from hetseq.parallel.layout import Layout, one_rank_each
 from hetseq.parallel.replica import Replica, batch_norms, trained_parameters
 from hetseq.run import horizon
 from hetseq.run.after_step import AfterStep, StatusFiles
@@ -98,6 +99,11 @@ class RankJob:
     def slots_of_ranks(self) -> tuple[int, ...]:
         """The slot of each rank."""
         return self.slots or tuple(range(self.group.world_size))
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """Which ranks compute a share together: today each rank has one of its own."""
+        return one_rank_each(self.group.world_size)
 
     @property
     def own_slot(self) -> int:
@@ -186,7 +192,7 @@ def build_replica(job: RankJob, undo: ExitStack) -> Replica:
 def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
     """The state of the generation before, of a checkpoint, or a fresh one; and its saver. Collective."""
     config = job.config
-    asked = global_batch(config.data, job.group)
+    asked = global_batch(config.data, job.group, job.layout)
     parts = parts_of_ranks(job.material, job.group) if config.data.data_by_host else None
     provenance = _provenance(job, replica, asked, parts) if job.carried is None else job.carried.provenance
     inherited: StartState | None = None
@@ -219,14 +225,15 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
 
 def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitStack) -> Feed:
     """The plan of the steps, what fetches this rank's part of them, and what moves the shares."""
-    config, group, carried = job.config, job.group, job.carried
-    weights = weights_by_slot(config.distributed, job.slots_of_ranks)
-    is_balanced = config.distributed.balance == "auto" and group.world_size > 1
-    costs = job.succession.record.costs if job.succession is not None else ()
+    config, rank, layout, carried = job.config, job.group.rank, job.layout, job.carried
+    weights = weights_by_slot(config.distributed, layout.of_leaders(job.slots_of_ranks))
+    is_balanced = config.distributed.balance == "auto" and len(layout.groups) > 1
+    by_rank = job.succession.record.costs if job.succession is not None else ()
+    costs = layout.of_leaders(by_rank) if by_rank else ()
     table = complete_costs(costs) if is_balanced else None
     assign = assigner(table) if table is not None else assigner_by(weights)
     known = start.provenance.parts
-    shards = shards_of(known, start.parts) if start.parts and known else None
+    shards = shards_of(known, layout.of_leaders(start.parts)) if start.parts and known else None
     is_last = job.succession is not None and (
         job.succession.record.is_last or (shards is not None and bool(shards.lost))
     )
@@ -235,8 +242,8 @@ def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitSta
     if batch_norms(job.material.model):
         is_first_measured = False  # which fails on a micro-batch of one sample
     loader = StepLoader(
-        job.material.source(job.material.train), planner, start.state.position, rank=group.rank, cap=sizes.cap,
-        first_cap=sizes.first() if is_first_measured else None,
+        job.material.source(job.material.train), planner, start.state.position,
+        group=layout.group_of(rank), cap=sizes.cap, first_cap=sizes.first() if is_first_measured else None,
         # they would begin at once to fetch steps that nobody trains, perhaps of data that are gone
         num_workers=0 if is_last else _num_workers(config.data.num_workers, job.material.device),
     )  # fmt: skip
@@ -245,9 +252,9 @@ def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitSta
     pace: SharePolicy = FixedShares(weights, meter=meter, at_once=at_once)
     if is_balanced:
         pace = MeasuredShares(
-            planner, loader, rank=group.rank, world_size=group.world_size, meter=meter, costs=costs, at_once=at_once,
+            planner, loader, rank=rank, layout=layout, meter=meter, costs=costs, at_once=at_once,
         )  # fmt: skip
-    return Feed(StepFeed(planner, loader, pace), shards, is_last)
+    return Feed(StepFeed(planner, loader, pace, layout), shards, is_last)
 
 
 def build_reports(
@@ -318,7 +325,7 @@ def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controlle
     if job.is_first or job.carried is None:
         _say_what_runs(controller, job.material)
     if feed.shards is not None and job.group.rank == 0:
-        say_what_holds(feed.shards, job.slots_of_ranks, has_begun=not job.is_first)
+        say_what_holds(feed.shards, job.layout.of_leaders(job.slots_of_ranks), has_begun=not job.is_first)
     if job.is_first:
         course = Course(feed.steps.planner.n, state.position, state.updates, total)
         _say_what_the_batch_means(job.config.optimization, batch, course, start.beginning)
@@ -364,12 +371,12 @@ def _micro_batch_sizes(job: RankJob) -> MicroBatchSizes:
     return MicroBatchSizes(cap, is_learning=is_learning, remember=memo.remember if is_free else None)
 
 
-def global_batch(config: DataConfig, group: Group) -> GlobalBatch:
+def global_batch(config: DataConfig, group: RowTransport, layout: Layout) -> GlobalBatch:
     """The global batch the options ask for; collective, since --max-sentences may differ from node to node."""
     rows = group.all_gather_rows(np.array([config.max_sentences or 0, config.max_tokens or 0], np.int64))
     if config.global_batch_size is not None:
         return GlobalBatch(config.global_batch_size)
-    samples, tokens = (int(total) for total in rows.sum(axis=0))
+    samples, tokens = (int(total) for total in rows[list(layout.leaders)].sum(axis=0))
     if not samples and not tokens:
         raise ConfigError(
             "the size of a step is not given: say --max-sentences N (samples of a rank's micro-batch), --max-tokens N,"
@@ -498,10 +505,10 @@ def _say_what_runs(controller: Controller, material: LoadedTask) -> None:
         "+".join(map(str, plan.shares)),
     )  # fmt: skip
     work = controller.planner.work(plan.epoch, plan.start, plan.stop)
-    if work < controller.group.world_size and controller.group.rank == 0:
+    if work < len(plan.shares) and controller.group.rank == 0:
         logger.warning(
             "a step has %d piece%s of work for %d ranks, so some have nothing to do: make the global batch larger%s",
-            work, "" if work == 1 else "s", controller.group.world_size,
+            work, "" if work == 1 else "s", len(plan.shares),
             ", or --unit-size smaller" if controller.planner.unit > 1 else "",
         )  # fmt: skip
 

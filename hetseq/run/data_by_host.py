@@ -34,18 +34,18 @@ def text_of(parts: Sequence[tuple[str, int]]) -> str:
 
 
 def shards_of(text: str, parts: Sequence[tuple[str, int]]) -> Shards:
-    """The parts of a run by `text_of`, and which ranks have each by now."""
+    """The parts of a run by `text_of`, and which data-parallel groups have each by now, from the one of each group."""
     named = [entry.split(":") for entry in text.split(",")]
-    holders = [tuple(rank for rank, (digest, _) in enumerate(parts) if digest == name) for name, _ in named]
+    holders = [tuple(group for group, (digest, _) in enumerate(parts) if digest == name) for name, _ in named]
     return Shards(tuple(int(samples) for _, samples in named), tuple(holders), len(parts))
 
 
 def say_what_holds(shards: Shards, slots: Sequence[int], *, has_begun: bool) -> None:
     """Say which ranks mix which parts, and what is off; on a later generation what has changed. One rank calls it.
 
-    `slots` are what users call the ranks.
+    `slots` are what users call the ranks, one for each data-parallel group.
     """
-    strangers = sorted(set(slots) - {slots[rank] for ranks in shards.holders for rank in ranks})
+    strangers = sorted(set(slots) - {slots[group] for groups in shards.holders for group in groups})
     if strangers:
         logger.warning(
             "--data-by-host: rank%s %s read%s training data that this run has not begun with, and so get%s no samples",

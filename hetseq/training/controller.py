@@ -126,6 +126,19 @@ class Boundary(Protocol):
         ...
 
 
+class ShareLayout(Protocol):
+    """Which ranks compute a share together, as one data-parallel group. Numbers alone, the same on every rank."""
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The rank that stands for each group, ascending. Shape (groups,)."""
+        ...
+
+    def group_of(self, rank: int) -> int:
+        """The number of the group whose share this rank computes."""
+        ...
+
+
 @dataclass(frozen=True)
 class StepFeed:
     """The samples of the coming steps: their plan, what fetches this rank's part of them, and what moves the shares."""
@@ -133,6 +146,7 @@ class StepFeed:
     planner: Planner
     loader: StepLoader
     pace: SharePolicy
+    layout: ShareLayout
 
 
 @dataclass(frozen=True)
@@ -169,6 +183,7 @@ class Controller:
         self.task, self.replica, self.group = computer.task, computer.replica, group
         self.planner, self.loader, self.pace = feed.planner, feed.loader, feed.pace
         self.terms, self.weights, self.state = computer.terms, computer.weights, state
+        self._layout = feed.layout
         self._computer, self._boundary, self._context = computer, boundary, context
         self._config, self._learning_rate = recipe.config, recipe.learning_rate
         self._has_loss_scale = computer.precision.has_loss_scale
@@ -287,7 +302,7 @@ class Controller:
     def _gather_counts(self, data: StepData) -> tuple[float, ...]:
         """Global counts of a step whose counts did not come with the commit before it."""
         rows = gather_floats(self.group, [float(data.samples), *data.counts])  # (world_size, 1 + terms)
-        return add_in_rank_order(rows[:, 1:].tolist())
+        return add_in_rank_order(rows[list(self._layout.leaders), 1:].tolist())
 
     def _look_ahead(self, plan: StepPlan) -> StepData | None:
         """This rank's part of the next step, if there will be one and it is at hand."""
@@ -320,7 +335,8 @@ class Controller:
     def _read(self, plan: StepPlan, rows: Words) -> Outcome:
         """What the rows of a commit, (world_size, words), say."""
         next_size = self.planner.plan(plan.next_position()).size
-        outcome = resolve([self._format.unpack(words) for words in rows], next_samples=next_size)
+        unpacked = [self._format.unpack(words) for words in rows]
+        outcome = resolve(unpacked, next_samples=next_size, leaders=self._layout.leaders)
         self._rows = rows
         return outcome
 
@@ -397,7 +413,7 @@ class Controller:
         for rank in np.flatnonzero(rows[:, 0]).tolist():
             terms = [term for term, bad in zip(self.terms, rows[rank, 1:]) if bad]
             what = f"loss term {', '.join(map(repr, terms))}" if terms else "a gradient of finite losses"
-            start, stop = data.plan.range_of(rank)
+            start, stop = data.plan.range_of(self._layout.group_of(rank))
             blamed.append(
                 f"rank {rank} brought it ({what}; positions {start} to {stop - 1} of epoch {data.plan.epoch})"
             )

@@ -21,6 +21,7 @@ from hetseq.balance.shares import Cost, assign_shares, balance_shares, slowed_by
 from hetseq.cluster.membership.step_commit import CommitRow
 from hetseq.data.loader import StepLoader
 from hetseq.data.plan import Assign, Planner, StepPlan
+from hetseq.parallel.layout import Layout
 from hetseq.training.share import Part
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ _RECENT = 20  # steps over which presence is judged
 
 @dataclass(frozen=True)
 class Shift:
-    """Other shares from step `first_step` on: samples by rank of a step as large as the last one, and its seconds."""
+    """Other shares from step `first_step` on: samples by group of a step as large as the last one, and its seconds."""
 
     first_step: int
     before: tuple[int, ...]
@@ -42,7 +43,7 @@ class Shift:
 
 
 class SharePolicy(Protocol):
-    """Decides which rank gets how much of a step. None of its methods is collective, and none waits."""
+    """Decides which data-parallel group gets how much of a step. None of its methods is collective, and none waits."""
 
     meter: CostMeter  # of this rank
 
@@ -66,7 +67,7 @@ class SharePolicy(Protocol):
         ...
 
     def divide(self, total: int) -> tuple[int, ...]:
-        """Shares of `total` samples outside training, by speed: (world_size,), equal on all ranks."""
+        """Shares of `total` samples outside training, by speed: (groups,), equal on all ranks."""
         ...
 
 
@@ -96,10 +97,10 @@ class FixedShares:
 
 
 class MeasuredShares:
-    """`--balance auto`: shares that give the shortest step by the costs of all ranks.
+    """`--balance auto`: shares that give the shortest step by the costs of all data-parallel groups of `layout`.
 
-    `at_once` gives the most work that this rank does at once by now, None for a whole share. `meter` and `costs`,
-    one by rank as far as they are known, are what an earlier generation has learned.
+    A group's cost is that of its leader. `at_once` gives the most work that this rank does at once by now, None for a
+    whole share. `meter` and `costs`, one by group as far as they are known, are what an earlier generation has learned.
     """
 
     def __init__(
@@ -108,20 +109,21 @@ class MeasuredShares:
         loader: StepLoader,
         *,
         rank: int,
-        world_size: int,
+        layout: Layout,
         meter: CostMeter | None = None,
         costs: Sequence[Cost | None] = (),
         at_once: Callable[[], AtOnce | None] = lambda: None,
     ) -> None:
-        self._planner, self._loader, self._rank, self._world_size = planner, loader, rank, world_size
+        self._planner, self._loader, self._rank, self._layout = planner, loader, rank, layout
         self.meter, self._at_once = meter or CostMeter(), at_once
-        # who divides work among themselves: all ranks, or those that read the same shard
-        self._groups = (tuple(range(world_size)),) if planner.shards is None else planner.shards.groups
-        self._balancers = [Balancer(len(ranks)) for ranks in self._groups]
+        everyone = tuple(range(len(layout.groups)))
+        # groups that divide work among themselves: all, or those that read the same shard
+        self._pools = (everyone,) if planner.shards is None else planner.shards.readers
+        self._balancers = [Balancer(len(pool)) for pool in self._pools]
         if (table := complete_costs(costs)) is not None:
-            for ranks, balancer in zip(self._groups, self._balancers):
-                balancer.costs = tuple(table[rank] for rank in ranks)
-        self._presence: list[deque[float]] = [deque(maxlen=_RECENT) for _ in range(world_size)]
+            for pool, balancer in zip(self._pools, self._balancers):
+                balancer.costs = tuple(table[group] for group in pool)
+        self._presence: list[deque[float]] = [deque(maxlen=_RECENT) for _ in everyone]
         self._advised: set[int] = set()
 
     def learn(self, part: Part, *, overhead_s: float) -> Cost | None:
@@ -131,42 +133,44 @@ class MeasuredShares:
         return self.meter.cost(self._at_once())
 
     def follow(self, plan: StepPlan, rows: Sequence[CommitRow]) -> Shift | None:
-        if self._world_size == 1:
+        if len(self._layout.groups) == 1:
             return None
-        costs = [row.measured.cost for row in rows]
-        for rank, row in enumerate(rows):
-            self._presence[rank].append(row.measured.overhead_s)
+        measured = [row.measured for row in self._layout.of_leaders(rows)]  # (groups,)
+        costs = [one.cost for one in measured]
+        for group, one in enumerate(measured):
+            self._presence[group].append(one.overhead_s)
         works = self._planner.works(plan)
         has_moved = [self._observe(number, work, costs) for number, work in enumerate(works)]
         if plan.step % _ADVICE_STEPS == 0:
-            for work, ranks in zip(works, self._groups):
-                self._advise(work, ranks, [costs[rank] for rank in ranks])
+            for work, pool in zip(works, self._pools):
+                self._advise(work, pool, [costs[group] for group in pool])
         return self._shift(plan, costs) if any(has_moved) else None
 
     def divide(self, total: int) -> tuple[int, ...]:
-        known = {rank: cost for balancer, ranks in self._balanced() for rank, cost in zip(ranks, balancer.costs or ())}
-        if len(known) < self._world_size:
-            return assign_shares(total, (1.0,) * self._world_size)
-        return assign_shares(total, [1 / known[rank].slope_s for rank in range(self._world_size)])
+        count = len(self._layout.groups)
+        known = {group: cost for balancer, pool in self._balanced() for group, cost in zip(pool, balancer.costs or ())}
+        if len(known) < count:
+            return assign_shares(total, (1.0,) * count)
+        return assign_shares(total, [1 / known[group].slope_s for group in range(count)])
 
     def _balanced(self) -> Iterator[tuple[Balancer, tuple[int, ...]]]:
-        return zip(self._balancers, self._groups)
+        return zip(self._balancers, self._pools)
 
     def _observe(self, number: int, work: int, costs: Sequence[Cost | None]) -> bool:
-        """Whether a group of ranks is to have other shares; a rank alone has what there is."""
-        balancer, own = self._balancers[number], [costs[rank] for rank in self._groups[number]]
+        """Whether a pool of groups is to have other shares; a group alone has what there is."""
+        balancer, own = self._balancers[number], [costs[group] for group in self._pools[number]]
         if len(own) == 1:
             balancer.costs = complete_costs(own)
             return False
         return work > 0 and balancer.observe(work, own) is not None
 
     def _table(self, costs: Sequence[Cost | None]) -> tuple[Cost, ...]:
-        """What shares follow from now on: adopted costs, and the same cost for ranks whose shares are still equal."""
+        """What shares follow from now on: adopted costs, and the same cost for groups whose shares are still equal."""
         table = list(complete_costs(costs) or ())
-        for balancer, ranks in self._balanced():
-            mean = complete_costs([*(table[rank] for rank in ranks), None])
-            for place, rank in enumerate(ranks):
-                table[rank] = balancer.costs[place] if balancer.costs else mean[-1] if mean else table[rank]
+        for balancer, pool in self._balanced():
+            mean = complete_costs([*(table[group] for group in pool), None])
+            for place, group in enumerate(pool):
+                table[group] = balancer.costs[place] if balancer.costs else mean[-1] if mean else table[group]
         return tuple(table)
 
     def _shift(self, plan: StepPlan, costs: Sequence[Cost | None]) -> Shift:
@@ -177,14 +181,14 @@ class MeasuredShares:
         self._loader.change(first, assign=assign)
         return Shift(first, shares[0], shares[1], *(step_seconds(each, table) for each in shares))
 
-    def _advise(self, work: int, ranks: Sequence[int], costs: Sequence[Cost | None]) -> None:
-        """Say once of a rank that those with whom it shares work would be faster without it."""
+    def _advise(self, work: int, pool: Sequence[int], costs: Sequence[Cost | None]) -> None:
+        """Say once of a group, by its leader, that those with whom it shares work would be faster without it."""
         known = [cost for cost in costs if cost is not None]
         if len(known) < len(costs) or len(costs) == 1:
             return
-        presence_s = [statistics.median(self._presence[rank]) for rank in ranks]
+        presence_s = [statistics.median(self._presence[group]) for group in pool]
         for place, saved_s in slowed_by(work, known, presence_s):
-            rank = ranks[place]
+            rank = self._layout.leader_of(pool[place])
             if rank not in self._advised:
                 self._advised.add(rank)
                 level = logging.WARNING if self._rank == 0 else logging.INFO  # all know the same
@@ -206,7 +210,7 @@ def assigner(costs: tuple[Cost, ...]) -> Assign:
 
     @functools.lru_cache(maxsize=64)
     def assign(work: int, among: tuple[int, ...] | None = None, /) -> tuple[int, ...]:
-        return balance_shares(work, costs if among is None else [costs[rank] for rank in among])
+        return balance_shares(work, costs if among is None else [costs[group] for group in among])
 
     return assign
 
@@ -216,7 +220,7 @@ def assigner_by(weights: tuple[float, ...]) -> Assign:
 
     @functools.lru_cache(maxsize=64)
     def assign(work: int, among: tuple[int, ...] | None = None, /) -> tuple[int, ...]:
-        chosen = weights if among is None else tuple(weights[rank] for rank in among)
+        chosen = weights if among is None else tuple(weights[group] for group in among)
         return assign_shares(work, chosen if among is None or any(chosen) else (1.0,) * len(chosen))
 
     return assign

@@ -58,7 +58,7 @@ class Journey:
         )
         return StepLoader(
             source, self.planner(), self.first,
-            rank=rank, cap=self.cap, first_cap=self.first_cap, num_workers=num_workers,
+            group=rank, cap=self.cap, first_cap=self.first_cap, num_workers=num_workers,
         )  # fmt: skip
 
     @contextmanager

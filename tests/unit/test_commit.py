@@ -182,6 +182,18 @@ def test_a_parameter_counts_as_used_if_it_is_on_any_rank() -> None:
     assert resolve(rows[:1], next_samples=0).used.tolist() == [True, False, False]
 
 
+def test_a_group_of_several_ranks_is_added_up_once_and_each_of_its_ranks_has_a_vote() -> None:
+    rows = [replace(ROW, sums=(1.0, 2.0)), replace(ROW, sums=(1.0, 2.0)), replace(ROW, sums=(4.0, 8.0))]
+    groups = resolve(rows, next_samples=16, leaders=(0, 2))  # ranks 0 and 1 are one group, of 8 samples
+    assert groups.sums == (5.0, 10.0)
+    assert groups.next_counts == (16.0, 7.0)
+    single = resolve(rows, next_samples=24)
+    assert (single.sums, single.next_counts) == ((6.0, 12.0), (24.0, 10.5))
+    assert resolve(rows, next_samples=16).next_counts is None, "they are three shares then"
+    rows[1] = replace(rows[1], vote=Vote.NON_FINITE)
+    assert resolve(rows, next_samples=16, leaders=(0, 2)).verdict is Verdict.SKIP
+
+
 def test_one_rank_that_wishes_to_stop_is_enough() -> None:
     rows = [ROW, replace(ROW, wish=Wish.STOP), ROW]
     assert resolve(rows, next_samples=0).wish is Wish.STOP

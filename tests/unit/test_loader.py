@@ -126,7 +126,7 @@ def loading(
     cap: MicroBatchCap = MicroBatchCap(2),  # noqa: B008
     collate: Callable[[Any], Any] = as_list,
 ) -> Iterator[StepLoader]:
-    loader = StepLoader(make_source(dataset, collate), planner, first, rank=rank, cap=cap, num_workers=num_workers)
+    loader = StepLoader(make_source(dataset, collate), planner, first, group=rank, cap=cap, num_workers=num_workers)
     try:
         yield loader
     finally:
@@ -387,7 +387,7 @@ def test_after_an_exception_that_is_kept_no_worker_is_left() -> None:
 @pytest.mark.parametrize("steps", [0, 1, 3])
 def test_a_closed_loader_leaves_no_process_and_no_thread(steps: int) -> None:
     planner, threads = make_planner(), set(threading.enumerate())
-    loader = StepLoader(make_source(Numbers()), planner, Position(), rank=0, cap=MicroBatchCap(2), num_workers=2)
+    loader = StepLoader(make_source(Numbers()), planner, Position(), group=0, cap=MicroBatchCap(2), num_workers=2)
     assert len(torch.multiprocessing.active_children()) == 2
     assert set(threading.enumerate()) - threads
     for plan, _ in zip(planner.plans(Position()), range(steps)):

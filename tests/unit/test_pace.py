@@ -15,6 +15,7 @@ from hetseq.balance.shares import Cost
 from hetseq.cluster.membership.step_commit import CommitRow, Measured, SaveStatus, Vote, Wish
 from hetseq.data.plan import Assign, GlobalBatch, Planner, Position, StepPlan
 from hetseq.data.shards import Shards
+from hetseq.parallel.layout import Layout, one_rank_each
 from hetseq.training.share import Part
 from hetseq.training.share_policy import FixedShares, MeasuredShares, Shift, assigner_by
 
@@ -34,10 +35,14 @@ class Loader:
 class Rank:
     """A rank that follows."""
 
-    def __init__(self, weights: Sequence[float] = EQUAL, *, rank: int = 0, **pace: Any) -> None:
+    def __init__(
+        self, weights: Sequence[float] = EQUAL, *, rank: int = 0, layout: Layout | None = None, **pace: Any
+    ) -> None:
         self.planner = Planner(10_000, 7, GlobalBatch(12), assigner_by(tuple(weights)))
         self.loader: Any = Loader()
-        self.pace = MeasuredShares(self.planner, self.loader, rank=rank, world_size=len(weights), **pace)
+        self.pace = MeasuredShares(
+            self.planner, self.loader, rank=rank, layout=layout or one_rank_each(len(weights)), **pace
+        )
 
     def plan(self, step: int) -> StepPlan:
         return self.planner.plan(Position(step, 1, (step - 1) * 12))
@@ -212,6 +217,18 @@ def test_nobody_is_named_while_a_cost_is_unknown(caplog: pytest.LogCaptureFixtur
     assert advice(caplog) == []
 
 
+def test_a_group_of_several_ranks_has_one_share_by_what_its_leader_measures(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    rank = Rank(EQUAL, rank=2, layout=Layout(((0, 1), (2, 3))))
+    # as two ranks of these costs have it in the first test; ranks 1 and 3 are not asked
+    rows = [costing(1.0), costing(50.0), costing(3.0), Measured()]
+    assert rank.follow(5, rows) == Shift(7, (6, 6), (9, 3), 18.0, 9.0)
+    assert rank.pace.divide(8) == (6, 2)
+    for step in range(51, 101):
+        rank.follow(step, [costing(0.001), costing(0.001), costing(0.001, overhead_s=9.0), costing(0.001)])
+    assert "rank 2 slows this run down" in caplog.text
+
+
 class Parted(Rank):
     """Ranks 0 and 2 read 3,000 samples, rank 1 1,000 others: of 12 in a step they have 9 and 3."""
 
@@ -219,7 +236,7 @@ class Parted(Rank):
         shards = Shards((3_000, 1_000), ((0, 2), (1,)), 3)
         self.planner = Planner(4_000, 7, GlobalBatch(12), assigner_by((1.0,) * 3), shards=shards)
         self.loader = Loader()
-        self.pace = MeasuredShares(self.planner, self.loader, rank=0, world_size=3)
+        self.pace = MeasuredShares(self.planner, self.loader, rank=0, layout=one_rank_each(3))
 
 
 def test_shares_move_only_among_ranks_that_read_the_same_part() -> None:

@@ -41,14 +41,14 @@ def test_apportionment_of_billions_is_exact() -> None:
 
 
 def planner(shards: Shards, batch: int, *, weights: tuple[float, ...] | None = None, **options: object) -> Planner:
-    assign = assigner_by(weights or (1.0,) * shards.world_size)
+    assign = assigner_by(weights or (1.0,) * shards.group_count)
     return Planner(shards.total, 7, GlobalBatch(batch), assign, shards=shards, **options)  # type: ignore[arg-type]
 
 
 def taken(plans: Planner, plan: StepPlan, shards: Shards) -> list[tuple[int, int]]:
     """(shard, index in it) of every sample of a step, rank after rank, each from what it can read."""
     found = []
-    for rank in range(shards.world_size):
+    for rank in range(shards.group_count):
         for start, stop in plans.micro_batches(plan, rank, MicroBatchCap(4)) if plan.shares[rank] else []:
             shard = next(number for number, ranks in enumerate(shards.holders) if rank in ranks)
             found += [(shard, index) for index in plans.order(plan.epoch).take(start, stop).tolist()]

@@ -164,11 +164,13 @@ class Outcome:
     rows: tuple[CommitRow, ...]
 
 
-def resolve(rows: Sequence[CommitRow], *, next_samples: int) -> Outcome:
+def resolve(rows: Sequence[CommitRow], *, next_samples: int, leaders: Sequence[int] | None = None) -> Outcome:
     """The outcome of a step from the rows of all ranks, in rank order.
 
-    `next_samples` is the global batch of the next step: its counts are known only if they cover all of it. Raises
-    DisagreementError where the ranks computed different steps.
+    A share has its sums and counts in the row of the rank that leads its data-parallel group: only those of `leaders`,
+    in ascending order, are added up (None: every rank has a share of its own). `next_samples` is the global batch of
+    the next step: its counts are known only if they cover all of it. Raises DisagreementError where the ranks computed
+    different steps.
     """
     digests = [row.digest for row in rows]
     if len(set(digests)) > 1:
@@ -179,7 +181,8 @@ def resolve(rows: Sequence[CommitRow], *, next_samples: int) -> Outcome:
         )
     votes = [row.vote for row in rows]
     verdict = Verdict.REDO if Vote.REDO in votes else Verdict.SKIP if Vote.NON_FINITE in votes else Verdict.APPLY
-    is_counted = sum(row.next_samples for row in rows) == next_samples
+    leading = rows if leaders is None else [rows[rank] for rank in leaders]
+    is_counted = sum(row.next_samples for row in leading) == next_samples
     wish = Wish.NONE
     for row in rows:
         wish |= row.wish
@@ -187,14 +190,14 @@ def resolve(rows: Sequence[CommitRow], *, next_samples: int) -> Outcome:
         wish |= Wish.STOP  # nobody would be left
     return Outcome(
         verdict=verdict,
-        sums=add_in_rank_order([row.sums for row in rows]),
+        sums=add_in_rank_order([row.sums for row in leading]),
         used=np.logical_or.reduce([row.used for row in rows]),
         wish=wish,
         save=rows[0].saving.save,
         nonce=rows[0].saving.nonce,
         writing=any(row.saving.writing for row in rows),
         keep=rows[0].saving.keep and all(row.saving.sealed for row in rows),
-        next_counts=add_in_rank_order([row.next_counts for row in rows]) if is_counted else None,
+        next_counts=add_in_rank_order([row.next_counts for row in leading]) if is_counted else None,
         rows=tuple(rows),
     )
 
