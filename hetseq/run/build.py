@@ -274,7 +274,9 @@ def build_reports(
     if every and job.group.world_size > 1:
         replicas = ReplicaCheck(replica, job.group, job.metrics, every=every, kind=kind_of(device))
     most = config.optimization.max_skipped_steps
-    watch = StepWatch(job.material.terms, job.metrics, rank=job.group.rank, most=most)
+    watch = StepWatch(
+        job.material.terms, job.metrics, rank=job.group.rank, most=most, group_of=feed.steps.layout.group_of
+    )
     boundary = AfterStep(
         config=config.validation, validators=validators, saver=start.saver, metrics=job.metrics, status=status,
         replicas=replicas, watch=watch,

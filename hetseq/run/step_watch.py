@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hetseq.cluster.membership.step_commit import Verdict
 from hetseq.errors import NonFiniteError
@@ -24,8 +24,10 @@ _TOLD_AT_FIRST = 3  # then every time their number has doubled
 class StepWatch:
     """What steps of one generation have been seen; every rank has one and shows it every step."""
 
-    def __init__(self, terms: Sequence[str], metrics: Metrics, *, rank: int, most: int) -> None:
-        self._terms, self._metrics, self._most = terms, metrics, most
+    def __init__(
+        self, terms: Sequence[str], metrics: Metrics, *, rank: int, most: int, group_of: Callable[[int], int]
+    ) -> None:
+        self._terms, self._metrics, self._most, self._group_of = terms, metrics, most, group_of
         self._level = logging.WARNING if rank == 0 else logging.INFO  # all ranks know the same
         self._seen = self._in_a_row = 0
         self._has_told_of_zero = False
@@ -45,7 +47,7 @@ class StepWatch:
     def _tell_of_loss(self, result: StepResult) -> None:
         self._seen += 1
         self._in_a_row += 1
-        step, blamed = result.plan.step, _not_finite(result, self._terms)
+        step, blamed = result.plan.step, self._not_finite(result)
         message = f"step {step}: the loss is not finite, though its gradient is and was applied; {blamed}"
         if self._seen <= _TOLD_AT_FIRST or self._seen & (self._seen - 1) == 0:
             self._metrics.event("loss_not_finite", step=step, what=blamed, steps=self._seen)
@@ -67,14 +69,13 @@ class StepWatch:
             " what cuts the loss off from the parameters: detach, no_grad, a count of 0", step, why,
         )  # fmt: skip
 
-
-def _not_finite(result: StepResult, terms: Sequence[str]) -> str:
-    """Which ranks brought it, of which terms and with which samples."""
-    blamed = []
-    for rank, row in enumerate(result.outcome.rows):
-        bad = [repr(term) for term, value in zip(terms, row.sums) if not math.isfinite(value)]
-        if bad:
-            start, stop = result.plan.range_of(rank)
-            positions = f"positions {start} to {stop - 1} of epoch {result.plan.epoch}"
-            blamed.append(f"rank {rank} brought it (loss term {', '.join(bad)}; {positions})")
-    return "; ".join(blamed) or "the sum over the ranks overflowed"
+    def _not_finite(self, result: StepResult) -> str:
+        """Which ranks brought it, of which terms and with which samples."""
+        blamed = []
+        for rank, row in enumerate(result.outcome.rows):
+            bad = [repr(term) for term, value in zip(self._terms, row.sums) if not math.isfinite(value)]
+            if bad:
+                start, stop = result.plan.range_of(self._group_of(rank))
+                positions = f"positions {start} to {stop - 1} of epoch {result.plan.epoch}"
+                blamed.append(f"rank {rank} brought it (loss term {', '.join(bad)}; {positions})")
+        return "; ".join(blamed) or "the sum over the ranks overflowed"
