@@ -108,7 +108,7 @@ def _list_rows(contents: Contents) -> Iterator[Cells]:
     for inspected, mark in zip(contents.usable, marks):
         commit, identity = inspected.commit, inspected.commit.identity
         yield (
-            str(identity.step), _value(inspected.state.get("epoch", "?")), ", ".join(commit.kinds),
+            str(identity.step), _value(_epoch(inspected) or "?"), ", ".join(_kinds(commit, is_newest="newest" in mark)),
             size_text(commit.size_bytes), _time(commit.attempt.created), str(len(commit.parts)), " and ".join(mark),
             *((str(identity.generation),) * has_generations),
         )  # fmt: skip
@@ -120,13 +120,31 @@ def _marks(commits: Sequence[Commit]) -> list[list[str]]:
     return [["newest"] * (at == 0) + ["best"] * (commit is best) for at, commit in enumerate(commits)]
 
 
+def _epoch(inspected: Inspected) -> int | None:
+    """The epoch of its last step; a state at the end of one is that of the next epoch, of which nothing was taken."""
+    epoch, state = inspected.state.get("epoch"), inspected.state
+    if not isinstance(epoch, int):
+        return None
+    return epoch - 1 if epoch > 1 and state.get("consumed") == 0 else epoch
+
+
+def _kinds(commit: Commit, *, is_newest: bool) -> list[str]:
+    """Its kinds; the end of a run that went on is not final any more."""
+    return [kind for kind in commit.kinds if kind != "final" or is_newest]
+
+
 def list_json(contents: Contents) -> str:
     """What a script reads of all checkpoints: one line."""
     marks = _marks([inspected.commit for inspected in contents.usable])
     return _json({
         "run": str(contents.run),
         "checkpoints": [
-            {**_facts(inspected), "is_newest": "newest" in mark, "is_best": "best" in mark}
+            {
+                **_facts(inspected),
+                "kinds": _kinds(inspected.commit, is_newest="newest" in mark),
+                "is_newest": "newest" in mark,
+                "is_best": "best" in mark,
+            }
             for inspected, mark in zip(contents.usable, marks)
         ],
         "refused": [{"path": str(path), "reason": reason} for path, reason in contents.refused.items()],
@@ -143,7 +161,7 @@ def _facts(inspected: Inspected) -> dict[str, Any]:
     return {
         "path": str(commit.path),
         "step": commit.identity.step,
-        "epoch": inspected.state.get("epoch"),
+        "epoch": _epoch(inspected),
         "kinds": commit.kinds,
         "bytes": commit.size_bytes,
         "created": commit.attempt.created,
@@ -161,7 +179,8 @@ def show_text(inspected: Inspected, passed_over: Sequence[str], *, every_tensor:
     yield str(commit.path)
     yield ""
     rows: list[Cells] = [("step", str(commit.identity.step))]
-    rows += [(word, _value(state[key])) for key, word in _STATE_WORDS.items() if state.get(key) not in (None, {})]
+    said = {**state, "epoch": _epoch(inspected)}
+    rows += [(word, _value(said[key])) for key, word in _STATE_WORDS.items() if said.get(key) not in (None, {})]
     if "global_batch" in state:
         rows.append(("global batch", _batch(state["global_batch"])))
     rows += [
