@@ -26,7 +26,7 @@ from hetseq.cluster.rendezvous.interfaces import interfaces
 from hetseq.config import dump_yaml
 from hetseq.config.byte_size import parse_size
 from hetseq.config.sections import Config, DistributedConfig
-from hetseq.errors import ConfigError, HetSeqError
+from hetseq.errors import ConfigError, HetSeqError, few
 from hetseq.launch.environments import AppliedEnvironment, Look, Seen, choose, leaves_room, seconds_to_stop, see
 from hetseq.launch.launcher import Launcher
 from hetseq.launch.run_directory_guard import in_use
@@ -61,6 +61,8 @@ def launch(config: Config, errand: InferenceJob | None = None) -> Ending:
     fault = why_ranks_do_not_fit(config.distributed, len(devices))
     if fault is None:
         launcher = Launcher(config, devices, command=command, interface=interface, errand=errand)
+        workers = f"{len(devices)} worker{'s' if len(devices) > 1 else ''}"
+        _say(f"starting {workers} on {socket.gethostname()} ({few(devices, most=8)})")  # they say nothing for seconds
         with _stopping_in_time(seen):
             return launcher.run()
     # they wait for a node that will never come, so this one goes there all the same, and is refused before their eyes

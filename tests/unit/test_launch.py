@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+import socket
 
 import pytest
 
-from hetseq.cluster.membership.exit_status import WorkerEnd, judge
+from hetseq.cluster.membership.exit_status import Ending, WorkerEnd, judge
+from hetseq.config import parse
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from hetseq.launch import launch as launch_module
 
 STOPPED = "stopped after step 7; the same command goes on from step 7"
 
@@ -101,3 +104,20 @@ def test_what_the_launcher_cut_short_is_its_own_reason(ends: list[WorkerEnd]) ->
     assert ending.code == EXIT_STOPPED
     assert ending.message.startswith("stopped at once by a second signal (SIGINT); the same command goes on")
     assert judge(ends, has_commit=False, cut_short="stopped").code == EXIT_FAILED
+
+
+def test_a_launcher_says_what_it_starts_before_workers_have_anything_to_say(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+
+    class Launcher:
+        def __init__(self, *arguments: object, **named: object) -> None: ...
+
+        def run(self) -> Ending:
+            said.append(capsys.readouterr().err)
+            return Ending(EXIT_DONE)
+
+    monkeypatch.setattr(launch_module, "Launcher", Launcher)
+    launch_module.launch(parse(["--cpu", "--distributed-world-size", "2", "--env", "none"]))
+    assert said == [f"starting 2 workers on {socket.gethostname()} (cpu, cpu)\n"]
