@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -207,3 +208,21 @@ class Streaming(Port):
 
     def load_dataset(self, split: str) -> Any:
         return Stream() if split == "train" else None
+
+
+class SpectralNorm(Port):
+    """A discriminator's layer: in training each forward moves a buffer by one step of the power iteration."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 8)), nn.Tanh(), nn.Linear(8, 4))
+
+
+class MixupInLoss(Port):
+    """timm's Mixup, called in the loss: it draws by NumPy, and mixes each sample with another one of its batch."""
+
+    def loss(self, model: nn.Module, sample: torch.Tensor) -> Any:
+        if model.training:
+            if len(sample) % 2:
+                raise AssertionError("Batch size should be even when using this")
+            sample = sample.lerp(sample.flip(0), np.random.beta(1, 1))
+        return super().loss(model, sample)

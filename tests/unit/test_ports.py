@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from safetensors.torch import load_file
 from hetseq.checkpoint import scan
 from hetseq.checkpoint.export import export
 from hetseq.comm.group import LocalGroup
+from hetseq.commands.selftest import run as run_selftest
 from hetseq.errors import NonFiniteError, TaskError
 from tests.support import ports
 from tests.support.training import Facts, prepared, train
@@ -116,3 +120,28 @@ def test_what_is_no_optimizer_model_or_data_set_is_named_with_a_way_out(tmp_path
     with pytest.raises(TaskError, match=said) as caught:
         trained(tmp_path, port)
     assert "\n" not in str(caught.value)
+
+
+# What the self-test says of tasks that no note of evaluation mode can clear.
+
+
+def selftest(port: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, Any]]:
+    monkeypatch.setattr("hetseq.commands.selftest.another_process", lambda _: nullcontext())
+    said: list[str] = []
+    code = run_selftest(["--task", f"{PORTS}:{port}", "--rounds", "2", "--json"], said.append)
+    return code, json.loads(said[0])
+
+
+def test_a_power_iteration_that_each_micro_batch_moves_is_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, report = selftest("SpectralNorm", monkeypatch)
+    (finding,) = report["findings"]
+    assert (code, report["verdict"], finding["kind"]) == (1, "not exact", "state")
+    assert "forward changes buffer 0.parametrizations.weight.0._u" in finding["text"]
+    assert "--unit-size" in finding["remedy"]
+    assert not any("unless --unit-size" in note for note in report["notes"]), "the remedy that would break it"
+
+
+def test_mixup_in_the_loss_is_not_called_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, report = selftest("MixupInLoss", monkeypatch)
+    assert report["verdict"] == "exact in evaluation"
+    assert "draws of NumPy" in report["not_compared"]

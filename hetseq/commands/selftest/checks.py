@@ -165,18 +165,65 @@ def of_nothing(bench: Bench, steps: Sequence[MeasuredStep]) -> Iterator[Selftest
         )  # fmt: skip
 
 
+def of_drift(bench: Bench, samples: int) -> Iterator[SelftestFinding]:
+    """A buffer that forward changes a little, and that the loss depends on: it advances once for each micro-batch."""
+    few, buffers = range(min(samples, _FEW)), _Buffers(bench)
+    first = bench.forward(few, seed=1)[1]
+    changed = buffers.first_changed()
+    after = bench.forward(few, seed=1)[1]
+    buffers.restore_()
+    again = bench.forward(few, seed=1)[1]
+    buffers.restore_()
+    for term in bench.terms:
+        has_drifted = torch.equal(first[term], again[term]) and not torch.equal(first[term], after[term])
+        if changed and has_drifted and first[term].isfinite():
+            a, b = first[term].item(), after[term].item()
+            yield SelftestFinding(
+                "state", term,
+                f"in training the same micro-batch gives {a:.6g}, and the next time {abs(a - b):.1e} beside it: forward"
+                f" changes buffer {changed} of the model, once for each micro-batch",
+                "The curve depends on shares, --max-sentences and --unit-size. Change the buffer in update_step, or do"
+                " without: a parametrization such as spectral_norm moves by a little, so the difference is small",
+                b, a,
+            )  # fmt: skip
+
+
 def draws_random(bench: Bench, samples: int) -> bool:
-    """Two forwards of the same micro-batch with different seeds differ."""
-    few = range(min(samples, _FEW))
-    totals = [bench.forward(few, seed=seed, is_still=False)[1] for seed in (1, 2)]
-    return any(not torch.equal(totals[0][term], totals[1][term]) for term in bench.terms if totals[0][term].isfinite())
+    """Two forwards of the same micro-batch from the same buffers with different seeds differ."""
+    return _seeds_differ(bench, samples, is_still=False)
 
 
 def draws_although_still(bench: Bench, samples: int) -> bool:
     """Two forwards with different seeds differ although torch's draws are constants: somebody else draws."""
-    few = range(min(samples, _FEW))
-    totals = [bench.forward(few, seed=seed)[1] for seed in (1, 2)]
+    return _seeds_differ(bench, samples, is_still=True)
+
+
+def _seeds_differ(bench: Bench, samples: int, *, is_still: bool) -> bool:
+    few, buffers = range(min(samples, _FEW)), _Buffers(bench)
+    totals = []
+    for seed in (1, 2):
+        totals.append(bench.forward(few, seed=seed, is_still=is_still)[1])
+        buffers.restore_()
     return any(not torch.equal(totals[0][term], totals[1][term]) for term in bench.terms if totals[0][term].isfinite())
+
+
+class _Buffers:
+    """The buffers of the model as they are now."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._bench = bench
+        self._before = {name: buffer.clone() for name, buffer in bench.model.named_buffers()}
+
+    def first_changed(self) -> str | None:
+        """The name of the first one that is another one now."""
+        named = self._bench.model.named_buffers()
+        return next((name for name, buffer in named if not torch.equal(self._before[name], buffer)), None)
+
+    def restore_(self) -> None:
+        """Give each the bits that it had."""
+        with torch.no_grad():
+            for name, buffer in self._bench.model.named_buffers():
+                buffer.copy_(self._before[name])
 
 
 def of_metrics(bench: Bench, samples: int, *, tolerance: float, has_singles: bool) -> Iterator[SelftestFinding]:

@@ -11,6 +11,7 @@ import logging
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -268,7 +269,7 @@ class _Examination:
         if report.findings:
             return  # a second opinion on a task that has none of its own
         if report.samples < 4:
-            report.note("training mode was not compared: that takes 4 samples, since layers that mix need company")
+            report.leave_out("that takes 4 samples, since layers that mix need company")
             return
         bench.model.train()
         try:
@@ -276,13 +277,20 @@ class _Examination:
             if forgetful:
                 report.add(*forgetful)
                 return
+            if drift := [*checks.of_drift(bench, report.samples)]:
+                report.add(*drift)
+                blamed = {finding.name for finding in drift}
+                report.terms[:] = [
+                    replace(row, is_exact=row.is_exact and row.name not in blamed) for row in report.terms
+                ]
+                return
             if checks.draws_random(bench, report.samples):
                 report.note(
                     "the loss is random in training (dropout, noise), held still here; a run draws for each"
                     " micro-batch, so with other shares the curve is as good but another, unless --unit-size is given"
                 )
             if checks.draws_although_still(bench, report.samples):
-                report.note("training mode was not compared: draws of NumPy, Python or an operator are not held still")
+                report.leave_out("draws of NumPy, Python or an operator are not held still")
                 return
             before = dict(self._worst)
             norms = [name for name, module in bench.model.named_modules() if isinstance(module, _BatchNorm)]

@@ -55,6 +55,7 @@ class SelftestReport:
     terms: list[TermRow] = field(default_factory=list)
     findings: list[SelftestFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    not_compared: str = ""  # why training mode was not
 
     @property
     def is_exact(self) -> bool:
@@ -73,10 +74,16 @@ class SelftestReport:
         if text not in self.notes:
             self.notes.append(text)
 
+    def leave_out(self, why: str) -> None:
+        """Training mode cannot be compared; then the verdict is about evaluation mode alone."""
+        self.not_compared = why
+
     def verdict(self) -> str:
         """One sentence."""
         if self.is_exact:
             terms = ", ".join(row.name for row in self.terms)
+            if self.not_compared:
+                return f"exact in evaluation mode ({terms}); not compared in training: {self.not_compared}"
             return f"exact: {self.task} gives the same sums and gradients on any shares ({terms})"
         names = ", ".join(dict.fromkeys(finding.name for finding in self.findings))
         return f"not exact: {self.task} depends on how a step is cut, or is not whole ({names})"
@@ -109,7 +116,8 @@ class SelftestReport:
 
     def json(self) -> str:
         """One line; numbers that are not finite are null."""
-        facts = {"verdict": "exact" if self.is_exact else "not exact", **asdict(self)}
+        exact = "exact in evaluation" if self.not_compared else "exact"
+        facts = {"verdict": exact if self.is_exact else "not exact", **asdict(self)}
         return json.dumps(_plain(facts))
 
 
