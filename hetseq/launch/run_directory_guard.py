@@ -75,7 +75,8 @@ def upkeep(directory: RunDirectory, tell: Callable[[str], None]) -> Iterator[Non
     For the launcher that has prepared and locked it just now; nothing that happens to the directory later raises here.
     """
     is_over, config_yaml = threading.Event(), directory.config_file.read_bytes()
-    looking = threading.Thread(target=_look, args=(directory, config_yaml, tell, is_over), name="upkeep", daemon=True)
+    arguments = (directory, config_yaml, _lock_of(directory), tell, is_over)
+    looking = threading.Thread(target=_look, args=arguments, name="upkeep", daemon=True)
     looking.start()
     try:
         yield
@@ -84,16 +85,22 @@ def upkeep(directory: RunDirectory, tell: Callable[[str], None]) -> Iterator[Non
         looking.join(_PATIENCE_S)
 
 
+def _lock_of(directory: RunDirectory) -> tuple[int, int]:
+    """The file of the lock. As long as it is held open no other file is given its number, so it tells ours apart."""
+    about = (directory.path / ".lock").stat()
+    return about.st_dev, about.st_ino
+
+
 def _look(
-    directory: RunDirectory, config_yaml: bytes, tell: Callable[[str], None], is_over: threading.Event
+    directory: RunDirectory, config_yaml: bytes, ours: tuple[int, int], tell: Callable[[str], None],
+    is_over: threading.Event,
 ) -> None:  # fmt: skip
     is_known = False
     with ExitStack() as closing:
         while not is_over.wait(_LOOK_S):
             try:
                 found = directory.config_file.read_bytes()
-                (directory.path / ".lock").stat()
-                if found.partition(b"\n")[0] == config_yaml.partition(b"\n")[0]:
+                if _lock_of(directory) == ours:  # what the file says may be new: a run that began elsewhere has its id
                     config_yaml, is_known = found, False
                     continue
             except FileNotFoundError:
@@ -102,6 +109,7 @@ def _look(
                 continue  # there, or nowhere that this thread could see
             try:
                 closing.enter_context(directory.restore(config_yaml))
+                ours = _lock_of(directory)
             except RunDirectoryError as error:
                 if not is_known:
                     tell(f"warning: --save-dir {directory.path} was deleted under this run, and now: {error}")

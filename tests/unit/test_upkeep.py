@@ -108,6 +108,20 @@ def test_what_a_later_config_says_is_what_comes_back(run: RunDirectory, looks: L
         assert run.config_file.read_bytes() == adopted
 
 
+def test_the_id_of_a_run_that_began_elsewhere_is_no_deletion_and_comes_back(run: RunDirectory, looks: Looks) -> None:
+    """A node whose directory is new is given the id of the run that it joins."""
+    told = Told()
+    with upkeep(run, told):
+        adopted = run.adopt_run_id("0123456789abcdef")
+        looks.more()
+        assert told.texts == []
+        with looks.between:
+            shutil.rmtree(run.path)
+        assert "was deleted under this run: it is made anew" in told.wait()
+        assert b"0123456789abcdef" in run.config_file.read_bytes()
+    assert adopted.run_id == "0123456789abcdef"
+
+
 @pytest.mark.parametrize("is_locked", [False, True])
 def test_a_directory_that_another_run_has_taken_is_left_to_it_and_told_once(
     run: RunDirectory, looks: Looks, is_locked: bool
