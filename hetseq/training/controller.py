@@ -417,7 +417,12 @@ class Controller:
             blamed.append(
                 f"rank {rank} brought it ({what}; positions {start} to {stop - 1} of epoch {data.plan.epoch})"
             )
-        return "; ".join(blamed) or "the sum over the ranks overflowed"
+        if blamed:
+            return "; ".join(blamed)
+        found = "it was not there when every rank computed its share again"
+        if self.group.world_size == 1:
+            return f"{found}: look at the memory of this device"
+        return f"{found}: the sum over the ranks overflowed, or the memory of a device is at fault"
 
     # after the verdict
 

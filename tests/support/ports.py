@@ -226,3 +226,16 @@ class MixupInLoss(Port):
                 raise AssertionError("Batch size should be even when using this")
             sample = sample.lerp(sample.flip(0), np.random.beta(1, 1))
         return super().loss(model, sample)
+
+
+class FlakyCard(Port):
+    """Once a gradient is not finite, and not when it is computed again."""
+
+    has_happened = False
+
+    def loss(self, model: nn.Module, sample: torch.Tensor) -> Any:
+        error = ((model(sample) - sample) ** 2).sum()
+        if model.training and not FlakyCard.has_happened:
+            FlakyCard.has_happened = True
+            error.register_hook(lambda gradient: gradient * math.inf)
+        return {"loss": error}

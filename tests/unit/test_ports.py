@@ -78,6 +78,19 @@ def test_a_loss_that_stays_no_number_ends_the_run(tmp_path: Path) -> None:
         trained(tmp_path, "NanOfAConstant", "--max-skipped-steps", 4)
 
 
+def test_a_gradient_that_is_finite_when_it_is_computed_again_is_no_overflow_of_one_rank(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        facts = trained(tmp_path, "FlakyCard")
+    assert facts.losses[0] is None
+    (told,) = [record.getMessage() for record in caplog.records if "skipped" in record.getMessage()]
+    assert told == (
+        "step 1 skipped: its gradient is not finite; it was not there when every rank computed its share again: look at"
+        " the memory of this device"
+    )
+
+
 # Hugging Face's own collator, which masks at random.
 
 
