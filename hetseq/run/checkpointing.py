@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from hetseq.checkpoint import CheckpointManager, Identity, Loaded, SaveResult
@@ -313,12 +314,15 @@ class Saver:
     def adopt(self, received: Loaded | None, *, step: int) -> None:
         """Write what this run goes on from, the state of `step`, into this directory where it lacks it. Collective.
 
-        It came from another directory, or from memory; None: it is there. The copy has the name of the original, unless
-        something damaged stands there. A failure is only a warning: the next save makes up for it, soon.
+        It came from another directory, or from memory, and may be there all the same; None: it is there. The copy has
+        the name of the original, unless something damaged stands there. A failure is only a warning: the next save
+        makes up for it, soon.
         """
         is_there = received is None
         if received is not None and not self._config.no_save:
             self._lend_patience()
+            is_there = self._is_written(received)
+        if received is not None and not self._config.no_save and not is_there:
             for nonce in (received.nonce, received.nonce ^ 1):
                 result = self._manager.save(
                     received.tensors, received.state, identity=received.identity, nonce=nonce, kinds=received.kinds
@@ -331,6 +335,14 @@ class Saver:
                 self._last_s = -math.inf
         if self._sharing.gather([is_there])[:, 0].any():  # the others wait here, patiently
             self.last_step = step
+
+    def _is_written(self, received: Loaded) -> bool:
+        """Whether a whole checkpoint of this state is in the directory: its commit, then all ranks, were killed."""
+        group, is_there = self._sharing.group, False
+        if group.rank == 0:
+            same = [commit for commit in self._manager.list() if commit.identity == received.identity]
+            is_there = any(not self._manager.verify(commit) for commit in same)
+        return bool(group.all_gather_rows(np.array([is_there], np.int64))[0, 0])
 
     def _lend_patience(self) -> None:
         """A directory group of its own waits as long as the group of all ranks does now."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hetseq import config as options
+from hetseq.checkpoint import Identity
 from hetseq.comm.directory_groups import everything_shared
 from hetseq.comm.group import LocalGroup
 from hetseq.run.checkpointing import Saver
@@ -91,12 +92,32 @@ def test_what_was_found_in_memory_is_written_after_the_next_step_if_it_could_not
     tmp_path: Path, is_ok: bool
 ) -> None:
     result = SimpleNamespace(ok=is_ok, path=tmp_path)
-    saver = saver_of(tmp_path, "", save=lambda *_, **__: result)
+    saver = saver_of(tmp_path, "", save=lambda *_, **__: result, list=list)
     found: Any = SimpleNamespace(tensors={}, state={}, identity=None, nonce=4, kinds=("time",))
     assert not saver.is_overdue()
     saver.adopt(found, step=7)
     assert saver.is_overdue() is not is_ok
     assert saver.last_step == (7 if is_ok else 0)
+
+
+@pytest.mark.parametrize("damage", [[], ["part-00000: a byte is another one"]])
+def test_what_was_found_in_memory_and_is_on_the_disk_is_written_once_more_only_if_it_is_damaged(
+    tmp_path: Path, damage: list[str]
+) -> None:
+    """All ranks of a run were killed between a commit and the next copy to memory."""
+    saved: list[object] = []
+
+    def save(*_: object, **__: object) -> Any:
+        saved.append(1)
+        return SimpleNamespace(ok=True, path=tmp_path)
+
+    here, elsewhere = (SimpleNamespace(identity=Identity(step, 0, "0" * 16)) for step in (7, 3))
+    found: Any = SimpleNamespace(tensors={}, state={}, identity=here.identity, nonce=4, kinds=("time",))
+    saver = saver_of(tmp_path, "", save=save, list=lambda: [here, elsewhere], verify=lambda commit: damage)
+    saver.adopt(found, step=7)
+    assert len(saved) == bool(damage)
+    assert saver.last_step == 7
+    assert not saver.is_overdue()
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])
