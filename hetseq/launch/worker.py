@@ -301,6 +301,7 @@ class _Life:
     def _tell(self, generation: _Generation, session: Session) -> None:
         """Say what has become of the run: once on the terminal, and in every log."""
         crew, lost_s = generation.crew, generation.lost_s
+        generation.is_told = True
         if crew.generation == 0:
             return
         seconds = None if lost_s is None else round(time.monotonic() - lost_s, 3)
@@ -362,7 +363,7 @@ class _Life:
         next_record = Record.from_record(record["record"])
         carried = self._carry(generation, next_record)
         generation.close()
-        return replace(self._read(record, carried), lost_s=now_s)
+        return _after(generation, self._read(record, carried), now_s)
 
     def _carry(self, generation: _Generation, record: Record) -> KeptState | None:
         """What this rank takes over, if by the record it holds the state."""
@@ -394,6 +395,7 @@ class _Generation:
     succession: Regroup | None
     story: str = ""  # of what has happened
     lost_s: float | None = None  # when the one before it was over
+    is_told: bool = False  # the story is: before that another rank may be lost, and another generation follow
     group: Group | None = None
     sharing: DirectoryGroups | None = None
     session: Session | None = None
@@ -409,6 +411,14 @@ class _Generation:
         if self.group is not None:
             self.group.close()
         self.session = self.sharing = self.group = None
+
+
+def _after(before: _Generation, following: _Generation, now_s: float) -> _Generation:
+    """The generation that follows one that was over at `now_s`; what was not told of that one is in its story."""
+    if before.is_told:
+        return replace(following, lost_s=now_s)
+    story = "; ".join(filter(None, (before.story, following.story)))
+    return replace(following, story=story, lost_s=now_s if before.lost_s is None else before.lost_s)
 
 
 def _report_of(incarnation: str, generation: int, carried: KeptState | None) -> Report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,7 +14,7 @@ from hetseq.cluster.membership.assignment import GenerationRanks
 from hetseq.cluster.membership.decide import Record
 from hetseq.cluster.membership.step_commit import Lineage
 from hetseq.comm.group import LocalGroup
-from hetseq.errors import PeerLostError
+from hetseq.errors import EXIT_FAILED, PeerLostError
 from hetseq.launch import worker
 from hetseq.training.controller import Halt
 
@@ -25,7 +26,7 @@ class FakeSession:
 
     def __init__(self, halt: Halt) -> None:
         self.halt, self.diary = halt, list[str]()
-        self.controller = SimpleNamespace(has_ended=lambda: False)
+        self.controller = SimpleNamespace(has_ended=lambda: False, state=SimpleNamespace(updates=7))
         self.saver = SimpleNamespace(last_error=None, failures=[], writes_here=True, last_step=6)
 
     def train(self) -> Halt:
@@ -94,3 +95,26 @@ def test_too_few_without_a_state_do_not_begin_anew() -> None:
     assert life._read(told(base=Lineage(7, 9), is_last=True), None).succession is not None
     with pytest.raises(PeerLostError, match="nothing to go on with: the state is lost, and too few ranks"):
         life._read(told(is_last=True), None)
+
+
+def test_a_loss_that_falls_into_a_recovery_is_told_with_the_next_one() -> None:
+    """The generation that was to follow the first loss never began, so it has no event of its own."""
+
+    def generation(number: int, story: str) -> worker._Generation:
+        return worker._Generation(GenerationRanks(number, (2,), ("a",)), None, story)
+
+    told = replace(generation(0, ""), is_told=True)
+    first = worker._after(told, generation(1, "rank 1 on a was killed"), 5.0)
+    second = worker._after(first, generation(2, "rank 0 on a was killed"), 7.0)
+    assert (second.story, second.lost_s) == ("rank 1 on a was killed; rank 0 on a was killed", 5.0)
+    third = worker._after(replace(second, is_told=True), generation(3, "rank 0 on a is back"), 9.0)
+    assert (third.story, third.lost_s) == ("rank 0 on a is back", 9.0)
+
+
+def test_a_run_whose_steps_were_all_skipped_has_failed() -> None:
+    session = FakeSession(Halt.ENDED)
+    session.controller.state.updates = 0
+    report = trained(session)
+    assert isinstance(report, dict)
+    assert report["code"] == EXIT_FAILED
+    assert report["message"].startswith("none of 7 steps was applied: no gradient was finite; lower --lr")
