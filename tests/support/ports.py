@@ -239,3 +239,37 @@ class FlakyCard(Port):
             FlakyCard.has_happened = True
             error.register_hook(lambda gradient: gradient * math.inf)
         return {"loss": error}
+
+
+class MixupInCollater(Port):
+    """The same Mixup where it belongs: the batch is mixed before it is counted."""
+
+    def collater(self, samples: Any) -> torch.Tensor:
+        batch = torch.stack(list(samples))
+        return batch.lerp(batch.flip(0), np.random.beta(1, 1))
+
+
+class WordModel(nn.Module):
+    """word_language_model: an LSTM whose hidden state of one batch is where the next one begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.head = nn.Embedding(WORDS, 6), nn.LSTM(6, 6, batch_first=True), nn.Linear(6, WORDS)
+        self.hidden: Any = None
+
+    def forward(self, words: torch.Tensor) -> Any:
+        hidden = None if self.hidden is None else tuple(part[:, -1:].expand(-1, len(words), -1) for part in self.hidden)
+        output, self.hidden = self.lstm(self.embed(words), None if hidden is None else tuple(map(_whole, hidden)))
+        self.hidden = tuple(part.detach() for part in self.hidden)
+        return self.head(output)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous()
+
+
+class StatefulLstm(NanoGpt):
+    """Each word predicts the next one, from the words of the batches before."""
+
+    def build_model(self) -> nn.Module:
+        return WordModel()

@@ -158,3 +158,15 @@ def test_mixup_in_the_loss_is_not_called_exact(monkeypatch: pytest.MonkeyPatch) 
     _, report = selftest("MixupInLoss", monkeypatch)
     assert report["verdict"] == "exact in evaluation"
     assert "draws of NumPy" in report["not_compared"]
+
+
+def test_mixup_in_the_collater_is_said_to_draw_for_a_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, report = selftest("MixupInCollater", monkeypatch)
+    (finding,) = report["findings"]
+    assert (code, finding["kind"], finding["name"]) == (1, "random batches", "collater")
+    assert "--unit-size" in finding["remedy"]
+
+
+def test_an_lstm_that_goes_on_where_the_last_batch_ended_is_not_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, report = selftest("StatefulLstm", monkeypatch)
+    assert (code, report["verdict"], report["findings"][0]["kind"]) == (1, "not exact", "state")
