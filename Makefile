@@ -17,10 +17,10 @@ export OMP_NUM_THREADS := 1
 SUITES := end_to_end unit chaos distributed
 JOBS ?= 1
 DEVICE ?= cuda:0
-IN_CI := not gpu and not long
+IN_CI := not gpu and not long and not nightly
 
 .DEFAULT_GOAL := help
-.PHONY: quick gpu chaos soak help demo tour test test-all $(SUITES:%=suite-%) check format docs dev clean
+.PHONY: quick gpu chaos soak nightly help demo tour test test-all $(SUITES:%=suite-%) check format docs dev clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -35,15 +35,20 @@ quick: $(VENV)/.installed-dev  ## an answer to one change within three minutes; 
 	$(PY) -m tests.quick $(if $(SINCE),--since $(SINCE))
 
 test: $(VENV)/.installed-dev  ## the fast tests
-	$(PY) -m pytest -m "not slow and not gpu and not netns"
+	$(PY) -m pytest -m "not slow and not gpu and not netns and not nightly"
 
 # what waits leaves its core to a neighbour; what measures seconds runs by itself, when the rest has passed
-test-all: $(VENV)/.installed-dev  ## the slow ones too, JOBS folders at a time
+test-all: $(VENV)/.installed-dev  ## the slow ones too, all that .ci/run runs; JOBS folders at a time
 	$(MAKE) --no-print-directory --keep-going --jobs=$(JOBS) --output-sync=target $(SUITES:%=suite-%)
 	$(PY) -m pytest -m "alone and $(IN_CI)"
 
 $(SUITES:%=suite-%): suite-%: $(VENV)/.installed-dev
 	$(PY) -m pytest -o cache_dir=.pytest_cache/$* -m "not alone and $(IN_CI)" tests/$*
+
+# once a day and before a release: the large sizes of what test-all runs in small ones, then the table
+nightly: $(VENV)/.installed-dev  ## what test-all leaves out but for a GPU, and the table of figures; an hour
+	$(PY) -m pytest -m "(nightly or long) and not gpu"
+	$(MAKE) --no-print-directory chaos
 
 chaos: $(VENV)/.installed-dev  ## the table of figures: 300 kills, every kind of fault, strangers; a quarter of an hour
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.chaos --kills 300

@@ -1,4 +1,7 @@
-"""For all tests: the police (nothing left behind), the warm server of the ranks, and the data that is not committed."""
+"""For all tests: the police (nothing left behind), the warm server of the ranks, and the data that is not committed.
+
+It imports no torch, so the tests of what needs no torch begin at once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support import ranks
 from tests.support.police import Scene, adopt_orphans, own_shared_memory
@@ -22,7 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(1)  # tests fork this process, and a child waits for ever for threads that it does not have
+    # of a torch that is imported later: tests fork this process, and a child waits for ever for threads it lacks
+    os.environ["OMP_NUM_THREADS"] = "1"
     adopt_orphans()
     own_shared_memory()
 

@@ -24,7 +24,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("hetseq", "tasks", "preprocessing", "bench", "tests", "examples")
-UNMARKED = "not slow and not gpu and not netns and not alone"
+UNMARKED = "not slow and not gpu and not netns and not alone and not nightly"
 CHECKS = (
     ("ruff format", (sys.executable, "-m", "ruff", "format", "--check", "-q", ".")),
     ("ruff check", (sys.executable, "-m", "ruff", "check", "-q", ".")),

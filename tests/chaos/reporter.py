@@ -15,7 +15,7 @@ import pytest
 
 MARKERS = ("fault", "figure")
 #: what `make test-all`, and so `.ci/run`, leaves out
-OUTSIDE_CI = frozenset({"gpu", "long"})
+OUTSIDE_CI = frozenset({"gpu", "long", "nightly"})
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,12 +17,13 @@ from hetseq.system.faults import read_schedule
 from hetseq.testing import Faults
 from tests.chaos.killers import Killer
 from tests.chaos.runs import Chaos, Outcome, options_of, verdict
+from tests.support.nightly import nightly
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.mark.fault("FT-1", "FT-2", "FT-21")
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *nightly(2, 3, 4, 5)])
 def test_kills_at_random_instants_change_nothing(chaos: Chaos, calm: Outcome, seed: int) -> None:
     killer = Killer(seed, 10)
     found = chaos.run(killer, **options_of(seed))
@@ -30,12 +31,11 @@ def test_kills_at_random_instants_change_nothing(chaos: Chaos, calm: Outcome, se
     assert killer.kills >= 10
 
 
-def cases(schedules: Mapping[str, Faults], shows: Mapping[str, Sequence[str]]) -> list[Any]:
-    """Each schedule with the kinds of fault that it shows."""
-    return [
-        pytest.param(faults, id=name, marks=[pytest.mark.fault(*shows[name])] if name in shows else [])
-        for name, faults in schedules.items()
-    ]
+def cases(schedules: Mapping[str, Faults], shows: Mapping[str, Sequence[str]], often: Sequence[str]) -> list[Any]:
+    """Each schedule with the kinds of fault that it shows; those that are not in `often` are nightly."""
+    shown = {name: [pytest.mark.fault(*shows[name])] if name in shows else [] for name in schedules}
+    marks = {name: [*shown[name], *([] if name in often else [pytest.mark.nightly])] for name in schedules}
+    return [pytest.param(faults, id=name, marks=marks[name]) for name, faults in schedules.items()]
 
 
 ONE = Faults()
@@ -72,9 +72,10 @@ PHASES_SHOW = {
     "while it comes back": ["FT-21"],
     "two in the same instant": ["FT-1", "FT-21"],
 }
+PHASES_OFTEN = ("before the commit is seen", "after it was seen", "while the others recover", "while it comes back")
 
 
-@pytest.mark.parametrize("faults", cases(PHASES, PHASES_SHOW))
+@pytest.mark.parametrize("faults", cases(PHASES, PHASES_SHOW, PHASES_OFTEN))
 def test_a_kill_in_any_phase_changes_nothing(chaos: Chaos, calm: Outcome, faults: Faults, tmp_path: Path) -> None:
     check(chaos, calm, faults, tmp_path, ranks=5)
 
@@ -103,9 +104,15 @@ KINDS_SHOW = {
     "a writer killed before its part is written": ["FT-11"],
     "a writer killed before it commits": ["FT-11"],
 }
+KINDS_OFTEN = (
+    "stopped for good",
+    "stopped, and woken when the others have gone on",
+    "crashing",
+    "a writer killed before it commits",
+)
 
 
-@pytest.mark.parametrize("faults", cases(KINDS, KINDS_SHOW))
+@pytest.mark.parametrize("faults", cases(KINDS, KINDS_SHOW, KINDS_OFTEN))
 def test_whatever_happens_to_a_process_changes_nothing(
     chaos: Chaos, calm: Outcome, faults: Faults, tmp_path: Path
 ) -> None:

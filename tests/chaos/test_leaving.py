@@ -10,6 +10,7 @@ import pytest
 
 from hetseq.testing import Faults
 from tests.chaos.runs import Chaos, Outcome, verdict
+from tests.support.nightly import nightly
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -23,7 +24,7 @@ WRITES_S = 9.0
 
 
 @pytest.mark.fault("FT-18")
-@pytest.mark.parametrize("leaver", [0, 1])
+@pytest.mark.parametrize("leaver", [0, *nightly(1)])
 def test_a_rank_that_leaves_while_a_part_is_written_spoils_no_save(
     chaos: Chaos, calm: Outcome, leaver: int, tmp_path: Path
 ) -> None:

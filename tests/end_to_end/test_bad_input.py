@@ -23,7 +23,18 @@ from hetseq import cli
 from hetseq.checkpoint.leftover_memory import Remains
 from hetseq.run_directory import RunDirectory
 from tests.support.commands import TRAIN, Finished, WarmLauncher, run_command, start_command
-from tests.support.refusals import BASE, COLD_S, TWO, check_refusal, contents, rows, train, write_task
+from tests.support.nightly import nightly
+from tests.support.refusals import (
+    BASE,
+    COLD_S,
+    TWO,
+    check_refusal,
+    contents,
+    on_one_and_some_on,
+    rows,
+    train,
+    write_task,
+)
 
 Refuse = Callable[..., str]
 
@@ -285,6 +296,10 @@ def unequal_lengths(folder: Path) -> tuple[str, ...]:
     return "train-labels-idx1-ubyte", "20 images but 15 labels", "fetch both again"
 
 
+def name_or_world(value: object) -> str:
+    return getattr(value, "__name__", "two" if value else "one")
+
+
 BAD_DATA = [
     missing_data,
     empty_folder,
@@ -297,8 +312,7 @@ BAD_DATA = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spoil", BAD_DATA, ids=lambda spoil: spoil.__name__)
-@pytest.mark.parametrize("world", [(), TWO], ids=["one", "two"])
+@pytest.mark.parametrize(("spoil", "world"), on_one_and_some_on(TWO, BAD_DATA, truncated_gzip), ids=name_or_world)
 def test_data_that_cannot_be_read(
     warm: WarmLauncher, tmp_path: Path, spoil: Callable[[Path], tuple[str, ...]], world: tuple[str, ...]
 ) -> None:
@@ -338,7 +352,7 @@ def test_the_default_validation_split_may_be_absent_and_training_goes_on(warm: W
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [(), TWO], ids=["one", "two"])
+@pytest.mark.parametrize("world", [TWO, *nightly(())], ids=["two", "one"])
 def test_a_step_without_a_size(warm: WarmLauncher, tmp_path: Path, world: tuple[str, ...]) -> None:
     bare = ("--cpu", "--max-update", "3", "--task", str(write_task(tmp_path)), *world)
     check_refusal(
@@ -377,7 +391,8 @@ def test_a_file_system_that_fills_up_during_the_run(warm: WarmLauncher, tmp_path
 @pytest.mark.slow
 def test_two_runs_on_one_directory(warm: WarmLauncher, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    with start_command([*BASE, "--save-dir", run, "--max-update", "0", "--throttle", "0:20"]) as first:
+    words = [*BASE, "--save-dir", run, "--max-update", "0", "--throttle", "0:20"]
+    with start_command(words, is_cold=False) as first:
         first.wait_for_step(run, 1)
         before = (run / "config.yaml").read_bytes()
         finished = train(warm, tmp_path, "--lr", "0.5")
@@ -389,7 +404,7 @@ def test_two_runs_on_one_directory(warm: WarmLauncher, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_foreign_directory_through_a_real_command(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("mine: 1\n")
-    finished = run_command([*BASE, "--save-dir", tmp_path])
+    finished = run_command([*BASE, "--save-dir", tmp_path], is_cold=False)
     check_refusal(finished, str(tmp_path), "somebody else's files", "Choose another --save-dir", within_s=COLD_S)
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
@@ -517,7 +532,7 @@ def test_going_back_within_a_run_is_refused_by_path_as_by_step(warm: WarmLaunche
 def test_a_refused_resume_through_a_real_command(warm: WarmLauncher, tmp_path: Path, begun: Path) -> None:
     before = contents(begun)
     args = [*begun_with(tmp_path, seed="8", max_update="6"), "--save-dir", str(begun), *TWO]
-    check_refusal(run_command(args), "seed 7", "says 8", "--seed 7", within_s=COLD_S)
+    check_refusal(run_command(args, is_cold=False), "seed 7", "says 8", "--seed 7", within_s=COLD_S)
     assert contents(begun) == before
 
 

@@ -13,7 +13,18 @@ import pytest
 
 from tests.support.commands import Finished, WarmLauncher, run_command
 from tests.support.cuda_errors import OUT_OF_MEMORY
-from tests.support.refusals import BASE, COLD_S, PROMISE_S, SQUARES, TWO, check_refusal, rows, train, write_task
+from tests.support.refusals import (
+    BASE,
+    COLD_S,
+    PROMISE_S,
+    SQUARES,
+    TWO,
+    check_refusal,
+    on_one_and_some_on,
+    rows,
+    train,
+    write_task,
+)
 
 BAD_FILES = {
     "syntax": ("import torch\ndef f(:\n    pass\n", ("task.py, line 2", "def f(:")),
@@ -32,11 +43,11 @@ BAD_FILES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("text", "says"), BAD_FILES.values(), ids=BAD_FILES)
-@pytest.mark.parametrize("world", [(), ("--distributed-world-size", "3")], ids=["one", "three"])
-def test_a_task_file_that_cannot_be_used(
-    warm: WarmLauncher, tmp_path: Path, text: str, says: tuple[str, ...], world: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "world"), on_one_and_some_on(("--distributed-world-size", "3"), BAD_FILES, "raises"), ids=str
+)
+def test_a_task_file_that_cannot_be_used(warm: WarmLauncher, tmp_path: Path, name: str, world: tuple[str, ...]) -> None:
+    text, says = BAD_FILES[name]
     (tmp_path / "task.py").write_text(text)
     check_refusal(train(warm, tmp_path, "--task", tmp_path / "task.py", *world), *says)
 
@@ -76,11 +87,11 @@ BAD_TASKS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("bodies", "says"), BAD_TASKS.values(), ids=BAD_TASKS)
-@pytest.mark.parametrize("world", [(), TWO], ids=["one", "two"])
+@pytest.mark.parametrize(("name", "world"), on_one_and_some_on(TWO, BAD_TASKS, "wrong key", "no samples"), ids=str)
 def test_a_task_that_breaks_its_contract_is_found_before_the_first_step(
-    warm: WarmLauncher, tmp_path: Path, bodies: dict[str, str], says: tuple[str, ...], world: tuple[str, ...]
+    warm: WarmLauncher, tmp_path: Path, name: str, world: tuple[str, ...]
 ) -> None:
+    bodies, says = BAD_TASKS[name]
     check_refusal(train(warm, tmp_path, "--task", write_task(tmp_path, **bodies), *world), *says)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -156,7 +167,7 @@ def test_a_rank_that_holds_not_one_sample_ends_the_run_with_one_message(warm: Wa
 @pytest.mark.slow
 def test_a_task_that_raises_on_one_rank_through_a_real_command(tmp_path: Path) -> None:
     task = write_task(tmp_path, **RAISES_IN_STEP_3)
-    finished = run_command([*BASE, "--task", task, *EQUAL_THREE, "--save-dir", tmp_path / "run"])
+    finished = run_command([*BASE, "--task", task, *EQUAL_THREE, "--save-dir", tmp_path / "run"], is_cold=False)
     check_root_cause(finished, tmp_path / "run")
     assert finished.seconds < COLD_S
 

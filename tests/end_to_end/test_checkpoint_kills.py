@@ -35,6 +35,7 @@ from hetseq.checkpoint.arena import Arena
 from hetseq.checkpoint.rank_messages import Row, exchange
 from hetseq.errors import CheckpointError
 from tests.support.checkpoints import LINEAGE, checked_step, fork, loaded_step, manager, save, tensors_of
+from tests.support.nightly import nightly
 from tests.support.police import adopt_orphans
 
 RANKS = 3
@@ -400,7 +401,7 @@ def _kill(pids: Sequence[int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # 50 s on two idle cores
-@pytest.mark.parametrize("trials", [100])
+@pytest.mark.parametrize("trials", [25, *nightly(100)])
 def test_kills_at_random_instants_tear_nothing_and_lose_nothing(tmp_path: Path, trials: int) -> None:
     facts = list(carry_out_all(tmp_path / "run", trials, seed=3))
     assert [fact for fact in facts if fact.found is None] == []
@@ -414,11 +415,12 @@ def test_kills_at_random_instants_tear_nothing_and_lose_nothing(tmp_path: Path, 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_states_that_stay_in_memory_outlive_kills_at_random_instants(tmp_path: Path) -> None:
-    facts = list(carry_out_all(tmp_path / "run", 50, seed=5, make_rank=KeepingRank))
+@pytest.mark.parametrize("trials", [15, *nightly(50)])
+def test_states_that_stay_in_memory_outlive_kills_at_random_instants(tmp_path: Path, trials: int) -> None:
+    facts = list(carry_out_all(tmp_path / "run", trials, seed=5, make_rank=KeepingRank))
     assert [fact for fact in facts if fact.found is None] == []
     assert [fact for fact in facts if fact.is_lost] == []
-    assert len(facts) == 50
+    assert len(facts) == trials
     assert not list(Path("/dev/shm").glob(f"{Arena.prefix(str(tmp_path / 'run'))}*"))
 
 

@@ -16,6 +16,7 @@ from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_FAILED, EXIT_USAGE
 from hetseq.monitor.metrics import read_rows
 from tests.support.commands import ROOT
 from tests.support.differing import write_what
+from tests.support.nightly import nightly
 from tests.support.nodes import Node, Nodes, listening
 from tests.support.places import Place, directory, fresh_name
 
@@ -26,7 +27,6 @@ WORDS = shlex.split(
     f"--cpu --task {TASK}:Differing --global-batch-size 16 --max-update 2 --optimizer sgd --lr 0.001"
     " --lr-scheduler constant --precision fp64 --disable-validation --no-save --distributed-gpus 1"
 )
-CYCLES = 100
 
 
 def start(nodes: Nodes, url: str, rank: int, *words: object, seed: int = 1) -> Node:
@@ -60,10 +60,11 @@ def one_cycle(nodes: Nodes, place: Place, number: int) -> tuple[Node, Node | Non
     return one, other
 
 
-def test_a_hundred_starts_and_stops_in_one_directory_leave_nothing(nodes: Nodes) -> None:
+@pytest.mark.parametrize("cycles", [24, *nightly(100)])  # of eight kinds
+def test_many_starts_and_stops_in_one_directory_leave_nothing(nodes: Nodes, cycles: int) -> None:
     place = directory(nodes.folder)
     before: dict[int, tuple[int, int]] = {}
-    for number in range(CYCLES):
+    for number in range(cycles):
         used = [node for node in one_cycle(nodes, place, number) if node is not None]
         assert place.leftovers() == [], f"cycle {number}"
         if number < 16:  # each kind has been there twice
@@ -79,7 +80,7 @@ def test_two_runs_that_start_in_one_folder_in_the_same_instant_do_not_meet(nodes
     """Two names in one shared folder are two places."""
     curves: dict[str, list[list[float]]] = {}
     nodes.prepare(4)
-    for number in range(5):
+    for number in range(2):
         places = {name: Place(f"file://{nodes.folder / 'shared' / name}") for name in ("one", "other")}
         (nodes.folder / "shared").mkdir(exist_ok=True)
         started = [
@@ -101,7 +102,7 @@ def test_two_runs_that_start_in_one_place_in_the_same_instant_are_never_mixed(no
     """A place is for one run at a time: whoever is too many is refused in words, and what goes on is whole."""
     place = fresh_name(nodes.folder)
     nodes.prepare(4)
-    for number in range(5):
+    for number in range(2):
         names = [nodes.folder / f"{name}-{number}" for name in ("one", "other")]
         words = ["--join-timeout", 5, "--save-dir"]
         started = [start(nodes, place.url, rank, *words, name) for rank in (0, 1) for name in names]

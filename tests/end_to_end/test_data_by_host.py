@@ -10,6 +10,7 @@ import pytest
 
 from hetseq.errors import EXIT_DISAGREE, EXIT_STOPPED
 from hetseq.monitor.metrics import read_rows
+from tests.support.nightly import nightly
 from tests.support.nodes import Node, Nodes, Stock
 from tests.support.parts import TASK, write_parts
 from tests.support.places import directory
@@ -58,7 +59,7 @@ def test_other_files_on_another_host_are_refused_and_the_option_is_named(nodes: 
             assert word in ended.message, nodes.story()
 
 
-@pytest.mark.parametrize("gone", [0, 1], ids=["head", "other"])
+@pytest.mark.parametrize("gone", [0, *nightly(1)], ids=["head", "other"])
 def test_a_host_that_comes_back_brings_its_data_and_the_curve_is_the_same(
     gone: int, nodes: Nodes, stock: Stock, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ import torch
 from hetseq.errors import EXIT_DISAGREE, EXIT_USAGE
 from tests.support.commands import ROOT
 from tests.support.differing import write_other_torch, write_what
+from tests.support.nightly import nightly
 from tests.support.nodes import Ended, Nodes, Stock
 from tests.support.places import PLACES, Place, directory, tcp
 from tests.unit.test_mnist_data import write_idx
@@ -70,6 +71,12 @@ def check_message(nodes: Nodes, ended: Ended, *says: str) -> None:
     assert not missing, f"{missing} not in: {ended.message}\n{nodes.story()}"
 
 
+def of(rows: list[tuple[Any, ...]], *often: str) -> list[Any]:
+    """The rows as parameters; those that are not named here are nightly."""
+    marks = [[] if name in often else [pytest.mark.nightly] for name, *_ in rows]
+    return [pytest.param(*rest, id=name, marks=mark) for (name, *rest), mark in zip(rows, marks)]
+
+
 # ---------------------------------------------------------------------------------------- what the commands tell
 
 OPTIONS = [
@@ -82,7 +89,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("flag", "one", "other"), [pytest.param(*rest, id=name) for name, *rest in OPTIONS])
+@pytest.mark.parametrize(("flag", "one", "other"), of(OPTIONS, "learning rate"))
 def test_an_option(nodes: Nodes, flag: str, one: str, other: str) -> None:
     start(nodes, tcp(), [*DIGITS, flag, one], [*DIGITS, flag, other])
     check_refused(nodes, flag, one, other, *names(nodes))
@@ -95,16 +102,19 @@ def test_nodes_that_meet_in_a_directory(nodes: Nodes) -> None:
     assert place.leftovers() == []
 
 
+@pytest.mark.nightly
 def test_several_options_are_all_named(nodes: Nodes) -> None:
     start(nodes, tcp(), [*DIGITS, "--seed", 1, "--lr", 0.1], [*DIGITS, "--seed", 2, "--lr", 0.2])
     check_refused(nodes, "--seed", "--lr", "0.1", "0.2", *names(nodes))
 
 
+@pytest.mark.nightly
 def test_one_of_three_nodes(nodes: Nodes) -> None:
     start(nodes, tcp(), DIGITS, DIGITS, [*DIGITS, "--seed", 5])
     check_refused(nodes, "--seed", "5", f"pid {nodes.started[2].pid}")
 
 
+@pytest.mark.nightly
 def test_nodes_that_join(nodes: Nodes) -> None:
     place = tcp()
     for seed in (1, 2):
@@ -125,7 +135,7 @@ MATERIAL = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other", "says"), [pytest.param(*rest, id=name) for name, *rest in MATERIAL])
+@pytest.mark.parametrize(("one", "other", "says"), of(MATERIAL, "dtype of the model", "one changed byte"))
 def test_material(
     nodes: Nodes, one: dict[str, Any], other: dict[str, Any], says: tuple[str, ...]
 ) -> None:  # fmt: skip
@@ -137,6 +147,7 @@ def test_material(
     check_refused(nodes, *says, *(f"rank {rank} on {socket.gethostname()}" for rank in (0, 1)))
 
 
+@pytest.mark.nightly
 def test_one_changed_byte_of_an_image(nodes: Nodes) -> None:
     """A pixel that is darker by 1 of 255."""
     folders = [write_idx(nodes.folder / name, train=20, test=4) for name in ("one", "other")]
@@ -165,6 +176,7 @@ def test_task_source(nodes: Nodes) -> None:
     check_refused(nodes, "file of --task", "copy.py", "differing.py", *names(nodes))
 
 
+@pytest.mark.nightly
 def test_vocabulary(nodes: Nodes) -> None:
     for name, text in (("one", "[PAD]\nthe\n"), ("other", "[PAD]\na\n")):
         (nodes.folder / name).write_text(text)
@@ -218,7 +230,7 @@ def ranks(nodes: Nodes, place: Place, *each: tuple[int, int, int], timeout_s: in
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("where", ["tcp", "directory"])
+@pytest.mark.parametrize("where", ["tcp", *nightly("directory")])
 def test_world_size(nodes: Nodes, where: str) -> None:
     place = PLACES[where](nodes.folder)
     ranks(nodes, place, (2, 0, 1), (3, 1, 1))
@@ -226,7 +238,7 @@ def test_world_size(nodes: Nodes, where: str) -> None:
     assert place.leftovers() == []
 
 
-@pytest.mark.parametrize("where", ["tcp", "directory"])
+@pytest.mark.parametrize("where", ["directory", *nightly("tcp")])
 def test_a_rank_claimed_twice(nodes: Nodes, where: str) -> None:
     place = PLACES[where](nodes.folder)
     ranks(nodes, place, (4, 0, 2), (4, 1, 2))
@@ -248,8 +260,13 @@ def test_a_rank_that_nobody_brings_is_named_at_once_and_awaited(nodes: Nodes) ->
     assert first.seconds >= 10, nodes.story()
 
 
-@pytest.mark.parametrize("where", ["tcp", "directory"])
-@pytest.mark.parametrize("misplaced", [(2, 1), (1, 2), (0, 3)])
+@pytest.mark.parametrize(
+    ("misplaced", "where"),
+    [
+        ((2, 1), "tcp"), ((1, 2), "directory"),
+        *nightly(((2, 1), "directory"), ((1, 2), "tcp"), ((0, 3), "tcp"), ((0, 3), "directory"), is_many=True),
+    ],
+)  # fmt: skip
 def test_a_rank_beyond_the_world(nodes: Nodes, where: str, misplaced: tuple[int, int]) -> None:
     """The node that was told so ends as after any wrong option, and the others hear why it will not come."""
     rank, workers = misplaced

@@ -1,8 +1,8 @@
 """The commands of README and manual, as a reader would type them: each page from top to bottom in a folder of its own.
 
 Which commands are left out, and that this is said on the page, is the affair of tests/unit/test_docs.py. Trainings
-with `--data` are cut short; what they reach is measured elsewhere. Those of the README begin as a reader's do,
-those of the manual are forked after their imports.
+with `--data` are cut short; what they reach is measured elsewhere. The first of the README begins as a reader's does,
+the others are forked after their imports. The commands of the tour are run by `make tour`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import filterfalse
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,18 @@ from tests import tour
 from tests.support import forked
 from tests.support.commands import run_command
 from tests.support.docs import DATA, PROGRAMS, ROOT, pages, program_of, shell_blocks
+from tests.support.nightly import nightly
 from tests.support.reader import Reader
 
 pytestmark = pytest.mark.slow
+
+#: pages whose commands other tests of this folder and `make tour` run in about the same words; nightly
+SHOWN_ELSEWHERE = {
+    "examples/README.md": "test_examples",
+    "docs/coming.md": "test_migration",
+    "docs/failures.md": "tests/tour.py",
+    "docs/doctor.md": "test_doctors",
+}
 
 #: a run directory of real data, by its name in the manual
 DATA_RUN = "runs/mnist"
@@ -64,12 +74,23 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+def is_shown_elsewhere(page: Path) -> bool:
+    return name_of(page) in SHOWN_ELSEWHERE
+
+
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("page", pages_that_need_no_data(), ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        *filterfalse(is_shown_elsewhere, pages_that_need_no_data()),
+        *nightly(*filter(is_shown_elsewhere, pages_that_need_no_data())),
+    ],
+    ids=name_of,
+)
 def test_the_commands_of_a_page_succeed(page: Path, reader: Reader) -> None:
-    for command in commands_of(page):
+    for number, command in enumerate(commands_of(page)):
         if not needs_data(command):
-            reader.types(command, is_cold=page == ROOT / "README.md")
+            reader.types(command, is_cold=page == ROOT / "README.md" and number == 0)
     if page.name == "custom-task.md":
         assert accuracy(reader.checkout / "runs" / "spirals") > 0.95
 
@@ -80,6 +101,7 @@ def accuracy(run: Path) -> float:
     return [row["valid_accuracy"] for row in rows if "valid_accuracy" in row][-1]
 
 
+@pytest.mark.nightly  # test_mnist reads the same files
 @pytest.mark.timeout(400)
 def test_the_commands_with_real_data_succeed(reader: Reader, mnist_data: Path) -> None:
     # several pages show the same ones: each of them once

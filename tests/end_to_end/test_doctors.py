@@ -67,7 +67,10 @@ def test_two_doctors_add_up_one_two_and_sixty_four_mebibytes(tmp_path: Path) -> 
 def rank_of(doctor: Command) -> int | None:
     """The process of its rank, once it has a connection to the other one."""
     for file in Path(f"/proc/{doctor.pid}/task").glob("*/children"):
-        for pid in map(int, file.read_text().split()):
+        children = []
+        with suppress(OSError):  # a thread that has just ended
+            children = [int(pid) for pid in file.read_text().split()]
+        for pid in children:
             with suppress(OSError):
                 is_rank = b"hetseq.commands.doctor.all_reduce_child" in Path(f"/proc/{pid}/cmdline").read_bytes()
                 links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()] if is_rank else []

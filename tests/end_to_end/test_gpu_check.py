@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.nightly import nightly
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 FACTS = "bench/gpu_sections/facts.py"
@@ -133,7 +135,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("section", BREAKS)
+@pytest.mark.parametrize("section", ["facts", *nightly(*[name for name in BREAKS if name != "facts"])])
 def test_a_section_whose_ground_is_broken_fails_by_name_with_its_cause_and_the_others_run(
     checkout: Checkout, section: str
 ) -> None:
@@ -154,11 +156,14 @@ def test_a_section_whose_ground_is_broken_fails_by_name_with_its_cause_and_the_o
     ("code", "cause"),
     [
         ("    import os, signal; os.kill(os.getpid(), signal.SIGSEGV)\n", "its process was ended by SIGSEGV"),
-        ("    import os; os._exit(0)\n", "its process ended with 0"),
-        ("    raise ValueError('one\\ntwo')\n", "ValueError: one two"),
-        ("    place.begin('a nap')\n    import time; time.sleep(60)\n", "it did not end within 4 s, in: a nap"),
         ("    import subprocess; subprocess.Popen(['sleep', '99'], start_new_session=True)\n",
          "it left processes behind"),
+        *nightly(
+            ("    import os; os._exit(0)\n", "its process ended with 0"),
+            ("    raise ValueError('one\\ntwo')\n", "ValueError: one two"),
+            ("    place.begin('a nap')\n    import time; time.sleep(60)\n", "it did not end within 4 s, in: a nap"),
+            is_many=True,
+        ),
     ],
 )  # fmt: skip
 def test_a_section_that_crashes_hangs_or_leaves_processes_behind_fails_and_the_next_one_runs(
@@ -173,6 +178,7 @@ def test_a_section_that_crashes_hangs_or_leaves_processes_behind_fails_and_the_n
     assert processes_of(checkout) == []
 
 
+@pytest.mark.nightly
 def test_a_budget_is_kept_with_a_whole_table_and_whole_lines(checkout: Checkout) -> None:
     checkout.change("bench/gpu_check.py", 'Section("facts", 20', 'Section("facts", 10')
     began_s = time.monotonic()
@@ -188,6 +194,7 @@ def test_a_budget_is_kept_with_a_whole_table_and_whole_lines(checkout: Checkout)
     assert f"{counted[0]} sections passed, 0 failed, {counted[1]} skipped" in ended.printed
 
 
+@pytest.mark.nightly
 def test_a_stopped_check_ends_its_runs_and_still_shows_what_it_found(checkout: Checkout) -> None:
     process = checkout.start("--only", "facts", "kill")
     deadline_s = time.monotonic() + 60

@@ -19,6 +19,7 @@ from hetseq.commands.drop import drop
 from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_USAGE, ConfigError
 from hetseq.monitor.metrics import read_rows
 from tests.support.hosts import Host, two_hosts
+from tests.support.nightly import nightly
 from tests.support.nodes import Ended, Node, Nodes, Process, Stock
 from tests.support.places import free_port
 from tests.support.trials import curve
@@ -115,7 +116,7 @@ def check_end(nodes: Nodes, ended: Ended, code: int, *says: str) -> None:
 # ------------------------------------------------------------------------------------------------- where they meet
 
 
-@pytest.mark.parametrize("where", ["address", "directory"])
+@pytest.mark.parametrize("where", ["address", *nightly("directory")])
 def test_two_hosts_follow_the_curve_of_one_process(nodes: Nodes, lab: Lab, calm: Path, where: str) -> None:
     place = f"tcp://10.77.0.1:{free_port()}" if where == "address" else f"file://{nodes.folder / 'meeting'}"
     lab.start(nodes, place, "--no-save", "--save-dir", nodes.folder / "run", gpus=(3, 1))
@@ -196,6 +197,7 @@ def test_a_disagreement_names_both_hosts(nodes: Nodes, lab: Lab) -> None:
         assert ended.since_last_start <= 5
 
 
+@pytest.mark.nightly
 def test_what_one_host_finds_by_itself_ends_the_other_with_its_words(nodes: Nodes, lab: Lab) -> None:
     place = f"tcp://10.77.0.1:{free_port()}"
     good = write_idx(nodes.folder / "data", train=60, test=4)
@@ -206,6 +208,7 @@ def test_what_one_host_finds_by_itself_ends_the_other_with_its_words(nodes: Node
         assert "labA" not in ended.message
 
 
+@pytest.mark.nightly
 def test_a_worker_that_is_killed_is_named_with_its_host(nodes: Nodes, lab: Lab) -> None:
     place = f"tcp://10.77.0.1:{free_port()}"
     head, other = lab.start(nodes, place, "--max-update", 100_000, "--no-save", "--save-dir", nodes.folder / "run")
@@ -241,7 +244,7 @@ def test_a_node_is_dropped_by_its_name_and_ends_with_0(nodes: Nodes, lab: Lab) -
 # -------------------------------------------------------------------------------------------- folders of their own
 
 
-@pytest.mark.parametrize("lost", [0, 1], ids=["labA", "labB"])
+@pytest.mark.parametrize("lost", [0, *nightly(1)], ids=["labA", "labB"])
 def test_either_host_s_run_directory_may_be_lost(nodes: Nodes, lab: Lab, calm: Path, lost: int) -> None:
     """Each host keeps a whole run directory, so the other one's is enough to go on from."""
     run = lab.local / f"run-{lost}"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import ROOT, start_command
+from tests.support.nightly import nightly
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,7 +48,7 @@ def facts_of(folder: Path, stage: int, world_size: int) -> list[dict[str, Any]]:
     return [json.loads(end.out.strip().splitlines()[-1]) for end in ended]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", nightly(0, 2, 3))
 def test_a_run_goes_on_from_a_tag_as_if_it_had_never_stopped(tmp_path: Path, stage: int) -> None:
     (facts,) = facts_of(tmp_path, stage, 1)
     expected = {

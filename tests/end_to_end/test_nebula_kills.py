@@ -141,6 +141,7 @@ def test_ten_kills_at_random_instants_lose_nothing(tmp_path: Path) -> None:
     assert trials(tmp_path, seed=1, number=10) >= 10
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_hundred_kills_at_random_instants_lose_nothing(tmp_path: Path) -> None:
     assert trials(tmp_path, seed=2, number=100) >= 100

@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from hetseq import load_run
 from hetseq.monitor.metrics import read_rows
 from tests.support import bert
 from tests.support.commands import ROOT
+from tests.support.nightly import nightly
 from tests.support.nodes import Node, Nodes, Stock, listening
 from tests.support.places import PLACES, Place, directory, tcp
 from tests.unit.test_golden_commands import arguments, published
@@ -62,6 +63,12 @@ def by_join(place: Place, spread: Sequence[int]) -> list[list[object]]:
     return [["--join", place.url, "--min-ranks", sum(spread), "--distributed-gpus", count] for count in spread]
 
 
+def each_once(shift: int) -> list[object]:
+    """Pairs of a spread and a place: each spread once, in places that differ; the other pairs are nightly."""
+    near = [(spread, list(PLACES)[(at + shift) % len(PLACES)]) for at, spread in enumerate(SPREADS)]
+    return [*near, *nightly(*(pair for pair in product(SPREADS, PLACES) if pair not in near), is_many=True)]
+
+
 @pytest.fixture(scope="module")
 def calm(stock: Stock, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The curve of one process."""
@@ -87,8 +94,7 @@ def check_curve(nodes: Nodes, place: Place, spread: Sequence[int], calm: list[fl
     assert place.leftovers() == []
 
 
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("spread", SPREADS, ids=str)
+@pytest.mark.parametrize(("spread", "where"), each_once(0))
 def test_nodes_with_given_ranks_follow_the_curve_of_one_process(
     nodes: Nodes, calm: list[float], spread: tuple[int, ...], where: str
 ) -> None:
@@ -98,8 +104,7 @@ def test_nodes_with_given_ranks_follow_the_curve_of_one_process(
     check_curve(nodes, place, spread, calm)
 
 
-@pytest.mark.parametrize("where", PLACES)
-@pytest.mark.parametrize("spread", SPREADS, ids=str)
+@pytest.mark.parametrize(("spread", "where"), each_once(1))
 def test_nodes_that_join_follow_the_curve_of_one_process(
     nodes: Nodes, calm: list[float], spread: tuple[int, ...], where: str
 ) -> None:
@@ -119,7 +124,7 @@ def test_another_seed_gives_another_curve(nodes: Nodes, calm: list[float]) -> No
     assert distance(losses(nodes.folder / "run"), calm) > 1e-3
 
 
-@pytest.mark.parametrize("where", ["tcp", "fresh name"])
+@pytest.mark.parametrize("where", ["tcp", *nightly("fresh name")])
 def test_the_head_of_given_ranks_may_start_last(nodes: Nodes, calm: list[float], where: str) -> None:
     place = PLACES[where](nodes.folder)
     for words in reversed(with_given_ranks(place, (1, 2, 1))):
@@ -127,6 +132,7 @@ def test_the_head_of_given_ranks_may_start_last(nodes: Nodes, calm: list[float],
     check_curve(nodes, place, (1, 2, 1), calm)
 
 
+@pytest.mark.nightly
 def test_a_second_run_meets_in_the_place_of_the_first(nodes: Nodes, calm: list[float]) -> None:
     place = PLACES["fresh name"](nodes.folder)
     for turn in ("first", "second"):
@@ -286,6 +292,7 @@ def test_in_a_directory_the_head_may_die_and_the_others_go_on_with_another_one(
     assert load_run(run).versions.keys() == set(range(sum(spread)))
 
 
+@pytest.mark.nightly
 def test_the_head_reports_when_the_node_that_had_made_the_run_directory_is_gone(nodes: Nodes) -> None:
     run, words_by_rank = nodes.folder / "run", with_given_ranks(directory(nodes.folder), (1, 1))
     words = [*DIGITS, "--max-update", 100_000, "--no-epoch-checkpoints", "--save-dir", run]
@@ -303,6 +310,7 @@ def test_the_head_reports_when_the_node_that_had_made_the_run_directory_is_gone(
     assert (run / "report.html").stat().st_mtime_ns >= (run / "metrics.jsonl").stat().st_mtime_ns
 
 
+@pytest.mark.nightly
 def test_a_node_that_has_left_comes_back_with_the_same_command(nodes: Nodes) -> None:
     (head, other), rows = begin_endless(nodes, (1, 2))
     other.signal(signal.SIGTERM)
@@ -365,7 +373,11 @@ def two_nodes_of_mnist() -> list[tuple[str, str]]:
     return list(zip(found[::2], found[1::2], strict=True))
 
 
-@pytest.mark.parametrize("pair", two_nodes_of_mnist(), ids=["second without save-dir", "job script"])
+@pytest.mark.parametrize(
+    "pair",
+    [two_nodes_of_mnist()[0], *nightly(*two_nodes_of_mnist()[1:])],
+    ids=["second without save-dir", "job script"],
+)
 def test_the_published_mnist_commands_of_two_nodes_run(nodes: Nodes, pair: tuple[str, str]) -> None:
     """As written, but for the address, the folder of the data, and --cpu."""
     place, data = tcp(), write_idx(nodes.folder / "data", train=40, test=8)
@@ -424,8 +436,10 @@ def of_bert(nodes: Nodes, command: str, place: Place | None = None) -> list[str]
     return [*arguments(command.replace("${DIST}", str(nodes.folder))), "--cpu"]
 
 
-@pytest.mark.parametrize("where", ["tcp", "old file"])
-@pytest.mark.parametrize("pair", two_nodes_of_bert()[:2], ids=["both with save-dir", "second without"])
+@pytest.mark.parametrize("where", ["tcp", *nightly("old file")])
+@pytest.mark.parametrize(
+    "pair", [two_nodes_of_bert()[0], *nightly(two_nodes_of_bert()[1])], ids=["both with save-dir", "second without"]
+)
 def test_the_published_bert_commands_of_two_nodes_run(
     nodes: Nodes, bert_alone: list[float], pair: tuple[str, str], where: str
 ) -> None:

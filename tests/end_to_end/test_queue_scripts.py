@@ -12,6 +12,7 @@ import pytest
 
 from hetseq.monitor.metrics import read_rows
 from tests.support.commands import ROOT
+from tests.support.nightly import nightly
 from tests.unit.test_script import program
 
 pytestmark = pytest.mark.slow
@@ -21,7 +22,7 @@ RUN = shlex.split(
 )
 
 
-@pytest.mark.parametrize("system", ["slurm", "sge"])
+@pytest.mark.parametrize("system", ["slurm", *nightly("sge")])
 def test_two_nodes_of_a_queue_train_together(tmp_path: Path, system: str) -> None:
     (tmp_path / "home").mkdir()
     environment = {

@@ -304,6 +304,7 @@ def test_kill_9_during_a_save_6_times_by_command_line(tmp_path: Path, world: int
     print(f"world {world}: 6 kills, {torn_off} in the middle of a save, 0 torn, 0 lost; reached step {last}")
 
 
+@pytest.mark.nightly
 def test_kill_9_during_a_save_100_times(tmp_path: Path) -> None:
     """Launcher, server and workers of a command line that did not have to import anything, on one rank and on two."""
     draw, run = random.Random(), tmp_path / "run"

@@ -13,6 +13,7 @@ import pytest
 
 from hetseq.monitor.metrics import read_rows
 from tests.support.commands import HETSEQ, Finished, run_command, start_command
+from tests.support.nightly import nightly
 from tests.unit.test_script import program
 
 pytestmark = pytest.mark.slow
@@ -109,7 +110,7 @@ def test_a_node_that_refuses_to_begin_takes_the_others_along(tmp_path: Path, wor
     assert left_running(tmp_path) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, *nightly(signal.SIGKILL)])
 def test_whatever_ends_the_command_ends_all_hosts(
     tmp_path: Path, words: Callable[..., list[str]], number: signal.Signals
 ) -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from hetseq.cluster.rendezvous.channel import ChannelClosed, Listener
 from hetseq.cluster.rendezvous.secret import derive_key, load_secret
 from hetseq.monitor.metrics import read_rows
+from tests.support.nightly import nightly
 from tests.support.nodes import Node, Nodes, Stock, living_under
 from tests.support.places import PLACES, Place
 from tests.support.strangers import (
@@ -189,7 +190,7 @@ def test_each_of_a_thousand_is_counted_as_refused_and_an_honest_one_as_admitted(
 
 
 @pytest.mark.figure("unauthorised joins")
-@pytest.mark.parametrize("where", ["tcp", "directory"])
+@pytest.mark.parametrize("where", ["tcp", *nightly("directory")])
 def test_a_thousand_strangers_at_every_port_change_nothing(
     nodes: Nodes, calm: list[tuple[int, float]], where: str
 ) -> None:
@@ -286,7 +287,7 @@ def loose(folder: Path) -> list[str]:
 
 
 @pytest.mark.figure("files open to others")
-@pytest.mark.parametrize("masks", [(0o000, 0o077), (0o077, 0o000)], ids=str)
+@pytest.mark.parametrize("masks", [(0o000, 0o077), *nightly((0o077, 0o000))], ids=str)
 def test_files_are_for_their_owner_alone_whatever_the_umask(
     nodes: Nodes, masks: tuple[int, int], record_property: Callable[[str, object], None]
 ) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,14 @@ COLD_S = 30.0
 TWO = ("--distributed-world-size", "2")
 BASE = ("--cpu", "--max-sentences", "4", "--max-update", "3", "--lr", "0.001", "--lr-scheduler", "constant")
 SQUARES = '((model(sample["x"]).squeeze(1) - sample["y"]) ** 2)'
+
+
+def on_one_and_some_on(world: tuple[str, ...], cases: Iterable[object], *often: object) -> list[Any]:
+    """(case, words) as parameters: each case on one rank; on the larger world those of `often`, the others nightly."""
+    found: list[Any] = []
+    for case in cases:
+        found += [(case, ()), pytest.param(case, world, marks=[] if case in often else [pytest.mark.nightly])]
+    return found
 
 
 def train(warm: WarmLauncher, tmp_path: Path, *args: object, base: tuple[str, ...] = BASE) -> Finished:

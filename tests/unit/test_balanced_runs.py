@@ -142,8 +142,9 @@ def test_noise_alone_seldom_changes_shares() -> None:
     assert min(trace.changes() for trace in traces) >= 2  # the twin: they do change while they are settling
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("total", [256, 1024])
+@pytest.mark.parametrize(
+    "total", [pytest.param(256, marks=pytest.mark.slow), pytest.param(1024, marks=pytest.mark.nightly)]
+)
 def test_a_hundred_clusters_are_close_to_the_best_that_could_be(total: int) -> None:
     """Six ranks, speeds of 1 to 8, fixed parts of up to 15 %; noise of 5 %, and 3 % of steps take four times as long.
 
@@ -158,9 +159,11 @@ def test_a_hundred_clusters_are_close_to_the_best_that_could_be(total: int) -> N
     assert sum(not any(trace.late(step) for step in range(3, 10)) for trace in traces) >= 90
 
 
-@pytest.mark.slow
-def test_a_hundred_clusters_lose_three_steps_to_a_rank_that_slows_down() -> None:
-    calm = runs(100, 1024, weather=CALM, changes={100: {0: 3.0}})
+@pytest.mark.parametrize(
+    "clusters", [pytest.param(40, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.nightly)]
+)
+def test_clusters_lose_three_steps_to_a_rank_that_slows_down(clusters: int) -> None:
+    calm = runs(clusters, 1024, weather=CALM, changes={100: {0: 3.0}})
     assert max(trace.unsettled(first=100, last=120) for trace in calm) == 3
-    noisy = runs(100, 1024, weather=Weather(spike_rate=0), changes={100: {0: 3.0}})
-    assert sum(trace.unsettled(first=100, last=120) <= 3 for trace in noisy) >= 97  # 99 as measured
+    noisy = runs(clusters, 1024, weather=Weather(spike_rate=0), changes={100: {0: 3.0}})
+    assert sum(trace.unsettled(first=100, last=120) <= 3 for trace in noisy) >= 0.97 * clusters  # 99 of 100 as measured

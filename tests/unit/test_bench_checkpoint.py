@@ -314,6 +314,7 @@ def test_starts_are_compared_within_their_round() -> None:
     assert checkpoint.restart_figures([round_of(1.0, memory_s=0.26)])[0].verdict == "NO"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_killed_process_leaves_a_state_that_fresh_ones_find(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -789,7 +789,7 @@ def test_without_input_the_text_of_python_is_taken(
     assert facts["vocabulary"]["from"] == "training part"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_text_of_this_python_gives_the_same_bytes_twice(tmp_path: Path) -> None:
     for name in ("a", "b"):
         assert run(tmp_path / name) == 0

@@ -167,7 +167,7 @@ def test_short_writes_are_continued(start: Start, stride: int) -> None:
 
 
 @pytest.mark.fault("FT-11")
-@pytest.mark.parametrize("stride", [25, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [25, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("action", [Action.KILL, Action.TEAR])
 def test_a_writer_killed_once_at_any_call_is_replaced_and_the_save_succeeds(
     start: Start, action: Action, stride: int
@@ -178,13 +178,14 @@ def test_a_writer_killed_once_at_any_call_is_replaced_and_the_save_succeeds(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("action", [Action.KILL, Action.TEAR])
 def test_writers_killed_at_every_call_from_one_on_are_a_failed_save_and_training_goes_on(
-    start: Start, action: Action
+    start: Start, action: Action, stride: int
 ) -> None:
     with start() as ranks:
         calls = ranks.calls_of_a_save()
-        outcomes = [ranks.save_with_fault(at, action, is_for_good=True) for at in hits(calls, 1)]
+        outcomes = [ranks.save_with_fault(at, action, is_for_good=True) for at in hits(calls, stride)]
     assert {True, False} == set(outcomes)
 
 
@@ -201,12 +202,13 @@ def test_a_disk_that_stays_full_keeps_what_it_has(start: Start, stride: int) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("action", [Action.REFUSE, Action.KILL, Action.TEAR])
-def test_each_call_of_the_writers_of_two_ranks_may_be_the_one(start: Start, action: Action) -> None:
+def test_each_call_of_the_writers_of_two_ranks_may_be_the_one(start: Start, action: Action, stride: int) -> None:
     # where rank zero cannot make the folder, rank one waits for it in vain
     with start(2, patience_s=1.0 if action == Action.REFUSE else 20.0) as ranks:
         calls = ranks.calls_of_a_save()
-        outcomes = [ranks.save_with_fault(at, action) for at in hits(calls, 1)]
+        outcomes = [ranks.save_with_fault(at, action) for at in hits(calls, stride)]
     if action == Action.REFUSE:
         assert {True, False} == set(outcomes)
     else:

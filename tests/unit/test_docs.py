@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tokenize
@@ -19,9 +20,13 @@ import pytest
 
 import hetseq
 import hetseq.nebula
+from hetseq.config import parse
 from hetseq.config.sections import SECTIONS, flag
+from hetseq.errors import ConfigError
 from tests.support.docs import (
+    HERE,
     ROOT,
+    SHELLS,
     Block,
     anchors,
     blocks,
@@ -45,6 +50,31 @@ def name_of(page: Path) -> str:
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_every_command_is_run_or_says_why_not(page: Path) -> None:
     assert neither_run_nor_excused(page.read_text(encoding="utf-8")) == []
+
+
+def trainings(page: str) -> list[list[str]]:
+    """What each `hetseq train` of a page that a test runs is given."""
+    commands = [command for block in blocks(page) if block.language in SHELLS for command in runs_of(block)]
+    words = [shlex.split(command.replace(HERE, "/here").rstrip().removesuffix("&")) for command in commands]
+    return [some[2:] for some in words if some[:2] == ["hetseq", "train"]]
+
+
+def runs_of(block: Block) -> list[str]:
+    return [] if block.is_excused else block.commands()
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_every_training_of_a_page_is_understood(page: Path) -> None:
+    """In CI for all pages; tests/end_to_end/test_docs_commands.py runs some of them there, and all of them nightly."""
+    for words in trainings(page.read_text(encoding="utf-8")):
+        if not any(word.startswith("runs/") and word.endswith("config.yaml") for word in words):  # of a run before it
+            parse(words)
+
+
+def test_a_training_that_is_not_understood_is_seen() -> None:
+    (words,) = trainings("```bash\nhetseq train --max-sentense 3 --join file://$PWD/here &\nwait\n```")
+    with pytest.raises(ConfigError, match="did you mean --max-sentences"):
+        parse(words)
 
 
 def test_a_command_that_is_neither_is_seen() -> None:

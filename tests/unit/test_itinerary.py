@@ -242,11 +242,18 @@ def test_a_change_at_any_moment_of_the_drain_gives_the_steps_of_the_plan(request
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("firsts", "seconds"),
+    [(range(0, 40, 5), range(0, 25, 3)), pytest.param(range(0, 40, 2), range(25), marks=pytest.mark.nightly)],
+    ids=str,
+)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("requests", [1, 3, 8])
-def test_two_changes_at_any_two_moments_give_the_steps_of_the_plan(requests: int, rank: int) -> None:
+def test_two_changes_at_any_two_moments_give_the_steps_of_the_plan(
+    requests: int, rank: int, firsts: range, seconds: range
+) -> None:
     right = expected(CHANGING, rank)
-    for pair in itertools.product(range(0, 40, 2), range(25)):
+    for pair in itertools.product(firsts, seconds):
         waits = iter(pair)
         assert walked(CHANGING, rank, requests, lambda where: next(waits, 0) if where == "change" else 3) == right  # noqa: B023
 
@@ -266,9 +273,16 @@ def test_any_changes_at_any_moments_give_the_steps_of_the_plan() -> None:
     assert sum(1 for _ in some_walks(range(40))) == 40
 
 
-@pytest.mark.slow
-def test_very_many_changes_at_any_moments_give_the_steps_of_the_plan() -> None:
-    assert sum(1 for _ in some_walks(range(1000, 2500))) == 1500
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        pytest.param(range(1000, 1200), marks=pytest.mark.slow),
+        pytest.param(range(1200, 2500), marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_very_many_changes_at_any_moments_give_the_steps_of_the_plan(seeds: range) -> None:
+    assert sum(1 for _ in some_walks(seeds)) == len(seeds)
 
 
 def test_the_oracle_gives_every_sample_to_one_rank_in_every_step() -> None:
@@ -295,11 +309,14 @@ def test_the_walk_notices_a_step_that_is_looked_up_after_it_was_given_out(monkey
 
 
 @pytest.mark.slow
-def test_threads_that_switch_all_the_time_give_the_steps_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("seeds", [range(80), pytest.param(range(80, 400), marks=pytest.mark.nightly)], ids=str)
+def test_threads_that_switch_all_the_time_give_the_steps_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch, seeds: range
+) -> None:
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for seed in range(400):
+        for seed in seeds:
             generator = random.Random(seed)
             journey = some_journey(generator, steps=20, changes=20)
             rank = generator.randrange(len(journey.weights))

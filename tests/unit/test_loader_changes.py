@@ -126,9 +126,10 @@ def test_many_changes_leave_nothing_behind(num_workers: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(10, 60), marks=pytest.mark.nightly)], ids=str)
 @pytest.mark.parametrize("num_workers", [0, 1, 2, 3])
-def test_any_changes_give_the_steps_of_the_plan_with_any_processes(num_workers: int) -> None:
-    for seed in range(60):
+def test_any_changes_give_the_steps_of_the_plan_with_any_processes(num_workers: int, seeds: range) -> None:
+    for seed in seeds:
         generator = random.Random(seed)
         journey = some_journey(generator, steps=12, changes=10)
         rank = generator.randrange(len(journey.weights))

@@ -772,7 +772,7 @@ NEEDS_THE_SILENT: set[Rule] = {without_a_report}
         pytest.param(2, 2, Budget(faults=2, restarts=1), 50_000, marks=pytest.mark.slow),
         pytest.param(2, 2, Budget(faults=1, restarts=1, non_finite=1, redo=1), 30_000, marks=pytest.mark.slow),
         pytest.param(3, 2, Budget(faults=1, restarts=1), 20_000, marks=pytest.mark.slow),
-        pytest.param(3, 1, Budget(faults=2), 200_000, marks=pytest.mark.slow),
+        pytest.param(3, 1, Budget(faults=2), 200_000, marks=pytest.mark.nightly),
     ],
 )
 def test_no_order_of_events_doubles_or_loses_an_update_or_leaves_no_way_on(
@@ -781,7 +781,9 @@ def test_no_order_of_events_doubles_or_loses_an_update_or_leaves_no_way_on(
     assert Search(workers=workers, steps=steps, budget=budget).exhaust() > least
 
 
-@pytest.mark.parametrize("walks", [60, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "walks", [60, pytest.param(600, marks=pytest.mark.slow), pytest.param(3000, marks=pytest.mark.nightly)]
+)
 def test_long_histories_with_many_faults_end_with_every_step_made_once(walks: int) -> None:
     told = collections.Counter[str]()
     for seed in range(walks):

@@ -87,6 +87,7 @@ def test_imports_are_found_in_every_form(source: str, found: list[str]) -> None:
     assert list(quick.imported(ast.parse(source), "hetseq.data", known)) == found
 
 
+@pytest.mark.nightly
 def test_every_module_of_the_project_is_known_by_the_name_that_others_import() -> None:
     sources = quick.read_tree()
     by = quick.importers(sources)
