@@ -95,6 +95,7 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("torch.devices", (Device("cpu", "CPU", GIB, GIB),), "warning", "the driver has 1 GPUs, and torch sees none"),
     ("torch.burns", (replace(BURN, fade=0.7),), "warning", "70%"),
     ("omp", "many", "warning", "no number"),
+    ("load", 40.0, "warning", "others use this machine: load 40.0"),
     ("omp", "32", "warning", "more than 16 cores"),
     ("limits.affinity", 1, "warning", "fewer than 2 each"),
     ("limits.quota", 4.0, "warning", "export OMP_NUM_THREADS=4"),
@@ -470,3 +471,8 @@ def test_a_gpu_is_told_with_what_is_free_and_whether_there_is_code_for_it(monkey
     assert in_torch.gpu(1) == Device("cuda:1", "GTX 1080", 8 * GIB, 7 * GIB, "6.1", is_built_for=False)
     monkeypatch.setattr(torch.version, "cuda", None)  # ROCm names its generations otherwise
     assert in_torch.gpu(1).is_built_for
+
+
+def test_a_slow_device_has_a_speed_and_not_none() -> None:
+    facts = changed("torch.burns", (replace(BURN, tflops=0.0042),))
+    assert any("4.2 GFLOP/s" in " ".join(one.filled()) for one in judge(facts))

@@ -48,6 +48,7 @@ _T = TypeVar("_T")
 
 def gather(*, directory: Path | None, seconds: float, secret: str | None) -> Facts:
     """The facts of this node. `seconds` of burn-in per device; `secret` is the file that --secret-file names."""
+    load = os.getloadavg()[0]  # first: the burn-in would be in it
     facts = Facts(
         hetseq=hetseq.__version__,
         python=platform.python_version(),
@@ -60,6 +61,7 @@ def gather(*, directory: Path | None, seconds: float, secret: str | None) -> Fac
         code_s=max(file.stat().st_mtime for file in Path(hetseq.__file__).parent.rglob("*.py")),
         is_clock_kept=_is_clock_kept(),
         omp=os.environ.get("OMP_NUM_THREADS", ""),
+        load=load,
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         gpus_of_driver=len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
         directory=None if directory is None else examine_in_time(directory),

@@ -130,6 +130,7 @@ class Facts:
     is_clock_kept: bool | None  # by NTP; None where the kernel does not tell
     omp: str = ""  # OMP_NUM_THREADS
     threads: int = 1  # of each worker, as HetSeq would have it
+    load: float = 0.0  # processes that ran or wanted to, over the minute before the burn-in
     visible: str | None = None  # CUDA_VISIBLE_DEVICES
     gpus_of_driver: int = 0  # whatever torch makes of them
     directory: Directory | None = None

@@ -122,7 +122,7 @@ def _devices(facts: Facts) -> Iterator[Finding]:
     for burn in facts.torch.burns:
         speed = 256 / (burn.fixed_s + 256 * burn.per_sample_s)
         yield Finding(
-            "ok", "burn-in", f"{burn.device}: {speed:,.0f} samples/s of a small network, {burn.tflops:.2f} TFLOP/s"
+            "ok", "burn-in", f"{burn.device}: {speed:,.0f} samples/s of a small network, {_flops(burn.tflops)}"
         )
         if burn.fade < _FADES:
             yield Finding(
@@ -131,10 +131,19 @@ def _devices(facts: Facts) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def _flops(tflops: float) -> str:
+    return f"{tflops:.2f} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.2g} GFLOP/s"
+
+
 def _cores(facts: Facts) -> Iterator[Finding]:
     limits, usable = facts.limits, facts.usable_cores
     quota = "" if limits.quota is None else f", {limits.quota:g} by the control group"
     yield Finding("ok", "cores", f"{usable:g} usable of {limits.cores} ({limits.affinity} by affinity{quota})")
+    if facts.load > usable:
+        yield Finding(
+            "warning", "cores", f"others use this machine: load {facts.load:.1f} in the last minute on {usable:g} cores",
+            "see to them with top; until then speeds here are not its own, and --balance auto follows what is left",
+        )  # fmt: skip
     if facts.gpus and usable < _CORES_PER_GPU * len(facts.gpus):
         yield Finding(
             "warning", "cores", f"{usable:g} cores for {len(facts.gpus)} GPUs: fewer than {_CORES_PER_GPU} each",
