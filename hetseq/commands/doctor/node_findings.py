@@ -141,7 +141,7 @@ def _cores(facts: Facts) -> Iterator[Finding]:
     yield Finding("ok", "cores", f"{usable:g} usable of {limits.cores} ({limits.affinity} by affinity{quota})")
     if facts.load > usable:
         yield Finding(
-            "warning", "cores", f"others use this machine: load {facts.load:.1f} in the last minute on {usable:g} cores",
+            "warning", "cores", f"others use this machine: load {facts.load:.1f} in a minute on {usable:g} cores",
             "see to them with top; until then speeds here are not its own, and --balance auto follows what is left",
         )  # fmt: skip
     if facts.gpus and usable < _CORES_PER_GPU * len(facts.gpus):
