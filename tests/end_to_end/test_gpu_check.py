@@ -47,7 +47,7 @@ class Checkout:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         for name in ("hetseq", "tasks", "preprocessing", "bench"):
-            shutil.copytree(ROOT / name, folder / name)  # with compiled modules and their times
+            shutil.copytree(ROOT / name, folder / name, symlinks=True)  # with compiled modules and their times
         (folder / "docs").mkdir()
         for page in ("running.md", "failures.md", "gpt.md", "bert.md"):
             shutil.copy(ROOT / "docs" / page, folder / "docs")
