@@ -72,7 +72,7 @@ format: $(VENV)/.installed-dev  ## what of `make check` can be repaired by itsel
 docs: $(VENV)/.installed-dev docs/options.md  ## the manual, into site/
 	$(PY) -m mkdocs build --strict --quiet --site-dir site
 
-# committed, so that it can be read without installing anything; tests/unit/test_options.py holds it to the code
+# committed, so that it can be read without installing anything; tests/unit/config/test_options.py holds it to the code
 docs/options.md: hetseq/config/sections.py $(wildcard hetseq/config/*.py) tasks/options.py | $(VENV)/.installed-dev
 	$(PY) -c "from hetseq.config import write_page; write_page('$@')"
 

@@ -9,7 +9,7 @@ Which costs count is decided by all ranks alike: a `Balancer` on every rank is f
 the same table after the same step without a word more. It changes shares only for a gain it can be sure of.
 
 The constants were chosen with the clusters of `tests/support/simulated.py`, where noise is 5 % and 3 % of all steps
-take four times as long; `tests/unit/test_balanced_runs.py` says how close to the best shares they bring a run.
+take four times as long; `tests/unit/balance/test_balanced_runs.py` says how close to the best shares they bring a run.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tests.support.differing import write_other_torch, write_what
 from tests.support.nightly import nightly
 from tests.support.nodes import Ended, Nodes, Stock
 from tests.support.places import PLACES, Place, directory, tcp
-from tests.unit.test_mnist_data import write_idx
+from tests.unit.tasks.test_mnist_data import write_idx
 
 pytestmark = pytest.mark.slow
 

@@ -1,8 +1,9 @@
 """The commands of README and manual, as a reader would type them: each page from top to bottom in a folder of its own.
 
-Which commands are left out, and that this is said on the page, is the affair of tests/unit/test_docs.py. Trainings
-with `--data` are cut short; what they reach is measured elsewhere. The first of the README begins as a reader's does,
-the others are forked after their imports. The commands of the tour are run by `make tour`.
+Which commands are left out, and that this is said on the page, is the affair of
+tests/unit/house/test_docs.py. Trainings with `--data` are cut short; what they reach is measured elsewhere. The first
+of the README begins as a reader's does, the others are forked after their imports. The commands of the tour are run by
+`make tour`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tests.support.nightly import nightly
 from tests.support.nodes import Ended, Node, Nodes, Process, Stock
 from tests.support.places import free_port
 from tests.support.trials import curve
-from tests.unit.test_mnist_data import write_idx
+from tests.unit.tasks.test_mnist_data import write_idx
 
 pytestmark = [pytest.mark.slow, pytest.mark.netns]
 

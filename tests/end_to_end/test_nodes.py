@@ -24,8 +24,8 @@ from tests.support.commands import ROOT
 from tests.support.nightly import nightly
 from tests.support.nodes import Node, Nodes, Stock, listening
 from tests.support.places import PLACES, Place, directory, tcp
-from tests.unit.test_golden_commands import arguments, published
-from tests.unit.test_mnist_data import write_idx
+from tests.unit.config.test_golden_commands import arguments, published
+from tests.unit.tasks.test_mnist_data import write_idx
 
 pytestmark = pytest.mark.slow
 

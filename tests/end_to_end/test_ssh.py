@@ -14,7 +14,7 @@ import pytest
 from hetseq.monitor.metrics import read_rows
 from tests.support.commands import HETSEQ, Finished, run_command, start_command
 from tests.support.nightly import nightly
-from tests.unit.test_script import program
+from tests.unit.commands.test_script import program
 
 pytestmark = pytest.mark.slow
 
