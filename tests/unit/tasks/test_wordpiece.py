@@ -43,7 +43,7 @@ def pieces(vocabulary: Vocabulary, sentence: str) -> list[str]:
 TRAIN_AGAIN = """
 from hetseq.tasks.bert import wordpiece
 from hetseq.tasks.bert.wordpiece import train_vocabulary
-from tests.unit.preprocessing.test_wordpiece import SENTENCES
+from tests.unit.tasks.test_wordpiece import SENTENCES
 import sys
 sys.stdout.write(train_vocabulary(SENTENCES, 200, is_lower_case=True).text())
 """
