@@ -34,8 +34,8 @@ tour: $(VENV)/.installed-dev  ## what docs/tour.md shows, section by section, wi
 quick: $(VENV)/.installed-dev  ## an answer to one change within three minutes; SINCE=COMMIT: to all since then
 	$(PY) -m tests.quick $(if $(SINCE),--since $(SINCE))
 
-test: $(VENV)/.installed-dev  ## the fast tests
-	$(PY) -m pytest -m "not slow and not gpu and not netns and not nightly"
+test: $(VENV)/.installed-dev  ## the fast tests; P=cluster: those of tests/unit/cluster
+	$(PY) -m pytest -m "not slow and not gpu and not netns and not nightly" $(if $(P),tests/unit/$(P))
 
 # what waits leaves its core to a neighbour; what measures seconds runs by itself, when the rest has passed
 test-all: $(VENV)/.installed-dev  ## the slow ones too, all that .ci/run runs; JOBS folders at a time
@@ -46,8 +46,9 @@ $(SUITES:%=suite-%): suite-%: $(VENV)/.installed-dev
 	$(PY) -m pytest -o cache_dir=.pytest_cache/$* -m "not alone and $(IN_CI)" tests/$*
 
 # once a day and before a release: the large sizes of what test-all runs in small ones, then the table
-nightly: $(VENV)/.installed-dev  ## what test-all leaves out but for a GPU, and the table of figures; an hour
+nightly: $(VENV)/.installed-dev  ## what .ci/run leaves out but for a GPU, and the table of figures; an hour
 	$(PY) -m pytest -m "(nightly or long) and not gpu"
+	$(MAKE) --no-print-directory gpu DEVICE=cpu
 	$(MAKE) --no-print-directory chaos
 
 chaos: $(VENV)/.installed-dev  ## the table of figures: 300 kills, every kind of fault, strangers; a quarter of an hour
@@ -56,8 +57,9 @@ chaos: $(VENV)/.installed-dev  ## the table of figures: 300 kills, every kind of
 soak: $(VENV)/.installed-dev  ## kills for eight hours, with an eye on memory and descriptors
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.chaos --soak 28800
 
+# ONLY="facts gloo": these sections alone
 gpu: $(VENV)/.installed-dev  ## whether HetSeq works on a GPU, with the tests marked gpu; DEVICE=cpu: what needs none
-	$(PY) bench/gpu_check.py --device $(DEVICE) --budget 1200
+	$(PY) bench/gpu_check.py --device $(DEVICE) --budget 1200 $(if $(ONLY),--only $(ONLY))
 
 check: $(VENV)/.installed-dev  ## format, lint, types, floors
 	$(PY) -m ruff format --check .

@@ -22,6 +22,7 @@ import pytest
 from hetseq import cli
 from hetseq.checkpoint.leftover_memory import Remains
 from hetseq.run_directory import RunDirectory
+from tests.support import forked
 from tests.support.commands import TRAIN, Finished, WarmLauncher, run_command, start_command
 from tests.support.nightly import nightly
 from tests.support.refusals import (
@@ -35,6 +36,13 @@ from tests.support.refusals import (
     train,
     write_task,
 )
+
+
+@pytest.fixture(scope="module")
+def no_imports() -> None:
+    """Some commands here begin after their imports."""
+    forked.warm_up()
+
 
 Refuse = Callable[..., str]
 
@@ -389,6 +397,7 @@ def test_a_file_system_that_fills_up_during_the_run(warm: WarmLauncher, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_imports")
 def test_two_runs_on_one_directory(warm: WarmLauncher, tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = [*BASE, "--save-dir", run, "--max-update", "0", "--throttle", "0:20"]
@@ -402,6 +411,7 @@ def test_two_runs_on_one_directory(warm: WarmLauncher, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_imports")
 def test_a_foreign_directory_through_a_real_command(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("mine: 1\n")
     finished = run_command([*BASE, "--save-dir", tmp_path], is_cold=False)
@@ -529,6 +539,7 @@ def test_going_back_within_a_run_is_refused_by_path_as_by_step(warm: WarmLaunche
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_imports")
 def test_a_refused_resume_through_a_real_command(warm: WarmLauncher, tmp_path: Path, begun: Path) -> None:
     before = contents(begun)
     args = [*begun_with(tmp_path, seed="8", max_update="6"), "--save-dir", str(begun), *TWO]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import forked
 from tests.support.commands import Finished, WarmLauncher, run_command
 from tests.support.cuda_errors import OUT_OF_MEMORY
 from tests.support.refusals import (
@@ -25,6 +26,13 @@ from tests.support.refusals import (
     train,
     write_task,
 )
+
+
+@pytest.fixture(scope="module")
+def no_imports() -> None:
+    """One command here begins after its imports."""
+    forked.warm_up()
+
 
 BAD_FILES = {
     "syntax": ("import torch\ndef f(:\n    pass\n", ("task.py, line 2", "def f(:")),
@@ -165,6 +173,7 @@ def test_a_rank_that_holds_not_one_sample_ends_the_run_with_one_message(warm: Wa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_imports")
 def test_a_task_that_raises_on_one_rank_through_a_real_command(tmp_path: Path) -> None:
     task = write_task(tmp_path, **RAISES_IN_STEP_3)
     finished = run_command([*BASE, "--task", task, *EQUAL_THREE, "--save-dir", tmp_path / "run"], is_cold=False)

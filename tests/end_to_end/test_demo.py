@@ -12,10 +12,18 @@ from hetseq.cli import main
 from hetseq.commands import demo
 from hetseq.errors import ConfigError
 from hetseq.monitor.metrics import read_rows
+from tests.support import forked
 from tests.support.commands import HETSEQ, run_command
 
 
+@pytest.fixture(scope="module")
+def no_imports() -> None:
+    """The demo of digits begins after its imports."""
+    forked.warm_up()
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("no_imports")
 def test_the_demo_shows_one_curve_for_equal_and_for_fitting_shares(tmp_path: Path) -> None:
     # `make tour` starts it as a newcomer does
     done = run_command(["demo"], program=HETSEQ, cwd=tmp_path, timeout_s=180, is_cold=False)

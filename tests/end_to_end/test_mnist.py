@@ -7,9 +7,16 @@ from pathlib import Path
 import pytest
 
 from hetseq.monitor.metrics import read_rows
+from tests.support import forked
 from tests.support.commands import run_command
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_imports() -> None:
+    """Runs here begin after their imports, but for the whole epoch."""
+    forked.warm_up()
 
 
 def losses(save_dir: Path) -> list[float]:
