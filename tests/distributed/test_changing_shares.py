@@ -29,6 +29,7 @@ from hetseq.task import make_task
 from hetseq.training.share import Part
 from hetseq.training.share_policy import MeasuredShares, Shift
 from tests.support import oracle, toys
+from tests.support.nightly import nightly
 from tests.support.ranks import RankRaised, run_ranks
 from tests.support.training import Facts, Recorder, facts_of, prepared, toy_words
 
@@ -171,8 +172,9 @@ def test_shares_change_with_worker_processes_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "num_workers"), [(2, 2), (3, 2), (4, 0), *nightly((2, 0), (3, 0), (4, 2), is_many=True)]
+)
 @pytest.mark.parametrize("toy", ["TwoTerms", "SometimesUnused"])
 def test_the_whole_matrix_while_shares_change(toy: str, world_size: int, num_workers: int, tmp_path: Path) -> None:
     flags = {"balance": "equal", "num_workers": num_workers}
@@ -189,8 +191,9 @@ def test_the_whole_matrix_while_shares_change(toy: str, world_size: int, num_wor
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("world_size", "num_workers"), [(2, 0), (3, 2), *nightly((2, 2), (3, 0), (4, 0), (4, 2), is_many=True)]
+)
 def test_the_mnist_net_while_shares_change(world_size: int, num_workers: int, tmp_path: Path) -> None:
     flags = {"balance": "equal", "num_workers": num_workers}
     runs = [

@@ -57,6 +57,7 @@ from tests.support.hungry import (
     words_of,
     worst_error,
 )
+from tests.support.nightly import nightly
 from tests.support.ranks import RankRaised, run_ranks
 from tests.support.training import Recorder
 
@@ -311,9 +312,11 @@ def test_ten_runs_with_random_failures(world_size: int, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_fifty_runs_with_random_failures(world_size: int, tmp_path: Path) -> None:
-    happened = check_rounds(tmp_path, world_size, 50, seed=10 + world_size)
+@pytest.mark.parametrize(
+    ("world_size", "rounds"), [(1, 50), (2, 50), (3, 15), (4, 15), *nightly((3, 50), (4, 50), is_many=True)]
+)
+def test_many_runs_with_random_failures(world_size: int, rounds: int, tmp_path: Path) -> None:
+    happened = check_rounds(tmp_path, world_size, rounds, seed=10 + world_size)
     kinds = [kind for kind, times in happened.items() if times > 0]
     assert sorted(kinds) == sorted(happened if world_size > 1 else ("calm", "repeated alone"))
     assert len(happened) == 4
