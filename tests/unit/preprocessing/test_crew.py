@@ -28,6 +28,18 @@ def fatal(job: int) -> int:
     return job
 
 
+class FatalOnceOpen:
+    """Job 3 kills its process, but not before a file is there: another process may be slow to do job 0."""
+
+    def __init__(self, door: Path) -> None:
+        self.door = door
+
+    def __call__(self, job: int) -> int:
+        while job == 3 and not self.door.exists():
+            time.sleep(0.001)
+        return fatal(job)
+
+
 def failing(job: int) -> int:
     if job == 3:
         raise DataError("book.txt, line 7: no text")
@@ -61,11 +73,12 @@ def test_a_process_that_is_killed_is_told_with_a_job_and_a_remedy() -> None:
         list(crew.map(fatal, range(9)))
 
 
-def test_the_job_that_is_named_is_the_first_without_a_result_and_not_the_next_to_be_given_out() -> None:
+def test_the_job_that_is_named_is_the_first_without_a_result_and_not_the_next_to_be_given_out(tmp_path: Path) -> None:
     before = set(active_children())
     with Crew(2) as crew:
-        found = crew.map(fatal, range(9))
+        found = crew.map(FatalOnceOpen(tmp_path / "open"), range(9))
         next(found)  # five jobs are given out, the one that kills among them
+        (tmp_path / "open").touch()
         until = time.monotonic() + 20
         while set(active_children()) - before:
             assert time.monotonic() < until, "the processes of a broken crew are ended"
