@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import random
 import re
 import subprocess
@@ -20,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+#: a compiled file is taken for that of any source of the same second and size, and so for one that was put back
+UNCACHED = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
 HALF = ("hetseq/cluster", "hetseq/checkpoint", "hetseq/training")
 FOLDERS = ("hetseq", "tasks", "preprocessing")
 TURNED = {
@@ -135,7 +138,7 @@ def is_killed(number: int, mutation: Mutation, seconds: float) -> bool:
     try:
         path.write_text("\n".join(lines), encoding="utf-8")
         quick = [sys.executable, "-m", "tests.quick", "--seconds", str(seconds)]
-        done = subprocess.run(quick, cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(quick, cwd=ROOT, env=UNCACHED, capture_output=True, text=True, check=False)
     finally:
         path.write_text(source, encoding="utf-8")
     took_s = time.monotonic() - began_s
@@ -143,7 +146,7 @@ def is_killed(number: int, mutation: Mutation, seconds: float) -> bool:
     by = failed[0] if failed else ", ".join(re.findall(r"^FAILED ([a-z ]+) \(", done.stdout, re.M))
     if failed:
         clean = [sys.executable, "-m", "pytest", "-q", "-x", *failed]
-        if subprocess.run(clean, cwd=ROOT, capture_output=True, check=False).returncode != 0:
+        if subprocess.run(clean, cwd=ROOT, env=UNCACHED, capture_output=True, check=False).returncode != 0:
             by = ""
             print(f"{failed} fail without the mutation too")
     verdict = f"killed by {by}" if by else f"LIVES (rc {done.returncode})"
