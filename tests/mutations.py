@@ -142,7 +142,7 @@ def is_killed(number: int, mutation: Mutation, seconds: float) -> bool:
     finally:
         path.write_text(source, encoding="utf-8")
     took_s = time.monotonic() - began_s
-    failed = re.findall(r"^FAILED (tests/\S+?::\S+)", done.stdout, re.M)[:5]
+    failed = re.findall(r"^FAILED (tests/.+?)(?: - .*)?$", done.stdout, re.M)[:5]
     by = failed[0] if failed else ", ".join(re.findall(r"^FAILED ([a-z ]+) \(", done.stdout, re.M))
     if failed:
         clean = [sys.executable, "-m", "pytest", "-q", "-x", *failed]
