@@ -11,6 +11,7 @@ import pytest
 from hetseq.checkpoint.leftover_memory import Remains
 from hetseq.errors import HetSeqError
 from hetseq.run_directory import RunDirectory
+from tests.support import forked
 from tests.support.commands import WarmLauncher
 from tests.support.nodes import Nodes, Stock
 from tests.support.refusals import TWO, train
@@ -64,3 +65,9 @@ def nodes(stock: Stock, tmp_path: Path) -> Iterator[Nodes]:
         yield nodes
     finally:
         nodes.close()
+
+
+@pytest.fixture(scope="module")
+def no_imports() -> None:
+    """Commands with `is_cold=False` begin after their imports; the server that forks them belongs to no test."""
+    forked.warm_up()

@@ -22,7 +22,6 @@ import pytest
 from hetseq import cli
 from hetseq.checkpoint.leftover_memory import Remains
 from hetseq.run_directory import RunDirectory
-from tests.support import forked
 from tests.support.commands import TRAIN, Finished, WarmLauncher, run_command, start_command
 from tests.support.nightly import nightly
 from tests.support.refusals import (
@@ -36,13 +35,6 @@ from tests.support.refusals import (
     train,
     write_task,
 )
-
-
-@pytest.fixture(scope="module")
-def no_imports() -> None:
-    """Some commands here begin after their imports."""
-    forked.warm_up()
-
 
 Refuse = Callable[..., str]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import forked
 from tests.support.commands import Finished, WarmLauncher, run_command
 from tests.support.cuda_errors import OUT_OF_MEMORY
 from tests.support.refusals import (
@@ -26,13 +25,6 @@ from tests.support.refusals import (
     train,
     write_task,
 )
-
-
-@pytest.fixture(scope="module")
-def no_imports() -> None:
-    """One command here begins after its imports."""
-    forked.warm_up()
-
 
 BAD_FILES = {
     "syntax": ("import torch\ndef f(:\n    pass\n", ("task.py, line 2", "def f(:")),

@@ -12,14 +12,7 @@ from hetseq.cli import main
 from hetseq.commands import demo
 from hetseq.errors import ConfigError
 from hetseq.monitor.metrics import read_rows
-from tests.support import forked
 from tests.support.commands import HETSEQ, run_command
-
-
-@pytest.fixture(scope="module")
-def no_imports() -> None:
-    """The demo of digits begins after its imports."""
-    forked.warm_up()
 
 
 @pytest.mark.slow
