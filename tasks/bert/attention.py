@@ -166,7 +166,9 @@ class _Packed:
         return lambda query, parts, rate: attend_among_rows(query, blocks.take(parts)[0], rate)
 
 
-def _heads_first(parts: Tensor) -> Tensor:
-    # (n, L, k, heads, size) to (k, n, heads, L, size)
-    turned = parts.permute(2, 0, 3, 1, 4)
-    return turned.contiguous() if parts.device.type == "cpu" else turned
+def _heads_first(parts: Tensor) -> Sequence[Tensor]:
+    """(n, L, k, heads, size) to k times (n, heads, L, size)."""
+    if parts.device.type == "cpu":
+        return parts.permute(2, 0, 3, 1, 4).contiguous().unbind()
+    # the gradient of an unbind is put together in its order: apart before they are turned, it lies as `parts` does
+    return [part.transpose(1, 2) for part in parts.unbind(2)]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from hetseq.tasks.bert import attention, model
@@ -147,6 +150,32 @@ def test_no_other_device_is_waited_for() -> None:
     attention = within(sequences)
     assert attention(parts, 0.1).shape == (112, HEADS, SIZE)
     assert attention.for_some(sequences.starts) is None
+
+
+class Operations(TorchDispatchMode):
+    """Names of what torch computes, in its order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_gradients_of_queries_keys_and_values_are_put_together_where_they_are_needed() -> None:
+    """Another copy of all three was 4 % of a step of BERT-base on an H100."""
+    with torch.device("meta"):
+        hidden, weight = torch.empty(4, 16, 32), torch.empty(3 * 32, 32, requires_grad=True)
+        attend = among_rows(torch.ones(4, 16, dtype=torch.bool))
+    with Operations() as operations:
+        attend(linear(hidden, weight).unflatten(-1, (3, HEADS, -1)), 0.0).sum().backward()
+    after = operations.names[operations.names.index("stack.default") + 1 :]
+    assert "mm.default" in after  # the gradient of the weight
+    assert "clone.default" not in after
 
 
 @pytest.mark.parametrize("made_in_forward", [attention._Masked, attention._Packed, attention._Blocks, model._View])
