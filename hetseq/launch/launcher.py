@@ -97,6 +97,7 @@ class Launcher:
         self._mark: Mark | None = None
         self._workers: list[Worker] = []
         self._newest = membership.Record(0, ())  # the newest generation that this node has heard of
+        self._started: dict[int, int] = {}  # by slot of the run: how often it was started before that
         self._presented: dict[int, dict[str, str]] = {}  # by slot: what it trains
         self._parts: tuple[str, ...] = ()  # of the training data, that the run has begun with
         self._placements: dict[int, Assignment] = {}  # by slot: of the worker that was started last
@@ -376,7 +377,8 @@ class Launcher:
         placements, limits = self._placements, self._config.distributed
         orphans = Orphans(
             socket.gethostname(), os.getpid(), member.address, node_fields(self._config),
-            {slot: placement.starts for slot, placement in placements.items()}, self._presented, self._parts,
+            {slot: placement.starts for slot, placement in placements.items()}, self._started, self._presented,
+            self._parts,
             str(self._directory.path), self._directory.run_id, next(iter(placements.values())).name,
         )  # fmt: skip
         hub = orphaned_hub(
@@ -406,6 +408,7 @@ class Launcher:
         elif kind in _FOR_WORKERS:
             if kind == "record":
                 self._newest = membership.Record.from_record(record["record"])
+                self._started = {int(slot): int(starts) for slot, starts in record["started"]}
             watch.pass_on(record)
         elif kind == "fence":
             for worker in watch.named(record):

@@ -292,6 +292,41 @@ def test_in_a_directory_the_head_may_die_and_the_others_go_on_with_another_one(
     assert load_run(run).versions.keys() == set(range(sum(spread)))
 
 
+@pytest.mark.fault("FT-2")
+@pytest.mark.parametrize("losses", [2, *nightly(10)])
+def test_in_a_directory_heads_may_die_in_turn_after_a_worker_of_theirs(nodes: Nodes, losses: int) -> None:
+    """Two nodes of one rank; the one that goes on alone is the next head."""
+    run = nodes.folder / "run"
+    words = [*DIGITS, "--max-update", 100_000, "--no-epoch-checkpoints", "--save-dir", run, "--max-restarts", 100]
+    head_words, other_words = with_given_ranks(directory(nodes.folder), (1, 1))
+    head = nodes.start(*words, *head_words)
+    nodes.wait_until_said(head, "waiting: ")
+    other, rows = nodes.start(*words, *other_words), run / "metrics.jsonl"
+
+    def wait_for_world(size: int) -> None:
+        nodes.wait_until(lambda: rows.exists() and read_rows(rows)[-1]["world_size"] == size, f"{size} ranks")
+
+    def returns() -> int:
+        return sum(node.err.count("is back: 2 ranks go on") for node in (head, other))
+
+    wait_for_world(2)
+    for _ in range(losses):
+        before, (worker,) = returns(), head.workers()
+        head.signal(signal.SIGKILL, worker)
+        nodes.wait_until(lambda: returns() > before, "the worker's return")  # noqa: B023: it waits here
+        os.kill(head.pid, signal.SIGKILL)
+        nodes.wait_until_said(other, "they call this one now", within_s=30)
+        wait_for_world(1)
+        nodes.forget(head)
+        head, other = other, nodes.start(*head.args[: head.args.index("--secret-file")])
+        wait_for_world(2)
+    made = [row["step"] for row in read_rows(rows)]
+    assert made == list(range(1, len(made) + 1))
+    for node in (head, other):
+        node.signal(signal.SIGTERM)
+    assert {ended.code for ended in nodes.finish(head, other, timeout_s=30)} == {75}, nodes.story()
+
+
 @pytest.mark.nightly
 def test_the_head_reports_when_the_node_that_had_made_the_run_directory_is_gone(nodes: Nodes) -> None:
     run, words_by_rank = nodes.folder / "run", with_given_ranks(directory(nodes.folder), (1, 1))

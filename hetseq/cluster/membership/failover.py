@@ -30,6 +30,7 @@ class Orphans:
     address: str  # of its interface
     fields: Mapping[str, str]  # what all nodes have to have in common
     starts: Mapping[int, int]  # by slot: how often it was started before
+    started: Mapping[int, int]  # the same of all slots of the run, as the newest generation began
     presented: Mapping[int, Mapping[str, str]]  # by slot: what it trains
     parts: Collection[str]  # of the training data, that the run has begun with
     path: str  # of the run directory
@@ -59,7 +60,8 @@ def orphaned_hub(
     site = Site(orphans.host, 0, 0, orphans.address)
     sites = {slot_of(name): site for name in newest.roster} | dict.fromkeys(slots, site)
     crews = Crews.amid(
-        newest, sites, orphans.presented, orphans.starts, min_ranks=enough, wait_s=wait_s, parts=orphans.parts
+        newest, sites, orphans.presented, {**orphans.started, **orphans.starts}, min_ranks=enough, wait_s=wait_s,
+        parts=orphans.parts,
     )  # fmt: skip
     hub.go_on(member, seat, place, crews, name=orphans.name, run_id=orphans.run_id, now_s=now_s)
     crews.bereave(slots, "the node that the others call is gone", now_s)

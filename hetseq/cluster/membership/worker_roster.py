@@ -93,9 +93,11 @@ class Crews:
         wait_s: float,
         parts: Iterable[str] = (),
     ) -> Crews:
-        """The crews of a run that has come to the generation `newest`, of which only the slots of `starts` are left.
+        """The crews of a run that has come to the generation `newest`, whose hub is gone.
 
-        `presented` is what these have shown, `parts` is what the run has begun with.
+        `presented` is what the slots that are left have shown, `parts` is what the run has begun with. `starts` tells
+        of all slots that anybody has sat in how often they were started, as far as is known here: a name that was in
+        a generation is never given again, and whoever had it would be taken for one that has ended.
         """
         crews = cls(sites, presented, min_ranks=min_ranks, wait_s=wait_s)
         crews.parts = frozenset(parts)
@@ -104,7 +106,10 @@ class Crews:
             newest, names, min_ranks=min_ranks, wait_s=wait_s, home=crews._node_of, part=crews._part_of.get,
             parts=crews.parts,
         )  # fmt: skip
-        crews._starts = {slot: starts.get(slot, 0) for slot in sites}
+        crews._starts |= starts
+        for name in newest.roster:
+            slot, _, count = name.partition(".")
+            crews._starts[int(slot)] = max(int(count), crews._starts[int(slot)])
         return crews
 
     def _node_of(self, slot: int) -> int:
@@ -296,7 +301,7 @@ class Crews:
             if kind == "wish":
                 facts["what"] = "CHANGE"
             elif kind == "record":
-                facts |= {"crew": self._crew().to_record(), "story": story}
+                facts |= {"crew": self._crew().to_record(), "story": story, "started": sorted(self._starts.items())}
                 has_record = True
             elif kind == "fence":
                 where = self._where(name, now_s)

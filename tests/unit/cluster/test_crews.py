@@ -581,6 +581,36 @@ def test_another_head_waits_for_the_parts_that_the_run_has_begun_with(parts: str
     assert ((0, "record") in kinds(told)) is is_there
 
 
+def test_who_comes_back_after_ten_heads_were_lost_in_turn_has_a_name_that_nobody_had() -> None:
+    """Two nodes of one rank; whoever leads loses its worker, which is replaced, and is then lost itself."""
+    run, used = Run({0: LAB_A, 1: LAB_B}), {"0.0", "1.0"}
+
+    def grown(told: Told) -> tuple[Record, dict[int, int]]:
+        facts = next(facts for _, kind, facts in told if kind == "record")
+        record = Record.from_record(facts["record"])
+        assert len(record.roster) == 2
+        assert {name for name in record.roster if name in record.fresh}.isdisjoint(used)
+        used.update(record.roster)
+        return record, dict(facts["started"])
+
+    for loss in range(10):
+        head, other = loss % 2, (loss + 1) % 2
+        run.end(head, is_restarting=True)
+        run.report(other)
+        run.come_back(head)
+        newest, started = grown(run.report(head, other))
+        run.crews = Crews.amid(
+            newest, {0: LAB_A, 1: LAB_B}, {other: FIELDS}, {**started, other: run.starts[other]}, min_ranks=1,
+            wait_s=30.0,
+        )  # fmt: skip
+        run.crews.bereave([other], "the head is gone", run.now_s)
+        run.report(other)
+        run.starts[head] = run.crews.seat(head, LAB_A)
+        assert kinds(run.come_back(head))[0] == (head, "go")
+        grown(run.report(other))
+    assert len(used) == 2 + 2 * 10
+
+
 def test_each_node_is_told_what_is_waited_for_and_a_stop_ends_it() -> None:
     run = Run(min_ranks=4, wait_s=1800.0)
     run.end(1)
