@@ -313,7 +313,7 @@ def test_in_a_directory_heads_may_die_in_turn_after_a_worker_of_theirs(nodes: No
     for _ in range(losses):
         before, (worker,) = returns(), head.workers()
         head.signal(signal.SIGKILL, worker)
-        nodes.wait_until(lambda: returns() > before, "the worker's return")  # noqa: B023: it waits here
+        nodes.wait_until(lambda before=before: returns() > before, "the worker's return")
         os.kill(head.pid, signal.SIGKILL)
         nodes.wait_until_said(other, "they call this one now", within_s=30)
         wait_for_world(1)
