@@ -409,6 +409,10 @@ class Launcher:
             if kind == "record":
                 self._newest = membership.Record.from_record(record["record"])
                 self._started = {int(slot): int(starts) for slot, starts in record["started"]}
+                assert self._member is not None
+                self._member.send(
+                    "heard", rank=record["rank"], starts=record["starts"], generation=self._newest.generation
+                )  # fmt: skip
             watch.pass_on(record)
         elif kind == "fence":
             for worker in watch.named(record):

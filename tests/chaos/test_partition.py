@@ -21,6 +21,7 @@ from hetseq.errors import EXIT_DONE, EXIT_STOPPED
 from tests.chaos.paced_task import PACE, Paced
 from tests.chaos.runs import Outcome, _events, _rows, _tensors, verdict, words
 from tests.support.hosts import Host, two_hosts
+from tests.support.nightly import nightly
 from tests.support.nodes import Node, Nodes, Process, Stock
 from tests.support.places import free_port
 
@@ -184,6 +185,19 @@ def test_a_cut_that_only_the_ranks_notice(lab: Lab, nodes: Nodes, calm: Outcome)
     lab.hosts[1].heal()
     nodes.wait_until_said(head, "rank 1 on labB fell silent", "rank 1 on labB is back: 2 ranks go on", within_s=60)
     assert "taking part again" not in other.err, nodes.story()
+    finish(lab, nodes, calm)
+
+
+@pytest.mark.fault("FT-5")
+@pytest.mark.parametrize("mute", [0, *nightly(1)], ids=["the head", "the other"])
+def test_a_cut_in_one_direction(lab: Lab, nodes: Nodes, calm: Outcome, mute: int) -> None:
+    """One of the two is heard and does not hear: the others go on a few seconds after the deadline."""
+    head, _ = begin(lab, nodes, f"file://{nodes.folder / 'meeting'}")
+    lab.hosts[mute].mute(lab.hosts[1 - mute])
+    # long before TCP itself gives up, which is 20 s after the deadline
+    nodes.wait_until(lambda: bool(alone(lab, 0)), "the head's side goes on", within_s=15)
+    lab.hosts[mute].heal()
+    nodes.wait_until_said(head, "rank 1 on labB fell silent", "rank 1 on labB is back: 2 ranks go on", within_s=60)
     finish(lab, nodes, calm)
 
 

@@ -42,9 +42,14 @@ class Host:
         """From now on nothing arrives that it sends or is sent, and no end of a connection notices."""
         self._port("0")  # disabled
 
+    def mute(self, other: Host) -> None:
+        """From now on nothing arrives that it sends to the other one, which it hears: it goes to a card of nobody."""
+        self.run("ip", "neigh", "replace", other.address, "lladdr", "02:00:00:00:00:99", "dev", "cable")
+
     def heal(self) -> None:
         """What is sent arrives again."""
         self._port("3")  # forwarding
+        self.run("ip", "neigh", "flush", "dev", "cable", "nud", "permanent")
 
     def _port(self, state: str) -> None:
         command = [*self.switch, "bridge", "link", "set", "dev", self.name, "state", state]

@@ -494,7 +494,7 @@ _HANDLERS: dict[Any, tuple[Callable[[Coordinator, int, Record], None], tuple[Sta
     "set": (Coordinator._set, (*_AT_WORK, StartPhase.ENDING)),
     "get": (Coordinator._get, (*_AT_WORK, StartPhase.ENDING)),
     "ready": (Coordinator._ready, (StartPhase.STARTING,)),
-    **dict.fromkeys(("report", "frozen", "stands"), (Coordinator._of_crews, (*_AT_WORK, StartPhase.ENDING))),
+    **dict.fromkeys(("report", "frozen", "heard", "stands"), (Coordinator._of_crews, (*_AT_WORK, StartPhase.ENDING))),
     "leave": (Coordinator._leave, (StartPhase.RUNNING,)),
     "end": (Coordinator._worker_end, (*_AT_WORK, StartPhase.ENDING)),
     "over": (Coordinator._over, (*_AT_WORK, StartPhase.ENDING)),

@@ -6,8 +6,9 @@ reports mean is for `membership.decide`.
 
 A round begins with the first report, with the end of a member, or with a wish that has ridden on a commit, which shows
 as reports too. All members are told to freeze. A live process answers that at once, whatever its training thread does;
-who does not answer is stopped or cut off, so the round does not wait for it. Who is left out is fenced: its launcher
-ends the process before it can take part in anything again.
+who does not answer is stopped or cut off, so the round does not wait for it. A record is answered as well, by the
+launcher: whoever can be heard and does not hear, as in a network that is cut in one direction, is as good as silent.
+Who is left out is fenced: its launcher ends the process before it can take part in anything again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from hetseq.cluster.rendezvous.leader_election import Standing
 Order = dict[str, Any]
 
 ANSWER_S = 1.5  # for a process to show that it lives
+HEARD_S = 3.0  # for a record to arrive, and the word that it has; the kernel repeats both three times by then
 _BARREN = 2  # generations that are not formed, until those who came last are left out
 _HOPELESS = 6  # ... until only one node goes on, if nobody came last
 _REPLACED_S = 1800.0  # a replacement may take to load its data, from the last that was heard of anybody
@@ -60,9 +62,11 @@ class Generations:
         self._expected: set[int] = set()  # slots whose replacement is being started
         self._reports: dict[str, Report] = {}
         self._patience: dict[str, float] = {}  # of members that have answered: until when they are waited for
+        self._unheard: dict[str, float] = {}  # members that may lack the newest record: until when they are waited for
         self._began_s: float | None = None  # of the round that is open
         self._has_wished = False
         self._has_lost = False  # somebody, since the newest record
+        self._has_finished = False  # somebody, with all that there was to do
         #: how sure it is that nobody else leads this run
         self.standing = Standing.SURE
         self._out_of_reach: set[int] = set()  # slots of members that fell silent: they may live, and be led elsewhere
@@ -131,6 +135,7 @@ class Generations:
         if report.generation < self.newest.generation and name in self.newest.roster:
             self._send_record(name)  # it has not heard of it
         elif report.generation == self.newest.generation and name in self.newest.roster:
+            self._unheard.pop(name, None)
             self._reports[name] = report
             self._open(now_s)
             self._close_if_possible(now_s)
@@ -139,6 +144,11 @@ class Generations:
         """The process of a member lives, and its training thread is to be waited for so long at most."""
         if self._began_s is not None and name in self._alive:
             self._patience[name] = now_s + patience_s + _SLACK_S
+
+    def heard(self, name: str, generation: int) -> None:
+        """The record of this generation has reached the launcher of a member."""
+        if generation == self.newest.generation:
+            self._unheard.pop(name, None)
 
     def expect(self, slot: int) -> None:
         """A replacement for the worker of this slot is being started."""
@@ -168,8 +178,10 @@ class Generations:
         self._close_if_possible(now_s)
 
     def finished(self, name: str) -> None:
-        """The process has done all there was to do: nobody misses it."""
+        """The process has done all there was to do: nobody misses it, and nobody begins anew without a state."""
+        self._has_finished = True
         self._alive.discard(name)
+        self._unheard.pop(name, None)
 
     def ended(self, name: str, now_s: float) -> None:
         """The process is gone."""
@@ -178,6 +190,7 @@ class Generations:
         self._has_lost = self._has_lost or was_alive
         self._alive.discard(name)
         self._reports.pop(name, None)
+        self._unheard.pop(name, None)
         if name in self._newcomers:
             self._newcomers.remove(name)
         if was_alive and name in self.newest.roster:
@@ -186,17 +199,32 @@ class Generations:
 
     def tick(self, now_s: float) -> float:
         """Do what time has made due; gives the seconds until there may be something again."""
+        self._leave_the_deaf(now_s)
         self._close_if_possible(now_s)
+        heard_s = min((until_s for until_s in self._unheard.values() if until_s > now_s), default=now_s + 60.0)
+        return max(0.0, min(self._next_s(now_s), heard_s) - now_s)
+
+    def _next_s(self, now_s: float) -> float:
+        """When time makes something of the round due, if there is one."""
         if self._began_s is None:
-            return 60.0
+            return now_s + 60.0
         wait_until_s = self._began_s + self._wait_s
         if missing := self._missing():
-            due_s = max(self._due(name) for name in missing)  # nothing happens before the last of them
-        elif self._is_waiting_for_more and wait_until_s > now_s:
-            due_s = wait_until_s
-        else:
-            due_s = now_s + 60.0
-        return max(0.0, due_s - now_s)
+            return max(self._due(name) for name in missing)  # nothing happens before the last of them
+        return wait_until_s if self._is_waiting_for_more and wait_until_s > now_s else now_s + 60.0
+
+    def _leave_the_deaf(self, now_s: float) -> None:
+        """Begin a round without the members that the newest record has not reached in time, if the others have all it
+        takes. Else the record may have arrived: who has heard it, and needs nobody, would train on beside the others.
+        """
+        deaf = [name for name, until_s in self._unheard.items() if now_s >= until_s]
+        hearing = set(self.members) - self._unheard.keys()
+        has_state = not self.newest.donors or not hearing.isdisjoint(self.newest.donors)
+        if not (deaf and hearing and has_state):
+            return
+        for name in deaf:
+            self._fence(name)
+        self._open(now_s)
 
     def _open(self, now_s: float) -> None:
         if self._began_s is not None:
@@ -226,6 +254,8 @@ class Generations:
             self._fence(name)
         self._drop_the_unreachable()
         has_state = any(report.lineage is not None for report in self._reports.values())
+        if self._has_finished and not has_state:
+            return
         if not has_state and self._expected:
             if now_s < self._heard_s + _REPLACED_S:
                 return  # all begin from the newest checkpoint, so nobody hurries
@@ -236,12 +266,13 @@ class Generations:
         is_last = self._is_waiting_for_more or self.has_yielded
         if not (self._reports or self._newcomers) or (is_last and not is_late):
             return
-        self._close(is_last=is_last)
+        self._close(now_s, is_last=is_last)
 
     def _fence(self, name: str) -> None:
         self._has_lost = True
         self._alive.discard(name)
         self._reports.pop(name, None)
+        self._unheard.pop(name, None)
         self._out_of_reach.add(self.slots[name])
         self.outbox.append((name, {"kind": "fence"}))
 
@@ -272,11 +303,12 @@ class Generations:
             self._barren = self._barren + 1 if is_barren else 0
             self._barren_with_late = self._barren_with_late + 1 if is_barren and self.newest.fresh else 0
 
-    def _close(self, *, is_last: bool) -> None:
+    def _close(self, now_s: float, *, is_last: bool) -> None:
         self._has_lost = False
         record = decide(self.newest, self._reports, self._newcomers, order=self.slots)
         self.newest = replace(record, is_last=is_last)
         self._reports, self._newcomers, self._began_s, self._has_wished = {}, [], None, False
+        self._unheard = dict.fromkeys(record.roster, now_s + HEARD_S)
         for name in record.roster:
             self._send_record(name)
 

@@ -166,6 +166,8 @@ class Crews:
             self._generations.reported(Report.from_record({**record["report"], "incarnation": name}), now_s)
         elif kind == "frozen":
             self._generations.answered(name, float(record["patience_s"]), now_s)
+        elif kind == "heard":
+            self._generations.heard(name, int(record["generation"]))
         elif kind == "stands":
             in_words(record)  # or raise
             self._stands[name] = dict(record), now_s

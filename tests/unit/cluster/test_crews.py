@@ -70,6 +70,10 @@ class Run:
 
     def told(self) -> Told:
         said, self.crews.outbox[:] = list(self.crews.outbox), []
+        for slot, kind, facts in said:
+            if kind == "record":
+                heard = {"kind": "heard", "starts": facts["starts"], "generation": facts["record"]["generation"]}
+                self.crews.handle(slot, heard, self.now_s)
         return said
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hetseq.cluster.membership.decide import Record, Report, Tag, Update
-from hetseq.cluster.membership.regroup_rounds import ANSWER_S, Generations, Order
+from hetseq.cluster.membership.regroup_rounds import ANSWER_S, HEARD_S, Generations, Order
 from hetseq.cluster.membership.step_commit import Lineage, Verdict
 from hetseq.cluster.rendezvous.leader_election import Standing
 
@@ -27,9 +27,13 @@ ONE = Lineage(1, 11)
 
 
 class Rounds:
-    """`Generations` of some workers "0.0", "1.0"... and what they are told; `now_s` is the clock."""
+    """`Generations` of some workers "0.0", "1.0"... and what they are told; `now_s` is the clock.
 
-    def __init__(self, workers: int = 3, **options: Any) -> None:
+    Records arrive, but not at the slots in `deaf`.
+    """
+
+    def __init__(self, workers: int = 3, *, deaf: Collection[int] = (), **options: Any) -> None:
+        self.deaf = deaf
         slots = {f"{slot}.0": slot for slot in range(workers)}
         self.those = Generations(Record(0, tuple(slots)), slots, **options)
         self.now_s = 100.0
@@ -72,6 +76,9 @@ class Rounds:
 
     def told(self) -> list[tuple[str, Order]]:
         said, self.those.outbox[:] = list(self.those.outbox), []
+        for name, order in said:
+            if order["kind"] == "record" and self.those.slots[name] not in self.deaf:
+                self.those.heard(name, order["record"]["generation"])
         return said
 
 
@@ -139,6 +146,42 @@ def test_who_does_not_answer_is_fenced_and_left_out() -> None:
     assert rounds.wait(ANSWER_S - 0.01) == []
     assert kinds(rounds.wait(0.02)) == [("2.0", "fence"), ("0.0", "record"), ("1.0", "record")]
     assert rounds.those.members == ["0.0", "1.0"]
+
+
+def test_who_does_not_hear_of_the_record_is_left_out_of_the_next_one() -> None:
+    """What it says arrives, as in a network that is cut in one direction."""
+    rounds = Rounds(deaf={2})
+    assert rosters(rounds.report(0, 1, 2)) == {("0.0", "1.0", "2.0")}
+    assert rounds.those.tick(rounds.now_s) == HEARD_S
+    rounds.those.heard("2.0", 0)  # of the one before
+    assert rounds.wait(HEARD_S - 0.1) == []
+    assert kinds(rounds.wait(0.1)) == [("2.0", "fence"), ("0.0", "freeze"), ("1.0", "freeze")]
+    assert rosters(rounds.report(0, 1)) == {("0.0", "1.0")}
+
+
+@pytest.mark.parametrize("word", ["heard", "report", "end"])
+def test_who_has_heard_of_the_record_or_has_ended_is_not_waited_for(word: str) -> None:
+    rounds = Rounds(2, deaf={1})
+    rounds.report(0, 1)
+    if word == "heard":
+        rounds.those.heard("1.0", 1)
+        assert rounds.wait(HEARD_S) == []
+    elif word == "report":
+        rounds.report(1)
+        assert "fence" not in dict(kinds(rounds.wait(0.1) + rounds.report(0) + rounds.wait(HEARD_S - 0.2))).values()
+    else:
+        rounds.end(1)
+        assert rosters(rounds.report(0)) == {("0.0",)}
+
+
+@pytest.mark.parametrize(("workers", "holders"), [(1, {0}), (2, {1})])
+def test_the_only_one_with_a_state_is_not_left_out_however_deaf_it_is(workers: int, holders: set[int]) -> None:
+    """It may have heard, and the word of it is lost: it would train on, and the others go back to a checkpoint."""
+    rounds = Rounds(workers, deaf=holders)
+    for slot in range(workers):
+        rounds.those.reported(Report(f"{slot}.0", 0, ONE if slot in holders else None), rounds.now_s)
+    assert rosters(rounds.told()) == {tuple(f"{slot}.0" for slot in range(workers))}
+    assert rounds.wait(10 * HEARD_S) == []
 
 
 def test_who_answers_is_waited_for_as_long_as_it_says() -> None:
@@ -640,6 +683,15 @@ def test_who_has_done_all_there_was_to_do_is_not_missed() -> None:
     assert rounds.arrive(2) == [], "nobody is left to be asked"
 
 
+def test_nobody_begins_anew_when_somebody_has_done_all_there_was_to_do() -> None:
+    """A round that was open in that moment, with a newcomer: the checkpoint it would begin with is an old one."""
+    rounds = Rounds(2)
+    rounds.arrive(2)
+    rounds.end(1)
+    rounds.those.finished("0.0")
+    assert rosters(rounds.wait(100.0)) == set()
+
+
 def test_who_finishes_while_it_is_waited_for_holds_up_nobody() -> None:
     rounds = Rounds()
     rounds.report(1, 2)
@@ -680,6 +732,7 @@ class Process:
     is_dead: bool = False
     is_stopped: bool = False
     is_cut_off: bool = False  # from its peers, not from the hub
+    is_deaf: bool = False  # what the hub says does not arrive, what it says itself does
     missed: list[Callable[[], None]] = field(default_factory=list)  # while it was stopped
     awaited: tuple[int, str] = (-1, "")  # the collective that it is in
     era: int = 0  # what was begun in an earlier one is of no interest any more
@@ -849,6 +902,8 @@ class World:
                 self.hub.reported(facts["report"], self.now_s)
             elif kind == "frozen":
                 self.hub.answered(who.name, facts["patience_s"], self.now_s)
+            elif kind == "heard":
+                self.hub.heard(who.name, facts["generation"])
             elif not self.finished:  # else the run is ending
                 self.hub.arrived(who.name, who.slot, self.now_s)
             self.deliver()
@@ -869,12 +924,18 @@ class World:
                 self.at(self.dice.choice([0.01, 1.0, 8.0]), lambda process=process: self.die(process))
             elif order["kind"] == "wish":
                 self.wishes[name] = True  # the pipe of a worker does not lose it
-            else:
-                self.travel(lambda process=process, order=order: process.hear(order))
+            elif not process.is_deaf:
+                self.travel(lambda process=process, order=order: self.arrive(process, order))
         self.hub.outbox.clear()
         self.ticks += 1
         count = self.ticks
         self.at(max(left_s, 0.01), lambda: self.deliver() if count == self.ticks else None)
+
+    def arrive(self, process: Process, order: Order) -> None:
+        """The launcher passes it on, and says that it has heard of a record."""
+        if order["kind"] == "record":
+            self.say(process, "heard", generation=order["record"]["generation"])
+        process.hear(order)
 
     # Faults.
 
@@ -883,7 +944,11 @@ class World:
         if not living:
             return
         victim = self.dice.choice(living)
-        if self.dice.random() < 0.5:
+        if self.dice.random() < 0.2:
+            self.told["is deaf"] += 1
+            victim.is_deaf = True
+            self.at(self.dice.choice([2.0, 10.0]), lambda: setattr(victim, "is_deaf", False))
+        elif self.dice.random() < 0.5:
             self.told["dies"] += 1
             self.die(victim)
         elif not victim.is_stopped:
