@@ -73,7 +73,11 @@ class GradientSync(Protocol):
         ...
 
     def norm(self) -> float:
-        """L2 norm of the whole gradient after `finish`, equal on all ranks; not finite if any element is not (sync)."""
+        """L2 norm of this rank's part of the gradient after `finish`; not finite if any element of it is not (sync).
+
+        The parts are whole parameters, of about as many elements on each rank, and each is of one rank. Devices round
+        differently, so all ranks take the norm of the whole from all parts (`step_commit`), and clip by the same bits.
+        """
         ...
 
     def norm_so_far(self) -> float:
@@ -105,6 +109,7 @@ class Gradients:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)
+        self._own = self._parameters  # whose norm is for this rank to compute
         self.used: npt.NDArray[np.bool_] = np.zeros(len(self._parameters), np.bool_)
 
     def begin(self) -> None:
@@ -131,9 +136,10 @@ class Gradients:
         yield
 
     def norm(self) -> float:
-        norm = _norm(self._held())
+        own = [parameter.grad for parameter in self._own if parameter.grad is not None]
+        norm = _norm(own)
         # squares overflow long before their elements do
-        return norm if math.isfinite(norm) else _norm(self._held(), torch.float64)
+        return norm if math.isfinite(norm) else _norm(own, torch.float64)
 
     def norm_so_far(self) -> float:
         self._lay_out()
@@ -211,6 +217,7 @@ class GradientReducer(Gradients):
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: TensorTransport, *, bucket_bytes: int) -> None:
         super().__init__(parameters)
         self._group: TensorTransport = group
+        self._own = _part(self._parameters, group.rank, group.world_size)
         # collective: the ranks may share the memory
         self._buckets = [Bucket(members, group, self._dtype) for members in _divide(self._parameters, bucket_bytes)]
         self._home: dict[int, tuple[Bucket, torch.Tensor]] = {
@@ -383,6 +390,14 @@ def _add_converted_(total: torch.Tensor, gradient: torch.Tensor) -> None:
     rows = max(1, _PIECE_ELEMENTS * len(total) // total.numel())
     for part, added in zip(total.split(rows), gradient.split(rows)):
         part.add_(added)
+
+
+def _part(parameters: Sequence[torch.nn.Parameter], rank: int, world_size: int) -> list[torch.nn.Parameter]:
+    """The parameters whose middle lies in this rank's part, if all elements in their order are cut into equal parts."""
+    sizes = np.array([parameter.numel() for parameter in parameters], np.int64)
+    middles = sizes.cumsum() - sizes / 2
+    owners = middles * world_size // max(1, sizes.sum())
+    return [parameter for parameter, owner in zip(parameters, owners) if owner == rank]
 
 
 def _norm(gradients: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> float:

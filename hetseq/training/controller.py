@@ -107,7 +107,6 @@ class _Held:
     plan: StepPlan
     attempt: int
     counts: tuple[float, ...]
-    norm: float
     rate: float
 
 
@@ -260,10 +259,10 @@ class Controller:
                 self.replica.buffers.finish()
                 clock.lap("idle")
             with phase("commit"):
-                norm = self.replica.reducer.norm() / self._scale
+                norm = self.replica.reducer.norm() / self._scale  # of this rank's part
                 clock.lap("other")
                 # from here on this rank holds the whole gradient of this attempt
-                self._held = _Held(plan, attempt, counts, norm, rate) if part.is_whole else None
+                self._held = _Held(plan, attempt, counts, rate) if part.is_whole else None
                 whereabouts.enter(Phase.COMMIT)
                 faults.point("commit")
                 outcome = self._commit(plan, attempt, norm, part, upcoming)
@@ -329,6 +328,7 @@ class Controller:
             wish=self._context.wish(),
             saving=self._boundary.save_status(state),
             partial=part.partial,
+            norm=norm,
         )
         return self._read(plan, self.group.all_gather_rows(self._format.pack(row)))
 
@@ -435,7 +435,7 @@ class Controller:
         if outcome.verdict is Verdict.APPLY:
             with phase("clip"):
                 faults.point("clip")
-                self._clip(held.norm)
+                self._clip(outcome.norm)
             with phase("optimizer"):
                 faults.point("optimizer")
                 self._update(outcome, held.rate)
@@ -466,7 +466,7 @@ class Controller:
         work = self.planner.work(plan.epoch, plan.start, plan.stop)
         scale = state.loss_scale.factor if self._has_loss_scale else None
         return StepResult(
-            plan, outcome, held.counts, loss, held.rate, held.norm, seconds, work, shift, scale, state.best
+            plan, outcome, held.counts, loss, held.rate, outcome.norm, seconds, work, shift, scale, state.best
         )  # fmt: skip
 
     # when the generation is over

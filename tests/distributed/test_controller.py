@@ -17,6 +17,7 @@ from hetseq.comm.group import Group
 from hetseq.data.loader import StepData
 from hetseq.data.plan import MicroBatchCap, StepPlan
 from hetseq.errors import DisagreementError, HetSeqError, NonFiniteError
+from hetseq.parallel import gradient_sync
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.loaded_task import load_material
 from hetseq.run.session import Session
@@ -279,6 +280,23 @@ def test_clipping_is_that_of_torch_on_the_whole_gradient(tmp_path: Path) -> None
             assert mine.norm().item() == pytest.approx(CLIP, rel=1e-12)
         assert min(gradient.norm().item() for gradient in free.gradients) > 2 * CLIP  # the twin
         assert unreached.losses == free.losses != facts.losses
+
+
+def train_rounding_otherwise(group: Group, save_dir: str, words: Words) -> list[float]:
+    """Each rank's norms are rounded in another way, as on devices of several kinds; the parameters at the end."""
+    compute = gradient_sync._norm
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_sync, "_norm", lambda *given: compute(*given) * (1 + 1e-7 * group.rank))
+        session = session_of(group, save_dir, words)
+        session.controller.fit()
+        return flat_parameters(session)
+
+
+def test_ranks_that_round_differently_clip_by_the_same_bits(tmp_path: Path) -> None:
+    flags = {"balance": "5,2,1", "global_batch_size": 10, "max_update": 3, "precision": "fp64"}
+    words = [*toy_words("TwoTerms", **flags), "--clip-norm", str(CLIP)]
+    first, *others = run_ranks(train_rounding_otherwise, 3, prepared(tmp_path), words)
+    assert others == [first, first]
 
 
 def train_all(group: Group, save_dir: str, runs: list[Words]) -> list[Facts]:

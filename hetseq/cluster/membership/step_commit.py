@@ -24,7 +24,7 @@ from hetseq.errors import DisagreementError
 Words = npt.NDArray[np.int64]
 
 _INTEGERS = 9  # words of a row before the floats
-_FLOATS = 8  # of what was measured
+_FLOATS = 9  # of what was measured
 
 
 class Vote(enum.IntEnum):
@@ -90,6 +90,7 @@ class CommitRow:
     wish: Wish
     saving: SaveStatus
     partial: PartialGradient = UNMEASURED  # of this rank's first micro-batch, in some steps
+    norm: float = 0.0  # L2, of this rank's part of the gradient
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class RowFormat:
         measured, cost, saving = row.measured, row.measured.cost, row.saving
         seconds = [measured.compute_s, measured.data_s, measured.idle_s, measured.overhead_s]
         seconds += [cost.fixed_s, cost.per_unit_s, cost.per_batch_s] if cost else [0.0, math.inf, 0.0]
+        floats = [*seconds, row.partial.square, row.norm, *row.next_counts, *row.sums]
         flags = int(row.wish) | int(saving.save) << 8 | int(saving.writing) << 9 | int(saving.keep) << 10
         flags |= int(saving.sealed) << 11
         integers = [row.digest, int(row.vote), row.next_samples, flags, saving.nonce, row.partial.samples]
@@ -116,7 +118,7 @@ class RowFormat:
         return np.concatenate(
             [
                 np.array(integers, np.int64),
-                np.array([*seconds, row.partial.square, *row.next_counts, *row.sums], np.float64).view(np.int64),
+                np.array(floats, np.float64).view(np.int64),
                 np.packbits(bits, bitorder="little").view(np.int64),
             ]
         )
@@ -125,7 +127,7 @@ class RowFormat:
         digest, vote, next_samples, flags, nonce, samples, in_use, limit, batch = map(int, words[:_INTEGERS])
         end = _INTEGERS + _FLOATS + 2 * self.terms
         floats = words[_INTEGERS:end].copy().view(np.float64).tolist()
-        compute_s, data_s, idle_s, overhead_s, fixed_s, per_unit_s, per_batch_s, square = floats[:_FLOATS]
+        compute_s, data_s, idle_s, overhead_s, fixed_s, per_unit_s, per_batch_s, square, norm = floats[:_FLOATS]
         cost = Cost(fixed_s, per_unit_s, None, per_batch_s, batch or None) if per_unit_s < math.inf else None
         bits = np.unpackbits(words[end:].copy().view(np.uint8), bitorder="little")
         return CommitRow(
@@ -145,6 +147,7 @@ class RowFormat:
                 sealed=bool(flags >> 11 & 1),
             ),
             partial=PartialGradient(samples, square),
+            norm=norm,
         )
 
 
@@ -153,6 +156,7 @@ class Outcome:
     """What the rows of a step say together; equal on every rank."""
 
     verdict: Verdict
+    norm: float  # L2, of the whole gradient
     sums: tuple[float, ...]  # global sum of each term
     used: npt.NDArray[np.bool_]  # (parameters,): some rank had a gradient
     wish: Wish
@@ -190,6 +194,7 @@ def resolve(rows: Sequence[CommitRow], *, next_samples: int, leaders: Sequence[i
         wish |= Wish.STOP  # nobody would be left
     return Outcome(
         verdict=verdict,
+        norm=_whole_norm([row.norm for row in rows]),
         sums=add_in_rank_order([row.sums for row in leading]),
         used=np.logical_or.reduce([row.used for row in rows]),
         wish=wish,
@@ -200,6 +205,15 @@ def resolve(rows: Sequence[CommitRow], *, next_samples: int, leaders: Sequence[i
         next_counts=add_in_rank_order([row.next_counts for row in leading]) if is_counted else None,
         rows=tuple(rows),
     )
+
+
+def _whole_norm(parts: Sequence[float]) -> float:
+    """The root of the sum of their squares, by operations that IEEE 754 rounds in one way alone, in rank order; a
+    single part as it is."""
+    largest = max(parts)
+    if sum(part != 0 for part in parts) < 2 or not math.isfinite(largest):
+        return sum(parts)  # of several, NaN or infinite
+    return largest * math.sqrt(sum((part / largest) ** 2 for part in parts))
 
 
 def add_in_rank_order(values: Sequence[Sequence[float]]) -> tuple[float, ...]:

@@ -39,6 +39,7 @@ ROW = CommitRow(
     wish=Wish.NONE,
     saving=SaveStatus(nonce=2**62 + 1),
     partial=PartialGradient(2**40, 1e-300),
+    norm=2.0**-30,
 )
 FORMAT = RowFormat(terms=2, parameters=3)
 
@@ -58,7 +59,7 @@ def through_words(row: CommitRow, row_format: RowFormat = FORMAT) -> CommitRow:
 def bits(row: CommitRow) -> tuple[object, ...]:
     """Everything of a row, floats by their bits: NaN equals itself, and -0.0 is not 0.0."""
     *seconds, memory_bytes, limit_bytes, cost = astuple(row.measured)
-    floats = (*row.next_counts, *row.sums, *seconds, row.partial.square)
+    floats = (*row.next_counts, *row.sums, *seconds, row.partial.square, row.norm)
     exact = struct.pack(f"{len(floats)}d", *floats)
     whole = (row.digest, row.vote, row.next_samples, memory_bytes, limit_bytes, cost, row.wish, row.saving)
     return (*whole, row.partial.samples, len(row.next_counts), exact, row.used.tolist())
@@ -104,6 +105,7 @@ def test_a_row_that_differs_anywhere_has_other_words() -> None:
     twins = [
         replace(ROW, digest=0),
         replace(ROW, vote=Vote.REDO),
+        replace(ROW, norm=2.0**-31),
         replace(ROW, next_samples=7),
         replace(ROW, next_counts=(8.0, 3.0)),
         replace(ROW, sums=(1.25, 0.0)),  # 0.0 for -0.0
@@ -174,6 +176,28 @@ def test_sums_are_added_in_rank_order_so_that_all_ranks_get_the_same_bits() -> N
     assert add_in_rank_order([columns[0], columns[2], columns[1], columns[3]]) == (2.0,)  # the twin: another order
     rows = [replace(ROW, sums=(*column, 0.5)) for column in columns]
     assert resolve(rows, next_samples=0).sums == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "whole"),
+    [
+        ((3.0, 4.0), 5.0),
+        ((0.1,), 0.1),  # the square of which is rounded
+        ((0.0, 0.1, 0.0), 0.1),
+        ((0.0, 0.0), 0.0),
+        ((3e200, 4e200), 5e200),  # whose squares overflow
+        ((3e-200, 4e-200), 5e-200),
+        ((1.0, math.inf), math.inf),
+    ],
+)
+def test_the_norm_is_that_of_all_parts(parts: tuple[float, ...], whole: float) -> None:
+    found = resolve([replace(ROW, norm=part) for part in parts], next_samples=0).norm
+    assert found == whole if len(set(parts) - {0.0}) < 2 else found == pytest.approx(whole, rel=1e-15)
+
+
+@pytest.mark.parametrize("parts", [(math.nan, 1.0), (1.0, math.nan), (math.inf, math.nan)])
+def test_a_part_that_is_no_number_makes_the_norm_none(parts: tuple[float, ...]) -> None:
+    assert not math.isfinite(resolve([replace(ROW, norm=part) for part in parts], next_samples=0).norm)
 
 
 def test_a_parameter_counts_as_used_if_it_is_on_any_rank() -> None:

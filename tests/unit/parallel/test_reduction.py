@@ -24,10 +24,11 @@ SHAPES = [(3, 2), (4,), (), (5, 1), (7,)]
 
 
 class Recorder(LocalGroup):
-    """A group of one that keeps what left, in order."""
+    """A group of one that keeps what left, in order; it may say that it is one of several."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         super().__init__()
+        self.rank, self.world_size = rank, world_size
         self.sent: list[torch.Tensor] = []
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
@@ -47,9 +48,9 @@ def loss_of(parameters: list[torch.nn.Parameter], scale: float = 1.0) -> torch.T
 
 @contextmanager
 def reducing(
-    parameters: list[torch.nn.Parameter], *, bucket_bytes: int = 1 << 20
+    parameters: list[torch.nn.Parameter], *, bucket_bytes: int = 1 << 20, rank: int = 0, world_size: int = 1
 ) -> Iterator[tuple[GradientReducer, Recorder]]:
-    group = Recorder()
+    group = Recorder(rank, world_size)
     reducer = GradientReducer(parameters, group, bucket_bytes=bucket_bytes)
     try:
         yield reducer, group
@@ -217,6 +218,28 @@ def test_norm_and_scale_are_of_the_whole_gradient() -> None:
         reducer.scale_(0.5)
         assert gradients(parameters) == [p.flatten().tolist() for p in parameters]
         assert reducer.norm() == pytest.approx(right / 2, rel=1e-15)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_each_parameter_is_in_the_norm_of_one_rank(world_size: int) -> None:
+    parameters = make_parameters(torch.float64)
+    squares = []
+    for rank in range(world_size):
+        with reducing(parameters, rank=rank, world_size=world_size) as (reducer, _):
+            step(reducer, lambda: loss_of(parameters))
+            squares.append(reducer.norm() ** 2)
+    whole = float(torch.cat([2 * p.detach().flatten() for p in parameters]).square().sum())
+    assert sum(squares) == pytest.approx(whole, rel=1e-14)
+    assert max(squares) < whole  # the twin
+
+
+def test_ranks_have_about_as_many_elements_in_their_norms() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in (1000, 10, 10, 400, 400, 200)]
+    sizes = []
+    for rank in range(2):
+        with reducing(parameters, rank=rank, world_size=2) as (reducer, _):
+            sizes.append([parameter.numel() for parameter in reducer._own])
+    assert sizes == [[1000, 10], [10, 400, 400, 200]]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
