@@ -31,7 +31,7 @@ from hetseq.config.sections import (
 from hetseq.data.loader import StepLoader
 from hetseq.data.plan import GlobalBatch, MicroBatchCap, Planner, steps_in_epoch
 from hetseq.data.shards import Shards
-from hetseq.errors import CheckpointMismatch, ConfigError, TaskError
+from hetseq.errors import CheckpointMismatch, ConfigError, TaskError, few
 from hetseq.monitor.advice import AdviceSetting
 from hetseq.monitor.metrics import Metrics
 from hetseq.monitor.status import RunStatus
@@ -336,6 +336,8 @@ def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controlle
             logger.info(sentence)
     if job.config.data.unit_size is None and job.is_first:
         _warn_of_batch_norm(controller)
+    if job.material.trial.carried and job.is_first and job.group.rank == 0:
+        _warn_of_carried_state(job.material.trial.carried)
 
 
 # What the builders need.
@@ -538,6 +540,15 @@ def _warn_of_batch_norm(controller: Controller) -> None:
             " or GroupNorm keep the promise of one curve on any machines, and --unit-size N does for any layer",
             ", ".join(sorted(kinds)),
         )
+
+
+def _warn_of_carried_state(carried: Sequence[str]) -> None:
+    logger.warning(
+        "forward reads what the forward before left in %s, so the loss of a sample depends on the samples that its rank"
+        " had before, and the curve on the shares: keep the state in the batch, or begin each forward without it; a"
+        " fixed --balance keeps the curve until a rank is lost or the run resumes; hetseq selftest says more",
+        few(carried),
+    )
 
 
 @contextmanager

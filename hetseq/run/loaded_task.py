@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class LoadedTask:
     seed: int
     device: torch.device
     precision: Precision
+    trial: probe.LossTrial = field(default_factory=probe.LossTrial)
 
     @functools.cached_property
     def part(self) -> str:
@@ -77,7 +78,9 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
     check_model(model)
     model.to(device, precision.storage)
     with precision.computing(device):
-        probe.check_loss(task, model, train, collate=collate, place=place, terms=terms, seed=seed)
+        trial = probe.check_loss(
+            task, model, train, collate=collate, place=place, terms=terms, seed=seed, precision=precision
+        )
     if config.optimization.compile:
         compiling.compile_(model)
         sizes = (2, 3) if batch_norms(model) else (1, 2, 3)
@@ -85,7 +88,7 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
         compiling.warm_up(
             task, model, batches, validates=bool(valid), computing=functools.partial(precision.computing, device)
         )
-    return LoadedTask(task, train, valid, model, terms, place, seed, device, precision)
+    return LoadedTask(task, train, valid, model, terms, place, seed, device, precision, trial)
 
 
 def _validation_splits(task: Task, config: DataConfig) -> dict[str, Any]:

@@ -2,21 +2,42 @@
 
 Every rank asks the same questions of the same two samples and so gets the same answers, also a rank that will have no
 samples of its own. A loss that is secretly a mean trains without complaint and wrongly; here it is found at the start.
+So is state that forward carries from batch to batch. What the losses are is compared between ranks elsewhere.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from hetseq.data.fetch import seed_everything
 from hetseq.errors import TaskError
 from hetseq.task import Sums, Task, check_sums, counts_of, is_overridden
+from hetseq.training.carried_state import CarriedState
+from hetseq.training.precision import PRECISIONS, Precision
 
 _TOLERANCE = 1e-2  # a sum and a mean of two samples differ by a factor near two
+_ROUNDING = 1e-5  # losses that add up to within this do not depend on the forward before
+
+
+@dataclass(frozen=True)
+class LossTrial:
+    """What the trial of the loss saw.
+
+    `means`: of each term over the first two samples, where the trial saw the same alone and together and no random
+    number was drawn, so that another rank sees the same; `tolerance`: how far another one may be off, relative and in
+    any case; `carried`: what forward carries from one batch to the next, in words.
+    """
+
+    means: Mapping[str, float] = field(default_factory=dict)
+    tolerance: tuple[float, float] = PRECISIONS["fp32"].loss_tolerance
+    carried: tuple[str, ...] = ()
 
 
 def find_terms(task: Task, dataset: Any, collate: Any) -> tuple[str, ...]:
@@ -37,36 +58,55 @@ def changed_terms(task: Task, counts: dict[str, float], terms: tuple[str, ...]) 
 
 
 def check_loss(
-    task: Task, model: torch.nn.Module, dataset: Any, *, collate: Any, place: Any, terms: tuple[str, ...], seed: int
-) -> None:
-    """Raise TaskError if `loss` has other terms than `count`, or returns means.
+    task: Task, model: torch.nn.Module, dataset: Any, *, collate: Any, place: Any, terms: tuple[str, ...], seed: int,
+    precision: Precision = PRECISIONS["fp32"],
+) -> LossTrial:  # fmt: skip
+    """Raise TaskError if `loss` has other terms than `count`, or returns means; else what was seen.
 
     A sum over two samples is the sum of the two sums; a mean is the mean of the two means. A collater that draws random
     numbers makes another batch of the same samples each time, so there both are collated together once, and the batch
     is cut in two; one that cannot be cut says nothing about sums.
     """
     if not is_overridden(task, "loss"):
-        return
+        return LossTrial()
     was_training = model.training
     model.eval()
     try:
-        batches, samples = [], []
+        batches, samples, is_random = [], [], False
         for indices in _probes(dataset):
             samples = _samples(dataset, indices)
             batches.append(collate(samples))
         if len(batches) == 3 and not _is_repeatable(collate, samples, batches[2]):
-            batches = _halves(batches[2])
-        results = []
+            batches, is_random = _halves(batches[2]), True
+        results, state = [], CarriedState(task, model)
         for batch, size in zip(batches, (1, 1, 2) if len(batches) == 3 else (len(_probes(dataset)[-1]),)):
             seed_everything(seed)
-            # gradients stay on: a loss may be made of derivatives
-            sums = check_sums(task, task.loss(model, place(batch)), terms)
+            placed, before = place(batch), _generators()
+            with state.during(placed):
+                # gradients stay on: a loss may be made of derivatives
+                sums = check_sums(task, task.loss(model, placed), terms)
+            is_random = is_random or _generators() != before
             results.append((counts_of(task, batch, size), {term: total.detach() for term, total in sums.items()}))
     finally:
         model.train(was_training)
-    if len(results) == 3:
-        for term in terms:
-            _check_additive(task, term, *results)
+    if len(results) != 3:
+        return LossTrial()
+    for term in terms:
+        _check_additive(task, term, *results)
+    pairs = {term: _mean_and_gap(term, *results) for term in terms if results[2][0][term]}
+    relative, absolute = precision.loss_tolerance
+    means = {term: mean for term, (mean, gap) in pairs.items() if gap <= relative * abs(mean) + absolute}
+    does_matter = any(not gap <= _ROUNDING * abs(mean) for mean, gap in pairs.values())  # so does NaN
+    return LossTrial({} if is_random else means, (relative, absolute), tuple(state.found) if does_matter else ())
+
+
+def _generators() -> tuple[object, ...]:
+    """The states of torch's, NumPy's and Python's random numbers: equal where none was drawn in between."""
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else torch.empty(0)
+    of_torch = [state.numpy().tobytes() for state in (torch.get_rng_state(), on_gpu)]
+    of_numpy = np.random.get_state(legacy=False)
+    place = of_numpy["state"]
+    return *of_torch, place["key"].tobytes(), place["pos"], of_numpy["has_gauss"], random.getstate()
 
 
 def _is_repeatable(collate: Any, samples: Any, batch: Any) -> bool:
@@ -138,6 +178,13 @@ def _sample(dataset: Any, index: int) -> Any:
 
 
 Result = tuple[dict[str, float], Sums]
+
+
+def _mean_and_gap(term: str, first: Result, second: Result, both: Result) -> tuple[float, float]:
+    """The mean loss of two samples, and how far it is from what they give alone."""
+    (_, sums_a), (_, sums_b), (counts, sums_ab) = first, second, both
+    a, b, together = (float(sums[term]) for sums in (sums_a, sums_b, sums_ab))
+    return together / counts[term], abs(together - (a + b)) / counts[term]
 
 
 def _check_additive(task: Task, term: str, first: Result, second: Result, both: Result) -> None:

@@ -59,6 +59,15 @@ def test_a_gradient_of_exactly_0_is_told_once(tmp_path: Path, caplog: pytest.Log
     assert told[0].startswith("step 1: the gradient is exactly 0 on all ranks")
 
 
+def test_an_lstm_that_keeps_its_state_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        trained(tmp_path, "StatefulLstm")
+    (told,) = [record.getMessage() for record in caplog.records if "the forward before" in record.getMessage()]
+    assert told.startswith("forward reads what the forward before left in hidden of the model (WordModel), so the")
+    for remedy in ("keep the state in the batch", "a fixed --balance", "hetseq selftest"):
+        assert remedy in told
+
+
 def test_a_loss_that_is_no_number_is_told_with_its_term_rank_and_samples(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
