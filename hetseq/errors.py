@@ -142,6 +142,7 @@ CODES = {
     "options-differ": "The nodes were given different options.",
     "model-differs": "The nodes build models with different parameters.",
     "data-differ": "The nodes read different data.",
+    "loss-differs": "The nodes compute different losses for the same samples.",
     # a node cannot begin
     "option-refused": "An option, or several together, cannot be meant.",
     "device-missing": "This node does not show the GPU that was asked for.",

@@ -31,6 +31,7 @@ import torch
 
 from hetseq.cluster.membership.compatibility import (
     DIGEST_DIGITS,
+    LOSS,
     NOT_COMPARED,
     PART,
     Fields,
@@ -48,6 +49,7 @@ from hetseq.data.plan import derive_seed, epoch_order
 from hetseq.errors import DataError
 from hetseq.task import lengths_of
 from hetseq.training.optim import learning_rates
+from hetseq.training.task_checks import LossTrial
 
 _SAMPLES = 32
 _PATIENCE_S = 3.0  # for the samples of all splits; a data set on a slow disk tells fewer of them
@@ -78,6 +80,8 @@ class TaskToCompare(Protocol):
     @property
     def model(self) -> torch.nn.Module: ...
     @property
+    def trial(self) -> LossTrial: ...
+    @property
     def part(self) -> str: ...
 
 
@@ -99,6 +103,7 @@ def rank_fields(config: Config, material: TaskToCompare, *, now: Callable[[], fl
         if config.data.data_by_host:  # then they are another part on each host, as they are meant to be
             fields[PART] = material.part
         else:
+            fields[LOSS] = _losses(material.trial, material.model)
             fields.update(_order_fields(train, config))
             splits[config.data.train_subset] = train
         if (vocabulary := getattr(train, "vocabulary_digest", None)) is not None:
@@ -230,12 +235,22 @@ def _described(name: str, tensor: torch.Tensor) -> str:
     return f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _initial(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().reshape(-1)
-    picked = flat[:: max(1, -(-flat.numel() // _MOST_VALUES))]
+def _initial(*tensors: torch.Tensor) -> str:
     reading = _Reading()
-    reading.take(picked, "")
+    for number, tensor in enumerate(tensors):
+        flat = tensor.detach().reshape(-1)
+        reading.take(flat[:: max(1, -(-flat.numel() // _MOST_VALUES))], str(number or ""))
     return reading.text(at_least=_INITIAL)
+
+
+def _losses(trial: LossTrial, model: torch.nn.Module) -> str:
+    """Of each term; and the buffers, which rank zero gives to all before the first step if they differ by then."""
+    if not trial.means:
+        return f"{NOT_COMPARED}: of the first two samples no term of the loss was the same alone and together"
+    relative, absolute = trial.tolerance
+    terms = (f"{term}: {relative:.3g} {absolute:.3g} {mean:.10g}" for term, mean in trial.means.items())
+    buffers = [buffer for buffer in model.buffers() if buffer.layout == torch.strided and not buffer.is_quantized]
+    return listed([f"buffers: {_initial(*buffers)}", *terms])
 
 
 # The data

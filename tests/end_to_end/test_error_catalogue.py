@@ -262,6 +262,8 @@ CASES = [
     Case("13", "head-unknown", (EXIT_FAILED,), (HERE, "not known", "IP address"), lambda _: [at(NO_HEAD, 1)]),
     Case("14", "model-differs", (EXIT_DISAGREE,) * 2, (HERE, "left", "right", "same model"),
          material(names=["right", "left"])),
+    Case("14b", "loss-differs", (EXIT_DISAGREE,) * 2, (HERE, "loss of the first two samples", "factor in forward"),
+         material(factor=1.1)),
     Case("15", "worker-died", (EXIT_DONE,) * 2,
          (f"rank 1 on {HERE} was killed (SIGKILL", "memory runs out", "rank 0 goes on"),
          given((0, 2), (1, 2), more=MORE_STEPS), tellers=1, faults=Faults().kill(rank=1).at(step=3, phase="reduce")),

@@ -2,7 +2,8 @@
 
 For tests in which two nodes disagree on what no option tells: the `dtype` of the samples or of a `buffer` (that of the
 parameters follows from --precision), the order of two equally shaped parameters (`names`), the number of samples
-(`rows`), their order (`is_reversed`), one byte of the first one (`changed`, counted from its beginning).
+(`rows`), their order (`is_reversed`), one byte of the first one (`changed`, counted from its beginning), a `factor` in
+forward.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hetseq import Task
 
 NORMAL: dict[str, Any] = {
     "dtype": "float64", "buffer": "int64", "names": ["left", "right"], "rows": 64, "is_reversed": False,
-    "changed": None,
+    "changed": None, "factor": 1.0,
 }  # fmt: skip
 
 
@@ -52,14 +53,15 @@ def write_other_torch(folder: Path) -> Path:
 class Two(nn.Module):
     """Two parameters of equal shape."""
 
-    def __init__(self, names: list[str], buffer: torch.dtype) -> None:
+    def __init__(self, names: list[str], buffer: torch.dtype, factor: float) -> None:
         super().__init__()
+        self.factor = factor
         self.register_buffer("calls", torch.zeros(1, dtype=buffer))
         for name in names:
             self.register_parameter(name, nn.Parameter(torch.ones(3)))
 
     def forward(self, sample: torch.Tensor) -> torch.Tensor:
-        return sample @ (self.left * self.right)
+        return self.factor * (sample @ (self.left * self.right))
 
 
 class Differing(Task):
@@ -79,7 +81,7 @@ class Differing(Task):
         return list(torch.from_numpy(rows.copy()).to(getattr(torch, self.what["dtype"])))
 
     def build_model(self) -> nn.Module:
-        return Two(self.what["names"], getattr(torch, self.what["buffer"]))
+        return Two(self.what["names"], getattr(torch, self.what["buffer"]), self.what["factor"])
 
     def loss(self, model: nn.Module, sample: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"loss": (model(sample) ** 2).sum()}

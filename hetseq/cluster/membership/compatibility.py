@@ -43,6 +43,7 @@ PROTOCOL = "1"
 #: how the value of a field begins that this party could not tell; it equals whatever the others say
 NOT_COMPARED = "not compared"
 PART = "part of the training data"  # which of several a rank reads: the field that may differ, see `data_by_host`
+LOSS = "loss of the first two samples"  # the mean of each term, and what may be another one all the same
 DIGEST_DIGITS = 12
 
 _NOT_GIVEN, _ABSENT = "(not given)", "(nothing)"
@@ -363,6 +364,30 @@ def is_same_sample(one: str, other: str) -> bool:
     return _samples(one, other) is None
 
 
+def _losses(one: str, other: str) -> Shown:
+    """A line on the buffers, then entries `TERM: RELATIVE ABSOLUTE MEAN`, by term, where both have one.
+
+    With other buffers, losses may be others: rank zero gives its buffers to all before the first step.
+    """
+    (mine, _, my_terms), (theirs, _, their_terms) = one.partition("\n"), other.partition("\n")
+    if _measured(mine, theirs) is not None:
+        return None
+    first, second = _states(my_terms), _states(their_terms)
+    for term in first:
+        if term in second and first[term] != second[term] and not _is_near(first[term], second[term]):
+            return f"{term} {first[term].split()[-1]}", f"{term} {second[term].split()[-1]}"
+    return None
+
+
+def _is_near(one: str, other: str) -> bool:
+    try:
+        (*mine, left), (*theirs, right) = ([float(word) for word in text.split()] for text in (one, other))
+        relative, absolute = (max(pair) for pair in zip(mine, theirs, strict=True))
+    except ValueError:
+        return False
+    return abs(left - right) <= relative * max(abs(left), abs(right)) + absolute
+
+
 @dataclass(frozen=True)
 class _Kind:
     """Fields of these names, or that begin so where one ends in a space or is `--`.
@@ -413,6 +438,14 @@ _KINDS = (
         _samples,
         "begin with the same model on all nodes: the same file of weights, and no randomness but that of --seed",
         "model-differs",
+    ),
+    _Kind(
+        (LOSS,),
+        _losses,
+        "make equal on all nodes what the loss depends on besides parameters and data: a factor in forward, environment"
+        " variables, files that the task reads itself",
+        "loss-differs",
+        is_optional=True,
     ),
     _Kind((), _texts, "make these equal on all nodes", "options-differ"),
 )

@@ -69,11 +69,12 @@ def presented(config: Config, task: Task, train: Any) -> Mapping[str, str]:
     from hetseq.data.fetch import seed_everything
     from hetseq.run.fingerprint import rank_fields
     from hetseq.task import build_model
+    from hetseq.training.task_checks import LossTrial
 
     seed_everything(config.task.seed)
     model = build_model(task)
     config = replace(config, data=replace(config.data, data_by_host=False))
-    return rank_fields(config, SimpleNamespace(task=task, train=train, valid={}, model=model))
+    return rank_fields(config, SimpleNamespace(task=task, train=train, valid={}, model=model, trial=LossTrial()))
 
 
 def of_processes(own: Mapping[str, str], other: Mapping[str, str]) -> Iterator[SelftestFinding]:

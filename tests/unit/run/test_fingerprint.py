@@ -26,6 +26,7 @@ from hetseq.run import fingerprint
 from hetseq.run.fingerprint import data_digest, rank_fields
 from hetseq.task import make_task
 from hetseq.tasks.mnist import load_mnist
+from hetseq.training.task_checks import LossTrial
 
 ROWS = 50
 
@@ -38,13 +39,17 @@ class Listed(list):  # type: ignore[type-arg]
     """A data set that may have attributes."""
 
 
-def material(data: Any = None, model: nn.Module | None = None, *, valid: Any = None, task: Any = None) -> Any:
+def material(
+    data: Any = None, model: nn.Module | None = None, *, valid: Any = None, task: Any = None,
+    trial: LossTrial | None = None,
+) -> Any:  # fmt: skip
     torch.manual_seed(1)
     return SimpleNamespace(
         task=task or make_task(Plain, Config()),
         train=rows() if data is None else data,
         valid={} if valid is None else {"valid": valid},
         model=model or nn.Linear(3, 2),
+        trial=trial or LossTrial(),
     )
 
 
