@@ -8,6 +8,9 @@ ranks tell each other with the commit of every step, and once nobody's is, all o
     go_on     all exchange how the parts went; rank zero's writer commits
     go_on     all exchange how that went: the save is over
 
+Where the writer of one rank has failed (`has_failed`), the ranks tell each other so in the same way, and each of them
+has its own writer give up (`cancel`): it may be waiting for a folder that rank zero could not make.
+
 With two slots a state may also stay in memory, for a restart after a kill (`keep`): no writer and no exchange takes
 part. It begins once the newest copy is sealed on all ranks, and goes into the slot of the older one, or of the one that
 is not being written out, so that at any instant some state is whole on all of them: the last but one at the least, or
@@ -38,6 +41,8 @@ from hetseq.checkpoint.writer import setting_of
 from hetseq.checkpoint.writer_client import WriterProcess
 
 logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.5  # so often the ranks tell each other how far they are, while training waits for the end of a save
 
 
 @dataclass
@@ -124,6 +129,16 @@ class Background:
         if self._answer is None:
             self._answer = self._writer.answer()
         return self._writer.is_busy
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's part of the save under way has failed, as far as `is_busy` has heard."""
+        return self._answer is not None and _row_of(self._answer).failed
+
+    def cancel(self) -> None:
+        """Have this rank's writer give up its part, for that of another rank has failed. This rank alone."""
+        if self._save is not None and not self._save.is_committing:
+            self._writer.cancel()
 
     @property
     def keeps_states(self) -> bool:
@@ -276,11 +291,23 @@ class Background:
 
     def go_on(self) -> SaveResult | None:
         """The next event of the save under way, once no rank is busy; collective. Its result if that was the last."""
+        assert not self._writer.is_busy
+        return self._advance(self._exchange())
+
+    def _exchange(self) -> list[Row]:
+        """How far the writers of all ranks are. Training stands still for it."""
         save = self._save
         assert save is not None
-        assert not self._writer.is_busy
-        answer, self._answer = self._answer, None
-        rows = exchange(self._group, replace(_row_of(answer), plan=save.plan.digest))
+        began = time.perf_counter()
+        row = Row(busy=True) if self._writer.is_busy else _row_of(self._answer)
+        rows = exchange(self._group, replace(row, plan=save.plan.digest))
+        save.stall_s += time.perf_counter() - began
+        return rows
+
+    def _advance(self, rows: Sequence[Row]) -> SaveResult | None:
+        """What follows from the rows of all ranks, none of which is busy; the result if the save is over."""
+        save, self._answer = self._save, None
+        assert save is not None
         failure = first_failure(rows)
         if failure is not None or save.is_committing:
             return self._conclude(failure)
@@ -307,14 +334,25 @@ class Background:
         """Wait until the save under way is over; its result, None if there is none. Collective."""
         result = None
         while self._save is not None and result is None:
-            began = time.perf_counter()
             self.settle()
             self._writer.say({"do": "hurry"})
-            if self._writer.is_busy:
-                self._answer = self._writer.answer(None)
-            self._save.stall_s += time.perf_counter() - began
-            result = self.go_on()
+            result = self._advance(self._await_writers())
         return result
+
+    def _await_writers(self) -> list[Row]:
+        """The rows of all ranks once no writer is at work; where one has failed, the others give up. Collective."""
+        save = self._save
+        assert save is not None
+        while True:
+            began = time.perf_counter()
+            if self._writer.is_busy:
+                self._answer = self._writer.answer(_LOOK_S)
+            save.stall_s += time.perf_counter() - began
+            rows = self._exchange()
+            if not any(row.busy for row in rows):
+                return rows
+            if first_failure(rows) is not None:
+                self.cancel()
 
     def close(self, *, keep: bool, is_hasty: bool = False) -> None:
         """Give everything back; a save that is not over is left to the writer, and to the next start of the run.

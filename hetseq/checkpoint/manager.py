@@ -172,8 +172,9 @@ class CheckpointManager:
         """As `save`, but training goes on meanwhile; every rank calls it. A result only where it is over already.
 
         `at_once` names the tensors that may change as soon as this returns; the others may after `settle`. From then on
-        every rank calls `go_on` whenever `is_busy` has become False on all ranks, until it gives the result. `prepare`
-        is called again for tensors of another kind than it was given; without it they are saved at once.
+        every rank calls `go_on` whenever `is_busy` has become False on all ranks, until it gives the result, and
+        `cancel` where `has_failed` is True on a rank. `prepare` is called again for tensors of another kind than it was
+        given; without it they are saved at once.
         """
         check_state(state)
         self._layout = lay_out(self._setting, tensors, self._layout)
@@ -260,6 +261,16 @@ class CheckpointManager:
     def is_busy(self) -> bool:
         """Whether the save under way has to wait for this rank."""
         return self._background is not None and self._background.is_busy
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank's part of the save under way has failed, as far as `is_busy` has heard."""
+        return self._background is not None and self._background.has_failed
+
+    def cancel(self) -> None:
+        """Give up this rank's part of the save under way, for that of another rank `has_failed`. Any rank, alone."""
+        if self._background is not None:
+            self._background.cancel()
 
     def settle(self) -> None:
         """Return once all tensors of the last `begin` may change. Any rank, alone; at once if there is no copy."""

@@ -22,6 +22,7 @@ _TEXT_BYTES = 256
 _ROW = np.dtype(
     [
         ("failed", "<i8"),
+        ("busy", "<i8"),
         ("fatal", "<i8"),
         ("errno", "<i8"),
         ("bytes", "<i8"),
@@ -55,6 +56,7 @@ class Row:
     """One rank's news. Digests are hexadecimal sha256 or empty; `text` is cut to 256 bytes on the way."""
 
     failed: bool = False
+    busy: bool = False  # the writer of this rank is still at work
     fatal: bool = False  # nobody may go on to another checkpoint
     errno: int = 0
     bytes: int = 0
@@ -68,7 +70,7 @@ class Row:
 
     def pack(self) -> NDArray[np.int64]:
         record = np.zeros(1, _ROW)
-        for name in ("failed", "fatal", "errno", "bytes", "step", "time", "place"):
+        for name in ("failed", "busy", "fatal", "errno", "bytes", "step", "time", "place"):
             record[name] = int(getattr(self, name))
         record["nonce"] = np.frombuffer(self.nonce.to_bytes(8, "little"), np.uint8)
         record["digest"] = _digest(self.digest)
@@ -82,6 +84,7 @@ class Row:
         record = np.ascontiguousarray(row, np.int64).view(_ROW)[0]
         return Row(
             failed=bool(record["failed"]),
+            busy=bool(record["busy"]),
             fatal=bool(record["fatal"]),
             errno=int(record["errno"]),
             bytes=int(record["bytes"]),
@@ -111,11 +114,15 @@ def failure_row(error: BaseException) -> Row:
 
 
 def first_failure(rows: Sequence[Row]) -> str | None:
-    """The reason of the lowest rank that failed, with its number; None if none did."""
-    for rank, row in enumerate(rows):
-        if row.failed:
-            return f"rank {rank}: {row.text}"
-    return None
+    """The reason of the lowest rank that failed, with its number; None if none did.
+
+    A rank that was told to give up (ECANCELED), because another one failed, is named only if there is no other.
+    """
+    failed = [(row.errno == errno.ECANCELED, rank) for rank, row in enumerate(rows) if row.failed]
+    if not failed:
+        return None
+    rank = min(failed)[1]
+    return f"rank {rank}: {rows[rank].text}"
 
 
 def _digest(text: str) -> NDArray[np.uint8]:

@@ -6,12 +6,13 @@ imports torch. The one idea: what it needs to know of a part stands in the arena
 killed after the image was whole it finishes the part all the same; whoever starts the run again then finds it.
 
 It speaks JSON lines over its standard input, a socket: requests `write` (an arena and a serial), `go` (the image is
-whole), `hurry`, `commit`, `conclude`, `end`; one answer for each write and each commit. Its stop signals are the
-trainer's affair; it ends when the socket does.
+whole), `hurry`, `cancel` (the part of another rank has failed), `commit`, `conclude`, `end`; one answer for each write
+and each commit. Its stop signals are the trainer's affair; it ends when the socket does.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -186,7 +187,7 @@ class Writer:
         """Rank zero may have to make room first; after a crash there may be nobody any more who makes the folder."""
 
         def look() -> None:
-            self._line.listen(0)
+            self._stop_if_cancelled()
             if not self._line.has_ended:
                 sync_directory(folder)
 
@@ -209,6 +210,7 @@ class Writer:
                 raise OSError(0, f"the copy was not whole after {_FILLING_S:.0f} s")
             self._line.listen(0.05)
             self._line.hears("go")
+            self._stop_if_cancelled()
 
     def _write_politely(self, writing: PartWriting) -> tuple[int, ...]:
         """Write in a thread of low priority, until told to hurry: a priority once lowered cannot be raised again."""
@@ -231,9 +233,14 @@ class Writer:
             outcome.append(error)
 
     def _tell(self, writing: PartWriting) -> bool:
-        """Say how far it is, for whoever watches the run; never a reason to pause."""
+        """Say how far it is, for whoever watches the run; never a reason to pause, but one to stop may have come."""
+        self._stop_if_cancelled()
         self._line.hint({"written": writing.share})
         return False
+
+    def _stop_if_cancelled(self) -> None:
+        if self._line.hears("cancel"):
+            raise OSError(errno.ECANCELED, "given up, because the part of another rank has failed")
 
     def _commit(self, request: Mapping[str, Any]) -> dict[str, Any]:
         attempt = Attempt.from_json(request["attempt"], source=ARENA_SOURCE)

@@ -47,6 +47,7 @@ class WriterProcess:
         self._module, self._setting, self._descriptors = module, dict(setting), tuple(descriptors)
         self._request: dict[str, Any] | None = None
         self._deaths = 0
+        self._is_cancelled = False  # the open request
         self._silent_s, self._looked_s = 0.0, 0.0
         self.share = 0.0  # of the open request, as far as the process has told
         self._lock = threading.Lock()  # around what says which process it is
@@ -66,8 +67,15 @@ class WriterProcess:
         """Have it do something that it answers."""
         assert self._request is None, "one request at a time"
         self._request, self._deaths, self.share = dict(request), 0, 0.0
+        self._is_cancelled = False
         self._silent_s, self._looked_s = 0.0, time.monotonic()
         self._tell(self._request)
+
+    def cancel(self) -> None:
+        """Have it give up the open request soon; that is answered all the same, with ECANCELED unless it is done."""
+        if self._request is not None and not self._is_cancelled:
+            self._is_cancelled = True
+            self.say({"do": "cancel"})
 
     def say(self, message: Mapping[str, Any]) -> None:
         """Tell it something that needs no answer; a process that has died does not hear it."""
@@ -156,6 +164,8 @@ class WriterProcess:
         if self._deaths >= _DEATHS:
             return {"serial": self._request["serial"], "failed": f"{_DEATHS} writer processes died ({reason})"}
         self._line.send({**self._request, "again": True})
+        if self._is_cancelled:
+            self._line.send({"do": "cancel"})
         return None
 
     def _is_silent(self) -> bool:

@@ -144,7 +144,7 @@ class AfterStep:
         self._report(result, due.row)
         self._watch.see(result)
         self._saver.prepare_early()
-        self._tell(self._saver.go_on(is_anyone_writing=outcome.writing))
+        self._tell(self._saver.go_on(is_anyone_writing=outcome.writing, failed=outcome.failed))
         is_stopping = bool(outcome.wish & Wish.STOP)
         is_saved = self._follow_up(
             controller, due, shares=result.plan.shares, is_stopping=is_stopping, ends_run=ends_run

@@ -140,6 +140,7 @@ class Saver:
             save=self.is_overdue(),
             nonce=draw_nonce(),
             writing=self._manager.is_busy,
+            failed=self._manager.has_failed,
             keep=self.is_keep_due(step),
             sealed=self._manager.is_sealed,
         )
@@ -235,8 +236,13 @@ class Saver:
     def _identity(self, state: TrainingState) -> Identity:
         return Identity(step=state.position.step - 1, generation=self._generation, lineage=str(state.lineage))
 
-    def go_on(self, *, is_anyone_writing: bool) -> list[Saved]:
-        """After each step: one event further with the save under way, unless a rank still writes. Collective."""
+    def go_on(self, *, is_anyone_writing: bool, failed: Sequence[int] = ()) -> list[Saved]:
+        """After each step: one event further with the save under way, unless a rank still writes. Collective.
+
+        The parts of the ranks `failed` have failed: the other ranks of their run directory give theirs up.
+        """
+        if self._underway is not None and not set(failed).isdisjoint(self._sharing.ranks):
+            self._manager.cancel()
         if self._underway is None or is_anyone_writing:
             return []
         self._lend_patience()

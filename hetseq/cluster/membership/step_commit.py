@@ -72,6 +72,7 @@ class SaveStatus:
     save: bool = False  # a checkpoint is due after this step
     nonce: int = 0  # names the attempt of that checkpoint
     writing: bool = False  # this rank still writes its part of the checkpoint under way
+    failed: bool = False  # this rank's part of the checkpoint under way has failed
     keep: bool = False  # the state after this step should stay in memory, for a restart after a kill
     sealed: bool = True  # the newest state in memory would be believed after the death of this rank
 
@@ -110,7 +111,7 @@ class RowFormat:
         seconds += [cost.fixed_s, cost.per_unit_s, cost.per_batch_s] if cost else [0.0, math.inf, 0.0]
         floats = [*seconds, row.partial.square, row.norm, *row.next_counts, *row.sums]
         flags = int(row.wish) | int(saving.save) << 8 | int(saving.writing) << 9 | int(saving.keep) << 10
-        flags |= int(saving.sealed) << 11
+        flags |= int(saving.sealed) << 11 | int(saving.failed) << 12
         integers = [row.digest, int(row.vote), row.next_samples, flags, saving.nonce, row.partial.samples]
         integers += [measured.memory_bytes, measured.memory_limit_bytes, (cost and cost.batch) or 0]
         bits = np.zeros(-(-self.parameters // 64) * 64, np.uint8)
@@ -145,6 +146,7 @@ class RowFormat:
                 writing=bool(flags >> 9 & 1),
                 keep=bool(flags >> 10 & 1),
                 sealed=bool(flags >> 11 & 1),
+                failed=bool(flags >> 12 & 1),
             ),
             partial=PartialGradient(samples, square),
             norm=norm,
@@ -163,6 +165,7 @@ class Outcome:
     save: bool
     nonce: int
     writing: bool  # some rank still writes its part of the checkpoint under way
+    failed: tuple[int, ...]  # the ranks whose part of it has failed
     keep: bool  # the state is to be kept in memory, and the one before the newest may go there on all ranks
     next_counts: tuple[float, ...] | None  # None unless every sample of the next step was counted
     rows: tuple[CommitRow, ...]
@@ -201,6 +204,7 @@ def resolve(rows: Sequence[CommitRow], *, next_samples: int, leaders: Sequence[i
         save=rows[0].saving.save,
         nonce=rows[0].saving.nonce,
         writing=any(row.saving.writing for row in rows),
+        failed=tuple(rank for rank, row in enumerate(rows) if row.saving.failed),
         keep=rows[0].saving.keep and all(row.saving.sealed for row in rows),
         next_counts=add_in_rank_order([row.next_counts for row in leading]) if is_counted else None,
         rows=tuple(rows),

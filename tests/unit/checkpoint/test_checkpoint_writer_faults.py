@@ -205,8 +205,7 @@ def test_a_disk_that_stays_full_keeps_what_it_has(start: Start, stride: int) -> 
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("action", [Action.REFUSE, Action.KILL, Action.TEAR])
 def test_each_call_of_the_writers_of_two_ranks_may_be_the_one(start: Start, action: Action, stride: int) -> None:
-    # where rank zero cannot make the folder, rank one waits for it in vain
-    with start(2, patience_s=1.0 if action == Action.REFUSE else 20.0) as ranks:
+    with start(2, patience_s=20.0) as ranks:
         calls = ranks.calls_of_a_save()
         outcomes = [ranks.save_with_fault(at, action) for at in hits(calls, stride)]
     if action == Action.REFUSE:

@@ -79,6 +79,7 @@ def bits(row: CommitRow) -> tuple[object, ...]:
         saying(writing=True, keep=True, sealed=False),
         replace(saying(save=True, keep=True, sealed=True), wish=Wish.STOP),
         saying(save=True, writing=True, sealed=False),
+        saying(writing=True, failed=True),
     ],
 )
 def test_a_row_comes_back_bit_for_bit(row: CommitRow) -> None:
@@ -125,6 +126,7 @@ def test_a_row_that_differs_anywhere_has_other_words() -> None:
         saying(save=True),
         saying(nonce=0),
         saying(writing=True),
+        saying(failed=True),
         saying(keep=True),
         saying(sealed=False),
     ]
@@ -245,6 +247,11 @@ def test_a_state_is_kept_if_rank_zero_says_so_and_the_one_before_is_sealed_on_ev
 def test_a_save_goes_on_once_no_rank_writes() -> None:
     assert not resolve([ROW, ROW], next_samples=0).writing
     assert resolve([ROW, saying(writing=True)], next_samples=0).writing
+
+
+def test_all_ranks_learn_which_of_them_could_not_save() -> None:
+    assert resolve([ROW, ROW], next_samples=0).failed == ()
+    assert resolve([saying(failed=True), ROW, saying(failed=True)], next_samples=0).failed == (0, 2)
 
 
 def test_ranks_that_computed_different_steps_are_told_apart() -> None:

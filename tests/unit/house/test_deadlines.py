@@ -23,8 +23,6 @@ hetseq/monitor/tensorboard.py
         leaves behind at its deadline
 hetseq/parallel/buffers.py
     BufferKeeper.finish: _pending.wait: the collective got the deadline of its group
-hetseq/checkpoint/async_save.py
-    Background.finish: _writer.answer: a writer that says nothing for 900 s, or takes nothing for 10, is given up
 hetseq/checkpoint/part_writer.py
     PartWriting.run: summing.join: the thread computes, and waits for nobody but the disk
 hetseq/checkpoint/part_io.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,9 @@ class Clock:
 
 def saver_of(run: Path, words: str, *, clock: Clock | None = None, **manager: Any) -> Saver:
     """A saver whose manager is only facts."""
-    facts: Any = SimpleNamespace(**{"keeps_states": True, "is_sealed": True, "keeping_s": 0.0, **manager})
+    facts: Any = SimpleNamespace(
+        **{"keeps_states": True, "is_sealed": True, "keeping_s": 0.0, "has_failed": False, **manager}
+    )
     config = options.parse(["--save-dir", str(run), *words.split()]).checkpoint
     return Saver(facts, config, HERE, trained(), sharing=everything_shared(LocalGroup()), now=clock or Clock())
 
@@ -122,11 +125,28 @@ def test_what_was_found_in_memory_and_is_on_the_disk_is_written_once_more_only_i
 
 @pytest.mark.parametrize("is_sealed", [False, True])
 @pytest.mark.parametrize("is_busy", [False, True])
+@pytest.mark.parametrize("has_failed", [False, True])
 def test_a_rank_says_how_far_its_last_state_and_its_part_of_a_save_are(
-    tmp_path: Path, is_sealed: bool, is_busy: bool
+    tmp_path: Path, is_sealed: bool, is_busy: bool, has_failed: bool
 ) -> None:
-    status = saver_of(tmp_path, "", is_sealed=is_sealed, is_busy=is_busy).status(1)
-    assert (status.sealed, status.writing) == (is_sealed, is_busy)
+    status = saver_of(tmp_path, "", is_sealed=is_sealed, is_busy=is_busy, has_failed=has_failed).status(1)
+    assert (status.sealed, status.writing, status.failed) == (is_sealed, is_busy, has_failed)
+
+
+@pytest.mark.parametrize(
+    ("is_underway", "failed", "cancelled"),
+    [(True, [], 0), (True, [1], 1), (True, [0, 1], 1), (True, [2, 3], 0), (False, [1], 0)],
+)
+def test_a_part_is_given_up_where_a_rank_of_the_same_run_directory_has_failed(
+    tmp_path: Path, is_underway: bool, failed: list[int], cancelled: int
+) -> None:
+    """Ranks 2 and 3 save into a directory of another node, and their disk is none of ours."""
+    calls: list[int] = []
+    saver = saver_of(tmp_path, "", cancel=lambda: calls.append(1))
+    saver._sharing = replace(saver._sharing, parts=((0, 1), (2, 3)))
+    saver._underway = (1, ["time"]) if is_underway else None
+    assert saver.go_on(is_anyone_writing=True, failed=failed) == []
+    assert len(calls) == cancelled
 
 
 @pytest.mark.parametrize("keeps_states", [False, True])
