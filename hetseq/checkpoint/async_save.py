@@ -395,8 +395,6 @@ def _row_of(answer: Mapping[str, Any] | None) -> Row:
     if answer is None:
         return Row()  # not asked: only rank zero's writer commits
     if "failed" in answer:
-        return Row(failed=True, text=answer["failed"])
-    if "errno" in answer:
-        return failure_row(OSError(answer["errno"], answer["strerror"], answer["file"] or None))
+        return Row(failed=True, errno=answer.get("errno", 0), text=answer["failed"])
     microseconds = int(1e6 * answer.get("writing_s", 0.0))
     return Row(bytes=answer.get("bytes", 0), digest=answer.get("sha256", ""), time=microseconds)

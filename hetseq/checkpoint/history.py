@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hetseq.system.files import write_all
+from hetseq.system.files import open_no_follow, write_all
 
 HISTORY_NAME = "checkpointHistories.csv"
 COLUMNS = (
@@ -38,8 +38,7 @@ COLUMNS = (
 
 def append_history(path: Path, row: dict[str, Any], *, columns: Sequence[str] = COLUMNS) -> None:
     """Add one line (rank zero only); keys outside `columns` are a programming error, OSError is the disk's answer."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
+    descriptor = open_no_follow(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
         end = _cut_torn_line(descriptor)
         text = _line(row, columns)

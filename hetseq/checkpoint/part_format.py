@@ -65,6 +65,11 @@ class ChunkSums:
             self._finished.append(self._current)
             self._current = self._filled = 0
 
+    @property
+    def bytes(self) -> int:
+        """All that were added."""
+        return len(self._finished) * CHUNK_BYTES + self._filled
+
     def all(self) -> tuple[int, ...]:
         return (*self._finished, self._current) if self._filled else tuple(self._finished)
 
@@ -155,9 +160,14 @@ def compare_sums(path: Path, sums: ChunkSums, crc32: Sequence[int]) -> None:
     for index, (is_, was) in enumerate(zip(found, crc32)):
         if is_ != was:
             begin = index * CHUNK_BYTES
-            raise DamagedError(f"{path.name}: the {CHUNK_BYTES} bytes from byte {begin} on have another checksum")
+            raise other_checksum(path, begin, min(CHUNK_BYTES, sums.bytes - begin))
     if len(found) != len(crc32):
         raise DamagedError(f"{path.name}: it has another size than its manifest says")
+
+
+def other_checksum(path: Path, begin: int, size: int) -> DamagedError:
+    """What to raise for a chunk of a part that does not have its checksum."""
+    return DamagedError(f"{path.name}: the {size} bytes from byte {begin} on have another checksum")
 
 
 def _parse(record: dict[str, Any], *, payload: int, source: Path) -> tuple[Piece, ...]:

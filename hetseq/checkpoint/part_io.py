@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hetseq.checkpoint.layout import Piece, TensorSpec
 from hetseq.checkpoint.memory_checksums import chunk_sum
-from hetseq.checkpoint.part_format import ChunkSums, PartHeader, header_bytes, in_file_order
+from hetseq.checkpoint.part_format import ChunkSums, PartHeader, header_bytes, in_file_order, other_checksum
 from hetseq.checkpoint.records import CHUNK_BYTES, DamagedError
 from hetseq.system.files import creating, reading, write_all
 
@@ -105,7 +105,7 @@ def read_part(path: Path, header: PartHeader, crc32: Sequence[int], tensors: Map
     with reading(path) as (descriptor, _):
         spare = len(os.sched_getaffinity(0)) - 1
         # on a single core too, where one thread checks while the other waits for the disk
-        _Pass(path.name, descriptor, views, crc32).run(checkers=max(1, min(CHECKERS, spare)))
+        _Pass(path, descriptor, views, crc32).run(checkers=max(1, min(CHECKERS, spare)))
     if raw != header.raw:
         raise DamagedError(f"{path.name}: its header changed while it was read")
 
@@ -128,7 +128,7 @@ def copy_part(
         for index, targets in unread:
             chunk = image[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
             if chunk_sum(chunk) != sums[index]:
-                raise _other_sum(source.name, index)
+                raise other_checksum(source, index * CHUNK_BYTES, len(chunk))
             for target in targets:
                 np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(chunk[: len(target)], np.uint8))
                 chunk = chunk[len(target) :]
@@ -141,15 +141,11 @@ def copy_part(
         raise DamagedError(f"{source.name}: its header changed while it was read")
 
 
-def _other_sum(name: str, index: int) -> DamagedError:
-    return DamagedError(f"{name}: the {CHUNK_BYTES} bytes from byte {index * CHUNK_BYTES} on have another checksum")
-
-
 class _Pass:
     """One pass over a part: the caller's thread reads it from front to back, others check behind it."""
 
-    def __init__(self, name: str, descriptor: int, views: Sequence[memoryview], crc32: Sequence[int]) -> None:
-        self._name, self._descriptor, self._crc32 = name, descriptor, crc32
+    def __init__(self, path: Path, descriptor: int, views: Sequence[memoryview], crc32: Sequence[int]) -> None:
+        self._path, self._descriptor, self._crc32 = path, descriptor, crc32
         self._chunks = list(_cut(views, CHUNK_BYTES))
         self._unchecked: SimpleQueue[int | None] = SimpleQueue()  # chunks in the order of the file; None: no more
         self._has_ended = False  # nothing else is read or checked
@@ -204,7 +200,7 @@ class _Pass:
         for view in self._chunks[index]:
             found = zlib.crc32(view, found)
         if found != self._crc32[index]:
-            raise _other_sum(self._name, index)
+            raise other_checksum(self._path, index * CHUNK_BYTES, sum(map(len, self._chunks[index])))
 
 
 def _cut(views: Iterable[memoryview], chunk_bytes: int) -> Iterator[list[memoryview]]:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hetseq.checkpoint.records import CHUNK_BYTES
-from hetseq.system.files import write_all
+from hetseq.system.files import naming, write_all
 
 PAGE = 4096  # what direct writes are aligned to, in memory and in the file
 WINDOW_BYTES = 64 << 20  # at most two of these are dirty
@@ -34,7 +34,7 @@ class PartWriting:
     """
 
     def __init__(self, path: Path, image: memoryview) -> None:
-        self._image = image
+        self._path, self._image = path, image
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o600)
         self._is_direct = _set_direct(self._descriptor, True)
@@ -56,10 +56,11 @@ class PartWriting:
         summing = threading.Thread(target=self._sum, args=(is_over,), name="checksums", daemon=True)
         summing.start()  # with the priority of this thread
         try:
-            if not self._write(should_pause) and self._descriptor >= 0:
-                os.fsync(self._descriptor)
-                descriptor, self._descriptor = self._descriptor, -1
-                os.close(descriptor)  # NFS reports a full disk here at the latest, so an error counts
+            with naming(self._path):
+                if not self._write(should_pause) and self._descriptor >= 0:
+                    os.fsync(self._descriptor)
+                    descriptor, self._descriptor = self._descriptor, -1
+                    os.close(descriptor)  # NFS reports a full disk here at the latest, so an error counts
         finally:
             if self._descriptor >= 0:  # paused, or failed
                 is_over.set()

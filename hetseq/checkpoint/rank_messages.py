@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hetseq.system.files import describe_os_error
+
 if TYPE_CHECKING:  # processes without torch read rows too
     from torch import Tensor
 
@@ -107,10 +109,7 @@ def failure_row(error: BaseException) -> Row:
     """A row that tells the others why this rank failed."""
     if not isinstance(error, OSError):
         return Row(failed=True, text=f"{type(error).__name__}: {error}")
-    number = error.errno or 0
-    name = errno.errorcode.get(number, "OSError")
-    file = f": {str(error.filename).rpartition('/')[2]}" if error.filename else ""
-    return Row(failed=True, errno=number, text=f"{error.strerror or error} ({name}){file}")
+    return Row(failed=True, errno=error.errno or 0, text=describe_os_error(error))
 
 
 def first_failure(rows: Sequence[Row]) -> str | None:

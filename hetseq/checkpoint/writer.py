@@ -36,7 +36,7 @@ from hetseq.checkpoint.records import Attempt, Manifest, PartRecord
 from hetseq.checkpoint.retention import Retention
 from hetseq.checkpoint.verification import patiently
 from hetseq.system import faults
-from hetseq.system.files import sync_directory, write_new
+from hetseq.system.files import describe_os_error, sync_directory, write_new
 from hetseq.system.processes import ignore_stop_signals
 
 logger = logging.getLogger(__name__)
@@ -141,8 +141,7 @@ class Writer:
         try:
             return self._acts[request["do"]](request)
         except OSError as error:
-            name = str(error.filename or "").rpartition("/")[2]
-            return {"errno": error.errno or 0, "strerror": error.strerror or str(error), "file": name}
+            return {"errno": error.errno or 0, "failed": describe_os_error(error)}
         except Exception as error:
             return {"failed": f"{type(error).__name__}: {error}"}
 

@@ -479,9 +479,12 @@ def _repeat_failures(saver: Saver, *, has_ended: bool) -> None:
     if failures and saver.writes_here:
         reason = failures[-1][1]
         steps = ", ".join(str(failed) for failed, _ in failures[:5]) + (", ..." if len(failures) > 5 else "")
-        logger.warning(
-            "%d saves of this run failed, after steps %s; the last of them: %s", len(failures), steps, reason
-        )
+        if len(failures) == 1:
+            logger.warning("1 save of this run failed, after step %s: %s", steps, reason)
+        else:
+            logger.warning(
+                "%d saves of this run failed, after steps %s; the last of them: %s", len(failures), steps, reason
+            )
 
 
 def _report_of_failure(error: Exception, placement: Assignment, *, is_ready: bool) -> dict[str, Any]:

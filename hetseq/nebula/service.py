@@ -46,7 +46,7 @@ from hetseq.nebula.slots import Slot, Slots, anchor, holder_mark
 from hetseq.nebula.state_tree import Flat, flatten
 from hetseq.nebula.tags import TagAttempt, TagManifest, data_name
 from hetseq.nebula.writer import setting_of
-from hetseq.system.files import COMMIT_NAME
+from hetseq.system.files import COMMIT_NAME, describe_os_error
 
 logger = logging.getLogger(__name__)
 
@@ -313,7 +313,7 @@ class Service:
             self._publisher.write_manifest(TagManifest(saving.attempt, name, size, crc32, flat.tree))
             file.is_written = True
         except OSError as error:
-            self._note_failure(saving, f"{name}: {error.strerror or error}")
+            self._note_failure(saving, f"{name}: {describe_os_error(error)}")
         for other in saving.unasked:
             self._ask(saving, other)
 

@@ -30,6 +30,7 @@ from hetseq.checkpoint.writer import MessagePipe
 from hetseq.errors import CheckpointError
 from hetseq.nebula.publish import TagPlace, TagPublisher
 from hetseq.nebula.tags import TagAttempt, TagManifest, data_name, manifest_name
+from hetseq.system.files import describe_os_error
 from hetseq.system.processes import ignore_stop_signals
 
 logger = logging.getLogger(__name__)
@@ -78,8 +79,7 @@ class TagWriter:
         try:
             return self._acts[request["do"]](request)
         except OSError as error:
-            name = str(error.filename or "").rpartition("/")[2]
-            return {"failed": f"{error.strerror or error}{f' ({name})' if name else ''}"}
+            return {"failed": describe_os_error(error)}
         except CheckpointError as error:
             return {"failed": str(error)}
         except Exception as error:

@@ -19,21 +19,56 @@ from pathlib import Path
 
 COMMIT_NAME = "COMMIT.json"
 _LOOK_S = 0.01
+_MUCH_BYTES = 1 << 20  # a file system with as many free bytes is not full of bytes
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError of a call that knew only a descriptor gets the name of its file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def describe_os_error(error: OSError) -> str:
+    """What the system refused, its name, the file, and of a full disk what it lacks if that is not bytes:
+    "No space left on device (ENOSPC): state.json; no inode is free there (df -i)"."""
+    name = errno.errorcode.get(error.errno or 0, "OSError")
+    file = f": {str(error.filename).rpartition('/')[2]}" if error.filename else ""
+    return f"{error.strerror or error} ({name}){file}{_lack(error)}"
+
+
+def _lack(error: OSError) -> str:
+    if error.errno != errno.ENOSPC or error.strerror != os.strerror(errno.ENOSPC) or not error.filename:
+        return ""
+    path = Path(os.fsdecode(error.filename))
+    try:
+        status = os.statvfs(next(place for place in (path, *path.parents) if place.exists()))
+    except (OSError, StopIteration):
+        return ""
+    free = status.f_bavail * status.f_frsize
+    if status.f_files and not status.f_favail:
+        return f"; no inode is free there (df -i), though {free} bytes are: delete files"
+    return f"; {free} bytes are free there: look at inodes (df -i) and quotas" if free >= _MUCH_BYTES else ""
 
 
 @contextmanager
 def creating(path: Path) -> Iterator[int]:
     """A descriptor of the new file `path`, flushed to the disk and closed at the end; the path must not exist yet."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o600)
-    try:
-        yield descriptor
-        os.fsync(descriptor)
-    except BaseException:
-        with suppress(OSError):
-            os.close(descriptor)
-        raise
-    os.close(descriptor)  # NFS reports a full disk here at the latest, so an error counts
+    with naming(path):
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        except BaseException:
+            with suppress(OSError):
+                os.close(descriptor)
+            raise
+        os.close(descriptor)  # NFS reports a full disk here at the latest, so an error counts
 
 
 def lock(descriptor: int, kind: int, *, patience_s: float) -> None:
@@ -92,7 +127,8 @@ def sync_directory(path: Path) -> None:
     """Flush the names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -103,16 +139,28 @@ def sync_file(path: Path) -> None:
         os.fsync(descriptor)
 
 
+def open_no_follow(path: Path, flags: int, mode: int = 0o600) -> int:
+    """A descriptor of the file `path`; OSError (ELOOP) that says so where it is a symbolic link."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    except OSError as error:
+        if error.errno != errno.ELOOP or not os.path.islink(path):
+            raise
+        text = "it is a symbolic link, which HetSeq does not follow here: put the file itself in its place"
+        raise OSError(errno.ELOOP, text, str(path)) from None
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[tuple[int, int]]:
     """Descriptor and size in bytes of a regular file; links, pipes and devices raise OSError."""
     # O_NONBLOCK: opening a pipe that somebody planted must not wait for its other end
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    descriptor = open_no_follow(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(f"{path} is not a regular file")
-        yield descriptor, status.st_size
+        with naming(path):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(f"{path} is not a regular file")
+            yield descriptor, status.st_size
     finally:
         os.close(descriptor)
 

@@ -90,7 +90,7 @@ def _save_failed(event: Event) -> tuple[str, str]:
     if "space" in error or "quota" in error.lower():
         return (
             f"a checkpoint could not be saved: {error}",
-            "Free some space: df -h, quota -s, or `hetseq checkpoints prune`.",
+            "Free some space: df -h, df -i, quota -s, or `hetseq checkpoints prune`.",
         )
     return f"a checkpoint could not be saved: {error}", "See to the file system of --save-dir; older checkpoints stay."
 

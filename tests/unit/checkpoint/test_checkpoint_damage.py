@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hetseq.checkpoint.records import seal, unseal
+from hetseq.checkpoint.records import CHUNK_BYTES, seal, unseal
 from hetseq.errors import CheckpointRefused
 from tests.support.checkpoints import folder, loaded_step, manager, save, together
 
@@ -247,3 +247,30 @@ def test_a_thousand_flipped_bits(run: Path) -> None:
         harmless += loaded_step(run) == 2
         path.write_bytes(whole)
     assert harmless < 20
+
+
+@pytest.mark.parametrize("elements", [1000, 3_000_000])
+def test_a_damaged_chunk_is_told_with_the_bytes_that_the_file_has_there(tmp_path: Path, elements: int) -> None:
+    assert save(tmp_path, 1, elements=elements).ok
+    path = folder(tmp_path, 1) / "part-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    begin = len(content) // CHUNK_BYTES * CHUNK_BYTES
+    told = f"{path.name}: the {len(content) - begin} bytes from byte {begin} on have another checksum"
+    own = manager(tmp_path)
+    assert own.verify(own.list()[0]) == [told]
+    with pytest.raises(CheckpointRefused, match=told):
+        own.load("1")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_symbolic_link_in_place_of_a_file_is_called_one(run: Path, name: str) -> None:
+    path = folder(run, 2) / name
+    own = manager(run)
+    newest = own.list()[0]
+    path.rename(run / name)
+    path.symlink_to(run / name)
+    told = f"{name}: it is a symbolic link, which HetSeq does not follow here: put the file itself in its place"
+    assert own.verify(newest)[0] == told
+    assert loaded_step(run) == 1

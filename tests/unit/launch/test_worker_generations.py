@@ -118,3 +118,20 @@ def test_a_run_whose_steps_were_all_skipped_has_failed() -> None:
     assert isinstance(report, dict)
     assert report["code"] == EXIT_FAILED
     assert report["message"].startswith("none of 7 steps was applied: no gradient was finite; lower --lr")
+
+
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([], []),
+        ([14], ["1 save of this run failed, after step 14: full at 14"]),
+        ([14, 20], ["2 saves of this run failed, after steps 14, 20; the last of them: full at 20"]),
+    ],
+)
+def test_saves_that_failed_are_counted_at_the_end(
+    steps: list[int], told: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    failures = [(step, f"full at {step}") for step in steps]
+    saver: Any = SimpleNamespace(last_error=None, failures=failures, writes_here=True)
+    worker._repeat_failures(saver, has_ended=True)
+    assert caplog.messages == told
