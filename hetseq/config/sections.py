@@ -559,13 +559,19 @@ class CheckpointConfig:
         " 0: none, training waits",
         metavar="SIZE",
     )
-    keep_interval_updates: int = option(
-        -1, "keep the last N checkpoints of --save-interval-updates; -1: all", metavar="N"
+    keep_interval_updates: int | None = option(
+        None,
+        "keep the last N checkpoints of --save-interval-updates; -1: all; default: all, or 2 where the run has no end",
+        metavar="N",
     )
     keep_every_updates: int = option(
         0, "keep for good whatever is saved after a step that is a multiple of N; 0: nothing", metavar="N"
     )
-    keep_last_epochs: int = option(-1, "keep the last N checkpoints of epochs; -1 means all", metavar="N")
+    keep_last_epochs: int | None = option(
+        None,
+        "keep the last N checkpoints of epochs; -1: all; default: all, or 2 where the run has no end",
+        metavar="N",
+    )
     no_save: bool = option(False, "save nothing")
     no_epoch_checkpoints: bool = option(False, "keep no checkpoint for being the end of an epoch")
     no_last_checkpoints: bool = option(False, "keep no checkpoint for being the newest of a finished run")
@@ -577,7 +583,7 @@ class CheckpointConfig:
         _check_not_negative(self, "save_interval_updates", "persistent_time_interval", "keep_every_updates")
         for name in ("keep_interval_updates", "keep_last_epochs"):
             value = getattr(self, name)
-            _require(value == -1 or value > 0, name, value, "-1 (all) or a number above 0")
+            _require(value is None or value == -1 or value > 0, name, value, "-1 (all) or a number above 0")
         _require(bool(self.save_dir), "save_dir", "''", "the name of a folder")
         every = self.memory_interval_updates
         _require(every >= -1, "memory_interval_updates", every, "-1 (by itself), 0 (never) or a number of steps")

@@ -197,12 +197,15 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
     provenance = _provenance(job, replica, asked, parts) if job.carried is None else job.carried.provenance
     inherited: StartState | None = None
     beginning: Beginning | None = None
+    has_end = horizon.has_end(config.optimization)
     if job.succession is not None:
         inherited = hand_over(job.succession, replica, provenance, job.directory_group)
         state, provenance, known = inherited.state, inherited.provenance, inherited.known
-        manager = open_checkpoints(config.checkpoint, job.directory, job.directory_group.group, known=known)
+        manager = open_checkpoints(
+            config.checkpoint, job.directory, job.directory_group.group, has_end=has_end, known=known
+        )  # fmt: skip
     else:
-        manager = open_checkpoints(config.checkpoint, job.directory, job.directory_group.group)
+        manager = open_checkpoints(config.checkpoint, job.directory, job.directory_group.group, has_end=has_end)
         state, is_explicit = TrainingState(), config.data.global_batch_size is not None
         target = Target(replica, provenance, is_explicit)
         beginning = choose_checkpoint(manager, config.checkpoint, job.directory, job.directory_group, target)

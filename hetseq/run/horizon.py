@@ -34,7 +34,7 @@ def settled(config: OptimizationConfig, state: TrainingState, last_step: int | N
 def in_words(config: OptimizationConfig, state: TrainingState, last_step: int | None, *, is_resumed: bool) -> list[str]:
     """What a start says of its end, and of the decay where --total-num-update does not say it."""
     said = []
-    if last_step is None and config.min_lr < 0:
+    if last_step is None and not has_end(config):
         said.append(
             "this run has no end, as none of --max-update, --max-epoch and --min-lr is given: Ctrl-C or SIGTERM ends it"
             " with a checkpoint"
@@ -57,6 +57,11 @@ def in_words(config: OptimizationConfig, state: TrainingState, last_step: int | 
             f" this run at its first start: --total-num-update {last_step} stretches the decay"
         )
     return said
+
+
+def has_end(config: OptimizationConfig) -> bool:
+    """Whether an option ends the run; a rate of --lr-scheduler may do so as well."""
+    return config.max_update > 0 or config.max_epoch > 0 or config.min_lr >= 0
 
 
 def _decays(config: OptimizationConfig) -> bool:

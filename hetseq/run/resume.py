@@ -16,15 +16,18 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from hetseq.checkpoint import CheckpointManager, Loaded, Retention, TooNewError
+from hetseq.checkpoint.directory import scan
 from hetseq.comm.directory_groups import DirectoryGroups
 from hetseq.comm.group import Group
 from hetseq.config.sections import CheckpointConfig, flag
@@ -40,19 +43,40 @@ from hetseq.training.controller import TrainingState
 
 logger = logging.getLogger(__name__)
 
+_WITHOUT_END = 2  # checkpoints of a kind that stay
 RESETS = ("dataloader", "lr_scheduler", "meters", "optimizer")
 
 
+def retention_of(config: CheckpointConfig, root: Path, *, has_end: bool) -> Retention:
+    """How many checkpoints in `root` stay: all, and of a run without an end the newest of each kind; unless an option
+    says it, or there are more from starts that had an end."""
+    unsaid = -1
+    if not has_end:
+        kinds = Counter(kind for commit in scan(root).commits for kind in commit.kinds)
+        # one more is there while a save replaces it
+        unsaid = _WITHOUT_END if max(kinds["epoch"], kinds["interval"]) <= _WITHOUT_END + 1 else -1
+    interval, epochs = (unsaid if n is None else n for n in (config.keep_interval_updates, config.keep_last_epochs))
+    return Retention(interval, epochs, keep_every=config.keep_every_updates)
+
+
 def open_checkpoints(
-    config: CheckpointConfig, directory: RunDirectory, group: Group, *, known: Sequence[int] | None = None
+    config: CheckpointConfig,
+    directory: RunDirectory,
+    group: Group,
+    *,
+    has_end: bool = True,
+    known: Sequence[int] | None = None,
 ) -> CheckpointManager:
     """The run's checkpoints, those that only lacked their commit completed. Collective.
 
     With `known`, the nonces of the commits that the state of now follows, the run goes on and nothing is looked for.
     """
-    retention = Retention(
-        config.keep_interval_updates, config.keep_last_epochs, keep_every=config.keep_every_updates
-    )  # fmt: skip
+    retention = retention_of(config, directory.checkpoints, has_end=has_end)
+    if not has_end and known is None and config.keep_last_epochs is None and retention.keep_last_epochs > 0:
+        logger.info(
+            "of its checkpoints the best one and the newest %d of epochs stay, as it has no end; --keep-last-epochs -1"
+            " keeps all", retention.keep_last_epochs,
+        )  # fmt: skip
     manager = CheckpointManager(
         directory.path, run_id=directory.run_id, group=group, retention=retention,
         memory_bytes=config.memory_buffer_bytes(), keeps_states=config.memory_interval_updates != 0,
