@@ -5,6 +5,10 @@ step nor the first micro-batches of a start. Shares hardly vary once they fit, a
 equal sizes. So the meter keeps two numbers, seconds per micro-batch and seconds per unit, and how sure it is of each:
 sizes that differ tell them apart, equal sizes move both together. That is a Kalman filter with two numbers.
 
+Two slow steps of a calm machine say that it has become slower. On a noisy one (`shares.NEGLIGIBLE_NOISE`) single steps
+prove nothing, and the mean of recent steps has to say so. A slowdown is believed only after it has lasted longer than
+another program's burst.
+
 Which costs count is decided by all ranks alike: a `Balancer` on every rank is fed the same gathered rows, so all adopt
 the same table after the same step without a word more. It changes shares only for a gain it can be sure of.
 
@@ -15,11 +19,12 @@ take four times as long; `tests/unit/balance/test_balanced_runs.py` says how clo
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hetseq.balance.shares import Cost, balance_shares, step_seconds
+from hetseq.balance.shares import NEGLIGIBLE_NOISE, Cost, balance_shares, felt_noise, fit_to_noise, step_seconds
 
 WARM_UP = 3  # micro-batches after a start, while caches, allocators and kernels are being set up
 VARIED = 1.5  # sizes that differ by this factor tell the fixed part of the time from the part per unit
@@ -30,7 +35,11 @@ LEAST_BY_SIZE = 0.1  # of a micro-batch's time grows with its size: a rank belie
 NOISE = 0.05  # of a step, until it has been measured
 LEAST_NOISE = 0.01
 WITHIN_STEP_NOISE = 0.03  # of one micro-batch against the others of its step, which share most of their noise
-NOISE_MEMORY_STEPS = 20
+NOISE_MEMORY_STEPS = 60
+SHARES_NOISE_MEMORY_STEPS = 200  # shares follow from it, so it must not waver
+LEAST_NOISE_STEPS = 5  # a slow moment among fewer would look like noise
+NOISE_PRIOR_STEPS = 12  # that NOISE weighs as many steps as
+MEDIAN_GAP = 0.954  # the median difference of two errors, by their standard deviation
 
 # When a step is not noise
 ODD = 0.25  # off by more than this,
@@ -40,12 +49,21 @@ DRIFT = 0.0005  # how much a machine's speed wanders in a step: old steps count 
 SHIFT_MEMORY_STEPS = 4  # over which an error too small to be odd is looked for
 SHIFT_DEVIATIONS = 4.5
 OVERHEAD_STEPS = 9
+BURST_S = 6.0  # other programs take the cores of a machine for 1 to 5 s: no slowdown is believed before
+
+# The same on a noisy machine
+NOISY_SHIFT_MEMORY_STEPS = 8
+SHIFT_OVER = 0.5  # of what begins a shift: less ends it
+FASTER_STEPS = 16  # nothing but noise makes a machine faster for a while: so many steps are enough
+SURE_STEPS = 400  # a speed is known no better than by the mean of so many
 
 # When other shares are worth it, as fractions of a step
 GAIN_AT_ONCE = 0.1
 GAIN_IN_DOUBT = 0.0075  # less is what the noise of well-known costs promises
 MISSED = 0.06  # other shares would have gained so much by now
 MISSED_EARLY = 0.01  # or so much for each step observed yet: the first tables rest on a step or two
+NOISE_MISSED = 1.0  # of the noise of noisy machines is added to MISSED,
+NOISE_AT_ONCE = 0.5  # and so much of it to GAIN_AT_ONCE
 UNREST_MEMORY_STEPS = 50  # a change makes the next one dearer for so long
 
 # A road back for ranks that get nothing
@@ -134,6 +152,11 @@ class _Step:
     def seconds(self) -> float:
         return sum(self.times)
 
+    def doubt(self, line: _Line) -> float:
+        """The deviation of what a line predicts for this step, as a fraction."""
+        deviation_s = math.sqrt(max(0.0, line.variance(self.batches, self.units)))
+        return deviation_s / line.seconds(self.batches, self.units)
+
     def first_line(self) -> _Line:
         """In proportion to the size, but open to a fixed part, of which the deviation is half a micro-batch's time."""
         deviation_s = self.seconds / self.batches / 2
@@ -186,8 +209,9 @@ class AtOnce:
 class CostMeter:
     """One rank's own cost, learned from how long its own micro-batches took. Local to the rank.
 
-    A step that is far off is ignored if it was slow, and believed if the next one is slow too; a fast one is believed
-    at once, since nothing makes a step faster by chance. What is believed changes the speed and keeps the shape.
+    A step that is far off is ignored if it was slow, and believed if the next ones are slow too, for BURST_S at least.
+    A fast one is believed at once: unless a machine is noisy, nothing makes a step faster by chance. What is believed
+    changes the speed and keeps the shape.
     """
 
     def __init__(self) -> None:
@@ -197,7 +221,10 @@ class CostMeter:
         self._micro_batches = 0
         self._units = 0  # of the last step that had any
         self._slow: float | None = None  # how many times slower than predicted the last step was, if that was odd
+        self._odd_s, self._odd_steps = 0.0, 0  # how long steps have been odd, one after the other
+        self._steps = 0  # that the speed rests on
         self._shift = 0.0  # how much slower than predicted recent steps were
+        self._latest = 0.0  # and fewer of them, on a noisy machine
         self._noise = _Noise()
         self._overheads: deque[float] = deque(maxlen=OVERHEAD_STEPS)
 
@@ -251,26 +278,58 @@ class CostMeter:
 
     def _judged(self, line: _Line, step: _Step) -> _Line:
         """The line after a step: corrected by it, moved to another speed, or as it was."""
-        predicted_s = line.seconds(step.batches, step.units)
-        ratio = step.seconds / predicted_s
-        doubt = math.sqrt(max(0.0, line.variance(step.batches, step.units))) / predicted_s
-        odd = max(ODD, ODD_DEVIATIONS * math.hypot(doubt, self._noise.deviation))
-        self._noise.observe(ratio - 1)
-        if ratio > 1 + odd and self._slow is None:
-            self._slow = ratio
+        ratio = step.seconds / line.seconds(step.batches, step.units)
+        self._noise.observe(math.log(ratio))
+        judged = self._noisy(line, step, ratio) if self._noise.is_large else self._calm(line, step, ratio)
+        if judged is None:
             return line
-        if abs(ratio - 1) > odd:
-            line = self._jumped(line, step, ratio)
-        else:
-            line = self._shifted(line, ratio - 1)
         self._slow = None
-        noise_s = self._noise.deviation * line.seconds(step.batches, step.units)
-        line = line.corrected(step.batches, step.units, step.seconds, noise_s)
-        return step.shape(line.possible(step.units / step.batches))
+        self._steps += 1
+        noise_s = self._noise.deviation * judged.seconds(step.batches, step.units)
+        judged = judged.corrected(step.batches, step.units, step.seconds, noise_s)
+        return step.shape(judged.possible(step.units / step.batches))
+
+    def _calm(self, line: _Line, step: _Step, ratio: float) -> _Line | None:
+        """The line that this step is to correct, where single steps tell; None for a step that may be a slow moment."""
+        odd = max(ODD, ODD_DEVIATIONS * math.hypot(step.doubt(line), self._noise.deviation))
+        if abs(ratio - 1) <= odd:
+            self._odd_s = 0.0
+            return self._shifted(line, ratio - 1)
+        self._odd_s += step.seconds
+        if ratio > 1 and (self._slow is None or self._odd_s < BURST_S):
+            self._slow = ratio
+            return None
+        self._odd_s = 0.0
+        return self._jumped(line, step, ratio)
+
+    def _noisy(self, line: _Line, step: _Step, ratio: float) -> _Line | None:
+        """The same where only the mean of recent steps tells; None while they may be a burst."""
+        deviation, known = self._noise.deviation, step.doubt(line)
+        least = deviation / math.sqrt(min(1 + self._steps, SURE_STEPS))  # a line of calmer days is not so sure any more
+        if least > known:
+            line = line.scaled(1, doubt=math.sqrt(least**2 - known**2))
+        error = max(-ODD_DEVIATIONS * deviation, min(math.log(ratio), ODD_DEVIATIONS * deviation))
+        self._shift += (error - self._shift) / NOISY_SHIFT_MEMORY_STEPS
+        self._latest += (error - self._latest) / SHIFT_MEMORY_STEPS
+        most = SHIFT_DEVIATIONS * deviation / math.sqrt(2 * NOISY_SHIFT_MEMORY_STEPS - 1)
+        if abs(self._shift) < most * (SHIFT_OVER if self._odd_s else 1):
+            self._odd_s, self._odd_steps = 0.0, 0
+            return line
+        self._odd_s, self._odd_steps = self._odd_s + step.seconds, self._odd_steps + 1
+        if self._odd_s < BURST_S and (self._shift > 0 or self._odd_steps < FASTER_STEPS):
+            return None
+        self._odd_s, self._odd_steps = 0.0, 0
+        if self._latest / self._shift < SHIFT_OVER:  # the mean still remembers a burst that is over
+            self._shift = self._latest
+            return line
+        line = line.scaled(math.exp(self._shift), doubt=deviation)
+        self._before, self._shift, self._latest, self._steps = None, 0.0, 0.0, 0
+        return line
 
     def _jumped(self, line: _Line, step: _Step, ratio: float) -> _Line:
         """The line at another speed, or the one before it if that fits: then it was two slow steps, not a machine."""
         before, self._before, self._shift = self._before, line, 0.0
+        self._steps = 0
         if before and abs(step.seconds / before.seconds(step.batches, step.units) - 1) < ODD:
             return before
         if self._slow and abs(ratio / self._slow - 1) < ODD:
@@ -289,20 +348,27 @@ class CostMeter:
 class _Noise:
     """The standard deviation of a rank's steps around their prediction, as a fraction.
 
-    Learned from how one error differs from the last, because a prediction that stays wrong is not noise.
+    Learned from how one error, a logarithm, differs from the last, because a prediction that stays wrong is not noise;
+    and from the median of that, because slow moments are not noise either.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory_steps: int = NOISE_MEMORY_STEPS) -> None:
         self.deviation = NOISE
-        self._steps = 0
-        self._last = 0.0
+        self._last: float | None = None
+        self._gaps: deque[float] = deque(maxlen=memory_steps)
+
+    @property
+    def is_large(self) -> bool:
+        return self.deviation > NEGLIGIBLE_NOISE
 
     def observe(self, error: float) -> None:
-        error = max(-3 * self.deviation, min(error, 3 * self.deviation))
-        self._steps += 1
-        square = (error - self._last) ** 2 / 2
-        rate = 1 / min(NOISE_MEMORY_STEPS, 8 + self._steps)
-        self.deviation = max(LEAST_NOISE, math.sqrt(self.deviation**2 + rate * (square - self.deviation**2)))
+        if self._last is not None:
+            self._gaps.append(abs(error - self._last))
+        steps = len(self._gaps)
+        if steps >= LEAST_NOISE_STEPS:
+            measured = sorted(self._gaps)[(steps - 1) // 2] / MEDIAN_GAP
+            mean = (NOISE_PRIOR_STEPS * NOISE**2 + steps * measured**2) / (NOISE_PRIOR_STEPS + steps)
+            self.deviation = max(LEAST_NOISE, math.sqrt(mean))
         self._last = error
 
 
@@ -313,33 +379,39 @@ class Balancer:
     differ by no more than noise. What other shares would have gained is added up, and a table adopted when enough was
     missed: after one step if it is a tenth of it, after five or so if it is two hundredths. Early tables rest on a step
     or two and are replaced for less, so the first one is mostly adopted at once; shares that have just changed need
-    more.
+    more, and so do those of noisy ranks. What is gained is gained in steps as noisy as these have been of late.
     """
 
     def __init__(self, world_size: int) -> None:
         self.costs: tuple[Cost, ...] | None = None
+        self.noise = 0.0  # of a rank's time beside that of the others
+        self._fitted_noise = 0.0  # that of the adopted table
+        self._noises = [_Noise(SHARES_NOISE_MEMORY_STEPS) for _ in range(world_size)]
         self._world_size = world_size
         self._observations = 0
         self._missed = 0.0  # in steps, since the table changed
         self._unrest = 0.0  # changes of late
         self._trials = _Trials(world_size)
 
-    def observe(self, total: int, costs: Sequence[Cost | None]) -> tuple[Cost, ...] | None:
+    def observe(
+        self, total: int, costs: Sequence[Cost | None], *, ratios: Sequence[float | None] = ()
+    ) -> tuple[Cost, ...] | None:
         """Take in the costs of all ranks; the new table if one is to be adopted from now on, else None.
 
-        `total` is how many units the step had. A rank without a cost counts as the mean of those with one. Raises
-        ValueError if the limits hold fewer units than that.
+        `total` is how many units the step had; `ratios` how many times as long as its cost says each rank was busy in
+        it, None where it did nothing. A rank without a cost counts as the mean of those with one. Raises ValueError if
+        the limits hold fewer units than that.
         """
         newest = complete_costs(costs)
         if newest is None:
             return None
-        best_s = step_seconds(balance_shares(total, newest), newest)
+        self._listen(ratios)
         if self._trials.is_on:  # one step of it is enough
             self._trials.is_on = False
-            self.costs = newest
-        elif self._is_worth_it(self.shares(total), newest, best_s):
+            self.costs, self._fitted_noise = newest, self.noise
+        elif self._is_worth_it(total, newest):
             self._missed, self._unrest = 0.0, self._unrest + 1
-            self.costs = newest
+            self.costs, self._fitted_noise = newest, self.noise
         else:
             trial = self._trials.next(total, newest, self.shares(total))
             if trial is None:
@@ -349,19 +421,41 @@ class Balancer:
 
     def shares(self, total: int) -> tuple[int, ...]:
         """Shares of a step of so many units by the adopted table; equal ones while there is none."""
-        return balance_shares(total, self.costs or (Cost(0.0, 1.0),) * self._world_size)
+        return balance_shares(total, self.fitted or (Cost(0.0, 1.0),) * self._world_size)
 
-    def _is_worth_it(self, shares: Sequence[int], newest: Sequence[Cost], best_s: float) -> bool:
-        """Whether a step of `best_s` is reason enough to leave these shares."""
+    @property
+    def fitted(self) -> tuple[Cost, ...] | None:
+        """The adopted table as shares follow from it: `costs`, fitted to the noise of the ranks."""
+        return self.costs and fit_to_noise(self.costs, self._fitted_noise)
+
+    def _listen(self, ratios: Sequence[float | None]) -> None:
+        """Learn the noise of the ranks beside each other; what all have in common, such as longer samples, cancels."""
+        errors = [math.log(ratio) if ratio else None for ratio in ratios]
+        known = [error for error in errors if error is not None]
+        if len(known) < 2:
+            return
+        middle, most = statistics.median(known), ODD_DEVIATIONS * max(NOISE, self.noise)  # a spike is nobody else's
+        mean = middle + math.fsum(max(-most, min(error - middle, most)) for error in known) / len(known)
+        for noise, error in zip(self._noises, errors):
+            if error is not None:
+                noise.observe(error - mean)
+        squares = [noise.deviation**2 for noise, error in zip(self._noises, errors) if error is not None]
+        self.noise = math.sqrt(math.fsum(squares) / (len(squares) - 1))  # the mean takes one of them with it
+
+    def _is_worth_it(self, total: int, newest: Sequence[Cost]) -> bool:
+        """Whether the best shares by these costs are reason enough to leave those of now."""
+        best_s = step_seconds(balance_shares(total, fit_to_noise(newest, self.noise)), newest, self.noise)
+        shares = self.shares(total)
         if any(cost.limit is not None and share > cost.limit for share, cost in zip(shares, newest)):
             return True
-        now_s = step_seconds(shares, newest)
+        now_s = step_seconds(shares, newest, self.noise)
         gain = 1 - best_s / now_s if now_s else 0.0
+        noise = felt_noise(self.noise)
         self._observations += 1
         self._unrest *= 1 - 1 / UNREST_MEMORY_STEPS
         self._missed = max(0.0, self._missed + gain - GAIN_IN_DOUBT)
-        enough = min(MISSED * (1 + self._unrest), MISSED_EARLY * self._observations)
-        return gain >= GAIN_AT_ONCE or self._missed >= enough
+        enough = min((MISSED + NOISE_MISSED * noise) * (1 + self._unrest), MISSED_EARLY * self._observations)
+        return gain >= GAIN_AT_ONCE + NOISE_AT_ONCE * noise or self._missed >= enough
 
 
 class _Trials:
@@ -392,7 +486,8 @@ class _Trials:
         self.is_on = True
         self._idle_steps[rank] = 0
         self._patience[rank] = min(2 * self._patience[rank], MOST_TRIAL_STEPS)
-        tried = Cost(0.0, step_s / (2 * units), units)  # so cheap that it gets all of these, and no more
+        least_s = min(other.slope_s for other in costs)
+        tried = Cost(0.0, min(least_s, step_s / (2 * units)), units)  # so cheap that it gets all of these, and no more
         return (*costs[:rank], tried, *costs[rank + 1 :])
 
 

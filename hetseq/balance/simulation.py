@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from hetseq.balance.cost_meter import AtOnce, Balancer, CostMeter
-from hetseq.balance.shares import Cost, assign_shares, balance_shares
+from hetseq.balance.cost_meter import MEDIAN_GAP, AtOnce, Balancer, CostMeter
+from hetseq.balance.shares import Cost, assign_shares, balance_shares, fit_to_noise
 
 Seconds = npt.NDArray[np.float64]
 
@@ -103,16 +103,29 @@ def predict(ranks: Sequence[RankModel], shares: Sequence[int], *, communication_
 
 
 def best_shares(ranks: Sequence[RankModel], total: int, unit: int = 1) -> tuple[int, ...]:
-    """The shares of `total` samples with which the slowest rank is done first. Raises ValueError as the limits say.
+    """The shares of `total` samples with which the slowest rank is done first, in steps as noisy as these ranks are.
 
+    Raises ValueError as the limits say.
     They are dealt in pieces of `unit` samples, of which the last one, of the last rank that has any, may be smaller.
     """
+    costs = fit_to_noise([rank.cost for rank in ranks], _noise_beside_others(ranks))
     if unit == 1:
-        return balance_shares(total, [rank.cost for rank in ranks])
+        return balance_shares(total, costs)
     pieces = -(-total // unit)
-    shares = [count * unit for count in balance_shares(pieces, [_by_the_piece(rank.cost, unit) for rank in ranks])]
+    shares = [count * unit for count in balance_shares(pieces, [_by_the_piece(cost, unit) for cost in costs])]
     shares[max(rank for rank, share in enumerate(shares) if share)] -= pieces * unit - total
     return tuple(shares)
+
+
+def _noise_beside_others(ranks: Sequence[RankModel]) -> float:
+    """The standard deviation of a rank's steps beside those of the others, as a fraction; 0 if that is not known."""
+    noisy = [rank.noise for rank in ranks if rank.noise and min(rank.noise) > 0]
+    if len(noisy) < 2 or len(noisy[0]) < 2:
+        return 0.0
+    errors = np.log(noisy)  # (ranks, steps)
+    gaps = np.abs(np.diff(errors - errors.mean(axis=0), axis=1))
+    squares = (np.median(gaps, axis=1) / MEDIAN_GAP) ** 2  # (ranks,)
+    return math.sqrt(float(squares.sum()) / (len(noisy) - 1))
 
 
 def _by_the_piece(cost: Cost, unit: int) -> Cost:
@@ -247,12 +260,18 @@ def learn(cluster: Cluster, total: int, clock: Clock) -> tuple[int, ...]:
     most = [AtOnce(rank.cost.batch) if rank.cost.batch else None for rank in cluster.ranks]
     shares = balancer.shares(total)
     for draw in clock.draws(cluster.world_size):
-        for rank, meter, samples, factor in zip(cluster.ranks, meters, shares, draw.tolist()):
+        factors = draw.tolist()
+        for rank, meter, samples, factor in zip(cluster.ranks, meters, shares, factors):
             cost = rank.cost
             sizes = _micro_batches(samples, cost.batch)
             times_s = [(cost.per_batch_s + cost.per_unit_s * size) * factor for size in sizes]
             meter.observe(sizes, times_s, overhead_s=cost.fixed_s * factor)
-        if balancer.observe(total, [meter.cost(at_once) for meter, at_once in zip(meters, most)]) is not None:
+        costs = [meter.cost(at_once) for meter, at_once in zip(meters, most)]
+        ratios = [
+            rank.cost.seconds(samples) * factor / cost.seconds(samples) if cost and samples else None
+            for rank, cost, samples, factor in zip(cluster.ranks, costs, shares, factors)
+        ]
+        if balancer.observe(total, costs, ratios=ratios) is not None:
             shares = balancer.shares(total)
     return shares
 

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from hetseq.balance.cost_meter import AtOnce, Balancer, CostMeter, complete_costs
 from hetseq.balance.shares import Cost, assign_shares, balance_shares, slowed_by, step_seconds
-from hetseq.cluster.membership.step_commit import CommitRow
+from hetseq.cluster.membership.step_commit import CommitRow, Measured
 from hetseq.data.loader import StepLoader
 from hetseq.data.plan import Assign, Planner, StepPlan
 from hetseq.parallel.layout import Layout
@@ -139,8 +139,8 @@ class MeasuredShares:
         costs = [one.cost for one in measured]
         for group, one in enumerate(measured):
             self._presence[group].append(one.overhead_s)
-        works = self._planner.works(plan)
-        has_moved = [self._observe(number, work, costs) for number, work in enumerate(works)]
+        works, ratios = self._planner.works(plan), self._ratios(plan, measured)
+        has_moved = [self._observe(number, work, costs, ratios) for number, work in enumerate(works)]
         if plan.step % _ADVICE_STEPS == 0:
             for work, pool in zip(works, self._pools):
                 self._advise(work, pool, [costs[group] for group in pool])
@@ -156,30 +156,41 @@ class MeasuredShares:
     def _balanced(self) -> Iterator[tuple[Balancer, tuple[int, ...]]]:
         return zip(self._balancers, self._pools)
 
-    def _observe(self, number: int, work: int, costs: Sequence[Cost | None]) -> bool:
+    def _ratios(self, plan: StepPlan, measured: Sequence[Measured]) -> list[float | None]:
+        """How many times as long as its cost says each group was busy in a step; None where it did nothing."""
+        shares = self._planner.divide(plan, self._planner.assigner(plan.step))
+        return [
+            (one.compute_s + one.data_s + one.overhead_s) / one.cost.seconds(share) if one.cost and share else None
+            for one, share in zip(measured, shares)
+        ]
+
+    def _observe(self, number: int, work: int, costs: Sequence[Cost | None], ratios: Sequence[float | None]) -> bool:
         """Whether a pool of groups is to have other shares; a group alone has what there is."""
-        balancer, own = self._balancers[number], [costs[group] for group in self._pools[number]]
+        balancer, pool = self._balancers[number], self._pools[number]
+        own = [costs[group] for group in pool]
         if len(own) == 1:
             balancer.costs = complete_costs(own)
             return False
-        return work > 0 and balancer.observe(work, own) is not None
+        return work > 0 and balancer.observe(work, own, ratios=[ratios[group] for group in pool]) is not None
 
-    def _table(self, costs: Sequence[Cost | None]) -> tuple[Cost, ...]:
-        """What shares follow from now on: adopted costs, and the same cost for groups whose shares are still equal."""
+    def _tables(self, costs: Sequence[Cost | None]) -> tuple[list[Cost], list[Cost]]:
+        """Adopted costs, the same one for groups whose shares are still equal; and as shares follow from them."""
         table = list(complete_costs(costs) or ())
+        fitted = list(table)
         for balancer, pool in self._balanced():
             mean = complete_costs([*(table[group] for group in pool), None])
             for place, group in enumerate(pool):
                 table[group] = balancer.costs[place] if balancer.costs else mean[-1] if mean else table[group]
-        return tuple(table)
+                fitted[group] = balancer.fitted[place] if balancer.fitted else table[group]
+        return table, fitted
 
     def _shift(self, plan: StepPlan, costs: Sequence[Cost | None]) -> Shift:
-        first, table = plan.step + LEAD, self._table(costs)
-        assign = assigner(table)
+        first, (table, fitted) = plan.step + LEAD, self._tables(costs)
+        assign, noise = assigner(tuple(fitted)), max(balancer.noise for balancer in self._balancers)
         shares = [self._planner.divide(plan, each) for each in (self._planner.assigner(first), assign)]
         self._planner.change(first, assign)
         self._loader.change(first, assign=assign)
-        return Shift(first, shares[0], shares[1], *(step_seconds(each, table) for each in shares))
+        return Shift(first, shares[0], shares[1], *(step_seconds(each, table, noise) for each in shares))
 
     def _advise(self, work: int, pool: Sequence[int], costs: Sequence[Cost | None]) -> None:
         """Say once of a group, by its leader, that those with whom it shares work would be faster without it."""

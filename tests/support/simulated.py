@@ -7,13 +7,18 @@ micro-batches on every rank, and what is observed at the end of step k counts fr
 from __future__ import annotations
 
 import bisect
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hetseq.balance.cost_meter import AtOnce, Balancer, CostMeter
-from hetseq.balance.shares import Cost
+import numpy as np
+import numpy.typing as npt
 
+from hetseq.balance.cost_meter import AtOnce, Balancer, CostMeter
+from hetseq.balance.shares import Cost, assign_shares
+
+Times = npt.NDArray[np.float64]
 LAG = 2  # steps from what is observed to the first shares that follow from it
 WARM_UP = (3.0, 2.0, 1.5)  # how much slower the first micro-batches of a start are
 
@@ -74,6 +79,62 @@ class Weather:
 CALM = Weather(0, 0, 0)
 
 
+class BusyLab:
+    """Machines on which other programs run: every step of every rank has a factor, and for seconds the double of it.
+
+    The factors are log-normal, drawn by step and rank; bursts come by the clock, on each machine by itself, about every
+    `gap_s` seconds, and last 1 to 5. So all ways to share have the same noise, as far as they take the same time.
+    """
+
+    def __init__(self, ranks: int, seed: int, *, sigma: float = 0.3, gap_s: float = 30.0, burst: float = 2.0) -> None:
+        self._generator = np.random.default_rng(seed)
+        self._factors = np.exp(sigma * self._generator.standard_normal((1000, ranks)))
+        self._bursts = [self._bursts_of_a_machine(gap_s) for _ in range(ranks)]
+        self._burst = burst
+
+    def _bursts_of_a_machine(self, gap_s: float) -> list[float]:
+        """When bursts begin and end, in turn."""
+        gaps, lasting = self._generator.exponential(gap_s, 1000), self._generator.uniform(1, 5, 1000)
+        return list(itertools.accumulate(float(time_s) for pair in zip(gaps, lasting) for time_s in pair))
+
+    def factors(self, step: int, now_s: float) -> list[float]:
+        """How many times its time each rank takes in a step that begins then. Shape (ranks,)."""
+        is_on = [bisect.bisect_right(bursts, now_s) % 2 == 1 for bursts in self._bursts]
+        return [factor * (self._burst if on else 1) for factor, on in zip(self._factors[step].tolist(), is_on)]
+
+    def run(self, machines: Sequence[Machine], shares: Sequence[int], steps: int) -> tuple[list[float], Times]:
+        """The times of steps with fixed shares, and the factors that ranks had in them: (steps,), (steps, ranks)."""
+        now_s, taken_s, factors = 0.0, list[float](), list[list[float]]()
+        for step in range(steps):
+            factors.append(self.factors(step, now_s))
+            busy_s = [machine.seconds(share) * slow for machine, share, slow in zip(machines, shares, factors[-1])]
+            taken_s.append(max(busy_s))
+            now_s += taken_s[-1]
+        return taken_s, np.array(factors)
+
+    def best_fixed_shares(self, machines: Sequence[Machine], total: int, steps: int) -> tuple[int, ...]:
+        """Those of the shortest run, known when it is over: moving units from rank to rank makes it no shorter."""
+        fastest = [1 / machine.seconds(1) for machine in machines]
+        best = assign_shares(total, fastest)
+        _, factors = self.run(machines, best, steps)
+        best_s, piece = _mean_step(machines, best, factors), total // 8
+        while piece:
+            pairs = itertools.permutations(range(len(machines)), 2)
+            others = [_moved(best, pair, piece) for pair in pairs if best[pair[0]] >= piece]
+            other_s, other = min((_mean_step(machines, shares, factors), shares) for shares in others)
+            best_s, best, piece = (other_s, other, piece) if other_s < best_s else (best_s, best, piece // 2)
+        return best
+
+
+def _mean_step(machines: Sequence[Machine], shares: Sequence[int], factors: Times) -> float:
+    calm_s = [machine.seconds(share) for machine, share in zip(machines, shares)]
+    return float((factors * calm_s).max(axis=1).mean())
+
+
+def _moved(shares: Sequence[int], pair: tuple[int, int], units: int) -> tuple[int, ...]:
+    return tuple(share + units * ((rank == pair[1]) - (rank == pair[0])) for rank, share in enumerate(shares))
+
+
 @dataclass
 class Trace:
     """What happened: per step the shares, their time on calm machines, and the time of the best shares."""
@@ -81,6 +142,7 @@ class Trace:
     shares: list[tuple[int, ...]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     oracle_s: list[float] = field(default_factory=list)
+    taken_s: list[float] = field(default_factory=list)  # with all noise
 
     def excess(self, first: int = 0) -> float:
         """The time of the steps from `first` on, as a multiple of the best."""
@@ -119,6 +181,7 @@ def train(
     *,
     seed: int = 0,
     weather: Weather = CALM,
+    lab: BusyLab | None = None,
     changes: Mapping[int, Mapping[int, float]] | None = None,
 ) -> Trace:
     """A run of so many steps of `total` units. `changes`: in step s, rank r becomes so many times slower."""
@@ -136,17 +199,23 @@ def train(
         trace.shares.append(shares)
         trace.seconds.append(max(machine.seconds(share) for machine, share in zip(machines, shares)))
         trace.oracle_s.append(best_s)
-        for machine, meter, share in zip(machines, meters, shares):
-            _measure(machine, meter, share, weather, generator, is_first=step == 0)
+        slow = lab.factors(step, sum(trace.taken_s)) if lab else [1.0] * len(machines)
+        busy_s = [
+            _measure(machine.slower(factor), meter, share, weather, generator, is_first=step == 0)
+            for machine, meter, share, factor in zip(machines, meters, shares, slow)
+        ]
+        trace.taken_s.append(max(busy_s))
         costs = [_with_limit(meter.cost(machine.at_once), machine) for machine, meter in zip(machines, meters)]
-        balancer.observe(total, costs)
+        ratios = [each_s / cost.seconds(n) if cost and n else None for each_s, cost, n in zip(busy_s, costs, shares)]
+        balancer.observe(total, costs, ratios=ratios)
         waiting.append(balancer.shares(total))
     return trace
 
 
 def _measure(
     machine: Machine, meter: CostMeter, share: int, weather: Weather, generator: random.Random, *, is_first: bool
-) -> None:
+) -> float:
+    """A step of one rank, shown to its meter; how long it was busy."""
     slow = max(0.2, generator.gauss(1, weather.step_noise))
     slow *= weather.spike if generator.random() < weather.spike_rate else 1
     sizes = machine.sizes(share, is_first=is_first)
@@ -156,6 +225,7 @@ def _measure(
         warm = WARM_UP[number] if is_first and number < len(WARM_UP) else 1
         seconds.append(calm * slow * warm * max(0.2, generator.gauss(1, weather.micro_batch_noise)))
     meter.observe(sizes, seconds, overhead_s=machine.overhead_s * slow)
+    return sum(seconds) + (machine.overhead_s * slow if sizes else 0.0)
 
 
 def _with_limit(cost: Cost | None, machine: Machine) -> Cost | None:

@@ -98,6 +98,36 @@ def test_a_rank_that_has_slowed_down_is_believed_with_the_second_slow_step(facto
     assert step_time(meter, 64) == pytest.approx(factor * 64, rel=0.01)
 
 
+def test_a_rank_is_slower_only_when_that_has_lasted_longer_than_a_burst() -> None:
+    meter = meter_after(20, per_unit_s=1 / 64)
+    for _ in range(2):
+        feed(meter, [64], per_unit_s=2 / 64)  # 4 s
+    assert step_time(meter, 64) == pytest.approx(1)
+    feed(meter, [64], per_unit_s=1 / 64)
+    for _ in range(2):
+        feed(meter, [64], per_unit_s=2 / 64)
+    assert step_time(meter, 64) == pytest.approx(1)  # another one
+    feed(meter, [64], per_unit_s=2 / 64)  # 6 s
+    assert step_time(meter, 64) == pytest.approx(2, rel=0.01)
+    feed(meter, [64], per_unit_s=1 / 64)
+    assert step_time(meter, 64) == pytest.approx(1, rel=0.01)  # a faster one is believed at once
+
+
+@pytest.mark.parametrize(("factor", "steps"), [(2.0, 20), (0.5, 30)])
+def test_on_a_noisy_machine_another_speed_is_believed_by_the_mean_of_many_steps(factor: float, steps: int) -> None:
+    for seed in range(10):
+        generator, meter = random.Random(seed), CostMeter()
+        for _ in range(200):
+            meter.observe([64], [generator.lognormvariate(0, 0.3)], overhead_s=0.0)
+        assert step_time(meter, 64) == pytest.approx(1.05, rel=0.1)
+        meter.observe([64], [factor], overhead_s=0.0)
+        meter.observe([64], [factor], overhead_s=0.0)
+        assert step_time(meter, 64) == pytest.approx(1.05, rel=0.1)  # two steps prove nothing
+        for _ in range(steps):
+            meter.observe([64], [factor * generator.lognormvariate(0, 0.3)], overhead_s=0.0)
+        assert step_time(meter, 64) == pytest.approx(factor * 1.05, rel=0.25)
+
+
 def test_two_slow_steps_that_agree_count_alike() -> None:
     meter = meter_after(20)
     feed(meter, [64], per_unit_s=2.8)
@@ -406,6 +436,55 @@ def test_a_rank_that_is_not_known_yet_counts_as_the_mean_of_the_others() -> None
     assert balancer.observe(90, [Cost(2, 1), None, Cost(4, 3)]) == (Cost(2, 1), Cost(3, 2), Cost(4, 3))
 
 
+def heard(balancer: Balancer, noises: Sequence[float], *, in_common: float = 0.0, steps: int = 200) -> None:
+    """Ranks whose steps are log-normal about what they cost, each with its own deviation, and with one for all."""
+    generator = random.Random(1)
+    for _ in range(steps):
+        together = generator.lognormvariate(0, in_common)
+        ratios = [together * generator.lognormvariate(0, noise) for noise in noises]
+        balancer.observe(1000, [Cost(0, 1), *(Cost(0, 4) for _ in noises[1:])], ratios=ratios)
+
+
+def test_shares_of_noisy_ranks_give_the_slow_ones_less() -> None:
+    calm, noisy, alike = Balancer(3), Balancer(3), Balancer(3)
+    heard(calm, [0.05] * 3)
+    heard(noisy, [0.3] * 3)
+    heard(alike, [0.05] * 3, in_common=0.3)
+    assert calm.noise < 0.1
+    assert noisy.noise == pytest.approx(0.3, abs=0.03)
+    assert alike.noise == pytest.approx(calm.noise)  # as when all samples of a step are long
+    assert calm.shares(96) == alike.shares(96) == (64, 16, 16)
+    assert 71 <= noisy.shares(96)[0] <= 73
+
+
+def test_noise_makes_another_table_dearer() -> None:
+    calm, noisy = Balancer(3), Balancer(3)
+    heard(calm, [0.05] * 3)
+    heard(noisy, [0.3] * 3)
+    assert adopted_after(calm, [Cost(0, 1), Cost(0, 4), Cost(0, 5)]) == 1
+    assert adopted_after(noisy, [Cost(0, 1), Cost(0, 4), Cost(0, 5)], at_most=30) is None
+    assert adopted_after(noisy, [Cost(0, 1), Cost(0, 4), Cost(0, 12)], at_most=30) is not None
+
+
+def test_ranks_that_did_nothing_say_nothing_of_noise() -> None:
+    balancer = Balancer(2)
+    for ratios in ([1.0, None], [3.0, 0.0], [None, 0.2], []) * 20:
+        balancer.observe(1000, [Cost(0, 1), Cost(0, 1)], ratios=ratios)
+    assert balancer.noise == 0.0
+
+
+def test_a_rank_with_nothing_is_tried_among_noisy_ones_too() -> None:
+    balancer = Balancer(3)
+    heard(balancer, [0.3] * 3)
+    costs = [Cost(0, 1), Cost(0, 1), Cost(500, 4)]
+    balancer.observe(1000, costs)
+    assert balancer.shares(1000) == (500, 500, 0)
+    assert adopted_after(balancer, costs) == 50
+    assert balancer.shares(1000)[2] == 20
+    assert adopted_after(balancer, costs) == 1
+    assert balancer.shares(1000)[2] == 0
+
+
 def test_all_ranks_adopt_the_same_tables_from_the_same_rows() -> None:
     generator = random.Random(4)
     balancers = [Balancer(4) for _ in range(3)]
@@ -413,7 +492,9 @@ def test_all_ranks_adopt_the_same_tables_from_the_same_rows() -> None:
     for _ in range(200):
         total = generator.randint(0, 500)
         rows = [generator.choice([None, Cost(generator.random(), 0.1 + generator.random())]) for _ in range(4)]
-        tables = [balancer.observe(total, rows) for balancer in balancers]
+        ratios = [generator.choice([None, generator.lognormvariate(0, 0.3)]) for _ in range(4)]
+        tables = [balancer.observe(total, rows, ratios=ratios) for balancer in balancers]
+        assert len({balancer.shares(total) for balancer in balancers}) == 1
         assert tables[0] == tables[1] == tables[2]
         adopted += tables[0] is not None
     assert adopted > 10

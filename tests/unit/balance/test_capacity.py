@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,15 @@ from fractions import Fraction
 
 import pytest
 
-from hetseq.balance.shares import Cost, assign_shares, balance_shares, slowed_by, step_seconds
+from hetseq.balance.shares import (
+    NEGLIGIBLE_NOISE,
+    Cost,
+    assign_shares,
+    balance_shares,
+    fit_to_noise,
+    slowed_by,
+    step_seconds,
+)
 
 
 @functools.cache
@@ -260,6 +269,56 @@ def test_a_million_tokens_are_not_dealt_one_by_one(monkeypatch: pytest.MonkeyPat
             asked.clear()
             assert sum(balance_shares(total, each)) == total
             assert len(asked) <= most  # once per rank to begin with, and for about one unit each
+
+
+def mean_slowest(shares: Sequence[int], costs: Sequence[Cost], noise: float) -> float:
+    """Of 2,000 steps of ranks whose times are log-normal, the same for all shares."""
+    generator = random.Random(10)
+    steps = [[generator.lognormvariate(0, noise) for _ in costs] for _ in range(2000)]
+    calm_s = [cost.seconds(share) for cost, share in zip(costs, shares)]
+    return sum(max(map(operator.mul, calm_s, factors)) for factors in steps) / len(steps)
+
+
+@pytest.mark.parametrize(
+    ("total", "costs", "shares", "gain"),
+    [
+        (96, [Cost(0, 0.25), Cost(0, 1), Cost(0, 1)], (72, 12, 12), 0.05),  # (64, 16, 16) if all were calm
+        (96, [Cost(0, 0.2), Cost(0, 0.5), Cost(0, 1)], (68, 20, 8), 0.04),
+        (510, [Cost(0, 0.02), Cost(0, 1)], (507, 3), 0.12),
+        (96, [Cost(0, 1)] * 3, (32, 32, 32), 0),
+    ],
+)
+def test_shares_fitted_to_noise_have_the_shortest_mean_step(
+    total: int, costs: list[Cost], shares: tuple[int, ...], gain: float
+) -> None:
+    fitted = balance_shares(total, fit_to_noise(costs, 0.3))
+    assert fitted == shares
+    fitted_s = mean_slowest(fitted, costs, 0.3)
+    assert mean_slowest(balance_shares(total, costs), costs, 0.3) >= (1 + gain) * fitted_s
+    for more, less in itertools.permutations(range(len(costs)), 2):
+        moved = [share + max(1, total // 20) * ((rank == more) - (rank == less)) for rank, share in enumerate(fitted)]
+        if min(moved) >= 0:
+            assert mean_slowest(moved, costs, 0.3) > 0.999 * fitted_s
+
+
+def test_no_other_shares_have_a_shorter_noisy_step_but_for_rounding() -> None:
+    generator = random.Random(11)
+    for _ in range(200):
+        costs = [Cost(generator.choice([0, 2]), generator.uniform(0.2, 4)) for _ in range(3)]
+        shares = balance_shares(40, fit_to_noise(costs, 0.4))
+        best_s = min(step_seconds(other, costs, 0.4) for other in divisions(40, 3))
+        assert step_seconds(shares, costs, 0.4) <= 1.02 * best_s, (costs, shares)
+
+
+def test_negligible_noise_changes_nothing() -> None:
+    costs = [Cost(1, 2, 9, 3, 4), Cost(0, 5)]
+    for noise in (0.0, NEGLIGIBLE_NOISE):
+        assert fit_to_noise(costs, noise) == tuple(costs)
+        assert step_seconds((9, 9), costs, noise) == step_seconds((9, 9), costs)
+    assert step_seconds((9, 9), costs, 0.101) == pytest.approx(step_seconds((9, 9), costs), rel=1e-3)
+    assert fit_to_noise(costs, 9.0) == fit_to_noise(costs, 1.0)  # times by chance are not noise
+    assert [cost.limit for cost in fit_to_noise(costs, 0.3)] == [9, None]
+    assert step_seconds((0, 0), costs, 0.3) == step_seconds((), [], 0.3) == 0
 
 
 def test_a_rank_without_units_does_not_hold_up_a_step() -> None:

@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -97,6 +98,20 @@ def test_shares_in_pieces_are_the_best_ones_in_pieces(total: int) -> None:
     every = itertools.product(range(whole + 1), range(3), range(whole + 1))  # no more than 9 samples: two pieces
     assert step_s(pieces) == min(step_s(counts) for counts in every if sum(counts) == whole)
     assert best_shares(ranks, total) == best_shares(ranks, total, 1)
+
+
+def test_the_best_shares_of_noisy_ranks_are_fitted_to_their_noise() -> None:
+    draw = random.Random(1)
+    noises = [tuple(draw.lognormvariate(0, 0.3) for _ in range(500)) for _ in range(3)]
+    calm = ranks_of(4, 1, 1)
+    noisy = [replace(rank, noise=noise) for rank, noise in zip(calm, noises)]
+    alike = [replace(rank, noise=noises[0]) for rank in calm]
+    assert best_shares(calm, 96) == best_shares(alike, 96) == (64, 16, 16)
+    assert best_shares([noisy[0], *calm[1:]], 96) == (64, 16, 16)  # of one rank alone it cannot be told
+    fitted = best_shares(noisy, 96)
+    assert fitted == (72, 12, 12)
+    step_s = [predict(noisy, shares, communication_s=0.0).step_s for shares in ((64, 16, 16), fitted)]
+    assert step_s[1] < 0.97 * step_s[0]
 
 
 # the ring

@@ -67,6 +67,37 @@ def test_measured_costs_change_the_shares_two_steps_later_on_all_ranks_alike() -
     assert ranks[0].plan(7).digest() == ranks[1].plan(7).digest()
 
 
+class Wide(Rank):
+    """One of three ranks that share steps of 96 samples."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__((1.0,) * 3, rank=rank)
+        self.planner = Planner(10_000, 7, GlobalBatch(96), assigner_by((1.0,) * 3))
+        self.pace = MeasuredShares(self.planner, self.loader, rank=rank, layout=one_rank_each(3))
+
+
+def test_steps_that_are_noisy_give_slow_groups_less_on_all_ranks_alike() -> None:
+    shares = {}
+    for noise in (0.02, 0.3):
+        ranks = [Wide(0), Wide(1)]
+        chance = random.Random(5)
+        for step in range(1, 101):
+            share = ranks[0].plan(step).shares
+            busy_s = [cost_s * n * chance.lognormvariate(0, noise) for cost_s, n in zip((1.0, 4.0, 4.0), share)]
+            rows = [
+                Measured(0.7 * each_s, 0.1 * each_s, 99.0, 0.2 * each_s, cost=Cost(0.0, cost_s))
+                for each_s, cost_s in zip(busy_s, (1.0, 4.0, 4.0))
+            ]
+            shifts = [rank.follow(step, rows) for rank in ranks]
+            assert shifts[0] == shifts[1]
+            assert shifts[0] is None or shifts[0].after_s < shifts[0].before_s
+        assert ranks[0].plan(102).digest() == ranks[1].plan(102).digest()
+        assert ranks[0].pace.divide(12) == (8, 2, 2)  # outside training
+        shares[noise] = ranks[0].plan(102).shares
+    assert shares[0.02] == (64, 16, 16)
+    assert 67 <= shares[0.3][0] <= 74
+
+
 def test_the_same_costs_again_change_nothing() -> None:
     rank = Rank()
     assert rank.follow(1, [costing(1.0), costing(3.0)]) is not None
