@@ -13,11 +13,19 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from hetseq import config as options
 from hetseq.config.command_line import CommandRefused
 from hetseq.errors import EXIT_USAGE, HetSeqError, text_of
 from hetseq.registry import nearest
+from hetseq.system.processes import interrupting_on_signals
+
+if TYPE_CHECKING:
+    from hetseq.cluster.membership.exit_status import Ending
+    from hetseq.config.sections import Config
+
+_PATIENCE_S = 1.0  # with a terminal that takes nothing
 
 #: command -> where its function is, which is given the words and a way to say a line; and what it is for
 COMMANDS = {
@@ -85,24 +93,37 @@ def _usage() -> str:
 
 def train(argv: Sequence[str], say: Callable[[str], None]) -> int:
     """`hetseq train`: the launcher of this node."""
-    config = options.parse(argv)
+    config: Config | None = None
+    with interrupting_on_signals():
+        try:
+            config = options.parse(argv)
+            ending = _run(config)
+        except KeyboardInterrupt as signal:  # the launcher does not listen yet, or there is none
+            from hetseq.launch.launch import stopped_early
+
+            ending = stopped_early(str(signal), config)
+    if ending.message:
+        from hetseq.monitor.progress import takes_text
+
+        with suppress(OSError):  # whoever read it has gone; the exit code is there all the same
+            if takes_text(sys.stderr, patience_s=_PATIENCE_S):
+                print(f"hetseq: {ending.message}", file=sys.stderr)
+    return ending.code
+
+
+def _run(config: Config) -> Ending:
     for note in options.retired_notes(config):
         print(note, file=sys.stderr)
     if config.distributed.distributed_no_spawn:
         from hetseq.launch.launch import run_here
 
-        ending = run_here(config)
-    else:
-        from hetseq.launch.launch import launch
-        from hetseq.launch.worker_processes import ending_server
+        return run_here(config)
+    from hetseq.launch.launch import launch
+    from hetseq.launch.worker_processes import ending_server
 
-        logging.basicConfig(format="%(message)s", level=logging.WARNING)
-        with ending_server():
-            ending = launch(config)
-    if ending.message:
-        with suppress(OSError):  # whoever read it has gone; the exit code is there all the same
-            print(f"hetseq: {ending.message}", file=sys.stderr)
-    return ending.code
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    with ending_server():
+        return launch(config)
 
 
 def _say(line: str) -> None:

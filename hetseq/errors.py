@@ -2,7 +2,7 @@
 
 Every message says what was found, what was expected and what to do next; nothing here logs. The exit codes are those
 of the command line: 1 failed, 2 found by one node before the first step, 75 stopped with a commit to resume from, 78
-the nodes disagree.
+the nodes disagree, 130 stopped at once with nothing saved.
 
 A code in brackets is part of the text of a message (`... choose another port [port-taken]`), because messages travel as
 texts, from a worker to its launcher and from node to node. It is at the end of the message, but before a command that
@@ -20,6 +20,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_STOPPED = 75
 EXIT_DISAGREE = 78
+EXIT_INTERRUPTED = 130
 
 
 class HetSeqError(Exception):

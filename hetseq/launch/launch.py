@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hetseq.cluster.membership.admission import why_ranks_do_not_fit
 from hetseq.cluster.membership.assignment import Assignment, InferenceJob
-from hetseq.cluster.membership.exit_status import Ending
+from hetseq.cluster.membership.exit_status import TOO_EARLY, Ending, stopped
 from hetseq.cluster.rendezvous.interfaces import interfaces
 from hetseq.config import dump_yaml
 from hetseq.config.byte_size import parse_size
@@ -30,7 +30,9 @@ from hetseq.errors import ConfigError, HetSeqError, few
 from hetseq.launch.environments import AppliedEnvironment, Look, Seen, choose, leaves_room, seconds_to_stop, see
 from hetseq.launch.launcher import Launcher
 from hetseq.launch.run_directory_guard import in_use
+from hetseq.launch.visible_gpus import visible_gpus
 from hetseq.launch.worker_processes import threads_per_worker
+from hetseq.launch.worker_watch import may_go_on
 from hetseq.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ def launch(config: Config, errand: InferenceJob | None = None) -> Ending:
     seen = _see(config.distributed) if errand is None else None
     choice = AppliedEnvironment(config.distributed)
     if seen is not None:
-        choice = choose(config.distributed, seen, gpus=_visible_gpus)
+        choice = choose(config.distributed, seen, gpus=visible_gpus)
         config = replace(config, distributed=choice.config)
         if choice.line is not None:
             _say(choice.line)
@@ -151,7 +153,7 @@ def local_devices(config: DistributedConfig) -> list[str]:
     """
     if config.devices:
         return _named_devices(config)
-    visible = 0 if config.cpu else _visible_gpus()
+    visible = 0 if config.cpu else visible_gpus()
     count = config.distributed_gpus or _default_workers(config, visible)
     if not visible:
         return ["cpu"] * count
@@ -187,15 +189,9 @@ def _default_workers(config: DistributedConfig, visible: int) -> int:
     return config.distributed_world_size or max(1, visible)
 
 
-def _visible_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def _check_devices(devices: list[str], said: str) -> list[str]:
     wanted = sorted({int(device.removeprefix("cuda:")) for device in devices if device != "cpu"})
-    visible = _visible_gpus() if wanted else 0
+    visible = visible_gpus() if wanted else 0
     absent = [f"cuda:{index}" for index in wanted if index >= visible]
     if absent:
         raise ConfigError(
@@ -247,9 +243,18 @@ def run_here(config: Config, errand: InferenceJob | None = None) -> Ending:
 
     directory = RunDirectory.prepare(config.checkpoint.save_dir, config_yaml=dump_yaml(config))
     stop = StopRequest(has_launcher=False)
-    if errand is None:  # one has no step to finish first
-        stop.install()
+
+    def begin() -> None:
+        stop.install()  # before that there is no step to finish
+        directory.adopt_config()
+
     with in_use(directory, logger.warning):
         placement = Assignment(0, devices[0], threads_per_worker(1))
-        report = run_worker(config, directory, placement, stop, line=NoLauncher(directory.adopt_config), errand=errand)
+        report = run_worker(config, directory, placement, stop, line=NoLauncher(begin), errand=errand)
     return Ending(report["code"], report.get("message", ""))
+
+
+def stopped_early(name: str, config: Config | None) -> Ending:
+    """The end of a run that signal `name` has stopped before its launcher listened; `config` if that was read."""
+    path = None if config is None else Path(os.path.abspath(config.checkpoint.save_dir))
+    return stopped(f"stopped by {name} {TOO_EARLY}", path is not None and may_go_on(RunDirectory(path)))

@@ -14,9 +14,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -26,7 +27,7 @@ from hetseq.cluster.membership import decide as membership
 from hetseq.cluster.membership.assignment import Assignment, GenerationRanks, InferenceJob
 from hetseq.cluster.membership.compatibility import build_tag, node_fields
 from hetseq.cluster.membership.coordinator_client import Member, claim_of, join
-from hetseq.cluster.membership.exit_status import Ending, WorkerEnd, judge, lost
+from hetseq.cluster.membership.exit_status import TOO_EARLY, Ending, WorkerEnd, judge, lost, stopped
 from hetseq.cluster.membership.failover import Orphans, orphaned_hub
 from hetseq.cluster.membership.run_directory_discovery import (
     Mark,
@@ -44,12 +45,21 @@ from hetseq.config.sections import Config
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE, HetSeqError, RendezvousError, text_of
 from hetseq.launch.leave_request import is_asked
 from hetseq.launch.run_directory_guard import adopt_config, in_use, looked_after, taken_over
-from hetseq.launch.stall_detector import Standstill
-from hetseq.launch.worker_processes import Worker, end_all, start_worker, threads_per_worker, warm_forkserver
+from hetseq.launch.stall_detector import SHARE, Reminder, Standstill
+from hetseq.launch.watchdog import LOADING_DEADLINE_S
+from hetseq.launch.worker_processes import (
+    Worker,
+    end_all,
+    kill_server,
+    server_pid,
+    start_worker,
+    threads_per_worker,
+    warm_forkserver,
+)
 from hetseq.launch.worker_watch import WorkerWatch, may_go_on
 from hetseq.monitor.progress import takes_text
 from hetseq.run_directory import RunDirectory
-from hetseq.system.processes import ECHO_S, first_stop_signal, ringing_on_signals
+from hetseq.system.processes import ECHO_S, die_of_next_signal, first_stop_signal, ringing_on_signals
 
 Record = dict[str, Any]
 _T = TypeVar("_T")
@@ -68,6 +78,10 @@ _VERDICT_S = 120.0  # after the last worker of this node, for those of the other
 
 class _Stopped(Exception):
     """A stop signal came before the workers were there."""
+
+
+class _CutShort(Exception):
+    """A second stop signal came while a worker was started in the place of another one."""
 
 
 class _Rejoin(Exception):
@@ -125,7 +139,8 @@ class Launcher:
                 self._is_over = True
                 return over.ending
             except _Stopped as stop:
-                ending = lost(f"stopped by {stop} before the first step", self._has_commit())
+                _stop_early(str(stop))
+                ending = stopped(f"stopped by {stop} {TOO_EARLY}", self._has_commit())
                 if self._member is not None:
                     with suppress(ChannelError):
                         self._member.send("refused", code=ending.code, message=ending.message)
@@ -237,13 +252,23 @@ class Launcher:
                 return record
             _tell(record["text"])
 
-    def _beside(self, job: Callable[[], _T]) -> _T:
-        """What a job that may block for seconds gives, done in a thread, so that stop signals are heeded all along."""
-        with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(job)
-            while not future.done():
-                self._pause(0.02)
-            return future.result()
+    def _beside(self, job: Callable[[], _T], pause: Callable[[float], None] | None = None) -> _T:
+        """What a job that may block gives, done in a thread, so that stop signals are heeded all along.
+
+        Where `pause` raises, the job is not waited for.
+        """
+        future: Future[_T] = Future()
+
+        def do() -> None:
+            try:
+                future.set_result(job())
+            except Exception as error:  # the caller's, as if it had done the job itself
+                future.set_exception(error)
+
+        threading.Thread(target=do, name="beside", daemon=True).start()
+        while not future.done():
+            (pause or self._pause)(0.02)
+        return future.result()
 
     def _pause(self, seconds: float) -> None:
         self._wait([], seconds)
@@ -289,12 +314,32 @@ class Launcher:
                 slot, device, threads, crew, host=member.address, sources=sources, name=name,
                 key=member.key_of(name), incarnation=incarnation(slot, starts), starts=starts, is_replacement=is_late,
             )  # fmt: skip
-            self._start_worker(self._placements[slot])
+            self._start_worker(self._placements[slot], self._pause)
         self._newest = membership.Record(0, tuple(incarnation(slot, 0) for slot in range(len(nodes))))
 
-    def _start_worker(self, placement: Assignment) -> Worker:
+    def _start_worker(self, placement: Assignment, pause: Callable[[float], None]) -> Worker:
+        """A new process, once the fork server has imported torch, which `pause` need not wait for."""
         assert self._directory is not None
-        worker = start_worker(self._config, self._directory.path, placement, self._errand)
+        path, given_up = self._directory.path, threading.Event()
+        begin_s, reminder = time.monotonic(), Reminder(SHARE * LOADING_DEADLINE_S)
+
+        def start() -> Worker:
+            return start_worker(
+                self._config, path, placement, self._errand, is_wanted=lambda: not given_up.is_set()
+            )  # fmt: skip
+
+        def wait_a_while(seconds: float) -> None:
+            pause(seconds)
+            if reminder.is_due(for_s := time.monotonic() - begin_s):
+                _tell(f"rank {placement.slot} has not started: importing torch (process {server_pid()}) has taken"
+                      f" {for_s:.0f} s")  # fmt: skip
+
+        try:
+            worker = self._beside(start, wait_a_while)
+        except (_Stopped, _CutShort):
+            given_up.set()
+            kill_server()
+            raise
         self._workers.append(worker)
         return worker
 
@@ -316,7 +361,14 @@ class Launcher:
         self._placements[slot] = dataclasses.replace(
             self._placements[slot], starts=starts, incarnation=incarnation(slot, starts), is_replacement=True
         )  # fmt: skip
-        return self._start_worker(self._placements[slot])
+        return self._start_worker(self._placements[slot], self._pause_in_training)
+
+    def _pause_in_training(self, seconds: float) -> None:
+        """Raises _CutShort when a stop signal comes that is not to be waited for."""
+        if self._bell in wait([self._bell], timeout=seconds):
+            self._heed(os.read(self._bell, 64), time.monotonic())
+        if self._cut_short:
+            raise _CutShort
 
     def _watch(self, member: Member, directory: RunDirectory) -> Ending:
         """Pass words on until all workers have ended; once one has failed the others get a short grace."""
@@ -351,6 +403,8 @@ class Launcher:
                         worker.kill()  # which gives back what was open for it
                         self._workers.remove(worker)
                         watch.running.append(self._restart(worker.rank))
+            except _CutShort:
+                break
             except ChannelError:
                 watch.hub_is_there = self._take_over(member, watch)
             if self._bell in happened:
@@ -441,7 +495,8 @@ class Launcher:
             return
         self._asked_s = now_s
         if not all(worker.is_ready for worker in self._workers):
-            self._cut_short = f"stopped by {name} before the first step"
+            self._cut_short = f"stopped by {name} {TOO_EARLY}"
+            _stop_early(name)
             return
         self._ask_to_leave(f"{name}: finishing this step; a second signal stops at once", now_s)
 
@@ -479,7 +534,7 @@ class Launcher:
             with suppress(ChannelError):
                 member.send("over", silent=silent, cut_short=self._cut_short, has_commit=self._has_commit())
                 if not member.is_head and self._cut_short:
-                    return lost(self._cut_short, self._has_commit())
+                    return stopped(self._cut_short, self._has_commit())
                 if not member.is_head and watch.has_left:
                     return Ending(EXIT_DONE if self._is_dropped else EXIT_STOPPED, watch.ends[0].message)
                 deadline = time.monotonic() + _VERDICT_S
@@ -504,6 +559,12 @@ class Launcher:
         """Whether there is a checkpoint to go on from."""
         path = Path(os.path.abspath(self._config.checkpoint.save_dir))
         return may_go_on(self._directory or RunDirectory(path))
+
+
+def _stop_early(name: str) -> None:
+    """Answer a signal that ends the run at once: what remains to be done takes a few seconds at most."""
+    die_of_next_signal()
+    _tell(f"{name}: stopping; a second signal stops at once")
 
 
 def _tell(text: str) -> None:

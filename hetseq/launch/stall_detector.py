@@ -14,15 +14,17 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from hetseq.launch.watchdog import LOADING_DEADLINE_S
 from hetseq.run_directory import RunDirectory, replace_file, utc_now
-from hetseq.system.rank_phase import STACKS_SIGNAL, Cell, Stand, in_words, letter_of, state_of_process
+from hetseq.system.rank_phase import STACKS_SIGNAL, Cell, Phase, Stand, in_words, letter_of, state_of_process
 
 SHARE = 0.5  # of the deadline, after which a rank is said to stand still
 _LEAST_TOLD_S = 10.0  # a step that takes a few seconds longer is nothing to talk about
+_LEAST_MEETING_S = SHARE * LOADING_DEADLINE_S
 _HELD_S = 2.5  # without a beat, which come at least once a second
 _MOST_FILES = 32
 _WRITE_S = 0.5  # for a file; a file system that hangs is not to hold the launcher
@@ -41,6 +43,19 @@ class Observed(Protocol):
     def pid(self) -> int: ...
 
 
+class Reminder:
+    """When to say that something lasts: after `first_s`, and again whenever it has lasted twice as long."""
+
+    def __init__(self, first_s: float) -> None:
+        self._next_s = first_s
+
+    def is_due(self, for_s: float) -> bool:
+        if for_s < self._next_s:
+            return False
+        self._next_s = 2 * for_s
+        return True
+
+
 @dataclass
 class _Known:
     """What was seen and said of one process, in the phase that began at `since_s`."""
@@ -48,6 +63,7 @@ class _Known:
     since_s: float = -1.0
     is_asked: bool = False
     has_moved: bool = False  # since the head was told where it stands
+    reminder: Reminder = field(default_factory=lambda: Reminder(_LEAST_TOLD_S))
     has_told: bool = False
     has_signalled: bool = False
     text: str = ""  # its stacks
@@ -60,6 +76,7 @@ class Standstill:
     def __init__(self, directory: RunDirectory, send: Callable[..., None], tell: Callable[[str], None]) -> None:
         self._directory, self._send, self._tell = directory, send, tell
         self._known: dict[tuple[int, int], _Known] = {}
+        self._meeting = Reminder(_LEAST_MEETING_S)
 
     def asked(self, worker: Observed) -> None:
         """The generation is over, and the others want to know what this worker holds: tell where it stands."""
@@ -87,9 +104,20 @@ class Standstill:
             has_news = self._keep_stacks(worker, stand, known) or known.has_moved
             if has_news and known.is_asked:
                 self._report(worker, stand, known)
-            if is_long and stand.for_s >= _LEAST_TOLD_S and not known.has_told:
-                known.has_told = True
+            if is_long and not (known.has_told and stand.step) and known.reminder.is_due(stand.for_s):
+                known.has_told = True  # in a step the others give it up; before the first one nobody does
                 self._tell(f"warning: rank {worker.rank} stands still, {self.words(worker)}")
+        self._look_for_others([worker.cell.stand() for worker in workers if worker.cell is not None])
+
+    def _look_for_others(self, stands: Sequence[Stand]) -> None:
+        """Say so where all ranks of this node have loaded, and wait for those of other nodes."""
+        if not stands or any(stand.phase is not Phase.MEETING for stand in stands):
+            self._meeting = Reminder(_LEAST_MEETING_S)
+        elif self._meeting.is_due(for_s := min(stand.for_s for stand in stands)):
+            self._tell(
+                f"warning: the ranks of this node have loaded and wait for those of other nodes for {for_s:.0f} s:"
+                " the terminals of those nodes say what they do"
+            )
 
     def words(self, worker: Observed) -> str:
         """Where a worker was last seen; empty where nothing is known."""

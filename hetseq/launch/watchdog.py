@@ -21,7 +21,7 @@ from hetseq.system.rank_phase import MOST_STACKS_BYTES, Cell, Stand
 SHARE = 0.25  # of the deadline, until the stacks are written for the first time
 _LEAST_S, _MOST_S = 0.1, 1.0  # between two looks
 _LOOKS = 16  # in a deadline
-_LOADING_DEADLINE_S = 600.0  # before there is a group: nobody gives up so early, but somebody may wonder
+LOADING_DEADLINE_S = 120.0  # before there is a group: half of it is told to the user, and nobody gives up
 _TOLD_S = 5.0  # until the status file says what lasts so long
 
 
@@ -46,7 +46,7 @@ class Watchdog:
     def look(self) -> float:
         """Look once; gives the deadline that holds."""
         given_s = self._deadline()
-        deadline_s = _LOADING_DEADLINE_S if given_s is None else given_s
+        deadline_s = LOADING_DEADLINE_S if given_s is None else given_s
         self._cell.beat(deadline_s)
         stand = self._cell.stand()
         if stand.since_s != self._since_s:

@@ -162,8 +162,19 @@ def _set_deadline(channel: Connection, seconds: float) -> None:
             pipe.setsockopt(socket.SOL_SOCKET, option, _SECONDS.pack(int(seconds), int(seconds % 1 * 1e6)))
 
 
-def start_worker(config: Config, run_path: Path, placement: Assignment, errand: InferenceJob | None = None) -> Worker:
-    """Start one rank, which uses the run directory `run_path`, to train or to do an errand."""
+def start_worker(
+    config: Config,
+    run_path: Path,
+    placement: Assignment,
+    errand: InferenceJob | None = None,
+    *,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> Worker:
+    """Start one rank, which uses the run directory `run_path`, to train or to do an errand.
+
+    Waits for the fork server to have imported torch; where that is killed because the worker `is_wanted` no more,
+    raises EOFError.
+    """
     context = warm_forkserver()
     end, end_of_worker = context.Pipe(duplex=True)
     # the user's own Options classes are unknown to a fresh process, so their values travel alone
@@ -174,12 +185,12 @@ def start_worker(config: Config, run_path: Path, placement: Assignment, errand: 
     arguments = (dataclasses.replace(config, extras={}), own, str(run_path), placement, end_of_worker, errand, cell)
     process = context.Process(target=_enter, args=arguments, name=f"rank-{placement.slot}")
     with _no_main_module():
-        _start(process)
+        _start(process, is_wanted)
     end_of_worker.close()
     return Worker(placement.slot, placement.starts, process, end, device=placement.device, cell=cell)
 
 
-def _start(process: Any) -> None:
+def _start(process: Any, is_wanted: Callable[[], bool] = lambda: True) -> None:
     """Start a process from the fork server, or from another one where that is killed meanwhile.
 
     Its workers end with it, and a launcher may hear of them first: it then asks a server for new ones that takes the
@@ -188,15 +199,29 @@ def _start(process: Any) -> None:
     try:
         process.start()
     except (EOFError, ConnectionError):
+        if not is_wanted():
+            raise
         _await_end_of_server()  # or it would be taken for alive again
         warm_forkserver()
         process.start()
 
 
-def _await_end_of_server() -> None:
+def kill_server() -> None:
+    """End the fork server where a worker that it is to start is wanted no more; its workers end with it."""
+    if (pid := server_pid()) is not None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def server_pid() -> int | None:
+    """The process of the fork server; None: there is none."""
     from multiprocessing import forkserver
 
-    pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
+    return getattr(forkserver._forkserver, "_forkserver_pid", None)
+
+
+def _await_end_of_server() -> None:
+    pid = server_pid()
     deadline = time.monotonic() + _HELD_S
     while pid is not None and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() > deadline:

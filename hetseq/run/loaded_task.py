@@ -21,6 +21,8 @@ from hetseq.data.loader import Source, place_on
 from hetseq.errors import MissingSplitError
 from hetseq.parallel.replica import batch_norms, check_model
 from hetseq.run.fingerprint import data_digest
+from hetseq.system import rank_phase as whereabouts
+from hetseq.system.rank_phase import Phase
 from hetseq.task import Task, build_model, collater_of, counts_of, load_split, make_task
 from hetseq.training import compile as compiling
 from hetseq.training import task_checks as probe
@@ -68,20 +70,24 @@ def load_material(config: Config, device: torch.device, task: Task | None = None
     """The task, its data and its model for this rank; every rank calls it, without a collective. Raises HetSeqError."""
     precision, seed = PRECISIONS[config.optimization.precision], config.task.seed
     task = task or make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
+    whereabouts.enter(Phase.LOADING_DATA)
     train = load_split(task, config.data.train_subset)
     valid = {} if config.validation.disable_validation else _validation_splits(task, config.data)
     place = place_on(device, precision.storage)
     collate = collater_of(task, train)
     terms = probe.find_terms(task, train, collate)
+    whereabouts.enter(Phase.MODEL)
     seed_everything(seed)
     model = build_model(task)
     check_model(model)
     model.to(device, precision.storage)
+    whereabouts.enter(Phase.TRIAL)
     with precision.computing(device):
         trial = probe.check_loss(
             task, model, train, collate=collate, place=place, terms=terms, seed=seed, precision=precision
         )
     if config.optimization.compile:
+        whereabouts.enter(Phase.COMPILING)
         compiling.compile_(model)
         sizes = (2, 3) if batch_norms(model) else (1, 2, 3)
         batches = [(place(collate(samples)), len(samples)) for samples in probe.first_samples(train, sizes)]

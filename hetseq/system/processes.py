@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import wait
@@ -88,6 +89,36 @@ def keep_freed_memory() -> None:
 def first_stop_signal(signals: bytes) -> int | None:
     """The first stop signal among those that came; others are somebody else's in this process."""
     return next((number for number in signals if number in STOP_SIGNALS), None)
+
+
+@contextmanager
+def interrupting_on_signals() -> Iterator[None]:
+    """The first stop signal interrupts the block by a KeyboardInterrupt with its name; a second one kills."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        die_of_next_signal()
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is interrupt:  # else it was one of these, or the block's last word
+                signal.signal(number, handler)
+
+
+def die_of_next_signal() -> None:
+    """From now on a stop signal ends this process at once, unless it is an echo of the one that came just now."""
+    first_s = time.monotonic()
+
+    def die(number: int, frame: FrameType | None) -> None:
+        if time.monotonic() - first_s > ECHO_S:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, die)
 
 
 @contextmanager

@@ -43,6 +43,7 @@ class Phase(enum.IntEnum):
 
     STARTING, LOADING, MEETING, CONNECTING, BUILDING, DATA, COUNT, FORWARD_BACKWARD, REDUCE, COMMIT, UPDATE = range(11)
     BOUNDARY, COMPARING, VALIDATION, SAVING, REGROUPING, ENDING, SWEEPING = range(11, 18)
+    LOADING_DATA, MODEL, TRIAL, COMPILING = range(18, 22)
 
     @property
     def words(self) -> str:
@@ -52,7 +53,11 @@ class Phase(enum.IntEnum):
 
 _IN_WORDS = {
     Phase.STARTING: "starting its process",
-    Phase.LOADING: "loading task, data and model",
+    Phase.LOADING: "loading the task",
+    Phase.LOADING_DATA: "loading its data",
+    Phase.MODEL: "building its model",
+    Phase.TRIAL: "the start-up trial of its loss",
+    Phase.COMPILING: "compiling its model",
     Phase.MEETING: "waiting until all ranks have loaded",
     Phase.CONNECTING: "connecting to its peers",
     Phase.BUILDING: "building optimizer and loader, or taking over the state",

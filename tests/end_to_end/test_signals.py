@@ -23,7 +23,7 @@ from hetseq.checkpoint.arena import Arena
 from hetseq.checkpoint.leftover_memory import Remains
 from hetseq.run_directory import RunDirectory
 from tests.support import forked
-from tests.support.commands import TRAIN, Finished
+from tests.support.commands import ROOT, TRAIN, Finished, start_command
 from tests.support.trials import (
     Trial,
     curve,
@@ -49,6 +49,40 @@ HAZARD = shlex.split(
     " --step-deadline 60 --balance equal"
 )
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+# the import of torch lasts a minute, in the process that the variable names
+SLOW_TORCH = """
+import os, sys, time
+from pathlib import Path
+
+class Slow:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            words = Path("/proc/self/cmdline").read_bytes()
+            where = "torch in the fork server" if b"forkserver" in words else "torch in the launcher"
+            if where == os.environ["SLOW_IMPORT"]:
+                (Path(__file__).parent / "reached").touch()
+                time.sleep(60)
+
+sys.meta_path.insert(0, Slow())
+"""
+SLOW_TASK = """
+import time
+from pathlib import Path
+
+(Path(__file__).parent / "reached").touch()
+time.sleep(60)
+"""
+# a rank that loads is told of after 10 s
+IMPATIENT = """
+from hetseq.launch import watchdog
+from tests.support.hazards import Hazard
+
+watchdog.LOADING_DEADLINE_S = 20.0
+
+
+class Impatient(Hazard):
+    pass
+"""
 WORKERS_LEFT_S = 5.0
 NOBODY_LEFT_S = 15.0  # alone, the fork server takes 1.5 s of computing to tear down what it has imported
 
@@ -120,7 +154,7 @@ def test_a_signal_while_data_are_loaded_ends_the_run_at_once(tmp_path: Path) -> 
         trial.signal(signal.SIGUSR1, trial.launcher)
         finished = trial.finish(10)
         trial.wait_until_gone(NOBODY_LEFT_S)
-    assert finished.code == 1, "there is nothing to go on from"
+    assert finished.code == 130, "there is nothing to go on from"
     assert finished.err.count("stopped by SIGUSR1 before the first step; nothing had been saved yet") == 1
 
 
@@ -131,8 +165,48 @@ def test_a_signal_while_the_workers_start_is_not_lost(tmp_path: Path) -> None:
         trial.signal(signal.SIGTERM, trial.launcher)
         finished = trial.finish(30)
         trial.wait_until_gone(NOBODY_LEFT_S)
-    assert finished.code == 1, finished.err
+    assert finished.code == 130, finished.err
     assert "stopped by SIGTERM before the first step" in finished.err
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("where", ["torch in the fork server", "torch in the launcher", "the task"])
+def test_a_signal_during_an_import_that_lasts_a_minute_is_answered_at_once(
+    tmp_path: Path, where: str, number: signal.Signals
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SLOW_TORCH)
+    (tmp_path / "slow_task.py").write_text(SLOW_TASK)
+    task = tmp_path / "slow_task.py:Slow" if where == "the task" else "mnist"
+    words = ["--task", task, "--max-epoch", 1, "--global-batch-size", 96, "--save-dir", tmp_path / "run"]
+    words += [] if where == "torch in the launcher" else ["--cpu"]
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "SLOW_IMPORT": where}
+    with start_command(words, env=environment) as command:
+        until((tmp_path / "reached").exists, "the import")
+        begin = time.monotonic()
+        command.send_signal(number)
+        finished = command.finish(timeout_s=10)
+        seconds = time.monotonic() - begin
+    assert seconds < 3
+    assert finished.code == 130, finished.err
+    name = signal.Signals(number).name
+    assert finished.err.count(f"stopped by {name} before the first step; nothing had been saved yet") == 1
+    assert "Traceback" not in finished.err
+    until(lambda: not _mentioned(str(tmp_path)), "processes left", within_s=NOBODY_LEFT_S)
+
+
+@pytest.mark.alone
+def test_a_signal_during_an_import_ends_with_75_where_there_is_a_checkpoint(tmp_path: Path) -> None:
+    words = [*PLAIN, "--max-epoch", "1"]
+    assert run_trial(words, tmp_path / "run").code == 0
+    (tmp_path / "sitecustomize.py").write_text(SLOW_TORCH)
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "SLOW_IMPORT": "torch in the fork server"}
+    with start_command([*words, "--max-epoch", "2", "--save-dir", tmp_path / "run"], env=environment) as command:
+        until((tmp_path / "reached").exists, "the import")
+        command.send_signal(signal.SIGTERM)
+        finished = command.finish(timeout_s=10)
+    assert finished.code == 75, finished.err
+    assert "SIGTERM: stopping; a second signal stops at once" in finished.err
 
 
 @pytest.mark.fault("FT-8")
@@ -313,6 +387,28 @@ def test_a_worker_that_falls_silent_is_fenced_after_the_deadline_and_the_others_
     print(f"went on {seconds:.1f} s after it fell silent")
 
 
+def test_a_rank_that_hangs_while_it_loads_is_named_with_its_stacks_also_one_that_comes_back(tmp_path: Path) -> None:
+    (tmp_path / "slow_task.py").write_text(IMPATIENT)
+    words = _planned(tmp_path, {"load": "wait"}, "--distributed-world-size", 2, "--max-epoch", 4000)
+    words[words.index(f"{HAZARDS}:Hazard")] = f"{tmp_path}/slow_task.py:Impatient"
+    with start_trial(words, tmp_path / "run") as trial:
+        for rank in (0, 1):
+            line = rf"rank {rank} stands still, last seen on cpu loading its data for 1\d s; .*rank-{rank}-step-0.txt"
+            until(lambda line=line: re.search(line, trial.command.said()), f"rank {rank}")
+        assert "in _act" in (tmp_path / "run" / "stacks" / "rank-1-step-0.txt").read_text()
+        (tmp_path / "open").touch()
+        trial.wait_for_step(3)
+        (tmp_path / "open").unlink()
+        trial.signal(signal.SIGKILL, until(trial.workers, "workers")[1])
+        until(lambda: trial.command.said().count("rank 1 stands still") == 2, "its replacement")
+        (tmp_path / "open").touch()
+        until(lambda: "is back" in trial.command.said(), "its return")
+        trial.signal(signal.SIGTERM, trial.launcher)
+        finished = trial.finish()
+    assert finished.code == 75
+    assert finished.err.count("stands still") == 3
+
+
 def test_an_exception_in_one_rank_is_shown_once_while_others_wait_in_a_collective(tmp_path: Path) -> None:
     words = _planned(tmp_path, {"40": "raise"}, "--distributed-world-size", 3, "--save-interval-updates", 1)
     with start_trial(words, tmp_path / "run") as trial:
@@ -425,6 +521,16 @@ def _shared_memory_of(pids: list[int], run: Path) -> list[str]:
     names = set(os.listdir(folder) if folder.is_dir() else []) - whole
     prefix = Arena.prefix(run_id)
     return [name for name in names if name.startswith(prefix) or any(f"_{pid}_" in name for pid in pids)]
+
+
+def _mentioned(text: str) -> list[Path]:
+    """The processes that have a text in their environment, as a folder on PYTHONPATH."""
+    found = []
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if text.encode() in environ.read_bytes():
+                found.append(environ.parent)
+    return found
 
 
 def _command_line(pid: int) -> str:

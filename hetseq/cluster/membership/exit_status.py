@@ -11,12 +11,12 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
+from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
 
 #: signals that a program earns by itself; a queue that restarts it would see them again
 _OWN_FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
-_TOO_EARLY = "before the first step"  # as a launcher says when it was stopped
+TOO_EARLY = "before the first step"  # as a launcher says when it was stopped
 _LAST_WORDS = re.compile(r"; its last words are in log/rank-\d+\.txt")
 _NOTHING_SAVED = "nothing had been saved yet"
 
@@ -75,7 +75,7 @@ def judge(
     """
     called = _Names(hosts or {})
     if cut_short:
-        return lost(cut_short, has_commit)
+        return stopped(cut_short, has_commit)
     killed = [end for end in ends if end.code is None]
     failed = [end for end in ends if end.code not in (None, EXIT_DONE, EXIT_STOPPED) and not end.is_secondary]
     # A rank that the launcher had to end because another one failed is no cause.
@@ -120,9 +120,15 @@ def lost(reason: str, has_commit: bool) -> Ending:
     return Ending(EXIT_FAILED, f"{reason}; {_NOTHING_SAVED}")
 
 
+def stopped(reason: str, has_commit: bool) -> Ending:
+    """The end of a run that a person or a queue has stopped at once."""
+    ending = lost(reason, has_commit)
+    return ending if has_commit else Ending(EXIT_INTERRUPTED, ending.message)
+
+
 def of_errand(ending: Ending) -> Ending:
     """The same end where nothing was to be trained or saved: what was interrupted can be done again."""
-    words = ending.message.replace(f" {_TOO_EARLY}", "").replace(_NOTHING_SAVED, "give the command again")
+    words = ending.message.replace(f" {TOO_EARLY}", "").replace(_NOTHING_SAVED, "give the command again")
     return Ending(ending.code, _LAST_WORDS.sub("", words))
 
 

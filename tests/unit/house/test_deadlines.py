@@ -87,9 +87,9 @@ hetseq/commands/ssh/remote.py
 hetseq/system/faults.py
     _stop: os.waitpid: it was killed just before; and tests alone come here
 hetseq/launch/launcher.py
-    Launcher._beside: with PoolExecutor: its one job, to knock at doors, has a deadline
     Launcher._beside: future.result: it is done
     Launcher._wait: os.read: the bell was found readable, and nobody else reads it
+    Launcher._pause_in_training: os.read: the bell was found readable, and nobody else reads it
     Launcher._watch: os.read: the bell was found readable, and nobody else reads it
     Launcher._last_words: os.read: the bell was found readable, and nobody else reads it
     Launcher._wait_for_verdict: wait: the others train, which may take days; the kernel ends the channel of a head

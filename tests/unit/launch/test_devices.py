@@ -15,7 +15,7 @@ from hetseq.launch.launch import local_devices
 @pytest.fixture
 def shows(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A node with two GPUs, and a torch that could use them."""
-    monkeypatch.setattr(launch, "_visible_gpus", lambda: 2)
+    monkeypatch.setattr(launch, "visible_gpus", lambda: 2)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     return monkeypatch
 
@@ -73,9 +73,9 @@ def test_a_gpu_that_is_not_there_is_named_with_those_that_are(
 
 
 def test_where_there_is_one_gpu_or_none_the_words_are_others(shows: pytest.MonkeyPatch) -> None:
-    shows.setattr(launch, "_visible_gpus", lambda: 1)
+    shows.setattr(launch, "visible_gpus", lambda: 1)
     assert "this node shows cuda:0 alone (nvidia-smi" in refusal("--devices", "cuda:7")
-    shows.setattr(launch, "_visible_gpus", lambda: 0)
+    shows.setattr(launch, "visible_gpus", lambda: 0)
     assert "this node shows no GPU (nvidia-smi" in refusal("--devices", "cuda")
     shows.setattr(torch.version, "cuda", None)
     shows.setattr(torch.version, "hip", None)

@@ -9,7 +9,7 @@ import pytest
 
 from hetseq.cluster.membership.exit_status import Ending, WorkerEnd, judge
 from hetseq.config import parse
-from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, EXIT_USAGE
+from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE
 from hetseq.launch import launch as launch_module
 
 STOPPED = "stopped after step 7; the same command goes on from step 7"
@@ -103,7 +103,7 @@ def test_what_the_launcher_cut_short_is_its_own_reason(ends: list[WorkerEnd]) ->
     ending = judge(ends, has_commit=True, cut_short="stopped at once by a second signal (SIGINT)", silent=[1])
     assert ending.code == EXIT_STOPPED
     assert ending.message.startswith("stopped at once by a second signal (SIGINT); the same command goes on")
-    assert judge(ends, has_commit=False, cut_short="stopped").code == EXIT_FAILED
+    assert judge(ends, has_commit=False, cut_short="stopped").code == EXIT_INTERRUPTED
 
 
 def test_a_launcher_says_what_it_starts_before_workers_have_anything_to_say(

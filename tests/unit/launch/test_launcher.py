@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from hetseq.cluster.membership.assignment import Assignment
 from hetseq.cluster.membership.coordinator_client import Member
 from hetseq.cluster.membership.run_directory_discovery import leave_mark
 from hetseq.cluster.rendezvous.channel import ChannelClosed
 from hetseq.config import parse
 from hetseq.errors import ConfigError, RunDirectoryError
-from hetseq.launch.launcher import Launcher, _Stopped
+from hetseq.launch.launcher import Launcher, _CutShort, _Stopped
 from hetseq.run_directory import RunDirectory
 
 
@@ -107,6 +112,76 @@ def test_the_head_that_is_lost_again_on_the_way_back_is_looked_for_again(
         with pytest.raises(ChannelClosed):
             node._take_part()
     node._leave_directory()
+
+
+@pytest.fixture
+def importing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    """A launcher whose fork server imports torch until it is killed; it hears of signals by `rings`."""
+    node, killed = launcher(None), threading.Event()
+    node._directory = RunDirectory(Path("run"))
+    node._bell, hammer = os.pipe()
+
+    def start(*_: Any, is_wanted: Any) -> None:
+        os.write(hammer, bytes([signal.SIGTERM]))
+        assert killed.wait(20)
+        assert not is_wanted(), "another server would be asked"
+        raise EOFError
+
+    monkeypatch.setattr("hetseq.launch.launcher.start_worker", start)
+    monkeypatch.setattr("hetseq.launch.launcher.kill_server", killed.set)
+    yield node
+    assert killed.is_set()
+    for thread in threading.enumerate():
+        if thread.name == "beside":
+            thread.join(20)
+    os.close(node._bell)
+    os.close(hammer)
+
+
+def test_a_stop_signal_does_not_wait_for_a_server_that_imports_torch(importing: Launcher) -> None:
+    with pytest.raises(_Stopped, match="SIGTERM"):
+        importing._start_worker(cast(Assignment, SimpleNamespace(slot=0)), importing._pause)
+    assert importing._workers == []
+
+
+def test_a_replacement_that_waits_for_a_server_is_waited_for_until_the_second_signal(
+    importing: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = list[bytes]()
+
+    def heed(signals: bytes, now_s: float) -> None:
+        heard.append(signals)
+        importing._cut_short = "" if len(heard) == 1 else "stopped at once by a second signal (SIGTERM)"
+        if len(heard) == 1:
+            os.write(hammer, signals)
+
+    hammer = os.open(f"/proc/self/fd/{importing._bell}", os.O_WRONLY)
+    monkeypatch.setattr(importing, "_heed", heed)
+    with pytest.raises(_CutShort):
+        importing._start_worker(cast(Assignment, SimpleNamespace(slot=0)), importing._pause_in_training)
+    assert len(heard) == 2
+    os.close(hammer)
+
+
+def test_a_server_that_imports_torch_for_minutes_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = launcher(None)
+    node._directory = RunDirectory(Path("run"))
+    now_s, begun = [0.0], threading.Event()
+
+    def pause(seconds: float) -> None:
+        if now_s[0] < 130.0:
+            now_s[0] += 1.0
+        else:
+            begun.set()
+
+    monkeypatch.setattr("hetseq.launch.launcher.start_worker", lambda *_, **__: begun.wait(20))
+    monkeypatch.setattr("hetseq.launch.launcher.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    node._start_worker(cast(Assignment, SimpleNamespace(slot=3)), pause)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(" has taken ")[2] for line in lines] == ["60 s", "120 s"]
+    assert all(line.startswith("rank 3 has not started: importing torch (process ") for line in lines)
 
 
 def test_a_stop_signal_while_another_head_is_looked_for_does_not_keep_from_saving(

@@ -12,6 +12,7 @@ import pytest
 
 from hetseq.launch import stall_detector as standstill
 from hetseq.launch.stall_detector import SHARE, Standstill
+from hetseq.launch.watchdog import LOADING_DEADLINE_S, Watchdog
 from hetseq.launch.worker_watch import WorkerWatch
 from hetseq.run_directory import RunDirectory
 from hetseq.system import rank_phase as whereabouts
@@ -112,6 +113,48 @@ def test_half_the_deadline_is_a_line_for_the_user_once_a_phase(scene: Scene, clo
     scene.worker.shared.wait_for_others(True)
     scene.look()
     assert len(scene.told) == 1, "it waits for others"
+
+
+def test_before_the_first_step_the_line_comes_after_a_minute_and_whenever_that_has_doubled(
+    scene: Scene,
+    clock: Clock,  # noqa: F811
+) -> None:
+    """Nobody gives up a rank that only loads, so the user is to know what it does."""
+    scene.worker.shared.enter(Phase.LOADING_DATA, 0)
+    Watchdog(scene.worker.shared, lambda: None).look()  # before there is a group
+    scene.worker.shared.dump()
+    for second in range(500):
+        clock.now_s = 1000.0 + second
+        scene.look()
+    words = [
+        f"warning: rank 3 stands still, last seen on cuda:0 loading its data for {s} s" for s in (60, 120, 240, 480)
+    ]
+    assert [line.partition(";")[0] for line in scene.told] == words
+    assert str(scene.folder / "stacks" / "rank-3-step-0.txt") in scene.told[0]
+
+
+def test_ranks_that_have_loaded_say_that_they_wait_for_other_nodes(scene: Scene, clock: Clock) -> None:  # noqa: F811
+    scene.worker.shared.enter(Phase.MEETING, 0)
+    for second in (59, 60, 61, 119, 120):
+        clock.now_s = 1000.0 + second
+        scene.look()
+    assert [line.partition(" s:")[0] for line in scene.told] == [
+        f"warning: the ranks of this node have loaded and wait for those of other nodes for {seconds}"
+        for seconds in (60, 120)
+    ]
+
+
+def test_a_rank_that_loads_is_named_and_not_those_that_wait_for_it(scene: Scene, clock: Clock) -> None:  # noqa: F811
+    waiting = Worker(rank=2)
+    waiting.shared.enter(Phase.MEETING, 0)
+    scene.worker.shared.enter(Phase.TRIAL, 0)
+    scene.worker.shared.beat(LOADING_DEADLINE_S)
+    clock.now_s = 1000.0 + 60
+    scene.standstill.look([scene.worker, waiting])
+    assert [line[:70] for line in scene.told] == [
+        "warning: rank 3 stands still, last seen on cuda:0 the start-up trial of its loss for 60 s"[:70]
+    ]
+    waiting.shared.close()
 
 
 def test_a_process_without_a_beat_gets_the_signal_once(

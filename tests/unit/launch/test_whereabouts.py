@@ -107,7 +107,8 @@ def test_a_run_tells_every_phase_that_it_comes_to(tmp_path: Path) -> None:
         whereabouts.arm(None)
     data, boundary = Phase.DATA, Phase.BOUNDARY
     step = [data, Phase.COUNT, Phase.FORWARD_BACKWARD, data, Phase.REDUCE, Phase.COMMIT, Phase.UPDATE, boundary]
-    assert diary.phases == [*step, *step, Phase.VALIDATION, boundary, Phase.SAVING, boundary]
+    loading = [Phase.LOADING_DATA, Phase.MODEL, Phase.TRIAL]
+    assert diary.phases == [*loading, *step, *step, Phase.VALIDATION, boundary, Phase.SAVING, boundary]
     assert diary.steps == [1, 2]
 
 

@@ -125,6 +125,14 @@ def test_a_server_that_lives_is_not_asked_twice(monkeypatch: pytest.MonkeyPatch)
         workers._start(Orphan(KeyError))
 
 
+def test_a_server_that_was_killed_because_its_worker_is_not_wanted_is_not_followed_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workers, "warm_forkserver", lambda: pytest.fail("another server"))
+    with pytest.raises(EOFError):
+        workers._start(Orphan(EOFError), lambda: False)
+
+
 @pytest.mark.usefixtures("dying")
 def test_a_server_that_neither_answers_nor_ends_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_HELD_S", 0.02)

@@ -10,7 +10,8 @@ from multiprocessing.connection import wait
 
 import pytest
 
-from hetseq.system.processes import STOP_SIGNALS, ringing_on_signals
+from hetseq.system import processes
+from hetseq.system.processes import ECHO_S, STOP_SIGNALS, interrupting_on_signals, ringing_on_signals
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +50,28 @@ def test_after_a_stop_signal_later_ones_are_ignored_and_without_one_the_handlers
         signal.raise_signal(signal.SIGTERM)
         assert os.read(bell, 64) == bytes([signal.SIGTERM])
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_before_the_launcher_listens_a_signal_interrupts_and_a_second_one_that_is_no_echo_kills(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, killed = [5.0], list[int]()
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(processes.os, "kill", lambda pid, number: killed.append(number))
+    with pytest.raises(KeyboardInterrupt, match=number.name), interrupting_on_signals():
+        signal.raise_signal(number)
+    now_s[0] += ECHO_S
+    signal.raise_signal(number)
+    assert killed == []
+    now_s[0] += 0.1
+    signal.raise_signal(number)
+    assert killed == [number]
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_without_a_signal_the_handlers_come_back() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with interrupting_on_signals():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
