@@ -102,6 +102,11 @@ class LauncherLink:
         if self.pulse is not None:
             self.pulse.renew = renew
 
+    def look_after(self, upkeep: Callable[[], None]) -> None:
+        """From now on `upkeep` is done about once a second, by a thread of its own."""
+        if self.pulse is not None:
+            self.pulse.upkeep = upkeep
+
     def report(self, report: Mapping[str, Any]) -> Record:
         """Say what this frozen rank holds; gives the record of the next generation.
 

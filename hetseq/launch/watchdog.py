@@ -30,6 +30,7 @@ class Watchdog:
 
     def __init__(self, cell: Cell, deadline: Callable[[], float | None]) -> None:
         self.renew: Callable[[Stand], None] | None = None
+        self.upkeep: Callable[[], None] | None = None  # done at each look
         self._cell, self._deadline = cell, deadline
         self._since_s, self._next_s = -1.0, 0.0
 
@@ -57,6 +58,8 @@ class Watchdog:
             self._dump()
         if stand.for_s >= _TOLD_S and self.renew is not None:
             self.renew(stand)
+        if self.upkeep is not None:
+            self.upkeep()
         return deadline_s
 
     def _dump(self) -> None:

@@ -197,6 +197,9 @@ class _Life:
             products.multiply_by_the_faster_library()
         faults.arm(placement.faults, slot=placement.slot, incarnation=placement.starts)
         self.output = RankOutput(directory, placement.slot)
+        if isinstance(line, LauncherLink):  # else a person is there, with a debugger
+            self.output.wait_for_no_reader()
+            line.look_after(self.output.limit_prints)
         crew = None if placement.is_replacement else placement.crew
         rank = None if crew is None else crew.rank_of(placement.slot)
         self.output.show(rank == 0)

@@ -1,8 +1,9 @@
 """What one rank lets be seen: its log file, its lines on the terminal, and what the user's code prints.
 
 Responsible for: who of many ranks speaks. Everything goes into `log/rank-N.txt`; the terminal gets the lines of rank
-zero and the warnings of all, the user's prints once, those of the other ranks going to `log/rank-N.out`. Refuses to
-know what is said. The one idea: who is rank zero changes with the generations, so it can be asked for again and again.
+zero and the warnings of all, the user's prints once. What does not go there goes to `log/rank-N.out`: the prints of the
+other ranks, and what a terminal that is not read does not take. Refuses to know what is said. The one idea: who is rank
+zero changes with the generations, so it can be asked for again and again.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from hetseq.run_directory import RunDirectory, open_appending
+from hetseq.monitor.patient_stream import PatientWriter, patient
+from hetseq.run_directory import RunDirectory, open_appending, open_private, replace_file
 
 logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 8 << 20  # of a file of prints; there are two of them at most
+_UNREAD = "---- the terminal takes no text; what follows was for it\n"
 
 
 class RankOutput:
@@ -29,6 +34,8 @@ class RankOutput:
         self._where = f"[rank {slot} {socket.gethostname()}] "
         self._terminal: logging.Handler = logging.NullHandler()
         self._stdout, self._is_shown = -1, True
+        self._writer: PatientWriter | None = None
+        self._spilt = -1
 
     def log_to(self, terminal: logging.Handler, closing: ExitStack) -> None:
         """Log into the file, and to the terminal by this handler, until `closing` is closed."""
@@ -50,6 +57,8 @@ class RankOutput:
             return
         sys.stdout.flush()
         self._is_shown = is_shown
+        if self._writer is not None:
+            self._writer.is_in_file = not is_shown
         if is_shown:
             os.dup2(self._stdout, 1)
             return
@@ -58,10 +67,47 @@ class RankOutput:
         with open_appending(self._prints) as file:
             os.dup2(file.fileno(), 1)
 
+    def wait_for_no_reader(self) -> None:
+        """From now on no print of this process waits for a terminal that is not read. Before the first `show`."""
+        self._writer = PatientWriter(1, self._spill)
+        sys.stdout = patient(sys.stdout, self._writer)
+        sys.stderr = patient(sys.stderr, PatientWriter(2, self._spill))
+
+    def limit_prints(self) -> None:
+        """Keep the file of prints small; to be called about once a second, by any thread."""
+        with suppress(OSError):
+            if self._prints.stat().st_size > _MOST_BYTES:
+                _rotate(self._prints)
+
+    def _spill(self, data: bytes) -> None:
+        with suppress(OSError):
+            if self._spilt < 0:
+                self._spilt = open_private(self._prints, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.write(self._spilt, _UNREAD.encode())
+            os.write(self._spilt, data)
+
     def write_last_words(self, text: str) -> None:
         """Say why this rank is over in its log alone: the terminal hears from its launcher what all died of."""
         self._terminal.setLevel(logging.CRITICAL)
         logger.error("this rank is over: %s", text)
+
+
+def _rotate(path: Path) -> None:
+    """Move what a file of prints holds into one older file, the newest part if it is much.
+
+    The file itself stays and is emptied: processes that the task has started hold it open too.
+    """
+    older = path.with_name(f"{path.name}.1")
+    file = open_private(path, os.O_RDWR | os.O_APPEND)
+    try:
+        end = os.fstat(file).st_size
+        replace_file(older, os.pread(file, _MOST_BYTES, max(0, end - _MOST_BYTES)), is_durable=False)
+        since = os.pread(file, _MOST_BYTES, end)  # was printed meanwhile
+        os.ftruncate(file, 0)
+        os.write(file, f"---- earlier prints: the last {_MOST_BYTES >> 20} MiB of them are in {older.name}\n".encode())
+        os.write(file, since)
+    finally:
+        os.close(file)
 
 
 class _LogFile(logging.handlers.WatchedFileHandler):

@@ -140,7 +140,7 @@ def test_a_command_that_is_interrupted_leaves_no_file(run: Path, tmp_path: Path,
         until(lambda: list(output.glob(".out.txt.*")), "a file that is being written")
         os.kill(command.pid, number)
         finished = command.finish(timeout_s=20)
-    assert finished.code == 1, finished
+    assert finished.code == 130, finished
     assert f"stopped by {signal.Signals(number).name}; give the command again" in finished.err
     assert list(output.iterdir()) == []
 

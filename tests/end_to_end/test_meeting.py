@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_USAGE
+from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from tests.support.nodes import Ended, Node, Nodes
 from tests.support.places import PLACES, Place, directory, fresh_name, tcp
 
@@ -64,7 +64,7 @@ def stop(nodes: Nodes, node: Node) -> None:
     """What waits is stopped by one signal, at once."""
     node.signal(signal.SIGTERM)
     (ended,) = nodes.finish(node, timeout_s=5)
-    assert ended.code == EXIT_FAILED, nodes.story()
+    assert ended.code == EXIT_INTERRUPTED, nodes.story()
     assert "SIGTERM" in ended.message
     assert "Traceback" not in ended.err
 
@@ -99,7 +99,7 @@ def test_a_launcher_that_waits_for_the_head_is_stopped_by_one_signal(nodes: Node
 def test_a_name_that_nobody_knows(nodes: Nodes) -> None:
     nodes.start(*words("tcp://no-such-head.invalid:29400", rank=1))
     (ended,) = nodes.finish()
-    assert ended.code in (EXIT_FAILED, EXIT_USAGE)
+    assert ended.code in (EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE)
     check_end(nodes, ended, ended.code, f"no-such-head.invalid is not known on {HERE}", "IP address")
 
 
@@ -184,7 +184,7 @@ def test_a_port_that_another_program_uses_is_no_head(nodes: Nodes, answer: bytes
     with foreign_program(answer) as port:
         nodes.start(*words(f"tcp://127.0.0.1:{port}", rank=1))
         (ended,) = nodes.finish()
-    assert ended.code in (EXIT_FAILED, EXIT_USAGE)
+    assert ended.code in (EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE)
     check_end(nodes, ended, ended.code, str(port), f"pid {os.getpid()}", "HetSeq", "another port")
 
 

@@ -83,6 +83,18 @@ watchdog.LOADING_DEADLINE_S = 20.0
 class Impatient(Hazard):
     pass
 """
+LINE = "y" * 200
+CHATTY = f"""
+import sys
+from hetseq.tasks.mnist import MNISTTask
+
+
+class Chatty(MNISTTask):
+    def update_step(self, num_updates):
+        for _ in range(30 if num_updates else 0):
+            print("{LINE}")
+            sys.stderr.write("{LINE}"[:50] + "\\n")
+"""
 WORKERS_LEFT_S = 5.0
 NOBODY_LEFT_S = 15.0  # alone, the fork server takes 1.5 s of computing to tear down what it has imported
 
@@ -442,6 +454,28 @@ def test_a_reader_that_goes_away_hangs_nothing(tmp_path: Path, streams: str) -> 
     assert code == 0, said
     assert max(curve(tmp_path / "run")) == 60, "the run went on without its reader"
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_a_reader_that_reads_nothing_stops_no_rank_and_what_it_misses_is_in_a_file(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "chatty_task.py").write_text(CHATTY)
+    words = [*PLAIN, "--save-dir", str(tmp_path / "run"), "--distributed-world-size", "2", "--step-deadline", "60"]
+    words[words.index("mnist")] = f"{tmp_path}/chatty_task.py:Chatty"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"}
+    reader, writer = os.openpty() if kind == "terminal" else os.pipe()
+    with subprocess.Popen([*TRAIN, *words], stdout=writer, stderr=writer, env=environment) as process:
+        try:
+            code = process.wait(60)
+        finally:
+            process.kill()
+            os.close(writer)
+            os.close(reader)
+    assert code == 0
+    assert max(curve(tmp_path / "run")) == 60
+    shown, hidden = ((tmp_path / "run" / "log" / f"rank-{rank}.out").read_text() for rank in (0, 1))
+    assert shown.startswith("---- the terminal takes no text; what follows was for it")
+    assert shown.count("y") > 1000 * len(LINE), "a live display breaks long lines"
+    assert hidden.count(LINE) == 60 * 30
 
 
 def test_without_a_launcher_process_a_signal_saves_and_a_second_one_stops_at_once(tmp_path: Path) -> None:

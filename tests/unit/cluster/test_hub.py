@@ -793,7 +793,7 @@ def test_a_launcher_that_was_stopped_at_once_gives_the_reason_if_nobody_is_left(
     talk = Talk()
     talk.run(ONE)
     said = talk.over(0, cut_short="stopped at once by a second signal (SIGINT)", silent=[0, 1])
-    assert endings(said)[0] == Ending(1, "stopped at once by a second signal (SIGINT); nothing had been saved yet")
+    assert endings(said)[0] == Ending(130, "stopped at once by a second signal (SIGINT); nothing had been saved yet")
 
 
 def test_a_launcher_that_never_reports_its_end_does_not_keep_the_others() -> None:
