@@ -28,9 +28,10 @@ from hetseq.cluster.membership.run_directory_discovery import has_commits
 from hetseq.config.command_line import Argument, Command, CommandOption, Given
 from hetseq.config.sections import Config, DistributedConfig
 from hetseq.errors import EXIT_DONE, CheckpointError, ConfigError
-from hetseq.launch.launch import launch, run_here
+from hetseq.launch.launch import launch, run_here, stopped_early
 from hetseq.launch.worker_processes import ending_server
 from hetseq.system.files import sync_directory
+from hetseq.system.processes import interrupting_on_signals
 from hetseq.which_run import existing_run
 
 _RUN = Argument("RUN", "the --save-dir of a run, under way or not; nothing in it is changed")
@@ -178,7 +179,11 @@ def run(request: EvaluationRequest) -> Ending:
         )
         errand = InferenceJob(str(request.run), None if beside is None else str(beside), request.wants_json)
         start = run_here if config.distributed.distributed_no_spawn else launch
-        ending = of_errand(start(config, errand))
+        with interrupting_on_signals():
+            try:
+                ending = of_errand(start(config, errand))
+            except KeyboardInterrupt as signal:  # the launcher does not listen yet, or there is none
+                ending = of_errand(stopped_early(str(signal), None))
         if ending.code == EXIT_DONE and beside is not None and request.output is not None:
             _publish(beside, request.output, is_overwriting=request.is_overwriting)
     return ending
