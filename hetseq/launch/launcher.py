@@ -118,6 +118,7 @@ class Launcher:
         self._restarts: dict[int, list[float]] = {}  # when, by slot
         self._is_dropped = False  # it was asked to leave by `hetseq drop`
         self._asked_s: float | None = None  # when the first stop signal was heeded
+        self._has_begun = False  # the run; of its workers here some may still load, in the place of others
         self._cut_short = ""  # why the workers are ended without waiting for their step
         self._closing, self._keeping = ExitStack(), ExitStack()  # all that is open; what keeps the run directory
         self._was_part = False  # of the run, before the node that the others called was lost
@@ -154,6 +155,7 @@ class Launcher:
         _tell("the node that the others called is gone: taking part again with the one that they call now")
         end_all(self._workers, _tell)
         self._workers, self._placements, self._presented, self._was_part = [], {}, {}, True
+        self._has_begun = False
         self._leave_directory()
         member.close()
 
@@ -389,6 +391,8 @@ class Launcher:
                         if said["kind"] == "present":
                             self._presented[worker.rank] = said["fields"]
                         member.send(said.pop("kind"), rank=worker.rank, starts=worker.starts, **said)
+                if watch.is_ending:  # a `ready` that was said before has been heard by now
+                    end_all(watch.take_loading(), _tell)
                 if not watch.is_ready_told and all(worker.is_ready for worker in self._workers):
                     watch.is_ready_told = True
                     member.send("ready")
@@ -472,13 +476,14 @@ class Launcher:
             for worker in watch.named(record):
                 worker.fence()
         elif kind == "begun":
-            watch.is_training, self._parts = True, tuple(record["parts"])
+            watch.is_training, self._has_begun, self._parts = True, True, tuple(record["parts"])
             if self._directory is not None:
                 adopt_config(self._directory, _tell)
         elif kind == "ebb":
             watch.is_training = False
             is_training = all(worker.is_ready for worker in self._workers)
             watch.set_deadline(_SAVING_S if record["is_polite"] else _GRACE_S if is_training else _START_GRACE_S)
+            watch.is_ending = self._has_begun and record["is_polite"]
             if not record["is_polite"]:
                 for worker in watch.running:
                     worker.tell("dismiss", why="the run is ending")
@@ -494,7 +499,7 @@ class Launcher:
                 self._cut_short = f"stopped at once by a second signal ({name})"
             return
         self._asked_s = now_s
-        if not all(worker.is_ready for worker in self._workers):
+        if not (self._has_begun and any(worker.is_ready for worker in self._workers)):
             self._cut_short = f"stopped by {name} {TOO_EARLY}"
             _stop_early(name)
             return

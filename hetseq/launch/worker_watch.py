@@ -43,6 +43,7 @@ class WorkerWatch:
         self.ends: list[WorkerEnd] = []
         self.is_ready_told = False
         self.is_training = False  # the run has begun, and has not begun to end
+        self.is_ending = False  # those that train may finish their step in peace
         self.hub_is_there = True
         self._deadline_s: float | None = None
 
@@ -58,6 +59,12 @@ class WorkerWatch:
             for worker in self.running
             if record.get("rank", worker.rank) == worker.rank and record.get("starts", worker.starts) == worker.starts
         ]
+
+    def take_loading(self) -> list[Worker]:
+        """The workers that have not begun to train, which are watched no more: they have nothing to save."""
+        loading = [worker for worker in self.running if not worker.is_ready]
+        self.running = [worker for worker in self.running if worker.is_ready]
+        return loading
 
     def pass_on(self, record: Mapping[str, Any]) -> None:
         """Give a record to the workers that it is for; of one that is to freeze, the head is told where it stands."""

@@ -421,6 +421,25 @@ def test_a_rank_that_hangs_while_it_loads_is_named_with_its_stacks_also_one_that
     assert finished.err.count("stands still") == 3
 
 
+@pytest.mark.alone
+def test_a_signal_while_a_replacement_loads_saves_what_the_others_have(tmp_path: Path) -> None:
+    words = _planned(tmp_path, {"load": "wait"}, "--distributed-world-size", 2, "--max-epoch", 4000)
+    (tmp_path / "open").touch()
+    with start_trial(words, tmp_path / "run") as trial:
+        trial.wait_for_step(3)
+        (tmp_path / "open").unlink()
+        trial.signal(signal.SIGKILL, until(trial.workers, "workers")[1])
+        _wait_until_reached(tmp_path, "load", count=3)
+        trial.wait_for_step(trial.newest_step() + 3)
+        trial.signal(signal.SIGTERM, trial.launcher)
+        finished = trial.finish(15)
+        trial.wait_until_gone(NOBODY_LEFT_S)
+    assert finished.code == 75, finished.err
+    assert "SIGTERM: finishing this step" in finished.err
+    assert "was killed" not in finished.err.rpartition("SIGTERM")[2]
+    assert max(kept(tmp_path / "run")) == max(curve(tmp_path / "run"))
+
+
 def test_an_exception_in_one_rank_is_shown_once_while_others_wait_in_a_collective(tmp_path: Path) -> None:
     words = _planned(tmp_path, {"40": "raise"}, "--distributed-world-size", 3, "--save-interval-updates", 1)
     with start_trial(words, tmp_path / "run") as trial:

@@ -20,6 +20,7 @@ from hetseq.cluster.rendezvous.channel import ChannelClosed
 from hetseq.config import parse
 from hetseq.errors import ConfigError, RunDirectoryError
 from hetseq.launch.launcher import Launcher, _CutShort, _Stopped
+from hetseq.launch.worker_watch import WorkerWatch
 from hetseq.run_directory import RunDirectory
 
 
@@ -182,6 +183,50 @@ def test_a_server_that_imports_torch_for_minutes_is_told_of(
     lines = capsys.readouterr().err.splitlines()
     assert [line.rpartition(" has taken ")[2] for line in lines] == ["60 s", "120 s"]
     assert all(line.startswith("rank 3 has not started: importing torch (process ") for line in lines)
+
+
+class Stub:
+    """A worker, as far as `_heed` and an ending look at it."""
+
+    def __init__(self, *, is_ready: bool) -> None:
+        self.is_ready = is_ready
+
+
+@pytest.mark.parametrize(
+    ("has_begun", "ready", "is_polite"),
+    [
+        (False, [False, False], False),
+        (False, [True, False], False),
+        (True, [True, False], True),  # one is replaced
+        (True, [False, False], False),  # a node that comes late
+        (True, [True, True], True),
+    ],
+)
+def test_a_signal_lets_ranks_that_train_finish_their_step(
+    monkeypatch: pytest.MonkeyPatch, has_begun: bool, ready: list[bool], is_polite: bool
+) -> None:
+    monkeypatch.setattr("hetseq.launch.launcher.die_of_next_signal", lambda: None)
+    node, sent = launcher(None), list[str]()
+    node._member = cast(Member, SimpleNamespace(send=sent.append))
+    node._has_begun, node._workers = has_begun, cast(Any, [Stub(is_ready=one) for one in ready])
+    node._heed(bytes([signal.SIGTERM]), 5.0)
+    assert sent == (["leave"] if is_polite else [])
+    assert node._cut_short == ("" if is_polite else "stopped by SIGTERM before the first step")
+
+
+@pytest.mark.parametrize(("has_begun", "is_polite", "left"), [(True, True, 1), (True, False, 2), (False, True, 2)])
+def test_at_a_polite_end_nobody_waits_for_a_worker_that_loads(has_begun: bool, is_polite: bool, left: int) -> None:
+    """An errand never begins, and its ranks never say that they are ready."""
+    node = launcher(None)
+    node._has_begun = has_begun
+    workers = cast(Any, [Stub(is_ready=True), Stub(is_ready=False)])
+    for worker in workers:
+        worker.tell = lambda *_, **__: None
+    watch = WorkerWatch(workers, cast(Any, None))
+    node._hear({"kind": "ebb", "is_polite": is_polite}, watch)
+    if watch.is_ending:
+        assert watch.take_loading() == workers[1:]
+    assert len(watch.running) == left
 
 
 def test_a_stop_signal_while_another_head_is_looked_for_does_not_keep_from_saving(
