@@ -395,15 +395,24 @@ def _number(value: Any, digits: int) -> str:
     return f"{value:.{digits}g}" if isinstance(value, (int, float)) else str(value)
 
 
+_STUCK: set[int] = set()  # descriptors that had no room when text was for them last
+
+
 def takes_text(stream: IO[str], *, patience_s: float = 0.0) -> bool:
-    """Whether a write returns at once, now or within a while, as far as that is known: not where a terminal is stopped,
-    or whoever reads is. What is not shown stands in files: a run is not to wait for the end of a Ctrl-S."""
+    """Whether a write returns at once, now or within `patience_s`, as far as that is known.
+
+    It does not where a terminal is stopped (Ctrl-S), or its reader is. Files hold what is not shown, so a run does not
+    wait for that: only the first text that finds no room has patience, later ones have none until there is room again.
+    """
     poller = select.poll()
     try:
         poller.register(stream, select.POLLOUT)
-        return bool(poller.poll(1000 * patience_s))
+        descriptor = stream.fileno()
+        has_room = bool(poller.poll(0 if descriptor in _STUCK else 1000 * patience_s))
     except (OSError, ValueError):  # no descriptor, or a closed one: the write will tell
         return True
+    (_STUCK.discard if has_room else _STUCK.add)(descriptor)
+    return has_room
 
 
 class _StreamGuard:

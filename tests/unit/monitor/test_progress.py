@@ -5,22 +5,26 @@ from __future__ import annotations
 import io
 import logging
 import os
+import select
 import sys
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any, BinaryIO, TextIO, cast
 
 import pytest
 
 from hetseq.config.sections import LogConfig
 from hetseq.launch import launcher
+from hetseq.monitor import progress
 from hetseq.monitor.progress import (
     LiveProgress,
     PlainProgress,
     ProgressHandler,
     progress_for,
     step_text,
+    takes_text,
     terminal,
     validation_text,
 )
@@ -436,3 +440,31 @@ def test_a_live_line_tells_how_far_a_save_is() -> None:
     progress.step(row(2))
     progress.close()
     assert "saving step 400 (63%)" in stream.getvalue()
+
+
+def test_only_the_first_text_that_finds_no_room_is_patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    class Poller:
+        def __init__(self) -> None:
+            self._poller = select.poll()
+
+        def register(self, stream: TextIO, events: int) -> None:
+            self._poller.register(stream, events)
+
+        def poll(self, milliseconds: float) -> list[tuple[int, int]]:
+            waited.append(milliseconds)
+            return self._poller.poll(0)
+
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream, os.fdopen(reading, "rb", buffering=0) as reader:
+        os.set_blocking(writing, False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(writing, bytes(4096))
+        monkeypatch.setattr(progress, "select", SimpleNamespace(poll=Poller, POLLOUT=select.POLLOUT))
+        assert [takes_text(stream, patience_s=1.0) for _ in range(3)] == [False] * 3
+        reader.read(1 << 16)
+        assert takes_text(stream, patience_s=1.0)
+        assert takes_text(stream, patience_s=1.0)
+    assert waited == [1000, 0, 0, 0, 1000]
