@@ -23,8 +23,9 @@ import numpy as np
 from rich.console import Console
 
 from hetseq import ConfigError, DataError, HetSeqError, MissingSplitError, __version__
-from hetseq.tasks.bert.dataset import FIRST_LENGTHS, IDS, LABEL, BertRecords, columns_of, find_records, load_records
-from hetseq.tasks.bert.hdf5_dataset import BertDataset, hdf5_names, load_bert
+from hetseq.tasks.bert.dataset import FIRST_LENGTHS, IDS, LABEL, BertRecords, columns_of, load_records
+from hetseq.tasks.bert.files import find_records, hdf5_names
+from hetseq.tasks.bert.hdf5_dataset import BertDataset, load_bert
 from hetseq.tasks.bert.masking import Masking
 from hetseq.tasks.bert.vocab import read_vocab
 from hetseq.tasks.rows.record_index import FORMAT, VERSION, Index, vocab_digest

@@ -7,15 +7,11 @@ labels by its *header*, and the names of the folders above it never matter. Noth
 
 from __future__ import annotations
 
-import contextlib
-import gzip
 import importlib.util
 import logging
 import math
-import re
 import struct
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -25,26 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
-from hetseq import DataError, MissingSplitError, Task, register_task
+from hetseq import DataError, Task, register_task
+from hetseq.tasks.mnist_files import find_files, half_of, reading
 
 logger = logging.getLogger(__name__)
 
 Batch = tuple[Tensor, Tensor]  # images: (n, 1, h, w) float, labels: (n,) int64
-
-#: half of the data that each split takes; MNIST has no validation half of its own
-_HALVES = {"train": "train", "valid": "test", "test": "test"}
-#: where the files may lie under --data, in the order in which they are looked for
-_PLACES = (".", "MNIST/raw", "MNIST/processed", "raw", "processed")
-_NAME_WORDS = {"train": ("train",), "test": ("t10k", "test")}
-_IDX_NAMES = {
-    half: f"{stem}-images-idx3-ubyte[.gz] and {stem}-labels-idx1-ubyte[.gz]"
-    for half, stem in (("train", "train"), ("test", "t10k"))
-}
-_PT_NAMES = {"train": "training.pt", "test": "test.pt"}
-_REMEDY = (
-    "give --data the folder with the files, fetch them with `python -m hetseq.preprocessing.mnist --output DIR`,"
-    " or leave --data out for the small digits that scikit-learn bundles"
-)
 
 
 @register_task("mnist")
@@ -53,17 +35,13 @@ class MNISTTask(Task):
 
     def load_dataset(self, split: str) -> ImageDataset:
         """Train is the training half; test and valid are both the other one. Raises DataError."""
-        if split not in _HALVES:
-            raise DataError(
-                f"mnist has no split {split!r}: give --train-subset and --valid-subset one of {', '.join(_HALVES)}"
-                " (test and valid are the same)"
-            )
+        half = half_of(split)
         data = self.config.data.data
         if data is None:
-            dataset = load_digits(_HALVES[split])
+            dataset = load_digits(half)
             logger.info("%s: %d bundled digits of 8x8 pixels, because --data is not given", split, len(dataset))
         else:
-            dataset = load_mnist(Path(data).expanduser(), _HALVES[split])
+            dataset = load_mnist(Path(data).expanduser(), half)
             logger.info("%s: %d images of 28x28 pixels from %s", split, len(dataset), data)
         return dataset
 
@@ -180,7 +158,7 @@ def load_digits(half: str) -> ImageDataset:
             " installed: pip install scikit-learn, or give --data"
         )
     path = Path(folders[0], "datasets", "data", "digits.csv.gz")
-    with _reading(path) as file:
+    with reading(path) as file:
         try:
             table = np.loadtxt(file, delimiter=",", dtype=np.uint8, ndmin=2)  # (1797, 64 pixels + label)
         except ValueError as error:
@@ -201,115 +179,20 @@ def load_mnist(path: Path, half: str) -> ImageDataset:
 
     Raises MissingSplitError where no file of that half is found, and DataError for anything that is found but wrong.
     """
-    (images, labels), files = _find_and_read(path, half)
+    files = find_files(path, half)
+    images, labels = _read_pt(files[0]) if len(files) == 1 else _read_idx_pair(*files)
     return ImageDataset(images, labels, peak=255, mean=0.1307, std=0.3081, files=files)
 
 
-def _find_and_read(path: Path, half: str) -> tuple[Batch, list[Path]]:
-    folder, seen = _folder_of(path), []
-    for place in _PLACES:
-        names = _names_in(folder / place)
-        seen += [name if place == "." else f"{place}/{name}" for name in names]
-        idx = _idx_files(folder / place, names, half)
-        if idx:
-            return _read_idx_pair(folder / place, idx, half), list(idx.values())
-        if _PT_NAMES[half] in names:
-            pair = folder / place / _PT_NAMES[half]
-            return _read_pt(pair), [pair]
-    shown = f"{', '.join(seen[:6])}{', ...' if len(seen) > 6 else ''}" if seen else "nothing"
-    raise MissingSplitError(
-        f"--data {path} has no {half} files of MNIST: looked in it and in {', '.join(_PLACES[1:])} for"
-        f" {_IDX_NAMES[half]}, or {_PT_NAMES[half]}, and found {shown}; {_REMEDY}"
-    )
-
-
-def _folder_of(path: Path) -> Path:
-    try:
-        if path.is_dir():
-            return path
-        if path.exists():
-            return path.parent
-    except OSError as error:
-        raise DataError(f"--data {path} cannot be read: {error.strerror}; expected a folder you may read") from error
-    raise DataError(f"--data {path} does not exist: expected a folder with the files of MNIST; {_REMEDY}")
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return sorted(entry.name for entry in folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise DataError(
-            f"{folder} cannot be read: {error.strerror}; expected a folder you may read and enter"
-        ) from error
-
-
-def _idx_files(folder: Path, names: list[str], half: str) -> dict[str, Path]:
-    """The idx files of a half by role, "images" and "labels"; of a file and its .gz the unpacked one."""
-    found: dict[str, Path] = {}
-    for name in names:  # sorted, so a plain file comes before the same one with .gz
-        lowered = name.lower()
-        is_of_half = any(word in lowered for word in _NAME_WORDS[half])
-        if not is_of_half or lowered.startswith(".") or lowered.endswith((".pt", ".part")):
-            continue
-        path = folder / name
-        is_known_unpacked = any(name == f"{known.name}.gz" for known in found.values())
-        if is_known_unpacked or not path.is_file():
-            continue
-        role = _role_of(path)
-        if role in found:
-            raise DataError(
-                f"{folder} has two files for the {role} of the {half} half, {found[role].name} and {name}:"
-                " expected one; move the other away"
-            )
-        if role is not None:
-            found[role] = path
-    return found
-
-
-def _role_of(path: Path) -> str | None:
-    """What an idx file holds by its header, "images" or "labels"; None for a file that is not and need not be idx."""
-    name = path.name.lower()
-    must_be_idx = re.search(r"idx|ubyte", name) is not None
-    with _reading(path) as file:
-        magic = file.read(4)
-    if must_be_idx and not magic:
-        raise DataError(f"{path} is empty (0 bytes): expected an idx file; copy or fetch it again")
-    is_idx = len(magic) == 4 and magic[:2] == b"\0\0" and magic[3] in (1, 3)
-    if not is_idx:
-        if must_be_idx:
-            raise DataError(
-                f"{path} begins with {magic.hex(' ')}: expected an idx header, 00 00 08 03 (images) or 00 00 08 01"
-                " (labels); copy or fetch it again"
-            )
-        return None
-    role = "images" if magic[3] == 3 else "labels"
-    named = "images" if re.search(r"images?|idx3", name) else "labels" if re.search(r"labels?|idx1", name) else role
-    if role != named:
-        expected = "2051 (00 00 08 03)" if named == "images" else "2049 (00 00 08 01)"
-        raise DataError(
-            f"{path}: its name says {named}, its header says {role} (magic number {int.from_bytes(magic, 'big')}):"
-            f" expected magic number {expected}; give the file its right name, or fetch it again"
-        )
-    return role
-
-
-def _read_idx_pair(folder: Path, files: dict[str, Path], half: str) -> Batch:
-    for role, other in (("images", "labels"), ("labels", "images")):
-        if role not in files:
-            raise DataError(
-                f"{folder} has the {other} of the {half} half ({files[other].name}) but not its {role}:"
-                f" expected {_IDX_NAMES[half]}; {_REMEDY}"
-            )
-    images, labels = _read_idx(files["images"]), _read_idx(files["labels"]).long()
-    _check_pair(images, labels, f"{files['images']} and {files['labels'].name}")
+def _read_idx_pair(images_file: Path, labels_file: Path) -> Batch:
+    images, labels = _read_idx(images_file), _read_idx(labels_file).long()
+    _check_pair(images, labels, f"{images_file} and {labels_file.name}")
     return images, labels
 
 
 def _read_idx(path: Path) -> Tensor:
     """The array of an idx file of bytes: (n, 28, 28) or (n,) uint8."""
-    with _reading(path) as file:
+    with reading(path) as file:
         magic = file.read(4)
         if magic[2] != 8:
             raise DataError(
@@ -344,25 +227,6 @@ def _read_at_most(file: IO[bytes], size: int) -> bytearray:
             break
         content += piece
     return content
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked where its first two say gzip; raises DataError for what goes wrong meanwhile."""
-    try:
-        with path.open("rb") as raw:
-            is_packed = raw.read(2) == b"\x1f\x8b"
-            raw.seek(0)
-            with gzip.open(raw) if is_packed else contextlib.nullcontext(raw) as file:
-                yield cast("IO[bytes]", file)
-    except EOFError as error:
-        raise DataError(
-            f"{path} ends in the middle of its gzip data: the file is incomplete; copy or fetch it again"
-        ) from error
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"{path} has damaged gzip data ({error}): copy or fetch it again") from error
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}; expected a file you may read") from error
 
 
 def _read_pt(path: Path) -> Batch:

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from hetseq import DataError, MissingSplitError
+from hetseq import DataError
+from hetseq.tasks.bert.files import MAKE_RECORDS
 from hetseq.tasks.bert.masking import MOST_POSITIONS, Masking, Words, numbers_of
 from hetseq.tasks.bert.packing import pack
 from hetseq.tasks.rows.local_copy import LocalCopy
@@ -27,12 +28,8 @@ from hetseq.tasks.rows.mapped_files import Indices, positive
 from hetseq.tasks.rows.record_index import (
     AGAIN,
     INDEX,
-    SUFFIX,
-    VERSION,
     Column,
     Index,
-    read_index,
-    version_of,
     vocab_digest,
 )
 from hetseq.tasks.rows.records import Records, open_shard
@@ -40,8 +37,6 @@ from hetseq.tasks.rows.records import Records, open_shard
 Batch = dict[str, Any]  # tensors by name; of a packed batch also its Sequences
 
 IDS, FIRST_LENGTHS, LABEL = "ids", "first_lengths", "next_sentence_labels"
-#: the remedy where there are no such folders
-MAKE = "`python -m hetseq.preprocessing.convert_hdf5 --help` says how to make such a folder"
 
 _CHECKED_ROWS = 1024  # at both ends of each file, before the first step
 _MULTIPLE = 8  # of the length of a batch, for the tensor cores of GPUs
@@ -176,32 +171,6 @@ class BertRecords(Dataset[Batch]):
         raise DataError(f"{self._records.place_of(int(index))}: {found}, expected {expected}")
 
 
-def find_records(data: Path, hdf5_files: Sequence[str]) -> Index | None:
-    """The index of `data` where that is a folder of records, None where it is none; `hdf5_files` are beside it.
-
-    Raises DataError for a folder that is of both kinds, of an unknown version, or of records without their index.
-    """
-    if data.is_file():
-        if data.name == INDEX or data.suffix == SUFFIX:
-            raise DataError(f"--data {data} is one file of a folder of records: give the folder, {data.parent}")
-        return None
-    version = version_of(data) if data.is_dir() else None
-    if version is None or version == 1:
-        stray = [] if hdf5_files or not data.is_dir() else sorted(path.name for path in data.glob(f"*{SUFFIX}"))
-        if stray:
-            raise DataError(
-                f"--data {data} has {stray[0]} and no {INDEX} of records: expected the index, which is written last;"
-                f" {AGAIN}; {MAKE}"
-            )
-        return None
-    if version == VERSION and hdf5_files:
-        raise DataError(
-            f"--data {data} holds records ({INDEX} lists them) and HDF5 files ({', '.join(hdf5_files[:3])}): expected"
-            " one of the two; move the other to a folder of its own"
-        )
-    return read_index(data)
-
-
 def load_records(
     index: Index,
     split: str,
@@ -219,19 +188,14 @@ def load_records(
     With `local_copy` the rows are read from the copies there, which are made first.
     Raises MissingSplitError where the index has no such split, DataError for what is wrong with it or with its files.
     """
-    if split not in index.splits:
-        raise MissingSplitError(
-            f"{index.path} has no split {split!r}: expected one of {', '.join(index.splits) or 'those that it lists'};"
-            " give --train-subset and --valid-subset"
-        )
+    chosen = index.split(split)
     _check_vocab(index, vocab)
     expected = columns_of(index.vocab_tokens)
     if index.columns != expected:
         raise DataError(
             f"{index.path} has the columns {_named(index.columns)}, expected those of BERT's rows,"
-            f" {_named(expected)}; {MAKE}"
+            f" {_named(expected)}; {MAKE_RECORDS}"
         )
-    chosen = index.splits[split]
     longest, files = chosen.longest[IDS], chosen.files_up_to(num_file)
     most = MOST_POSITIONS if max_positions is None else min(max_positions, MOST_POSITIONS)
     if longest > most:
@@ -244,7 +208,7 @@ def load_records(
     shards = [shard for shard in (open_shard(file, index.columns) for file in files) if shard.rows]
     if not shards:
         raise DataError(
-            f"no rows in the {len(files)} files of the split {split!r} of {index.path}: expected one; {MAKE}"
+            f"no rows in the {len(files)} files of the split {split!r} of {index.path}: expected one; {MAKE_RECORDS}"
         )
     dataset = BertRecords(
         Records(shards, chosen.longest), [index.path, *(file.path for file in files)], Words(vocab), masking,

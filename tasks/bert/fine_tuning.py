@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from hetseq import Config, ConfigError, DataError
+from hetseq.tasks.bert.config import BertConfig
+from hetseq.tasks.bert.fine_tuning_files import find_files
 from hetseq.tasks.bert.heads import Labelling
-from hetseq.tasks.bert.model import BertConfig
-from hetseq.tasks.bert.vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab
+from hetseq.tasks.bert.vocab import check_vocab, read_vocab
 from hetseq.tasks.bert.wordpiece import Encoder, Vocabulary
-from hetseq.tasks.nn.huggingface import init_config, looks_lower_case, read_encoder_, read_files, write_pretrained
+from hetseq.tasks.nn.huggingface import looks_lower_case, read_encoder_, write_pretrained
+from hetseq.tasks.nn.init_from import read_files
 from hetseq.tasks.nn.model_config import check_fraction, read_object, wrong
 
 logger = logging.getLogger(__name__)
@@ -74,17 +76,7 @@ def find_beginning(config: Config, init_from: str | None) -> Beginning:
     Raises DataError for files that are wrong.
     """
     task = config.task
-    folder = None if init_from is None else Path(init_from).expanduser()
-    if folder is None:
-        if task.config_file is None or task.vocab_file is None:
-            raise ConfigError(
-                f"--task {task.task} needs a network: give --init-from a directory of Hugging Face (`hetseq checkpoints"
-                " export RUN --format hf --to DIR` writes one), or --config-file and --dict for one with random weights"
-            )
-        config_file = Path(task.config_file).expanduser()
-    else:
-        config_file = init_config(folder, task.config_file)
-    vocab_file = _find_vocab(folder, task.vocab_file)
+    folder, config_file, vocab_file = find_files(config, init_from)
     found, tokens = BertConfig.from_json_file(config_file), read_vocab(vocab_file)
     check_vocab(
         tokens, vocab_file, config_path=config_file, vocab_size=found.vocab_size, pad_token_id=found.pad_token_id
@@ -104,24 +96,6 @@ def find_beginning(config: Config, init_from: str | None) -> Beginning:
         head_dropout=_head_dropout(config_file, found) if task.dropout is None else task.dropout,
         most_pieces=most,
     )
-
-
-def _find_vocab(folder: Path | None, given: str | None) -> Path:
-    """The vocabulary of a directory for --init-from, else the one `given` as --dict.
-
-    Raises DataError where there is none, or where both are there and differ.
-    """
-    named = None if given is None else Path(given).expanduser()
-    inside = None if folder is None else find_vocab_in(folder)
-    if named is not None and inside is not None:
-        check_same_vocab(inside, named)
-    found = inside or named
-    if found is None:
-        raise DataError(
-            f"{folder} has neither vocab.txt nor tokenizer.json: expected the vocabulary that its weights were trained"
-            " with, one token a line; give --dict FILE"
-        )
-    return found
 
 
 def _head_dropout(path: Path, config: BertConfig) -> float:

@@ -11,13 +11,11 @@ few operations on whole arrays.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
 import itertools
 import logging
 import operator
-import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +25,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from hetseq import DataError, MissingSplitError
+from hetseq import DataError
+from hetseq.tasks.bert.files import find_hdf5
 from hetseq.tasks.bert.hdf5_reader import (
     CACHE_BYTES,
     LABEL,
@@ -52,7 +51,6 @@ Row = dict[str, Numbers]
 Batch = dict[str, Any]  # tensors by name; of a packed batch also its Sequences
 
 _CHECKED_ROWS = 1024  # at both ends of each file, before the first step
-_SUFFIXES = (".hdf5", ".h5")
 _OTHER_VOCABULARY = (
     "the file was made with another vocabulary: give the --dict and the --config-file that belong to it, or make the"
     " file again with this vocabulary"
@@ -226,7 +224,7 @@ def load_bert(
     are limits of what the files may hold; both ends of every file are checked here. Raises MissingSplitError where no
     file is found, DataError for what is wrong with those that are.
     """
-    files = _find(data, split)
+    files = find_hdf5(data, split)
     files = files[:num_file] if num_file > 0 else files
     tables = [table for table in map(open_table, files) if table.rows]
     if not tables:
@@ -248,63 +246,6 @@ def load_bert(
     dataset = BertDataset(tables, files, Limits(vocab_size, type_vocab_size), is_packed=is_packed)
     dataset.check_ends()
     return dataset
-
-
-def folder_of(data: Path) -> Path:
-    """The folder of `--data`, which may name one file in it. Raises DataError where nothing can be read there."""
-    with _reading(data):
-        return data if stat.S_ISDIR(data.stat().st_mode) else data.parent
-
-
-def hdf5_names(data: Path) -> list[str]:
-    """The names of the HDF5 files in the folder `data`, in order; none where it is no folder. Raises DataError."""
-    with _reading(data):
-        if not stat.S_ISDIR(data.stat().st_mode):
-            return []
-        return sorted(path.name for path in data.iterdir() if _is_hdf5_name(path.name) and path.is_file())
-
-
-def _find(data: Path, split: str) -> list[Path]:
-    """The files of a split by the order of their names. The names of folders never matter."""
-    with _reading(data):
-        mode = data.stat().st_mode  # is_dir() hides what stands in the way, in some versions of Python
-        if stat.S_ISDIR(mode):
-            found = sorted(data.iterdir(), key=lambda path: path.name)
-            files = [path for path in found if _is_hdf5_name(path.name) and path.is_file()]
-        elif stat.S_ISREG(mode):
-            if not _is_hdf5_name(data.name):
-                raise DataError(
-                    f"--data {data} is no HDF5 file by its name: expected *.hdf5, *.h5 or a folder with them; {MAKE}"
-                )
-            found = files = [data]
-        else:
-            raise DataError(f"--data {data} is neither a folder nor a file: expected a folder with HDF5 files; {MAKE}")
-    chosen = [path for path in files if split in path.name]
-    if not chosen:
-        raise MissingSplitError(
-            f"--data {data} has no files of the split {split!r}: expected names that contain {split!r} and end in .hdf5"
-            f" or .h5 (the names of folders do not count), found {shown([path.name for path in found])}; give"
-            f" --train-subset and --valid-subset words that are in the names of your files; {MAKE}"
-        )
-    return chosen
-
-
-@contextlib.contextmanager
-def _reading(data: Path) -> Iterator[None]:
-    """Raises DataError for what stands in the way to `--data`."""
-    try:
-        yield
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataError(f"--data {data} does not exist: expected a folder with HDF5 files; {MAKE}") from error
-    except OSError as error:
-        raise DataError(
-            f"--data {data} cannot be read: {error.strerror}; expected a folder you may read and enter"
-        ) from error
-
-
-def _is_hdf5_name(name: str) -> bool:
-    # other systems leave ._name beside a copied file
-    return name.lower().endswith(_SUFFIXES) and not name.startswith(".")
 
 
 def _say_what_is_packed(tables: Sequence[Table]) -> None:

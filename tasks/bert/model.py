@@ -1,10 +1,11 @@
-"""BERT with its two pre-training heads, and its configuration file.
+"""BERT with its two pre-training heads.
 
-Responsible for what `bert_config.json` may say, for the arithmetic and for the names of the parameters; knows no files
-of data, losses or ranks. The one idea: only masked tokens are predicted, so only their rows reach the vocabulary head,
-which is 70 % of the arithmetic at 4 layers of 256 if every token goes through it, and only they and the first tokens
-go through the rest of the last layer, once they have looked at all others. Nothing in forward looks at a value, so
-nothing in it waits for a device. Batches are padded, or packed as `packing` does; the results are the same.
+Responsible for the arithmetic and for the names of the parameters; knows no files of data, losses or ranks, and leaves
+to `config` what `bert_config.json` may say. The one idea: only masked tokens are predicted, so only their rows reach
+the vocabulary head, which is 70 % of the arithmetic at 4 layers of 256 if every token goes through it, and only they
+and the first tokens go through the rest of the last layer, once they have looked at all others. Nothing in forward
+looks at a value, so nothing in it waits for a device. Batches are padded, or packed as `packing` does; the results are
+the same.
 
 The arithmetic and the names are those of Hugging Face's `BertForPreTraining`, save two names that stand there a second
 time for what is tied, `TIED_NAMES`: leave them out on the way in, and repeat the tensors on the way out.
@@ -12,167 +13,30 @@ time for what is tied, `TIED_NAMES`: leave them out on the way in, and repeat th
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetseq import DataError
 from hetseq.tasks.bert.attention import AttendForSome, Attention, among_rows, within
+from hetseq.tasks.bert.config import BertConfig
 from hetseq.tasks.bert.packing import Sequences
 from hetseq.tasks.nn.activation_checkpointing import LayerStack
+from hetseq.tasks.nn.activations import ACTIVATIONS
 from hetseq.tasks.nn.dropout import Dropout
-from hetseq.tasks.nn.model_config import (
-    ACTIVATIONS,
-    LARGEST_SIZE,
-    MOST_LAYERS,
-    MOST_PARAMETERS,
-    WITHOUT_EFFECT,
-    OtherModels,
-    check_activation,
-    check_divides,
-    check_fraction,
-    check_whole,
-    own_keys,
-    read_object,
-)
 from hetseq.tasks.nn.tied_embedding import Tied
 from hetseq.tasks.nn.vocabulary_loss import vocabulary_loss
+
+__all__ = ["TIED_NAMES", "BertConfig", "BertForPreTraining", "BertModel"]
 
 #: names in Hugging Face's state_dict that ours has not -> the name of the same tensor in both
 TIED_NAMES = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",
 }
-
-_EXAMPLE = 'a JSON object such as {"vocab_size": 30522, "hidden_size": 256, ...}'
-
-#: keys that ask for another model unless they have one of these values -> what they would ask for
-_OTHER_MODELS: OtherModels = {
-    "model_type": (("bert",), "a model that is not BERT"),
-    "position_embedding_type": (("absolute", None), "positions relative to each other"),
-    "is_decoder": ((False, None), "a decoder, where a token sees only those before it"),
-    "is_encoder_decoder": ((False, None), "an encoder beside a decoder"),
-    "add_cross_attention": ((False, None), "attention to a second sequence"),
-    "tie_word_embeddings": ((True, None), "a vocabulary head with weights of its own"),
-    "pruned_heads": (({}, [], None), "layers with fewer heads than the others"),
-}
-
-#: patterns of keys that have no effect on this model
-_WITHOUT_EFFECT = (*WITHOUT_EFFECT, "classifier_dropout", "directionality", "pooler_*", "xla_device", "*_token_id")
-
-
-@dataclass(frozen=True)
-class BertConfig:
-    """The shape of a BERT, named as in Google's bert_config.json and Hugging Face's config.json; default: BERT-base.
-
-    Raises DataError for a value that no model can have.
-    """
-
-    vocab_size: int
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    intermediate_size: int = 3072
-    hidden_act: str = "gelu"
-    hidden_dropout_prob: float = 0.1
-    attention_probs_dropout_prob: float = 0.1
-    max_position_embeddings: int = 512
-    type_vocab_size: int = 2
-    initializer_range: float = 0.02
-    layer_norm_eps: float = 1e-12
-    pad_token_id: int = 0
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type == "float":
-                check_fraction(field.name, value, may_be_zero=field.name.endswith("_prob"))
-                object.__setattr__(self, field.name, float(value))  # 0 and 0.0 are the same configuration on all nodes
-            elif field.type == "int":
-                # vocab_size is the first field, so it is a number by the time that pad_token_id is looked at
-                low, high = (0, self.vocab_size - 1) if field.name == "pad_token_id" else (1, LARGEST_SIZE)
-                check_whole(field.name, value, low, MOST_LAYERS if field.name == "num_hidden_layers" else high)
-        check_activation("hidden_act", self.hidden_act)
-        check_divides(
-            "num_attention_heads", self.num_attention_heads, "hidden_size", self.hidden_size, "64 a head is usual"
-        )
-        if self.parameters > MOST_PARAMETERS:
-            sizes = self._sizes()
-            # the one without which the model would be smallest: a product has no largest term
-            key = min(_USUAL_SIZES, key=lambda key: _count_parameters(**sizes | {key: _USUAL_SIZES[key]}))
-            raise DataError(
-                f"{key} is {sizes[key]}: the model would have {self.parameters:,} parameters; expected at most"
-                f" {MOST_PARAMETERS:,} parameters, and {_USUAL_SIZES[key]} is usual for {key}"
-            )
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers `BertForPreTraining` learns with this configuration, counted without making it."""
-        return _count_parameters(**self._sizes())
-
-    def _sizes(self) -> dict[str, int]:
-        return {key: getattr(self, key) for key in _USUAL_SIZES}
-
-    @classmethod
-    def from_json_file(cls, path: str | Path) -> BertConfig:
-        """Read a file of Google, NVIDIA or Hugging Face, or one of your own with a few of the keys above.
-
-        Raises DataError naming file, key, what was found and what was expected; also for a key that is unknown, or that
-        asks for a model which this one is not.
-        """
-        try:
-            return cls(**_own_keys(read_object(Path(path), _EXAMPLE)))
-        except DataError as error:
-            raise DataError(f"{path}: {error}") from error
-
-    def with_dropout(self, p: float) -> BertConfig:
-        """The same model with both its dropout rates `p`. Raises DataError outside 0 <= p < 1."""
-        return dataclasses.replace(self, hidden_dropout_prob=p, attention_probs_dropout_prob=p)
-
-
-#: the keys that the number of parameters depends on, as in BERT-base
-_USUAL_SIZES = {
-    "vocab_size": 30522,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-}
-
-
-def _count_parameters(
-    vocab_size: int,
-    hidden_size: int,
-    num_hidden_layers: int,
-    intermediate_size: int,
-    max_position_embeddings: int,
-    type_vocab_size: int,
-) -> int:
-    norm = 2 * hidden_size
-    square = hidden_size * hidden_size + hidden_size  # a dense layer from the hidden size to the hidden size
-    between = 2 * hidden_size * intermediate_size + intermediate_size + hidden_size  # there and back
-    embeddings = (vocab_size + max_position_embeddings + type_vocab_size) * hidden_size + norm
-    layer = 4 * square + norm + between + norm
-    heads = square + norm + vocab_size + 2 * hidden_size + 2
-    return embeddings + num_hidden_layers * layer + square + heads
-
-
-def _own_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """The keys that `BertConfig` has, once all others are known to change nothing."""
-    fields = [field.name for field in dataclasses.fields(BertConfig)]
-    own = own_keys(values, fields, other_models=_OTHER_MODELS, without_effect=_WITHOUT_EFFECT)
-    if "vocab_size" not in own:
-        raise DataError(
-            'the key vocab_size is missing: expected the lines of the vocabulary, as in "vocab_size": 30522'
-        )
-    return own
 
 
 class BertForPreTraining(nn.Module):

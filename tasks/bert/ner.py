@@ -28,14 +28,12 @@ from hetseq.tasks.nn.activation_checkpointing import checkpoint_activations_
 from hetseq.tasks.options import BertNerOptions
 from hetseq.tasks.rows.record_index import vocab_digest
 from hetseq.tasks.rows.split_files import find_split
-from hetseq.tasks.rows.tagged_words import OUTSIDE, Sentence, read_sentences, tally
+from hetseq.tasks.rows.tagged_words import OUTSIDE, SUFFIXES, Sentence, read_sentences, tally
 
 logger = logging.getLogger(__name__)
 
 Sample = dict[str, Tensor]
 Batch = dict[str, Any]  # tensors by name; of a packed batch also its Sequences
-
-_SUFFIXES = (".txt", ".conll", ".tsv", ".bio", ".iob", ".iob2")
 
 
 @register_task("bert_ner")
@@ -134,7 +132,7 @@ class BertNerTask(Task):
         if data.data is None:
             raise DataError("--task bert_ner needs --data, a folder with a file of words and tags for each split")
         splits = (data.train_subset, *data.valid_subsets)
-        return find_split(Path(data.data).expanduser(), split, suffixes=_SUFFIXES, other_splits=splits)
+        return find_split(Path(data.data).expanduser(), split, suffixes=SUFFIXES, other_splits=splits)
 
     def _numbers(self, sentences: Sequence[Sentence], path: Path) -> Iterator[list[int]]:
         """The numbers of each sentence's tags. Raises DataError for a tag that training does not know."""

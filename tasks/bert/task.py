@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from pathlib import Path
 
 import torch
@@ -21,25 +20,22 @@ from torch import Tensor, nn
 
 from hetseq import DataError, Task, register_task
 from hetseq.tasks.bert import packing as bert_packing
-from hetseq.tasks.bert.dataset import BertRecords, find_records, load_records
-from hetseq.tasks.bert.hdf5_dataset import Batch, BertDataset, folder_of, hdf5_names, load_bert
+from hetseq.tasks.bert.dataset import BertRecords, load_records
+from hetseq.tasks.bert.files import VOCAB_NAME, BertFiles, find_records, hdf5_names
+from hetseq.tasks.bert.hdf5_dataset import Batch, BertDataset, load_bert
 from hetseq.tasks.bert.masking import Masking
 from hetseq.tasks.bert.model import BertConfig, BertForPreTraining
-from hetseq.tasks.bert.vocab import check_same_vocab, check_vocab, find_vocab_in, read_vocab
+from hetseq.tasks.bert.vocab import read_vocab
 from hetseq.tasks.nn.activation_checkpointing import checkpoint_activations_
-from hetseq.tasks.nn.huggingface import init_config, read_bert, read_files, write_pretrained
+from hetseq.tasks.nn.huggingface import read_bert, write_pretrained
+from hetseq.tasks.nn.init_from import read_files
 from hetseq.tasks.options import MASK_PROB, BertOptions
 from hetseq.tasks.rows.local_copy import LocalCopy
 from hetseq.tasks.rows.record_index import Index, vocab_digest
 
 logger = logging.getLogger(__name__)
 
-_CONFIG_NAME, _VOCAB_NAME = "bert_config.json", "vocab.txt"
 _VALIDATION_SEED = 0
-_MAKE_DATA = (
-    "`python -m hetseq.preprocessing.bert_corpus --output DIR` makes such a folder, from your text with --input, else"
-    " from the text that comes with Python"
-)
 
 
 @register_task("bert")
@@ -59,7 +55,7 @@ class BertTask(Task):
 
         Raises DataError and MissingSplitError.
         """
-        data, config = self._data(), self._bert_config()
+        data, config = self._files.data, self._files.network()
         index = find_records(data, hdf5_names(data))
         dataset: BertDataset | BertRecords
         if index is None:
@@ -81,24 +77,24 @@ class BertTask(Task):
                 type_vocab_size=config.type_vocab_size, num_file=self.config.data.num_file,
                 is_packed=self._is_packed,
             )  # fmt: skip
-            self._check_other_splits(dataset.files, split)
+            self._files.check_other_splits(dataset.files, split)
         else:
             dataset = self._records(index, split, config)
-        vocab = self._vocab_file()
+        vocab = self._files.vocab_file()
         dataset.vocabulary_digest = None if vocab is None else vocab_digest(read_vocab(vocab))
         # for the nodes of a run to compare; what options name is compared by itself
-        own = [self._config_file() if self.config.task.config_file is None else None]
-        own += [self._vocab_file() if self.config.task.vocab_file is None else None]
-        own += [] if self._init_folder is None else read_files(self._init_folder)
+        own = [self._files.config_file() if self.config.task.config_file is None else None]
+        own += [self._files.vocab_file() if self.config.task.vocab_file is None else None]
+        own += [] if self._files.init_folder is None else read_files(self._files.init_folder)
         dataset.files = [*dataset.files, *dict.fromkeys(path for path in own if path is not None)]
         logger.info("%s: %d rows from %s", split, len(dataset), self.config.data.data)
         return dataset
 
     def build_model(self) -> nn.Module:
         """The network of the configuration, or of the directory that `--init-from` names."""
-        config, rate = self._bert_config(), self.config.task.dropout
-        if self._init_folder is not None:
-            model = read_bert(self._init_folder, heads_may_be_missing=True, dropout=rate)
+        config, rate = self._files.network(), self.config.task.dropout
+        if self._files.init_folder is not None:
+            model = read_bert(self._files.init_folder, heads_may_be_missing=True, dropout=rate)
         else:
             model = BertForPreTraining(config if rate is None else config.with_dropout(rate))
         if self.options.activation_checkpointing:
@@ -107,7 +103,7 @@ class BertTask(Task):
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """A directory for transformers, with the vocabulary if there is one. Raises DataError."""
-        write_pretrained(model, folder, vocab_file=self._vocab_file())
+        write_pretrained(model, folder, vocab_file=self._files.vocab_file())
 
     def count(self, sample: Batch) -> dict[str, float]:
         """Masked words and sentence pairs."""
@@ -140,16 +136,16 @@ class BertTask(Task):
         }
 
     def _records(self, index: Index, split: str, config: BertConfig) -> BertRecords:
-        vocab = self._vocab_file()
+        vocab = self._files.vocab_file()
         if vocab is None:
             raise DataError(
-                f"{index.path.parent} has no {_VOCAB_NAME}, without which the words of records cannot be masked: give"
+                f"{index.path.parent} has no {VOCAB_NAME}, without which the words of records cannot be masked: give"
                 " --dict FILE"
             )
         if config.type_vocab_size < 2:
             raise DataError(
-                f"{self._config_file()} has type_vocab_size {config.type_vocab_size}, and rows of records have two"
-                " segments: give a --config-file with 2 or more"
+                f"{self._files.config_file()} has type_vocab_size {config.type_vocab_size}, and rows of records have"
+                " two segments: give a --config-file with 2 or more"
             )
         # what is validated with is masked in the same way in every run, whatever its options, so that runs compare
         trains = split == self.config.data.train_subset
@@ -160,69 +156,18 @@ class BertTask(Task):
             is_packed=self._is_packed, local_copy=self._local_copy,
         )  # fmt: skip
 
-    def _bert_config(self) -> BertConfig:
-        path = self._config_file()
-        config = BertConfig.from_json_file(path)
-        file = self._vocab_file()
-        if file is not None:
-            check_vocab(
-                read_vocab(file), file, config_path=path, vocab_size=config.vocab_size, pad_token_id=config.pad_token_id
-            )
-        return config
-
-    def _check_other_splits(self, files: list[Path], split: str) -> None:
-        """Raise DataError for a file that would be both trained on and validated with."""
-        splits = {self.config.data.train_subset, *self.config.data.valid_subsets}
-        for other in sorted(splits - {split}):
-            both = [path for path in files if other in path.name]
-            if both:
-                raise DataError(
-                    f"{both[0]} belongs to two splits, because its name contains both {split!r} and {other!r}: rename"
-                    " it, or give --train-subset and --valid-subset longer words"
-                )
-
-    def _data(self) -> Path:
-        if self.config.data.data is None:
-            raise DataError(f"the task bert needs --data, a folder of records or of HDF5 files: {_MAKE_DATA}")
-        return Path(self.config.data.data).expanduser()
-
-    def _config_file(self) -> Path:
-        given = self.config.task.config_file
-        if self._init_folder is not None:
-            return init_config(self._init_folder, given)
-        path = folder_of(self._data()) / _CONFIG_NAME if given is None else Path(given).expanduser()
-        if given is None and not os.path.isfile(path):
-            raise DataError(
-                f"the task bert needs the sizes of its network: give --config-file a bert_config.json (there is none in"
-                f" {path.parent} either); {_MAKE_DATA}"
-            )
-        return path
+    @functools.cached_property
+    def _files(self) -> BertFiles:
+        return BertFiles(self.config, self.options.init_from)
 
     @property
     def _is_packed(self) -> bool:
         return bert_packing.is_wanted(self.config, no_packing=self.options.no_packing)
 
-    def _vocab_file(self) -> Path | None:
-        """The vocabulary, to compare with the configuration; training itself does without."""
-        given = self.config.task.vocab_file
-        path = folder_of(self._data()) / _VOCAB_NAME if given is None else Path(given).expanduser()
-        found = path if given is not None or os.path.isfile(path) else None
-        own = None if self._init_folder is None else find_vocab_in(self._init_folder)
-        if own is None:
-            return found
-        if found is not None:
-            check_same_vocab(own, found)
-        return own
-
     @functools.cached_property
     def _local_copy(self) -> LocalCopy | None:
         given = self.options.local_copy
         return None if given is None else LocalCopy(Path(given).expanduser())
-
-    @property
-    def _init_folder(self) -> Path | None:
-        given = self.options.init_from
-        return None if given is None else Path(given).expanduser()
 
 
 def _outputs(model: nn.Module, sample: Batch, masked_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -21,20 +21,16 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hetseq import DataError, MissingSplitError
+from hetseq import DataError
+from hetseq.tasks.gpt.files import MAKE
 from hetseq.tasks.rows.local_copy import LocalCopy
 from hetseq.tasks.rows.mapped_files import Indices, positive
-from hetseq.tasks.rows.record_index import AGAIN, INDEX, SUFFIX, Column, Index, read_index, vocab_digest
+from hetseq.tasks.rows.record_index import AGAIN, INDEX, Column, Index, vocab_digest
 from hetseq.tasks.rows.records import Records, open_shard
 
 Batch = dict[str, Tensor]
 
 IDS = "ids"
-#: the remedy where there is no such folder
-MAKE = (
-    "`python -m hetseq.preprocessing.gpt_corpus --output DIR` makes such a folder, from your text with --input, else"
-    " from the text that comes with Python"
-)
 
 _CHECKED_ROWS = 1024  # at both ends of each file, before the first step
 _MULTIPLE = 8  # of the length of a batch, for the tensor cores of GPUs
@@ -130,18 +126,6 @@ class GptRecords(Dataset[Batch]):
         raise DataError(f"{place}: {found}, expected {expected}; the file is damaged: {AGAIN}")
 
 
-def find_records(data: Path) -> Index:
-    """The index of `data`. Raises DataError for what is no folder of records."""
-    if data.is_file():
-        if data.name == INDEX or data.suffix == SUFFIX:
-            raise DataError(f"--data {data} is one file of a folder of records: give the folder, {data.parent}")
-        raise DataError(f"--data {data} is a file: expected a folder of records; {MAKE}")
-    if not (data / INDEX).exists():
-        found = "has no" if data.is_dir() else "does not exist, and so has no"
-        raise DataError(f"--data {data} {found} {INDEX}: expected the index of a folder of records; {MAKE}")
-    return read_index(data)
-
-
 def load_records(
     index: Index, split: str, *, config_file: Path, vocab_size: int, max_positions: int, num_file: int = 0,
     local_copy: LocalCopy | None = None,
@@ -152,18 +136,13 @@ def load_records(
     first. Raises MissingSplitError where the index has no such split, DataError for
     what is wrong with it or with its files.
     """
-    if split not in index.splits:
-        raise MissingSplitError(
-            f"{index.path} has no split {split!r}: expected one of {', '.join(index.splits) or 'those that it lists'};"
-            " give --train-subset and --valid-subset"
-        )
+    chosen = index.split(split)
     column = _column(index)
     if index.vocab_tokens > vocab_size:
         raise DataError(
             f"{index.path} has ids of {index.vocab_tokens:,} tokens, and {config_file} has vocab_size {vocab_size:,}:"
             " expected as many or more; give the --config-file that belongs to the data"
         )
-    chosen = index.splits[split]
     longest = chosen.longest[IDS] if column.is_ragged else column.shape[0]
     if longest > max_positions:
         raise DataError(

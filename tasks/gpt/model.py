@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from hetseq.tasks.gpt.config import GptConfig
 from hetseq.tasks.nn.activation_checkpointing import LayerStack
+from hetseq.tasks.nn.activations import ACTIVATIONS
 from hetseq.tasks.nn.attention import attend
 from hetseq.tasks.nn.dropout import Dropout
-from hetseq.tasks.nn.model_config import ACTIVATIONS
 
 __all__ = ["GptConfig", "GptForCausalLM", "from_hugging_face", "their_names", "to_hugging_face"]
 

@@ -18,18 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hetseq import ConfigError, DataError, Task, register_task
-from hetseq.tasks.gpt.dataset import MAKE, Batch, GptRecords, check_tokens, find_records, load_records
+from hetseq import Task, register_task
+from hetseq.tasks.gpt.dataset import Batch, GptRecords, check_tokens, load_records
+from hetseq.tasks.gpt.files import GptFiles, find_records
 from hetseq.tasks.gpt.model import GptConfig, GptForCausalLM
-from hetseq.tasks.gpt.tokenizer import TOKENIZER, read_tokens
+from hetseq.tasks.gpt.tokenizer import read_tokens
 from hetseq.tasks.nn.activation_checkpointing import checkpoint_activations_
 from hetseq.tasks.nn.huggingface import read_gpt, write_pretrained
 from hetseq.tasks.options import GptOptions
 from hetseq.tasks.rows.local_copy import LocalCopy
 
 logger = logging.getLogger(__name__)
-
-_CONFIG_NAME = "config.json"
 
 
 @register_task("gpt")
@@ -45,7 +44,11 @@ class GptTask(Task):
 
     def load_dataset(self, split: str) -> GptRecords:
         """The rows of a split that the index names. Raises DataError and MissingSplitError."""
-        index, config_file, tokenizer = find_records(self._data()), self._config_file(), self._tokenizer_file()
+        index, config_file, tokenizer = (
+            find_records(self._files.data),
+            self._files.config_file(),
+            self._files.tokenizer_file(),
+        )
         config = GptConfig.from_json_file(config_file)
         if tokenizer is not None:
             check_tokens(index, read_tokens(tokenizer), tokenizer)
@@ -65,7 +68,7 @@ class GptTask(Task):
 
     def build_model(self) -> nn.Module:
         """The network of the configuration; with `--init-from`, that of the directory, with its weights."""
-        rate, config_file = self.config.task.dropout, self._config_file()
+        rate, config_file = self.config.task.dropout, self._files.config_file()
         if self.options.init_from is not None:
             model = read_gpt(config_file.parent, dropout=rate)
         else:
@@ -77,7 +80,7 @@ class GptTask(Task):
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """A directory for transformers, with the tokenizer if there is one. Raises DataError."""
-        write_pretrained(model, folder, tokenizer_file=self._tokenizer_file())
+        write_pretrained(model, folder, tokenizer_file=self._files.tokenizer_file())
 
     def count(self, sample: Batch) -> dict[str, float]:
         """Predicted tokens."""
@@ -94,40 +97,14 @@ class GptTask(Task):
         correct = torch.sum(logits.argmax(dim=1) == targets).item()  # sync, in validation only
         return {"token_accuracy": (float(correct), float(len(targets)))}
 
-    def _data(self) -> Path:
-        if self.config.data.data is None:
-            raise DataError(f"the task gpt needs --data, a folder of records: {MAKE}")
-        return Path(self.config.data.data).expanduser()
+    @functools.cached_property
+    def _files(self) -> GptFiles:
+        return GptFiles(self.config, self.options.init_from)
 
     @functools.cached_property
     def _local_copy(self) -> LocalCopy | None:
         given = self.options.local_copy
         return None if given is None else LocalCopy(Path(given).expanduser())
-
-    def _config_file(self) -> Path:
-        given, begin = self.config.task.config_file, self.options.init_from
-        if begin is not None:
-            if given is not None:
-                raise ConfigError(
-                    f"--config-file {given} and --init-from {begin} both say what the network is: give one of the two;"
-                    f" the {_CONFIG_NAME} of the directory belongs to its weights"
-                )
-            return Path(begin).expanduser() / _CONFIG_NAME
-        path = self._data() / _CONFIG_NAME if given is None else Path(given).expanduser()
-        if given is None and not path.is_file():
-            raise DataError(
-                f"the task gpt needs the sizes of its network: give --config-file a {_CONFIG_NAME} of GPT-2 or Llama,"
-                f" or --init-from a directory of Hugging Face (there is none in {path.parent} either); {MAKE}"
-            )
-        return path
-
-    def _tokenizer_file(self) -> Path | None:
-        """The tokenizer, to compare with the data and to go with the model; training itself does without."""
-        given, begin = self.config.task.vocab_file, self.options.init_from
-        if given is not None:
-            return Path(given).expanduser()
-        folders = [self._data()] if begin is None else [Path(begin).expanduser(), self._data()]
-        return next((folder / TOKENIZER for folder in folders if (folder / TOKENIZER).is_file()), None)
 
 
 def _predicted(model: nn.Module, sample: Batch) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hetseq import ConfigError, DataError
+from hetseq import DataError
 from hetseq.tasks.bert.heads import BertForSequenceClassification, BertForTokenClassification, Labelling
 from hetseq.tasks.bert.model import TIED_NAMES, BertConfig, BertForPreTraining
 from hetseq.tasks.bert.vocab import SPECIAL_TOKENS, read_vocab
@@ -133,30 +133,6 @@ def write_pretrained(
             (folder / name).write_bytes(content)
     except (OSError, SafetensorError) as error:
         raise DataError(f"{folder} cannot be written: {error}; make room, or name another folder") from error
-
-
-def init_config(folder: Path, config_file: str | None) -> Path:
-    """The configuration file of a directory for --init-from.
-
-    Raises ConfigError if one is given as --config-file as well, DataError where the directory does not exist.
-    """
-    if config_file is not None:
-        raise ConfigError(
-            f"--config-file {config_file} and --init-from {folder}: expected one of them, since the directory says in"
-            f" {_CONFIG_NAME} what network it holds"
-        )
-    if not folder.is_dir():
-        raise DataError(
-            f"--init-from {folder} is no directory: expected one of Hugging Face, with {_CONFIG_NAME}, weights"
-            f" and {_VOCAB_NAME}; `hetseq checkpoints export RUN --format hf --to DIR` writes one"
-        )
-    return folder / _CONFIG_NAME
-
-
-def read_files(folder: Path) -> list[Path]:
-    """The files of a directory besides its configuration and vocabulary, for the nodes of a run to compare."""
-    names = ("tokenizer*.json", "*.safetensors", "pytorch_model*.bin", "*.index.json")
-    return sorted({path for name in names for path in folder.glob(name) if path.is_file()})
 
 
 #: without it transformers refuses a file

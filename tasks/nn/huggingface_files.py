@@ -17,10 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hetseq import DataError
+from hetseq.tasks.nn.init_from import find_weights
 from hetseq.tasks.nn.model_config import read_object, wrong
 
-#: what a directory may have, in the order in which they are looked for; transformers has the same order
-_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _INDEX = 'an index such as {"weight_map": {"TENSOR": "model-00001-of-00002.safetensors", ...}}'
 
 
@@ -49,9 +48,7 @@ class TensorFiles:
         return tensor
 
     def _find(self) -> dict[str, Path]:
-        found = next((self.folder / name for name in _FILES if (self.folder / name).is_file()), None)
-        if found is None:
-            raise DataError(f"{self.folder} has no weights: expected one of the files {', '.join(_FILES)}")
+        found = find_weights(self.folder)
         if found.suffix != ".json":
             return dict.fromkeys(self._names_in(found), found)
         files = _files_of(found)

@@ -1,8 +1,9 @@
 """What the configuration file of a network may be: one JSON object whose keys are known and whose values are possible.
 
 Responsible for reading such a file, for refusing keys that would make another network, and for the words in which a
-value is refused; knows no network. The one idea: whatever a file says and we do not do is an error that names file, key
-and remedy, because a network that is trained for a week as another one than was meant costs that week.
+value is refused; knows no network, and imports no torch. The one idea: whatever a file says and we do not do is an
+error that names file, key and remedy, because a network that is trained for a week as another one than was meant costs
+that week.
 """
 
 from __future__ import annotations
@@ -10,13 +11,10 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
-
-import torch.nn.functional as F
-from torch import Tensor
 
 from hetseq import DataError
 
@@ -24,19 +22,8 @@ from hetseq import DataError
 OtherModels = Mapping[str, tuple[tuple[object, ...], str]]
 
 
-def _tanh_gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-#: activations by the names that Hugging Face has for them
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_new": _tanh_gelu,
-    "gelu_pytorch_tanh": _tanh_gelu,
-    "relu": F.relu,
-    "silu": F.silu,
-    "swish": F.silu,
-}
+#: the names that Hugging Face has for activations, which `activations` has the functions of
+ACTIVATION_NAMES = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish")
 
 LARGEST_SIZE = 2**31 - 1
 MOST_LAYERS = 10_000  # ten times the deepest ever trained
@@ -95,9 +82,9 @@ def check_positive(key: str, value: object) -> None:
 
 
 def check_activation(key: str, value: object) -> None:
-    """Raise DataError unless the value is the name of one of `ACTIVATIONS`."""
-    if value not in list(ACTIVATIONS):  # a list, since what is in the file need not be hashable
-        raise DataError(wrong(key, value, f"one of {', '.join(ACTIVATIONS)}"))
+    """Raise DataError unless the value is one of `ACTIVATION_NAMES`."""
+    if value not in ACTIVATION_NAMES:
+        raise DataError(wrong(key, value, f"one of {', '.join(ACTIVATION_NAMES)}"))
 
 
 def check_divides(parts_key: str, parts: int, whole_key: str, whole: int, hint: str) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetseq import DataError
+from hetseq import DataError, MissingSplitError
 from hetseq.tasks.rows.mapped_files import refusal
 
 #: the name of the index, what it says it is, and the version of the format; version 1 is a folder of HDF5 files
@@ -85,6 +85,15 @@ class Index:
     vocab_tokens: int
     vocab_sha256: str  # of `vocab_digest`
     splits: dict[str, Split]
+
+    def split(self, name: str) -> Split:
+        """One of `splits`. Raises MissingSplitError."""
+        if name not in self.splits:
+            raise MissingSplitError(
+                f"{self.path} has no split {name!r}: expected one of {', '.join(self.splits) or 'those that it lists'};"
+                " give --train-subset and --valid-subset"
+            )
+        return self.splits[name]
 
 
 def vocab_digest(vocab: Sequence[str]) -> str:

@@ -1,0 +1,115 @@
+"""What a launcher checks of the files of an included task before it starts workers: that they are there, and which.
+
+Each function is given the configuration of a run and raises what the task itself would, in its words, seconds later on
+every rank. Imports no torch, and reads no rows. What is not refused here is for the task to judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hetseq import Config, MissingSplitError
+from hetseq.tasks.bert.config import BertConfig
+from hetseq.tasks.bert.files import BertFiles, find_hdf5, hdf5_names
+from hetseq.tasks.bert.files import find_records as find_bert_records
+from hetseq.tasks.bert.fine_tuning_files import find_files as find_beginning
+from hetseq.tasks.gpt.config import GptConfig
+from hetseq.tasks.gpt.files import GptFiles
+from hetseq.tasks.gpt.files import find_records as find_gpt_records
+from hetseq.tasks.mnist_files import find_files, half_of
+from hetseq.tasks.nn.init_from import find_weights
+from hetseq.tasks.rows import labelled_texts, tagged_words
+from hetseq.tasks.rows.record_index import Index
+from hetseq.tasks.rows.records import open_shard
+from hetseq.tasks.rows.split_files import find_split
+
+
+def check_bert(config: Config) -> None:
+    """`--task bert`: configuration, vocabulary, the files of each split, and that there are weights."""
+    files = BertFiles(config, _option(config, "init_from"))
+    data = files.data
+    files.network()
+    index = find_bert_records(data, hdf5_names(data))
+
+    def check(split: str) -> None:
+        if index is None:
+            files.check_other_splits(find_hdf5(data, split), split)
+        else:
+            _check_records(index, split, config)
+
+    _check_splits(config, check)
+    if files.init_folder is not None:
+        find_weights(files.init_folder)
+
+
+def check_gpt(config: Config) -> None:
+    """`--task gpt`: as `check_bert`."""
+    files = GptFiles(config, _option(config, "init_from"))
+    index, config_file = find_gpt_records(files.data), files.config_file()
+    GptConfig.from_json_file(config_file)
+    _check_splits(config, lambda split: _check_records(index, split, config))
+    if files.init_from is not None:
+        find_weights(config_file.parent)
+
+
+def check_ner(config: Config) -> None:
+    """`--task bert_ner`: the file of each split, configuration, vocabulary, and that there are weights."""
+    _check_fine_tuning(config, tagged_words.SUFFIXES)
+
+
+def check_classify(config: Config) -> None:
+    """`--task bert_classify`: as `check_ner`."""
+    _check_fine_tuning(config, labelled_texts.SUFFIXES)
+
+
+def check_mnist(config: Config) -> None:
+    """`--task mnist`: the files of each half."""
+    data = config.data.data
+
+    def check(split: str) -> None:
+        half = half_of(split)
+        if data is not None:
+            find_files(Path(data).expanduser(), half)
+
+    _check_splits(config, check)
+
+
+def _check_fine_tuning(config: Config, suffixes: tuple[str, ...]) -> None:
+    data = config.data
+    if data.data is None:
+        return  # the task says what it needs
+    folder, splits = Path(data.data).expanduser(), (data.train_subset, *data.valid_subsets)
+    find_split(folder, data.train_subset, suffixes=suffixes, other_splits=splits)
+    weights, config_file, _ = find_beginning(config, _option(config, "init_from"))
+    BertConfig.from_json_file(config_file)
+    _check_splits(config, lambda split: find_split(folder, split, suffixes=suffixes, other_splits=splits))
+    if weights is not None:
+        find_weights(weights)
+
+
+def _option(config: Config, name: str) -> Any:
+    """An option of the task's own, None where none of them was given."""
+    return getattr(config.extras.get("task"), name, None)
+
+
+def _check_records(index: Index, split: str, config: Config) -> None:
+    """Refuse a split that the index does not have, and a file of it that is not there."""
+    files = index.split(split).files_up_to(config.data.num_file)
+    if _option(config, "local_copy") is not None:
+        return  # the rows are read from copies, which may be there already
+    for file in files:
+        if not file.path.exists():
+            open_shard(file, index.columns)  # which says so
+
+
+def _check_splits(config: Config, check: Callable[[str], object]) -> None:
+    """Check the splits of a run; like for a worker, the default one of validation may be absent."""
+    check(config.data.train_subset)
+    for split in () if config.validation.disable_validation else config.data.valid_subsets:
+        try:
+            check(split)
+        except MissingSplitError:
+            if config.data.valid_subset != type(config.data).valid_subset:
+                raise
