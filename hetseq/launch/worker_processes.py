@@ -38,6 +38,8 @@ _HALF_S = 5.0  # for the rest of a message; whoever is stopped in the middle of 
 _SECONDS = struct.Struct("ll")  # and microseconds, as setsockopt(2) has them
 _LOOK_S = 0.005
 _OURS = "hetseq"  # any text sets PYTHONSAFEPATH; this one tells ours from the user's
+_NO_STATUS = 255  # what multiprocessing gives for a process whose fork server cannot tell how it ended
+_SERVER_S = 0.5  # for a fork server whose pipes are closed to have ended
 _HELD_S = 10.0  # for a killed process to end: it may have to give back much memory
 
 
@@ -50,6 +52,7 @@ class Worker:
         self.rank, self.starts = rank, starts  # its slot, and how often that was started before
         self.device, self.cell = device, cell  # where it computes; where it stands
         self._process, self._channel = process, channel
+        self._server = server_pid()  # which it was forked from
         _set_deadline(channel, _HALF_S)
         self.sentinel: int = process.sentinel
         self.is_ready = False  # it has accepted what it was told, and what was saved before, and begins to train
@@ -143,14 +146,18 @@ class Worker:
         self.listen()
         self._channel.close()
         code = self._process.exitcode
+        # the status of a worker comes from its fork server; where that is gone, multiprocessing gives 255
+        is_untold = code == _NO_STATUS and not self._report
+        server = self._server if is_untold and _has_ended(self._server, patience_s=_SERVER_S) else None
         return WorkerEnd(
             self.rank,
-            -signal.SIGKILL if code is None else code,
+            -signal.SIGKILL if code is None or server is not None else code,
             self._report.get("code"),
             self._report.get("message", ""),
             self._report.get("is_secondary", False),
             self._report.get("has_left", False),
             self._report.get("has_lost_device", False),
+            server,
         )
 
 
@@ -223,12 +230,27 @@ def server_pid() -> int | None:
 def _await_end_of_server() -> None:
     pid = server_pid()
     deadline = time.monotonic() + _HELD_S
-    while pid is not None and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+    while pid is not None and not _has_ended(pid, patience_s=0.0):
         if time.monotonic() > deadline:
             raise ProcessLookupError(
                 f"the fork server, process {pid}, answers nothing and has not ended for {_HELD_S:g} s"
             )
         time.sleep(_LOOK_S)
+
+
+def _has_ended(pid: int | None, *, patience_s: float) -> bool:
+    """Whether a child of this process has ended, and may have been waited for since."""
+    deadline = time.monotonic() + patience_s
+    while pid is not None:
+        try:
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return True
+        except ChildProcessError:
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_LOOK_S)
+    return False
 
 
 def end_all(workers: Sequence[Worker], tell: Callable[[str], None]) -> None:

@@ -32,6 +32,7 @@ class WorkerEnd:
     is_secondary: bool = False  # it ended because another rank did
     has_left: bool = False  # it was asked to, and the others go on
     has_lost_device: bool = False  # an error after which the device is of no use to that process any more
+    server: int | None = None  # pid of the fork server that it ended with, if that was killed or has crashed
 
     @property
     def is_own_fault(self) -> bool:
@@ -104,6 +105,12 @@ def how_it_ended(end: WorkerEnd, hosts: Mapping[int, str]) -> str:
 
 def _of_process(end: WorkerEnd, who: str) -> str:
     number = -end.exit_code
+    if end.server is not None:
+        return (
+            f"{who} ended with the fork server of its node (pid {end.server}), from which all workers there are forked:"
+            " that was killed, by the kernel when memory runs out or by a person, or it crashed; `dmesg` on that node"
+            " tells which, and if it was memory, give it fewer workers or a smaller --max-sentences [worker-died]"
+        )
     if number <= 0:
         return f"{who} left with exit code {end.exit_code} without a reason [worker-died]"
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -20,6 +20,11 @@ _NOTHING = "Nothing: the step was done again with the same samples."
 #: words of a story -> what to do; the first that fits
 _STORIES = (
     (
+        "with the fork server of its node",
+        "Nothing, if a queue or a person killed it: all workers of that node came back. If memory ran out (`dmesg` on"
+        " that node says so): fewer workers there, or a smaller --max-sentences.",
+    ),
+    (
         "as the kernel does when memory runs out",
         "Nothing, if a queue or a person killed it. If memory ran out (`dmesg` on that node says so): a smaller"
         " --max-sentences there, or fewer --num-workers.",

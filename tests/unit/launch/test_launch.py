@@ -35,6 +35,10 @@ def killed(rank: int, number: int = signal.SIGKILL) -> WorkerEnd:
     return WorkerEnd(rank, -number)
 
 
+def forked_from_a_dead_server(rank: int) -> WorkerEnd:
+    return WorkerEnd(rank, -signal.SIGKILL, server=4711)
+
+
 def left(rank: int, exit_code: int) -> WorkerEnd:
     return WorkerEnd(rank, exit_code)
 
@@ -65,6 +69,12 @@ def left(rank: int, exit_code: int) -> WorkerEnd:
         ([left(1, 3), bereaved(0)], EXIT_FAILED, "rank 1 left with exit code 3 without a reason"),
         ([left(0, 0)], EXIT_FAILED, "rank 0 left with exit code 0 without a reason"),
         ([killed(2), failed(0)], EXIT_STOPPED, "rank 2 was killed"),
+        (
+            [forked_from_a_dead_server(1), bereaved(0)],
+            EXIT_STOPPED,
+            "rank 1 ended with the fork server of its node (pid 4711), from which all workers there are forked: that"
+            " was killed, by the kernel when memory runs out or by a person, or it crashed; `dmesg`",
+        ),
         ([bereaved(0), bereaved(1)], EXIT_STOPPED, "lost a peer while waiting"),
     ],
 )

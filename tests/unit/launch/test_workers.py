@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ class Process:
 
     sentinel = -1
     kills = 0
+    exitcode: int | None = None
 
     def is_alive(self) -> bool:
         return not self.kills
@@ -138,3 +140,32 @@ def test_a_server_that_neither_answers_nor_ends_is_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(workers, "_HELD_S", 0.02)
     with pytest.raises(ProcessLookupError, match="the fork server, process"):
         workers._start(Orphan(EOFError))
+
+
+# --------------------------------------------------------------------------------------------- the fork server's end
+
+
+@pytest.mark.parametrize("is_reaped", [False, True])
+def test_a_worker_that_ends_with_its_fork_server_says_so(monkeypatch: pytest.MonkeyPatch, is_reaped: bool) -> None:
+    with subprocess.Popen(["sleep", "60"]) as server:
+        monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", server.pid)
+        pair = Pair()
+        server.kill()
+        if is_reaped:  # another one has been started for other workers
+            server.wait()
+        pair.process.exitcode = 255
+        end = pair.worker.end()
+        assert (end.server, end.exit_code) == (server.pid, -signal.SIGKILL)
+        pair.end.close()
+
+
+def test_a_worker_that_ends_with_255_beside_a_living_server_did_so_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_SERVER_S", 0.0)
+    with subprocess.Popen(["sleep", "60"]) as server:
+        monkeypatch.setattr(forkserver._forkserver, "_forkserver_pid", server.pid)
+        pair = Pair()
+        pair.process.exitcode = 255
+        end = pair.worker.end()
+        server.kill()
+        assert (end.server, end.exit_code) == (None, 255)
+        pair.end.close()
