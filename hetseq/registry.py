@@ -10,6 +10,7 @@ A file of the user's is imported once, under a name made from its full path: two
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import hashlib
@@ -19,6 +20,7 @@ import os
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from hetseq.errors import ConfigError, HetSeqError, TaskFileError
+from hetseq.system.module_names import bound_names
 
 Thing = TypeVar("Thing")
 
@@ -53,6 +56,14 @@ _INCLUDED_OPTIONS = {
     "bert_classify": "hetseq.tasks.options:BertClassifyOptions",
     "bert_ner": "hetseq.tasks.options:BertNerOptions",
     "gpt": "hetseq.tasks.options:GptOptions",
+}
+#: what of an included task's files is checked before there are workers, in a module without torch
+_INCLUDED_CHECKS = {
+    "bert": "hetseq.tasks.early_checks:check_bert",
+    "bert_classify": "hetseq.tasks.early_checks:check_classify",
+    "bert_ner": "hetseq.tasks.early_checks:check_ner",
+    "gpt": "hetseq.tasks.early_checks:check_gpt",
+    "mnist": "hetseq.tasks.early_checks:check_mnist",
 }
 _TASK_BASE = "hetseq.task:Task"
 _USER_PREFIX = "hetseq_user_"
@@ -148,6 +159,41 @@ def options_of(kind: str, name: str, *, user_dir: str | None = None) -> type | N
     return options
 
 
+def check_files(task: str, config: Any) -> None:
+    """Look for the files that an included task needs for this configuration; nothing for any other task.
+
+    Imports no torch. Raises the ConfigError or DataError that the task itself would.
+    """
+    if task in _INCLUDED_CHECKS:
+        place, _, attribute = _INCLUDED_CHECKS[task].partition(":")
+        _get(_import_tasks(place), attribute, place)(config)
+
+
+def check_address(name: str) -> None:
+    """Refuse the file of `--task file.py:Class` where importing it would, as far as its text tells: nothing is run.
+
+    Raises the TaskFileError that `find_task` would. A class that may come about while the file runs passes, and so do
+    modules, which only an import finds.
+    """
+    address = _split_address(name)
+    if address is None or not address[0].endswith(".py"):
+        return
+    place, attribute = address
+    bound = bound_names(_parsed(_task_file(place)))
+    if bound.may_have_more:
+        return
+    if attribute and attribute not in bound.names:
+        raise _no_such_name(place, attribute, bound.classes)
+    if not attribute and not bound.may_make_classes:
+        raise _not_one_task(place, [])
+
+
+def check_user_dir(user_dir: str | None) -> None:
+    """Refuse what `import_user_dir` would, as far as the texts of the files tell: nothing is run."""
+    for path in _user_files(user_dir):
+        _parsed(path)
+
+
 def included_options() -> dict[str, type]:
     """The dataclasses of the flags that included tasks bring along, by the name of the task."""
     return {name: _find_included_options(name) for name in _INCLUDED_OPTIONS}
@@ -171,7 +217,7 @@ def is_address(name: str) -> bool:
 
 def check_name(kind: str, name: str) -> None:
     """Raise ConfigError, with the nearest known name, unless the name is included or registered by now."""
-    known = [*_INCLUDED[kind], *_registered[kind]]
+    known = list(dict.fromkeys([*_INCLUDED[kind], *_registered[kind]]))  # included ones register too
     if name in known:
         return
     guess = nearest(name, known)
@@ -189,8 +235,13 @@ def import_user_dir(user_dir: str | None) -> None:
     Does nothing for None; a module that was imported before is not imported again. Raises ConfigError for a folder
     that is none and TaskFileError for a file that cannot be imported.
     """
+    for path in _user_files(user_dir):
+        _load_file(path)
+
+
+def _user_files(user_dir: str | None) -> list[Path]:
     if user_dir is None:
-        return
+        return []
     folder = Path(user_dir).expanduser()
     if not folder.is_dir():
         found = "is a file" if folder.exists() else "does not exist"
@@ -198,8 +249,7 @@ def import_user_dir(user_dir: str | None) -> None:
     files = sorted(path for path in folder.glob("*.py") if not path.name.startswith("."))
     if not files:
         raise ConfigError(f"--user-dir {user_dir}: expected Python files in it, found none")
-    for path in files:
-        _load_file(path)
+    return files
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
@@ -353,6 +403,20 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
+def _parsed(path: Path) -> ast.Module:
+    """The syntax of a file. Raises the TaskFileError that importing it would."""
+    path = path.resolve()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the import tells them
+            with open(path, "rb") as file:
+                source = file.read()
+            compile(source, path, "exec", dont_inherit=True)  # which finds more than the parser alone
+            return ast.parse(source)
+    except (SyntaxError, ValueError, OSError) as error:
+        raise _import_failure(str(path), error) from error
+
+
 def _forget(module_name: str) -> None:
     """Undo a half import: a corrected file may be imported again, and registers its names again."""
     del sys.modules[module_name]
@@ -388,11 +452,14 @@ def _import_failure(what: str, error: BaseException) -> TaskFileError:
 
 def _get(module: ModuleType, attribute: str, place: str) -> Any:
     if not hasattr(module, attribute):
-        classes = [name for name, value in vars(module).items() if isinstance(value, type)]
-        guess = nearest(attribute, classes)
-        rest = f"did you mean {guess}?" if guess else f"it has {', '.join(sorted(classes)) or 'no class at all'}"
-        raise TaskFileError(f"{place} has no {attribute}: {rest}")
+        raise _no_such_name(place, attribute, [name for name, value in vars(module).items() if isinstance(value, type)])
     return getattr(module, attribute)
+
+
+def _no_such_name(place: str, attribute: str, classes: Iterable[str]) -> TaskFileError:
+    guess = nearest(attribute, classes)
+    rest = f"did you mean {guess}?" if guess else f"it has {', '.join(sorted(classes)) or 'no class at all'}"
+    return TaskFileError(f"{place} has no {attribute}: {rest}")
 
 
 def _only_task(module: ModuleType, place: str) -> type:
@@ -404,8 +471,12 @@ def _only_task(module: ModuleType, place: str) -> type:
     ]
     tasks = list(dict.fromkeys(tasks))  # a second name for the same class is no second task
     if len(tasks) != 1:
-        names = ", ".join(task.__name__ for task in tasks)
-        found = f"defines several tasks ({names}): name one" if tasks else "defines no subclass of Task: name the class"
-        example = f"{place}:{tasks[0].__name__ if tasks else 'MyTask'}"
-        raise TaskFileError(f"--task {place}: the file {found}, as in {example}")
+        raise _not_one_task(place, [task.__name__ for task in tasks])
     return tasks[0]
+
+
+def _not_one_task(place: str, tasks: list[str]) -> TaskFileError:
+    found = "defines no subclass of Task: name the class"
+    if tasks:
+        found = f"defines several tasks ({', '.join(tasks)}): name one"
+    return TaskFileError(f"--task {place}: the file {found}, as in {place}:{tasks[0] if tasks else 'MyTask'}")

@@ -26,7 +26,8 @@ from hetseq.cluster.rendezvous.interfaces import interfaces
 from hetseq.config import dump_yaml
 from hetseq.config.byte_size import parse_size
 from hetseq.config.sections import Config, DistributedConfig
-from hetseq.errors import ConfigError, HetSeqError, few
+from hetseq.errors import ConfigError, HetSeqError, few, text_of
+from hetseq.launch.early_checks import check_command
 from hetseq.launch.environments import AppliedEnvironment, Look, Seen, choose, leaves_room, seconds_to_stop, see
 from hetseq.launch.launcher import Launcher
 from hetseq.launch.run_directory_guard import in_use
@@ -50,6 +51,12 @@ def launch(config: Config, errand: InferenceJob | None = None) -> Ending:
     """
     config = _with_memory_of_environment(config)
     seen = _see(config.distributed) if errand is None else None
+    refusal = _refusal_of(config)
+    is_among_others = config.distributed.meeting_url is not None or (seen is not None and not seen.is_alone)
+    if refusal is not None and not is_among_others:
+        raise refusal
+    if refusal is not None:  # at once; the others hear of it once this node has found them
+        _say(f"{text_of(refusal)}; telling the other nodes")
     choice = AppliedEnvironment(config.distributed)
     if seen is not None:
         choice = choose(config.distributed, seen, gpus=visible_gpus)
@@ -61,18 +68,30 @@ def launch(config: Config, errand: InferenceJob | None = None) -> Ending:
     interface = _interface(seen)
     command = " ".join([command_line(sys.argv), *choice.words])
     fault = why_ranks_do_not_fit(config.distributed, len(devices))
-    if fault is None:
+    if refusal is None and fault is not None:
+        refusal = ConfigError(fault)
+        _say(f"{fault}; telling the other nodes")
+    if refusal is None:
         launcher = Launcher(config, devices, command=command, interface=interface, errand=errand)
         workers = f"{len(devices)} worker{'s' if len(devices) > 1 else ''}"
         _say(f"starting {workers} on {socket.gethostname()} ({few(devices, most=8)})")  # they say nothing for seconds
         with _stopping_in_time(seen):
             return launcher.run()
     # they wait for a node that will never come, so this one goes there all the same, and is refused before their eyes
-    sys.stderr.write(f"{fault}; telling the other nodes\n")
     brief = replace(config.distributed, join_timeout=min(_TELLING_S, config.distributed.join_timeout))
     with suppress(HetSeqError):
-        Launcher(replace(config, distributed=brief), devices, command=command, interface=interface).run()
-    raise ConfigError(fault)
+        Launcher(
+            replace(config, distributed=brief), devices, command=command, interface=interface, refusal=refusal
+        ).run()  # fmt: skip
+    raise refusal
+
+
+def _refusal_of(config: Config) -> HetSeqError | None:
+    try:
+        check_command(config)
+    except HetSeqError as error:
+        return error
+    return None
 
 
 def _see(config: DistributedConfig) -> Seen | None:
@@ -231,6 +250,7 @@ def check_place(config: DistributedConfig, workers: int) -> None:
 
 def run_here(config: Config, errand: InferenceJob | None = None) -> Ending:
     """Run the only rank in this process, for debuggers and profilers: --distributed-no-spawn. Errands as `launch`."""
+    check_command(config)
     devices = local_devices(config.distributed)
     if config.distributed.meeting_url is not None or len(devices) > 1:
         where = config.distributed.meeting_url or f"{len(devices)} workers"

@@ -68,6 +68,7 @@ _GRACE_S = 5.0  # after one worker has failed, for the others to notice by thems
 _START_GRACE_S = 2.0  # ... before they train, when all find the same faults at the same time
 _SAVING_S = 60.0  # after one worker has stopped as it was asked to, for the others to end their step and their save
 _SILENCE_S = 150.0  # of a hub, which speaks every 10 s while it waits, and gives an ending run 90 s
+_TELLING_S = 3.0  # of a hub to which this node only comes to say why it cannot take part
 _LOOK_S = 1.0  # between two looks for a request to leave
 _ELECTION_S = 60.0  # a head of another machine is believed to be gone after 15 s without a sign of life
 _RESTARTS_S = 3600.0  # over which restarts are counted
@@ -101,8 +102,9 @@ class Launcher:
 
     def __init__(
         self, config: Config, devices: Sequence[str], *, command: str, interface: str | None = None,
-        errand: InferenceJob | None = None,
+        errand: InferenceJob | None = None, refusal: HetSeqError | None = None,
     ) -> None:  # fmt: skip
+        self._refusal = refusal  # why this node cannot take part: it only comes to say so to the others
         self._config, self._devices, self._command, self._interface = config, devices, command, interface
         self._errand = errand  # what the workers do in place of training
         self._member: Member | None = None
@@ -128,7 +130,8 @@ class Launcher:
         """Start, watch, end; every worker has ended when this returns, also when it raises HetSeqError."""
         with ringing_on_signals() as bell, self._closing:
             self._bell = bell
-            warm_forkserver()
+            if self._refusal is None:
+                warm_forkserver()
             try:
                 while True:
                     member, begin = self._take_part()
@@ -207,6 +210,8 @@ class Launcher:
 
     def _answer(self, member: Member, record: Record) -> Record | None:
         kind = record["kind"]
+        if self._refusal is not None:
+            raise self._refusal
         if kind == "reach":
             return {"kind": "reached", "failures": self._beside(lambda: member.try_peers(record["peers"]))}
         if kind == "own":
@@ -243,9 +248,10 @@ class Launcher:
     def _next(self, member: Member) -> Record:
         """The hub's next record that is not for the user."""
         while True:
-            if not self._wait([member.channel], _SILENCE_S):
+            patience_s = _SILENCE_S if self._refusal is None else _TELLING_S
+            if not self._wait([member.channel], patience_s):
                 raise RendezvousError(
-                    f"the node that the others call has said nothing for {_SILENCE_S:.0f} s: is it stopped?"
+                    f"the node that the others call has said nothing for {patience_s:.0f} s: is it stopped?"
                 )
             record = member.channel.receive(10.0)
             if record["kind"] == "ending":

@@ -283,6 +283,8 @@ CASES = [
     Case("20", "options-differ", (EXIT_DISAGREE,) * 2, (HERE, "--seed", "same options"),
          given((0, 2), (1, 2), more=[["--seed", 1], ["--seed", 2]])),
     Case("20b", "data-differ", (EXIT_DISAGREE,) * 2, (HERE, "64", "63", "same data"), material(rows=63)),
+    Case("20c", "data-unreadable", (EXIT_USAGE,) * 2, ("--data /none does not exist", "give --data the folder"),
+         given((0, 2), (1, 2), more=[[], ["--data", "/none"]])),
     Case("21", "ranks-missing", (EXIT_FAILED,), (HERE, "1 of 2 ranks"),
          lambda ground: [at(directory(ground.folder).url, 0)]),
     Case("22", "run-in-use", (EXIT_DONE, EXIT_USAGE), ("--save-dir", HERE, "pid ", "wait for it"),
