@@ -20,6 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+TURN_STEPS = 10  # of fixed weights that take turns
 NEGLIGIBLE_GAIN = 0.02  # of a step: less is not worth a word to the user
 NEGLIGIBLE_NOISE = 0.1  # standard deviation of a rank's steps: with 0.05, fitted shares of 4:1:1 would gain 1 %
 MOST_NOISE = 0.6  # more is not noise

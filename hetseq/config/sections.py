@@ -416,8 +416,9 @@ class DistributedConfig:
     )
     balance: str = option(
         "auto",
-        "shares of the ranks: auto (by measured speed), equal, or fixed weights as in 5,2,1",
-        metavar="auto|equal|W0,W1,...",
+        "shares of the ranks: auto (by measured speed), equal, or fixed weights as in 5,2,1; several with / between"
+        " them take turns every 10 steps, so that one run compares them",
+        metavar="auto|equal|W0,W1,...[/...]",
     )
     throttle: tuple[str, ...] = node_option(
         (), "slow ranks down on purpose, as in 1:3,2:1.5", metavar="RANK:FACTOR[,...]"
@@ -483,18 +484,25 @@ class DistributedConfig:
             )
 
     def balance_weights(self) -> tuple[float, ...] | None:
-        """The fixed weights of `--balance 5,2,1`, or None for `auto` and `equal`."""
+        """The fixed weights of `--balance 5,2,1`, the first of several, or None for `auto` and `equal`."""
+        turns = self.balance_turns()
+        return turns[0] if turns else None
+
+    def balance_turns(self) -> tuple[tuple[float, ...], ...]:
+        """The fixed weights that take turns, as in `--balance 1,1/3,1`; none for `auto` and `equal`."""
         if self.balance in ("auto", "equal"):
-            return None
+            return ()
         try:
-            weights = tuple(float(part) for part in self.balance.split(","))
+            turns = tuple(tuple(float(part) for part in text.split(",")) for text in self.balance.split("/"))
         except ValueError:
             raise ConfigError(f"--balance {self.balance}: expected auto, equal, or weights as in 5,2,1") from None
-        if not all(math.isfinite(weight) and weight >= 0 for weight in weights):
+        if not all(math.isfinite(weight) and weight >= 0 for weights in turns for weight in weights):
             raise ConfigError(f"--balance {self.balance}: expected weights of 0 or more")
-        if sum(weights) <= 0:
+        if min(map(sum, turns)) <= 0:
             raise ConfigError(f"--balance {self.balance}: expected at least one weight above 0")
-        return weights
+        if len(set(map(len, turns))) > 1:
+            raise ConfigError(f"--balance {self.balance}: expected as many weights before each / as behind it")
+        return turns
 
     def throttle_factors(self) -> dict[int, float]:
         """Factor of each throttled rank: `--throttle 1:3` gives {1: 3.0}."""

@@ -59,7 +59,15 @@ from hetseq.training.micro_batch_size import MicroBatchSizes
 from hetseq.training.optim import parameter_groups
 from hetseq.training.replica_check import ReplicaCheck, kind_of
 from hetseq.training.share import ComputeDevice, ShareComputer
-from hetseq.training.share_policy import FixedShares, MeasuredShares, SharePolicy, assigner, assigner_by
+from hetseq.training.share_policy import (
+    AlternatingShares,
+    FixedShares,
+    MeasuredShares,
+    SharePolicy,
+    assigner,
+    assigner_by,
+    turn_of,
+)
 from hetseq.training.throttle import Throttle
 from hetseq.training.validation import Validator
 
@@ -229,11 +237,12 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
 def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitStack) -> Feed:
     """The plan of the steps, what fetches this rank's part of them, and what moves the shares."""
     config, rank, layout, carried = job.config, job.group.rank, job.layout, job.carried
-    weights = weights_by_slot(config.distributed, layout.of_leaders(job.slots_of_ranks))
+    turns = weights_by_slot(config.distributed, layout.of_leaders(job.slots_of_ranks))
     is_balanced = config.distributed.balance == "auto" and len(layout.groups) > 1
     by_rank = job.succession.record.costs if job.succession is not None else ()
     costs = layout.of_leaders(by_rank) if by_rank else ()
     table = complete_costs(costs) if is_balanced else None
+    weights = turn_of(start.state.position.step, turns)
     assign = assigner(table) if table is not None else assigner_by(weights)
     known = start.provenance.parts
     shards = shards_of(known, layout.of_leaders(start.parts)) if start.parts and known else None
@@ -253,7 +262,9 @@ def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitSta
     undo.callback(loader.close)
     at_once, meter = functools.partial(_most_work_at_once, planner, sizes), carried.meter if carried else None
     pace: SharePolicy = FixedShares(weights, meter=meter, at_once=at_once)
-    if is_balanced:
+    if len(turns) > 1:
+        pace = AlternatingShares(turns, planner, loader, meter=meter, at_once=at_once)
+    elif is_balanced:
         pace = MeasuredShares(
             planner, loader, rank=rank, layout=layout, meter=meter, costs=costs, at_once=at_once,
         )  # fmt: skip

@@ -46,16 +46,16 @@ def planner_of(
     )
 
 
-def weights_by_slot(config: DistributedConfig, slots: Sequence[int]) -> tuple[float, ...]:
+def weights_by_slot(config: DistributedConfig, slots: Sequence[int]) -> list[tuple[float, ...]]:
     """What shares are in proportion to: the fixed weights of these slots, or equal ones, which `auto` begins with.
 
-    A slot that the weights do not name has the mean of those that they do.
+    One tuple for each of the weights that take turns. A slot that weights do not name has their mean.
     """
-    named = config.balance_weights()
-    if named is None:
-        return (1.0,) * len(slots)
-    weights = [named[slot] if slot < len(named) else math.fsum(named) / len(named) for slot in slots]
-    return tuple(weights) if sum(weights) > 0 else (1.0,) * len(slots)
+    equal, turns = (1.0,) * len(slots), []
+    for named in config.balance_turns() or (equal,):
+        weights = tuple(named[slot] if slot < len(named) else math.fsum(named) / len(named) for slot in slots)
+        turns.append(weights if sum(weights) > 0 else equal)
+    return turns
 
 
 def _check_longest(dataset: Any, max_tokens: int | None) -> None:

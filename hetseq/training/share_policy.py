@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hetseq.balance.cost_meter import AtOnce, Balancer, CostMeter, complete_costs
-from hetseq.balance.shares import Cost, assign_shares, balance_shares, slowed_by, step_seconds
+from hetseq.balance.shares import TURN_STEPS, Cost, assign_shares, balance_shares, slowed_by, step_seconds
 from hetseq.cluster.membership.step_commit import CommitRow, Measured
 from hetseq.data.loader import StepLoader
 from hetseq.data.plan import Assign, Planner, StepPlan
@@ -94,6 +94,33 @@ class FixedShares:
 
     def divide(self, total: int) -> tuple[int, ...]:
         return assign_shares(total, self._weights)
+
+
+class AlternatingShares(FixedShares):
+    """`--balance 1,1/3,1`: several fixed weights in turn, `TURN_STEPS` steps each, so that one run compares them.
+
+    The machine may be busier at times: steps that follow each other see the same of it, two runs do not.
+    """
+
+    def __init__(
+        self,
+        turns: Sequence[Sequence[float]],
+        planner: Planner,
+        loader: StepLoader,
+        *,
+        meter: CostMeter | None = None,
+        at_once: Callable[[], AtOnce | None] = lambda: None,
+    ) -> None:
+        super().__init__(turns[0], meter=meter, at_once=at_once)
+        self._turns, self._planner, self._loader = [tuple(weights) for weights in turns], planner, loader
+
+    def follow(self, plan: StepPlan, rows: Sequence[CommitRow]) -> Shift | None:
+        first = plan.step + LEAD
+        if turn_of(first, self._turns) is not turn_of(first - 1, self._turns):
+            assign = assigner_by(turn_of(first, self._turns))
+            self._planner.change(first, assign)
+            self._loader.change(first, assign=assign)
+        return None
 
 
 class MeasuredShares:
@@ -214,6 +241,11 @@ def learn(meter: CostMeter, part: Part, *, overhead_s: float, at_once: AtOnce | 
     timed = [(work, seconds) for work, seconds in zip(part.work, part.seconds) if work]
     meter.observe([work for work, _ in timed], [seconds for _, seconds in timed], overhead_s=overhead_s)
     return meter.cost(at_once)
+
+
+def turn_of(step: int, turns: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """The weights that hold in a step; steps are counted from 1."""
+    return turns[(step - 1) // TURN_STEPS % len(turns)]
 
 
 def assigner(costs: tuple[Cost, ...]) -> Assign:

@@ -224,8 +224,7 @@ def _schedule(section: Any, value: str) -> str:
 
 
 def _balance(section: Any, value: str) -> str:
-    weights = section.balance_weights()
-    return value if weights is None else _plain(section, weights)
+    return "/".join(_plain(section, weights) for weights in section.balance_turns()) or value
 
 
 def _overrides(section: Any, value: str) -> str:

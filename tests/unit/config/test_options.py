@@ -212,6 +212,8 @@ def test_a_negative_value_is_no_flag() -> None:
     assert parse(["--min_lr", "-.5"]).optimization.min_lr == -0.5
     assert parse(["--min-lr=-2"]).optimization.min_lr == -2
     assert refusal("--balance", "-1,2") == "--balance -1,2: expected weights of 0 or more"
+    assert refusal("--balance", "1,1/0,0") == "--balance 1,1/0,0: expected at least one weight above 0"
+    assert refusal("--balance", "1,1/3") == "--balance 1,1/3: expected as many weights before each / as behind it"
 
 
 def test_a_switch_may_say_false() -> None:
@@ -583,7 +585,7 @@ def test_the_page_of_options_has_every_flag_once() -> None:
             assert page.count(f"| `{flag(field.name)} ") + page.count(f"| `{flag(field.name)}`") == 1
     assert "| `--max-sentences N`, `--batch-size` |  | most samples in one micro-batch of this node |" in page
     assert "| `--fast-stat-sync` | always on: counts travel with every step |" in page
-    assert "`--balance auto\\|equal\\|W0,W1,...`" in page
+    assert "`--balance auto\\|equal\\|W0,W1,...[/...]`" in page
     assert "## What changed since 2020" in page
 
 

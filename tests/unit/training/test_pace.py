@@ -17,7 +17,7 @@ from hetseq.data.plan import Assign, GlobalBatch, Planner, Position, StepPlan
 from hetseq.data.shards import Shards
 from hetseq.parallel.layout import Layout, one_rank_each
 from hetseq.training.share import Part
-from hetseq.training.share_policy import FixedShares, MeasuredShares, Shift, assigner_by
+from hetseq.training.share_policy import AlternatingShares, FixedShares, MeasuredShares, Shift, assigner_by, turn_of
 
 EQUAL = (1.0, 1.0)
 
@@ -40,7 +40,7 @@ class Rank:
     ) -> None:
         self.planner = Planner(10_000, 7, GlobalBatch(12), assigner_by(tuple(weights)))
         self.loader: Any = Loader()
-        self.pace = MeasuredShares(
+        self.pace: Any = MeasuredShares(
             self.planner, self.loader, rank=rank, layout=layout or one_rank_each(len(weights)), **pace
         )
 
@@ -203,6 +203,20 @@ HINDERED = [costing(50.0, fixed_s=30.0, overhead_s=30.0), costing(1.0)]
 
 def advice(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "slows this run down" in record.getMessage()]
+
+
+def test_fixed_shares_take_turns_from_block_to_block() -> None:
+    rank = Rank()
+    turns = [(1.0, 1.0), (3.0, 1.0)]
+    rank.pace = AlternatingShares(turns, rank.planner, rank.loader)
+    seen = {}
+    for step in range(1, 41):
+        seen[step] = rank.plan(step).shares
+        assert rank.follow(step, [costing(1.0), costing(9.0)]) is None
+    blocks = [[seen[step] for step in range(first, first + 10)] for first in (1, 11, 21, 31)]
+    assert blocks == [[(6, 6)] * 10, [(9, 3)] * 10] * 2
+    assert [step for step, _ in rank.loader.told] == [11, 21, 31, 41]
+    assert [turn_of(step, turns) for step in (10, 11, 20, 21)] == [turns[0], turns[1], turns[1], turns[0]]
 
 
 def test_a_rank_that_only_holds_the_others_up_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
