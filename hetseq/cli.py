@@ -8,13 +8,16 @@ message on standard error, which begins with the command, and the exit code that
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import logging
 import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from hetseq import __version__
 from hetseq import config as options
 from hetseq.config.command_line import CommandRefused
 from hetseq.errors import EXIT_USAGE, HetSeqError, text_of
@@ -63,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_usage(), end="")
         return 0 if words else EXIT_USAGE
+    if words[0] in ("-V", "--version"):
+        print(_versions())
+        return 0
     name = words[0]
     if name not in COMMANDS:
         hint = nearest(name, COMMANDS)
@@ -87,8 +93,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _usage() -> str:
     lines = [f"  {name:<13}{about}" for name, (_, about) in COMMANDS.items()]
-    ends = ["", "`hetseq COMMAND --help` says more.", "", "for example:", "  hetseq demo", "  hetseq top --help"]
+    ends = [
+        "",
+        "`hetseq COMMAND --help` says more, `hetseq --version` the versions.",
+        "",
+        "for example:",
+        "  hetseq demo",
+        "  hetseq top --help",
+    ]
     return "\n".join(["usage: hetseq COMMAND [options]", "", *lines, *ends]) + "\n"
+
+
+def _versions() -> str:
+    """What a report of an error needs to say, without the seconds of importing torch."""
+    try:
+        torch = f"torch {importlib.metadata.version('torch')}"
+    except importlib.metadata.PackageNotFoundError:
+        torch = "no torch"
+    return f"hetseq {__version__} ({torch}, Python {platform.python_version()})"
 
 
 def train(argv: Sequence[str], say: Callable[[str], None]) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 import shlex
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hetseq import __version__
 from hetseq.cli import main
 from hetseq.config import HelpRequested, parse
 from hetseq.config.command_line import Argument, Command, CommandOption, CommandRefused, seconds, whole_number
@@ -171,6 +174,13 @@ def test_a_refusal_names_its_command_once(tmp_path: Path, capsys: pytest.Capture
         told = capsys.readouterr()
         assert told.err.startswith(begins)
         assert (told.err.count("hetseq top:") + told.err.count("hetseq: "), told.out) in ((1, ""), (0, ""))
+
+
+@pytest.mark.parametrize("word", ["--version", "-V"])
+def test_the_versions_are_one_line(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == 0
+    python = platform.python_version()
+    assert capsys.readouterr().out == f"hetseq {__version__} (torch {version('torch')}, Python {python})\n"
 
 
 def test_a_misspelt_option_of_a_command_is_found_among_those_of_train() -> None:

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import yaml
 
 import hetseq
 import hetseq.nebula
@@ -198,6 +199,44 @@ def test_every_dependency_has_its_reason() -> None:
 def pinned() -> set[str]:
     files = [ROOT / "requirements.txt", ROOT / "requirements-dev.txt"]
     return {match for file in files for match in re.findall(r"^([\w-]+)==", file.read_text(), re.M)}
+
+
+FOREIGN = re.compile(r"(?:pip3? install(?: -\S+)*|uvx|uv (?:add|pip install)|conda install) [\"']?hetseq\b(?![-_.]2)")
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_nobody_is_sent_to_the_package_index_where_the_name_is_that_of_2020(page: Path) -> None:
+    assert FOREIGN.findall(page.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "is_foreign"),
+    [
+        ("pip install hetseq", True),
+        ("pip install -U 'hetseq[demo]'", True),
+        ("uvx hetseq demo", True),
+        ("pip install ./hetseq-2.0.0-py3-none-any.whl", False),
+        ("pip install -e '.[demo]'", False),
+    ],
+)
+def test_an_install_from_the_package_index_is_seen(line: str, is_foreign: bool) -> None:
+    assert bool(FOREIGN.search(line)) is is_foreign
+
+
+def test_the_citation_is_of_this_version_and_names_the_paper_of_2020() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == hetseq.__version__
+    (paper,) = cited["references"]
+    assert [author["family-names"] for author in paper["authors"]] == ["Ding", "Botzer", "Weninger"]
+
+
+def test_continuous_integration_is_the_script_of_the_repository() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    ran = [step["run"] for step in workflow["jobs"]["ci"]["steps"] if "run" in step]
+    assert ran == [".ci/run"]
+    for form in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        fields = yaml.safe_load(form.read_text(encoding="utf-8"))["body"]
+        assert len({field["id"] for field in fields}) == len(fields)
 
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
