@@ -1,13 +1,13 @@
 """Checkpoints: written in parts by all ranks, committed by one rename, verified to the last byte when read.
 
-Callers use `manager`. `sync_save`, `async_save` and `load` hold the order of the steps; `snapshot`, `arena`, `writer`
-and `writer_client` save in the background. `layout`, `part_format`, `part_io`, `part_writer` and `records` hold the
-content of the files; `directory`, `publish`, `verification`, `recovery`, `retention` and `selection` their life;
-`leftover_memory` and `memory_recovery` states that killed processes left in memory. `rank_messages` are the rows that
-ranks exchange, `history` the line in `checkpointHistories.csv`. For other programs there are `tensor_reader` (any part
-of any tensor), `dcp` and `export`. Only this package knows the files of a checkpoint.
+Callers use `manager`. `sync_save`, `async_save` and `load` order the steps of a save or a load; `snapshot`, `arena`,
+`writer` and `writer_client` save in the background. `layout`, `part_format`, `part_io`, `part_writer` and `records`
+define the files; `directory`, `publish`, `verification`, `recovery`, `retention` and `selection` manage them on disk;
+`leftover_memory` and `memory_recovery` recover states that killed processes left in memory. `rank_messages` defines the
+rows that ranks exchange, `history` the lines of `checkpointHistories.csv`. For other programs there are `tensor_reader`
+(any part of any tensor), `dcp` and `export`. No other package knows the files of a checkpoint.
 
-The names below are imported when they are first used: a process that only writes has no need of torch.
+The names below are imported on first use, so that a process that only writes does not import torch.
 """
 
 from __future__ import annotations

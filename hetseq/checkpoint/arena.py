@@ -1,19 +1,19 @@
 """Shared memory in which a rank's part of a checkpoint waits to be written.
 
-Responsible for: named memory that is there before it is needed, says itself what it holds, and is given back. Refuses
-to know tensors, torch and ranks. The one idea: the image in an arena is the part's file, byte for byte, and a header
-that is written last tells whether it is whole, so that whoever finds the memory of a killed trainer knows what it has.
+Responsible for: named memory that is allocated before it is needed, describes its own content, and is freed again.
+Knows nothing of tensors, torch and ranks. The one idea: the image in an arena is the part's file, byte for byte, and a
+header written last says whether it is complete, so a process that finds a killed trainer's memory knows what it has.
 
     0        header: magic, version, status, serial, bytes and CRC-32 of the record, the seal
-    4096     record: JSON, what the image is and what is to become of it
+    4096     record: JSON, what the image contains and what to do with it
     ...      sums: four bytes for every 8 MiB of the image
     ...      image
 
-The seal says for which serial the sums were computed, after the image was whole. An image is believed after its
-process's death if it is sealed and every sum is right, and not before: a process dies between any two stores.
+The seal names the serial for which the sums were computed, after the image was complete. After its process has died, an
+image is trusted only if it is sealed and every sum matches: a process can die between any two stores.
 
-A process that uses an arena holds a lock on it (flock), which the kernel takes away when it dies: an arena that nobody
-holds was left behind. Names begin with user and run, so that the next start of the run finds what the last one left.
+A process that uses an arena holds a lock on it (flock), which the kernel releases when the process dies: an arena
+without a lock was left behind. Names begin with user and run, so the next start of a run finds what the last one left.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ from hetseq.system.files import free_bytes, lock
 
 SHARED_MEMORY = Path("/dev/shm")
 PAGE = 4096
-RECORD_BYTES = 1 << 20  # what the record may take; a larger state is saved without an arena
+RECORD_BYTES = 1 << 20  # limit of the record; a larger state is saved without an arena
 SUMS_BYTES = 1 << 18  # enough for an image of 512 GiB
 OVERHEAD_BYTES = PAGE + RECORD_BYTES + SUMS_BYTES
-STATE_BYTES = 400_000  # of a state.json that certainly fits into a record, whatever of it has to be escaped
+STATE_BYTES = 400_000  # a state.json of this size always fits into a record, even if every character is escaped
 EMPTY, FILLING, READY, WRITTEN = range(4)
 
 _MAGIC = b"hetseq-a"
 _HEADER = struct.Struct("<8sIIQQI")  # magic, version, status, serial, bytes and CRC-32 of the record
-_STATUS = slice(12, 16)  # of the header
+_STATUS = slice(12, 16)  # in the header
 _SEAL = struct.Struct("<IQ")  # CRC-32 of the sums, and the serial that they belong to; written in this order
 _SEAL_AT = 64  # in the header
 _VERSION = 2
-_POPULATE_WRITE = 23  # madvise, Linux 5.14: give every page now
+_POPULATE_WRITE = 23  # madvise, Linux 5.14: allocate every page now
 _TOUCHED_AT_ONCE = 16 << 20  # bytes
 _PATIENCE_S = 10.0
 
 
 class Arena:
-    """One slot: a record and an image of at most `image_bytes`. One process fills it, another one may write it out.
+    """One slot: a record and an image of at most `image_bytes`. One process fills it; another may write it to disk.
 
-    Filling goes `begin` (the record, status FILLING), then the image, then `finish` (READY). Readers look at `status`
-    and `record` and believe neither unless the serial is the one they expect.
+    Filling calls `begin` (the record, status FILLING), copies the image, then calls `finish` (READY). Readers check
+    `status` and `record` and trust neither unless the serial is the one they expect.
     """
 
     def __init__(self, descriptor: int, path: Path | None) -> None:
@@ -70,20 +70,20 @@ class Arena:
 
     @staticmethod
     def create(run_id: str, image_bytes: int) -> Arena:
-        """A new arena, all of its memory given by the kernel. OSError, and nothing left, where there is not enough.
+        """A new arena with all of its memory allocated. OSError, and nothing left behind, if there is not enough.
 
-        Takes about a second for a gigabyte; later no page of it is ever waited for.
+        Takes about a second per gigabyte; after that no access waits for a page.
         """
         path = SHARED_MEMORY / f"{Arena.prefix(run_id)}{secrets.token_hex(8)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o600)
         try:
-            lock(descriptor, fcntl.LOCK_EX, patience_s=_PATIENCE_S)  # somebody else's sweep may be looking at it
+            lock(descriptor, fcntl.LOCK_EX, patience_s=_PATIENCE_S)  # another process's sweep may be checking it
             if not os.fstat(descriptor).st_nlink:
                 raise FileNotFoundError(
-                    errno.ENOENT, "removed by the start of another run in the same instant", str(path)
+                    errno.ENOENT, "removed at the same moment by another run that is starting", str(path)
                 )
-            # without it a full /dev/shm is a SIGBUS in the middle of a copy, and not an error here
+            # without it, a full /dev/shm raises SIGBUS in the middle of a copy instead of an error here
             os.posix_fallocate(descriptor, 0, arena_bytes(image_bytes))
             arena = Arena(descriptor, path)
         except BaseException:
@@ -97,7 +97,7 @@ class Arena:
 
     @staticmethod
     def look_into(descriptor: int, path: Path | None) -> Arena:
-        """An arena by a descriptor that stays the caller's; ValueError or OSError for a file that cannot be one."""
+        """An arena from a descriptor that the caller keeps; ValueError or OSError for a file that is not an arena."""
         own = os.dup(descriptor)
         try:
             return Arena(own, path)
@@ -107,24 +107,24 @@ class Arena:
 
     @staticmethod
     def prefix(run_id: str) -> str:
-        """What the names of a run's arenas begin with."""
+        """The common prefix of the names of a run's arenas."""
         return f"hetseq-{os.getuid()}-{hashlib.sha256(run_id.encode()).hexdigest()[:16]}-"
 
     @property
     def image(self) -> memoryview:
-        """The bytes of the part's file, and what is left behind them."""
+        """The bytes of the part's file, and the unused rest after them."""
         return memoryview(self._map)[OVERHEAD_BYTES:]
 
     @property
     def status(self) -> tuple[int, int]:
-        """Status and serial; EMPTY and 0 for what is no arena of this version."""
+        """Status and serial; EMPTY and 0 if this is not an arena of this version."""
         if self.size < OVERHEAD_BYTES:
             return (EMPTY, 0)
         magic, version, status, serial, _, _ = _HEADER.unpack_from(self._map)
         return (status, serial) if (magic, version) == (_MAGIC, _VERSION) else (EMPTY, 0)
 
     def begin(self, serial: int, record: dict[str, Any]) -> None:
-        """What is going to be in the image; ValueError where the record is too large."""
+        """Record what the image will contain; ValueError if the record is too large."""
         content = encoded(record)
         if len(content) > RECORD_BYTES:
             raise ValueError(f"the record of a save takes {len(content)} bytes, at most {RECORD_BYTES}")
@@ -133,15 +133,15 @@ class Arena:
         self._set(FILLING, serial, content)
 
     def finish(self, serial: int) -> None:
-        """The image of this serial is whole."""
+        """Mark the image of this serial as complete."""
         self._advance(FILLING, READY, serial)
 
     def mark_written(self, serial: int) -> None:
-        """The image of this serial is on the disk, or never will be."""
+        """Mark the image of this serial as written, or as one that never will be."""
         self._advance(READY, WRITTEN, serial)
 
     def record(self, serial: int) -> dict[str, Any]:
-        """The record of this serial; ValueError where the arena holds no such record whole."""
+        """The record of this serial; ValueError if the arena does not hold all of it."""
         magic, version, _, found, size, crc32 = _HEADER.unpack_from(self._map)
         content = self._map[PAGE : PAGE + size] if size <= RECORD_BYTES else b""
         if (magic, version, found) != (_MAGIC, _VERSION, serial) or zlib.crc32(content) != crc32:
@@ -150,19 +150,19 @@ class Arena:
         return record
 
     def seal(self, serial: int, sums: Sequence[int]) -> None:
-        """The image of this serial, whole by now, has these sums. An image that has too many of them is not sealed."""
+        """Store the sums of this serial's complete image. An image with too many sums for the arena is not sealed."""
         content = struct.pack(f"<{len(sums)}I", *sums)
         if len(content) > SUMS_BYTES or self.status[1] != serial:
             return
         begin = PAGE + RECORD_BYTES
         self._map[begin : begin + len(content)] = content
-        # the serial last, in one store: whoever finds it finds all that was stored before
+        # the serial last, in one store: a reader that sees it also sees everything stored before
         self._map[_SEAL_AT : _SEAL_AT + _SEAL.size] = _SEAL.pack(zlib.crc32(content), 0)
         self._map[_SEAL_AT + 4 : _SEAL_AT + _SEAL.size] = serial.to_bytes(8, "little")
-        os.utime(self.descriptor)  # so old is what is found later
+        os.utime(self.descriptor)  # the age that a later start will see
 
     def sums(self, serial: int, *, image_bytes: int) -> tuple[int, ...] | None:
-        """The sums of an image of this serial and so many bytes; None where it was never sealed, or is no more."""
+        """The sums of this serial's image of `image_bytes` bytes; None if it was never sealed or has been replaced."""
         if not self.is_sealed or self.status[1] != serial or not 0 < image_bytes <= self.image_bytes:
             return None
         count, begin = -(-image_bytes // CHUNK_BYTES), PAGE + RECORD_BYTES
@@ -173,34 +173,34 @@ class Arena:
 
     @property
     def is_sealed(self) -> bool:
-        """Whether the image is whole and has its sums, of whatever serial."""
+        """Whether the image, of any serial, is complete and has its sums."""
         status, serial = self.status
         return status in (READY, WRITTEN) and self._seal()[1] == serial
 
     @property
     def is_given_up(self) -> bool:
-        """Whether it has no name any more, so that no later start will find what is in it."""
+        """Whether its name has been removed, so that no later start can find its content."""
         return os.fstat(self.descriptor).st_nlink == 0
 
     def give_back(self) -> None:
-        """Free the memory, whoever else maps it: zeros are there from now on. Nothing happens if somebody holds it."""
-        with suppress(OSError, ValueError):  # ValueError: a map cannot be smaller than a page
+        """Free the memory for all processes that map it (it reads as zeros). A no-op if another process holds it."""
+        with suppress(OSError, ValueError):  # ValueError: a map is at least one page
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._map.madvise(mmap.MADV_REMOVE)
 
     def close(self, *, unlink: bool) -> None:
-        """Give up this process's hold; with `unlink` the memory goes as soon as nobody else holds it."""
+        """Release this process's hold; with `unlink` the memory is freed once no other process holds it."""
         if unlink and self.path is not None:
             with suppress(FileNotFoundError):
                 os.unlink(self.path)
-        with suppress(BufferError):  # a tensor still looks into it: the memory goes with the process
+        with suppress(BufferError):  # a tensor still uses it: the process's end frees it
             self._map.close()
         os.close(self.descriptor)
 
     def _advance(self, before: int, after: int, serial: int) -> None:
         _, _, status, found, _, _ = _HEADER.unpack_from(self._map)
         if (status, found) == (before, serial):
-            # one store: `pack_into` begins with zeros, and the other process may be reading the header just then
+            # one store: `pack_into` writes zeros first, and the other process may be reading the header at that moment
             self._map[_STATUS] = after.to_bytes(4, "little")
 
     def _seal(self) -> tuple[int, int]:
@@ -222,14 +222,14 @@ class Arena:
 
 
 def arena_bytes(image_bytes: int) -> int:
-    """What an arena for such an image takes."""
+    """Bytes of an arena with an image of this size."""
     return OVERHEAD_BYTES + image_bytes
 
 
 def check_memory(needs: Sequence[int], *, allowed: int | None) -> None:
-    """Raise OSError where arenas of these sizes are more than this node may give; `allowed` None: half of what is free.
+    """Raise OSError if arenas of these sizes exceed what this node may use; `allowed` None: half of what is free.
 
-    Shared memory is given beforehand, but a process that takes too much of it is killed later, and without a word.
+    Shared memory is allocated in advance, but a process that takes too much is killed later, without a message.
     """
     needed = sum(needs)
     limit = available_bytes() // 2 if allowed is None else allowed
@@ -239,15 +239,15 @@ def check_memory(needs: Sequence[int], *, allowed: int | None) -> None:
 
 
 def available_bytes() -> int:
-    """Shared memory that this node, or the control group we are in, could still give; 0 if not known."""
+    """Shared memory that this node, or this process's control group, still has available; 0 if unknown."""
     available = host_memory.available_bytes()
-    with suppress(OSError):  # a container often gives 64 MB, which loader processes use as well
+    with suppress(OSError):  # a container often has 64 MB, which loader processes use too
         available = min(available, free_bytes(SHARED_MEMORY))
     return available
 
 
 def node_name() -> str:
-    """Equal for processes that share a machine's memory."""
+    """The same for all processes that share a machine's memory."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -255,5 +255,5 @@ def node_name() -> str:
 
 
 def encoded(record: dict[str, Any]) -> bytes:
-    """A record as it stands in an arena."""
+    """A record as stored in an arena."""
     return json.dumps(record, separators=(",", ":")).encode()

@@ -1,20 +1,20 @@
-"""Saving while training goes on: the copy hides behind a step, the writing in processes of their own.
+"""Asynchronous saving: the state is copied during a training step, and separate processes write it to disk.
 
-Responsible for: the order of events of one save that training does not wait for. Refuses to decide when one is due. The
-one idea: what a save waits for is waited for by nobody; each rank knows whether its writer is at work (`is_busy`), the
-ranks tell each other with the commit of every step, and once nobody's is, all of them go on together (`go_on`):
+Responsible for: the order of events of one save that runs beside training. Does not decide when to save. The one idea:
+no rank waits for a save; each rank knows whether its writer is still working (`is_busy`), the ranks exchange that in
+the commit of every step, and once no writer is busy all ranks continue together (`go_on`):
 
     begin     all exchange a row: the attempt, and rank zero's state; the writers begin, the copy begins
-    go_on     all exchange how the parts went; rank zero's writer commits
-    go_on     all exchange how that went: the save is over
+    go_on     all exchange the results of the parts; rank zero's writer commits
+    go_on     all exchange the result of the commit: the save is over
 
-Where the writer of one rank has failed (`has_failed`), the ranks tell each other so in the same way, and each of them
-has its own writer give up (`cancel`): it may be waiting for a folder that rank zero could not make.
+If the writer of one rank has failed (`has_failed`), the ranks learn of it in the same way, and each of them cancels its
+own writer (`cancel`), which may be waiting for a folder that rank zero could not create.
 
-With two slots a state may also stay in memory, for a restart after a kill (`keep`): no writer and no exchange takes
-part. It begins once the newest copy is sealed on all ranks, and goes into the slot of the older one, or of the one that
-is not being written out, so that at any instant some state is whole on all of them: the last but one at the least, or
-the one that is being written out.
+With two slots a state can also stay in memory, for a restart after a kill (`keep`): no writer and no exchange is
+involved. It starts once the newest copy is sealed on all ranks, and overwrites the slot of the older copy, or the one
+that is not being written to disk. So at any moment all ranks hold one complete state: at least the last but one, or the
+one being written.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from hetseq.checkpoint.writer_client import WriterProcess
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5  # so often the ranks tell each other how far they are, while training waits for the end of a save
+_LOOK_S = 0.5  # interval at which the ranks exchange progress while training waits for the end of a save
 
 
 @dataclass
@@ -62,10 +62,10 @@ class _Underway:
 
 
 class Background:
-    """Saves of states of one layout, one after the other; on every rank, which all make the same calls.
+    """Saves of states of one layout, one after the other; one object per rank, all of which make the same calls.
 
-    `parts` are the pieces of each rank; `slots` is 1, or 2 for states that stay in memory. Raises OSError where this
-    node has no memory for them.
+    `parts` are the pieces of each rank; `slots` is 1, or 2 to keep states in memory. Raises OSError if this node does
+    not have the memory.
     """
 
     def __init__(
@@ -98,56 +98,56 @@ class Background:
             for arena in self._arenas:
                 arena.close(unlink=True)
             raise
-        self._newest = 0  # the slot that was filled last; the same on all ranks
+        self._newest = 0  # the slot filled last; the same on all ranks
         self._serial = 0
         self._copied_step = self._committed_step = -1  # the newest ones
-        #: seconds from the beginning of the last copy that stays in memory until it was sealed
+        #: seconds from the start of the last copy that stays in memory until it was sealed
         self.keeping_s = 0.0
         self._save: _Underway | None = None
         self._answer: dict[str, Any] | None = None
-        #: bytes of each rank's part and seconds it took, in the last save that went so far; the same on all ranks
+        #: bytes of each rank's part and seconds it took, in the last successful save; the same on all ranks
         self.last_sizes: list[int] = []
         self.last_seconds: list[float] = []
 
     def fits(self, plan: Plan) -> bool:
-        """Whether a save with this plan has the layout this was made for; the same on all ranks."""
+        """Whether a save with this plan has the layout that this object was made for; the same on all ranks."""
         return plan.parts == self._parts
 
     @property
     def is_underway(self) -> bool:
-        """Whether a save has begun that is not over; the same on all ranks."""
+        """Whether a save is in progress; the same on all ranks."""
         return self._save is not None
 
     @property
     def share(self) -> float:
-        """How much of this rank's part has been written, as far as is known, from 0 to 1."""
+        """The fraction of this rank's part that is known to be written, from 0 to 1."""
         return 1.0 if self._save is not None and self._save.is_committing else self._writer.share
 
     @property
     def is_busy(self) -> bool:
-        """Whether the save that is under way has to wait for the writer of this rank."""
+        """Whether the current save is still waiting for the writer of this rank."""
         if self._answer is None:
             self._answer = self._writer.answer()
         return self._writer.is_busy
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank's part of the save under way has failed, as far as `is_busy` has heard."""
+        """Whether this rank's part of the current save has failed, as of the last call of `is_busy`."""
         return self._answer is not None and _row_of(self._answer).failed
 
     def cancel(self) -> None:
-        """Have this rank's writer give up its part, for that of another rank has failed. This rank alone."""
+        """Have this rank's writer give up its part because another rank's part failed. This rank alone."""
         if self._save is not None and not self._save.is_committing:
             self._writer.cancel()
 
     @property
     def keeps_states(self) -> bool:
-        """Whether there is room for a state that stays in memory; the same on all ranks."""
+        """Whether there is room to keep a state in memory; the same on all ranks."""
         return len(self._arenas) > 1
 
     @property
     def is_sealed(self) -> bool:
-        """Whether the newest copy of this rank would be believed after its death; True where there is none."""
+        """Whether the newest copy of this rank could be recovered after its death; True if there is none."""
         arena = self._arenas[self._newest]
         return arena.status == (EMPTY, 0) or arena.is_sealed
 
@@ -160,10 +160,10 @@ class Background:
         at_once: Collection[str],
         known: Sequence[int],
     ) -> bool:
-        """Begin to copy a state that stays in memory; every rank calls it, after `is_sealed` was True on all of them.
+        """Start copying a state that stays in memory; every rank calls it, after `is_sealed` was True on all of them.
 
-        The tensors that `at_once` names may change when this returns, the others only after `settle`. `known` are the
-        nonces of the commits that the state follows. False where the state is too large for it.
+        The tensors named in `at_once` may change when this returns, the others only after `settle`. `known` are the
+        nonces of the commits that the state follows. False if the state is too large for the record.
         """
         assert self.keeps_states
         began = time.perf_counter()
@@ -189,18 +189,18 @@ class Background:
         return self._serial
 
     def _choose_slot(self) -> int:
-        """That of the older copy, whose image may change from now on; never the one that is being written out."""
+        """The slot of the older copy, whose image may now change; never the one that is being written."""
         written = None if self._save is None else self._save.slot
         slot = self._newest = ((self._newest if written is None else written) + 1) % len(self._arenas)
-        self._snapshots[slot].finish()  # at its end a copy writes to the header
+        self._snapshots[slot].finish()  # the end of a copy writes to the header
         return slot
 
     def _seal(self, slot: int, serial: int) -> None:
-        if self.keeps_states:  # else there is one slot, which is mostly being overwritten or written out
+        if self.keeps_states:  # else the only slot is mostly being overwritten or written to disk
             self._arenas[slot].seal(serial, image_sums(self._arenas[slot].image[: self._snapshots[slot].image_bytes]))
 
     def _record(self, plan: Plan, attempt: Attempt, content: bytes) -> dict[str, Any]:
-        """What is said of an image, for the writer and for the next start of the run."""
+        """The record of an image, for the writer and for the next start of the run."""
         return {
             "attempt": attempt.to_json(),
             "plan": plan.digest,
@@ -220,14 +220,14 @@ class Background:
         at_once: Collection[str],
         known: Sequence[int],
     ) -> SaveResult | None:
-        """Begin to save; collective. A result only where it failed at once.
+        """Start a save; collective. Returns a result only if it failed at once.
 
-        The tensors that `at_once` names may change when this returns, the others only after `settle`.
+        The tensors named in `at_once` may change when this returns, the others only after `settle`.
         """
         assert self._save is None, "one save at a time"
         began = time.perf_counter()
         for snapshot in self._snapshots:
-            snapshot.finish()  # so that the newest is sealed on all ranks after the exchange, and the older one may go
+            snapshot.finish()  # so after the exchange the newest is sealed on all ranks, and the older may be replaced
         now = int(self._setting.clock())
         row = Row(time=now, plan=plan.digest)
         content, error = b"", None
@@ -235,7 +235,7 @@ class Background:
             try:
                 content = state_bytes(replace(plan.attempt, created=utc_text(now)), state)
                 row = replace(row, bytes=len(content), digest=sha256(content))
-            except Exception as caught:  # the others are told before it is raised
+            except Exception as caught:  # raised only after the other ranks have been told
                 row, error = replace(failure_row(caught), plan=plan.digest), caught
         rows = exchange(self._group, row)
         if error is not None:
@@ -244,7 +244,7 @@ class Background:
         opening = rows[0]
         attempt = replace(plan.attempt, created=utc_text(opening.time))
         self._save = _Underway(plan, attempt, opening, began, size_bytes=opening.bytes)
-        if opening.bytes > STATE_BYTES:  # too large for the record that an arena holds beside the image
+        if opening.bytes > STATE_BYTES:  # too large for the record beside the image
             self._save = None
             return Save(self._setting, plan, self._publisher).run(tensors, state)
         if opening.failed:
@@ -271,7 +271,7 @@ class Background:
         except ValueError as error:
             self._answer = {"failed": str(error)}
             return
-        # first the request: it then stands in the arena what is to be done, whatever happens to this process
+        # the request first: the arena then records what to do, whatever happens to this process
         self._writer.ask({"do": "write", "slot": slot, "serial": serial})
 
         def say_whole() -> None:
@@ -282,7 +282,7 @@ class Background:
         self._snapshots[slot].begin(tensors, at_once=at_once, when_whole=say_whole)
 
     def settle(self) -> None:
-        """Return when all tensors of the copy that began last may change again; this rank alone."""
+        """Wait until all tensors of the latest copy may change again; this rank alone."""
         began = time.perf_counter()
         for snapshot in self._snapshots:
             snapshot.settle()
@@ -290,12 +290,12 @@ class Background:
             self._save.stall_s += time.perf_counter() - began
 
     def go_on(self) -> SaveResult | None:
-        """The next event of the save under way, once no rank is busy; collective. Its result if that was the last."""
+        """The next event of the current save, once no rank is busy; collective. The result if that was the last one."""
         assert not self._writer.is_busy
         return self._advance(self._exchange())
 
     def _exchange(self) -> list[Row]:
-        """How far the writers of all ranks are. Training stands still for it."""
+        """Exchange how far the writers of all ranks are. Training waits for it."""
         save = self._save
         assert save is not None
         began = time.perf_counter()
@@ -305,7 +305,7 @@ class Background:
         return rows
 
     def _advance(self, rows: Sequence[Row]) -> SaveResult | None:
-        """What follows from the rows of all ranks, none of which is busy; the result if the save is over."""
+        """Act on the rows of all ranks, none of which is busy; the result if the save is over."""
         save, self._answer = self._save, None
         assert save is not None
         failure = first_failure(rows)
@@ -331,7 +331,7 @@ class Background:
         return None
 
     def finish(self) -> SaveResult | None:
-        """Wait until the save under way is over; its result, None if there is none. Collective."""
+        """Wait for the current save and return its result, None if there is none. Collective."""
         result = None
         while self._save is not None and result is None:
             self.settle()
@@ -340,7 +340,7 @@ class Background:
         return result
 
     def _await_writers(self) -> list[Row]:
-        """The rows of all ranks once no writer is at work; where one has failed, the others give up. Collective."""
+        """The rows of all ranks once no writer is busy; if one has failed, the others give up. Collective."""
         save = self._save
         assert save is not None
         while True:
@@ -355,9 +355,9 @@ class Background:
                 self.cancel()
 
     def close(self, *, keep: bool, is_hasty: bool = False) -> None:
-        """Give everything back; a save that is not over is left to the writer, and to the next start of the run.
+        """Release everything; an unfinished save is left to the writer and to the next start of the run.
 
-        With `keep` what is sealed stays in memory for the next start, unless a file holds the newest state.
+        With `keep`, sealed states stay in memory for the next start, unless a file holds the newest state.
         """
         for snapshot in self._snapshots:
             try:
@@ -365,10 +365,10 @@ class Background:
             except Exception as error:
                 logger.warning("the copy of a checkpoint failed: %s", error)
         if is_hasty and self._writer.is_busy and not self._setting.is_rank_zero:
-            self._writer.kill()  # it may wait for a folder that nobody makes; rank zero's waits for nobody
+            self._writer.kill()  # it may wait for a folder that nothing will create; rank zero's never waits for one
         self._writer.close(is_hasty=is_hasty)
         if keep and self._copied_step > self._committed_step:
-            logger.info("the newest states stay in this node's memory for the next start of this run")
+            logger.info("kept the newest states in this node's memory for the next start of this run")
         for arena in self._arenas:
             arena.close(unlink=not (keep and arena.is_sealed and self._copied_step > self._committed_step))
 
@@ -393,7 +393,7 @@ class Background:
 
 def _row_of(answer: Mapping[str, Any] | None) -> Row:
     if answer is None:
-        return Row()  # not asked: only rank zero's writer commits
+        return Row()  # nothing was asked of it: only rank zero's writer commits
     if "failed" in answer:
         return Row(failed=True, errno=answer.get("errno", 0), text=answer["failed"])
     microseconds = int(1e6 * answer.get("writing_s", 0.0))

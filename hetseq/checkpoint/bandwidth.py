@@ -1,22 +1,22 @@
-"""How the bytes of a checkpoint are divided over ranks whose disks are not equally fast: pure.
+"""How the bytes of a checkpoint are divided among ranks with disks of unequal speed: pure functions.
 
-The one idea: a part's size over the time its writer took is what that rank's disk is worth while all write at once; the
-parts are cut anew only where that would save a good part of the time, since the memory that holds them is then too.
+The one idea: a part's size divided by the time its writer took is the speed of that rank's disk while all write at
+once. The parts are cut again only if that would save much time, since their memory must then be allocated again too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-_WORTHWHILE = 1.25  # times faster, or the parts stay as they are
-_LEAST_BYTES = 16 << 20  # of a part: below that the time is that of opening and flushing files
+_WORTHWHILE = 1.25  # times faster; below that the parts stay as they are
+_LEAST_BYTES = 16 << 20  # of a part: below that, opening and flushing files takes most of the time
 _FINENESS = 1000
 
 
 def better_weights(sizes: Sequence[int], seconds: Sequence[float]) -> tuple[float, ...] | None:
-    """Weights in proportion to bytes per second, by rank; None where they would not save enough, or nothing is known.
+    """Weights in proportion to bytes per second, by rank; None if they would save too little, or nothing is known.
 
-    `sizes` and `seconds` are what each rank wrote in the last save, and how long it took. Whole numbers that sum up to
+    `sizes` and `seconds` are the bytes each rank wrote in the last save, and how long it took. Integers that sum to
     about 1000, so that small differences between two saves give the same weights.
     """
     if min(sizes, default=0) < _LEAST_BYTES or not all(second > 0 for second in seconds):

@@ -1,4 +1,4 @@
-"""What saving and loading both need to know: where, which run, with whom, and how patiently."""
+"""Settings shared by saving and loading: the place, the run, the group of ranks, and the time to wait for files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Our checkpoints for `torch.distributed.checkpoint`: read in place into any of its layouts, and written as its own.
+"""HetSeq checkpoints for `torch.distributed.checkpoint`: read in place into any of its layouts, or written as its own.
 
-Responsible for: what that library calls a storage reader, and for a folder that it opens without us. Refuses to know
-the files of a checkpoint, and makes no collective call: those are the library's, in the process group of its caller.
-The one idea: each tensor is presented as a single piece, so the library asks for boxes of it, whatever slices it was
-cut into; a box lies within one span of elements, which `tensor_reader` reads and verifies.
+Responsible for: a storage reader for that library, and for a folder that it can open without HetSeq. Knows nothing of
+the files of a checkpoint, and makes no collective call: the library does, in the process group of its caller.
+The one idea: each tensor is presented as a single piece, so the library asks for boxes of it, however it was sliced;
+a box lies within one span of elements, which `tensor_reader` reads and verifies.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ BLOCK_BYTES = 32 << 20  # a larger span is read in pieces
 
 
 class HetSeqReader(dcp.StorageReader):
-    """`dcp.load(state_dict, storage_reader=HetSeqReader(path))` loads a checkpoint of HetSeq, verified.
+    """`dcp.load(state_dict, storage_reader=HetSeqReader(path))` loads a HetSeq checkpoint, verified.
 
-    `path` is the folder of a checkpoint, or of a run: then the newest checkpoint in it is read whose small files and
-    headers verify, and a warning names those that were passed over. Names are those of the files, `model.<name>` and
-    `optim.<name>.<state>`; with a `prefix` only names that begin with it, and without it. Every rank makes its own;
-    ranks that chose different checkpoints are refused. Takes up to 40 MiB beside the tensors that are filled.
+    `path` is the folder of a checkpoint or of a run. For a run, the newest checkpoint whose small files and headers
+    verify is read, and a warning names those that were skipped. Names are as in the files, `model.<name>` and
+    `optim.<name>.<state>`; with a `prefix`, only names that begin with it, stripped of it. Every rank makes its own
+    reader; if the ranks chose different checkpoints, loading is refused. Takes up to 40 MiB besides the tensors.
 
-    Raises CheckpointRefused or another CheckpointError where there is no such checkpoint or it is damaged, and on that
-    rank alone: the others would wait in `dcp.load` until the group's deadline, so let the rank end. A damaged
+    Raises CheckpointRefused or another CheckpointError if there is no such checkpoint or it is damaged, on that rank
+    alone: the others would wait in `dcp.load` until the group's deadline, so let the rank end. A damaged
     tensor is only found by `dcp.load`, which wraps every exception in its CheckpointException: `failures` holds ours
-    by rank. What was filled until then is not to be used.
+    by rank. Do not use tensors that were filled before such an error.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, prefix: str = "") -> None:
@@ -64,13 +64,13 @@ class HetSeqReader(dcp.StorageReader):
         return self._spans.commit.path
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Go on with another path, if one is given."""
+        """Switch to another path, if one is given."""
         if checkpoint_id is not None:
             self._spans = _open(Path(checkpoint_id), self._prefix)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this could be a path of ours."""
+        """Whether this could be the path of a HetSeq checkpoint."""
         return Path(checkpoint_id).is_dir()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -88,25 +88,25 @@ class HetSeqReader(dcp.StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing: all is known since the reader was made."""
+        """A no-op: the reader's constructor has read the metadata."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """This rank's plan, with the checkpoint it is for."""
         return replace(plan, storage_data=self._spans.commit.sha256)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are, if all ranks read one checkpoint; else CheckpointError. On the coordinator only."""
+        """The plans unchanged if all ranks read one checkpoint; else CheckpointError. On the coordinator only."""
         if len({plan.storage_data for plan in plans}) > 1:
             raise CheckpointError(
-                f"the ranks found different checkpoints (the coordinator: {self.checkpoint_id}), as when a run goes on"
-                " meanwhile: name the folder of one checkpoint"
+                f"the ranks found different checkpoints (the coordinator: {self.checkpoint_id}), as happens while a run"
+                " continues: name the folder of one checkpoint"
             )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill what the plan asks for, part by part from front to back; DamagedError where a byte is not what it was.
+        """Fill the tensors of the plan, part by part from front to back; DamagedError if a byte has changed.
 
-        A tensor of another type than the saved one gets converted values, as the library's own reader does it.
+        Values are converted if a tensor's type differs from the saved one, as in the library's own reader.
         """
         for item in sorted(plan.items, key=self._position):
             target = planner.resolve_tensor(item).detach()
@@ -124,7 +124,7 @@ class HetSeqReader(dcp.StorageReader):
         return self._spans.position(name, _span(self._spans.specs[name].shape, item.storage_offsets, item.lengths)[0])
 
     def _fill_(self, target: Tensor, name: str, offsets: Sequence[int], lengths: Sequence[int]) -> None:
-        """Copy a box of a tensor, `lengths` elements from `offsets` on, into `target` of that shape."""
+        """Copy a box of a tensor, `lengths` elements from `offsets` on, into `target`, which has that shape."""
         spec = self._spans.specs[name]
         begin, end = _span(spec.shape, offsets, lengths)
         long = [dimension for dimension, length in enumerate(lengths) if length > 1]
@@ -144,7 +144,7 @@ class HetSeqReader(dcp.StorageReader):
 
 
 def write_dcp(folder: Path, spans: Spans) -> None:
-    """Write the tensors into an existing, empty folder so that `dcp.load` opens it without us; names as they are.
+    """Write the tensors into an existing, empty folder that `dcp.load` opens without HetSeq; names are unchanged.
 
     One file per tensor, because the library keeps all tensors of a file in memory: this takes the largest two.
     Raises DamagedError, or OSError where the disk refuses.
@@ -159,13 +159,13 @@ def write_dcp(folder: Path, spans: Spans) -> None:
             dcp.save(shapes, storage_writer=writer, planner=_AsTheyAreWritten(spans), no_dist=True)
     except dcp.CheckpointException as error:
         reason = error.failures[0][0]
-        if isinstance(reason.__context__, OSError):  # torch puts an error of its own before the disk's
+        if isinstance(reason.__context__, OSError):  # torch raises an error of its own over the disk's
             reason = reason.__context__
         raise reason from None
 
 
 class _AsTheyAreWritten(dcp.DefaultSavePlanner):
-    """Plans with the shapes alone, and reads each tensor when its turn has come."""
+    """Plans from the shapes alone, and reads each tensor only when it is written."""
 
     def __init__(self, spans: Spans) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def _open(path: Path, prefix: str) -> Spans:
 
 
 def _newest(path: Path) -> Spans:
-    """The checkpoint that a path means; of a run the newest that can be opened."""
+    """The checkpoint that a path names; for a run, the newest that can be opened."""
     try:
         choice = choose(os.path.abspath(path), path)  # never a bare word: `latest` would be a run, not a folder
     except OSError as error:
@@ -204,7 +204,7 @@ def _newest(path: Path) -> Spans:
 
 
 def _span(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> tuple[int, int]:
-    """The elements (begin, end) of a tensor, in row-major order, between which a box of it lies."""
+    """The elements (begin, end) of a tensor, in row-major order, that enclose a box of it."""
     strides = _strides(shape)
     begin = sum(offset * stride for offset, stride in zip(offsets, strides))
     return begin, begin + sum((length - 1) * stride for length, stride in zip(lengths, strides)) + 1

@@ -1,8 +1,8 @@
 """The folder `checkpoints/` of a run: names, commits, and the hint of the newest one.
 
-Responsible for: what the files of a checkpoint are called, which folders are committed, and what order they have.
-Refuses to know what tensors are. The one idea: a folder `step-000000500.<nonce>` is one attempt to save one state; it
-is never reused and never renamed, and it is a checkpoint from the instant at which `COMMIT.json` stands in it.
+Responsible for: the file names of a checkpoint, which folders are committed, and their order.
+Knows nothing of tensors. The one idea: a folder `step-000000500.<nonce>` is one attempt to save one state; it
+is never reused or renamed, and it becomes a checkpoint at the moment when `COMMIT.json` appears in it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def part_name(index: int) -> str:
 
 
 def manifest_name(index: int) -> str:
-    """The file that says what the part is."""
+    """The file that describes the part."""
     return f"part-{index:05d}.json"
 
 
@@ -63,33 +63,33 @@ def attempts(root: Path) -> list[Path]:
     except FileNotFoundError:
         return []
     found = {name: parsed for name in names if (parsed := parse_attempt_name(name)) is not None}
-    hint = read_latest(root)  # a network file system may list the folder late, and open it all the same
+    hint = read_latest(root)  # a network file system may open a folder that it does not list yet
     if hint is not None and (root / hint).is_dir():
         found.setdefault(hint, parse_attempt_name(hint) or (0, 0))
     return [root / name for name in sorted(found, key=lambda name: found[name], reverse=True)]
 
 
 def is_committed(directory: Path) -> bool:
-    """Whether there is a COMMIT.json, whatever it says."""
+    """Whether there is a COMMIT.json, whatever its content."""
     return os.path.lexists(directory / COMMIT_NAME)
 
 
 def write_commit(
     directory: Path, attempt: Attempt, *, state_sha256: str, state_bytes: int, parts: list[PartRecord]
 ) -> Commit:
-    """Commit an attempt all of whose other files are on the disk; the commit is on the disk when this returns."""
+    """Commit an attempt whose other files are all on disk; the commit is on disk when this returns."""
     content = commit_bytes(attempt, state_sha256=state_sha256, state_bytes=state_bytes, parts=parts)
-    sync_directory(directory)  # the names of the parts, before a name that promises them
+    sync_directory(directory)  # the names of the parts, before the file that names them
     publish(directory / COMMIT_NAME, content)
     sync_directory(directory.parent)
     return parse_commit(content, source=directory / COMMIT_NAME)
 
 
 def read_commit(directory: Path) -> Commit:
-    """The commit of a folder, believed but not verified.
+    """The commit of a folder, parsed but not verified.
 
-    FileNotFoundError where there is none, DamagedError for one that is not whole or belongs to another folder,
-    CheckpointRefused for a newer format. A folder that a person has copied under another name is accepted.
+    FileNotFoundError if there is none, DamagedError if it is incomplete or belongs to another folder,
+    CheckpointRefused for a newer format. A folder that was copied under a name of another form is accepted.
     """
     path = directory / COMMIT_NAME
     try:
@@ -106,7 +106,7 @@ def read_commit(directory: Path) -> Commit:
 
 @dataclass(frozen=True)
 class Scan:
-    """What a folder `checkpoints/` holds: commits, newest first; and why other committed folders are no commits."""
+    """The content of a folder `checkpoints/`: commits, newest first, and why other committed folders were refused."""
 
     commits: list[Commit]
     refused: dict[Path, CheckpointError]
@@ -123,7 +123,7 @@ def step_of(directory: Path) -> int:
 
 
 def scan(root: Path, known: dict[Path, Commit] | None = None) -> Scan:
-    """Read every COMMIT.json in `root`, except those already in `known`, which is brought up to date."""
+    """Read every COMMIT.json in `root`, except those already in `known`, which is updated."""
     commits, refused = [], {}
     for directory in attempts(root):
         commit = known.get(directory) if known is not None and is_committed(directory) else None
@@ -146,7 +146,7 @@ def scan(root: Path, known: dict[Path, Commit] | None = None) -> Scan:
 
 
 def write_latest(root: Path, commit: Commit) -> None:
-    """Leave the hint which checkpoint is the newest; nobody relies on it."""
+    """Write the hint that names the newest checkpoint; no reader relies on it."""
     identity = commit.identity
     hint = {"directory": commit.path.name, "step": identity.step, "generation": identity.generation}
     publish(root / LATEST_NAME, json.dumps(hint).encode() + b"\n")

@@ -1,9 +1,9 @@
-"""One of our checkpoints in the formats of others.
+"""Export of a HetSeq checkpoint to other formats.
 
-Responsible for: the three forms of an export that need no model, and that a target of any form is there complete or not
-at all. Refuses to know which checkpoint is wanted. The one idea: everything is written into the folder `<target>.tmp`
-beside the target, from spans that are verified as they are read, and takes its name by one rename at the end; whatever
-goes wrong removes the folder.
+Responsible for: the three export formats that need no model, and for a target of any format that is either complete or
+absent. Does not choose the checkpoint. The one idea: everything is written into the folder `<target>.tmp`
+beside the target, from spans that are verified as they are read, and is renamed once at the end; any
+failure removes the folder.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hetseq.checkpoint.tensor_reader import Spans
 from hetseq.errors import CheckpointError, ConfigError
 from hetseq.system.files import creating, make_directory, sync_directory, write_all, write_new
 
-# prefix of the names in a checkpoint -> what the export calls that group
+# prefix of the names in a checkpoint -> name of that group in the export
 _GROUPS = {"model.": "model", "optim.": "optimizer"}
 _REST = "other"
-_RESERVED = ("", "__metadata__")  # no names for a tensor in a safetensors file
+_RESERVED = ("", "__metadata__")  # not allowed as a tensor's name in a safetensors file
 
 
 def export(commit: Commit, target: Path, *, form: str, advance: Callable[[int], None] = lambda count: None) -> Path:
-    """Write a checkpoint in the form of others; the path of what was written, which is `target`.
+    """Write a checkpoint in another format; returns the path of the result, which is `target`.
 
     * `safetensors`: a folder with `model.safetensors`, `optimizer.safetensors` (`<name>.<state>`) and `config.json`,
       the content of state.json. Takes 8 MiB of memory, whatever the size.
@@ -40,12 +40,12 @@ def export(commit: Commit, target: Path, *, form: str, advance: Callable[[int], 
     * `dcp`: a folder for `torch.distributed.checkpoint`, names as in the checkpoint, and `config.json`. Takes the
       memory of the two largest tensors.
 
-    Names stand without `model.` and `optim.`, except in a dcp folder. A tensor with several names stands under each of
-    them, as in `state_dict()`: `torch` stores it once, `safetensors` as often; in a dcp folder it has the first alone.
-    Tensors whose names begin with neither come as `other`. One process calls it; modes are 0700 and 0600.
-    `advance` is called with the bytes that have been read, now and then.
+    Names lose the prefixes `model.` and `optim.`, except in a dcp folder. A tensor with several names appears under
+    each of them, as in `state_dict()`: `torch` stores it once, `safetensors` once per name; a dcp folder has only the
+    first name. Tensors with neither prefix are exported as `other`. One process calls it; modes are 0700 and 0600.
+    `advance` is called now and then with the number of bytes read.
 
-    Raises ConfigError for an unknown form or a target that exists or cannot be; CheckpointError where the checkpoint
+    Raises ConfigError for an unknown format or a target that exists or is impossible; CheckpointError if the checkpoint
     is damaged or the disk refuses. Then nothing is left behind; a process that is killed leaves `<target>.tmp`.
     """
     write = _FORMS.get(form)
@@ -61,10 +61,10 @@ def export_by(
     *,
     advance: Callable[[int], None] = lambda count: None,
 ) -> Path:
-    """Let `write` make the target from the tensors of a checkpoint in a folder that it is given, which is empty.
+    """Have `write` make the target from the tensors of a checkpoint, in an empty folder that it is given.
 
-    It returns the path of what becomes the target: that folder, or one file in it. The rest is as in `export`, which
-    raises the same; what else `write` raises passes, and nothing is left behind then either.
+    It returns the path of what becomes the target: that folder, or one file in it. Otherwise as `export`, with the
+    same errors; other exceptions of `write` are passed on, and nothing is left behind then either.
     """
     target = Path(os.path.abspath(target))
     _check_target(target, commit)
@@ -78,7 +78,7 @@ def export_by(
     try:
         written = write(spans, beside)
         sync_directory(beside)
-        _check_target(target, commit)  # once more: a rename would replace a file
+        _check_target(target, commit)  # again: a rename would replace a file
         os.rename(written, target)
         litter.append(target)
         sync_directory(target.parent)
@@ -109,14 +109,14 @@ def _write_torch(spans: Spans, folder: Path) -> Path:
         try:
             torch.save(record, cast(IO[bytes], _Sink(descriptor)))
         except RuntimeError as error:
-            if isinstance(error.__context__, OSError):  # torch puts an error of its own before the disk's
+            if isinstance(error.__context__, OSError):  # torch raises an error of its own over the disk's
                 raise error.__context__ from None
             raise
     return path
 
 
 def _write_dcp(spans: Spans, folder: Path) -> Path:
-    from hetseq.checkpoint.dcp import write_dcp  # a second of imports that the other forms do without
+    from hetseq.checkpoint.dcp import write_dcp  # a second of imports that the other formats do not need
 
     write_dcp(folder, spans)
     _write_state(spans, folder)
@@ -131,7 +131,7 @@ _FORMS: dict[str, Callable[[Spans, Path], Path]] = {
 
 
 class _Sink:
-    """The file that torch.save writes to."""
+    """The file object that torch.save writes to."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -141,11 +141,11 @@ class _Sink:
         return len(data)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """A no-op: nothing is buffered."""
 
 
 def _groups(spans: Spans) -> dict[str, dict[str, str]]:
-    """For each group that has tensors, and for the model always: the names there, and those in the checkpoint."""
+    """For each group with tensors, and always for the model: the names in the export, and those in the checkpoint."""
     groups: dict[str, dict[str, str]] = {"model": {}}
     for stored in spans.specs:
         group, name = _REST, stored
@@ -153,13 +153,13 @@ def _groups(spans: Spans) -> dict[str, dict[str, str]]:
             if stored.startswith(prefix) and stored.removeprefix(prefix) not in _RESERVED:
                 group, name = title, stored.removeprefix(prefix)
         groups.setdefault(group, {})[name] = stored
-    model, tied = groups["model"], spans.state.get("tied") or {}  # was not written before 2026-11
+    model, tied = groups["model"], spans.state.get("tied") or {}  # not written before 2026-11
     groups["model"] = {**model, **{name: model[first] for name, first in tied.items() if first in model}}
     return groups
 
 
 def _write_group(spans: Spans, names: Mapping[str, str], path: Path) -> None:
-    # by falling element size, which is the alignment that the safetensors library expects
+    # by decreasing element size, for the alignment that the safetensors library expects
     order = sorted(names.items(), key=lambda pair: -spans.specs[pair[1]].itemsize)
     record: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -182,7 +182,7 @@ def _write_group(spans: Spans, names: Mapping[str, str], path: Path) -> None:
 
 
 def _state(spans: Spans) -> dict[str, Any]:
-    """What state.json says: whose checkpoint it is under "checkpoint", and what the caller saved."""
+    """The content of state.json: the attempt under "checkpoint", and the entries that the caller saved."""
     return {STATE_KEY: spans.commit.attempt.to_json(), **spans.state}
 
 
@@ -192,7 +192,7 @@ def _write_state(spans: Spans, folder: Path) -> None:
 
 def _check_target(target: Path, commit: Commit) -> None:
     if os.path.lexists(target):
-        raise ConfigError(f"export to {target}: it exists, and nothing is overwritten: name a path that does not")
+        raise ConfigError(f"export to {target}: it exists, and an export never overwrites: name a new path")
     if not target.parent.is_dir():
         raise ConfigError(f"export to {target}: the folder {target.parent} does not exist: make it first")
     if target.parent.resolve().is_relative_to(commit.path.resolve()):
@@ -204,8 +204,8 @@ def _make(beside: Path) -> None:
         make_directory(beside)
     except FileExistsError:
         raise ConfigError(
-            f"export to {beside.with_suffix('')}: {beside} exists: an export that was killed left it, or one is writing"
-            " it now; remove it if none is"
+            f"export to {beside.with_suffix('')}: {beside} exists: either a killed export left it, or one is writing"
+            " it now; if none is, remove it"
         ) from None
 
 
@@ -217,7 +217,7 @@ def _refused(target: Path, error: OSError) -> CheckpointError:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a folder as far as the disk lets us."""
+    """Remove a file or a folder as far as the disk allows."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,8 +1,8 @@
 """`checkpointHistories.csv`: one line for every save, whether it succeeded or not.
 
-Responsible for: appending and reading that file. Refuses to know how a checkpoint is written. The one idea: a line
-counts once its line feed is there; a last line without one was torn by a crash, is passed over by the reader and cut
-off by the next writer.
+Responsible for: appending to and reading that file. Knows nothing of how a checkpoint is written. The one idea: a line
+counts once its line feed is there; a last line without one was torn by a crash: the reader skips it, and the
+next writer cuts it off.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLUMNS = (
 
 
 def append_history(path: Path, row: dict[str, Any], *, columns: Sequence[str] = COLUMNS) -> None:
-    """Add one line (rank zero only); keys outside `columns` are a programming error, OSError is the disk's answer."""
+    """Append one line (rank zero only). Keys outside `columns` are a programming error; OSError if the disk refuses."""
     descriptor = open_no_follow(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
         end = _cut_torn_line(descriptor)
@@ -50,7 +50,7 @@ def append_history(path: Path, row: dict[str, Any], *, columns: Sequence[str] = 
 
 
 def read_history(path: Path) -> list[dict[str, str]]:
-    """All whole lines, as text by column; an absent file has none."""
+    """All complete lines, as text by column; an absent file has none."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def read_history(path: Path) -> list[dict[str, str]]:
 
 
 def _cut_torn_line(descriptor: int) -> int:
-    """Make the file end with a line feed, or be empty; its size then."""
+    """Make the file end with a line feed, or be empty; returns its size."""
     size = end = os.fstat(descriptor).st_size
     while end > 0:
         begin = max(0, end - 4096)

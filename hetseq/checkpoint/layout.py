@@ -1,9 +1,9 @@
 """Which tensor, or which slice of one, goes into which part of a checkpoint.
 
-Responsible for: dividing the bytes of a checkpoint over its writers, and for checking that the pieces found in a set
-of parts make up whole tensors again. Pure: no files, no torch. The one idea: all tensors stand in one row in the
-caller's order, the row is cut at byte positions in proportion to the weights, and a cut moves to the nearest border
-between two tensors unless the tensor under it is larger than the part on either side.
+Responsible for: dividing the bytes of a checkpoint among its writers, and checking that the pieces found in a set
+of parts make up whole tensors again. Pure: no files, no torch. The one idea: all tensors are laid out in the
+caller's order, the sequence is cut at byte positions in proportion to the weights, and a cut moves to the nearest
+border between two tensors unless the tensor under it is larger than the part on either side.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Piece:
-    """The elements `begin` to `end` of a tensor in row-major order; all of them, unless it was cut."""
+    """The elements `begin` to `end` of a tensor in row-major order; all of them unless the tensor was cut."""
 
     spec: TensorSpec
     begin: int
@@ -64,12 +64,12 @@ class Piece:
 
 
 def escape(name: str) -> str:
-    """A tensor's name as it stands in a file: free of `/`, `@`, `..` and control characters (`%2F` for `/`)."""
+    """A tensor's name as stored in a file: without `/`, `@`, `..` and control characters (`%2F` for `/`)."""
     return _ESCAPED.sub(lambda match: f"%{ord(match[0]):02X}", name)
 
 
 def unescape(stored: str) -> str:
-    """The inverse of `escape`; ValueError for a name that it cannot have produced."""
+    """The inverse of `escape`; ValueError for a name that `escape` cannot produce."""
     name = re.sub(r"%([0-9A-F]{2})", lambda match: chr(int(match[1], 16)), stored)
     if not name or escape(name) != stored:
         raise ValueError(f"the tensor name {stored[:80]!r} is not one that HetSeq writes")
@@ -77,7 +77,7 @@ def unescape(stored: str) -> str:
 
 
 def split_name(stored: str) -> tuple[str, tuple[int, int] | None]:
-    """Tensor name, and elements (begin, end) if it is a slice, of a name in a file; ValueError for a foreign name."""
+    """Tensor name, and elements (begin, end) if it is a slice, from a name in a file; ValueError for a foreign name."""
     match = _SLICE.fullmatch(stored)
     if match is None:
         return unescape(stored), None
@@ -90,7 +90,7 @@ def split_name(stored: str) -> tuple[str, tuple[int, int] | None]:
 def divide(specs: Sequence[TensorSpec], weights: Sequence[float]) -> list[list[Piece]]:
     """The pieces of each part, in order; one part per weight, bytes in proportion to the weights.
 
-    A weight of zero gives an empty part. ValueError for negative or not finite weights, or for none above zero.
+    A weight of zero gives an empty part. ValueError for negative or non-finite weights, or if none is above zero.
     """
     if not weights or not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
         raise ValueError(f"weights {list(weights)}: expected finite numbers of 0 or more, at least one above 0")
@@ -100,7 +100,7 @@ def divide(specs: Sequence[TensorSpec], weights: Sequence[float]) -> list[list[P
     ends = [int(starts[-1] * (math.fsum(weights[: index + 1]) / total)) for index in writers]
     ends[-1] = starts[-1]
     sizes = [end - begin for begin, end in zip([0, *ends], ends)]
-    # cuts: (writers + 1,) of (tensor, element): everything before it belongs to the parts on the left
+    # cuts: (writers + 1,) of (tensor, element): everything before a cut belongs to the parts on its left
     cuts = [(0, 0)]
     for left, end in enumerate(ends[:-1]):
         cuts.append(_cut(specs, starts, end, smaller=min(sizes[left], sizes[left + 1])))
@@ -112,7 +112,7 @@ def divide(specs: Sequence[TensorSpec], weights: Sequence[float]) -> list[list[P
 
 
 def _cut(specs: Sequence[TensorSpec], starts: Sequence[int], position: int, *, smaller: int) -> tuple[int, int]:
-    """Where to cut for byte `position`, given the bytes of the smaller one of the parts on its two sides."""
+    """Where to cut near byte `position`, given the bytes of the smaller of the two parts beside it."""
     index = bisect.bisect_right(starts, position) - 1
     if index >= len(specs):
         return len(specs), 0
@@ -135,7 +135,7 @@ def _between(specs: Sequence[TensorSpec], begin: tuple[int, int], end: tuple[int
 def whole_tensors(pieces: Iterable[Piece]) -> list[TensorSpec]:
     """The tensors that the pieces of all parts make up, in order of appearance.
 
-    ValueError for a tensor that is there twice, has a gap or an overlap, or whose slices disagree about it. Since the
+    ValueError for a tensor that occurs twice, has a gap or an overlap, or whose slices disagree. Since the
     slices cover it, no tensor is larger than the files it comes from.
     """
     found: dict[str, list[Piece]] = {}
@@ -148,7 +148,7 @@ def whole_tensors(pieces: Iterable[Piece]) -> list[TensorSpec]:
             if piece.spec != spec:
                 raise ValueError(f"the pieces of tensor {name} disagree about its shape or type")
             if piece.begin != reached or (len(group) > 1 and not piece.is_slice):
-                raise ValueError(f"tensor {name} is there twice, overlaps, or has a gap at element {reached}")
+                raise ValueError(f"tensor {name} occurs twice, overlaps, or has a gap at element {reached}")
             reached = piece.end
         if reached != spec.elements:
             raise ValueError(f"tensor {name} ends at element {reached} of {spec.elements}")

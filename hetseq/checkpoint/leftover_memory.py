@@ -1,8 +1,8 @@
-"""What killed processes have left in this node's shared memory, and what becomes of it.
+"""State that killed processes left in this node's shared memory: found, and kept or removed.
 
-Responsible for: finding the arenas of dead starts, telling those that hold a whole state from litter, and removing
-them. Refuses to decide whether a state is gone on from, and torch. The one idea: an arena that nobody holds was left
-behind; if it is sealed it is the last state of a run, which the next start of that run may take, else it is litter.
+Responsible for: finding the arenas of dead starts, telling those that hold a complete state from litter, and removing
+litter. Does not decide whether to resume from a state, and does not use torch. The one idea: an arena without a lock
+was left behind; if it is sealed, it is the run's last state, which its next start may take, otherwise it is litter.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from hetseq.checkpoint.arena import Arena
 from hetseq.checkpoint.records import Attempt
 from hetseq.errors import CheckpointError
 
-ABANDONED_S = 3600.0  # so long the arenas of other runs stay after their owner's last sign of life
+ABANDONED_S = 3600.0  # the arenas of other runs are kept for this long after their owner's last sign of life
 
 
 @dataclass(frozen=True)
 class LeftPart:
-    """One part of a state in the memory of this node: sealed, but its sums not compared yet."""
+    """One part of a state in the memory of this node: sealed, but its sums are not compared yet."""
 
     arena: Arena
     attempt: Attempt
-    plan: str  # digest of what was saved and of how it was divided: parts with equal ones belong together
+    plan: str  # digest of the saved content and its division: parts with equal digests belong together
     index: int
     image_bytes: int
     sums: tuple[int, ...]
     state: str | None  # the content of state.json, in part 0
-    is_kept: bool  # it was only to stay in memory; else the disk should have it
-    known: tuple[int, ...]  # nonces of the newest commits that the run knew of, and of the one under way
+    is_kept: bool  # meant for memory only; otherwise meant for the disk too
+    known: tuple[int, ...]  # nonces of the newest commits that the run knew of, and of the one in progress
 
 
 def sweep(run_id: str, *, now_s: float) -> list[Path]:
-    """Remove the arenas of this user that nobody holds: the litter of this run, and whatever older one of other runs.
+    """Remove this user's arenas that no process holds: the litter of this run, and older arenas of other runs.
 
-    Gives those of this run that somebody does hold: a writer that still finishes what a killed trainer has left. What
-    is sealed stays for the next start of its run.
+    Returns the arenas of this run that are still held, by a writer that is finishing a killed trainer's work. Sealed
+    arenas stay for the next start of their run.
     """
     held = []
     for path in sorted(_own_arenas()):
@@ -62,7 +62,7 @@ def sweep(run_id: str, *, now_s: float) -> list[Path]:
 
 
 def await_writers(run_id: str, *, patience_s: float) -> list[Path]:
-    """Wait for the writers that an earlier start of this run has left on this node; the arenas of those that go on."""
+    """Wait for the writers that an earlier start of this run left on this node; returns the arenas still held."""
     deadline = time.monotonic() + patience_s
     while (held := sweep(run_id, now_s=time.time())) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -70,7 +70,7 @@ def await_writers(run_id: str, *, patience_s: float) -> list[Path]:
 
 
 def directory_mark(run_directory: Path) -> str:
-    """Names a run directory on this node: a copy of it has the same run id, but is another run from then on."""
+    """Identifies a run directory on this node: a copy of it has the same run id, but is another run from then on."""
     with suppress(OSError):
         about = run_directory.stat()
         return f"{about.st_dev}:{about.st_ino}"
@@ -78,9 +78,9 @@ def directory_mark(run_directory: Path) -> str:
 
 
 class Remains:
-    """The sealed parts that earlier starts of a run have left on this node; any rank, alone.
+    """The sealed parts that earlier starts of a run left on this node; any rank, alone.
 
-    They stay where they are until `close`, so a start that fails early takes nothing from the next one.
+    They stay in memory until `close`, so a start that fails early takes nothing from the next one.
     """
 
     def __init__(self, run_id: str, run_directory: Path) -> None:
@@ -94,7 +94,7 @@ class Remains:
                 arena = Arena.look_into(descriptor, path)
                 record = _record_in(arena) if arena.is_sealed else {}
                 if record is not None and not record.get("directory") == mark != "":
-                    arena.close(unlink=False)  # not sealed, or of a run in a copy of our directory
+                    arena.close(unlink=False)  # not sealed, or of a run in a copy of this directory
                     continue
                 self._arenas.append(arena)
                 part = None if record is None else _part_in(arena, record, run_id)
@@ -102,17 +102,17 @@ class Remains:
                     self.parts.append(part)
 
     def close(self, *, remove: bool) -> None:
-        """Look no more into that memory; with `remove` it is given back."""
+        """Unmap that memory; with `remove` it is also freed."""
         self.parts.clear()
         while self._arenas:
             arena = self._arenas.pop()
             if remove:
-                arena.give_back()  # processes that were forked meanwhile still map it
+                arena.give_back()  # processes forked in the meantime still map it
             arena.close(unlink=remove)
 
 
 def has_remains(run_id: str, run_directory: Path) -> bool:
-    """Whether an earlier start of this run has left a part of a state on this node."""
+    """Whether an earlier start of this run left a part of a state on this node."""
     remains = Remains(run_id, run_directory)
     try:
         return bool(remains.parts)
@@ -121,7 +121,7 @@ def has_remains(run_id: str, run_directory: Path) -> bool:
 
 
 def _record_in(arena: Arena) -> dict[str, Any] | None:
-    """The record of a sealed arena; None where it cannot be believed."""
+    """The record of a sealed arena; None if it cannot be trusted."""
     try:
         record: Any = arena.record(arena.status[1])
     except ValueError:
@@ -130,7 +130,7 @@ def _record_in(arena: Arena) -> dict[str, Any] | None:
 
 
 def _part_in(arena: Arena, record: dict[str, Any], run_id: str) -> LeftPart | None:
-    """The part that an arena holds whole, if it is one of this run; every field is looked at, as in a file."""
+    """The complete part in an arena, if it belongs to this run; every field is checked, as in a file."""
     told: Any = record.get("attempt")
     try:
         attempt = Attempt.from_json(told if isinstance(told, dict) else {}, source=arena.path or Path("arena"))
@@ -154,7 +154,7 @@ def _part_in(arena: Arena, record: dict[str, Any], run_id: str) -> LeftPart | No
 
 
 def _is_sealed(descriptor: int) -> bool:
-    """Whether an arena, which nobody holds, has a whole image; what is no arena has none."""
+    """Whether an arena that no process holds has a complete image; False for a file that is not an arena."""
     with suppress(OSError, ValueError):
         arena = Arena.look_into(descriptor, None)
         try:
@@ -171,7 +171,7 @@ def _own_arenas() -> Iterator[Path]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor of a file of this user; OSError for anything else of that name."""
+    """A descriptor of a file owned by this user; OSError for anything else."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         about = os.fstat(descriptor)

@@ -1,11 +1,11 @@
-"""Loading: rank zero chooses, every rank reads and verifies, and either all of them have the state or none.
+"""Loading: rank zero chooses, every rank reads and verifies, and either all of them get the state or none.
 
 Responsible for the order of events of one load. The one idea: rank zero proposes a commit whose small files agree; all
-ranks, rank zero included, read it with every checksum and gather how it went; one rank's failure makes all pass over
-that commit, so the ranks cannot go on from different checkpoints.
+ranks, rank zero included, read it with every checksum and exchange the results. If one rank fails, all of them skip
+that commit, so the ranks cannot resume from different checkpoints.
 
-Tensors are read straight into memory that the caller lends, as far as it is fit for that. So that memory has been
-written to before the last checksum is known, and it is the caller who must not go on with it where a load fails.
+Where possible, tensors are read straight into memory that the caller lends. That memory is overwritten
+before the last checksum is known, so the caller must not use it after a failed load.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _REMEDY = "name another checkpoint, or restore its files from a copy"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A verified state. Tensors are contiguous, on the CPU, and nobody else's, but for those that the caller lent.
+    """A verified state. Tensors are contiguous, on the CPU, and not shared, except for those that the caller lent.
 
-    `skipped` says in sentences which newer checkpoints were passed over: all of them on rank zero, on other ranks those
+    `skipped` has one sentence per newer checkpoint that was skipped: all of them on rank zero, on other ranks those
     that failed while all were reading.
     """
 
@@ -51,12 +51,12 @@ class Loaded:
     path: Path
     skipped: list[str]
     run_id: str
-    nonce: int  # of the attempt, which with run and identity names this checkpoint among all
-    is_from_memory: bool = False  # then `path` is where it would stand, had it been written
+    nonce: int  # of the attempt; with run and identity it identifies this checkpoint
+    is_from_memory: bool = False  # then `path` is where it would have been written
 
     @property
     def place(self) -> str:
-        """Where it came from, in words."""
+        """The source of the state, in words."""
         return "the memory of this run's nodes" if self.is_from_memory else str(self.path)
 
 
@@ -76,7 +76,7 @@ class Load:
         self._setting = setting
         self._which = which
         self._remains = remains
-        self._believed: list[LeftState] = []  # rank zero's
+        self._believed: list[LeftState] = []  # on rank zero
         self._left = list(left) if which == "latest" and remains is not None else []  # the same on all ranks
         self._into, self._fits = into, fits
         self._skipped: list[str] = []
@@ -84,7 +84,7 @@ class Load:
         self._refusal: CheckpointError | None = None
 
     def run(self) -> Loaded | None:
-        """The state, or None where "latest" finds no checkpoint at all; every rank calls it."""
+        """The state, or None if "latest" finds no checkpoint at all; every rank calls it."""
         if self._setting.is_rank_zero:
             self._choose()
         while True:
@@ -115,7 +115,7 @@ class Load:
                 self._skip(f"the state of step {state.order[0]} in memory does not follow the newest checkpoint")
 
     def _propose(self) -> Row:
-        """Rank zero: the next candidate whose small files agree. `fatal` in it: there will be no other one."""
+        """Rank zero: the next candidate whose small files agree. `fatal` in it: there is no further candidate."""
         if self._refusal is not None:
             if not self._believed or isinstance(self._refusal, TooNewError):
                 return Row(failed=True, text=str(self._refusal))
@@ -129,7 +129,7 @@ class Load:
             problems = verify(commit, deep=False)
             if not problems and (left := choose_state(self._believed, commit)) is not None:
                 self._believed.remove(left)
-                return Row(place=IN_MEMORY, plan=left.plan)  # of equal ones that in memory: it is faster
+                return Row(place=IN_MEMORY, plan=left.plan)  # of two equal ones, memory is faster
             choice.commits.pop(0)
             if not problems:
                 return Row(
@@ -151,7 +151,7 @@ class Load:
         return Row(place=NOWHERE)
 
     def _read_together(self, proposal: Row) -> Loaded | None:
-        """The proposed checkpoint if every rank could read all of it; else None, or an exception if it is the last."""
+        """The proposed checkpoint if every rank could read all of it; else None, or an exception if it was the last."""
         loaded, row, unexpected = None, Row(), None
         left = None
         if proposal.place == IN_MEMORY:
@@ -161,7 +161,7 @@ class Load:
             loaded = self._recall(left) if left is not None else self._read(path, proposal.digest)
         except (OSError, CheckpointError) as error:
             row = failure_row(error)
-        except Exception as error:  # the others are told before it is raised, or they would wait for this rank
+        except Exception as error:  # raised only after the others were told, or they would wait
             row, unexpected = replace(failure_row(error), fatal=True), error
         rows = exchange(self._setting.group, row)
         if unexpected is not None:
@@ -180,7 +180,7 @@ class Load:
         return locate(self._which, where, place=proposal.place, step=proposal.step, nonce=proposal.nonce)
 
     def _recall(self, left: LeftState) -> Loaded:
-        """What killed processes have left in memory. DamagedError after all ranks have had what they need."""
+        """Read a state that killed processes left in memory. DamagedError after all ranks have what they need."""
         assert self._remains is not None
         outlines: list[Loaded] = []
 
@@ -205,14 +205,14 @@ class Load:
         return replace(outline, tensors=read(inspected, self._targets(outline, inspected.specs)))
 
     def _outline(self, attempt: Attempt, state: dict[str, Any], specs: Sequence[TensorSpec], path: Path) -> Loaded:
-        """What is going to be loaded; of its tensors shapes and types alone."""
+        """What will be loaded, with tensors of shape and type alone."""
         return Loaded(
             allocate(specs, device="meta"), state, attempt.identity, attempt.kinds, path, self._skipped,
             attempt.run_id, attempt.nonce,
         )  # fmt: skip
 
     def _targets(self, outline: Loaded, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:
-        """Memory for each tensor: what the caller lent, where that is fit for it, else new."""
+        """Memory for each tensor: the memory that the caller lent if it is suitable, else new memory."""
         may_fill = self._fits is None or self._fits(outline)
         return memory_for(specs, self._into if may_fill else {})
 
@@ -222,9 +222,9 @@ class Load:
 
 
 def read(inspected: Inspected, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Fill `tensors`, which are all of a checkpoint by name, contiguous and on the CPU; gives them back.
+    """Fill `tensors`, which are all of a checkpoint by name, contiguous and on the CPU; returns them.
 
-    DamagedError where a byte is not what it was: then they hold what nobody has verified.
+    DamagedError if a byte has changed: the tensors then hold unverified values.
     """
     directory = inspected.commit.path
     for index, (manifest, header) in enumerate(zip(inspected.manifests, inspected.headers)):
@@ -236,15 +236,15 @@ def read(inspected: Inspected, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def memory_for(specs: Sequence[TensorSpec], into: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Memory for each tensor: that of `into` where it can be filled, else new."""
+    """Memory for each tensor: from `into` if it can be filled, else new."""
     outlines = allocate(specs, device="meta")
     lent = {name: into[name] for name, like in outlines.items() if name in into and can_be_filled(into[name], like)}
-    # two threads must not fill the same bytes: of tensors that share memory only the first is filled
+    # two threads must not fill the same bytes: of tensors that share memory, only the first is filled in place
     filled, reached = {}, 0
     for name, tensor in sorted(lent.items(), key=lambda item: item[1].data_ptr()):
         if tensor.data_ptr() >= reached:
             filled[name] = tensor
             reached = tensor.data_ptr() + tensor.nbytes
-    increment_version(list(filled.values()))  # as torch does wherever it writes into a tensor
+    increment_version(list(filled.values()))  # as torch does whenever it writes to a tensor
     memory = filled | allocate(spec for spec in specs if spec.name not in filled)
     return {spec.name: memory[spec.name] for spec in specs}

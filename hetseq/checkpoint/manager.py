@@ -1,8 +1,8 @@
-"""The checkpoints of a run, as everybody outside this package sees them.
+"""The checkpoints of a run: the interface for code outside this package.
 
-Responsible for the methods that a controller, a command or a script calls, and for tidying up at the start. Refuses to
-know what tensors mean and how rows travel. The one idea: methods that change something or must agree are collective
-(`save`, `load`, `recover`), methods that only look are not (`list`, `latest`, `verify`).
+Responsible for the methods that a controller, a command or a script calls, and for tidying up at the start. Knows
+nothing of what tensors mean or how rows are sent. The one idea: methods that change something or must agree are
+collective (`save`, `load`, `recover`); methods that only read are not (`list`, `latest`, `verify`).
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from hetseq.checkpoint.verification import verify
 
 logger = logging.getLogger(__name__)
 
-WRITERS_S = 60.0  # so long a start waits for what an earlier one has left
+WRITERS_S = 60.0  # how long a start waits for the writers of an earlier one
 
 Parts = Sequence[Sequence[Piece]]
-# `list` is a method below, and would be found before the type
+# `list` is a method below, and would hide the type
 Commits = list[Commit]
 Sentences = list[str]
 
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """What a `CheckpointManager` rarely needs to be told; the same on every rank.
+    """Settings of a `CheckpointManager` that rarely need to change; the same on every rank.
 
-    `weights` are the relative bytes each rank writes, one number for each rank (default: equal); measured speeds of the
-    disks may change them later. `patience_s` is how long a rank waits for a file that another rank says is there:
+    `weights` are the relative bytes each rank writes, one number for each rank (default: equal); measured disk speeds
+    may change them later. `patience_s` is how long a rank waits for a file that another rank has announced:
     network file systems show new files late. An attempt that was never committed is removed after a later commit, but
-    not while a node that stops may still write it: within `underway_s` of its last change. `clock` gives seconds since
-    1970 and only labels things. With `is_polite` the process that writes in the background leaves the processors to
-    others.
+    not within `underway_s` of its last change, because a stopping node may still be writing it. `clock` gives seconds
+    since 1970 and is only used for labels. With `is_polite` the process that writes in the background yields the
+    processors to others.
     """
 
     weights: Sequence[float] | None = None
@@ -67,9 +67,9 @@ class CheckpointOptions:
 class CheckpointManager:
     """The checkpoints in `<run_directory>/checkpoints`; one on every rank, all with the same arguments.
 
-    `memory_bytes` is what the ranks of this node may use together for states that wait to be written (default: half of
-    what is free). With `keeps_states` it is used for states that stay there too, if there is room for two. `options`
-    are a `CheckpointOptions`. A rank that dies during a collective method surfaces as the group's own exception.
+    `memory_bytes` limits the memory that the ranks of this node together use for states that wait to be written
+    (default: half of what is free). With `keeps_states` states also stay there, if there is room for two. `options` is
+    a `CheckpointOptions`. If a rank dies during a collective method, the group's own exception is raised.
     """
 
     def __init__(
@@ -89,16 +89,16 @@ class CheckpointManager:
         shares = tuple(float(weight) for weight in weights or [1.0] * group.world_size)
         place = Place(Path(run_directory), retention, options.patience_s, options.underway_s)
         self._setting = CheckpointContext(place, run_id, group, shares, options.clock)
-        self._publisher = Publisher(place)  # only rank zero's does anything
+        self._publisher = Publisher(place)  # only used on rank zero
         self._is_polite, self._memory_bytes, self._wants_to_keep = options.is_polite, memory_bytes, keeps_states
         self._background: Background | None = None
         self._node_bytes = 0
-        self._layout: Layout | None = None  # of the tensors that came last
-        self._nonce = 0  # of the save that was begun last
+        self._layout: Layout | None = None  # of the latest tensors
+        self._nonce = 0  # of the latest save
         self._known: list[int] = []  # the nonce of the newest commit, as far as this manager knows
-        self._remains: Remains | None = None  # what earlier starts have left in memory
+        self._remains: Remains | None = None  # what earlier starts left in memory
         self._left: list[LeftState] = []  # the states in it, the same on all ranks
-        self._needs_remains = False  # this start has gone on from one of them
+        self._needs_remains = False  # this start resumed from one of them
 
     def save(
         self,
@@ -112,10 +112,10 @@ class CheckpointManager:
         """Write one checkpoint and commit it; every rank calls it with equal arguments.
 
         Every rank holds all tensors and writes its share of them. `state` is taken from rank zero: JSON, whose floats
-        may be NaN or infinite, whose keys are strings, and in which "checkpoint" is not a key. `nonce`, from 0 to
-        2^64 - 1, is fresh for every attempt. Whatever the disk refuses on any rank makes `ok` False on all of them, and
-        the older checkpoints stay. Raises ValueError or TypeError for what cannot be saved, and DisagreementError on
-        all ranks where their arguments differ.
+        may be NaN or infinite, whose keys are strings, and which has no key "checkpoint". `nonce`, from 0 to
+        2^64 - 1, is fresh for every attempt. If the disk refuses on any rank, `ok` is False on all of them, and
+        the older checkpoints stay. Raises ValueError or TypeError if something cannot be saved, and DisagreementError
+        on all ranks if their arguments differ.
         """
         check_state(state)
         self._layout = lay_out(self._setting, tensors, self._layout)
@@ -125,10 +125,10 @@ class CheckpointManager:
         return result
 
     def prepare(self, tensors: Mapping[str, Tensor]) -> str | None:
-        """Make ready to save tensors like these while training goes on: memory for them, and a process that writes.
+        """Prepare to save tensors like these while training continues: allocate memory, start the writer process.
 
-        Every rank calls it. Gives the reason why there will be none, equal on all ranks, where a node has no memory for
-        it or nothing to share it by; `begin` then saves while training waits. It may be called again for other tensors.
+        Every rank calls it. If a node lacks the memory or a way to share it, returns the reason, equal on all ranks;
+        `begin` then saves while training waits. It may be called again for other tensors.
         """
         self._release()
         self._layout = lay_out(self._setting, tensors, self._layout)
@@ -138,13 +138,13 @@ class CheckpointManager:
         refusal = None
         for slots in (2, 1) if self._wants_to_keep else (1,):
             refusal = self._take_memory(self._layout.parts, sizes, slots)
-            exchange(self._setting.group, Row())  # all have given back what some could not get
+            exchange(self._setting.group, Row())  # all have freed the memory that some could not get
             if refusal is None:
                 break
         return refusal
 
     def _take_memory(self, parts: Parts, sizes: Sequence[int], slots: int) -> str | None:
-        """So many slots on every rank, or none on any of them and the reason; collective."""
+        """Allocate this many slots on every rank, or none on any of them and return the reason; collective."""
         row = Row()
         try:
             check_memory([slots * size for size in sizes], allowed=self._memory_bytes)
@@ -169,18 +169,18 @@ class CheckpointManager:
         kinds: Sequence[str],
         at_once: Collection[str],
     ) -> SaveResult | None:
-        """As `save`, but training goes on meanwhile; every rank calls it. A result only where it is over already.
+        """As `save`, but training continues meanwhile; every rank calls it. Returns a result only if already over.
 
-        `at_once` names the tensors that may change as soon as this returns; the others may after `settle`. From then on
-        every rank calls `go_on` whenever `is_busy` has become False on all ranks, until it gives the result, and
-        `cancel` where `has_failed` is True on a rank. `prepare` is called again for tensors of another kind than it was
-        given; without it they are saved at once.
+        Tensors named in `at_once` may change as soon as this returns, the others after `settle`. From then on
+        every rank calls `go_on` whenever `is_busy` has become False on all ranks, until it returns the result, and
+        `cancel` if `has_failed` is True on a rank. If the tensors differ in kind from those given to `prepare`, it is
+        called again; without `prepare` they are saved synchronously.
         """
         check_state(state)
         self._layout = lay_out(self._setting, tensors, self._layout)
         plan = make_plan(self._setting, self._layout, identity=identity, nonce=nonce, kinds=kinds)
         if self._background is not None and not self._background.fits(plan):
-            self.prepare(tensors)  # an optimizer has other state now, or the bytes are divided otherwise
+            self.prepare(tensors)  # the optimizer's state or the division of the bytes has changed
         background = self._background
         self._nonce = nonce
         if background is None:
@@ -198,9 +198,9 @@ class CheckpointManager:
     ) -> bool:
         """Copy a state to this node's memory, where the next start finds it if this one is killed; nothing is written.
 
-        Every rank calls it with equal arguments, where `keeps_states` and after `is_sealed` was True on all of them:
-        two states are there, and the older one goes. `at_once` as in `begin`, and `settle` as after it. False where it
-        is not kept: there is too much besides tensors, or the layout is another one than that of a save under way.
+        Every rank calls it with equal arguments, if `keeps_states` and once `is_sealed` was True on all of them. Two
+        states are kept; the older one is replaced. `at_once` and `settle` work as with `begin`. Returns False if it
+        was not kept: its data besides tensors are too large, or its layout is not the current save's.
         """
         check_state(state)
         self._layout = lay_out(self._setting, tensors, self._layout)
@@ -217,26 +217,26 @@ class CheckpointManager:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether there is room for a state that stays in memory; the same on all ranks."""
+        """Whether there is room to keep a state in memory; the same on all ranks."""
         return self._background is not None and self._background.keeps_states
 
     @property
     def is_sealed(self) -> bool:
-        """Whether the newest state in memory, if there is one, would be believed after the death of this rank."""
+        """Whether the newest state in memory, if there is one, could be recovered after the death of this rank."""
         return not self.keeps_states or (self._background is not None and self._background.is_sealed)
 
     @property
     def keeping_s(self) -> float:
-        """Seconds that the last `keep` took on this rank, with its checksums; 0 before the first one is over."""
+        """Seconds that the last `keep` took on this rank, with its checksums; 0 before the first one has ended."""
         return self._background.keeping_s if self._background is not None else 0.0
 
     def _heed(self, result: SaveResult | None, nonce: int) -> SaveResult | None:
-        """After a save, or an event of it: what follows from its success, the same on all ranks."""
+        """Act on the result of a save, if there is one; the same on all ranks."""
         if result is not None and result.ok:
             self._known = [nonce]
             self._release_remains()  # a file is newer
         if result is not None and result.ok and self._background is not None:
-            # where disks are unequal, the next one divides the bytes otherwise
+            # if the disks are unequal, the next save divides the bytes differently
             weights = better_weights(self._background.last_sizes, self._background.last_seconds)
             if weights is not None:
                 self._setting = replace(self._setting, weights=weights)
@@ -244,57 +244,57 @@ class CheckpointManager:
 
     @property
     def node_memory_bytes(self) -> int:
-        """What all ranks of this node hold of its memory for states that wait to be written."""
+        """Bytes of this node's memory that its ranks hold for states that wait to be written."""
         return self._node_bytes if self._background is not None else 0
 
     @property
     def is_underway(self) -> bool:
-        """Whether a save has begun that is not over; the same on all ranks."""
+        """Whether a save is in progress; the same on all ranks."""
         return self._background is not None and self._background.is_underway
 
     @property
     def share(self) -> float:
-        """How much of this rank's part of the save under way has been written, as far as is known, from 0 to 1."""
+        """The fraction of this rank's part of the current save that is known to be written, from 0 to 1."""
         return self._background.share if self._background is not None else 0.0
 
     @property
     def is_busy(self) -> bool:
-        """Whether the save under way has to wait for this rank."""
+        """Whether the current save is still waiting for this rank."""
         return self._background is not None and self._background.is_busy
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank's part of the save under way has failed, as far as `is_busy` has heard."""
+        """Whether this rank's part of the current save has failed, as of the last call of `is_busy`."""
         return self._background is not None and self._background.has_failed
 
     def cancel(self) -> None:
-        """Give up this rank's part of the save under way, for that of another rank `has_failed`. Any rank, alone."""
+        """Give up this rank's part of the current save because another rank's `has_failed` is True. Any rank, alone."""
         if self._background is not None:
             self._background.cancel()
 
     def settle(self) -> None:
-        """Return once all tensors of the last `begin` may change. Any rank, alone; at once if there is no copy."""
+        """Wait until all tensors of the last `begin` may change; no wait if there is no copy. Any rank, alone."""
         if self._background is not None:
             self._background.settle()
 
     def go_on(self) -> SaveResult | None:
-        """One event further with the save under way, once no rank is busy. Every rank calls it."""
+        """Take the current save one event further, once no rank is busy. Every rank calls it."""
         assert self._background is not None, "nothing is under way"
         return self._heed(self._background.go_on(), self._nonce)
 
     def finish(self) -> SaveResult | None:
-        """Wait for the end of the save under way, if there is one; its result. Every rank calls it."""
+        """Wait for the current save, if there is one, and return its result. Every rank calls it."""
         return self._heed(self._background.finish(), self._nonce) if self._background is not None else None
 
     def close(self, *, has_failed: bool = False, is_hasty: bool = False) -> None:
-        """Give memory and process back. What is under way is completed by the next start if it can: `is_hasty` for
-        ranks that go on, and will save anew what is given up.
+        """Release memory and process. The next start completes the current save if it can. `is_hasty` is for ranks
+        that continue and will repeat a save that is given up.
 
-        With `has_failed` the newest state stays in memory for the next start. What an earlier start has left there
-        stays too if this one went on from it and has saved nothing since.
+        With `has_failed` the newest state stays in memory for the next start. A state that an earlier start left there
+        stays too if this start resumed from it and has saved nothing since.
         """
         self._release(keep=has_failed, is_hasty=is_hasty)
-        # what another rank had made when it was killed, and no writer of its own had heard of yet
+        # also arenas that a killed rank had created before its own writer had heard of them
         await_writers(self._setting.run_id, patience_s=0.0)
         if has_failed or self._needs_remains:
             self._release_remains(remove=False)
@@ -320,15 +320,15 @@ class CheckpointManager:
     ) -> Loaded | None:
         """The state that `which` names, every byte verified; every rank calls it and gets the same.
 
-        "latest" is the newest checkpoint that verifies, or None where there is none at all; "best"; a step number; or a
+        "latest" is the newest checkpoint that verifies, or None if there is none at all; "best"; a step number; or a
         path: the folder of a checkpoint, or of another run, meaning that run's latest. Raises CheckpointRefused on all
-        ranks where nothing can be loaded, which includes damage to a checkpoint that was named outright.
+        ranks if nothing can be loaded, or if a checkpoint that was named explicitly is damaged.
 
-        A tensor whose name is in `into`, with equal shape and type and as contiguous memory of the CPU, is read into
-        that memory, and is `into[name]` in the result; the others get memory of their own. `fits` is asked before a
-        checkpoint's tensors are read, with a Loaded whose tensors have shapes and types alone (device "meta"), and
-        False leaves `into` out of it. Where this raises, and under names that the result lacks, `into` may hold what
-        nobody has verified: do not go on with it. Where this gives None, `into` is as it was.
+        A tensor whose name is in `into`, with equal shape and type and in contiguous CPU memory, is read into
+        that memory, and is `into[name]` in the result; the others get new memory. `fits` is called before a
+        checkpoint's tensors are read, with a Loaded whose tensors have shapes and types alone (device "meta");
+        if it returns False, `into` is not used for it. If this raises, and under names that the result lacks, `into`
+        may hold unverified values: do not use them. If this returns None, `into` is unchanged.
         """
         load = Load(self._setting, which, into=into or {}, fits=fits, remains=self._remains, left=self._left)
         loaded = load.run()
@@ -336,7 +336,7 @@ class CheckpointManager:
         return loaded
 
     def list(self) -> Commits:
-        """All commits of this run, newest first, believed but not verified. Any rank, alone."""
+        """All commits of this run, newest first, parsed but not verified. Any rank, alone."""
         found = scan(self._setting.root)
         for path, error in found.refused.items():
             logger.warning("%s", describe(path, error))
@@ -347,20 +347,20 @@ class CheckpointManager:
         return newest_verified(self._setting.root)
 
     def verify(self, commit: Commit, deep: bool = True) -> Sentences:
-        """What is wrong with a checkpoint, one sentence per file; empty if nothing is. Any rank, alone."""
+        """The problems of a checkpoint, one sentence per file; empty if there are none. Any rank, alone."""
         return verify(commit, deep=deep)
 
     def recover(self) -> Sentences:
-        """At the start of a run, before `load`: complete what lacks only its commit, remove what never will be whole.
+        """At the start of a run, before `load`: complete attempts that lack only a commit, remove incomplete ones.
 
-        Every rank calls it, rank zero acts and gets one sentence for each thing it did; the others get none. What the
-        disk refuses is a warning. Waits for the writers that a killed start of this run has left on this node; what it
-        has left in memory is what "latest" may mean from now on.
+        Every rank calls it; rank zero acts and returns one sentence for each thing it did, the others return none. If
+        the disk refuses, a warning is logged. Waits for the writers that a killed start of this run left on this node;
+        from then on, "latest" may also mean a state that it left in memory.
         """
         done: Sentences = []
         for path in await_writers(self._setting.run_id, patience_s=WRITERS_S):
             logger.warning(
-                "a writer of an earlier start of this run is still at work after %.0f s: %s", WRITERS_S, path
+                "a writer of an earlier start of this run is still running after %.0f s: %s", WRITERS_S, path
             )
         exchange(self._setting.group, Row())  # on every node
         if self._setting.is_rank_zero:
@@ -373,27 +373,27 @@ class CheckpointManager:
                 "look for checkpoints", lambda: commits.extend(scan(self._setting.root).commits)
             )
             row = Row(place=1, nonce=commits[0].attempt.nonce) if commits else row
-        told = exchange(self._setting.group, row)[0]  # nobody looks for a checkpoint before this is over
+        told = exchange(self._setting.group, row)[0]  # no rank looks for a checkpoint before this is over
         self._known = [told.nonce] if told.place else []
         self._left = find_states(self._setting.group, self._remains.parts)
         return done
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The nonces of the commits that the state of now follows, as far as this rank knows."""
+        """The nonces of the commits that the current state follows, as far as this rank knows."""
         return tuple(self._known)
 
     def succeed(self, known: Sequence[int]) -> None:
-        """In place of `recover`, where others went on from an earlier manager of this very run: nothing is read.
+        """Replaces `recover` if other ranks continued from an earlier manager of this same run: nothing is read.
 
-        `known` is that manager's. What ranks that have died have left in memory goes with the next save. Any rank,
+        `known` comes from that manager. States that dead ranks left in memory are freed by the next save. Any rank,
         alone.
         """
         self._known = list(known)
         self._remains = Remains(self._setting.run_id, self._setting.run_directory)
 
     def newest_step(self) -> int:
-        """That of the newest checkpoint, or of a newer state in memory that follows it; 0: none. Rank zero, alone."""
+        """The step of the newest checkpoint, or of a newer state in memory after it; 0: none. Rank zero, alone."""
         newest, listed = self.latest(), scan(self._setting.root).commits
         steps = [state.order[0] for state in believed(self._left, listed[0] if listed else None)]
         return max([newest.identity.step if newest is not None else 0, *steps])
@@ -403,7 +403,7 @@ class CheckpointManager:
         if not root.is_dir():
             return
         for commit in complete_newer(root, newest_verified(root)):
-            done.append(f"completed {commit.path}, which lacked nothing but its commit")
+            done.append(f"completed {commit.path}, which lacked only its commit")
         newest = newest_verified(root)
         if newest is not None:
             for path in remove_litter(root, newest, generation=newest.identity.generation):

@@ -1,9 +1,9 @@
-"""A state that killed processes have left in memory, read back: verified as from a disk, and much faster.
+"""Recovery of a state that killed processes left in memory: verified as from a disk, and much faster.
 
-Responsible for: agreeing on a state of which every part is still there on some node, and reading it on all ranks.
-Refuses to decide whether a checkpoint on the disk is newer. The one idea: first all ranks tell each other which parts
-their nodes hold, so all know who gives which part to whom; a part that some node lacks travels from the lowest rank
-that has it, and whatever a rank has read or received is compared with the part's checksums.
+Responsible for: agreeing on a state of which every part is still on some node, and reading it on all ranks.
+Does not decide whether a checkpoint on disk is newer. The one idea: first all ranks exchange which parts
+their nodes hold, so all know which rank sends which part; a part that some node lacks is sent by the lowest rank
+that has it, and every part that a rank reads or receives is compared with its checksums.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from hetseq.checkpoint.records import Attempt, Commit, DamagedError, parse_state
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 16 << 20  # bytes that travel in one piece, so that a deadline is for a piece
+_AT_ONCE = 16 << 20  # bytes sent at once, so that a deadline applies to a piece
 
-#: gives memory for the tensors of a checkpoint, from the attempt, the state and the tensors' shapes
+#: returns memory for the tensors of a checkpoint, from the attempt, the state and the tensors' shapes
 Allocate = Callable[[Attempt, dict[str, Any], Sequence[TensorSpec]], Mapping[str, Tensor]]
 
 
@@ -43,13 +43,13 @@ class LeftState:
     sizes: tuple[int, ...]  # of the parts' images, in bytes
     holders: tuple[frozenset[int], ...]  # the ranks on whose nodes each part is
     nonce: int = 0
-    is_kept: bool = True  # it was only to stay in memory; else the disk should have it
-    known: tuple[int, ...] = ()  # nonces of the newest commit that the run knew of, and of the one under way
+    is_kept: bool = True  # meant for memory only; otherwise meant for the disk too
+    known: tuple[int, ...] = ()  # nonces of the newest commit that the run knew of, and of the one in progress
 
 
 @dataclass(frozen=True)
 class Recalled:
-    """What was read on this rank."""
+    """The state as read on this rank."""
 
     attempt: Attempt
     state: dict[str, Any]
@@ -57,7 +57,7 @@ class Recalled:
 
 
 def find_states(group: RowGroup, parts: Sequence[LeftPart]) -> list[LeftState]:
-    """The states that are whole over all nodes, newest first; every rank calls it with what its node holds."""
+    """The states that are complete over all nodes, newest first; every rank calls it with its node's parts."""
     facts = [
         [part.plan, part.attempt.identity.step, part.attempt.identity.generation, part.attempt.number_of_parts,
          part.index, part.image_bytes, part.attempt.nonce, part.is_kept, part.known]
@@ -67,7 +67,7 @@ def find_states(group: RowGroup, parts: Sequence[LeftPart]) -> list[LeftState]:
 
 
 def whole_states(facts_by_rank: Sequence[Sequence[Sequence[Any]]]) -> list[LeftState]:
-    """`find_states`, from what all ranks have told: of each part what stands in its `LeftPart`."""
+    """`find_states`, from the rows of all ranks, which hold the fields of each `LeftPart`."""
     found: dict[tuple[Any, ...], dict[int, tuple[int, set[int]]]] = {}
     besides: dict[str, Sequence[Any]] = {}
     for rank, facts in enumerate(facts_by_rank):
@@ -79,7 +79,7 @@ def whole_states(facts_by_rank: Sequence[Sequence[Sequence[Any]]]) -> list[LeftS
     for (step, generation, plan, number), parts in sorted(found.items(), reverse=True):
         if len(parts) < number:
             lacking = [str(index) for index in range(number) if index not in parts]
-            logger.info("of the state of step %d in memory part %s of %d is lacking", step, ", ".join(lacking), number)
+            logger.info("the state of step %d in memory lacks part %s of %d", step, ", ".join(lacking), number)
             continue
         ordered = [parts[index] for index in range(number)]
         sizes, holders = tuple(size for size, _ in ordered), tuple(frozenset(ranks) for _, ranks in ordered)
@@ -88,9 +88,9 @@ def whole_states(facts_by_rank: Sequence[Sequence[Sequence[Any]]]) -> list[LeftS
 
 
 def believed(states: Sequence[LeftState], newest: Commit | None) -> list[LeftState]:
-    """Those that knew of the newest commit on the disk, or are that one; all of them where there is none.
+    """The states that know the newest commit on disk, or are that commit; all of them if there is none.
 
-    Others belong to a past that somebody has left: checkpoints were deleted or restored, or another node went on.
+    The others belong to a discarded past: checkpoints were deleted or restored, or another node continued the run.
     """
     if newest is None:
         return list(states)
@@ -98,23 +98,23 @@ def believed(states: Sequence[LeftState], newest: Commit | None) -> list[LeftSta
 
 
 def choose_state(states: Sequence[LeftState], newest: Commit | None) -> LeftState | None:
-    """The state to go on from rather than from a commit, None if there is none; `states` newest first.
+    """The state to resume from in place of a commit, None if there is none; `states` newest first.
 
-    One that was being written out comes before later ones: what follows it is trained again, and it gets its file.
+    A state that was being written to disk is preferred to later ones: its file is completed, later steps are redone.
     """
     found = [state for state in states if newest is None or state.order >= newest.order[:2]]
     for place, state in enumerate(found):
         is_unsaved = not state.is_kept and (newest is None or state.order > newest.order[:2])
-        # those that were kept once it had failed do not know it
+        # states kept after that save had failed do not know its nonce
         if is_unsaved and all(state.nonce in later.known for later in found[:place]):
             return state
     return found[0] if found else None
 
 
 def recall(group: RowGroup, remains: Remains, wanted: LeftState, allocate: Allocate) -> Recalled:
-    """Read a state on this rank; every rank calls it. DamagedError where this rank could not: the others may have.
+    """Read a state on this rank; every rank calls it. DamagedError if this rank failed; others may have succeeded.
 
-    What travels does so on all ranks, whatever befalls one of them, so nobody waits for a rank that has failed.
+    All ranks take part in every transfer, even after a failure of their own, so none waits for a rank that has failed.
     """
     own = {part.index: part for part in remains.parts if part.plan == wanted.plan}
     images = _gather_images(group, own, wanted)
@@ -126,7 +126,7 @@ def recall(group: RowGroup, remains: Remains, wanted: LeftState, allocate: Alloc
 
 @dataclass(frozen=True)
 class _Image:
-    """One part in memory, and what it should be."""
+    """One part in memory, and its expected content."""
 
     index: int
     content: memoryview
@@ -135,7 +135,7 @@ class _Image:
 
 
 def _gather_images(group: RowGroup, own: Mapping[int, LeftPart], wanted: LeftState) -> dict[int, _Image]:
-    """All parts on this rank: those of its node where they are, the others received."""
+    """All parts on this rank: those on its own node in place, the others received."""
     images: dict[int, _Image] = {}
     everybody = frozenset(range(group.world_size))
     for index, (size, holders) in enumerate(zip(wanted.sizes, wanted.holders)):
@@ -148,7 +148,7 @@ def _gather_images(group: RowGroup, own: Mapping[int, LeftPart], wanted: LeftSta
 
 
 def _send(group: RowGroup, own: _Image | None, index: int, size: int, *, source: int) -> _Image:
-    """The part that rank `source` has, on every rank; whoever has it too keeps its own."""
+    """The part of rank `source`, on every rank; ranks that have it already keep their own."""
     is_source = group.rank == source
     head = json.dumps([list(own.sums), own.state] if own is not None and is_source else None)
     sums, state = json.loads(_exchange_texts(group, head)[source])
@@ -173,7 +173,7 @@ def _read(images: Sequence[_Image], allocate: Allocate) -> Recalled:
 
 
 def _place(image: _Image) -> Path:
-    """What an error calls the part."""
+    """The name of the part in errors."""
     return Path(f"part {image.index} in memory")
 
 

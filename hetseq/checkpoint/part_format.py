@@ -1,6 +1,6 @@
 """One part of a checkpoint: a safetensors file with a CRC-32 for every 8 MiB, as bytes on the disk.
 
-Responsible for: the header of a part, and the checksums of its file. Refuses to know tensors and torch, so that a
+Responsible for: the header of a part, and the checksums of its file. Knows nothing of tensors and torch, so that a
 process without torch can write and verify parts. The one idea: the file is the header followed by the tensors without
 gaps, so its bytes follow from the list of its pieces.
 """
@@ -45,7 +45,7 @@ ITEM_BYTES = {
 
 
 class ChunkSums:
-    """The CRC-32 of every full chunk of a stream, and of what is left at its end."""
+    """The CRC-32 of every full chunk of a stream, and of the rest at its end."""
 
     def __init__(self) -> None:
         self._finished: list[int] = []
@@ -58,7 +58,7 @@ class ChunkSums:
         return CHUNK_BYTES - self._filled
 
     def add(self, data: memoryview) -> None:
-        """Take the next bytes, at most `room` of them."""
+        """Add the next bytes, at most `room` of them."""
         self._current = zlib.crc32(data, self._current)
         self._filled += len(data)
         if self._filled == CHUNK_BYTES:
@@ -67,7 +67,7 @@ class ChunkSums:
 
     @property
     def bytes(self) -> int:
-        """All that were added."""
+        """The checksums of all bytes added."""
         return len(self._finished) * CHUNK_BYTES + self._filled
 
     def all(self) -> tuple[int, ...]:
@@ -76,14 +76,14 @@ class ChunkSums:
 
 @dataclass(frozen=True)
 class PartHeader:
-    """The pieces of a part in the order of the file, and the file's first bytes, which say so."""
+    """The pieces of a part in the order of the file, and the first bytes of the file, which encode them."""
 
     pieces: tuple[Piece, ...]
     raw: bytes
 
 
 def in_file_order(pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces as they stand in a part: by falling element size, which is the alignment that readers expect."""
+    """The pieces in the order of a part: by decreasing element size, for the alignment that readers expect."""
     return sorted(pieces, key=lambda piece: -piece.spec.itemsize)
 
 
@@ -108,7 +108,7 @@ def header_bytes(pieces: Sequence[Piece]) -> bytes:
 
 
 def read_header(path: Path) -> PartHeader:
-    """What a part says it holds, checked against its size; DamagedError names what is wrong. Allocates only that."""
+    """The content that a part claims, checked against its size; DamagedError names the fault. Allocates only that."""
     with reading(path) as (descriptor, size):
         start = bytearray(min(size, 8))
         read_into(descriptor, memoryview(start))
@@ -118,14 +118,14 @@ def read_header(path: Path) -> PartHeader:
 
 
 def parse_header(content: memoryview, *, source: Path) -> PartHeader:
-    """As `read_header`, of a part that is in memory; an error calls it `source`."""
+    """As `read_header`, for a part in memory; errors name it `source`."""
     start = bytes(content[:8])
     raw = bytes(content[8 : 8 + _header_length(start, len(content), source)])
     return _header_of(start, raw, len(content), source)
 
 
 def _header_length(start: bytes | bytearray, size: int, source: Path) -> int:
-    """Of the part's JSON, given its first bytes and the size of all of it."""
+    """The part's JSON, from its first bytes and its total size."""
     if len(start) < 8:
         raise DamagedError(f"{source.name}: {size} bytes are too few for a part")
     length = int.from_bytes(start, "little")
@@ -155,19 +155,19 @@ def check_sums(path: Path, crc32: Sequence[int], advance: Callable[[int], None] 
 
 
 def compare_sums(path: Path, sums: ChunkSums, crc32: Sequence[int]) -> None:
-    """DamagedError for a part whose checksums are not those of its manifest."""
+    """Raise DamagedError if a part's checksums differ from those in its manifest."""
     found = sums.all()
     for index, (is_, was) in enumerate(zip(found, crc32)):
         if is_ != was:
             begin = index * CHUNK_BYTES
             raise other_checksum(path, begin, min(CHUNK_BYTES, sums.bytes - begin))
     if len(found) != len(crc32):
-        raise DamagedError(f"{path.name}: it has another size than its manifest says")
+        raise DamagedError(f"{path.name}: its size differs from that in its manifest")
 
 
 def other_checksum(path: Path, begin: int, size: int) -> DamagedError:
-    """What to raise for a chunk of a part that does not have its checksum."""
-    return DamagedError(f"{path.name}: the {size} bytes from byte {begin} on have another checksum")
+    """The error for a chunk of a part whose checksum differs."""
+    return DamagedError(f"{path.name}: the {size} bytes from byte {begin} on do not match their checksum")
 
 
 def _parse(record: dict[str, Any], *, payload: int, source: Path) -> tuple[Piece, ...]:
@@ -221,7 +221,7 @@ def _parse_shape(entry: Mapping[str, Any], stored: str) -> tuple[int, ...]:
         raise ValueError(f"{stored[:80]} has the type {str(dtype)[:40]}, which this torch does not know")
     if not isinstance(shape, list) or len(shape) > DIMENSIONS_LIMIT or not all(_is_size(size) for size in shape):
         raise ValueError(f"{stored[:80]} has the shape {str(shape)[:80]}")
-    extent = 1  # of the shape with its zeros left out: torch computes strides from it
+    extent = 1  # of the shape without its zeros: torch computes strides from it
     for size in shape:
         extent *= max(size, 1)
     if extent >= 2**63 // 8:

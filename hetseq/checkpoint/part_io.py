@@ -1,17 +1,17 @@
-"""Tensors into and out of a part of a checkpoint, in one pass that also computes its checksums.
+"""Reads and writes the tensors of a part in one pass that also computes its checksums.
 
-Responsible for: what the bytes of a part mean to torch. Refuses to know which checkpoint it belongs to. The one idea:
-a part is read from front to back, straight into the tensors, by one thread; others check behind it, chunk by chunk,
-what then lies there. So a checksum covers the very bytes that will be used, and no memory is taken besides.
+Responsible for: how torch interprets the bytes of a part. Does not know which checkpoint it belongs to. The one idea:
+one thread reads a part from front to back, straight into the tensors; others verify behind it, chunk by chunk, the
+bytes now in place. So a checksum covers the very bytes that will be used, and no extra memory is needed.
 
-Chosen by measurement (`bench/cold_read.py`, `bench/checkpoint_load.py`; docs/benchmarks.md has the figures). From the
-disk no way to read that ends in tensors is faster than one thread with large calls by more than a twentieth, and eight
-threads are slower. From the cache the checksums take longer than reading does, so others make them. A map is no faster,
-and has another fault: an error of the disk kills the process (SIGBUS), where `preadv` lets us refuse the part.
+Chosen by measurement (`bench/cold_read.py`, `bench/checkpoint_load.py`; docs/benchmarks.md has the figures). From disk,
+no way of reading into tensors beats one thread with large calls by more than a twentieth, and eight
+threads are slower. From the cache the checksums take longer than reading, so other threads compute them. Mapping the
+file is no faster, and a disk error then kills the process (SIGBUS), where with `preadv` the part is refused.
 
-Written here and not by the safetensors library because a part is created exclusively, flushed, and checksummed while
-it is written, and is never held in memory a second time. The library opens every part (a test holds us to it). Inside
-a part the tensors stand by falling element size, which is the alignment the library expects.
+Not done with the safetensors library because a part is created exclusively, flushed, and checksummed while
+it is written, and is never held in memory a second time. The library opens every part (a test checks this). Inside
+a part the tensors are ordered by decreasing element size, for the alignment that the library expects.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from hetseq.checkpoint.part_format import ChunkSums, PartHeader, header_bytes, i
 from hetseq.checkpoint.records import CHUNK_BYTES, DamagedError
 from hetseq.system.files import creating, reading, write_all
 
-#: threads that check what one reads: from a warm cache the checksum of a chunk takes longer than reading it
+#: threads that verify what one reads: from a warm cache, a chunk's checksum takes longer than reading it
 CHECKERS = 2
-CHUNKS_AT_ONCE = 4  # that one call reads
-_COPIERS = 4  # threads that copy from memory and check
-_MOST_VIEWS = 1024  # of one preadv; IOV_MAX of Linux
+CHUNKS_AT_ONCE = 4  # read by one call
+_COPIERS = 4  # threads that copy from memory and verify
+_MOST_VIEWS = 1024  # in one preadv; IOV_MAX of Linux
 
 _DTYPE = {
     "F64": torch.float64,
@@ -70,7 +70,7 @@ def dtype_of(spelling: str) -> torch.dtype:
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """How a tensor stands in a part; TypeError for one that cannot."""
+    """How a tensor is described in a part; TypeError for one that cannot be saved."""
     spelling = _SPELLING.get(tensor.dtype)
     if spelling is None or tensor.layout != torch.strided or tensor.is_meta:
         raise TypeError(
@@ -81,7 +81,7 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
 
 
 def write_part(path: Path, pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> tuple[int, tuple[int, ...]]:
-    """Write a new part; its size in bytes and its checksums. OSError is the disk's answer."""
+    """Write a new part; returns its size in bytes and its checksums. OSError if the disk refuses."""
     pieces = in_file_order(pieces)
     sums, size = ChunkSums(), 0
     with creating(path) as descriptor:
@@ -94,17 +94,17 @@ def write_part(path: Path, pieces: Sequence[Piece], tensors: Mapping[str, Tensor
 def read_part(path: Path, header: PartHeader, crc32: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
     """Fill `tensors` (contiguous, by name, on the CPU) from a part; DamagedError names its first chunk that differs.
 
-    Takes no memory besides. What was filled is not to be used before all parts have been read. OSError or EOFError is
-    the disk's answer. All threads have ended when this returns or raises.
+    Takes no extra memory. Do not use the tensors before all parts have been read. OSError or EOFError if the disk
+    fails. All threads have ended when this returns or raises.
     """
     raw = bytearray(len(header.raw))
     flats = (tensors[piece.spec.name].detach().view(-1)[piece.begin : piece.end] for piece in header.pieces)
     views = [memoryview(raw), *map(_view, flats)]
     if len(crc32) != -(-sum(map(len, views)) // CHUNK_BYTES):
-        raise DamagedError(f"{path.name}: it has another size than its manifest says")
+        raise DamagedError(f"{path.name}: its size differs from that in its manifest")
     with reading(path) as (descriptor, _):
         spare = len(os.sched_getaffinity(0)) - 1
-        # on a single core too, where one thread checks while the other waits for the disk
+        # even on a single core, where one thread verifies while the other waits for the disk
         _Pass(path, descriptor, views, crc32).run(checkers=max(1, min(CHECKERS, spare)))
     if raw != header.raw:
         raise DamagedError(f"{path.name}: its header changed while it was read")
@@ -115,13 +115,13 @@ def copy_part(
 ) -> None:
     """As `read_part`, from memory that holds the whole part. `sums` are its `memory_checksums`; errors name `source`.
 
-    A chunk is compared and then copied, while it is in the processor's cache.
+    Each chunk is verified and then copied, while it is in the processor's cache.
     """
     raw = bytearray(len(header.raw))
     flats = (tensors[piece.spec.name].detach().view(-1)[piece.begin : piece.end] for piece in header.pieces)
     views = [memoryview(raw), *map(_view, flats)]
     if sum(map(len, views)) != len(image) or len(sums) != -(-len(image) // CHUNK_BYTES):
-        raise DamagedError(f"{source.name}: it has another size than was said of it")
+        raise DamagedError(f"{source.name}: its size differs from that in its record")
     unread = iter(list(enumerate(_cut(views, CHUNK_BYTES))))  # the threads share it, under the interpreter's lock
 
     def work() -> None:
@@ -142,17 +142,17 @@ def copy_part(
 
 
 class _Pass:
-    """One pass over a part: the caller's thread reads it from front to back, others check behind it."""
+    """One pass over a part: the caller's thread reads it from front to back, others verify behind it."""
 
     def __init__(self, path: Path, descriptor: int, views: Sequence[memoryview], crc32: Sequence[int]) -> None:
         self._path, self._descriptor, self._crc32 = path, descriptor, crc32
         self._chunks = list(_cut(views, CHUNK_BYTES))
         self._unchecked: SimpleQueue[int | None] = SimpleQueue()  # chunks in the order of the file; None: no more
-        self._has_ended = False  # nothing else is read or checked
+        self._has_ended = False  # stops all reading and verifying
         self._failures: list[tuple[int, BaseException]] = []  # by chunk
 
     def run(self, *, checkers: int) -> None:
-        """Read and check all chunks, with so many threads besides this one; raise what befell the first bad chunk."""
+        """Read and verify all chunks, with this many extra threads; raise the error of the first bad chunk."""
         number = min(checkers, len(self._chunks) - 1)
         others = [threading.Thread(target=self._check_all, name="checkpoint-checker") for _ in range(number)]
         try:
@@ -160,16 +160,16 @@ class _Pass:
                 other.start()
             self._read_all()
             self._unchecked.put(None)
-            self._check_all()  # what the others have not come to yet
+            self._check_all()  # chunks that the others have not reached
         finally:
-            self._has_ended = True  # all is done, or else nothing more is to be
+            self._has_ended = True  # everything is done, or has failed
             self._unchecked.put(None)
             for other in others:
                 if other.is_alive():
                     other.join()
         if self._failures:
-            # What is no error of a file goes first, then the first bad chunk: all chunks before a bad one were taken
-            # before it, so none of them is still to come.
+            # An error that is not the file's comes first, then the first bad chunk: all chunks before a bad one were
+            # taken before it, so all of them have been verified.
             raise min(self._failures, key=lambda failure: (isinstance(failure[1], Exception), failure[0]))[1]
 
     def _read_all(self) -> None:
@@ -183,15 +183,15 @@ class _Pass:
                 self._unchecked.put(index)
 
     def _check_all(self) -> None:
-        """Check what was read until nothing more comes, or a chunk was bad."""
+        """Verify the chunks that were read until there are no more, or one is bad."""
         while not self._has_ended:
             index = self._unchecked.get()
             if index is None:
                 self._unchecked.put(None)  # for the next thread
                 return
-            try:  # whatever is taken is checked, also where a later chunk was bad meanwhile
+            try:  # a chunk that was taken is verified even if a later one has failed meanwhile
                 self._check(index)
-            except BaseException as error:  # for `run` to raise on the thread that called it
+            except BaseException as error:  # `run` raises it in its caller's thread
                 self._failures.append((index, error))
                 self._has_ended = True
 
@@ -220,7 +220,7 @@ def _cut(views: Iterable[memoryview], chunk_bytes: int) -> Iterator[list[memoryv
 
 
 def _fill(descriptor: int, views: Sequence[memoryview], begin: int) -> None:
-    """Fill the views, one after the other, with the bytes of a file from `begin` on; EOFError where it ends first."""
+    """Fill the views in order with the bytes of a file from `begin` on; EOFError if the file ends too early."""
     first, rest = 0, list(views)
     while first < len(rest):
         count = os.preadv(descriptor, rest[first : first + _MOST_VIEWS], begin)
@@ -235,16 +235,16 @@ def _fill(descriptor: int, views: Sequence[memoryview], begin: int) -> None:
 
 
 def allocate(specs: Iterable[TensorSpec], *, device: str = "cpu") -> dict[str, Tensor]:
-    """Empty tensors by name; on the device "meta" they are shapes and types alone."""
+    """Empty tensors by name; on the device "meta" they have only shapes and types."""
     return {spec.name: torch.empty(spec.shape, dtype=_DTYPE[spec.dtype], device=device) for spec in specs}
 
 
 def can_be_filled(tensor: Tensor, like: Tensor) -> bool:
-    """Whether bytes from a file or a socket can go straight into a live tensor, in place of one as `like`.
+    """Whether bytes from a file or a socket can be read straight into a live tensor, in place of one like `like`.
 
-    It must have that shape and type, and be memory of the CPU in row-major order, the whole of it.
+    It must have the same shape and type, and be CPU memory in row-major order throughout.
     """
-    # a subclass may be anything: without memory, spread over ranks, not yet of any shape
+    # a subclass may have no memory, be spread over ranks, or have no shape yet
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
@@ -262,7 +262,7 @@ def _bytes_of(piece: Piece, tensor: Tensor) -> memoryview:
 
 
 def _view(flat: Tensor) -> memoryview:
-    return memoryview(cast(Any, flat.view(torch.uint8).numpy()))  # an array is a buffer, whatever its stubs say
+    return memoryview(cast(Any, flat.view(torch.uint8).numpy()))  # an array is a buffer, though its stubs do not say so
 
 
 def _write(descriptor: int, data: memoryview, sums: ChunkSums) -> int:

@@ -1,9 +1,9 @@
-"""A part's file written from memory: chunk by chunk, its checksums on the way, and few pages of it dirty at any time.
+"""Writes a part's file from memory: chunk by chunk, with checksums, and with few dirty pages at any time.
 
-Responsible for: the speed and the manners of one large write. Refuses to know what is written. The one idea: a second
-thread computes checksums while this one writes, since both release the interpreter. Where the file system can, the
-bytes go from memory to the disk without a copy in the page cache: half a GB takes 0.02 s of CPU time that way and
-0.13 s the other, and other programs keep their cached files. Elsewhere the kernel is asked early to write what it has,
+Responsible for: the speed of one large write, and its effect on other programs. Ignores the content. The one
+idea: a second thread computes checksums while this one writes, since both release the interpreter. If the file system
+allows it, bytes bypass the page cache: half a GB then takes 0.02 s of CPU time instead of 0.13 s,
+and other programs keep their cached files. Otherwise the kernel is asked early to write out its pages,
 so that the flush at the end has little left to do.
 """
 
@@ -22,15 +22,15 @@ from pathlib import Path
 from hetseq.checkpoint.records import CHUNK_BYTES
 from hetseq.system.files import naming, write_all
 
-PAGE = 4096  # what direct writes are aligned to, in memory and in the file
+PAGE = 4096  # alignment of direct writes, in memory and in the file
 WINDOW_BYTES = 64 << 20  # at most two of these are dirty
 _WRITE_BEFORE, _WRITE, _WAIT_AFTER = 1, 2, 4  # flags of sync_file_range
 
 
 class PartWriting:
-    """One new file with the bytes of `image`; `run` may stop at a chunk and be called again to go on.
+    """One new file with the bytes of `image`; `run` may stop at a chunk and is called again to continue.
 
-    The path must not exist. Any OSError is the end of this file: it is not to be used, and never tried again.
+    The path must not exist. Any OSError ends this file: do not use it, and do not retry.
     """
 
     def __init__(self, path: Path, image: memoryview) -> None:
@@ -44,17 +44,17 @@ class PartWriting:
 
     @property
     def share(self) -> float:
-        """How much of the image has been written, from 0 to 1."""
+        """The fraction of the image that has been written, from 0 to 1."""
         return self._written / len(self._image) if len(self._image) else 1.0
 
     def run(self, should_pause: Callable[[], bool]) -> tuple[int, ...]:
-        """Write until the end, or until `should_pause`; at the end the file is on the disk. CRC-32 of each chunk.
+        """Write until the end or until `should_pause`; returns each chunk's CRC-32. At the end the file is on disk.
 
-        What it returns counts only if it ran to the end.
+        The result counts only if the write ran to the end.
         """
         is_over = threading.Event()
         summing = threading.Thread(target=self._sum, args=(is_over,), name="checksums", daemon=True)
-        summing.start()  # with the priority of this thread
+        summing.start()  # inherits the priority of this thread
         try:
             with naming(self._path):
                 if not self._write(should_pause) and self._descriptor >= 0:
@@ -68,7 +68,7 @@ class PartWriting:
         return tuple(self._sums)
 
     def close(self) -> None:
-        """Give back what an unfinished run holds."""
+        """Release the file of an unfinished run."""
         self._image.release()
         if self._descriptor >= 0:
             with suppress(OSError):
@@ -87,14 +87,14 @@ class PartWriting:
         return False
 
     def _write_chunk(self, chunk: memoryview) -> None:
-        """Past the page cache where that is possible; the end of a file, less than a page, never is."""
+        """Write past the page cache if possible; the end of a file, less than a page, never bypasses it."""
         while self._is_direct and len(chunk) >= PAGE:
             try:
                 taken = os.write(self._descriptor, chunk[: len(chunk) // PAGE * PAGE])
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                taken = 0  # the file system agreed to the flag, but not to this write, of which it has taken nothing
+                taken = 0  # the file system accepted the flag but refused this write and wrote nothing
             chunk = chunk[taken:]
             if taken == 0 or taken % PAGE:
                 self._be_buffered()
@@ -114,7 +114,7 @@ class PartWriting:
             self._sums.append(zlib.crc32(self._image[begin : begin + CHUNK_BYTES]))
 
     def _push(self) -> None:
-        """Have the kernel write the newest window, and wait for the one before."""
+        """Ask the kernel to write the newest window, and wait for the previous one."""
         before, self._asked = self._asked, self._written
         if _sync_file_range is None:
             os.fdatasync(self._descriptor)
@@ -128,7 +128,7 @@ class PartWriting:
 
 
 def _set_direct(descriptor: int, is_direct: bool) -> bool:
-    """Whether writes now go past the page cache; False where the system or the file system knows no such thing."""
+    """Whether writes now bypass the page cache; False if the system or the file system does not support it."""
     flag = getattr(os, "O_DIRECT", 0)
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~flag
     try:

@@ -1,8 +1,8 @@
-"""What becomes of one attempt on the disk: its folder, its commit, and what its success makes superfluous.
+"""Publishing one attempt on disk: its folder, its commit, and the removal of what it supersedes.
 
-Responsible for: the acts of the one process that opens, commits and concludes attempts. Refuses to know ranks, rows and
-tensors, so that they can be done by a process without torch. The one idea: every act may be repeated, by the same
-process or by another one, if it was cut short: an attempt's name is its own, and a commit follows from its files.
+Responsible for: the acts of the one process that opens, commits and concludes attempts. Knows nothing of ranks, rows
+and tensors, so that a process without torch can do them. The one idea: an act that was cut short may be repeated, by
+the same process or another one: an attempt's name is its own, and a commit follows from its files.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from hetseq.system.files import free_bytes, make_directory, sync_directory, writ
 logger = logging.getLogger(__name__)
 
 CHECKPOINTS_NAME = "checkpoints"
-FREE_MARGIN = 1.1  # a save begins only where this many times its bytes are free
+FREE_MARGIN = 1.1  # a save starts only if this many times its bytes are free
 
 
 @dataclass(frozen=True)
 class Place:
     """Where the checkpoints of a run are, and which of them stay.
 
-    `patience_s` is how late a file may become visible; what a stopping node, which may have lost the others and save
-    on its own, has changed within `underway_s` is still being written.
+    `patience_s` is how late a file may become visible. Attempts that changed within `underway_s` count as still being
+    written: a stopping node that has lost the others saves on its own.
     """
 
     run_directory: Path
@@ -59,7 +59,7 @@ class Place:
         return self.root / attempt_name(attempt.identity.step, attempt.nonce)
 
     def quietly(self, purpose: str, action: Callable[[], object]) -> None:
-        """Do what no save or load depends on; what the disk refuses is a warning."""
+        """Do something that no save or load depends on; if the disk refuses, log a warning."""
         try:
             action()
         except (OSError, CheckpointError) as error:
@@ -74,7 +74,7 @@ class Publisher:
         self._known: dict[Path, Commit] = {}  # a commit never changes, so each COMMIT.json is read once
 
     def open(self, attempt: Attempt, state: bytes, *, size_bytes: int) -> None:
-        """Make room, the folder, and the statement of intent; OSError, and nothing left, where the disk refuses."""
+        """Make room, the folder, and the statement of intent; OSError, and nothing left behind, if the disk refuses."""
         _ensure_directory(self._place.root)
         self._make_room(attempt, int(FREE_MARGIN * (size_bytes + len(state))))
         folder = self._place.folder(attempt)
@@ -86,7 +86,7 @@ class Publisher:
             raise
 
     def commit(self, attempt: Attempt, *, state_sha256: str, state_bytes: int, parts: Sequence[PartRecord]) -> None:
-        """Look at every part with own eyes, then commit. DamagedError for a part that is not what was told of it."""
+        """Check every part on disk, then commit. DamagedError for a part that differs from its record."""
         folder = self._place.folder(attempt)
         for index, part in enumerate(parts):
             check = _WrittenPart(folder, attempt, index, part).check
@@ -94,11 +94,11 @@ class Publisher:
         write_commit(folder, attempt, state_sha256=state_sha256, state_bytes=state_bytes, parts=list(parts))
 
     def retire(self, attempt: Attempt) -> None:
-        """After a commit: the hint, and the end of what is superseded now. A fault here spoils no commit."""
+        """After a commit: update the hint and remove superseded checkpoints. A failure here spoils no commit."""
         self._place.quietly("retire older checkpoints", lambda: self._retire(attempt))
 
     def discard(self, attempt: Attempt) -> None:
-        """After a failure: the folder of an attempt that never will be complete goes."""
+        """After a failure: remove the folder of an attempt that will never be complete."""
         remove_all([self._place.folder(attempt)])
 
     def note(self, row: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ class Publisher:
         self._place.quietly(f"write {HISTORY_NAME}", lambda: append_history(path, dict(row)))
 
     def _make_room(self, attempt: Attempt, needed: int) -> None:
-        """On a full disk: delete what came to nothing, then what this save supersedes while a valid one remains."""
+        """On a full disk: delete failed attempts, then what this save supersedes while a valid one remains."""
         root = self._place.root
         if free_bytes(root) >= needed:
             return
@@ -118,13 +118,13 @@ class Publisher:
         goes = superseded(expected, self._place.retention, generation=attempt.identity.generation)
         oldest_first = [kept for kept in (expected[index] for index in goes) if isinstance(kept, Commit)]
         if oldest_first and verify(commits[0], deep=True):
-            oldest_first = []  # the newest is rotten: an older one may be the only state there is
+            oldest_first = []  # the newest is damaged: an older one may be the only state left
         for commit in oldest_first:
             if commit is not commits[0] and free_bytes(root) < needed:
                 remove_all([commit.path])
         free = free_bytes(root)
         if free < needed:
-            text = f"{free} bytes are free, {needed} are needed, and no older checkpoint may go"
+            text = f"{free} bytes are free, {needed} are needed, and no older checkpoint may be deleted"
             raise OSError(errno.ENOSPC, text, str(root))
 
     def _retire(self, attempt: Attempt) -> None:
@@ -133,17 +133,17 @@ class Publisher:
         folder = self._place.folder(attempt)
         own = next((commit for commit in commits if commit.path == folder), None)
         if own is None:
-            return  # somebody has just deleted it
+            return  # it has just been deleted
         if commits[0] is own:
             write_latest(root, own)
         goes = superseded(commits, self._place.retention, generation=generation)
-        # after a restart from an older step `own` need not be the newest: what was just promised stays all the same
+        # after a restart from an older step `own` need not be the newest: its success was just reported, so it stays
         remove_all(commits[index].path for index in goes if commits[index] is not own)
         remove_litter(root, own, generation=generation, quiet_s=self._place.underway_s)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> str:
-    """Write what a part's writer says about it, for good; its sha256, which the commit will name."""
+    """Write a part's manifest, for good; returns its sha256, which the commit will name."""
     content = manifest.to_bytes()
     write_new(folder / manifest_name(manifest.index), content)
     sync_directory(folder)

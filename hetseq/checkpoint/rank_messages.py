@@ -1,8 +1,8 @@
-"""What ranks tell each other about a checkpoint: one row of integers of fixed length.
+"""The rows that ranks exchange about a checkpoint: integers of fixed length.
 
-Responsible for: packing success or failure, sizes and digests into int64, since groups gather nothing else. Refuses to
-know how rows travel. The one idea: every exchange of a save or a load has the same row, so ranks that stand at
-different points still call the same collective.
+Responsible for: packing success or failure, sizes and digests into int64, since groups gather nothing else. Does not
+know how rows are sent. The one idea: every exchange of a save or a load has the same row, so ranks at
+different points still make the same collective call.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class RowGroup(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """One rank's news. Digests are hexadecimal sha256 or empty; `text` is cut to 256 bytes on the way."""
+    """One rank's message. Digests are hexadecimal sha256 or empty; `text` is cut to 256 bytes when sent."""
 
     failed: bool = False
-    busy: bool = False  # the writer of this rank is still at work
-    fatal: bool = False  # nobody may go on to another checkpoint
+    busy: bool = False  # the writer of this rank is still busy
+    fatal: bool = False  # no rank may try another checkpoint
     errno: int = 0
     bytes: int = 0
     step: int = 0

@@ -1,12 +1,12 @@
-"""The JSON records of a checkpoint: what they say, how they are sealed, and which are believed.
+"""The JSON records of a checkpoint: their content, their seal, and when they are valid.
 
 Responsible for: the format's version, and the three records `part-00000.json` (manifest), `state.json` and
-`COMMIT.json`. Refuses to know where files lie. The one idea: each record repeats whose checkpoint it belongs to (run,
-step, generation, lineage, nonce, kinds, number of parts), so records of two checkpoints never pass as one; and
-`COMMIT.json` is a function of the others, so whoever finds a whole checkpoint can complete it.
+`COMMIT.json`. Does not know where files are. The one idea: each record repeats the checkpoint it belongs to (run,
+step, generation, lineage, nonce, kinds, number of parts), so records of two checkpoints are never taken for one; and
+`COMMIT.json` is a function of the others, so any process that finds a complete checkpoint can commit it.
 
-A sealed record carries the sha256 of its own content under "seal": it protects against rot and careless editing, not
-against malice; every number is therefore checked before it is used. The seal stays the same in later versions of the
+A sealed record carries the sha256 of its own content under "seal": it protects against corruption and careless edits,
+not against malice, so every number is checked before it is used. The seal stays the same in later versions of the
 format, so a reader can tell a newer checkpoint from a damaged one.
 """
 
@@ -38,11 +38,11 @@ _HEX64 = re.compile(r"[0-9a-f]{64}")
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose files are not what its COMMIT.json promises; the message names the file and the reason."""
+    """A checkpoint whose files do not match its COMMIT.json; the message names the file and the reason."""
 
 
 class TooNewError(CheckpointRefused):
-    """A checkpoint in the format of a later HetSeq: going on from an older one would lose work unsaid."""
+    """A checkpoint in the format of a later HetSeq: resuming from an older one would lose work without notice."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Everything that is known about a checkpoint before its first byte is written."""
+    """The identity of a checkpoint, fixed before its first byte is written."""
 
     run_id: str
     identity: Identity
@@ -110,7 +110,7 @@ class Attempt:
             and 1 <= parts <= PARTS_LIMIT
         )
         if not is_whole:
-            raise DamagedError(f"{source.name}: nonce, kinds, run_id, created or number_of_parts is not what it was")
+            raise DamagedError(f"{source.name}: nonce, kinds, run_id, created or number_of_parts is invalid")
         return Attempt(run_id, identity, int(nonce, 16), tuple(kinds), created, parts)
 
 
@@ -124,7 +124,7 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one writer says about its part: size and the CRC-32 of every chunk of the file."""
+    """A writer's description of its part: size and the CRC-32 of every chunk of the file."""
 
     attempt: Attempt
     state_sha256: str
@@ -150,7 +150,7 @@ class Manifest:
         index, size = record.get("part"), record.get("bytes")
         sums: Any = record.get("crc32")
         if not (_is_count(index) and _is_count(size) and record.get("chunk_bytes") == CHUNK_BYTES):
-            raise DamagedError(f"{source.name}: part, bytes or chunk_bytes is not what it should be")
+            raise DamagedError(f"{source.name}: part, bytes or chunk_bytes is invalid")
         is_list = isinstance(sums, list) and all(_is_count(value) and value < 2**32 for value in sums)
         if not is_list or len(sums) != math.ceil(size / CHUNK_BYTES):
             raise DamagedError(f"{source.name}: crc32 does not name one checksum for each {CHUNK_BYTES} bytes")
@@ -159,7 +159,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Commit:
-    """A committed checkpoint: its folder, what `COMMIT.json` says, and the sha256 of that file."""
+    """A committed checkpoint: its folder, the content of `COMMIT.json`, and the sha256 of that file."""
 
     path: Path
     attempt: Attempt
@@ -188,7 +188,7 @@ class Commit:
 
 
 def commit_bytes(attempt: Attempt, *, state_sha256: str, state_bytes: int, parts: Sequence[PartRecord]) -> bytes:
-    """The content of COMMIT.json: the same for everyone who completes this attempt."""
+    """The content of COMMIT.json: the same for every process that completes this attempt."""
     record = attempt.to_json()
     record["state"] = {"bytes": state_bytes, "sha256": state_sha256}
     record["parts"] = [
@@ -204,13 +204,13 @@ def parse_commit(content: bytes, *, source: Path) -> Commit:
     attempt = Attempt.from_json(record, source=source)
     state, entries = record.get("state"), record.get("parts")
     if not isinstance(state, dict) or not _is_count(state.get("bytes")) or state["bytes"] > STATE_LIMIT:
-        raise DamagedError(f"{source.name}: state is not what it should be")
+        raise DamagedError(f"{source.name}: state is invalid")
     if not isinstance(entries, list) or len(entries) != attempt.number_of_parts:
         raise DamagedError(f"{source.name}: parts does not name {attempt.number_of_parts} parts")
     parts = []
     for index, entry in enumerate(entries):
         if not isinstance(entry, dict) or entry.get("part") != index or not _is_count(entry.get("bytes")):
-            raise DamagedError(f"{source.name}: the entry of part {index} is not what it should be")
+            raise DamagedError(f"{source.name}: the entry of part {index} is invalid")
         parts.append(PartRecord(entry["bytes"], _digest_in(entry, "manifest_sha256", source)))
     digest = _digest_in(state, "sha256", source)
     return Commit(source.parent, attempt, digest, state["bytes"], tuple(parts), sha256(content))
@@ -234,10 +234,10 @@ def parse_state(content: bytes, *, source: Path) -> tuple[Attempt, dict[str, Any
 
 
 def check_version(record: Mapping[str, Any], *, source: Path) -> None:
-    """DamagedError for what is no record of ours, CheckpointRefused for one of a newer version."""
+    """DamagedError if this is not a HetSeq record, CheckpointRefused if it has a newer version."""
     version = record.get("version")
     if record.get("format") != FORMAT or not _is_count(version) or version < 1:
-        raise DamagedError(f"{source.name}: it is no record of a {FORMAT}")
+        raise DamagedError(f"{source.name}: it is not a {FORMAT} record")
     if version > VERSION:
         raise TooNewError(
             f"{source.parent} is a checkpoint of format version {version}; this HetSeq reads up to version {VERSION}:"
@@ -253,7 +253,7 @@ def check_state(state: Mapping[str, Any]) -> None:
 
 
 def check_json(value: Any, *, where: str) -> None:
-    """TypeError where JSON would not give back what it was given (tuples, which come back as lists, are fine)."""
+    """TypeError for a value that JSON would not restore (tuples, which come back as lists, are fine)."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
@@ -275,10 +275,10 @@ def seal(record: Mapping[str, Any]) -> bytes:
 
 
 def unseal(content: bytes, *, source: Path) -> dict[str, Any]:
-    """The record without its seal; DamagedError where the content does not fit the seal."""
+    """The record without its seal; DamagedError if the content does not match the seal."""
     record = parse_json(content, source=source)
     if record.pop("seal", None) != _seal_of(record):
-        raise DamagedError(f"{source.name}: its content does not fit its seal; it was damaged or edited by hand")
+        raise DamagedError(f"{source.name}: its content does not match its seal; it was damaged or edited by hand")
     return record
 
 
@@ -313,7 +313,7 @@ def _seal_of(record: Mapping[str, Any]) -> str:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) != len(pairs):
-        raise ValueError("a key stands there twice")
+        raise ValueError("a key occurs twice")
     return record
 
 

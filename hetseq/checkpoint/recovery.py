@@ -1,9 +1,9 @@
-"""What a killed run leaves behind, and what becomes of it.
+"""Recovery of the folders that a killed run leaves on disk: completed or removed.
 
-Responsible for: completing attempts that lack nothing but their COMMIT.json, and removing those that never will be
-complete. Refuses to touch a commit. The one idea: `state.json` is written first and names the number of parts, and
-every manifest repeats whose part it is, so a whole attempt is known as such by anyone; an attempt older than the
-newest commit is only litter, whole or not, because retention takes a checkpoint's COMMIT.json away first.
+Responsible for: completing attempts that lack only their COMMIT.json, and removing those that will never be
+complete. Never touches a commit. The one idea: `state.json` is written first and names the number of parts, and
+every manifest names the checkpoint of its part, so any process can recognize a complete attempt. An attempt older than
+the newest commit is only litter, complete or not, because retention removes a checkpoint's COMMIT.json first.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ logger = logging.getLogger(__name__)
 
 
 def roll_forward(directory: Path) -> Commit:
-    """Commit an attempt that is whole: every part there, every byte as its manifest says, all of one checkpoint.
+    """Commit a complete attempt: every part present, every byte as in its manifest, all of one checkpoint.
 
-    DamagedError names what is missing or wrong, and nothing is changed then. Reads all of the attempt.
+    DamagedError names the missing or wrong file; nothing is changed then. Reads the whole attempt.
     """
     path = directory / STATE_NAME
     try:
@@ -79,7 +79,7 @@ def roll_forward(directory: Path) -> Commit:
 
 
 def complete_newer(root: Path, newest: Commit | None) -> list[Commit]:
-    """Roll forward every whole attempt that is newer than the newest commit; those that are not whole are left."""
+    """Roll forward every complete attempt that is newer than the newest commit; incomplete ones are left."""
     completed = []
     for directory in attempts(root):
         if is_committed(directory) or (newest is not None and not _is_newer(directory, newest)):
@@ -97,10 +97,10 @@ def newest_verified(root: Path) -> Commit | None:
 
 
 def remove_litter(root: Path, newest: Commit, *, generation: int, quiet_s: float = 0.0) -> list[Path]:
-    """Delete the uncommitted attempts that are older than `newest`, except those of a generation above one's own.
+    """Delete the uncommitted attempts older than `newest`, except those of a generation newer than `generation`.
 
-    Those of nodes that stop, and of nobody knows whom, stay for `quiet_s`: a node that lost the others saves what it
-    has on its own, while they go on and save as well.
+    Attempts of stopping nodes, and of unknown origin, stay for `quiet_s`: a node that lost the others saves its
+    state on its own, while they continue and save as well.
     """
     litter = [
         directory
@@ -113,7 +113,7 @@ def remove_litter(root: Path, newest: Commit, *, generation: int, quiet_s: float
 
 
 def remove_all(directories: Iterable[Path]) -> list[Path]:
-    """Delete these attempts' folders as far as the disk lets us; those that are gone now."""
+    """Delete these attempts' folders as far as the disk allows; returns those that are gone."""
     removed = []
     for directory in directories:
         try:
@@ -128,7 +128,7 @@ def remove_all(directories: Iterable[Path]) -> list[Path]:
 
 
 def remove_temporaries(root: Path) -> None:
-    """Delete what a writer that was killed in the middle of a rename has left beside its target."""
+    """Delete the files that a writer killed in the middle of a rename left beside its target."""
     for path in [*root.glob("*.json.tmp"), *(path / f"{COMMIT_NAME}.tmp" for path in attempts(root))]:
         with suppress(FileNotFoundError):
             os.unlink(path)
@@ -141,7 +141,7 @@ def _read_manifest(directory: Path, index: int) -> tuple[Manifest, str]:
 
 
 def _intent(directory: Path) -> Attempt | None:
-    """What the attempt says it is; None where it does not say so yet, or says it is another one."""
+    """The attempt that the folder's state.json names; None if there is none yet, or it names another one."""
     path = directory / STATE_NAME
     try:
         attempt, _ = parse_state(read_bounded(path, STATE_LIMIT), source=path)
@@ -167,7 +167,7 @@ def _is_newer(directory: Path, newest: Commit) -> bool:
 
 
 def _is_older(directory: Path, newest: Commit, *, generation: int) -> bool:
-    """Without a readable state.json an attempt of the same step may be one that is just being made: it is left."""
+    """Whether it is older than `newest`; without a readable state.json, it is kept at the same step: it may be new."""
     intent = _intent(directory)
     if intent is None:
         return step_of(directory) < newest.identity.step
@@ -176,7 +176,7 @@ def _is_older(directory: Path, newest: Commit, *, generation: int) -> bool:
 
 
 def _changed(directory: Path) -> float:
-    """When something in it changed last, by the clock of its file system; infinity where it cannot be seen."""
+    """When something in it last changed, by its file system's clock; infinity if that cannot be read."""
     try:
         return max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
     except OSError:

@@ -1,6 +1,6 @@
-"""Which checkpoints have had their day.
+"""Retention: which checkpoints may be deleted.
 
-Responsible for: the decision which committed checkpoints may be deleted, as a pure function. Refuses to delete. The
+Responsible for: deciding which committed checkpoints may be deleted, as a pure function. Deletes nothing. The
 one idea: a checkpoint stays as long as any one of its kinds keeps it.
 """
 
@@ -34,7 +34,7 @@ class Retention:
 
 
 class Kept(Protocol):
-    """What the decision needs of a checkpoint."""
+    """The facts about a checkpoint that the decision needs."""
 
     @property
     def identity(self) -> Identity: ...

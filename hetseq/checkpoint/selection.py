@@ -1,8 +1,8 @@
-"""Which checkpoint is meant by `latest`, `best`, a step number or a path.
+"""Resolves `latest`, `best`, a step number or a path to a checkpoint.
 
-Responsible for: turning such a word into commits to try, and refusing in words what is not there or is never opened.
-Refuses to read tensors. The one idea: `latest` (and the path of a run, which means that run's latest) may fall back to
-an older checkpoint and says so; whoever names one checkpoint gets that one or an error.
+Responsible for: turning such a word into commits to try, with a clear refusal of checkpoints that do not exist or are
+never opened. Reads no tensors. The one idea: `latest` (and the path of a run, which means that run's latest) may fall
+back to an older checkpoint and says so; a request for one checkpoint gets that one or an error.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from hetseq.checkpoint.records import Commit
 from hetseq.errors import CheckpointError, CheckpointRefused
 from hetseq.system.files import read_into, reading
 
-# where the folder of a checkpoint lies, seen from the run directory or from the path that was given
+# where the folder of a checkpoint is, relative to the run directory or to the given path
 NOWHERE, IN_CHECKPOINTS, INSIDE, ITSELF, IN_MEMORY = range(5)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Commits in the order in which they are tried; whether a bad one ends the search; what was passed over so far."""
+    """Commits in the order in which to try them; whether a bad one ends the search; the checkpoints skipped so far."""
 
     commits: list[Commit]
     place: int
@@ -32,7 +32,7 @@ class Choice:
 
 
 def choose(which: str, run_directory: Path) -> Choice:
-    """The commits that `which` may mean, newest first; CheckpointRefused where it means nothing that can be loaded."""
+    """The commits that `which` may mean, newest first; CheckpointRefused if none of them can be loaded."""
     base = _base(which, run_directory)
     if which == "latest":
         return _newest(base / CHECKPOINTS_NAME, base, place=IN_CHECKPOINTS, needed=False)
@@ -51,7 +51,7 @@ def locate(which: str, run_directory: Path, *, place: int, step: int, nonce: int
 
 
 def describe(path: Path, reason: object) -> str:
-    """One sentence on a checkpoint that was passed over or refused."""
+    """One sentence about a checkpoint that was skipped or refused."""
     return f"checkpoint {path} cannot be used: {reason}"
 
 
@@ -68,7 +68,7 @@ def _newest(root: Path, base: Path, *, place: int, needed: bool) -> Choice:
     newest_step = found.commits[0].identity.step if found.commits else 0
     newer = found.refused_from(newest_step)
     for error in newer.values():
-        if isinstance(error, CheckpointRefused):  # a newer format: going on from an older state would lose work unsaid
+        if isinstance(error, CheckpointRefused):  # a newer format: an older state would lose work without notice
             raise error
     skipped = [describe(path, error) for path, error in newer.items()]
     if not found.commits:
@@ -82,7 +82,7 @@ def _newest(root: Path, base: Path, *, place: int, needed: bool) -> Choice:
 
 
 def none_verifies(root: Path, skipped: list[str]) -> str:
-    """The sentence for a folder that has checkpoints, all of them bad."""
+    """The sentence for a folder whose checkpoints are all bad."""
     return (
         f"no checkpoint in {root} can be used, and starting anew would hide that: {'; '.join(skipped)}. Restore the"
         " files from a copy, or start anew with --restore-file none"
@@ -108,7 +108,7 @@ def _of_step(step: int, root: Path) -> Choice:
         steps = sorted({commit.identity.step for commit in found.commits})
         known = ", ".join(str(number) for number in steps[-10:]) or "none"
         raise CheckpointRefused(
-            f"{root} holds no usable checkpoint of step {step}{_also(refused)}: the newest steps there are: {known}"
+            f"{root} holds no usable checkpoint of step {step}{_also(refused)}: the newest steps are {known}"
         )
     return Choice(commits[:1], IN_CHECKPOINTS, is_explicit=True)
 
@@ -161,7 +161,7 @@ def _looks_like_a_pickle(path: Path) -> bool:
 
 def _pickle_sentence(path: Path) -> str:
     return (
-        f"{path} is a pickle, as the 2020 HetSeq wrote its checkpoints: opening a pickle can run any code, so it cannot"
-        " be loaded. Go on from a checkpoint of this HetSeq (a folder checkpoints/step-...), or start anew with"
+        f"{path} is a pickle, the checkpoint format of the 2020 HetSeq: opening a pickle can run any code, so it cannot"
+        " be loaded. Resume from a checkpoint of this HetSeq (a folder checkpoints/step-...), or start anew with"
         " --restore-file none, or with another --save-dir"
     )

@@ -1,12 +1,12 @@
-"""A state as it was after one step, copied aside while the next step computes.
+"""Snapshot: a copy of the state after one step, made while the next step computes.
 
-Responsible for: the layout of an arena's image, and the copy of live tensors into it. Refuses to know why a state is
-saved. The one idea: forward and backward never write what an optimizer owns, so parameters and optimizer state may be
-copied in the background until the next `optimizer.step`, which awaits the copy; everything else (buffers, what is not
-trained) is copied before `begin` returns.
+Responsible for: the layout of an arena's image, and the copy of live tensors into it. Does not know why a state is
+saved. The one idea: forward and backward never write to an optimizer's parameters or state, so these are
+copied in the background until the next `optimizer.step`, which waits for the copy; everything else (buffers,
+untrained tensors) is copied before `begin` returns.
 
 The image is laid out once, for tensors of given names, types and shapes: the part's header, then its pieces. CUDA
-tensors go the same way over a stream of their own into the arena's memory, which is registered with the driver so that
+tensors are copied on a stream of their own into the arena's memory, which is registered with the driver so that
 the copies are asynchronous; the next update waits for them on its own stream, not on the host.
 """
 
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 
 def image_bytes(pieces: Sequence[Piece]) -> int:
-    """Bytes of the part's file that holds these pieces."""
+    """Bytes of the file of a part with these pieces."""
     return len(header_bytes(in_file_order(pieces))) + sum(piece.bytes for piece in pieces)
 
 
 class Snapshot:
-    """The image of `pieces` in an arena; taken again and again, always of tensors of the same kind."""
+    """The image of `pieces` in an arena; copied repeatedly, always from tensors of the same kind."""
 
     def __init__(self, arena: Arena, pieces: Sequence[Piece]) -> None:
         self.pieces, self.arena = in_file_order(pieces), arena
@@ -50,17 +50,17 @@ class Snapshot:
             self.image_bytes += piece.bytes
         self._copying: _Copying | None = None
         self._registered: int | None = None
-        self._device = torch.device("cpu")  # the GPU whose driver was asked, once one was
-        # one thread for all copies: to start one takes a wait for it, and it would share the core of a pinned trainer
+        self._device = torch.device("cpu")  # the GPU whose driver was asked to register the memory, once one was
+        # one thread for all copies: starting a thread means waiting for it, and it would share a pinned trainer's core
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="snapshot", daemon=True)
         self._thread.start()
 
     def begin(self, tensors: Mapping[str, Tensor], *, at_once: Collection[str], when_whole: Callable[[], None]) -> None:
-        """Copy the tensors that `at_once` names, and begin to copy the others, which stay as they are until `settle`.
+        """Copy the tensors named in `at_once`, and start copying the others, which must not change until `settle`.
 
-        `when_whole` is called once, by another thread, when the image is whole; not if the copy failed. `settle` does
-        not wait for it, `finish` does.
+        `when_whole` is called once, by another thread, when the image is complete; not if the copy failed. `settle`
+        does not wait for it, `finish` does.
         """
         self.finish()
         now: list[tuple[Tensor, Tensor]] = []
@@ -77,23 +77,23 @@ class Snapshot:
         self._tasks.put(self._copying.run)
 
     def settle(self) -> None:
-        """Return when the tensors may change again. Raises what went wrong in the copy."""
+        """Wait until the tensors may change again. Raises the error of the copy, if it failed."""
         if self._copying is None:
             return
         try:
             self._copying.settle()
         except BaseException:
-            self._copying = None  # said once
+            self._copying = None  # raised once
             raise
 
     def finish(self) -> None:
-        """Return when the copy has ended, and whoever was to be told has been. Raises what went wrong in it."""
+        """Wait until the copy has ended and `when_whole` has returned. Raises the error of either."""
         copying, self._copying = self._copying, None
         if copying is not None:
             copying.join()
 
     def close(self) -> None:
-        """End the copy, whatever becomes of it, and forget the arena."""
+        """End the copy, whatever its result, and release the arena."""
         copying, self._copying = self._copying, None
         self._tasks.put(None)
         self._thread.join()
@@ -109,7 +109,7 @@ class Snapshot:
 
 
 class _Copying:
-    """One copy of tensors in the host's memory, by a thread: torch lets go of the interpreter for all of it."""
+    """One copy of tensors in the host's memory, by a thread: torch releases the interpreter lock throughout."""
 
     def __init__(self, pairs: list[tuple[Tensor, Tensor]], when_whole: Callable[[], None]) -> None:
         self._error: BaseException | None = None
@@ -118,11 +118,11 @@ class _Copying:
         self._prepare()
 
     def settle(self) -> None:
-        """Wait until the tensors were copied; raises what ended that early."""
+        """Wait until the tensors are copied; raises the error that ended the copy early."""
         self._wait(self._is_copied)
 
     def join(self) -> None:
-        """Wait for the end of the copy and of what follows from it; raises what ended it early."""
+        """Wait for the end of the copy and of `when_whole`; raises the error that ended it early."""
         self._wait(self._is_over)
 
     def _wait(self, event: threading.Event) -> None:
@@ -137,13 +137,13 @@ class _Copying:
         _copy(self._pairs)
 
     def run(self) -> None:
-        """All of it, in another thread."""
+        """The whole copy, in another thread."""
         try:
             self._work()
             self._pairs = []
             self._is_copied.set()
             self._when_whole()
-        except BaseException as error:  # raised where the copy is awaited
+        except BaseException as error:  # raised by the thread that waits for the copy
             self._error = error
         finally:
             self._pairs = []
@@ -152,7 +152,7 @@ class _Copying:
 
 
 class _CudaCopying(_Copying):
-    """One copy out of a GPU's memory; the host never waits for it, only the GPU's next update does."""
+    """One copy from a GPU's memory; only the GPU's next update waits for it, never the host."""
 
     def _prepare(self) -> None:
         device = next(source.device for _, source in self._pairs if source.is_cuda)
@@ -191,13 +191,13 @@ def _view(image: memoryview, offset: int, piece: Piece) -> Tensor:
 
 
 def _register(arena: Arena, device: torch.device) -> int:
-    """Tell the CUDA driver of the arena, so that copies into it need no second buffer; 0 where it refuses."""
+    """Register the arena with the CUDA driver, so that copies into it need no second buffer; 0 if it refuses."""
     whole: Any = (ctypes.c_char * len(arena.image)).from_buffer(arena.image)
     address = ctypes.addressof(whole)
     code = torch.cuda.cudart().cudaHostRegister(address, len(arena.image), 0)
     if int(code) != 0:
         _forget_error(device)
-        logger.warning("the driver does not take the snapshot's memory (%s): copies to it are slower", code)
+        logger.warning("the CUDA driver refused to register the snapshot's memory (%s): copies to it are slower", code)
         return 0
     return address
 
@@ -208,10 +208,10 @@ def _unregister(address: int, device: torch.device) -> None:
 
 
 def _forget_error(device: torch.device) -> None:
-    """Clear the error that a refused call of CUDA's runtime has left behind in this thread.
+    """Clear the error that a refused call of the CUDA runtime left behind in this thread.
 
-    torch has no name for cudaGetLastError. The next kernel checks its launch by it, would fail without a reason of its
-    own, and clears it: this is that kernel.
+    torch does not expose cudaGetLastError. The next kernel's launch check would read the error, fail without a cause
+    of its own, and clear it: this is that kernel.
     """
     with suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)

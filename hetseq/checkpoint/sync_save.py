@@ -1,7 +1,7 @@
-"""Saving: every rank writes its part, rank zero commits.
+"""Synchronous saving: every rank writes its part, rank zero commits.
 
-Responsible for: the order of events of one save while training waits for it. The one idea: a phase ends with one
-gathered row per rank, and whether the next phase takes place is decided by those rows alone, so ranks never disagree
+Responsible for: the order of events of one save while training waits. The one idea: a phase ends with one
+gathered row per rank, and those rows alone decide whether the next phase takes place, so ranks never disagree
 about a save; success is reported only after the row that follows the commit.
 """
 
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save went, the same on all ranks but for the times; `error` names the rank and the reason.
+    """The result of a save, the same on all ranks except for the times; `error` names the rank and the reason.
 
-    `seconds` are all that it took, `stall_s` those for which training waited.
+    `seconds` is its whole duration, `stall_s` the part of it for which training waited.
     """
 
     path: Path
@@ -58,9 +58,9 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a save will write, before anything is written; equal on all ranks if `digest` is."""
+    """The content of a save, before anything is written; equal on all ranks if `digest` is."""
 
-    attempt: Attempt  # its `created` is still empty: the time is rank zero's
+    attempt: Attempt  # its `created` is still empty: rank zero sets the time
     directory: Path
     parts: list[list[Piece]]
     bytes: int
@@ -69,7 +69,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each byte of tensors of given names, types and shapes goes: what the plans of many saves have in common."""
+    """Where each byte of tensors of given names, types and shapes goes: the common base of the plans of many saves."""
 
     signature: list[tuple[Any, ...]]  # the weights, then name and kind of each tensor
     parts: list[list[Piece]]
@@ -78,7 +78,7 @@ class Layout:
 
 
 def lay_out(setting: CheckpointContext, tensors: Mapping[str, Tensor], known: Layout | None = None) -> Layout:
-    """The layout for these tensors, which is `known` if that still fits; TypeError says what cannot be saved."""
+    """The layout for these tensors: `known` if it still fits. TypeError names a tensor that cannot be saved."""
     signature = [setting.weights, *((name, *_kind(tensor)) for name, tensor in tensors.items())]
     if known is not None and known.signature == signature:
         return known
@@ -93,9 +93,9 @@ def lay_out(setting: CheckpointContext, tensors: Mapping[str, Tensor], known: La
 def make_plan(
     setting: CheckpointContext, layout: Layout, *, identity: Identity, nonce: int, kinds: Sequence[str]
 ) -> Plan:
-    """Check the arguments of a save; ValueError says what is wrong with them."""
+    """Check the arguments of a save; ValueError explains an invalid one."""
     if isinstance(kinds, str) or not kinds or not set(kinds) <= set(KINDS):
-        raise ValueError(f"kinds {kinds!r}: expected one or several of {', '.join(KINDS)}")
+        raise ValueError(f"kinds {kinds!r}: expected one or more of {', '.join(KINDS)}")
     if not 0 <= nonce < 2**64:
         raise ValueError(f"nonce {nonce}: expected an integer from 0 to 2^64 - 1")
     ordered = tuple(kind for kind in KINDS if kind in kinds)
@@ -105,7 +105,7 @@ def make_plan(
 
 
 class Save:
-    """One save on one rank: `run` goes through the phases."""
+    """One save on one rank: `run` does all phases."""
 
     def __init__(self, setting: CheckpointContext, plan: Plan, publisher: Publisher) -> None:
         self._setting = setting
@@ -146,7 +146,7 @@ class Save:
         return result
 
     def _phase(self, action: Callable[[], Row], *, only_zero: bool = False) -> list[Row]:
-        """Act, then tell everyone; an exception becomes a row first, so that nobody waits for a rank that raised."""
+        """Act, then exchange the result; an exception is sent as a row first, so no rank waits for one that raised."""
         row = Row()
         if self._setting.is_rank_zero or not only_zero:
             try:
@@ -176,7 +176,7 @@ class Save:
         return Row()
 
     def _conclude(self, result: SaveResult) -> None:
-        """Rank zero, after the last exchange. A fault here spoils no commit."""
+        """Rank zero, after the last exchange. A failure here spoils no commit."""
         attempt = self._plan.attempt
         say(result, step=attempt.identity.step)
         if result.ok:
@@ -192,7 +192,7 @@ class Save:
 
 
 def say(result: SaveResult, *, step: int) -> None:
-    """Log how a save went."""
+    """Log the result of a save."""
     if result.ok:
         logger.info("checkpoint of step %d: %s, %.1f MB", step, result.path, result.bytes / 1e6)
     else:
@@ -223,7 +223,7 @@ def history_row(
 
 
 def check_agreement(plan: Plan, opening: Sequence[Row]) -> None:
-    """Raise DisagreementError where the ranks were given different things to save."""
+    """Raise DisagreementError if the ranks were given different things to save."""
     different = [rank for rank, row in enumerate(opening) if row.plan != opening[0].plan]
     if different:
         raise DisagreementError(

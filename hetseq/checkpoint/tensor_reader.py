@@ -1,9 +1,9 @@
-"""Any span of any tensor of one checkpoint, every byte of it verified.
+"""Reads any span of any tensor of one checkpoint, with every byte verified.
 
-Responsible for: where the elements of a tensor lie in the parts, and for believing a chunk of a part only after its
-checksum. Refuses to know which spans are wanted, and by whom. The one idea: a chunk (8 MiB) is read into memory of our
-own, compared with its checksum there, and copied from there, so nothing can change between the look and the use. The
-last chunk is kept, so that spans in the order of the files read each chunk once.
+Responsible for: where the elements of a tensor are in the parts, and for using a chunk of a part only after its
+checksum. Does not know which spans are wanted, or why. The one idea: a chunk (8 MiB) is read into private memory,
+compared with its checksum there, and copied from there, so nothing can change between check and use. The
+last chunk is kept, so spans requested in file order read each chunk once.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class _Place:
 class Spans:
     """The tensors of one checkpoint, to be read in spans; one thread at a time. Takes 8 MiB of memory.
 
-    Opening it checks all small files and the headers of the parts (up to 8 MiB of each part). Whatever is not as its
-    checksum says raises DamagedError, which names the checkpoint and the file, here and in every method that reads.
+    Opening it checks all small files and the headers of the parts (up to 8 MiB of each part). A checksum that does not
+    match raises DamagedError, which names the checkpoint and the file, here and in every method that reads.
     `advance` is called with the bytes of each chunk that was read.
     """
 
     def __init__(self, commit: Commit, advance: Callable[[int], None] = lambda count: None) -> None:
         self.commit, self._advance = commit, advance
-        self._chunk, self._chunk_at = bytearray(CHUNK_BYTES), (-1, -1)  # what was read last: (part, chunk)
+        self._chunk, self._chunk_at = bytearray(CHUNK_BYTES), (-1, -1)  # the chunk read last: (part, chunk)
         try:
             inspected = inspect(commit)
         except (DamagedError, OSError) as error:
@@ -70,12 +70,12 @@ class Spans:
         return self._empty(self.specs[name], 0).dtype
 
     def position(self, name: str, element: int) -> tuple[int, int]:
-        """Where an element lies: part and byte; what is read in this order is read once."""
+        """The place of an element: part and byte; elements read in this order read each chunk once."""
         place = self._places[name][self._first(name, element)]
         return place.part, place.byte + (element - place.begin) * self.specs[name].itemsize
 
     def blocks(self, name: str, begin: int, end: int) -> Iterator[memoryview]:
-        """The bytes of the elements `begin` to `end` (row-major) in order; each block holds until the next one."""
+        """The bytes of the elements `begin` to `end` (row-major) in order; each block is valid until the next one."""
         itemsize = self.specs[name].itemsize
         for place in self._places[name][self._first(name, begin) :]:
             first, last = max(begin, place.begin), min(end, place.end)
@@ -120,7 +120,7 @@ class Spans:
             begin += len(block)
 
     def _hold(self, part: int, index: int) -> None:
-        """Read and verify one chunk of a part, unless it is the one that was read last."""
+        """Read and verify one chunk of a part, unless it was the last one read."""
         if self._chunk_at == (part, index):
             return
         self._chunk_at = (-1, -1)
@@ -134,7 +134,7 @@ class Spans:
         except (OSError, EOFError) as error:
             raise self._damaged(part, error) from None
         if zlib.crc32(chunk) != manifest.crc32[index]:
-            raise self._damaged(part, f"the {len(chunk)} bytes from byte {begin} on have another checksum")
+            raise self._damaged(part, f"the {len(chunk)} bytes from byte {begin} on do not match their checksum")
         self._chunk_at = (part, index)
         self._advance(len(chunk))
 

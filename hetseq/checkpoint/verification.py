@@ -1,9 +1,9 @@
-"""Verifying one committed checkpoint.
+"""Verification of one committed checkpoint.
 
-Responsible for: believing nothing that a checkpoint says until the next digest confirms it, from COMMIT.json over the
-manifests to the bytes. Refuses to know which checkpoint is wanted, and torch. The one idea: `inspect` reads only the
-small files and the headers, and everything it returns has been checked against the sizes of the files, so that a
-hostile file cannot make whoever fills tensors from it allocate more than there is on the disk.
+Responsible for: trusting nothing in a checkpoint until the next digest confirms it, from COMMIT.json through the
+manifests to the bytes. Does not choose the checkpoint, and does not use torch. The one idea: `inspect` reads only the
+small files and the headers, and everything it returns has been checked against the sizes of the files, so a
+hostile file cannot make a reader that fills tensors from it allocate more than is on disk.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def inspect(commit: Commit) -> Inspected:
 
 
 def verify(commit: Commit, *, deep: bool, advance: Callable[[int], None] = lambda count: None) -> list[str]:
-    """Everything that is wrong with a checkpoint, one sentence per file; `deep` reads every byte of it.
+    """All problems of a checkpoint, one sentence per file; `deep` reads every byte of it.
 
-    `advance` is called with the bytes that have been read, now and then.
+    `advance` is called now and then with the number of bytes read.
     """
     problems: list[str] = []
 
@@ -90,7 +90,7 @@ def verify(commit: Commit, *, deep: bool, advance: Callable[[int], None] = lambd
 
 
 def inspect_manifest(directory: Path, index: int, expected_sha256: str) -> Manifest:
-    """A manifest that has the promised digest."""
+    """A manifest, which must have the expected digest."""
     path = directory / manifest_name(index)
     content = _content(path, RECORD_LIMIT)
     if sha256(content) != expected_sha256:
@@ -99,7 +99,7 @@ def inspect_manifest(directory: Path, index: int, expected_sha256: str) -> Manif
 
 
 def patiently(action: Callable[[], _T], *, patience_s: float) -> _T:
-    """The action's result, repeated while a file of another rank is not there yet as that rank left it."""
+    """The action's result, retried while another rank's file is missing or not yet as that rank left it."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -114,7 +114,7 @@ def patiently(action: Callable[[], _T], *, patience_s: float) -> _T:
 
 
 def check_size(path: Path, expected: int) -> None:
-    """DamagedError where a file is missing or has another size in bytes."""
+    """Raise DamagedError if a file is missing or its size in bytes differs."""
     try:
         with reading(path) as (_, size):
             pass
@@ -165,5 +165,5 @@ def _content(path: Path, limit: int) -> bytes:
 
 
 def reason_of(error: Exception) -> str:
-    """What went wrong with a file, without its path."""
+    """The problem with a file, without its path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

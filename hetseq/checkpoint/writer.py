@@ -1,13 +1,13 @@
 """The process that writes a rank's checkpoints, so that training does not wait for the disk.
 
-Responsible for: carrying out, one after the other, what the trainer asks for: open an attempt, write the image of an
-arena as a part, commit, conclude. Refuses to know tensors: it must start in a moment and stay small, so nothing here
-imports torch. The one idea: what it needs to know of a part stands in the arena beside the part, so if its trainer is
-killed after the image was whole it finishes the part all the same; whoever starts the run again then finds it.
+Responsible for: carrying out the trainer's requests in order: open an attempt, write the image of an
+arena as a part, commit, conclude. Knows nothing of tensors: it must start at once and stay small, so this module
+does not import torch. The one idea: the arena holds all that the writer needs to know about the part beside it, so if
+the trainer is killed after the image was complete, the writer still finishes the part; the run's next start finds it.
 
 It speaks JSON lines over its standard input, a socket: requests `write` (an arena and a serial), `go` (the image is
-whole), `hurry`, `cancel` (the part of another rank has failed), `commit`, `conclude`, `end`; one answer for each write
-and each commit. Its stop signals are the trainer's affair; it ends when the socket does.
+complete), `hurry`, `cancel` (another rank's part has failed), `commit`, `conclude`, `end`; one answer for each write
+and each commit. It ignores stop signals, which are the trainer's to handle, and ends when the socket does.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from hetseq.system.processes import ignore_stop_signals
 
 logger = logging.getLogger(__name__)
 
-ARENA_SOURCE = Path("arena")  # what a damaged record is said to come from
+ARENA_SOURCE = Path("arena")  # the source named in errors about a damaged record
 _NICENESS = 10
-_OPENING = 4  # times as long as a file may become visible late, an attempt's folder may
-_FILLING_S = 600.0  # so long a copy may take
+_OPENING = 4  # an attempt's folder may appear this many times later than a file
+_FILLING_S = 600.0  # limit for one copy
 
 
 def setting_of(place: Place, arenas: Sequence[Arena], *, is_polite: bool) -> dict[str, Any]:
-    """The first line that a writer is to hear; a polite one has the lowest claim to the processors until it hurries."""
+    """The first line sent to a writer; a polite one runs at the lowest priority until it is told to hurry."""
     return {
         "paths": [str(arena.path) for arena in arenas],
         "run_directory": str(place.run_directory),
@@ -61,8 +61,8 @@ def setting_of(place: Place, arenas: Sequence[Arena], *, is_polite: bool) -> dic
 
 
 class MessagePipe:
-    """JSON lines over a socket; `has_ended` once the other end is gone, `is_stuck` once it has taken nothing for as
-    long as the socket's SO_SNDTIMEO says, if it says any."""
+    """JSON lines over a socket; `has_ended` once the other end is gone, `is_stuck` once it has read nothing for the
+    socket's SO_SNDTIMEO, if that is set."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -72,7 +72,7 @@ class MessagePipe:
         self.has_ended = self.is_stuck = False
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Tell the other end; nothing happens if it is gone, or stuck."""
+        """Send a message; a no-op if the other end is gone, or stuck."""
         with self._sending, suppress(OSError):
             if not self.is_stuck:
                 try:
@@ -81,22 +81,22 @@ class MessagePipe:
                     self.is_stuck = True
 
     def hint(self, message: Mapping[str, Any]) -> None:
-        """Tell the other end unless it has long not listened: what nobody waits for is not to hold anybody up."""
+        """Send a message unless the socket is full: a message that no process needs must not block the sender."""
         with suppress(OSError, ValueError):
             if select.select([], [self._connection], [], 0)[1]:
                 self.send(message)
 
     def take(self, timeout_s: float | None) -> dict[str, Any] | None:
-        """The next message; None if none comes in time, or ever."""
+        """The next message; None if there is none in time, or the other end is gone."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         rest = timeout_s
         while not (self._requests or self.has_ended) and (rest is None or rest >= 0):
-            self.listen(rest)  # gives up after half a line too
+            self.listen(rest)  # may return after half a line, too
             rest = None if deadline is None else deadline - time.monotonic()
         return self._requests.popleft() if self._requests else None
 
     def hears(self, kind: str) -> bool:
-        """Take out one waiting message of this kind, if there is one; never waits."""
+        """Whether a message of this kind is queued, which is then removed; never waits."""
         self.listen(0)
         for message in self._requests:
             if message["do"] == kind:
@@ -105,7 +105,7 @@ class MessagePipe:
         return False
 
     def listen(self, timeout_s: float | None) -> None:
-        """Receive what has come, or comes within this time."""
+        """Receive the messages that have arrived, or arrive within this time."""
         while not self.has_ended and select.select([self._connection], [], [], timeout_s)[0]:
             try:
                 data = self._connection.recv(1 << 16)
@@ -118,7 +118,7 @@ class MessagePipe:
 
 
 class Writer:
-    """Carries out requests in the order in which they come."""
+    """Carries out requests in order."""
 
     def __init__(self, line: MessagePipe, arenas: list[Arena], place: Place, *, is_polite: bool) -> None:
         self._line, self._arenas, self._place, self._is_polite = line, arenas, place, is_polite
@@ -126,7 +126,7 @@ class Writer:
         self._acts = {"write": self._write, "commit": self._commit}
 
     def serve(self) -> None:
-        """Until the trainer says `end` or is gone, and everything it asked for is done."""
+        """Serve until the trainer sends `end` or is gone, and all its requests are done."""
         while (request := self._line.take(None)) is not None:
             kind = request["do"]
             if kind == "end":
@@ -137,7 +137,7 @@ class Writer:
                 self._line.send({"serial": request["serial"], **self._answer(request)})
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """What became of a request; whatever goes wrong is an answer, for somebody waits for one."""
+        """The result of a request; any error becomes the answer, because the trainer waits for one."""
         try:
             return self._acts[request["do"]](request)
         except OSError as error:
@@ -146,7 +146,7 @@ class Writer:
             return {"failed": f"{type(error).__name__}: {error}"}
 
     def _write(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The part in an arena, its manifest, and on rank zero the attempt's folder before."""
+        """Write the part in an arena and its manifest; on rank zero, open the attempt's folder first."""
         arena, serial = self._arenas[request["slot"]], request["serial"]
         record = arena.record(serial)
         attempt = Attempt.from_json(record["attempt"], source=ARENA_SOURCE)
@@ -177,13 +177,13 @@ class Writer:
         if not (is_again and folder.is_dir()):
             self._publisher.open(attempt, content, size_bytes=record["size_bytes"])
             return
-        # the folder of the writer that died stays, for other ranks may have written into it already
+        # the folder from the writer that died stays: other ranks may have written into it already
         with suppress(FileNotFoundError):
             os.unlink(folder / STATE_NAME)
         write_new(folder / STATE_NAME, content)
 
     def _await_folder(self, folder: Path, arena: Arena) -> None:
-        """Rank zero may have to make room first; after a crash there may be nobody any more who makes the folder."""
+        """Wait for the folder: rank zero may have to make room first, or may have died before creating it."""
 
         def look() -> None:
             self._stop_if_cancelled()
@@ -192,7 +192,7 @@ class Writer:
 
         def look_alone() -> None:
             if arena.is_given_up:
-                raise OSError(0, "the run has gone on without this save")
+                raise OSError(0, "the run has continued without this save")
             sync_directory(folder)
 
         patiently(look, patience_s=_OPENING * self._place.patience_s)
@@ -201,7 +201,7 @@ class Writer:
 
     def _await_image(self, arena: Arena, serial: int) -> None:
         deadline = time.monotonic() + _FILLING_S
-        whole = [(READY, serial), (WRITTEN, serial)]  # the latter by a writer that died before it could say so
+        whole = [(READY, serial), (WRITTEN, serial)]  # the latter by a writer that died before it answered
         while arena.status not in whole:
             if self._line.has_ended and arena.status not in whole:
                 raise OSError(0, "the trainer ended before its copy was whole")
@@ -221,7 +221,7 @@ class Writer:
         thread.join()
         if outcome:
             raise outcome[0]
-        return writing.run(lambda: self._tell(writing))  # what is left of it
+        return writing.run(lambda: self._tell(writing))  # the rest
 
     def _write_niced(self, writing: PartWriting, outcome: list[BaseException]) -> None:
         try:
@@ -232,14 +232,14 @@ class Writer:
             outcome.append(error)
 
     def _tell(self, writing: PartWriting) -> bool:
-        """Say how far it is, for whoever watches the run; never a reason to pause, but one to stop may have come."""
+        """Report the progress, for a live view of the run. Never pauses the write, but may find a request to stop."""
         self._stop_if_cancelled()
         self._line.hint({"written": writing.share})
         return False
 
     def _stop_if_cancelled(self) -> None:
         if self._line.hears("cancel"):
-            raise OSError(errno.ECANCELED, "given up, because the part of another rank has failed")
+            raise OSError(errno.ECANCELED, "given up because another rank's part failed")
 
     def _commit(self, request: Mapping[str, Any]) -> dict[str, Any]:
         attempt = Attempt.from_json(request["attempt"], source=ARENA_SOURCE)
@@ -251,7 +251,7 @@ class Writer:
         return {}
 
     def _conclude(self, request: Mapping[str, Any]) -> None:
-        """What follows from a save that succeeded, or failed; a fault here spoils nothing."""
+        """Clean up after a save that succeeded or failed; a failure here does no harm."""
         attempt = Attempt.from_json(request["attempt"], source=ARENA_SOURCE)
         if request["ok"]:
             self._publisher.retire(attempt)
@@ -261,14 +261,14 @@ class Writer:
 
 
 def _remove_leftovers(folder: Path, index: int) -> None:
-    """What a writer that died has left of this part: nobody has been told that it is there."""
+    """Remove the files of this part from a writer that died: no process has been told of them."""
     for name in (part_name(index), manifest_name(index)):
         with suppress(FileNotFoundError):
             os.unlink(folder / name)
 
 
 class _Forward(logging.Handler):
-    """Has the trainer log what this process has to say."""
+    """Sends log records to the trainer, which logs them."""
 
     def __init__(self, line: MessagePipe) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class _Forward(logging.Handler):
 
 
 def main() -> None:
-    """The life of the process; its first line says where it works and which descriptors are its arenas."""
+    """The main function of the process; its first line of input names its directories and its arenas' descriptors."""
     ignore_stop_signals()
     line = MessagePipe(socket.socket(fileno=os.dup(0)))
     logging.getLogger().addHandler(_Forward(line))
@@ -294,12 +294,12 @@ def main() -> None:
     arenas = [Arena(descriptor, None) for descriptor in setting["arenas"]]
     line.send({"started": os.getpid()})
     Writer(line, arenas, place, is_polite=setting["is_polite"]).serve()
-    if line.has_ended:  # without a word: the trainer was killed, and has left its arenas to us
+    if line.has_ended:  # without `end`: the trainer was killed, and its arenas are left to this process
         for arena, path in zip(arenas, setting["paths"]):
             with suppress(OSError):
-                if arena.is_sealed:  # for the next start; so old is what is found later
+                if arena.is_sealed:  # for the next start, which sees this time as its age
                     os.utime(arena.descriptor)
                 else:
                     os.unlink(path)
     sys.stdout.flush()
-    os._exit(0)  # nothing to tear down, and the arenas' maps may still be looked into
+    os._exit(0)  # nothing to tear down, and the arenas' maps may still be in use

@@ -199,7 +199,7 @@ def test_writers_that_hang_in_the_middle_of_a_run_cost_saves_and_nothing_else(
     found = outcome(nodes, node, nodes.folder / "backing" / "run")
     assert verdict(found, calm) == ""
     assert "checkpoint of step 44 failed, the older ones stay: rank" in found.said
-    assert "does --save-dir answer?" in found.said
+    assert "does --save-dir respond?" in found.said
     check_writers(living_under(os.getpid()) - before, mount)
 
 
@@ -209,7 +209,7 @@ def test_writers_that_hang_at_the_end_of_a_run_do_not_hold_it(nodes: Nodes, moun
     (ended,) = nodes.finish(start(nodes, mount, hangs=False, run=mount.point / "run"), timeout_s=90)
     assert ended.code == 1, nodes.story()
     assert "the final save failed: rank" in ended.message
-    assert "does --save-dir answer?; the newest checkpoint is of step 110" in ended.message
+    assert "does --save-dir respond?; the newest checkpoint is of step 110" in ended.message
     check_writers(living_under(os.getpid()) - before, mount)
 
 

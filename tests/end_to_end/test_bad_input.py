@@ -440,7 +440,7 @@ OTHER = [
     ({"task": "mnist"}, ("task Toy", "says MNISTTask", "--task", "--save-dir")),
     ({"precision": "fp64"}, ("precision fp32", "says fp64", "--precision fp32")),
     ({"global_batch_size": "12"}, ("--global-batch-size 12", "6 samples", "leave it out", "--reset-dataloader")),
-    ({"restore_file": "77"}, ("--restore-file 77", "no usable checkpoint of step 77", "the newest steps there are: 3")),
+    ({"restore_file": "77"}, ("--restore-file 77", "no usable checkpoint of step 77", "the newest steps are 3")),
     ({"restore_file": "/nowhere/run"}, ("--restore-file /nowhere/run", "does not exist", "a step number")),
     ({"restore_file": "none"}, ("--restore-file none", "up to step 3", "another --save-dir")),
     ({"restore_file": "best"}, ("--restore-file best", "no checkpoint of the kind best", "use latest")),

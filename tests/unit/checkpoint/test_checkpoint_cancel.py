@@ -149,7 +149,7 @@ def test_a_writer_that_waits_for_a_folder_stops_when_it_is_told_to(
     monkeypatch.setattr(arena_module, "SHARED_MEMORY", tmp_path)
     arena = Arena.create("run", 1000)
     writer = Writer(MessagePipe(theirs), [], Place(tmp_path, Retention(), 10.0, 0.0), is_polite=True)
-    with trainer, theirs, pytest.raises(OSError, match="the part of another rank has failed") as caught:
+    with trainer, theirs, pytest.raises(OSError, match="another rank's part failed") as caught:
         writer._await_folder(tmp_path / "checkpoints", arena)
     arena.close(unlink=True)
     assert caught.value.errno == errno.ECANCELED
@@ -162,7 +162,7 @@ def test_a_writer_that_writes_stops_at_a_chunk_when_it_is_told_to(tmp_path: Path
     writer = Writer(MessagePipe(theirs), [], Place(tmp_path, Retention(), 10.0, 0.0), is_polite=is_polite)
     writing = PartWriting(tmp_path / "part", memoryview(bytes(2 * CHUNK_BYTES)))
     trainer.sendall(b'{"do": "cancel"}\n')
-    with trainer, theirs, pytest.raises(OSError, match="the part of another rank has failed"):
+    with trainer, theirs, pytest.raises(OSError, match="another rank's part failed"):
         writer._write_politely(writing)
     writing.close()
     assert (tmp_path / "part").stat().st_size == CHUNK_BYTES
@@ -189,7 +189,7 @@ def test_a_writer_that_dies_when_it_is_to_give_up_is_not_asked_for_the_part_agai
     result = own.finish()
     own.close()
     assert result is not None
-    assert "given up, because the part of another rank has failed (ECANCELED)" in str(result.error)
+    assert "given up because another rank's part failed (ECANCELED)" in str(result.error)
     assert contents(tmp_path) == set()
 
 

@@ -257,7 +257,7 @@ def test_a_damaged_chunk_is_told_with_the_bytes_that_the_file_has_there(tmp_path
     content[-1] ^= 1
     path.write_bytes(content)
     begin = len(content) // CHUNK_BYTES * CHUNK_BYTES
-    told = f"{path.name}: the {len(content) - begin} bytes from byte {begin} on have another checksum"
+    told = f"{path.name}: the {len(content) - begin} bytes from byte {begin} on do not match their checksum"
     own = manager(tmp_path)
     assert own.verify(own.list()[0]) == [told]
     with pytest.raises(CheckpointRefused, match=told):

@@ -264,7 +264,7 @@ def test_a_damaged_chunk_does_not_pass_for_the_one_before(tmp_path: Path) -> Non
     flip(folder(tmp_path, 1) / "part-00000.safetensors", 9_000_000)
     assert opened.read("model.large", 0, 100).tolist() == list(range(100))
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="from byte 8388608 on have another checksum"):
+        with pytest.raises(CheckpointError, match="from byte 8388608 on do not match their checksum"):
             opened.read("model.large", 2_200_000, 2_200_100)
     assert opened.read("model.large", 0, 100).tolist() == list(range(100))
 

@@ -201,7 +201,7 @@ def test_a_target_that_exists_is_refused_and_stays(
     target = tmp_path / "out"
     make(target)
     before = target.lstat()
-    with pytest.raises(ConfigError, match=r"export to .*out: it exists, and nothing is overwritten"):
+    with pytest.raises(ConfigError, match=r"export to .*out: it exists, and an export never overwrites"):
         export(commit, target, form=form)
     assert target.lstat() == before
     assert left_in(tmp_path) == ["out", "run"]
@@ -215,7 +215,7 @@ def test_targets_that_cannot_be_are_refused(commit: Commit, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="inside the checkpoint"):
         export(commit, commit.path / "out", form="torch")
     (tmp_path / "out.v1.tmp").mkdir()
-    with pytest.raises(ConfigError, match=r"export to .*/out.v1: .*/out.v1.tmp exists: an export that was killed"):
+    with pytest.raises(ConfigError, match=r"export to .*/out.v1: .*/out.v1.tmp exists: either a killed export left it"):
         export(commit, tmp_path / "out.v1", form="torch")
     assert left_in(tmp_path) == ["out.v1.tmp", "run"]
 

@@ -26,7 +26,7 @@ def run(tmp_path: Path) -> Path:
 def test_a_whole_attempt_is_completed_by_whoever_starts_next(run: Path) -> None:
     (folder(run, 2) / "COMMIT.json.tmp").write_text("half a com")
     said = together(3, lambda group: manager(run, group).recover())
-    assert said[0] == [f"completed {folder(run, 2)}, which lacked nothing but its commit"]
+    assert said[0] == [f"completed {folder(run, 2)}, which lacked only its commit"]
     assert said[1:] == [[], []]
     assert loaded_step(run) == 2
     assert not list(run.rglob("*.tmp"))

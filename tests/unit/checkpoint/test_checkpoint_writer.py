@@ -134,7 +134,7 @@ def test_a_writer_that_falls_silent_fails_its_save_and_no_other(
     silent = writer_of(own).pid
     os.kill(silent, signal.SIGSTOP)  # as where its disk does not answer
     failed = save_meanwhile(own, 1)
-    assert (failed.ok, "has said nothing for" in (failed.error or "")) == (False, True)
+    assert (failed.ok, "has sent nothing for" in (failed.error or "")) == (False, True)
     assert writer_of(own).pid != silent
     monkeypatch.setattr(writer_process, "_SILENCE_S", 60.0)  # the next one has to start first
     assert save_meanwhile(own, 2).ok
@@ -170,7 +170,7 @@ def test_a_writer_that_takes_nothing_and_cannot_be_killed_fails_its_save_at_once
     monkeypatch.setattr(writer_process, "_EXIT_S", 0.0)
     writer._line.is_stuck = True
     failed = save_meanwhile(own, 1)
-    assert (failed.ok, "has taken nothing for 10 s" in (failed.error or "")) == (False, True)
+    assert (failed.ok, "has read nothing for 10 s" in (failed.error or "")) == (False, True)
     assert writer.pid != deaf
     assert save_meanwhile(own, 2).ok
     os.kill(deaf, signal.SIGKILL)
@@ -389,7 +389,7 @@ def test_a_trainer_killed_after_its_copy_has_lost_nothing(tmp_path: Path, ranks:
     together(ranks, lambda group: save(tmp_path, 1, group=group))
     train_until_killed(tmp_path, ranks=ranks, is_whole=True)
     done = recover(tmp_path)
-    assert [sentence.rpartition(", ")[2] for sentence in done] == ["which lacked nothing but its commit"]
+    assert [sentence.rpartition(", ")[2] for sentence in done] == ["which lacked only its commit"]
     assert loaded_step(tmp_path) == 2
 
 
@@ -408,8 +408,8 @@ def test_a_trainer_killed_before_its_copy_was_whole_has_saved_nothing(tmp_path: 
     ("goes_on_s", "waits_s", "reason"),
     [
         (math.inf, 22, "No such file"),  # 12 with a trainer, 10 without; 40 if it had lived
-        (0, 12, "the run has gone on without this save"),
-        (15, 15, "the run has gone on without this save"),
+        (0, 12, "the run has continued without this save"),
+        (15, 15, "the run has continued without this save"),
     ],
 )
 def test_a_writer_whose_trainer_was_killed_does_not_wait_long_for_a_folder_that_nobody_makes(

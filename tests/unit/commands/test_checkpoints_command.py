@@ -322,7 +322,7 @@ def test_the_step_that_is_named_is_the_step_that_is_shown(run: Path) -> None:
     assert asked_json("show", run, "--step", "latest")["step"] == 4
     assert asked_json("show", run, "--step", "best")["step"] == 2
     assert asked_json("show", run, "--step", "3")["step"] == 3
-    with pytest.raises(CheckpointRefused, match=r"of step 7: the newest steps there are: 1, 2, 3, 4"):
+    with pytest.raises(CheckpointRefused, match=r"of step 7: the newest steps are 1, 2, 3, 4"):
         ask("show", run, "--step", "7")
 
 
@@ -389,7 +389,7 @@ def test_a_checkpoint_of_a_newer_format_is_called_neither_damaged_nor_whole(
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(run: Path) -> None:
-    with pytest.raises(CheckpointRefused, match=r"of step 7: the newest steps there are: 1, 2, 3, 4"):
+    with pytest.raises(CheckpointRefused, match=r"of step 7: the newest steps are 1, 2, 3, 4"):
         ask("verify", run, "--step", "7")
 
 
