@@ -1,11 +1,11 @@
 """Nebula's checkpoint calls for any PyTorch script: `import hetseq.nebula as nm`, without HetSeq's trainer.
 
 A script calls `api` and gets a `checkpoint`. `service` holds the tags that are being saved, `slots` their shared
-memory, `writer` is the process without torch that writes them. `state_tree` takes a state apart, `tags` and `publish`
-hold the files, `reading` loads them, `memory_budget` is the memory; only `ranks` knows torch.distributed. The adapters
-`lightning`, `deepspeed` and `accelerate` are imported by whoever has those packages.
+memory; `writer` is the process, without torch, that writes them. `state_tree` takes a state apart, `tags` and `publish`
+define the files, `reading` loads them, `memory_budget` limits the memory; only `ranks` uses torch.distributed. The
+adapters `lightning`, `deepspeed` and `transformers` need those packages and are imported separately.
 
-The names below are imported when they are first used: importing the package brings no torch.
+The names below are imported on first use: importing the package does not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The functions of Nebula: where tags are saved, and which ones there are.
+"""The functions of Nebula: set the place for tags, and find the tags there.
 
-Responsible for: the one place that a script saves to, and finding tags there, verified. Refuses to know how anything is
-saved. The one idea: a tag that somebody asks for by its name is that one or an error, and the latest one is the newest
-that verifies to the last byte, so that all names a script loads from it are of one moment.
+Responsible for: the one place that a script saves to, and finding verified tags there. Does not know how a state is
+saved. The one idea: a request for a named tag returns that tag or raises, while the latest tag is the newest
+that verifies to the last byte, so all names that a script loads from it belong to one moment.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 class _Script:
-    """What this process has been told by `init`; the service begins with the first tag."""
+    """The settings that `init` gave this process; the service starts with the first tag."""
 
     def __init__(self) -> None:
         self.root: Path | None = None
@@ -57,17 +57,17 @@ def init(
     overlap_with: Optimizers | None = None,
     together: bool | None = None,
 ) -> None:
-    """Say where tags are saved; before the first Checkpoint. A second call closes what the first one began.
+    """Set where tags are saved; call it before the first Checkpoint. A second call closes what the first one began.
 
-    `persistent_time_interval`: every tag reaches memory, and the disk at most every that many seconds (0: every tag).
-    `num_of_version_in_retention`: so many tags stay on the disk; -1 means all. `memory_buffer_size`: what the
-    processes of this node may take for saved states, in bytes or as in "2GB".
+    `persistent_time_interval`: every tag is copied to memory, and at most one per this many seconds to disk (0: every
+    tag). `num_of_version_in_retention`: tags kept on disk; -1 means all. `memory_buffer_size`: memory that the
+    processes of this node may use for saved states, in bytes or as in "2GB".
 
-    `overlap_with`: optimizers whose parameters and state nothing but their `step` changes; `save` then copies those
+    `overlap_with`: optimizers whose parameters and state change only in their `step`; `save` then copies those
     while the next forward and backward compute. `together`: whether all ranks of torch.distributed save one tag
     together, each its own names (default: if there are several ranks), or each process by itself.
 
-    ConfigError names what cannot be meant.
+    Raises ConfigError for an invalid argument.
     """
     _check_number("persistent_time_interval", persistent_time_interval, 0)
     keep = num_of_version_in_retention
@@ -91,7 +91,7 @@ def init(
 
 
 def service() -> Service:
-    """What saves the tags of this process; ConfigError before `init`."""
+    """The service that saves the tags of this process; ConfigError before `init`."""
     if _script.make is None:
         raise ConfigError("no place to save to: call hetseq.nebula.init(persistent_storage_path) first")
     if _script.service is None or _script.pid != os.getpid():
@@ -101,12 +101,12 @@ def service() -> Service:
 
 
 def place() -> Path | None:
-    """Where `init` said that tags are saved."""
+    """The directory for tags that `init` was given."""
     return _script.root
 
 
 def save_alone() -> None:
-    """For adapters of programs that save on rank zero alone; ConfigError if several ranks have begun a tag together."""
+    """For adapters that save on rank zero alone; ConfigError if several ranks have begun a tag together."""
     owner = _script.service
     if owner is not None and owner.is_shared:
         raise ConfigError("rank 0 saves alone here: pass together=False to hetseq.nebula.init")
@@ -114,15 +114,15 @@ def save_alone() -> None:
 
 
 def close() -> None:
-    """Finish what was asked for, wait for it, and give the memory back. A script's normal end does the same.
+    """Finish all requested saves, wait for them, and free the memory. A script's normal end does the same.
 
-    CheckpointError if the newest tag could not be saved. `init` may follow.
+    CheckpointError if the newest tag could not be saved. `init` may be called again.
     """
     _close(is_normal=True)
 
 
 def flush_persistence(timeout: float | None = None) -> None:
-    """Complete what is open, send the newest tag to the disk and wait for it, at most `timeout` seconds.
+    """Complete the open tag, send the newest tag to the disk and wait for it, at most `timeout` seconds.
 
     CheckpointError if it could not be saved, TimeoutError if it takes longer. With several ranks every rank calls it.
     """
@@ -131,27 +131,27 @@ def flush_persistence(timeout: float | None = None) -> None:
 
 
 def list_checkpoints(persist_path: str | os.PathLike[str] | None = None) -> list[Checkpoint]:
-    """All complete tags, newest first, those included that are in memory only. Believed, not verified."""
+    """All complete tags, newest first, including those that are only in memory. Parsed, not verified."""
     return list(_candidates(_root(persist_path)))
 
 
 def get_checkpoint(tag: str, persist_path: str | os.PathLike[str] | None = None) -> Checkpoint:
-    """The complete tag of this name, the one saved last if there are several; the empty tag if there is none."""
+    """The complete tag of this name, the latest if there are several; the empty tag if there is none."""
     return next((found for found in _candidates(_root(persist_path)) if found.tag == tag), Checkpoint())
 
 
 def get_latest_checkpoint(persist_path: str | os.PathLike[str] | None = None) -> Checkpoint:
-    """The newest complete tag of which every byte is as it was; the empty tag if there is none at all.
+    """The newest complete tag that verifies to the last byte; the empty tag if there is none at all.
 
-    A damaged newer one is passed over with a warning. CheckpointError if there are tags and none of them verifies.
+    A newer, damaged one is skipped with a warning. CheckpointError if there are tags and none of them verifies.
     """
     return _latest(_root(persist_path), lambda checkpoint: True)
 
 
 def get_latest_checkpoint_path(name: str, persist_path: str | os.PathLike[str] | None = None) -> Path | None:
-    """The directory of the newest complete tag that holds `name`, or begins with it; None if there is none.
+    """The directory of the newest complete tag with a name that is or begins with `name`; None if there is none.
 
-    It is on the disk, and verified as `get_latest_checkpoint` does.
+    It is on disk, and verified as in `get_latest_checkpoint`.
     """
 
     def fits(checkpoint: Checkpoint) -> bool:
@@ -177,7 +177,7 @@ def _latest(root: Path, fits: Callable[[Checkpoint], bool]) -> Checkpoint:
         refused[checkpoint.path or root] = reason
     for path, reason in refused.items():
         if numbers_in(tag_of(path.name) or "") >= numbers_in(latest.tag):
-            logger.warning("%s is passed over: %s", path, reason)
+            logger.warning("skipped %s: %s", path, reason)
     if refused and not latest.tag:
         raise CheckpointError(f"{root} has {len(refused)} tags and none of them verifies: restore one from a copy")
     return latest
@@ -226,9 +226,7 @@ def _directory(path: str | os.PathLike[str]) -> Path:
         with os.scandir(root):
             pass
     except OSError as error:
-        raise ConfigError(
-            f"persistent_storage_path {root}: {error.strerror}: expected a directory to write to"
-        ) from None
+        raise ConfigError(f"persistent_storage_path {root}: {error.strerror}: expected a writable directory") from None
     return root
 
 
@@ -239,13 +237,13 @@ def _check_number(name: str, value: float, least: float) -> None:
 
 def _close(*, is_normal: bool) -> None:
     owner, _script.service = _script.service, None
-    if owner is not None and _script.pid == os.getpid():  # a forked process leaves its parent's alone
+    if owner is not None and _script.pid == os.getpid():  # a forked process does not touch its parent's
         atexit.unregister(_close_at_exit)
         owner.close(is_normal=is_normal)
 
 
 def _close_at_exit() -> None:
-    # Python has put an exception there that ended the script: a tag that was open then is not whole
+    # set by Python if an exception ended the script: a tag that was open then is incomplete
     is_normal = getattr(sys, "last_value", None) is None
     try:
         _close(is_normal=is_normal)

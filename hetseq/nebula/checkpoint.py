@@ -1,7 +1,7 @@
 """`Checkpoint`: one tag, to save names into or to load them from.
 
-Responsible for: the object that a script holds. Refuses to know where bytes are; the service knows of tags that are
-being saved, `reading` of those on the disk. The one idea: whichever of the two it is, a script cannot tell.
+Responsible for: the object that a script holds. Does not know where bytes are: the service knows the tags that are
+being saved, `reading` those on disk. The one idea: a script sees no difference between the two.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class Checkpoint:
-    """A tag that is begun, after `init`; or one that a function of this package has found.
+    """A new tag, after `init`; or one that a function of this package has found.
 
     `tag` names it; tags are ordered by the integers in them, and the empty tag means none. `num_of_files` says when it
     is complete: -1 at `commit`, the next Checkpoint, `flush_persistence` or the normal end of the script, N when N
     names are saved, -2 at `commit` alone. `is_best` sends it to the disk whatever the interval, and keeps it longer.
 
-    With several ranks every rank begins the same tags in the same order: this is collective then.
+    With several ranks every rank creates the same tags in the same order: it is then collective.
     """
 
     def __init__(self, tag: str = "", num_of_files: int = -1, *, is_best: bool = False) -> None:
@@ -37,7 +37,7 @@ class Checkpoint:
         self._saving: Saving | None = None
         self._service: Service | None = None
         if tag:
-            from hetseq.nebula.api import service  # the facade's functions give Checkpoints
+            from hetseq.nebula.api import service  # the facade's functions return Checkpoints
 
             check_name("tag", tag)
             self._service = service()
@@ -45,7 +45,7 @@ class Checkpoint:
 
     @classmethod
     def found(cls, commit: TagCommit) -> Checkpoint:
-        """A complete tag on the disk."""
+        """A complete tag on disk."""
         checkpoint = cls()
         checkpoint._tag, checkpoint._commit = commit.tag, commit
         return checkpoint
@@ -67,7 +67,7 @@ class Checkpoint:
 
     @property
     def path(self) -> Path | None:
-        """Its directory: None while it is in memory only, and for the empty tag."""
+        """Its directory; None while it is in memory only, and for the empty tag."""
         if self._commit is not None:
             return self._commit.path
         if self._saving is None or self._service is None or not self._saving.is_due:
@@ -76,56 +76,56 @@ class Checkpoint:
 
     @property
     def status(self) -> str:
-        """What has become of it.
+        """The state of the tag.
 
-        "open" while names may come; "memory" or "writing" once it is complete; "persisted" on the disk; "failed"; a tag
-        that was in memory only and is replaced by a newer one is "superseded"; one that never was complete "abandoned".
+        "open" while names may be added; "memory" or "writing" once it is complete; "persisted" on disk; "failed";
+        "superseded" if it was in memory only and a newer one replaced it; "abandoned" if it was never complete.
         """
         if self._saving is None:
             return PERSISTED if self._commit is not None else "none"
         if self._saving.status == OPEN and self.path is not None and (self.path / COMMIT_NAME).exists():
-            return PERSISTED  # with several ranks whoever writes the last name completes the tag
+            return PERSISTED  # with several ranks, the writer of the last name completes the tag
         return self._saving.status
 
     @property
     def names(self) -> list[str]:
-        """The names that it holds; with several ranks those of this rank until the tag is on the disk."""
+        """The names in the tag; with several ranks, those of this rank until the tag is on disk."""
         commit = self.commit_on_disk
         if commit is not None:
             return [file.name for file in commit.files]
         return list(self._saving.files) if self._saving is not None else []
 
     def save(self, name: str, state: Any) -> None:
-        """Save a state under a name; it is copied when this returns, so it may change.
+        """Save a state under a name; the copy is made before this returns, so the state may then change.
 
-        `state` is a tensor, number, string or None, or a dictionary, list, tuple or set of such, nested as you like,
-        or something with `state_dict()`. TypeError names the path of anything else. Waits while the two tags before
-        are not on the disk, if they have to go there. With several ranks every rank saves names of its own.
+        `state` is a tensor, number, string or None, or a dictionary, list, tuple or set of such, nested to any depth,
+        or an object with `state_dict()`. TypeError names the path of anything else. Waits if the two previous tags
+        are still being written to disk. With several ranks every rank saves names of its own.
         """
         check_name("name", name)
         saving, owner = self._begun("save")
         owner.save(saving, name, state)
 
     def commit(self) -> None:
-        """No more names will come: the tag is complete. Does not wait for the disk. Every rank calls it."""
+        """Complete the tag: no more names can be added. Does not wait for the disk. Every rank calls it."""
         saving, owner = self._begun("commit")
         if saving.is_open and not saving.files and saving.attempt.world_size == 1:
             raise ValueError(f"the tag {self._tag!r} has no names: save something before commit")
         owner.complete(saving)
 
     def wait(self, timeout: float | None = None) -> str:
-        """Wait until a complete tag is where it belongs, at most `timeout` seconds; its status.
+        """Wait until a complete tag is in its final place, at most `timeout` seconds; returns its status.
 
-        CheckpointError says why it could not be saved, TimeoutError that it takes longer.
+        CheckpointError if it could not be saved, with the reason; TimeoutError if it takes longer.
         """
         if self._saving is not None and self._service is not None:
             self._service.wait(self._saving, timeout)
         return self.status
 
     def load(self, name: str, map_location: MapLocation = None) -> Any:
-        """The state that was saved under a name, with the types it had; tensors on the CPU unless told otherwise.
+        """The state that was saved under a name, with its original types; tensors on the CPU by default.
 
-        From a file every byte is verified: CheckpointError names the file that is damaged. KeyError for no such name.
+        A file is verified to the last byte: CheckpointError names a damaged file. KeyError for an unknown name.
         """
         if not self._tag:
             raise CheckpointError("there is no checkpoint to load from: its tag is empty")
@@ -144,13 +144,13 @@ class Checkpoint:
 
     def _begun(self, action: str) -> tuple[Saving, Service]:
         if self._saving is None or self._service is None:
-            what = "the empty tag" if not self._tag else f"the tag {self._tag!r}, which is on the disk"
-            raise ValueError(f"{action} does not go with {what}: begin one with Checkpoint(tag)")
+            what = "the empty tag" if not self._tag else f"the tag {self._tag!r}, which is on disk"
+            raise ValueError(f"{action} is not possible with {what}: create one with Checkpoint(tag)")
         return self._saving, self._service
 
     @property
     def commit_on_disk(self) -> TagCommit | None:
-        """What its COMMIT.json says; None while there is none."""
+        """The content of its COMMIT.json; None while there is none."""
         if self._commit is None and self.status == PERSISTED and self.path is not None:
             self._commit = read_commit(self.path)
         return self._commit

@@ -1,8 +1,8 @@
-"""Takes requests to the writer process, one after the other, so that whoever makes them need not wait.
+"""Sends requests to the writer process one after the other, so that the caller does not wait.
 
-Responsible for: a thread that asks and awaits the answers. Refuses to know what the requests mean. The one idea: what
-the writer is to do if this process dies stands with the writer before it is asked for, and is told again to every
-writer that takes the place of one that died.
+Responsible for: a thread that sends requests and waits for the answers. Does not know what they mean. The one idea: the
+writer is told in advance what to do if this process dies, and a writer that replaces a dead one is
+told again.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ class Courier:
 
     @property
     def writer_pid(self) -> int:
-        """Of the process that writes now."""
+        """The pid of the current writer."""
         return self._writer.pid
 
     def ask(self, make: _Make, then: _Then) -> None:
-        """Have the writer do something after all that was asked before; both are called in another thread.
+        """Queue a request for the writer; another thread calls both functions.
 
-        `make` gives the request when its turn has come, `then` gets the answer.
+        `make` returns the request when its turn comes, `then` receives the answer.
         """
         with self._changed:
             self._jobs.append((make, then))
             self._changed.notify_all()
 
     def say(self, message: Mapping[str, Any]) -> None:
-        """Tell the writer something that needs no answer."""
+        """Send the writer a message that needs no answer."""
         self._writer.say(message)
 
     def announce(self, folder: str, message: dict[str, Any]) -> None:
-        """What the writer is to do with a folder if this process dies."""
+        """Tell the writer what to do with a folder if this process dies."""
         with self._changed:
             self._standing[folder] = message
         self._writer.say(message)
 
     def forget(self, folder: str) -> None:
-        """There is nothing to do with a folder any more."""
+        """Tell the writer that nothing remains to be done with a folder."""
         with self._changed:
             known = self._standing.pop(folder, None)
         if known is not None:
             self._writer.say({"do": "forget", "folder": folder})
 
     def close(self) -> None:
-        """Return when all that was asked is done and the writer has ended."""
+        """Wait until all requests are done and the writer has ended."""
         with self._changed:
             self._is_ending = True
             self._changed.notify_all()
@@ -89,16 +89,16 @@ class Courier:
                 make, then = self._jobs.popleft()
             try:
                 then(self._carry(make()))
-            except Exception:  # whoever has asked for something else still waits for it
-                logger.exception("what follows from a save has failed")
+            except Exception:  # other callers still wait for their requests
+                logger.exception("handling the result of a save failed")
 
     def _carry(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The answer to a request, or why there is none."""
+        """The answer to a request, or the reason why there is none."""
         self._serial += 1
         try:
             self._writer.ask({**request, "serial": self._serial})
             answer = self._writer.answer(None)
-        except Exception as error:  # no process could be started; the next request may have more luck
+        except Exception as error:  # no process could be started; the next request tries again
             with suppress(OSError):
                 self._writer = self._start()
             return {"failed": f"{type(error).__name__}: {error}"}

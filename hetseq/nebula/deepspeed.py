@@ -1,8 +1,8 @@
 """DeepSpeed saves through `hetseq.nebula`: a checkpoint engine.
 
-Responsible for: what DeepSpeed calls a checkpoint's files being the names of a tag, and nothing in them being a pickle.
-Refuses to know what DeepSpeed puts into them, save that a few kinds of objects are turned into plain values. The one
-idea: DeepSpeed finds the files to load by listing a folder, so a small file stands there for each name and says where
+Responsible for: mapping the files of a DeepSpeed checkpoint to names in a tag, none of them a pickle.
+Does not know what DeepSpeed saves, except that a few kinds of objects are turned into plain values. The one
+idea: DeepSpeed finds the files to load by listing a folder, so there is a small file for each name that says where
 its content is.
 
     engine, *_ = deepspeed.initialize(...)
@@ -10,8 +10,8 @@ its content is.
     engine.save_checkpoint("runs/a")
     load_latest(engine, "runs/a")
 
-`latest`, a file of DeepSpeed's own, is written before a tag is on the disk; after a kill it may name one that is
-not complete. `load_latest` goes by what is complete.
+`latest`, a file of DeepSpeed's own, is written before a tag is on disk; after a kill it may name an incomplete tag.
+`load_latest` uses the newest complete one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CheckpointEngine: Any = _module.CheckpointEngine
 
 _STANDS_FOR = "hetseq.nebula"  # key of the small files
 _SMALL_FILE_LIMIT = 1 << 16  # bytes
-#: objects that DeepSpeed puts into its states and that are no more than their attributes
+#: objects in DeepSpeed's states that consist of their attributes alone
 _KNOWN = {
     "LossScaler": "deepspeed.runtime.fp16.loss_scaler",
     "DynamicLossScaler": "deepspeed.runtime.fp16.loss_scaler",
@@ -48,9 +48,9 @@ _PLAIN = (bool, int, float, str, type(None), torch.Tensor, torch.dtype)
 
 
 class NebulaCheckpointEngine(_CheckpointEngine):  # type: ignore[misc]
-    """Saves what DeepSpeed saves as a tag, in the background, every rank its own names.
+    """Saves what DeepSpeed saves as a tag, in the background; every rank saves its own names.
 
-    Tags go to the place of `hetseq.nebula.init`; without it to the folder of `save_checkpoint`, with these `options` of
+    Tags go to the place of `hetseq.nebula.init`, or without it to the folder of `save_checkpoint`, with `options` for
     `init`. Every rank makes the same calls, as DeepSpeed does.
     """
 
@@ -62,7 +62,7 @@ class NebulaCheckpointEngine(_CheckpointEngine):  # type: ignore[misc]
         self._checkpoint: nm.Checkpoint | None = None
 
     def create(self, info: Any) -> None:
-        """Begin the tag of a `CheckpointCommitInfo`; collective."""
+        """Create the tag of a `CheckpointCommitInfo`; collective."""
         root = Path(info.save_dir).absolute()
         if facade.place() is None:
             nm.init(root, **self._options)
@@ -70,7 +70,7 @@ class NebulaCheckpointEngine(_CheckpointEngine):  # type: ignore[misc]
         self._checkpoint = nm.Checkpoint(str(info.tag), -2)
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Copy what DeepSpeed would write to `path`. TypeError names the path of what cannot be saved."""
+        """Copy what DeepSpeed would write to `path`. TypeError names the path of a value that cannot be saved."""
         assert self._checkpoint is not None, "DeepSpeed creates a checkpoint before it saves"
         name = os.path.relpath(Path(path).absolute(), self._folder)
         self._checkpoint.save(name, plain(state_dict))
@@ -79,10 +79,10 @@ class NebulaCheckpointEngine(_CheckpointEngine):  # type: ignore[misc]
         publish(Path(path), json.dumps(stands_for).encode() + b"\n")
 
     def load(self, path: str, map_location: Any | None = None) -> Any:
-        """The state that was saved for `path`, verified. CheckpointRefused for a file that no such engine wrote."""
+        """The state that was saved for `path`, verified. CheckpointRefused for a file not written by this engine."""
         about = _read_small(Path(path))
         device = map_location if isinstance(map_location, (str, torch.device)) else None
-        moved = Path(path).absolute().parent.parent  # a run that was copied elsewhere as a whole
+        moved = Path(path).absolute().parent.parent  # a run that was copied elsewhere
         for place in (Path(about["place"]), moved):
             found = nm.get_checkpoint(about["tag"], place)
             if found.tag:
@@ -90,18 +90,18 @@ class NebulaCheckpointEngine(_CheckpointEngine):  # type: ignore[misc]
         raise CheckpointRefused(f"{path}: the tag {about['tag']!r} is not complete in {about['place']}: load_latest")
 
     def commit(self, info: Any) -> bool:
-        """All names of this rank have been saved; True. Does not wait for the disk."""
+        """Complete this rank's names; returns True. Does not wait for the disk."""
         assert self._checkpoint is not None, "DeepSpeed creates a checkpoint before it commits"
         if self._checkpoint.names or facade.service().is_shared:
             self._checkpoint.commit()
         return True
 
     def cleanup(self) -> None:
-        """Wait until everything is on the disk."""
+        """Wait until everything is on disk."""
         nm.flush_persistence()
 
     def preserves_storage_sharing(self) -> bool:
-        """False: a view takes its own bytes here, so DeepSpeed need not clone it before."""
+        """False: a view takes only its own bytes here, so DeepSpeed need not clone it first."""
         return False
 
 
@@ -121,9 +121,9 @@ def load_latest(engine: Any, load_dir: str | os.PathLike[str], **options: Any) -
 
 
 def plain(value: Any) -> Any:
-    """A state as plain values: enumerations by their value, NumPy's numbers as Python's, known objects by attributes.
+    """A state as plain values: enumerations by value, NumPy numbers as Python numbers, known objects by attributes.
 
-    Dictionaries and lists of other classes become Python's own. What is left is for `save` to accept or refuse.
+    Subclasses of dictionaries and lists become Python's own. `save` accepts or refuses the result.
     """
     if type(value) in _PLAIN or isinstance(value, torch.Tensor):
         return value
@@ -148,7 +148,7 @@ def plain(value: Any) -> Any:
 
 
 def revived(value: Any) -> Any:
-    """What `plain` was given, but for what became Python's own."""
+    """The inverse of `plain`, except for values that became Python's own types."""
     if isinstance(value, dict) and value.get(_OBJECT) in _KNOWN:
         name = value[_OBJECT]
         kind = getattr(importlib.import_module(_KNOWN[name]), name)
@@ -167,7 +167,7 @@ def revived(value: Any) -> Any:
 
 
 def _read_small(path: Path) -> dict[str, str]:
-    """What a small file stands for."""
+    """The tag and name that a small file refers to."""
     try:
         about = json.loads(read_bounded(path, _SMALL_FILE_LIMIT))[_STANDS_FOR]
         if all(isinstance(about[key], str) for key in ("place", "tag", "name")):

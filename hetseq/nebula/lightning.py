@@ -1,12 +1,12 @@
 """Lightning saves through `hetseq.nebula`: a CheckpointIO plugin, and Nebula's callback.
 
-Responsible for: what Lightning calls a checkpoint's file being a tag: `last.ckpt` is the tag "last". Refuses to decide
-when to save. The one idea: Lightning removes an older file as soon as `save_checkpoint` has returned, but here the new
-one may not be on the disk by then; so a tag that Lightning removes goes once a newer one is there.
+Responsible for: mapping Lightning's checkpoint files to tags: `last.ckpt` is the tag "last". Does not decide
+when to save. The one idea: Lightning removes an older file as soon as `save_checkpoint` has returned, but the new
+one may not be on disk by then; so a tag that Lightning removes is deleted once a newer one is on disk.
 
     Trainer(plugins=[NebulaCheckpointIO()], callbacks=[NebulaCallback(every_n_train_steps=100)])
 
-Import it with `lightning` or `pytorch_lightning` installed; whichever is imported already is the one that is meant.
+Needs `lightning` or `pytorch_lightning`; if one of them is imported already, that one is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def _package() -> Any:
-    """`lightning.pytorch`, or the package of the older name if that is the one in use."""
+    """`lightning.pytorch`, or the package of the older name if that one is in use."""
     is_older = "pytorch_lightning" in sys.modules and "lightning" not in sys.modules
     for name in ("pytorch_lightning", "lightning.pytorch") if is_older else ("lightning.pytorch", "pytorch_lightning"):
         try:
@@ -45,7 +45,7 @@ _pl = _package()
 _CheckpointIO: Any = importlib.import_module(f"{_pl.__name__}.plugins.io").CheckpointIO
 _ModelCheckpoint: Any = importlib.import_module(f"{_pl.__name__}.callbacks").ModelCheckpoint
 
-NAME = "checkpoint"  # under which a tag holds all that Lightning saves
+NAME = "checkpoint"  # the name in a tag for everything that Lightning saves
 
 
 class NebulaCheckpointIO(_CheckpointIO):  # type: ignore[misc]
@@ -56,15 +56,15 @@ class NebulaCheckpointIO(_CheckpointIO):  # type: ignore[misc]
     "persist_path" names another place.
     """
 
-    _chosen: Path | None = None  # the place of the last `init` that no user has called
+    _chosen: Path | None = None  # the place of the last `init` that this class called itself
 
     def __init__(self) -> None:
-        self._removed: set[tuple[Path, str]] = set()  # places and tags that Lightning wants no more
+        self._removed: set[tuple[Path, str]] = set()  # places and tags that Lightning has removed
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any | None = None
     ) -> None:
-        """Copy the state and have it written as the tag that `path` is named after."""
+        """Copy the state and have it written, as the tag named after `path`."""
         options: Any = storage_options or {}
         if not isinstance(options, Mapping) or options.keys() - {"is_best", "persist_path"}:
             raise TypeError(
@@ -81,9 +81,9 @@ class NebulaCheckpointIO(_CheckpointIO):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """The dictionary that was saved under this path, verified.
 
-        `path` may also be the directory of a tag, or one with tags, of which the newest is meant. Nothing is ever
-        unpickled, so `weights_only` makes no difference. Tensors come to the CPU unless `map_location` is a device.
-        FileNotFoundError for no such tag.
+        `path` may also be the directory of a tag, or one with tags, whose newest is then loaded. Nothing is ever
+        unpickled, so `weights_only` makes no difference. Tensors are on the CPU unless `map_location` is a device.
+        FileNotFoundError if there is no such tag.
         """
         device = map_location if isinstance(map_location, (str, torch.device)) else None
         found = self._find(Path(path))
@@ -93,14 +93,14 @@ class NebulaCheckpointIO(_CheckpointIO):  # type: ignore[misc]
         return state
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Remove a tag, as soon as a newer one is on the disk."""
+        """Remove a tag as soon as a newer one is on disk."""
         is_chosen = facade.place() in (None, NebulaCheckpointIO._chosen)
         root = Path(path).absolute().parent if is_chosen else facade.place()
         self._removed.add((root or Path(), tag_of_file(path)))
         self._remove()
 
     def teardown(self) -> None:
-        """Wait until everything is on the disk."""
+        """Wait until everything is on disk."""
         nm.flush_persistence()
         self._remove()
 
@@ -137,7 +137,7 @@ class NebulaCheckpointIO(_CheckpointIO):  # type: ignore[misc]
                 if commit is not commits[0]:
                     try:
                         remove_attempt(commit.path)
-                    except FileNotFoundError:  # the writer was faster: it tidies up what has no COMMIT.json
+                    except FileNotFoundError:  # the writer was faster: it removes folders without COMMIT.json
                         continue
                     except OSError as error:
                         logger.warning("%s could not be deleted: %s", commit.path, error)
@@ -146,9 +146,9 @@ class NebulaCheckpointIO(_CheckpointIO):  # type: ignore[misc]
 
 
 class NebulaCallback(_ModelCheckpoint):  # type: ignore[misc]
-    """ModelCheckpoint, whose arguments it takes; `config_params` are those of `hetseq.nebula.init`.
+    """ModelCheckpoint, with the same arguments; `config_params` are the arguments of `hetseq.nebula.init`.
 
-    With a `monitor` every tag goes to the disk, since the best one may be any of them.
+    With a `monitor` every tag is written to disk, since any of them may be the best one.
     """
 
     def __init__(self, *args: Any, config_params: Mapping[str, Any] | None = None, **options: Any) -> None:
@@ -156,7 +156,7 @@ class NebulaCallback(_ModelCheckpoint):  # type: ignore[misc]
         self._config_params = dict(config_params or {})
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Say where tags go; and see that the plugin is there that puts them there."""
+        """Set where tags go, and check that the plugin is there."""
         super().setup(trainer, pl_module, stage)
         if not isinstance(trainer.strategy.checkpoint_io, NebulaCheckpointIO):
             raise TypeError("NebulaCallback saves through NebulaCheckpointIO: Trainer(plugins=[NebulaCheckpointIO()])")
@@ -178,5 +178,5 @@ class NebulaCallback(_ModelCheckpoint):  # type: ignore[misc]
 
 
 def tag_of_file(path: str | os.PathLike[str]) -> str:
-    """The tag that Lightning's name of a file stands for: epoch=3-step=500 for .../epoch=3-step=500.ckpt."""
+    """The tag for a file name from Lightning: epoch=3-step=500 for .../epoch=3-step=500.ckpt."""
     return Path(path).name.removesuffix(".ckpt")

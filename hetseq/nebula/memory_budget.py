@@ -1,8 +1,8 @@
-"""How much memory saved states may take on this node: what the user allows, and what there is.
+"""Memory budget for saved states on this node: the user's limit and the available memory.
 
-Responsible for: reading HETSEQ_MEMORY_BUFFER_SIZE and NEBULA_MEMORY_BUFFER_SIZE and what they mean for one process.
-Refuses to know what is put there. The one idea: under Nebula's variable a process has its fixed share, under ours all
-processes of the node draw from one account, so whoever has more bytes gets more of it.
+Responsible for: reading HETSEQ_MEMORY_BUFFER_SIZE and NEBULA_MEMORY_BUFFER_SIZE as a limit for one process.
+Knows nothing of the states. The one idea: under Nebula's variable a process has a fixed share; under HetSeq's
+all processes of the node share one account, so a process with more bytes gets more of it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Budget:
 
 
 def budget(given: int | str | None, environment: Mapping[str, str] | None = None) -> Budget:
-    """What this process may take; ConfigError for a size that is none.
+    """The memory that this process may use; ConfigError for an invalid size.
 
-    `given` bytes (or text, as in "200MB") of `init` come first, then our variable, then Nebula's: half of the limit,
-    divided by the processes of the node. With none of them it is half of the memory that is available.
+    The `given` bytes (or text, as in "200MB") of `init` come first, then HetSeq's variable, then Nebula's: half of that
+    limit, divided by the processes of the node. With none of them it is half of the available memory.
     """
     variables = os.environ if environment is None else environment
     if given is not None:
@@ -47,7 +47,7 @@ def budget(given: int | str | None, environment: Mapping[str, str] | None = None
 
 
 def _available_bytes() -> int:
-    """Half of the memory that programs could still get, or what /dev/shm has room for."""
+    """Half of the memory that programs could still get, at most the free space of /dev/shm."""
     try:
         return min(host_memory.available_bytes() // 2, free_bytes(SHARED_MEMORY))
     except OSError:

@@ -1,8 +1,8 @@
-"""What becomes of the folder of a tag on the disk: it is opened, committed, and makes older ones superfluous.
+"""Publishing the folder of a tag on disk: opening, committing, and removing older tags.
 
-Responsible for: the acts that a process without torch can do. Refuses to know arenas and who asks. The one idea: with
-several ranks nobody talks; each leaves a file that says what it has written, in a folder whose name all of them know,
-and rank zero commits once it has seen all of these files. Every act may be repeated if it was cut short.
+Responsible for: the acts that a process without torch can do. Knows nothing of arenas or of the caller. The one idea:
+several ranks exchange no messages; each leaves a file that says what it has written, in a folder whose name all know,
+and rank zero commits once it has seen all of these files. An act that was cut short may be repeated.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from hetseq.system.files import (
 
 logger = logging.getLogger(__name__)
 
-FREE_MARGIN = 1.1  # a file is begun only where this many times its bytes are free
+FREE_MARGIN = 1.1  # a file is started only if this many times its bytes are free
 RETRY_S = 0.05
-_LOCKED_S = 10.0  # by a process that tidies up, for a moment
+_LOCKED_S = 10.0  # a process that tidies up holds the lock for a moment
 COLUMNS = (
     "time_utc",
     "tag",
@@ -76,7 +76,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class TagPlace:
-    """Where tags are saved, how many stay (-1: all), which rank this is, and how long others are waited for."""
+    """Where tags are saved, how many are kept (-1: all), which rank this is, and how long to wait for others."""
 
     root: Path
     keep: int
@@ -85,12 +85,12 @@ class TagPlace:
 
     @property
     def run_id(self) -> str:
-        """By which the arenas of all processes that save to this path find each other."""
+        """The common id of the arenas of all processes that save to this path."""
         return f"nebula {self.root}"
 
 
 class TagPublisher:
-    """The folders that one process writes; it holds a lock on each until the tag is over, so nobody tidies it up."""
+    """The folders that one process writes; it locks each until the tag is over, so that no process tidies it up."""
 
     def __init__(self, place: TagPlace) -> None:
         self._place = place
@@ -100,7 +100,7 @@ class TagPublisher:
         return self._place.root / attempt.folder_name
 
     def open(self, attempt: TagAttempt, *, size_bytes: int) -> Path:
-        """The folder of an attempt, with room for a file of this size. OSError where the disk refuses."""
+        """The folder of an attempt, with room for a file of this size. OSError if the disk refuses."""
         folder = self.folder(attempt)
         self._make_room(int(FREE_MARGIN * size_bytes))
         with suppress(FileExistsError):  # another rank, or another name
@@ -108,20 +108,20 @@ class TagPublisher:
             sync_directory(folder.parent)
         if attempt.folder_name not in self._locks:
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            with suppress(OSError):  # a file system without locks, where nobody tidies up; or a tidier that was stopped
+            with suppress(OSError):  # a file system without locks, where no folder is tidied up; or a stopped tidier
                 lock(descriptor, fcntl.LOCK_SH, patience_s=_LOCKED_S)
             self._locks[attempt.folder_name] = descriptor
         return folder
 
     def close(self, attempt: TagAttempt) -> None:
-        """Give up the hold on a folder."""
+        """Release the lock on a folder."""
         descriptor = self._locks.pop(attempt.folder_name, None)
         if descriptor is not None:
-            with suppress(OSError):  # nothing was written by it
+            with suppress(OSError):  # nothing was written through it
                 os.close(descriptor)
 
     def write_manifest(self, manifest: TagManifest) -> None:
-        """Say what is in a file that is on the disk; and with several ranks commit, if it was the last one."""
+        """Write the manifest of a file that is on disk; with several ranks, commit if it was the last one."""
         folder = self.folder(manifest.attempt)
         write_new(folder / manifest_name(manifest.name), manifest.to_bytes())
         sync_directory(folder)
@@ -131,10 +131,10 @@ class TagPublisher:
     def commit(
         self, attempt: TagAttempt, names: Sequence[str], *, error: str | None, has_ended: bool
     ) -> TagCommit | None:
-        """This rank's part of a tag is over. Rank zero: the commit; None on other ranks.
+        """End this rank's part of a tag. Returns the commit on rank zero, None on other ranks.
 
-        CheckpointError where a rank failed, was not heard of in time, or the names are not as many as were promised.
-        The folder is removed then, by rank zero. `has_ended`: nobody waits any more, so neither does this.
+        CheckpointError if a rank failed, did not respond in time, or the number of names differs from the promise. Rank
+        zero then removes the folder. `has_ended`: the script is gone, so this does not wait either.
         """
         folder = self.folder(attempt)
         try:
@@ -158,15 +158,15 @@ class TagPublisher:
             self.close(attempt)
 
     def discard(self, attempt: TagAttempt) -> None:
-        """Remove the folder of an attempt that never will be complete."""
+        """Remove the folder of an attempt that will never be complete."""
         self.close(attempt)
         _remove(self.folder(attempt))
 
     def tidy(self, attempt: TagAttempt) -> None:
-        """After a commit: remove what is superseded now, and what killed scripts have left. A fault spoils nothing."""
+        """After a commit: remove superseded tags and the litter of killed scripts. A failure here does no harm."""
         try:
             commits = scan(self._place.root).commits
-            own = self.folder(attempt)  # has just been written, and so verifies
+            own = self.folder(attempt)  # just written, so it verifies
             newest = next((commit for commit in commits if commit.path == own or _is_intact(commit)), None)
             for commit in superseded(commits, keep=self._place.keep):
                 if newest is not None and commit.path not in (newest.path, own):
@@ -188,14 +188,14 @@ class TagPublisher:
     def _commit(self, attempt: TagAttempt, files: Sequence[FileRecord]) -> TagCommit:
         folder = self.folder(attempt)
         with suppress(FileNotFoundError):
-            return read_commit(folder)  # it is there already: this is a repetition, or the last file brought it
+            return read_commit(folder)  # it exists already: a repetition, or the last file triggered the commit
         names = [file.name for file in files]
         if len(set(names)) != len(names):
             twice = sorted({name for name in names if names.count(name) > 1})
             raise CheckpointError(f"two ranks saved the name {twice[0]!r}: names of ranks differ, as in model-rank0")
         if not names or (attempt.num_of_files > 0 and len(names) != attempt.num_of_files):
-            raise CheckpointError(f"{len(names)} names were saved, {max(attempt.num_of_files, 1)} are expected")
-        sync_directory(folder)  # the names of the files, before a name that promises them
+            raise CheckpointError(f"{len(names)} names were saved, expected {max(attempt.num_of_files, 1)}")
+        sync_directory(folder)  # the names of the files, before the file that names them
         publish(folder / COMMIT_NAME, commit_bytes(attempt, files))
         sync_directory(folder.parent)
         return read_commit(folder)
@@ -204,16 +204,16 @@ class TagPublisher:
         names = written_names(self.folder(attempt))
         if len(names) != attempt.num_of_files:
             return
-        with suppress(DamagedError, FileExistsError, FileNotFoundError):  # another rank is at it
+        with suppress(DamagedError, FileExistsError, FileNotFoundError):  # another rank is committing
             self._commit(attempt, [read_manifest(self.folder(attempt), attempt, name)[1] for name in names])
 
     def _gather(self, attempt: TagAttempt, patience_s: float) -> list[FileRecord]:
-        """What all ranks have written; reads the files that they leave, by name, since folders are listed late."""
+        """The files of all ranks; reads each rank's file by name, because folders are listed late."""
         deadline = time.monotonic() + patience_s
         missing, files, errors = list(range(attempt.world_size)), list[FileRecord](), list[str]()
         while missing:
             for rank in list(missing):
-                with suppress(FileNotFoundError, DamagedError):  # not there yet, or not yet as it was written
+                with suppress(FileNotFoundError, DamagedError):  # missing or incomplete so far
                     found, error = read_done(self.folder(attempt), attempt, rank)
                     errors += [f"rank {rank}: {error}"] if error is not None else []
                     files += found
@@ -225,12 +225,12 @@ class TagPublisher:
                 )
             if missing:
                 time.sleep(RETRY_S)
-        if errors:  # told only now: a rank that is not done would make the folder again that is about to be removed
+        if errors:  # raised only now: a rank that is not done would create the removed folder again
             raise CheckpointError("; ".join(errors))
         return files
 
     def _make_room(self, needed: int) -> None:
-        """Delete what is about to be superseded while the disk is too full; never the last one that verifies."""
+        """Delete tags that will be superseded while the disk is too full; never the last one that verifies."""
         root = self._place.root
         if self._place.rank == 0 and free_bytes(root) < needed and self._place.keep != -1:
             commits = scan(root).commits
@@ -241,12 +241,12 @@ class TagPublisher:
                         _remove(commit.path)
         free = free_bytes(root)
         if free < needed:
-            text = f"{free} bytes are free, {needed} are needed, and no older tag may go"
+            text = f"{free} bytes are free, {needed} are needed, and no older tag may be deleted"
             raise OSError(errno.ENOSPC, text, str(root))
 
 
 def _is_older(folder: Path, attempt: TagAttempt) -> bool:
-    """Whether an attempt was begun before this one; with several ranks another one may be ahead of this one."""
+    """Whether an attempt was begun before this one; with several ranks another rank may be ahead of this one."""
     tag = tag_of(folder.name) or ""
     for entry in sorted(folder.glob("*.json")):
         with suppress(OSError, EOFError, ValueError, CheckpointError):
@@ -273,7 +273,7 @@ def _remove(folder: Path) -> None:
 
 
 def _remove_unless_held(folder: Path) -> None:
-    """Remove a folder that no process writes; where the file system knows no locks, nothing is known, and it stays."""
+    """Remove a folder that no process writes; on a file system without locks that is unknown, and it stays."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:

@@ -1,7 +1,7 @@
-"""The ranks of a script that uses plain `torch.distributed`: how many there are, and what rank zero has decided.
+"""The ranks of a script that uses plain `torch.distributed`: their number, and decisions of rank zero.
 
-Responsible for: all that this package does with torch.distributed. Refuses to know what is agreed on. The one idea: one
-small tensor of rank zero's for each tag, so that all ranks write into one folder; everything else they learn from the
+Responsible for: all uses of torch.distributed in this package. Knows nothing of the values. The one idea: one
+small tensor from rank zero for each tag, so that all ranks write into one folder; they learn everything else from the
 files in it.
 """
 
@@ -21,7 +21,7 @@ def world() -> tuple[int, int]:
 
 
 def of_rank_zero(values: Sequence[int]) -> list[int]:
-    """Rank zero's integers, each of 0 to 2^63 - 1; collective, the same number of them on every rank."""
+    """The integers of rank zero, each from 0 to 2^63 - 1; collective, the same number of them on every rank."""
     device = torch.device("cpu")
     if "nccl" in distributed.get_backend():
         device = torch.device("cuda", torch.cuda.current_device())

@@ -1,7 +1,7 @@
-"""Saved states on their way back: from a file of a complete tag, or from the memory in which they still wait.
+"""Loads saved states: from a file of a complete tag, or from memory before they are written.
 
-Responsible for: one saved name, verified to the last byte if it comes from a file. Refuses to choose a tag. The one
-idea: a file's tensors are filled while its checksums are computed, and nothing is given out before all of them agree.
+Responsible for: one saved name, verified to the last byte if it comes from a file. Does not choose a tag. The one
+idea: a file's tensors are filled while its checksums are computed, and nothing is returned before all of them match.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MapLocation = str | torch.device | None
 
 
 def load_file(commit: TagCommit, name: str, map_location: MapLocation) -> Any:
-    """The state that was saved under a name; KeyError for no such name, CheckpointError where a byte has changed."""
+    """The state that was saved under a name; KeyError for an unknown name, CheckpointError if a byte changed."""
     record = commit.file(name)
     if record is None:
         known = ", ".join(repr(file.name) for file in commit.files)
@@ -45,7 +45,7 @@ def load_file(commit: TagCommit, name: str, map_location: MapLocation) -> Any:
 
 
 def load_slot(slot: Slot, tree: bytes, map_location: MapLocation) -> Any:
-    """The state that waits in a slot, as a copy."""
+    """A copy of the state in a slot."""
     pieces, image, tensors = slot.pieces, slot.arena.image, {}
     offset = len(header_bytes(pieces))
     for piece in pieces:

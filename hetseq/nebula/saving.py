@@ -1,8 +1,8 @@
 """One tag that is being saved, as the script's process knows it.
 
-Responsible for: what is known about a tag from its `Checkpoint` until it is on the disk, given up, or failed. Refuses
-to act. The one idea: a tag is *open* while names may still come, *complete* from then on, and where its bytes are is
-another matter: a complete tag may be in memory only, on its way to the disk, or there.
+Responsible for: the facts about a tag from its `Checkpoint` until it is on disk, given up, or failed. Takes
+no action. The one idea: a tag is *open* while names may still be added, *complete* from then on; where its bytes are is
+a separate matter: a complete tag may be in memory only, on its way to the disk, or there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hetseq.nebula.tags import TagAttempt
 
 OPEN, MEMORY, WRITING, PERSISTED = "open", "memory", "writing", "persisted"
 FAILED, SUPERSEDED, ABANDONED = "failed", "superseded", "abandoned"
-#: a tag that is one of these changes no more
+#: final statuses: the tag does not change any more
 OVER = frozenset({PERSISTED, FAILED, SUPERSEDED, ABANDONED})
 
 AT_NEXT, AT_COMMIT = -1, -2  # num_of_files: complete at the next Checkpoint as well, or at `commit` alone
@@ -41,7 +41,7 @@ class SavedFile:
 
 @dataclass(eq=False)
 class Saving:
-    """A tag; `is_due` if it goes to the disk without further ado."""
+    """A tag; `is_due` if it will be written without a further request."""
 
     attempt: TagAttempt
     is_due: bool
@@ -49,8 +49,8 @@ class Saving:
     files: dict[str, SavedFile] = field(default_factory=dict)
     status: str = OPEN
     error: str | None = None
-    is_abandoned: bool = False  # it never will be complete
-    is_awaited: bool = False  # all ranks send it to the disk, so its commit can be waited for
+    is_abandoned: bool = False  # it will never be complete
+    is_awaited: bool = False  # all ranks send it to the disk, so they can wait for its commit
     stall_s: float = 0.0
     write_s: float = 0.0
 
@@ -68,7 +68,7 @@ class Saving:
 
     @property
     def slots(self) -> Iterator[Slot]:
-        """The memory that it holds."""
+        """The slots that it holds."""
         return (file.slot for file in self.files.values() if file.slot is not None)
 
     @property
@@ -77,16 +77,16 @@ class Saving:
 
     @property
     def is_on_its_way(self) -> bool:
-        """Whether a file of it is being written, so that its memory will be free without further ado."""
+        """Whether a file of it is being written, so that its memory will become free by itself."""
         return any(file.slot is not None and file.is_asked for file in self.files.values())
 
     @property
     def unasked(self) -> list[SavedFile]:
-        """What is in memory and will stay there unless it is asked for."""
+        """The files in memory that stay there until they are requested."""
         return [file for file in self.files.values() if file.slot is not None and not file.is_asked]
 
     def commit_request(self) -> dict[str, Any]:
-        """What the writer is asked once all names are written."""
+        """The request to the writer once all names are written."""
         row = {
             "tag": self.tag,
             "tier": "persistent",
@@ -100,7 +100,7 @@ class Saving:
         return {"do": "commit", "attempt": attempt, "names": names, "error": self.error, "row": row}
 
     def announcement(self) -> dict[str, Any]:
-        """What the writer is to do if this process dies."""
+        """The instructions to the writer in case this process dies."""
         images = [
             [str(file.slot.arena.path), file.serial]
             for file in self.files.values()

@@ -1,9 +1,9 @@
-"""The life of saved tags in a script's process: copied at once, written in the background, and none that is lost.
+"""The life of saved tags in a script's process: copied at once, written in the background, and never lost.
 
-Responsible for: when a tag is complete, whether it goes to the disk, and whose memory makes way for whose. Refuses to
-know files and torch.distributed. The one idea: there is room for two tags, the one that is being saved and the one
-before it; whoever needs memory waits for what is on its way to the disk, sends there what is only in memory, and only
-takes away what a newer complete tag has made superfluous.
+Responsible for: when a tag is complete, whether it goes to the disk, and which tag's memory is reused. Knows nothing
+of files and torch.distributed. The one idea: there is room for two tags, the current one and the one
+before it. A save that needs memory waits for tags on their way to the disk, sends those that are only in memory, and
+discards only tags that a newer complete tag has superseded.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from hetseq.system.files import COMMIT_NAME, describe_os_error
 logger = logging.getLogger(__name__)
 
 _IN_MEMORY = 2  # tags
-_WARN_S = 60.0  # a wait for memory that takes longer is told of, again and again
+_WARN_S = 60.0  # interval of warnings during a long wait for memory
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What `init` was told: seconds between two tags that go to the disk, memory, and what overlaps with training."""
+    """The settings of `init`: seconds between two tags on disk, memory, and the optimizers that overlap."""
 
     interval_s: float
     allowed: Budget
@@ -67,11 +67,11 @@ Agree = Callable[[list[int]], list[int]]
 
 
 class Service:
-    """All tags that this process saves to one place. `agree` gives rank zero's integers on every rank."""
+    """All tags that this process saves to one place. `agree` returns rank zero's integers on every rank."""
 
     def __init__(self, place: TagPlace, rules: Rules, *, world_size: int, agree: Agree) -> None:
         self.place, self._rules, self._world_size, self._agree = place, rules, world_size, agree
-        self.savings: list[Saving] = []  # those that are not over, and the newest that are in memory, oldest first
+        self.savings: list[Saving] = []  # the unfinished tags, and the newest ones in memory, oldest first
         self._calls = threading.RLock()  # one call of the script at a time
         self._changed = threading.Condition()
         self._slots = Slots(place, rules.allowed)
@@ -90,16 +90,16 @@ class Service:
 
     @property
     def writer_pid(self) -> int:
-        """The process that writes."""
+        """The pid of the writer process."""
         return self._courier.writer_pid
 
     @property
     def memory_bytes(self) -> int:
-        """Shared memory that saved states take in this process."""
+        """Bytes of shared memory that saved states take in this process."""
         return self._slots.memory_bytes
 
     def begin(self, tag: str, num_of_files: int, *, is_best: bool) -> Saving:
-        """A new tag; the one before is complete now, unless its files are counted. Collective with several ranks."""
+        """Create a tag and complete the one before, unless its files are counted. Collective with several ranks."""
         with self._calls:
             for saving in [saving for saving in self.savings if saving.is_open]:
                 if saving.attempt.num_of_files == AT_NEXT or (self._world_size > 1 and saving.attempt.num_of_files > 0):
@@ -113,13 +113,13 @@ class Service:
             return saving
 
     def save(self, saving: Saving, name: str, state: Any) -> None:
-        """Take a copy of a state; it is the caller's again when this returns, but for what the optimizers own."""
+        """Copy a state; it may change when this returns, except for tensors that the optimizers own."""
         with self._calls:
             began = time.monotonic()
             if not saving.is_open:
-                raise ValueError(f"the tag {saving.tag!r} is {saving.status}: nothing can be added, begin another one")
+                raise ValueError(f"the tag {saving.tag!r} is {saving.status}: nothing can be added, create another one")
             if name in saving.files:
-                raise ValueError(f"the tag {saving.tag!r} has {name!r} already: a name is saved once in a tag")
+                raise ValueError(f"the tag {saving.tag!r} has {name!r} already: each name can be saved once per tag")
             flat = flatten(state)
             tree = json.dumps(flat.tree, separators=(",", ":")).encode()
             pieces = [_whole(name, tensor) for name, tensor in flat.tensors.items()]
@@ -133,7 +133,7 @@ class Service:
                 self.complete(saving)
 
     def complete(self, saving: Saving) -> None:
-        """No more names will come. On its way to the disk if it is due, else it stays in memory."""
+        """Complete a tag: no more names are added. If it is due it is written, otherwise it stays in memory."""
         with self._calls:
             if not saving.is_open:
                 return
@@ -148,7 +148,7 @@ class Service:
                 self._send(saving)
 
     def wait(self, saving: Saving, timeout_s: float | None) -> None:
-        """Return when a complete tag is where it belongs. CheckpointError if it failed, TimeoutError if time is up."""
+        """Wait until a complete tag is in its place. CheckpointError if it failed, TimeoutError if time is up."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
             in_time = self._changed.wait_for(lambda: saving.status != WRITING, timeout_s)
@@ -160,7 +160,7 @@ class Service:
             raise CheckpointError(f"the tag {saving.tag!r} was not saved: {saving.error}")
 
     def _await_rank_zero(self, saving: Saving, deadline: float | None) -> bool:
-        """On other ranks: until the commit is there, or rank zero has removed what cannot be committed."""
+        """On other ranks: wait for the commit, or until rank zero has removed a tag that cannot be committed."""
         folder, patience_s = self._publisher.folder(saving.attempt), self.place.patience_s
         deadline = min(deadline or math.inf, time.monotonic() + patience_s)
         while not (folder / COMMIT_NAME).exists():
@@ -173,7 +173,7 @@ class Service:
         return True
 
     def flush(self, timeout_s: float | None) -> None:
-        """Complete what is open, send the newest tag in memory to the disk, and wait for all of it."""
+        """Complete the open tag, send the newest tag in memory to the disk, and wait for all writes."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._calls:
             for saving in [saving for saving in self.savings if saving.is_open]:
@@ -196,16 +196,16 @@ class Service:
                 raise failure
 
     def complete_tags(self) -> list[Saving]:
-        """The tags that are complete and not yet known to be on the disk."""
+        """The tags that are complete and not known to be on disk."""
         return [saving for saving in self.savings if saving.status in (MEMORY, WRITING) and not saving.is_abandoned]
 
     def newest_complete(self) -> Saving | None:
-        """The tag that was completed last and is in memory or on its way."""
+        """The newest complete tag in memory or on its way to the disk."""
         complete = self.complete_tags()
         return complete[-1] if complete else None
 
     def settle(self) -> None:
-        """Return when everything may change again of which a copy was begun."""
+        """Wait until all tensors that are being copied may change again."""
         for saving in list(self.savings):
             for file in list(saving.files.values()):
                 slot = file.slot
@@ -214,12 +214,12 @@ class Service:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While this lasts nothing of this process moves out of its slot."""
+        """Within this context nothing in this process leaves its slot."""
         with self._calls:
             yield
 
     def close(self, *, is_normal: bool = True) -> None:
-        """Finish what was asked for and give everything back. An open tag is complete only at a normal end."""
+        """Finish all requests and release everything. An open tag is completed only at a normal end."""
         with self._calls:
             for hook in self._hooks:
                 hook.remove()
@@ -246,8 +246,8 @@ class Service:
             values = self._agree(values)
             if values[3] != mine:
                 raise DisagreementError(
-                    f"rank {self.place.rank} begins the tag {tag!r} (num_of_files={num_of_files}, is_best={is_best})"
-                    " and rank 0 another one: every rank makes the same Checkpoints in the same order"
+                    f"rank {self.place.rank} creates the tag {tag!r} (num_of_files={num_of_files}, is_best={is_best})"
+                    " and rank 0 another one: every rank must create the same Checkpoints in the same order"
                 )
         attempt = TagAttempt(tag, f"{values[0]:016x}", values[1], self._world_size, num_of_files, is_best)
         return attempt, bool(values[2])
@@ -281,7 +281,7 @@ class Service:
             self._ask(saving, file)
 
     def _hidden(self, tensors: Mapping[str, Tensor]) -> frozenset[str]:
-        """The tensors that only a step of the optimizers changes: those may be copied until the next step."""
+        """The tensors that only an optimizer's step changes: these may be copied until the next step."""
         owned: set[tuple[torch.device, int]] = set()
         for optimizer in self._rules.optimizers:
             for group in optimizer.param_groups:
@@ -294,7 +294,7 @@ class Service:
         self.settle()
 
     def _write_now(self, saving: Saving, name: str, flat: Flat, pieces: list[Piece]) -> None:
-        """A state for which there is no memory goes to the disk while the script waits; chunk by chunk."""
+        """Write a state that does not fit into memory, chunk by chunk, while the script waits."""
         size = image_bytes(pieces)
         if not self._has_warned:
             self._has_warned = True
@@ -318,7 +318,7 @@ class Service:
             self._ask(saving, other)
 
     def _slot_for(self, saving: Saving, size_bytes: int) -> Slot | None:
-        """Memory for a state; waits until there is some. None where there never will be."""
+        """Memory for a state; waits until there is some. None if there never will be."""
         if not self._slots.could_hold(size_bytes):
             return None
         while True:
@@ -337,7 +337,7 @@ class Service:
             self._send(victim)
 
     def _await_memory(self) -> bool:
-        """Until one file more is on the disk; False at once where none is on its way."""
+        """Wait until one more file is on disk; False at once if none is being written."""
         self._courier.say({"do": "hurry"})
         with self._changed:
             if not any(saving.is_on_its_way for saving in self.savings):
@@ -345,14 +345,14 @@ class Service:
             before = self._filled()
             while self._filled() == before:
                 if not self._changed.wait(_WARN_S):
-                    logger.warning("a save has waited for %.0f s until an earlier one is on the disk", _WARN_S)
+                    logger.warning("a save has waited %.0f s for an earlier one to reach the disk", _WARN_S)
         return True
 
     def _filled(self) -> int:
         return sum(1 for saving in self.savings for _ in saving.slots)
 
     def _release_superseded(self) -> bool:
-        """Give up the complete tags in memory after which another one was completed; whether there was one."""
+        """Discard the complete tags in memory that a newer complete tag supersedes; whether there were any."""
         newest = self.newest_complete()
         released = [saving for saving in self.savings if saving.status == MEMORY and saving is not newest]
         released = [saving for saving in released if not saving.is_due]
@@ -362,14 +362,14 @@ class Service:
         return bool(released)
 
     def _send(self, saving: Saving) -> None:
-        """Have a tag written; and committed, if it is complete."""
+        """Have a tag written, and committed if it is complete."""
         saving.is_due = True
         for file in saving.unasked:
             self._ask(saving, file)
         if saving.status == MEMORY:
             with self._changed:
                 saving.status = WRITING
-            # made when its turn has come: how the writing went is known only then
+            # built when its turn comes: only then is the result of the writing known
             self._courier.ask(saving.commit_request, lambda answer: self._on_committed(saving, answer))
 
     def _ask(self, saving: Saving, file: SavedFile) -> None:
@@ -407,10 +407,10 @@ class Service:
             saving.error = saving.error or text
 
     def _abandon(self, saving: Saving) -> None:
-        """An open tag that never will be complete."""
+        """Give up an open tag that will never be complete."""
         if saving.files:
             logger.warning(
-                "the tag %r is given up: it had %d names and was never complete", saving.tag, len(saving.files)
+                "the tag %r is abandoned: it had %d names and was never complete", saving.tag, len(saving.files)
             )  # fmt: skip
             saving.error, saving.is_abandoned = "it was never complete", True
             if saving.is_due:
@@ -449,5 +449,5 @@ def _memory_of(tensor: Tensor) -> tuple[torch.device, int]:
 
 
 def _number(text: str) -> int:
-    """A number that two different texts do not share."""
+    """A number from a text, different for different texts."""
     return int(sha256(text.encode())[:15], 16)

@@ -1,8 +1,8 @@
-"""The shared memory in which saved states wait to be written, within the memory that is allowed.
+"""The shared memory in which saved states wait to be written, within the allowed limit.
 
-Responsible for: arenas that are there before they are needed again, and how much they take. Refuses to know tags. The
-one idea: an arena is kept for the next state of about its size, so from the third tag on nothing is allocated; one that
-fits nothing any more makes way.
+Responsible for: arenas that exist before they are needed again, and the memory they take. Knows nothing of tags. The
+one idea: an arena is kept for the next state of about its size, so from the third tag on nothing is allocated; an arena
+that fits no state any more is released.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _GRAIN_BYTES = 1 << 20  # so that a state that grows by a few numbers needs no new arena
 _LOOK_S = 0.05
-_PATIENCE_S = 60.0  # for a process that takes memory, about a gigabyte in a second
+_PATIENCE_S = 60.0  # for a process that allocates memory, about a gigabyte per second
 
 
 class Slot:
@@ -54,9 +54,9 @@ class Slot:
         at_once: Collection[str],
         when_whole: Callable[[], None],
     ) -> None:
-        """Begin to copy a state; the tensors that `at_once` names may change when this returns, others after `settle`.
+        """Start copying a state; tensors named in `at_once` may change when this returns, others after `settle`.
 
-        ValueError where the record is too large.
+        ValueError if the record is too large.
         """
         if self._snapshot is None or self._snapshot.pieces != in_file_order(pieces):
             if self._snapshot is not None:
@@ -74,23 +74,23 @@ class Slot:
         snapshot.begin(tensors, at_once=at_once, when_whole=finish)
 
     def settle(self) -> None:
-        """Return when the tensors of the copy that began last may change."""
+        """Wait until the tensors of the latest copy may change."""
         if self._snapshot is not None:
             self._snapshot.settle()
 
     def holds(self, serial: int) -> bool:
-        """Whether the state of this serial is here, whole."""
+        """Whether the complete state of this serial is here."""
         return self.arena.status in ((READY, serial), (WRITTEN, serial))
 
     @property
     def pieces(self) -> list[Piece]:
-        """The tensors of the state that is here, in the order of the image."""
+        """The tensors of the state, in the order of the image."""
         return [] if self._snapshot is None else list(self._snapshot.pieces)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         if self._snapshot is not None:
-            with suppress(Exception):  # what went wrong in a copy was raised where it was awaited
+            with suppress(Exception):  # an error of the copy was raised by the call that waited for it
                 self._snapshot.close()
         self.arena.close(unlink=True)
 
@@ -105,17 +105,17 @@ class Slots:
 
     @property
     def memory_bytes(self) -> int:
-        """What the arenas of this process take."""
+        """Bytes that the arenas of this process take."""
         return sum(slot.arena.size for slot in (*self._free, *self._used))
 
     def could_hold(self, size_bytes: int) -> bool:
-        """Whether a state of this size would fit if nothing else were there."""
+        """Whether a state of this size would fit in empty memory."""
         return _arena_bytes(size_bytes) <= self.allowed.limit_bytes
 
     def take(self, size_bytes: int) -> Slot | None:
-        """A slot for a state of this size: a free one that fits best, or a new one; None where neither is there now."""
+        """A slot for a state of this size: the best-fitting free one, or a new one; None if neither is available."""
         fitting = [slot for slot in self._free if slot.arena.image_bytes >= size_bytes]
-        # an arena of a much larger state is kept for such a state
+        # the arena of a much larger state is kept for such a state
         close = [slot for slot in fitting if slot.arena.size <= 2 * _arena_bytes(size_bytes)]
         slot = min(close, key=lambda slot: slot.arena.size, default=None)
         slot = slot or self._new(size_bytes, may_evict=False)
@@ -128,18 +128,18 @@ class Slots:
         return slot
 
     def give_back(self, slot: Slot) -> None:
-        """The state in a slot is not needed any more."""
+        """Free a slot: its state is no longer needed."""
         self._used.remove(slot)
         self._free.append(slot)
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Release all memory."""
         for slot in (*self._free, *self._used):
             slot.close()
         self._free, self._used = [], []
 
     def _new(self, size_bytes: int, *, may_evict: bool) -> Slot | None:
-        """A slot that is made now, if need be in place of free ones."""
+        """A new slot, if necessary in place of free ones."""
         wanted = _arena_bytes(size_bytes)
         with _one_at_a_time(self._place.root):
             while self._taken_bytes() + wanted > self.allowed.limit_bytes:
@@ -152,7 +152,7 @@ class Slots:
                 logger.info("no shared memory of %d bytes: %s", wanted, error.strerror)
                 return None
         try:
-            lock(arena.descriptor, fcntl.LOCK_SH, patience_s=_PATIENCE_S)  # the writer process holds it too
+            lock(arena.descriptor, fcntl.LOCK_SH, patience_s=_PATIENCE_S)  # the writer process locks it too
         except OSError as error:
             logger.info("no shared memory of %d bytes: %s", wanted, error.strerror)
             arena.close(unlink=True)
@@ -166,7 +166,7 @@ class Slots:
         return Slot(arena)
 
     def _taken_bytes(self) -> int:
-        """What counts against the limit: this process's arenas, or those of all that save to this path on this node."""
+        """Bytes that count against the limit: this process's arenas, or all arenas for this path on this node."""
         if not self.allowed.is_shared:
             return self.memory_bytes
         sizes = 0
@@ -177,14 +177,14 @@ class Slots:
 
 
 def holder_mark() -> str:
-    """This process, so that others can tell whether it still lives; no other process ever has the same mark."""
+    """An id of this process, by which others can tell whether it is still alive; never used again."""
     return f"{os.getpid()}:{_start_of(os.getpid())}"
 
 
 def anchor(place: TagPlace) -> Arena | None:
-    """An arena without an image that says who saves to this path; None where there is no shared memory.
+    """An arena without an image that says which process saves to this path; None if there is no shared memory.
 
-    The writer inherits its descriptor, so it is held as long as either of the two lives.
+    The writer inherits its descriptor, so it stays locked as long as either of the two lives.
     """
     try:
         arena = Arena.create(place.run_id, 0)
@@ -195,17 +195,17 @@ def anchor(place: TagPlace) -> Arena | None:
 
 
 def await_orphans(root: Path, *, patience_s: float) -> None:
-    """Wait for the writers that scripts have left which were killed while saving to this path."""
+    """Wait for the writers of scripts that were killed while saving to this path."""
     deadline = time.monotonic() + patience_s
     while any(_is_orphan(path, root) for path in SHARED_MEMORY.glob(f"hetseq-{os.getuid()}-*")):
         if time.monotonic() > deadline:
-            logger.warning("a writer of a killed script still works on %s after %.0f s", root, patience_s)
+            logger.warning("the writer of a killed script is still working on %s after %.0f s", root, patience_s)
             return
         time.sleep(_LOOK_S)
 
 
 def _is_orphan(path: Path, root: Path) -> bool:
-    """Whether this is the anchor of a writer that works on `root` and whose script is dead."""
+    """Whether this anchor belongs to a writer that works on `root` and whose script is dead."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -226,7 +226,7 @@ def _is_orphan(path: Path, root: Path) -> bool:
 
 
 def _start_of(pid: int) -> str:
-    """When a process was started, in the kernel's ticks; empty for one that does not live."""
+    """The start time of a process in the kernel's ticks; empty if it is not alive."""
     found = state_and_start(pid)
     return "" if found is None or found[0] in "ZX" else str(found[1])
 
@@ -237,7 +237,7 @@ def _arena_bytes(size_bytes: int) -> int:
 
 @contextmanager
 def _one_at_a_time(root: Path) -> Iterator[None]:
-    """Between looking at the account and drawing from it no other process of this node does the same."""
+    """Keeps other processes of this node from reading the account or drawing from it meanwhile."""
     descriptor = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):  # without locks, or after a long wait: the account may be overdrawn by one slot

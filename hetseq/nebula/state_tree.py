@@ -1,11 +1,11 @@
-"""What a saved state is made of: a tree of plain values, and the tensors at its leaves.
+"""The structure of a saved state: a tree of plain values, with tensors at its leaves.
 
 Responsible for: taking a state apart into JSON and named tensors, and for putting it together again with the same
-types. Refuses to know files, and to guess: a value that would not come back as it was is a TypeError that names its
-path. The one idea: tensors that look into the same memory are stored as that memory once, and come back looking into
-one memory, so tied weights stay tied.
+types. Knows nothing of files, and never guesses: a value that cannot be restored exactly is a TypeError that names its
+path. The one idea: tensors that share memory are stored as one block of memory, and share
+memory again when loaded, so tied weights stay tied.
 
-A node of the tree is None, a bool, an int, a finite float or a str as JSON has them, or a list that begins with its
+A node of the tree is None, a bool, an int, a finite float or a str as in JSON, or a list that begins with its
 kind: ["dict", [key, node], ...], ["list", node, ...], ["tensor", name, {...}] and so on.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hetseq.checkpoint.part_io import dtype_of, spec_of
 from hetseq.checkpoint.records import DamagedError
 
-_ALIGNMENT = 16  # bytes; the largest element there is
+_ALIGNMENT = 16  # bytes; the size of the largest element
 _LARGEST_INT = 1 << 4096  # Python refuses to read longer numbers from text
 _RESERVED = "__metadata__"  # safetensors' own
 _SAVED = (
@@ -41,14 +41,14 @@ class Flat:
 
 
 def flatten(state: Any) -> Flat:
-    """Take a state apart; TypeError names the path of what cannot be saved, as in state['model'][3]."""
+    """Take a state apart; TypeError names the path of a value that cannot be saved, as in state['model'][3]."""
     taking = _Taking()
     tree = taking.node(state, "state", ())
     return Flat(tree, taking.stored())
 
 
 def rebuild(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The state that was taken apart; DamagedError for a tree that `flatten` cannot have made."""
+    """Put a state together again; DamagedError for a tree that `flatten` cannot produce."""
     try:
         return _Putting(tensors).value(tree)
     except (KeyError, IndexError, TypeError, ValueError, RuntimeError, RecursionError, OverflowError) as error:
@@ -57,7 +57,7 @@ def rebuild(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 @dataclass
 class _Leaf:
-    """One tensor of the state, and the node that stands for it."""
+    """One tensor of the state, and the node that refers to it."""
 
     name: str
     tensor: Tensor
@@ -66,11 +66,11 @@ class _Leaf:
 
 @dataclass
 class _Taking:
-    """A state being taken apart."""
+    """The state of one `flatten`."""
 
     leaves: list[_Leaf] = field(default_factory=list)
     names: set[str] = field(default_factory=lambda: {_RESERVED})
-    above: set[int] = field(default_factory=set)  # the containers that the current value lies in
+    above: set[int] = field(default_factory=set)  # the containers around the current value
 
     def node(self, value: Any, path: str, keys: tuple[str, ...]) -> Any:
         """The tree of one value."""
@@ -90,11 +90,11 @@ class _Taking:
             return self._container(value, path, keys)
         if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
             return self.node(value.state_dict(), f"{path}.state_dict()", keys)
-        raise TypeError(f"{path} is a {type(value).__module__}.{type(value).__qualname__}: what is saved is {_SAVED}")
+        raise TypeError(f"{path} is a {type(value).__module__}.{type(value).__qualname__}: a state holds only {_SAVED}")
 
     def _container(self, value: Any, path: str, keys: tuple[str, ...]) -> list[Any]:
         if id(value) in self.above:
-            raise ValueError(f"{path} contains itself: a saved state has an end")
+            raise ValueError(f"{path} contains itself: a saved state must be finite")
         self.above.add(id(value))
         try:
             if isinstance(value, dict):
@@ -110,11 +110,11 @@ class _Taking:
         pairs = []
         for key, item in value.items():
             if type(key) not in (str, int):
-                raise TypeError(f"{path} has the key {key!r}: keys are str or int")
+                raise TypeError(f"{path} has the key {key!r}: keys must be str or int")
             pairs.append([key, self.node(item, f"{path}[{key!r}]", (*keys, str(key)))])
         if type(value) is dict:
             return ["dict", *pairs]
-        # a module's state_dict() carries the versions of its layers as an attribute, and load_state_dict looks there
+        # a module's state_dict() has the versions of its layers as an attribute, which load_state_dict reads
         versions = getattr(value, "_metadata", None)
         about = self.node(versions, f"{path}._metadata", (*keys, "_metadata")) if versions is not None else None
         return ["ordered", about, *pairs]
@@ -122,13 +122,13 @@ class _Taking:
     @staticmethod
     def _member(item: Any, path: str) -> Any:
         if item is not None and type(item) not in (bool, int, str):
-            raise TypeError(f"{path} is a set with {item!r} in it: sets of numbers, strings and None can be saved")
+            raise TypeError(f"{path} is a set with {item!r} in it: only numbers, strings and None may be there")
         return item
 
     def _tensor(self, tensor: Tensor, path: str, keys: tuple[str, ...]) -> list[Any]:
         if type(tensor) not in (Tensor, nn.Parameter):
             raise TypeError(
-                f"{path} is a {type(tensor).__module__}.{type(tensor).__qualname__}: of the kinds of tensors only"
+                f"{path} is a {type(tensor).__module__}.{type(tensor).__qualname__}: among tensors, only"
                 " torch.Tensor and Parameter can be saved (a DTensor's own part is its to_local())"
             )
         try:
@@ -142,7 +142,7 @@ class _Taking:
         return node
 
     def stored(self) -> dict[str, Tensor]:
-        """What is stored, by name; the nodes of the leaves are told how to find theirs in it."""
+        """The tensors to store, by name; the nodes of the leaves are updated to refer to them."""
         groups: dict[Any, list[_Leaf]] = {}
         for index, leaf in enumerate(self.leaves):
             memory = leaf.tensor.untyped_storage().data_ptr() if leaf.tensor.numel() else -index - 1
@@ -159,7 +159,7 @@ class _Taking:
                 stored[id(first)] = (name, whole)
                 for leaf in overlapping:
                     leaf.node[1] = name
-        # in the order of the state, whatever the order of the memory
+        # in the order of the state, not of the memory
         return dict(stored[id(leaf)] for leaf in self.leaves if id(leaf) in stored)
 
     def _unique(self, wanted: str) -> str:
@@ -173,7 +173,7 @@ class _Taking:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor with elements looks into."""
+    """The range of bytes in its storage that a non-empty tensor uses."""
     size = tensor.element_size()
     begin = int(tensor.storage_offset()) * size
     reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride()))
@@ -181,7 +181,7 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _overlapping(leaves: list[_Leaf]) -> Iterable[list[_Leaf]]:
-    """Those of one storage, in groups that have bytes in common."""
+    """Split the leaves of one storage into groups that share bytes."""
     if len(leaves) == 1:
         yield leaves
         return
@@ -212,7 +212,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _share(leaves: list[_Leaf]) -> Tensor:
-    """The bytes that these leaves look into, as one tensor; their nodes say where each one looks."""
+    """The bytes that these leaves use, as one tensor; their nodes record the view of each."""
     spans = [_span(leaf.tensor) for leaf in leaves]
     begin = min(span[0] for span in spans) // _ALIGNMENT * _ALIGNMENT
     end = max(span[1] for span in spans)
@@ -231,7 +231,7 @@ def _share(leaves: list[_Leaf]) -> Tensor:
 
 
 class _Putting:
-    """A state being put together."""
+    """The state of one `unflatten`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -249,13 +249,13 @@ class _Putting:
         }
 
     def value(self, node: Any) -> Any:
-        """What a node stands for."""
+        """The value of a node."""
         return self._kinds[node[0]](*node[1:]) if isinstance(node, list) else _plain(node)
 
     def _dict(self, *pairs: Any) -> dict[Any, Any]:
         found = {_key(key): self.value(node) for key, node in pairs}
         if len(found) != len(pairs):
-            raise ValueError("a key stands there twice")
+            raise ValueError("a key occurs twice")
         return found
 
     def _ordered(self, about: Any, *pairs: Any) -> OrderedDict[Any, Any]:
@@ -280,7 +280,7 @@ def _look_into(raw: Tensor, view: Mapping[str, Any]) -> Tensor:
         raise ValueError("a view has a negative extent")
     reach = offset + sum((extent - 1) * step for extent, step in zip(shape, stride)) + 1
     if raw.dtype != torch.uint8 or raw.storage_offset() or 0 in shape or reach * dtype.itemsize > raw.numel():
-        raise ValueError("a view looks behind the end of its memory")
+        raise ValueError("a view extends past the end of its memory")
     empty = torch.empty(0, dtype=dtype, device=raw.device)
     return empty.set_(cast(Any, raw.untyped_storage()), offset, shape, stride)
 
@@ -299,12 +299,12 @@ def _key(key: Any) -> Any:
 
 def _special_float(text: str) -> float:
     if text not in ("nan", "inf", "-inf"):
-        raise ValueError("a number is none")
+        raise ValueError("a number is invalid")
     return float(text)
 
 
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError("a type is none")
+        raise TypeError("a type is invalid")
     return dtype

@@ -1,12 +1,12 @@
 """The folders of tags on the disk: their names, their records, and which of them are complete.
 
-Responsible for: `<path>/<tag>.<nonce>/`, what its sealed records say, and the order of tags. Refuses to know tensors
-and torch. The one idea: a folder is a checkpoint from the instant at which COMMIT.json stands in it, and COMMIT.json
-names every other file by the sha256 of its manifest, which has a checksum for every 8 MiB of that file.
+Responsible for: `<path>/<tag>.<nonce>/`, the content of its sealed records, and the order of tags. Knows nothing of
+tensors and torch. The one idea: a folder becomes a checkpoint at the moment when COMMIT.json appears in it, and
+COMMIT.json names every other file by the sha256 of its manifest, which has a checksum for every 8 MiB of that file.
 
     model.safetensors        one file for each saved name: its tensors
     model.manifest.json      its size, its checksums, and the tree of plain values around the tensors
-    rank-00001.done.json     with several ranks: what this rank has written
+    rank-00001.done.json     with several ranks: the names this rank has written
     COMMIT.json              written last, by a rename
 """
 
@@ -48,11 +48,11 @@ _MANIFEST_END = ".manifest.json"
 
 @dataclass(frozen=True)
 class TagAttempt:
-    """One attempt to save one tag: known before its first byte is written, and the same on all ranks."""
+    """One attempt to save one tag: fixed before its first byte is written, and the same on all ranks."""
 
     tag: str
     nonce: str
-    created_ns: int  # rank zero's clock
+    created_ns: int  # by the clock of rank zero
     world_size: int
     num_of_files: int
     is_best: bool
@@ -83,7 +83,7 @@ class TagAttempt:
         """The attempt that a record belongs to; DamagedError, or TooNewError for a newer version."""
         version = record.get("version")
         if record.get("format") != FORMAT or not _is_count(version) or version < 1:
-            raise DamagedError(f"{source.name}: it is no record of a {FORMAT}")
+            raise DamagedError(f"{source.name}: it is not a {FORMAT} record")
         if version > VERSION:
             raise TooNewError(
                 f"{source.parent} has the format version {version}; this HetSeq reads up to version {VERSION}: load it"
@@ -106,7 +106,7 @@ class TagAttempt:
             and isinstance(best, bool)
         )
         if not is_whole:
-            raise DamagedError(f"{source.name}: tag, nonce, created_ns, world_size or is_best is not what it was")
+            raise DamagedError(f"{source.name}: tag, nonce, created_ns, world_size or is_best is invalid")
         return TagAttempt(tag, nonce, created, world, files, best)
 
 
@@ -127,12 +127,12 @@ class FileRecord:
             digest = entry.get("manifest_sha256")
             if isinstance(digest, str) and _HEX64.fullmatch(digest):
                 return FileRecord(entry["name"], entry["bytes"], digest)
-        raise DamagedError(f"{source.name}: the entry of a file is not what it should be")
+        raise DamagedError(f"{source.name}: the entry of a file is invalid")
 
 
 @dataclass(frozen=True)
 class TagManifest:
-    """What the writer of a file says about it: bytes, CRC-32 of every chunk, and the tree around its tensors."""
+    """A writer's description of its file: bytes, CRC-32 of every chunk, and the tree around its tensors."""
 
     attempt: TagAttempt
     name: str
@@ -157,7 +157,7 @@ class TagManifest:
         attempt = TagAttempt.from_json(record, source=source)
         name, size, sums = record.get("name"), record.get("bytes"), record.get("crc32")
         if not (isinstance(name, str) and _is_count(size) and record.get("chunk_bytes") == CHUNK_BYTES):
-            raise DamagedError(f"{source.name}: name, bytes or chunk_bytes is not what it should be")
+            raise DamagedError(f"{source.name}: name, bytes or chunk_bytes is invalid")
         is_list = isinstance(sums, list) and all(_is_count(value) and value < 2**32 for value in sums)
         if not is_list or len(sums or ()) != math.ceil(size / CHUNK_BYTES):
             raise DamagedError(f"{source.name}: crc32 does not name one checksum for each {CHUNK_BYTES} bytes")
@@ -166,7 +166,7 @@ class TagManifest:
 
 @dataclass(frozen=True)
 class TagCommit:
-    """A complete tag on the disk: its folder and what its COMMIT.json says."""
+    """A complete tag on disk: its folder and the content of its COMMIT.json."""
 
     path: Path
     attempt: TagAttempt
@@ -196,13 +196,13 @@ def numbers_in(tag: str) -> tuple[int, ...]:
 
 
 def check_name(kind: str, name: str) -> None:
-    """ValueError for a tag or a name that no folder or file can be called after."""
+    """ValueError for a tag or a name that cannot be part of a folder's or file's name."""
     if not isinstance(name, str):
         raise TypeError(f"the {kind} {name!r} is a {type(name).__name__}: expected a str")
     try:
         size = len(escape(name).encode())
     except UnicodeEncodeError:
-        raise ValueError(f"the {kind} {name!r} is not text that a file can be called after") from None
+        raise ValueError(f"the {kind} {name!r} cannot be part of a file's name") from None
     if not 0 < size <= NAME_LIMIT:
         raise ValueError(f"the {kind} {name[:80]!r} takes {size} bytes in a file's name: expected 1 to {NAME_LIMIT}")
 
@@ -213,23 +213,23 @@ def data_name(name: str) -> str:
 
 
 def manifest_name(name: str) -> str:
-    """The file that says what is in the file of a saved name."""
+    """The manifest file of a saved name."""
     return f"{escape(name)}{_MANIFEST_END}"
 
 
 def done_name(rank: int) -> str:
-    """The file in which a rank says what it has written."""
+    """The file in which a rank lists the names it has written."""
     return f"rank-{rank:05d}.done.json"
 
 
 def done_bytes(attempt: TagAttempt, rank: int, files: Sequence[FileRecord], error: str | None) -> bytes:
-    """What a rank says when it will write no more for a tag; `error` where it failed."""
+    """A rank's report that it will write no more for a tag; `error` if it failed."""
     record = {**attempt.to_json(), "rank": rank, "files": [file.to_json() for file in files], "error": error}
     return seal(record)
 
 
 def read_done(folder: Path, attempt: TagAttempt, rank: int) -> tuple[list[FileRecord], str | None]:
-    """What a rank has written, and why it could not; FileNotFoundError before it has said so."""
+    """The names that a rank has written, and its error if it failed; FileNotFoundError before it has reported."""
     path = folder / done_name(rank)
     record = unseal(_content(path), source=path)
     files, error = record.get("files"), record.get("error")
@@ -243,31 +243,31 @@ def read_done(folder: Path, attempt: TagAttempt, rank: int) -> tuple[list[FileRe
 
 
 def commit_bytes(attempt: TagAttempt, files: Iterable[FileRecord]) -> bytes:
-    """The content of COMMIT.json: the same for everyone who completes this attempt."""
+    """The content of COMMIT.json: the same for every process that completes this attempt."""
     in_order = sorted(files, key=lambda file: file.name)
     return seal({**attempt.to_json(), "files": [file.to_json() for file in in_order]})
 
 
 def read_commit(folder: Path) -> TagCommit:
-    """The commit of a folder, believed but not verified.
+    """The commit of a folder, parsed but not verified.
 
-    FileNotFoundError where there is none, DamagedError for one that is not whole or belongs to another folder.
+    FileNotFoundError if there is none, DamagedError if it is incomplete or belongs to another folder.
     """
     path = folder / COMMIT_NAME
     record = unseal(_content(path), source=path)
     attempt, entries = TagAttempt.from_json(record, source=path), record.get("files")
     if not isinstance(entries, list) or len(entries) > FILES_LIMIT:
-        raise DamagedError(f"{path.name}: files is not what it should be")
+        raise DamagedError(f"{path.name}: files is invalid")
     files = tuple(FileRecord.from_json(entry, source=path) for entry in entries)
     if len({file.name for file in files}) != len(files):
-        raise DamagedError(f"{path.name}: a name stands there twice")
+        raise DamagedError(f"{path.name}: a name occurs twice")
     if folder.name != attempt.folder_name:
         raise DamagedError(f"{path.name}: it belongs to {attempt.folder_name}")
     return TagCommit(folder, attempt, files)
 
 
 def read_manifest(folder: Path, attempt: TagAttempt, name: str) -> tuple[TagManifest, FileRecord]:
-    """A manifest and how a commit will name it; DamagedError where it is that of another name or tag."""
+    """A manifest and its entry in a commit; DamagedError if it belongs to another name or tag."""
     path = folder / manifest_name(name)
     content = _content(path)
     manifest = TagManifest.from_bytes(content, source=path)
@@ -277,7 +277,7 @@ def read_manifest(folder: Path, attempt: TagAttempt, name: str) -> tuple[TagMani
 
 
 def check_file(commit: TagCommit, file: FileRecord, *, deep: bool) -> TagManifest:
-    """The manifest of a committed file, if all that belongs to the file is as it was; DamagedError names what is not.
+    """The manifest of a committed file, if everything of that file is unchanged; DamagedError names the difference.
 
     `deep` reads every byte of the file.
     """
@@ -296,13 +296,13 @@ def check_file(commit: TagCommit, file: FileRecord, *, deep: bool) -> TagManifes
 
 
 def check(commit: TagCommit, *, deep: bool) -> None:
-    """DamagedError for the first file of a tag that is not as it was."""
+    """DamagedError for the first file of a tag that has changed."""
     for file in commit.files:
         check_file(commit, file, deep=deep)
 
 
 def folders(root: Path) -> list[Path]:
-    """The folders of all attempts, complete or not; none where there is no such root."""
+    """The folders of all attempts, complete or not; none if there is no such root."""
     try:
         with os.scandir(root) as entries:
             names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
@@ -312,7 +312,7 @@ def folders(root: Path) -> list[Path]:
 
 
 def tag_of(folder_name: str) -> str | None:
-    """The tag in a folder's name; None for a name that is none of ours."""
+    """The tag in a folder's name; None if the name is not a tag's folder."""
     match = _FOLDER.fullmatch(folder_name)
     try:
         return unescape(match[1]) if match is not None else None
@@ -322,7 +322,7 @@ def tag_of(folder_name: str) -> str | None:
 
 @dataclass(frozen=True)
 class TagScan:
-    """The complete tags of a root, newest first, and why other folders with a COMMIT.json are none."""
+    """The complete tags of a root, newest first, and why other folders with a COMMIT.json were refused."""
 
     commits: list[TagCommit]
     refused: dict[Path, CheckpointError]
@@ -345,7 +345,7 @@ def scan(root: Path) -> TagScan:
 
 
 def written_names(folder: Path) -> list[str]:
-    """The names whose manifests stand in a folder."""
+    """The names whose manifests are in a folder."""
     found = []
     for entry in sorted(os.listdir(folder)):
         if entry.endswith(_MANIFEST_END):
@@ -357,9 +357,9 @@ def written_names(folder: Path) -> list[str]:
 
 
 def superseded(commits: Sequence[TagCommit], *, keep: int) -> list[TagCommit]:
-    """Those that may be deleted, oldest first, of `commits`, newest first: never the newest nor the newest best.
+    """The tags that may be deleted, oldest first; `commits` newest first. Never the newest nor the newest best.
 
-    `keep` is how many stay; -1 means all. Whoever deletes makes sure that one of those that stay is sound.
+    `keep` is how many stay; -1 means all. The caller makes sure that one of the remaining tags is sound.
     """
     if keep == -1:
         return []

@@ -1,8 +1,8 @@
 """Hugging Face's Trainer saves through `hetseq.nebula`: a TrainerCallback, and the way back.
 
-Responsible for: what the Trainer needs to go on being the names of a tag. Refuses to decide when to save; the Trainer's
-`save_strategy` and `save_steps` do. The one idea: the callback takes the save over just before the Trainer would write
-its folder; to go on, such a folder is made from a verified tag, so there is one way of resuming, the Trainer's own.
+Responsible for: mapping the Trainer's state to names in a tag. Does not decide when to save; the Trainer's
+`save_strategy` and `save_steps` do. The one idea: the callback saves just before the Trainer would write
+its folder; to resume, such a folder is made from a verified tag, so the Trainer's own way of resuming is used.
 
     trainer = Trainer(..., callbacks=[NebulaCallback("runs/tags", persistent_time_interval=100)])
     trainer.train(resume_from_checkpoint=resume_folder("runs/tags", "runs/resume"))
@@ -43,7 +43,7 @@ class NebulaCallback(_TrainerCallback):  # type: ignore[misc]
         self._place, self._options = persistent_storage_path, options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Say where tags go. ConfigError for what the Trainer would look for in a folder of its own."""
+        """Set where tags go. ConfigError if the Trainer would look for a folder of its own."""
         if args.load_best_model_at_end or str(getattr(args.save_strategy, "value", args.save_strategy)) == "best":
             raise ConfigError(
                 "NebulaCallback saves no folder that load_best_model_at_end or save_strategy='best' could go back to"
@@ -61,7 +61,7 @@ class NebulaCallback(_TrainerCallback):  # type: ignore[misc]
         return self._take_over(args, state, control, parts)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Wait until everything is on the disk."""
+        """Wait until everything is on disk."""
         nm.flush_persistence()
 
     def _take_over(self, args: Any, state: Any, control: Any, parts: dict[str, Any]) -> Any:
@@ -84,10 +84,10 @@ class NebulaCallback(_TrainerCallback):  # type: ignore[misc]
 def resume_folder(
     persist_path: str | os.PathLike[str], folder: str | os.PathLike[str], tag: str | None = None
 ) -> str | None:
-    """A folder that `trainer.train(resume_from_checkpoint=...)` takes, made of the newest tag that verifies.
+    """A folder for `trainer.train(resume_from_checkpoint=...)`, made from the newest tag that verifies.
 
-    `folder` is made anew. `tag` names another tag. None if there is none, which is what the Trainer takes for a start
-    from the beginning. With several processes rank zero calls this before the others read the folder.
+    `folder` is created anew. `tag` names another tag. None if there is none: the Trainer then starts from the
+    beginning. With several processes rank zero calls this before the others read the folder.
     """
     found = nm.get_latest_checkpoint(persist_path) if tag is None else nm.get_checkpoint(tag, persist_path)
     if not found.tag:
@@ -98,7 +98,7 @@ def resume_folder(
     for name in found.names:
         state = found.load(name)
         if name == MODEL:
-            apart = {key: tensor.clone() for key, tensor in state.items()}  # the format knows no tied weights
+            apart = {key: tensor.clone() for key, tensor in state.items()}  # the format has no tied weights
             safetensors.torch.save_file(apart, target / "model.safetensors", {"format": "pt"})
         elif name == STATE:
             (target / "trainer_state.json").write_text(state)
@@ -112,7 +112,7 @@ def _end(name: str) -> str:
 
 
 def _random_name(process_index: int, world_size: int) -> str:
-    """As the Trainer calls the file of a process."""
+    """The Trainer's name for the file of a process."""
     return f"rng_state_{process_index}" if world_size > 1 else "rng_state"
 
 

@@ -1,9 +1,9 @@
 """The process that writes saved states, so that the script does not wait for the disk. It imports no torch.
 
-Responsible for: carrying out what the script's process asks for, one after the other: write the image in an arena as a
-file, commit a tag. Refuses to know tensors, and which tags are due. The one idea: what is to become of a complete tag
-is announced before it is asked for, so if the script is killed, this process finishes every tag that was complete,
-those included that were only in memory, and a script that starts again finds them.
+Responsible for: carrying out the requests of the script's process in order: write the image in an arena as a
+file, commit a tag. Knows nothing of tensors, or of which tags are due. The one idea: the script announces in advance
+what to do with a complete tag, so if it is killed, this process finishes every complete tag,
+including those that were only in memory, and a script that starts again finds them.
 
 It speaks JSON lines over its standard input, a socket (`hetseq.checkpoint.writer.MessagePipe`).
 """
@@ -35,28 +35,28 @@ from hetseq.system.processes import ignore_stop_signals
 
 logger = logging.getLogger(__name__)
 
-_REQUEST = Path("request")  # what a damaged record is said to come from
+_REQUEST = Path("request")  # the source named in errors about a damaged record
 _NICENESS = 10
-_FILLING_S = 600.0  # so long a copy may take
+_FILLING_S = 600.0  # limit for one copy
 
 
 def setting_of(place: TagPlace) -> dict[str, Any]:
-    """The first line that a writer is to hear."""
+    """The first line sent to a writer."""
     return {"root": str(place.root), "keep": place.keep, "rank": place.rank, "patience_s": place.patience_s}
 
 
 class TagWriter:
-    """Carries out requests in the order in which they come."""
+    """Carries out requests in order."""
 
     def __init__(self, line: MessagePipe, place: TagPlace, anchors: Sequence[int]) -> None:
         self._line, self._place, self._anchors = line, place, anchors
         self._publisher = TagPublisher(place)
         self._arenas: dict[str, Arena] = {}
-        self._announced: dict[str, dict[str, Any]] = {}  # by folder: complete tags that are not on the disk
+        self._announced: dict[str, dict[str, Any]] = {}  # by folder: complete tags that are not on disk
         self._acts = {"write": self._write, "commit": self._commit}
 
     def serve(self) -> None:
-        """Until the script says `end`, or is gone and everything it had announced is done."""
+        """Serve until the script sends `end`, or is gone and everything it announced is done."""
         while (request := self._line.take(None)) is not None:
             kind = request["do"]
             if kind == "end":
@@ -75,7 +75,7 @@ class TagWriter:
         self._finish_alone()
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """What became of a request; whatever goes wrong is an answer, for somebody waits for one."""
+        """The result of a request; any error becomes the answer, because the script waits for one."""
         try:
             return self._acts[request["do"]](request)
         except OSError as error:
@@ -86,14 +86,14 @@ class TagWriter:
             return {"failed": f"{type(error).__name__}: {error}"}
 
     def _announce(self, request: dict[str, Any]) -> None:
-        """What is to be done if the script is killed; its arenas are held from now on."""
+        """Record what to do if the script is killed; hold its arenas from now on."""
         self._announced[request["folder"]] = request
         for path, _ in request["images"]:
             with suppress(OSError):
                 self._arena(path)
 
     def _finish_alone(self) -> None:
-        """The script is gone without a word: write and commit what it had completed."""
+        """The script is gone without an `end`: write and commit the tags it had completed."""
         for announced in list(self._announced.values()):
             request = {**announced["commit"], "has_ended": True}
             for path, serial in announced["images"]:
@@ -107,10 +107,10 @@ class TagWriter:
             arena.close(unlink=False)
         for descriptor in self._anchors:
             os.close(descriptor)
-        sweep(self._place.run_id, now_s=time.time())  # nobody holds the script's arenas now
+        sweep(self._place.run_id, now_s=time.time())  # the script's arenas are not locked any more
 
     def _arena(self, path: str) -> Arena:
-        """The arena of this name, held together with the script, which shares its lock."""
+        """The arena of this name, under the lock that the script shares."""
         if path not in self._arenas:
             for known in [known for known in self._arenas if not os.path.exists(known)]:
                 self._arenas.pop(known).close(unlink=False)
@@ -120,7 +120,7 @@ class TagWriter:
         return self._arenas[path]
 
     def _write(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The file in an arena, and its manifest."""
+        """Write the image in an arena as a file, and its manifest."""
         began = time.perf_counter()
         arena, serial = self._arena(request["arena"]), request["image"]
         record = arena.record(serial)
@@ -169,7 +169,7 @@ class TagWriter:
         thread.join()
         if outcome:
             raise outcome[0]
-        return writing.run(lambda: False)  # what is left of it
+        return writing.run(lambda: False)  # the rest
 
     def _commit(self, request: Mapping[str, Any]) -> dict[str, Any]:
         attempt = TagAttempt.from_json(request["attempt"], source=_REQUEST)
@@ -179,7 +179,7 @@ class TagWriter:
         return {} if commit is None else {"bytes": commit.size_bytes, "files": len(commit.files)}
 
     def _after(self, request: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
-        """What follows from a tag that is over; nobody waits for it."""
+        """Clean up after a tag that is over; no process waits for it."""
         attempt = TagAttempt.from_json(request["attempt"], source=_REQUEST)
         self._announced.pop(attempt.folder_name, None)
         if self._place.rank != 0:
@@ -202,7 +202,7 @@ def _row(known: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _ForwardTag(logging.Handler):
-    """Has the script's process log what this one has to say."""
+    """Sends log records to the script's process, which logs them."""
 
     def __init__(self, line: MessagePipe) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class _ForwardTag(logging.Handler):
 
 
 def main() -> None:
-    """The life of the process; its first line says where it works."""
+    """The main function of the process; the first line it receives names its directories."""
     ignore_stop_signals()
     line = MessagePipe(socket.socket(fileno=os.dup(0)))
     logging.getLogger().addHandler(_ForwardTag(line))
@@ -224,4 +224,4 @@ def main() -> None:
     place = TagPlace(Path(setting["root"]), setting["keep"], setting["rank"], setting["patience_s"])
     line.send({"started": os.getpid()})
     TagWriter(line, place, setting["arenas"]).serve()
-    os._exit(0)  # nothing to tear down, and the arenas' maps may still be looked into
+    os._exit(0)  # nothing to tear down, and the arenas' maps may still be in use

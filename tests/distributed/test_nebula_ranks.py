@@ -106,7 +106,7 @@ def miscounted(rank: int) -> str:
 
 def test_a_tag_with_too_few_names_is_given_up_by_all(tmp_path: Path) -> None:
     said = together(tmp_path, 2, miscounted)
-    assert "2 names were saved, 5 are expected" in said[0]
+    assert "2 names were saved, expected 5" in said[0]
     assert "rank 0 gave it up" in said[1]
     assert list((tmp_path / "tags").glob("step*")) == []
 
@@ -149,7 +149,7 @@ def differing(rank: int) -> None:
 
 
 def test_ranks_that_begin_different_tags_are_told(tmp_path: Path) -> None:
-    with pytest.raises(RankRaised, match=r"rank 1 begins the tag 'step11' .* and rank 0 another one"):
+    with pytest.raises(RankRaised, match=r"rank 1 creates the tag 'step11' .* and rank 0 another one"):
         run_ranks(impatient, 2, str(tmp_path / "store"), str(tmp_path / "tags"), differing)
 
 

@@ -89,7 +89,7 @@ def test_a_second_start_goes_on_from_the_newest_tag(tmp_path: Path) -> None:
 def test_an_exception_between_two_names_leaves_no_tag(tmp_path: Path) -> None:
     ended = run_command(words(tmp_path, 3, mode="raise"), program=PYTHON)
     assert ended.code == 1
-    assert "'step3' is given up" in ended.err
+    assert "'step3' is abandoned" in ended.err
     assert whole_steps(tmp_path) == [2, 1]
 
 

@@ -79,7 +79,7 @@ def test_with_a_number_a_tag_that_lacks_a_name_is_never_visible(
         short.save("model", state_of(2))
         nm.flush_persistence()
         assert short.status == "open"
-    assert "'step2' is given up: it had 1 names" in caplog.text
+    assert "'step2' is abandoned: it had 1 names" in caplog.text
     assert tags(tmp_path) == ["global_step1"]
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("step2")] == []
 
@@ -122,7 +122,7 @@ def test_an_empty_tag_means_none(tmp_path: Path) -> None:
         assert nm.get_latest_checkpoint_path("model") is None
         assert nm.list_checkpoints() == []
         for action in (none.commit, lambda: none.save("model", 1)):
-            with pytest.raises(ValueError, match="does not go with the empty tag"):
+            with pytest.raises(ValueError, match="is not possible with the empty tag"):
                 action()
         with pytest.raises(CheckpointError, match="its tag is empty"):
             none.load("model")
