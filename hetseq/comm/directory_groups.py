@@ -1,10 +1,10 @@
-"""Which ranks share a run directory, and how those who share none give each other what theirs lack.
+"""Directory groups: which ranks share a run directory, and how data is sent between directories.
 
 Responsible for the partition of the ranks into directory groups, for the small group of ranks around each directory,
-and for carrying bytes and tensors from one rank to all. It knows no file: what is carried is for others to say.
+and for sending bytes and tensors from one rank to all. Knows nothing of files: the caller decides what is sent.
 
 The one idea: ranks of one directory group work on its files together, over a group of their own, and the lowest of them
-is its writer. Whatever concerns several directories goes over the group of all ranks, and every rank takes part.
+is its writer. Anything that concerns several directories uses the group of all ranks, and every rank takes part.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 
 from hetseq.comm.group import Group, LocalGroup, Rows, TensorTransport
 
-_CHUNK_BYTES = 16 << 20  # what travels at once, so that a deadline is for a piece and not for a whole model
+_CHUNK_BYTES = 16 << 20  # bytes sent at once, so that a deadline applies to a piece and not to a whole model
 
 
 @dataclass(frozen=True)
 class DirectoryGroups:
-    """The directory groups of a run, as one rank sees them; `number` is its own one's place in `parts`."""
+    """The directory groups of a run, as one rank sees them; `number` is the index of its own group in `parts`."""
 
     number: int
     parts: tuple[tuple[int, ...], ...]  # the ranks of each directory group, in the order of their lowest ranks
-    group: Group  # of the ranks of this directory group, numbered anew from 0
+    group: Group  # of the ranks of this directory group, renumbered from 0
     whole: Group  # of all ranks
 
     @property
@@ -50,15 +50,15 @@ class DirectoryGroups:
         return self.group.rank == 0
 
     def gather(self, row: Sequence[int]) -> Rows:
-        """What the writers say: n integers on each rank give (count, n), in the order of the directory groups."""
+        """The values of the writers: n integers on each rank give (count, n), in the order of the directory groups."""
         return self.whole.all_gather_rows(np.array(row, np.int64))[list(self.writers)]
 
     def text_of(self, rank: int, text: str) -> str:
-        """The text that `rank` has, on every rank; every rank calls it."""
+        """The text of rank `rank`, on every rank; every rank calls it."""
         return send_bytes(self.whole, text.encode("utf-8", "replace"), source=rank).decode("utf-8", "replace")
 
     def close(self) -> None:
-        """Give back the sockets between the ranks of this directory group; those of all ranks stay."""
+        """Close the sockets between the ranks of this directory group; the group of all ranks stays open."""
         if self.group is not self.whole:
             self.group.close()
 
@@ -71,7 +71,7 @@ def everything_shared(group: Group) -> DirectoryGroups:
 def share(group: Group, parts: Sequence[Sequence[int]]) -> DirectoryGroups:
     """The directory groups that the launchers have found: each rank in one of them; none: all share. Collective.
 
-    ValueError for parts that leave out a rank, name one twice, or are not in order. Raises RendezvousError where the
+    ValueError for parts that leave out a rank, name one twice, or are out of order. Raises RendezvousError if the
     ranks of a part do not find each other.
     """
     ordered = tuple(tuple(part) for part in parts) or (tuple(range(group.world_size)),)
@@ -91,7 +91,7 @@ def share(group: Group, parts: Sequence[Sequence[int]]) -> DirectoryGroups:
 
 
 def send_bytes(group: Group, data: bytes, *, source: int, is_wanted: bool = True) -> bytes:
-    """The `data` of rank `source`, on every rank that wants it, else nothing; every rank calls it."""
+    """The `data` of rank `source`, on every rank with `is_wanted`; empty on the others. Every rank calls it."""
     size = int(group.all_gather_rows(np.array([len(data)], np.int64))[source, 0])
     received = bytearray()
     for begin in range(0, size, _CHUNK_BYTES):
@@ -107,7 +107,7 @@ def send_bytes(group: Group, data: bytes, *, source: int, is_wanted: bool = True
 
 
 def send_tensor(group: TensorTransport, tensor: torch.Tensor, *, source: int) -> None:
-    """Give `tensor`, contiguous and on the CPU, the bits that it has on rank `source`; every rank calls it."""
+    """Copy `tensor`, contiguous and on the CPU, bit for bit from rank `source`; every rank calls it."""
     flat = tensor.view(-1).view(torch.uint8)  # (bytes,), the tensor's own memory
     for begin in range(0, flat.numel(), _CHUNK_BYTES):
         group.broadcast(flat[begin : begin + _CHUNK_BYTES], source=source)

@@ -1,11 +1,11 @@
-"""The only place where ranks talk to each other during a step: sums of tensors and gathers of small rows.
+"""Groups of ranks: the sums of tensors and gathers of small rows through which ranks communicate during a step.
 
-A `Group` is one fixed membership; it carries rows of numbers (`RowTransport`) and tensors (`TensorTransport`).
-`GlooGroup` is built over gloo on one chosen interface and owned by nobody else: no default process group, no
-environment variables. Where all its ranks are on one machine, sums and rows go through shared memory instead
-(`shared_memory`). `LocalGroup` answers the same calls for a world of one. Every wait has a deadline. A failure of a
-collective becomes one PeerLostError, and the launcher finds out who is to blame; but an error of this rank's own device
-or memory stays as it is.
+A `Group` is one fixed membership; it sends rows of numbers (`RowTransport`) and tensors (`TensorTransport`).
+`GlooGroup` is built over gloo on one chosen interface and has no other owner: no default process group, no
+environment variables. If all its ranks are on one machine, sums and rows go through shared memory instead
+(`shared_memory`). `LocalGroup` answers the same calls for a world of one. Every wait has a deadline. A failed
+collective becomes one PeerLostError, and the launcher finds out which rank failed; but an error of this rank's own
+device or memory stays as it is.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ logger = logging.getLogger(__name__)
 
 Rows = npt.NDArray[np.int64]
 
-_LOOK_S = 0.005  # between two looks at whether a group that is being built is still wanted
+_LOOK_S = 0.005  # between two checks whether a group under construction is still wanted
 _MOST_DOORS, _DOORS_BYTES = 4, 256
-_MEET_S = 10.0  # for ranks of one machine to find each other, once they are a group
-_END_S = 2.0  # for the transport to end; milliseconds, as a rule
-_CUT_S = 0.3  # for what is under way to end once its connections are cut; less than a millisecond, as a rule
+_MEET_S = 10.0  # for ranks of one machine to find each other once their group exists
+_END_S = 2.0  # for the transport to end; usually milliseconds
+_CUT_S = 0.3  # for pending work to end once its connections are cut; usually less than a millisecond
 
 
 class Pending(Protocol):
-    """A collective under way; `wait` returns when its result is complete here, or raises PeerLostError."""
+    """A pending collective; `wait` returns when its result is complete here, or raises PeerLostError."""
 
     def wait(self) -> None: ...
 
 
 class RowTransport(Protocol):
-    """Gathers of small rows of numbers. They live in the memory of the CPU, whatever device a rank computes on."""
+    """Gathers of small rows of numbers. They are in CPU memory, whatever device a rank computes on."""
 
     @property
     def rank(self) -> int: ...
@@ -63,7 +63,7 @@ class RowTransport(Protocol):
     deadline_s: float
 
     def all_gather_rows(self, row: Rows) -> Rows:
-        """Rows of all ranks in rank order: (n,) on each rank gives (world_size, n), n being the same. Blocks.
+        """Rows of all ranks in rank order: (n,) on each rank gives (world_size, n), with the same n. Blocks.
 
         Collective. Raises PeerLostError.
         """
@@ -80,26 +80,26 @@ class TensorTransport(Protocol):
     def world_size(self) -> int: ...
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for `all_reduce_sum`, where possible memory that is added up faster. Shape (elements,).
+        """Memory for `all_reduce_sum`, if possible memory in which sums are faster. Shape (elements,).
 
         Collective. Raises PeerLostError.
         """
         ...
 
     def release(self, tensor: torch.Tensor) -> None:
-        """Memory from `zeros` will not be added up any more: it ends with its tensor. Any rank, alone."""
+        """Declare that memory from `zeros` will not be summed again: its tensor's end frees it. Any rank, alone."""
         ...
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
-        """Start adding `tensor` over all ranks, in place; returns at once. Sums are awaited in the same order.
+        """Start adding `tensor` over all ranks, in place; returns at once. Wait for sums in the order of their start.
 
-        Collective. Raises PeerLostError, and torch's own error where the memory or the device of this rank has failed;
-        the group is over then. So does `wait`.
+        Collective. Raises PeerLostError, and torch's own error if this rank's memory or device has failed, which
+        ends the group. So does `wait`.
         """
         ...
 
     def broadcast(self, tensor: torch.Tensor, *, source: int) -> None:
-        """Give every rank the bytes that `tensor` has on rank `source`, in place; shapes are equal. Blocks.
+        """Copy the bytes of `tensor` from rank `source` to every rank, in place; shapes are equal. Blocks.
 
         Collective. Raises PeerLostError.
         """
@@ -128,23 +128,23 @@ class Group(RowTransport, TensorTransport, Protocol):
         ...
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:
-        """A group of some of these ranks, in that order; called by those alone. `name` is used once in a run.
+        """A group of some of these ranks, in the given order; called by those alone. A `name` is used once in a run.
 
-        Its members are numbered anew from 0. Blocks. Raises RendezvousError and PeerLostError.
+        Its members are renumbered from 0. Blocks. Raises RendezvousError and PeerLostError.
         """
         ...
 
     def sever(self) -> None:
-        """Cut all connections: the group is over for its peers too, and what waits in it raises. From any thread."""
+        """Cut all connections: the group ends for its peers too, and pending waits in it raise. From any thread."""
         ...
 
     def close(self) -> None:
-        """Give everything back. Any rank, alone; peers that still wait see this rank as gone."""
+        """Release everything. Any rank, alone; peers that still wait see this rank as lost."""
         ...
 
 
 class GlooGroup:
-    """A `Group` over gloo, on one interface, or through memory that its ranks share."""
+    """A `Group` over gloo, on one interface, or through shared memory."""
 
     def __init__(
         self,
@@ -164,13 +164,13 @@ class GlooGroup:
         self._process_group: dist.ProcessGroup | None = process_group
         self._meeting, self._store = meeting, store
         self._neighbours: SharedMemoryRanks | None = None
-        self._ports: frozenset[tuple[str, int]] = frozenset()  # of the doors of all ranks
+        self._ports: frozenset[tuple[str, int]] = frozenset()  # the listening addresses of all ranks
         self._is_severed, self._is_cut, self._is_stuck = False, False, False
         self._subgroups: list[GlooGroup] = []
 
     def zeros(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self._neighbours is not None:
-            with _PeerErrors("memory that ranks share", self.deadline_s):
+            with _PeerErrors("shared memory", self.deadline_s):
                 is_wanted, timeout_s = elements > 0 and device.type == "cpu", self.deadline_s
                 shared = self._neighbours.zeros(elements, dtype, is_wanted=is_wanted, timeout_s=timeout_s)
             if shared is not None:
@@ -182,7 +182,7 @@ class GlooGroup:
             self._neighbours.release(tensor)
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> Pending:
-        what, options = "a gradient bucket", AllreduceOptions()  # a sum, unless told otherwise
+        what, options = "a gradient bucket", AllreduceOptions()  # a sum by default
         options.timeout = timedelta(seconds=self.deadline_s)
         self.bytes_reduced += tensor.numel() * tensor.element_size()
         try:
@@ -191,7 +191,7 @@ class GlooGroup:
                     wait = self._neighbours.all_reduce_sum(tensor, timeout_s=self.deadline_s).wait
                 else:
                     wait = functools.partial(self._await, self._transport().allreduce([tensor], options))
-        except RuntimeError:  # this rank's own; gloo has counted the sum, and peers would take the next one for it
+        except RuntimeError:  # of this rank alone; gloo has counted this sum, so peers would pair it with the next one
             self.sever()
             raise
         return _Work(wait, what, self.deadline_s)
@@ -201,7 +201,7 @@ class GlooGroup:
             with _PeerErrors("a row of every rank", self.deadline_s):
                 rows = self._neighbours.all_gather(row.tobytes(), timeout_s=self.deadline_s)
             return np.frombuffer(b"".join(rows), np.int64).reshape(self.world_size, -1)
-        # fresh memory for each call: an abandoned gather may still write into its own
+        # fresh memory for each call: an abandoned gather may still write to its own
         mine = torch.from_numpy(row.copy())
         table = [torch.empty_like(mine) for _ in range(self.world_size)]
         options = AllgatherOptions()
@@ -222,7 +222,7 @@ class GlooGroup:
             tensor.copy_(carrier.view(tensor.dtype).view(tensor.shape))
 
     def subgroup(self, ranks: Sequence[int], name: str) -> Group:
-        """As in `Group`. For all ranks it is the group itself, for one rank a LocalGroup."""
+        """As in `Group`. For all ranks it returns the group itself, for one rank a LocalGroup."""
         if list(ranks) == list(range(self.world_size)):
             return self
         if len(ranks) == 1:
@@ -239,8 +239,8 @@ class GlooGroup:
     def sever(self) -> None:
         """As in `Group`.
 
-        What is under way in the transport ends with an error as well, so nothing is written into its memory any more:
-        not even by a peer that was stopped for a while, and goes on where it was.
+        Pending work in the transport ends with an error as well, so nothing is written to its memory any more,
+        not even by a peer that was stopped for a while and then continues.
         """
         self._is_severed = True
         for group in self._subgroups:
@@ -254,17 +254,17 @@ class GlooGroup:
         self._process_group = None
         if self._neighbours is not None:
             self._neighbours.close()
-        # the transport's end waits for its own threads, and has no deadline: nobody here waits longer than that
+        # the transport ends only after its own threads, without a deadline: this thread waits no longer than _END_S
         ending = threading.Thread(target=left.clear, name="transport's end", daemon=True)
         ending.start()
         ending.join(0.0 if self._is_stuck else _END_S)
         if ending.is_alive():
-            logger.info("the transport of generation %d is left alone until it ends", self.generation)
+            logger.info("the transport of generation %d is left to end by itself", self.generation)
 
     def learn_ports(self, own: Collection[tuple[str, int]]) -> None:
-        """Tell each other at which doors the transport's connections came in, which is how they are known. Collective.
+        """Exchange the addresses at which the transport's connections came in, which identify them. Collective.
 
-        The doors are those of this rank, one for each of its interfaces.
+        `own` are the listening addresses of this rank, one for each of its interfaces.
         """
         doors = sorted(own)[:_MOST_DOORS]
         text = json.dumps(doors).encode().ljust(_DOORS_BYTES)
@@ -272,7 +272,7 @@ class GlooGroup:
         self._ports = frozenset((str(host), int(port)) for row in rows for host, port in json.loads(row.tobytes()))
 
     def meet_neighbours(self) -> None:
-        """From now on use the memory that all ranks share, if they are all on one machine. Collective."""
+        """Use shared memory from now on if all ranks are on one machine. Collective."""
         machines = self.all_gather_rows(np.frombuffer(machine(), np.int64))
         if (machines != machines[0]).any():
             return
@@ -295,14 +295,14 @@ class GlooGroup:
             met.close()
 
     def _await(self, work: dist.Work) -> None:
-        """Wait for what is under way in the transport. Raises RuntimeError, soon after the group was cut too.
+        """Wait for pending work in the transport. Raises RuntimeError, also soon after the group was cut.
 
-        gloo forgets to end a send that finds its connection cut before gloo's own thread has seen that: it would last
-        until its deadline, and what it holds with it.
+        gloo does not end a send whose connection was cut before gloo's own thread has noticed: it would last
+        until its deadline, and keep its resources until then.
         """
         while True:
             was_cut = self._is_cut
-            with suppress(RuntimeError):  # not yet, or what the last line raises
+            with suppress(RuntimeError):  # not finished, or the error that the last line raises
                 work.wait(timedelta(seconds=_CUT_S))
             if work.is_completed():
                 break
@@ -363,44 +363,44 @@ def sum_floats(group: RowTransport, values: list[float]) -> list[float]:
 
 
 class Store(Protocol):
-    """Small values under names, by which ranks find each other. Set once, never changed; kept by a launcher."""
+    """Small named values through which ranks find each other. Set once, never changed; kept by a launcher."""
 
     def set(self, key: str, value: bytes) -> None: ...
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """The value, as soon as some rank has set it. Raises RendezvousError when that takes too long."""
+        """The value, once some rank has set it. Raises RendezvousError if that takes too long."""
         ...
 
     def check(self) -> None:
-        """Raise PeerLostError once these ranks will not become a group any more."""
+        """Raise PeerLostError once these ranks can no longer become a group."""
         ...
 
 
 @dataclass(frozen=True)
 class GroupMeeting:
-    """How the ranks of a run build a group: where they find each other and what proves them to each other."""
+    """How the ranks of a run build a group: where they meet and how they authenticate each other."""
 
     store: Store
     name: str  # of the group, before its keys in the store; a name is used once
-    key: bytes  # known to the ranks of the run alone
+    key: bytes  # secret of the run's ranks
     host: str = "127.0.0.1"  # the address of this rank's interface
-    sources: tuple[str, ...] = ()  # addresses from which the ranks of other nodes connect; empty: not known
+    sources: tuple[str, ...] = ()  # addresses from which the ranks of other nodes connect; empty: unknown
     generation: int = 0
-    shares_memory: bool = False  # all ranks are on one machine, as far as is known: try to use its memory
+    shares_memory: bool = False  # all ranks are on one machine, as far as is known: try to use shared memory
 
 
 def has_gloo() -> bool:
-    """Whether this torch was built with what groups are made of."""
+    """Whether this torch was built with gloo."""
     return dist.is_available() and dist.is_gloo_available()
 
 
 def connect(*, rank: int, world_size: int, meeting: GroupMeeting, timeout_s: float) -> GlooGroup:
     """Build the group; returns once this rank and each of the `world_size` others have proven to hold the key.
 
-    Raises RendezvousError where peers do not come within `timeout_s`, or somebody in a peer's place lacks the key;
-    PeerLostError as soon as it is known that one will not come.
+    Raises RendezvousError if peers do not arrive within `timeout_s`, or another process in a peer's place lacks the
+    key; PeerLostError as soon as it is known that a peer will not arrive.
     """
-    # In a thread of its own: the transport cannot be interrupted while it waits for a peer, so it is left to its wait.
+    # In a thread of its own: the transport cannot be interrupted while it waits for a peer, so that thread is left.
     building = _Building(lambda: _connect(rank, world_size, meeting, timeout_s))
     while not building.is_over.wait(_LOOK_S):
         try:
@@ -412,7 +412,7 @@ def connect(*, rank: int, world_size: int, meeting: GroupMeeting, timeout_s: flo
 
 
 class _Building:
-    """A group that is being built beside the thread that waits for it."""
+    """A group that is being built in another thread."""
 
     def __init__(self, build: Callable[[], GlooGroup]) -> None:
         self.is_over = threading.Event()
@@ -421,14 +421,14 @@ class _Building:
         threading.Thread(target=self._run, args=(build,), name="connect", daemon=True).start()
 
     def result(self) -> GlooGroup:
-        """The group, once it is over. Raises what went wrong."""
+        """The group, once `is_over` is set. Raises the error of the build."""
         assert self._found is not None
         if isinstance(self._found, GlooGroup):
             return self._found
         raise self._found
 
     def abandon(self) -> None:
-        """Nobody waits for it any more."""
+        """Discard the group: its caller has stopped waiting for it."""
         with self._lock:
             self._is_wanted = False
             if isinstance(self._found, GlooGroup):
@@ -461,7 +461,7 @@ def _connect(rank: int, world_size: int, meeting: GroupMeeting, timeout_s: float
         options._timeout = timeout
         others = wall.listening()
         options._devices = [gloo.create_device(hostname=meeting.host)]
-        # a group that ends meanwhile, in another thread, may give back a number that the new door is given
+        # a group that ends meanwhile in another thread may free a descriptor number that the new listener then gets
         doors = {descriptor: at for descriptor, at in wall.listening().items() if others.get(descriptor) != at}
         if meeting.sources:
             _admit(doors, {meeting.host, *meeting.sources})
@@ -483,10 +483,10 @@ def _connect(rank: int, world_size: int, meeting: GroupMeeting, timeout_s: float
 
 
 def _admit(doors: Mapping[int, tuple[str, int]], addresses: Collection[str]) -> None:
-    """Let only these connect to gloo's port, which it never closes; nobody, once everybody is there."""
+    """Allow only these addresses to connect to gloo's port, which it never closes; none once all have connected."""
     for descriptor, (_, port) in doors.items():
         if not wall.admit(descriptor, addresses):
-            logger.info("port %d stays open to everybody: no socket filters here", port)
+            logger.info("port %d accepts connections from any host: no socket filters here", port)
         if not addresses:
             wall.free_connections(port)
 
@@ -494,10 +494,10 @@ def _admit(doors: Mapping[int, tuple[str, int]], addresses: Collection[str]) -> 
 def _prove(
     process_group: dist.ProcessGroup, rank: int, world_size: int, meeting: GroupMeeting, timeout: timedelta
 ) -> None:
-    """Each pair of ranks shows each other the key, over the connection that their gradients will take.
+    """Each pair of ranks exchanges proofs of the key, over the connection that their gradients will use.
 
-    gloo lets anybody in who knows how to count, and lets a rank go on while others still connect to it. After this
-    everybody is there, and is who he says he is.
+    gloo accepts any process that speaks its protocol, and lets a rank continue while others still connect to it. After
+    this, all ranks are connected and authenticated.
     """
 
     def proofs(pairs: list[tuple[int, int]]) -> torch.Tensor:
@@ -514,19 +514,19 @@ def _prove(
     wrong = [other for other in others if not torch.equal(heard.view(-1, 32)[other], expected.view(-1, 32)[other])]
     if wrong:
         raise RendezvousError(
-            f"rank {rank} at {meeting.host}: who connected as rank {wrong[0]} does not hold the key of this run, so"
-            " somebody else has taken its place; nothing was sent to him. Start again, and use a network that you trust"
+            f"rank {rank} at {meeting.host}: the process that connected as rank {wrong[0]} does not hold the key of"
+            " this run, so it is not that rank; nothing was sent to it. Start again, and use a network that you trust"
         )
 
 
 class _StoreForGloo(dist.Store):
-    """A store as gloo asks it; torch keeps no reference to it, the group does."""
+    """A store with the interface that gloo expects; torch keeps no reference to it, the group does."""
 
     def __init__(self, meeting: GroupMeeting, timeout_s: float) -> None:
         super().__init__()
         self._meeting, self._timeout_s = meeting, timeout_s
 
-    def set(self, key: str, value: Any) -> None:  # bytes, whatever torch's stubs say
+    def set(self, key: str, value: Any) -> None:  # bytes, despite torch's stubs
         self._meeting.store.set(f"{self._meeting.name}/{key}", value)
 
     def get(self, key: str) -> bytes:
@@ -552,7 +552,7 @@ class _Done:
 
 
 class _PeerErrors:
-    """Makes the loss of a peer of what fails in the block, unless this rank's own device or memory has failed."""
+    """Turns errors in the block into PeerLostError, unless this rank's own device or memory has failed."""
 
     def __init__(self, what: str, deadline_s: float) -> None:
         self._what, self._deadline_s = what, deadline_s
@@ -565,13 +565,13 @@ class _PeerErrors:
         if not isinstance(error, RuntimeError):
             return
         if is_exhausted(error):
-            # the frames are cut off on purpose: they would hold the group's sockets open, and peers would wait
+            # the frames are dropped: they would keep the group's sockets open, and peers would wait
             try:
                 raise error.with_traceback(None)
-            finally:  # or the error would hold this frame, which holds the error and all frames that it came from
+            finally:  # or the error would keep this frame, which keeps the error and all its frames
                 del error, trace
         if isinstance(error, torch.AcceleratorError):
-            return  # this process ends, and what its frames hold must not be released before (gpu.never_release)
+            return  # this process ends, and its frames must not be released before (gpu.never_release)
         reason = str(error).splitlines()[0]
         raise PeerLostError(
             f"lost a peer while waiting up to {self._deadline_s:.0f} s for {self._what} ({reason})"

@@ -1,15 +1,15 @@
-"""Sums over ranks of one machine, through memory that all of them see: no copy passes a network, not even its loopback.
+"""Sums over ranks of one machine through shared memory: no copy crosses a network, not even the loopback.
 
 Responsible for finding out that all ranks of a group are processes of one machine and one user, for memory that they
-share, and for adding it up. It knows nothing of gradients or steps.
+share, and for sums in it. Knows nothing of gradients or steps.
 
-The one idea: a rank writes into its own memory alone, and reads that of the others. Of every tensor each rank adds up
-one slice, in rank order, over all ranks; when all slices are done each copies those of the others. So all get the same
-bits, and a rank that dies or stops in the middle spoils nobody's memory but its own. Memory has no name (memfd): its
-descriptor is handed over a socket, and it vanishes with its last process, however that ends.
+The one idea: a rank writes only its own memory, and reads the others'. Each rank sums one slice of every tensor, in
+rank order, over all ranks; when all slices are done, each rank copies the others' slices. So all get the same
+bits, and a rank that dies or stops midway corrupts only its own memory. The memory has no name (memfd): its
+descriptor is passed over a socket, and it vanishes with its last process, however that ends.
 
-Words between ranks go over sockets of the machine, a message each. They wake whoever waits, carry small rows as well,
-and end when a process ends, so that a death is noticed at once.
+Ranks exchange messages over local sockets, one packet each. They wake the waiting rank, carry small rows as well,
+and close when a process ends, so that a death is noticed at once.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from pathlib import Path
 
 import torch
 
-LONGEST_ROW = 32768  # bytes of a message; longer ones take another road
-_PIECE = 1 << 16  # elements added at once where more than two are added: they stay in the cache
-_ALIGNED = 16  # elements: slices begin there
+LONGEST_ROW = 32768  # bytes of a message; longer ones use another transport
+_PIECE = 1 << 16  # elements added at once if there are more than two terms: they stay in the cache
+_ALIGNED = 16  # elements; slices begin at multiples of it
 _PROOF_BYTES = 32
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 NO_NAME = bytes(16)
 
-# What a message says, its first byte
+# Types of messages, in the first byte
 _READY, _SUMMED, _DONE, _ROW, _MEMORY = range(5)
 
 
 class NeighbourError(RuntimeError):
-    """Another rank of this machine has ended, or says nothing."""
+    """Another rank of this machine has ended, or has stopped responding."""
 
 
 def machine() -> bytes:
-    """16 bytes that only processes have in common which can share memory: boot, network namespace and user; else own.
+    """16 bytes that are equal only for processes that can share memory (boot, network namespace, user); else random.
 
-    Linux alone hands out memory without a name.
+    Only Linux has memory without a name.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
@@ -60,7 +60,7 @@ def machine() -> bytes:
 
 
 def open_door() -> MemoryDoor | None:
-    """A door, if one is to be had."""
+    """A listening socket, or None if there can be none."""
     try:
         return MemoryDoor()
     except OSError:
@@ -68,7 +68,7 @@ def open_door() -> MemoryDoor | None:
 
 
 class MemoryDoor:
-    """Where the other ranks of this machine come in: a socket without a file, whose `name` others must be told."""
+    """Where the other ranks of this machine connect: a socket without a file, whose `name` must be sent to them."""
 
     def __init__(self) -> None:
         self.name = os.urandom(16)
@@ -80,9 +80,9 @@ class MemoryDoor:
         self._socket.close()
 
     def meet(self, *, rank: int, names: Sequence[bytes], key: bytes, timeout_s: float) -> SharedMemoryRanks:
-        """Connect each pair of ranks, whose doors have these names; `key` is known to them alone.
+        """Connect each pair of ranks, whose doors have these names; only they know `key`.
 
-        Raises OSError where somebody does not come, or lacks the key.
+        Raises OSError if a rank does not connect, or lacks the key.
         """
         deadline = time.monotonic() + timeout_s
         peers: dict[int, socket.socket] = {}
@@ -93,7 +93,7 @@ class MemoryDoor:
                 connection.connect(_path(names[other]))
                 connection.send(rank.to_bytes(4, "big") + _proof(key, names, rank, other))
                 if connection.recv(_PROOF_BYTES) != _proof(key, names, other, rank):
-                    raise ConnectionRefusedError(f"who answers as rank {other} lacks the key of this run")
+                    raise ConnectionRefusedError(f"the process that answers as rank {other} lacks the key of this run")
             while len(peers) < len(names) - 1:
                 self._socket.settimeout(max(0.001, deadline - time.monotonic()))
                 connection, _ = self._socket.accept()
@@ -110,7 +110,7 @@ class MemoryDoor:
 class SharedMemoryRanks:
     """The other ranks of a group, all of them on this machine. Every rank makes the same calls in the same order.
 
-    Whatever waits raises NeighbourError when a rank that is awaited has ended, or says nothing in time.
+    Every wait raises NeighbourError if a rank it waits for has ended or does not respond in time.
     """
 
     def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
@@ -121,19 +121,19 @@ class SharedMemoryRanks:
         for connection in self._peers.values():
             connection.setblocking(False)
             self._poll.register(connection, select.POLLIN)
-        self._said = {other: [0] * (_DONE + 1) for other in peers}  # how often, by what
+        self._said = {other: [0] * (_DONE + 1) for other in peers}  # messages received, by type
         self._rows: dict[int, deque[bytes]] = {other: deque() for other in peers}
         self._descriptors: dict[int, deque[int]] = {other: deque() for other in peers}
-        self._gone: dict[int, str] = {}  # and why; all that it had said before counts
+        self._gone: dict[int, str] = {}  # the reasons; messages received before still count
         self._shared: dict[int, _Shared] = {}  # by the address of this rank's memory
         self._begun = self._ended = 0  # sums
 
     def zeros(
         self, elements: int, dtype: torch.dtype, *, is_wanted: bool = True, timeout_s: float
     ) -> torch.Tensor | None:
-        """Memory that `all_reduce_sum` can add up: shape (elements,), at least one. Collective.
+        """Memory that `all_reduce_sum` can sum: shape (elements,), at least one. Collective.
 
-        None if a rank does not want it, or cannot have it.
+        None if a rank does not want it, or cannot allocate it.
         """
         own = _new_memory(elements * dtype.itemsize) if is_wanted else None
         try:
@@ -153,12 +153,12 @@ class SharedMemoryRanks:
         finally:
             if own is not None:
                 os.close(own)
-        mine = parts[self.rank].zero_()  # touched now, not in the first step
+        mine = parts[self.rank].zero_()  # allocated now, not in the first step
         self._shared[mine.data_ptr()] = _Shared(parts, self.rank)
         return mine
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it is memory from `zeros`, all of it."""
+        """Whether it is memory from `zeros`, and the whole of it."""
         shared = self._shared.get(tensor.data_ptr())
         return shared is not None and tensor.numel() == shared.parts[self.rank].numel() and tensor.is_contiguous()
 
@@ -167,7 +167,7 @@ class SharedMemoryRanks:
         self._shared.pop(tensor.data_ptr(), None)
 
     def all_reduce_sum(self, tensor: torch.Tensor, *, timeout_s: float) -> Sum:
-        """Say that a tensor that `holds` is ready; whoever waits for the sum adds up its slice. Returns at once."""
+        """Announce that a tensor that `holds` is ready; the caller that waits sums its slice. Returns at once."""
         number, self._begun = self._begun, self._begun + 1
         self._tell(_READY, timeout_s=timeout_s)
         return Sum(self, self._shared[tensor.data_ptr()], number, timeout_s)
@@ -179,13 +179,13 @@ class SharedMemoryRanks:
         return [row if other == self.rank else self._rows[other].popleft() for other in range(self.world_size)]
 
     def sever(self) -> None:
-        """From any thread: nobody hears from anybody any more, neither here nor there."""
+        """Cut all connections to the other ranks, in both directions. From any thread."""
         for connection in self._peers.values():
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Let go of the others, who notice at once; the memory stays for as long as tensors use it."""
+        """Disconnect from the other ranks, who notice at once; the memory stays as long as tensors use it."""
         for connection in self._peers.values():
             connection.close()
         for descriptors in self._descriptors.values():
@@ -195,14 +195,14 @@ class SharedMemoryRanks:
 
     def add_up(self, shared: _Shared, number: int, timeout_s: float) -> None:
         """Take part in a sum until it is complete here."""
-        assert number == self._ended, "sums are awaited in the order in which they began"
+        assert number == self._ended, "wait for sums in the order in which they began"
         self._await_all(_READY, timeout_s)
         shared.add_own_slice()
         self._tell(_SUMMED, timeout_s=timeout_s)
         self._await_all(_SUMMED, timeout_s)
         shared.copy_other_slices()
         self._tell(_DONE, timeout_s=timeout_s)
-        self._await_all(_DONE, timeout_s)  # from here on each may write into its own again
+        self._await_all(_DONE, timeout_s)  # from now on each rank may write to its own memory again
         self._ended += 1
 
     def _await_all(self, what: int, timeout_s: float) -> None:
@@ -217,12 +217,12 @@ class SharedMemoryRanks:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise NeighbourError(
-                    f"rank {', '.join(map(str, late))} of this machine said nothing for {timeout_s:g} s"
+                    f"rank {', '.join(map(str, late))} of this machine sent nothing for {timeout_s:g} s"
                 )
             self._listen(left_s)
 
     def _listen(self, timeout_s: float) -> None:
-        """Take in what has come; waits for something."""
+        """Receive the messages that have arrived; waits for at least one."""
         for descriptor, _ in self._poll.poll(1000 * min(timeout_s, 3600.0)):
             self._take(self._by_descriptor[descriptor])
 
@@ -232,7 +232,7 @@ class SharedMemoryRanks:
                 message, descriptors, _, _ = socket.recv_fds(self._peers[other], LONGEST_ROW + 1, 1)
             except BlockingIOError:
                 return
-            except ConnectionResetError:  # it did not read all we said; what it said may still be read
+            except ConnectionResetError:  # it did not read all messages; the ones it sent may still be read
                 continue
             self._descriptors[other].extend(descriptors)
             if not message:
@@ -244,7 +244,7 @@ class SharedMemoryRanks:
                 self._said[other][message[0]] += 1
 
     def _tell(self, what: int, row: bytes = b"", *, timeout_s: float, descriptors: Sequence[int] = ()) -> None:
-        """A message to each of the others; where one is full, listens meanwhile, since that one may be telling too."""
+        """Send a message to each other rank; while a socket is full, listen, since that rank may be sending too."""
         message, deadline = bytes([what]) + row, time.monotonic() + timeout_s
         for other, connection in self._peers.items():
             while True:
@@ -253,14 +253,14 @@ class SharedMemoryRanks:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise NeighbourError(f"rank {other} of this machine took nothing for {timeout_s:g} s") from None
+                        raise NeighbourError(f"rank {other} of this machine read nothing for {timeout_s:g} s") from None
                     self._listen(0.001)
                 except OSError as error:
                     raise NeighbourError(f"rank {other} of this machine is gone: {error.strerror}") from None
 
 
 class Sum:
-    """A sum under way; `wait` returns when it is complete here."""
+    """A pending sum; `wait` returns when it is complete here."""
 
     def __init__(self, neighbours: SharedMemoryRanks, shared: _Shared, number: int, timeout_s: float) -> None:
         self._neighbours, self._shared, self._number, self._timeout_s = neighbours, shared, number, timeout_s
@@ -281,7 +281,7 @@ class _Shared:
         self._scratch = torch.empty(_PIECE if count > 2 else 0, dtype=parts[0].dtype)
 
     def add_own_slice(self) -> None:
-        """Put the sum over all ranks into this rank's slice of its own memory; the others read it nowhere else."""
+        """Write the sum over all ranks to this rank's slice of its own memory; no other rank reads it before."""
         terms = [part[self._slices[self._rank]] for part in self.parts]
         if len(terms) == 2:
             torch.add(terms[0], terms[1], out=terms[self._rank])
@@ -293,7 +293,7 @@ class _Shared:
             pieces[self._rank].copy_(total)
 
     def copy_other_slices(self) -> None:
-        """Take over the sums that the other ranks have made."""
+        """Copy the slices that the other ranks have summed."""
         own = self.parts[self._rank]
         for other, part in enumerate(self.parts):
             if other != self._rank:
@@ -305,11 +305,11 @@ def _path(name: bytes) -> str:
 
 
 def _let_in(connection: socket.socket, rank: int, names: Sequence[bytes], key: bytes, timeout_s: float) -> int | None:
-    """The rank that has come in; None for a stranger, who is sent away: the names of doors are no secret."""
+    """The rank that has connected; None for a stranger, which is disconnected: names of doors are no secret."""
     other = None
     try:
         connection.settimeout(timeout_s)
-        if _user_of(connection) == os.getuid():  # nobody else is waited for
+        if _user_of(connection) == os.getuid():  # other users are never expected
             said = connection.recv(4 + _PROOF_BYTES)
             claimed = int.from_bytes(said[:4], "big")
             if rank < claimed < len(names) and hmac.compare_digest(said[4:], _proof(key, names, claimed, rank)):
@@ -322,7 +322,7 @@ def _let_in(connection: socket.socket, rank: int, names: Sequence[bytes], key: b
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Who is at the other end, as the kernel has it."""
+    """The user id of the other end, from the kernel."""
     _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return int(user)
 
@@ -332,7 +332,7 @@ def _proof(key: bytes, names: Sequence[bytes], source: int, target: int) -> byte
 
 
 def _new_memory(size: int) -> int | None:
-    """A descriptor of so many bytes without a name; None where there are none to be had."""
+    """A descriptor of this many bytes of unnamed memory; None if it cannot be had."""
     try:
         descriptor = os.memfd_create("hetseq")
     except OSError:

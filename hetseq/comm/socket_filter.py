@@ -1,11 +1,11 @@
-"""Walls before listening sockets that somebody else's code has opened: who may connect, decided by the kernel.
+"""Socket filters for listening sockets that other code has opened: the kernel decides who may connect.
 
-gloo opens a port in every rank and never closes it: it takes in whoever comes, keeps each stranger's descriptor for the
-life of the rank, and aborts the process when there are no more descriptors. It offers no way to stop that.
+gloo opens a port in every rank and never closes it: it accepts every connection, keeps each stranger's descriptor for
+the life of the rank, and aborts the process when it runs out of descriptors. It has no option to prevent that.
 
-The one idea: a socket filter of one instruction before a listening socket drops whatever is sent to it, as a firewall
-does, and neither gloo nor the connections that exist notice. It needs no privilege, and Linux alone has it; elsewhere
-these functions say that there is no wall.
+The one idea: a small socket filter on a listening socket drops unwanted packets, as a firewall does, unnoticed by gloo
+and by existing connections. It needs no privilege, and exists on Linux only; elsewhere these functions return that
+there is no filter.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _INSTRUCTION = struct.Struct("=HBBI")
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _IP_HEADER = 0xFFF00000
-_SOURCE = {4: 12, 6: 8}  # where the sender's address stands in the header
+_SOURCE = {4: 12, 6: 8}  # offset of the sender's address in the header
 _DROP, _PASS = 0, 0xFFFFFFFF
 _LONGEST_FILTER = 4096  # BPF_MAXINSNS
 
@@ -42,9 +42,9 @@ def listening() -> dict[int, tuple[str, int]]:
 
 
 def admit(descriptor: int, addresses: Collection[str]) -> bool:
-    """From now on let only these addresses connect to a listening socket, or nobody; connections that exist live on.
+    """From now on let only these addresses connect to a listening socket (none: no one); open connections stay.
 
-    Whether there is such a wall: other kernels have none, and this one takes several hundred addresses.
+    Returns whether the filter is set: other kernels have none, and this one takes several hundred addresses.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -62,9 +62,9 @@ def admit(descriptor: int, addresses: Collection[str]) -> bool:
 
 
 def free_connections(port: int) -> None:
-    """Take the wall from the connections that came in through it at `port`: they inherit it, and every packet pays."""
+    """Remove the filter from the connections accepted at `port`: they inherit it, and it would slow every packet."""
     for _, connection in _sockets():
-        with connection, contextlib.suppress(OSError):  # some have none
+        with connection, contextlib.suppress(OSError):  # some have no filter
             if _name(connection)[1] == port and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 connection.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
@@ -72,7 +72,7 @@ def free_connections(port: int) -> None:
 def cut(doors: Collection[tuple[str, int]]) -> bool:
     """Shut the connections of this process that came in at one of these doors (address, port), or that lead to one.
 
-    Whoever reads from them, here or at the other end, sees their end. Whether this can be done here.
+    Readers at either end then see the end of the connection. Returns whether this is possible here.
     """
     for _, connection in _sockets():
         with connection, contextlib.suppress(OSError):
@@ -84,7 +84,7 @@ def cut(doors: Collection[tuple[str, int]]) -> bool:
 
 
 def _program(addresses: Collection[str]) -> bytes:
-    """A filter that passes what one of the addresses has sent; of one socket all are of one kind."""
+    """A filter that passes packets from these addresses; all addresses of one socket are of one IP version."""
     program = []
     for address in map(ipaddress.ip_address, sorted(set(addresses))):
         words = [int.from_bytes(address.packed[at : at + 4], "big") for at in range(0, len(address.packed), 4)]

@@ -86,8 +86,8 @@ def test_a_rank_without_the_key_is_found_by_every_other_before_anything_is_sent_
     with pytest.raises(RankRaised) as failure:
         run_ranks(connect_again, 3, [b"same", b"same", b"another"])
     report = str(failure.value)
-    assert report.count("who connected as rank 2 does not hold the key of this run") == 2
-    assert "who connected as rank 0 does not hold the key of this run" in report
+    assert report.count("the process that connected as rank 2 does not hold the key of this run") == 2
+    assert "the process that connected as rank 0 does not hold the key of this run" in report
 
 
 def close_amid_a_sum(group: GlooGroup, deadline_s: float) -> float:

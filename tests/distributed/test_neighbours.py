@@ -264,7 +264,7 @@ def test_who_answers_at_a_door_without_the_key_is_no_rank() -> None:
 
         answers = threading.Thread(target=answer)
         answers.start()
-        with pytest.raises(ConnectionRefusedError, match="who answers as rank 0 lacks the key"):
+        with pytest.raises(ConnectionRefusedError, match="the process that answers as rank 0 lacks the key"):
             door.meet(rank=1, names=[name, door.name], key=b"k", timeout_s=5)
         answers.join()
     door.close()
