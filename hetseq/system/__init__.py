@@ -1,1 +1,1 @@
-"""What HetSeq asks of the operating system: files, processes, the terminal, memory of devices, fault points."""
+"""HetSeq's access to the operating system: files, processes, the terminal, device memory, fault points."""

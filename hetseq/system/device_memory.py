@@ -1,7 +1,7 @@
 """The memory of the device that this rank computes on: how much is in use, how much there is, and whether it ran out.
 
-A GPU has memory of its own and says so; a CPU rank counts what its process holds, and shares the limit with every other
-process of the machine.
+A GPU reports its own memory; a CPU rank counts the memory of its process, and shares the limit with all other
+processes of the machine.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ _TEXTS_OF_EXHAUSTION = (
     "HIP error: out of memory",
     "hipErrorOutOfMemory",
 )
-#: texts of libraries that get no memory for themselves; they have other causes too
+#: messages of libraries that could not allocate memory; they have other causes too
 _TEXTS_OF_A_FULL_GPU = (
     "CUBLAS_STATUS_NOT_INITIALIZED",
     "CUDNN_STATUS_INTERNAL_ERROR",
     "unable to find an engine",
     "Unable to find a valid cuDNN algorithm",
 )
-_FULL_PART = 0.05  # of a GPU's memory: with less of it free, those texts mean that memory ran out
+_FULL_PART = 0.05  # of a GPU's memory: with less of it free, those messages mean that memory ran out
 
 
 def in_use_bytes(device: torch.device) -> int:
-    """Memory that this rank holds: the most its tensors needed so far on a GPU, resident pages on a CPU; 0 unknown."""
+    """Memory that this rank holds: the peak of its tensors on a GPU, resident pages on a CPU; 0: unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError, ValueError):
-        return 0  # no Linux
+        return 0  # not Linux
 
 
 def limit_bytes(device: torch.device) -> int:
-    """Memory of the device; on a CPU that of the machine, or of the control group that a queue has put us into."""
+    """Memory of the device; on a CPU, of the machine or of the control group that a queue has put this process into."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_memory.limit_bytes()
 
 
 def free_bytes(device: torch.device) -> int:
-    """GPU memory that this process could still get, what it has cached included."""
+    """GPU memory that this process could still get, including what torch has cached."""
     free, total = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device)
     return min(free, _own_limit(device, total) - reserved) + reserved - torch.cuda.memory_allocated(device)
 
 
 def _own_limit(device: torch.device | None, total: int) -> int:
-    """What this process may take of a GPU, if it has limited itself (`torch.cuda.set_per_process_memory_fraction`)."""
+    """The part of a GPU's memory that this process may use, if limited (`set_per_process_memory_fraction`)."""
     return int(torch.cuda.get_per_process_memory_fraction(device) * total)
 
 
 @dataclass
 class Peak:
-    """What a piece of work needed at most beside what was in use before it; known after it."""
+    """Peak memory of a piece of work beyond the memory in use before; known after it."""
 
     bytes: int = 0
 
@@ -83,10 +83,10 @@ def peak_of(device: torch.device) -> Iterator[Peak]:
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether this is a device that has no memory left.
+    """Whether the error means that a device is out of memory.
 
-    torch gives its CPU allocator and the libraries of CUDA no exception of their own, so those are known by their text.
-    Ask while the tensors of the failed work still exist: some texts count only while the GPU is full.
+    torch's CPU allocator and CUDA's libraries raise no exception of their own for this, so they are known by message.
+    Call it while the tensors of the failed work still exist: some messages count only while the GPU is full.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -99,11 +99,11 @@ def is_exhausted(error: BaseException) -> bool:
 
 
 def _is_gpu_full() -> bool:
-    """Whether the GPU of this process, if it has one, has hardly any memory left for anything but torch's tensors."""
+    """Whether the GPU of this process, if it has one, has hardly any memory left besides torch's tensors."""
     if not torch.cuda.is_initialized():
         return False
     try:
-        free, total = torch.cuda.mem_get_info()  # what torch has cached is of no use to a library
+        free, total = torch.cuda.mem_get_info()  # a library cannot use what torch has cached
         limit, reserved = _own_limit(None, total), torch.cuda.memory_reserved()
     except RuntimeError:  # the device has failed
         return False
@@ -119,7 +119,7 @@ def usage(device: torch.device) -> str:
 def complaint(
     device: torch.device, what: str = "even one sample", remedy: str = "make samples or model smaller"
 ) -> str:
-    """What to tell of a device whose memory does not hold the smallest piece of work."""
+    """The message for a device whose memory cannot hold the smallest piece of work."""
     return (
         f"the memory of {device} does not hold {what} ({usage(device)}): {remedy}, or leave this device out of"
         " --devices"
@@ -127,7 +127,7 @@ def complaint(
 
 
 def where_exhausted(error: BaseException, device: torch.device) -> str:
-    """Which memory ran out and in which line, torch's own left out; for an error that `is_exhausted` knows."""
+    """Which memory ran out and in which line, outside torch; for an error that `is_exhausted` recognizes."""
     is_main = isinstance(error, MemoryError) or "CPUAllocator" in str(error)
     frames = traceback.extract_tb(error.__traceback__)
     torch_folder = os.path.dirname(torch.__file__)
@@ -138,6 +138,6 @@ def where_exhausted(error: BaseException, device: torch.device) -> str:
 
 
 def release(device: torch.device) -> None:
-    """Give cached blocks back, so that others of the right size can be had."""
+    """Release cached blocks, so that blocks of the right size can be allocated."""
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,10 +1,10 @@
-"""Named places in the run at which a test can have this process fail, and the failures themselves.
+"""Fault injection: named points in a run at which a test can make this process fail, and the failures.
 
-Responsible for what happens at `point("reduce")`: nothing, unless this process was armed with a fault for that phase.
-Refuses to know where a schedule comes from, what a rank does in a phase, and who survives. The one idea: a fault is
-bound to a slot (the place of a rank, whoever fills it), an incarnation (0: the first process in that slot, 1: its first
-replacement), a phase and a step, and happens once. So a schedule is the same story in every run, and `hetseq.testing`
-writes it down.
+Responsible for `point("reduce")`, which does nothing unless this process was armed with a fault for that phase.
+Does not know where a schedule comes from, what a rank does in a phase, or which ranks survive. The one idea: a fault is
+bound to a slot (the place of a rank, in any process), an incarnation (0: the first process in that slot, 1: its first
+replacement), a phase and a step, and happens once. So a schedule has the same effect in every run; `hetseq.testing`
+writes schedules.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-#: the environment variable by which a schedule reaches a launcher; nothing here reads it
+#: the environment variable that passes a schedule to a launcher; nothing here reads it
 VARIABLE = "HETSEQ_FAULTS"
 
 #: phases that every step of every rank passes, in this order
 STEP_PHASES = ("count", "forward_backward", "reduce", "commit", "clip", "optimizer", "boundary")
-#: phases of a rank's checkpoint writer, which is a process of its own
+#: phases of a rank's checkpoint writer, which is a separate process
 WRITER_PHASES = ("persist", "rename")
 #: all phases
 PHASES = (
@@ -41,7 +41,7 @@ PHASES = (
     "join",
 )
 
-#: kinds after which the process is no more, at once or soon
+#: kinds that end the process, at once or soon
 ENDING = ("kill", "segv", "abort", "term", "exit", "raise")
 #: kinds that take a time in seconds
 LASTING = ("stop", "sleep", "hog")
@@ -49,18 +49,18 @@ LASTING = ("stop", "sleep", "hog")
 KINDS = (*ENDING, *LASTING)
 
 _EXIT_CODE = 3
-_LOOK_S = 0.02  # between two looks of the process that wakes a stopped one
+_LOOK_S = 0.02  # between two checks by the process that wakes a stopped one
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: its kind, and where it happens. Raises ValueError for what cannot be meant."""
+    """One fault: its kind, and where it happens. Raises ValueError for an invalid combination."""
 
     kind: str
     slot: int
     phase: str
-    step: int | None = None  # None: whatever the step is; 0: before the first one
-    nth: int = 1  # the nth time that the process passes this phase, in this step if there is one
+    step: int | None = None  # None: any step; 0: before the first one
+    nth: int = 1  # the nth time that the process passes this phase, within this step if one is given
     incarnation: int = 0
     seconds: float | None = None  # for the kinds in LASTING; infinity stops a process for good
 
@@ -76,13 +76,13 @@ class Fault:
 
 
 def one_of(what: str, found: object, known: Sequence[str]) -> None:
-    """Raises ValueError unless `found` is one of the known words."""
+    """Raise ValueError unless `found` is one of the known words."""
     if found not in known:
-        raise ValueError(f"{found!r} is no {what}; there are {', '.join(known)}")
+        raise ValueError(f"{found!r} is not a {what}; known are {', '.join(known)}")
 
 
 def at_least(what: str, found: object, least: int) -> None:
-    """Raises ValueError unless `found` is a whole number of at least `least`."""
+    """Raise ValueError unless `found` is a whole number of at least `least`."""
     if type(found) is not int or found < least:
         raise ValueError(f"{what} is a whole number of at least {least}, not {found!r}")
 
@@ -92,13 +92,13 @@ def _check_seconds(kind: str, seconds: object) -> None:
         if seconds is not None:
             raise ValueError(f"{kind} takes no seconds, and was given {seconds!r}")
         return
-    for_good = ", or infinity for a stop that nobody ends" if kind == "stop" else ""
+    for_good = ", or infinity for a stop that never ends" if kind == "stop" else ""
     if seconds is None:
         raise ValueError(f"{kind} needs seconds: how long it lasts{for_good}")
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
         raise ValueError(f"{kind} lasts for a number of seconds above 0{for_good}, not {seconds!r}")
     if math.isinf(seconds) and kind != "stop":
-        raise ValueError(f"{kind} lasts for a number of seconds that ends, not {seconds!r}")
+        raise ValueError(f"{kind} lasts for a finite number of seconds, not {seconds!r}")
 
 
 def write_schedule(faults: Sequence[Fault], diary: str) -> str:
@@ -120,13 +120,13 @@ def read_schedule(text: str) -> tuple[tuple[Fault, ...], str]:
     try:
         schedule = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"a schedule of faults is JSON, and this is not: {error}") from None
+        raise ValueError(f"a schedule of faults must be JSON, and this is not: {error}") from None
     _check_keys("a schedule of faults", schedule, known=("diary", "faults"), needed=("faults",))
     listed, diary = schedule["faults"], schedule.get("diary", "")
     if not isinstance(listed, list):
-        raise ValueError(f"the faults of a schedule are a list, not {listed!r}")
+        raise ValueError(f"the faults of a schedule must be a list, not {listed!r}")
     if not isinstance(diary, str):
-        raise ValueError(f"the diary of a schedule is a path, not {diary!r}")
+        raise ValueError(f"the diary of a schedule must be a path, not {diary!r}")
     return tuple(_read_fault(facts) for facts in listed), diary
 
 
@@ -135,26 +135,26 @@ def _read_fault(facts: Any) -> Fault:
     _check_keys("a fault", facts, known=known, needed=("kind", "slot", "phase"))
     seconds = facts.get("seconds")
     if facts["kind"] == "stop" and "seconds" in facts and seconds is None:
-        seconds = math.inf  # JSON has no word for it
+        seconds = math.inf  # JSON cannot express it
     return Fault(**{**facts, "seconds": seconds})
 
 
 def _check_keys(what: str, found: object, *, known: Sequence[str], needed: Sequence[str]) -> None:
     if not isinstance(found, Mapping):
-        raise ValueError(f"{what} is a JSON object, not {found!r}")
+        raise ValueError(f"{what} must be a JSON object, not {found!r}")
     if unknown := [key for key in found if key not in known]:
-        raise ValueError(f"{what} has {', '.join(unknown)}, which is not known; there are {', '.join(known)}")
+        raise ValueError(f"{what} has {', '.join(unknown)}, which is unknown; known are {', '.join(known)}")
     if missing := [key for key in needed if key not in found]:
         raise ValueError(f"{what} lacks {', '.join(missing)}: {found!r}")
 
 
-# What the product calls.
+# The interface for HetSeq itself.
 
 
 def arm(schedule: str, *, slot: int, incarnation: int) -> None:
-    """Keep those faults of a schedule's text that are meant for this process, and forget all others.
+    """Keep those faults of a schedule's text that are for this process, and drop all others.
 
-    An empty text disarms. A process that is forked later has none: it may arm itself. Raises ValueError.
+    An empty text disarms. A process that is forked later has none: it can arm itself. Raises ValueError.
     """
     global _armed
     listed, diary = read_schedule(schedule)
@@ -163,34 +163,34 @@ def arm(schedule: str, *, slot: int, incarnation: int) -> None:
 
 
 def handed_down() -> dict[str, Any] | None:
-    """What this process's checkpoint writer is to be armed with: the arguments of `arm`; None: nothing.
+    """The arguments of `arm` for this process's checkpoint writer; None: none.
 
-    What is handed down once is not handed down again: the next writer takes the place of one that has had its fault.
+    A fault is handed down once: the next writer replaces one that has had its fault.
     """
     return None if _armed is None else _armed.hand_down()
 
 
 def at_step(step: int) -> None:
-    """Say which step this process works on from now on; 0 until the first call."""
+    """Set the step that this process works on from now on; 0 until the first call."""
     if _armed is not None:
         _armed.step = step
 
 
 def point(phase: str) -> None:
-    """A place where a fault may happen; any thread may pass it. Costs one comparison where no fault is expected."""
+    """A place where a fault may happen; any thread may pass it. Costs one comparison if no fault is armed."""
     if _armed is not None:
         _armed.come_to(phase)
 
 
 class _Armed:
-    """The faults that this process has still before it, and the step that it works on."""
+    """The faults still ahead of this process, and its current step."""
 
     def __init__(self, faults: Sequence[Fault], diary: str, *, slot: int, incarnation: int) -> None:
         self.step = 0
         self._slot, self._incarnation, self._pid, self._diary = slot, incarnation, os.getpid(), diary
         self._faults = tuple(faults)
         self._passes_left = [fault.nth for fault in faults]
-        self._lock = threading.Lock()  # around the counting alone
+        self._lock = threading.Lock()  # for counting only
 
     def hand_down(self) -> dict[str, Any] | None:
         places = [
@@ -215,18 +215,18 @@ class _Armed:
             _happen(fault, step)
 
     def _due(self, phase: str, step: int) -> list[Fault]:
-        """The faults that happen now, in the order of the schedule."""
+        """The faults that are due now, in the order of the schedule."""
         due = []
         with self._lock:
             for place, fault in enumerate(self._faults):
                 if fault.phase == phase and fault.step in (None, step):
-                    self._passes_left[place] -= 1  # 0 once and never again
+                    self._passes_left[place] -= 1  # reaches 0 exactly once
                     if self._passes_left[place] == 0:
                         due.append(fault)
         return due
 
     def _note(self, fault: Fault, step: int) -> None:
-        """One line in the diary: in one write at its end, so that processes which share it never mix theirs."""
+        """Append one line to the diary in a single write, so that processes which share it never mix theirs."""
         if not self._diary:
             return
         entry = {
@@ -267,7 +267,7 @@ def _happen(fault: Fault, step: int) -> None:
     elif fault.kind == "exit":
         os._exit(_EXIT_CODE)
     elif fault.kind == "raise":
-        raise RuntimeError(f"a fault that the schedule asked for: slot {fault.slot}, step {step}, phase {fault.phase}")
+        raise RuntimeError(f"a fault from the schedule: slot {fault.slot}, step {step}, phase {fault.phase}")
     elif fault.kind == "stop":
         _stop(seconds)
     elif fault.kind == "sleep":
@@ -278,32 +278,32 @@ def _happen(fault: Fault, step: int) -> None:
 
 
 def _leave_no_core() -> None:
-    """A crash on purpose explains itself, and a core file of a training process has gigabytes."""
+    """No core file for an intended crash: that of a training process has gigabytes."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 
 
 def _stop(seconds: float) -> None:
-    """Stop all threads of this process; go on after `seconds`, or when somebody sends SIGCONT."""
+    """Stop all threads of this process; continue after `seconds`, or when SIGCONT arrives."""
     waker = _fork_waker(seconds) if math.isfinite(seconds) else None
-    # To this thread and not to the process: then this thread stops before it returns, and the waker is not yet ended.
+    # To this thread and not to the process: it then stops before this call returns, and cannot end the waker too early.
     signal.raise_signal(signal.SIGSTOP)
     if waker is not None:
-        with suppress(ProcessLookupError, ChildProcessError):  # where SIGCHLD is ignored it is gone already
+        with suppress(ProcessLookupError, ChildProcessError):  # if SIGCHLD is ignored it is gone already
             os.kill(waker, signal.SIGKILL)
             os.waitpid(waker, 0)
 
 
 def _fork_waker(seconds: float) -> int:
-    """A child that sends SIGCONT to this process after `seconds`, and ends with it; its process id."""
+    """A child that sends SIGCONT to this process after `seconds`, and ends with it; returns its process id."""
     sleeper = os.getpid()
     waker = os.fork()
     if waker:
         return waker
-    try:  # a copy of a process with many threads: only calls of the system from here, and no way back
+    try:  # the fork of a process with many threads: only system calls from here, and no return
         os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # or a peer would not see a connection close
         wake_s = time.monotonic() + seconds
         while os.getppid() == sleeper:
-            # again and again, as the first may come before the stop does; the woken one ends it
+            # repeatedly, because the first may arrive before the stop does; the woken process ends it
             if time.monotonic() >= wake_s:
                 os.kill(sleeper, signal.SIGCONT)
             time.sleep(_LOOK_S)
@@ -312,8 +312,8 @@ def _fork_waker(seconds: float) -> int:
 
 
 def _hold_interpreter(seconds: float) -> None:
-    """Keep the interpreter's lock, as a long call in C does that never releases it: no other thread runs Python."""
-    library = ctypes.PyDLL(None)  # unlike CDLL it keeps the lock while it calls
+    """Hold the interpreter lock, like a long call in C that never releases it: no other thread runs Python."""
+    library = ctypes.PyDLL(None)  # unlike CDLL, it keeps the lock during a call
     until_s = time.monotonic() + seconds
     while (rest_s := until_s - time.monotonic()) > 0:
         library.poll(None, 0, math.ceil(1000 * rest_s))  # a signal ends it early

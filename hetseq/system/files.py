@@ -1,9 +1,9 @@
-"""The few ways in which a checkpoint touches the disk.
+"""File operations of checkpoints: exclusive creation, atomic replacement, bounded reads, safe removal.
 
-Responsible for: files that come into being complete or not at all, with mode 0600 and never through a link; reads that
-are bounded; removal that makes a checkpoint invisible before it makes it incomplete. Refuses to know what the files
-mean. The one idea: an error of `fsync` or `close` is an error of the write, and a file that met one is never used
-again, because the kernel may have dropped the pages it could not write.
+Responsible for: files that appear complete or not at all, with mode 0600 and never through a link; bounded
+reads; removal that makes a checkpoint invisible before it makes it incomplete. Does not know the content of the
+files. The one idea: an error of `fsync` or `close` is an error of the write, and a file that had one is never used
+again, because the kernel may have dropped the pages that it could not write.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pathlib import Path
 
 COMMIT_NAME = "COMMIT.json"
 _LOOK_S = 0.01
-_MUCH_BYTES = 1 << 20  # a file system with as many free bytes is not full of bytes
+_MUCH_BYTES = 1 << 20  # a file system with this many free bytes is not full
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """An OSError of a call that knew only a descriptor gets the name of its file."""
+    """Adds the name of the file to an OSError of a call that had only a descriptor."""
     try:
         yield
     except OSError as error:
@@ -34,7 +34,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def describe_os_error(error: OSError) -> str:
-    """What the system refused, its name, the file, and of a full disk what it lacks if that is not bytes:
+    """The system's message, its error name, the file, and what a full disk lacks, if not bytes:
     "No space left on device (ENOSPC): state.json; no inode is free there (df -i)"."""
     name = errno.errorcode.get(error.errno or 0, "OSError")
     file = f": {str(error.filename).rpartition('/')[2]}" if error.filename else ""
@@ -72,8 +72,8 @@ def creating(path: Path) -> Iterator[int]:
 
 
 def lock(descriptor: int, kind: int, *, patience_s: float) -> None:
-    """Take a lock (`fcntl.LOCK_EX` or `LOCK_SH`) that others hold for moments. OSError where somebody, who may have
-    been stopped, keeps it for longer, and where the file system knows no locks."""
+    """Take a lock (`fcntl.LOCK_EX` or `LOCK_SH`) that others hold only briefly. OSError if another process, perhaps a
+    stopped one, keeps it for longer, and if the file system has no locks."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -86,7 +86,7 @@ def lock(descriptor: int, kind: int, *, patience_s: float) -> None:
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all of `data`, however little each call takes."""
+    """Write all of `data`, even if each call writes only part of it."""
     rest = memoryview(data)
     while len(rest):
         rest = rest[os.write(descriptor, rest) :]
@@ -99,16 +99,16 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def publish(path: Path, data: bytes) -> None:
-    """Let `path` appear with this content at once: written beside, flushed, renamed, and the folder flushed.
+    """Make `path` appear with this content at once: written beside, flushed, renamed, and the folder flushed.
 
-    A file of that name is replaced; a leftover of an earlier, killed attempt is removed.
+    A file of that name is replaced; a leftover of an earlier attempt that was killed is removed.
     """
     beside = path.with_name(path.name + ".tmp")
     with suppress(FileNotFoundError):
         os.unlink(beside)
     write_new(beside, data)
     os.rename(beside, path)
-    with suppress(FileNotFoundError):  # somebody has seen it by now, and has removed the folder with it
+    with suppress(FileNotFoundError):  # another process has seen it by now, and removed the folder with it
         sync_directory(path.parent)
 
 
@@ -140,7 +140,7 @@ def sync_file(path: Path) -> None:
 
 
 def open_no_follow(path: Path, flags: int, mode: int = 0o600) -> int:
-    """A descriptor of the file `path`; OSError (ELOOP) that says so where it is a symbolic link."""
+    """A descriptor of the file `path`; OSError (ELOOP) with a clear message if it is a symbolic link."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     except OSError as error:
@@ -153,7 +153,7 @@ def open_no_follow(path: Path, flags: int, mode: int = 0o600) -> int:
 @contextmanager
 def reading(path: Path) -> Iterator[tuple[int, int]]:
     """Descriptor and size in bytes of a regular file; links, pipes and devices raise OSError."""
-    # O_NONBLOCK: opening a pipe that somebody planted must not wait for its other end
+    # O_NONBLOCK: opening a pipe that someone planted must not wait for its other end
     descriptor = open_no_follow(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         with naming(path):
@@ -166,7 +166,7 @@ def reading(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def read_into(descriptor: int, view: memoryview) -> None:
-    """Fill `view` from the descriptor's position; EOFError where the file ends first."""
+    """Fill `view` from the descriptor's position; EOFError if the file ends first."""
     rest = view
     while len(rest):
         count = os.readv(descriptor, [rest])
@@ -176,7 +176,7 @@ def read_into(descriptor: int, view: memoryview) -> None:
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """The whole content of a file of at most `limit` bytes; ValueError where it is larger."""
+    """The whole content of a file of at most `limit` bytes; ValueError if it is larger."""
     with reading(path) as (descriptor, size):
         if size > limit:
             raise ValueError(f"{size} bytes, at most {limit} are expected")
@@ -192,7 +192,7 @@ def free_bytes(path: Path) -> int:
 
 
 def remove_attempt(directory: Path) -> None:
-    """Delete one checkpoint folder: COMMIT.json first and for good, so that a crash leaves litter, never half a state.
+    """Delete one checkpoint folder: COMMIT.json first and durably, so that a crash leaves litter, never half a state.
 
     Folders inside it are left alone (HetSeq makes none); the folder then stays, and OSError says so.
     """

@@ -1,8 +1,8 @@
 """The state of a GPU: whether this process can use it, and whether it has failed under this process.
 
-Responsible for opening a GPU, with a clear error where it cannot be used, and for judging errors that torch has raised
-on it. Refuses to know what becomes of the rank. An error of CUDA that destroys the context comes back from every later
-call, so the device can be asked.
+Responsible for opening a GPU, with a clear error if it cannot be used, and for classifying errors that torch raises
+on it. Does not know how the rank reacts. A CUDA error that destroys the context is returned by every later
+call, so the device can be queried.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _OLD_DRIVER = "driver on your system is too old"
 
 
 def open_device(device: torch.device, who: str) -> None:
-    """Select a GPU for this process, and run a first kernel on it; `who` is the rank and its node.
+    """Select a GPU for this process, and run a first kernel on it; `who` names the rank and its node.
 
-    Raises ConfigError where this torch has no code for it, its driver is too old, or another process has it for itself.
+    Raises ConfigError if this torch has no code for it, its driver is too old, or another process uses it exclusively.
     """
     try:
         about = torch.cuda.get_device_properties(device)
@@ -32,7 +32,7 @@ def open_device(device: torch.device, who: str) -> None:
         torch.zeros(1, device=device).add_(1)
     except RuntimeError as error:
         reason = first_line(error)
-        if _OLD_DRIVER in reason:  # torch says more about it
+        if _OLD_DRIVER in reason:  # torch's message has the details
             raise ConfigError(f"{who}: {device} cannot be used: {reason} [device-unusable]") from None
         if _BUSY not in reason:
             raise
@@ -44,15 +44,15 @@ def open_device(device: torch.device, who: str) -> None:
 
 
 def allow_tf32(is_allowed: bool) -> None:
-    """Whether products and convolutions of fp32 may have factors of TF32, which keep 10 bits of 23.
+    """Whether fp32 matrix products and convolutions may use TF32 factors, which keep 10 bits of 23.
 
-    By default cuDNN takes them for convolutions, and cuBLAS does not for products.
+    By default cuDNN uses them for convolutions, and cuBLAS does not use them for products.
     """
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = is_allowed
 
 
 def _check_code(device: torch.device, about: Any, who: str) -> None:
-    """Raise ConfigError where this torch has no code for the GPU."""
+    """Raise ConfigError if this torch has no code for the GPU."""
     if not is_built_for(about):
         built, capability = torch.cuda.get_arch_list(), (about.major, about.minor)
         has_newer_code = any(_capability(name) > capability for name in built)
@@ -65,20 +65,20 @@ def _check_code(device: torch.device, about: Any, who: str) -> None:
 
 
 def is_built_for(about: Any) -> bool:
-    """Whether this torch has code for a GPU with these properties; ROCm names its GPUs otherwise, and is believed."""
+    """Whether this torch has code for a GPU with these properties; ROCm names GPUs differently, and is trusted."""
     return torch.version.cuda is None or runs_on(torch.cuda.get_arch_list(), (about.major, about.minor))
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether a GPU computes in bf16 itself; otherwise torch emulates it."""
+    """Whether a GPU computes in bf16 natively; otherwise torch emulates it."""
     about = torch.cuda.get_device_properties(device)
     return torch.version.cuda is None or (about.major, about.minor) >= _FIRST_WITH_BF16
 
 
 def runs_on(built: list[str], capability: tuple[int, int]) -> bool:
-    """Whether code for these (`sm_80`, `compute_90`) runs on a GPU: its own generation, or any later from `compute_`.
+    """Whether code for these (`sm_80`, `compute_90`) runs on a GPU: its own generation, or any later for `compute_`.
 
-    Source: CUDA C++ Programming Guide, "Binary Compatibility" and "PTX Compatibility". An empty list tells nothing.
+    Source: CUDA C++ Programming Guide, "Binary Compatibility" and "PTX Compatibility". An empty list says nothing.
     """
     for name in built:
         code = _capability(name)
@@ -88,26 +88,26 @@ def runs_on(built: list[str], capability: tuple[int, int]) -> bool:
 
 
 def _capability(name: str) -> tuple[int, ...]:
-    """Of the generation that code is named after; empty where the name is another one."""
+    """The generation that code is named after; empty if the name has another form."""
     number = name.partition("_")[2].rstrip("af")
     return (int(number[:-1]), int(number[-1])) if number.isdigit() else ()
 
 
 def first_line(error: BaseException) -> str:
-    """What happened; torch adds lines of advice to its errors, among them one about device-side assertions."""
+    """The first line of an error; torch appends advice, including a line about device-side assertions."""
     return str(error).partition("\n")[0]
 
 
 def is_unusable(error: BaseException, device: torch.device) -> bool:
-    """Whether the device gives this process nothing but errors from now on (sync)."""
+    """Whether the device returns only errors to this process from now on (sync)."""
     return _answer_after(error, device) is not None
 
 
 def has_failed(error: BaseException, device: torch.device) -> bool:
     """Whether `error` means that the device has failed under this process, while another process may still use it.
 
-    An assertion that fails on a device, for an index out of range, is the fault of the code, and would fail again. So
-    is a kernel that cannot be launched, which leaves the device as it was (sync).
+    A failed device-side assertion, for an index out of range, is a fault of the code and would recur. The same holds
+    for a kernel that cannot be launched, which leaves the device as it was (sync).
     """
     answer = _answer_after(error, device)
     return answer is not None and "device-side assert" not in first_line(answer)
@@ -116,23 +116,23 @@ def has_failed(error: BaseException, device: torch.device) -> bool:
 def never_release(error: BaseException) -> None:
     """Keep an error, its frames and their tensors until the process ends.
 
-    Where a device has failed, torch ends the process with SIGABRT as soon as page-locked memory is released: a
-    destructor raises (seen with torch 2.11 on an H100; c10/cuda/CUDAGraphsC10Utils.h). The reason would not get out.
+    When a device has failed, torch ends the process with SIGABRT as soon as page-locked memory is released: a
+    destructor raises (seen with torch 2.11 on an H100; c10/cuda/CUDAGraphsC10Utils.h). The reason would be lost.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(error))
 
 
 def _answer_after(error: BaseException, device: torch.device) -> torch.AcceleratorError | None:
-    """What the device says after `error`; None where it computes.
+    """The device's error after `error`; None if it still computes.
 
-    A GPU is asked, as a library such as cuBLAS reports a failed device by an error of its own (sync).
+    The GPU is queried, because a library such as cuBLAS reports a failed device by an error of its own (sync).
     """
     if isinstance(error, HetSeqError) or is_exhausted(error):
         return None
     if device.type != "cuda":
         return error if isinstance(error, torch.AcceleratorError) else None
     try:
-        torch.cuda.synchronize(device)  # sync, once, in a process that ends
+        torch.cuda.synchronize(device)  # sync, once, in a process that is about to end
     except torch.AcceleratorError as answer:
         return answer
     except Exception:  # the error itself says more than this one

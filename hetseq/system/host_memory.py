@@ -1,8 +1,8 @@
-"""Memory of the host: what the machine has, and what the control groups of this process leave of it. Standard library.
+"""Memory of the host: of the machine, and within the control groups of this process. Standard library only.
 
-A queue or a container gives a process less than the machine has. The limit may stand in its own control group or in one
-above it, and the tightest one counts; versions 1 and 2 name the files differently. No figure is an error: a file that
-is not there limits nothing.
+A queue or a container gives a process less than the machine has. The limit may be in its own control group or in one
+above it, and the tightest one counts; versions 1 and 2 name the files differently. Missing figures are not an error: a
+file that does not exist limits nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def limit_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Memory that programs in this control group could still get; 0 where nothing says how much."""
+    """Memory that programs in this control group could still get; 0 if unknown."""
     try:
         lines = (_PROC / "meminfo").read_text().splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -40,12 +40,12 @@ def available_bytes() -> int:
 
 
 def group_memory() -> tuple[int | None, int]:
-    """Limit and use of the tightest control group, in bytes; None: there is no limit."""
+    """Limit and use of the tightest control group, in bytes; None: no limit."""
     return min(_limits(), default=(None, 0))
 
 
 def group_files(controller: str, name: str, old_name: str) -> list[Path]:
-    """The file of a limit in the control group of this process and in those above it, as versions 2 and 1 name it."""
+    """The files of a limit in this process's control group and those above it, as versions 2 and 1 name them."""
     found = []
     with suppress(OSError, ValueError):
         for line in (_PROC / "self" / "cgroup").read_text().splitlines():
@@ -68,7 +68,7 @@ def _limits() -> Iterator[tuple[int, int]]:
 
 
 def _reclaimable(path: Path) -> int:
-    """File pages that the kernel gives up before memory runs out; they count as used (cgroup-v2, memory.stat)."""
+    """File pages that the kernel reclaims before memory runs out; they count as used (cgroup-v2, memory.stat)."""
     with suppress(OSError, ValueError):
         words = dict(line.split() for line in path.read_text().splitlines())
         return int(words.get("total_inactive_file", words.get("inactive_file", 0)))

@@ -1,13 +1,14 @@
-"""Which library multiplies matrices of fp32 on a CPU.
+"""The library that multiplies fp32 matrices on a CPU: MKL or oneDNN.
 
-torch leaves these to MKL. MKL chooses its kernels by who made the processor: on one of AMD with AVX-512 it takes those
-of AVX2, half as wide. oneDNN, which torch has too and uses for convolutions and 16 bits, asks what the processor can
-do. Measured on a Zen 5, one thread, squares of 2048: 109 GFLOP/s with MKL, 225 with oneDNN (bench/floor.py).
+torch uses MKL. MKL chooses its kernels by processor vendor: on an AMD processor with AVX-512 it uses
+AVX2 kernels, half as wide. oneDNN, which torch also has and uses for convolutions and 16 bits, checks what the
+processor supports. Measured on a Zen 5, one thread, squares of 2048: 109 GFLOP/s with MKL, 225 with oneDNN
+(bench/floor.py).
 
-torch gives oneDNN products of fp32 only where its user allows 16 bits inside (`torch.set_float32_matmul_precision`,
-"medium"). What oneDNN then computes in depends on the processor: without a unit for products of 16-bit matrices, which
-AMD's have not, it is fp32 throughout. So that is looked at, by numbers, before anything depends on it, and a processor
-that takes the permission at its word does not get it.
+torch gives oneDNN fp32 products only if its user allows 16 bits inside (`torch.set_float32_matmul_precision`,
+"medium"). How oneDNN then computes depends on the processor: without a unit for 16-bit matrix products, which
+AMD's lack, it is fp32 throughout. So the accuracy is measured before anything depends on it, and a processor
+that does use 16 bits is not given the permission.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-#: of an element, relative to the largest: sums of 384 terms in fp32 stay below 2e-6, with factors of 16 bits above 1e-3
+#: of an element, relative to the largest: sums of 384 terms in fp32 stay below 2e-6, with 16-bit factors above 1e-3
 _LARGEST_ERROR = 2.0**-16
 _ROWS, _TERMS, _COLUMNS = 96, 384, 160
 
 
 def multiply_by_the_faster_library(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Have this process multiply fp32 matrices by oneDNN where MKL would be slow; True if it does so from here on.
+    """Use oneDNN for fp32 matrix products in this process if MKL would be slow; returns whether it is used.
 
-    Products are as exact as before, and round differently. Call it once in a process that computes on a CPU, before a
-    task builds its model, where "highest" is MKL again. Another setting than that is somebody's own, and left alone.
+    Products are as exact as before, but round differently. Call it once in a process that computes on a CPU, before a
+    task builds its model: a task that sets "highest" uses MKL again. A setting other than the default is kept.
     """
     if torch.get_float32_matmul_precision() != "highest" or not (_has_both() and _is_misjudged(cpuinfo)):
         return False
@@ -45,7 +46,7 @@ def _has_both() -> bool:
 
 
 def _is_misjudged(cpuinfo: Path) -> bool:
-    """Whether the processor has vectors that MKL does not use on it."""
+    """Whether the processor has vector instructions that MKL does not use on it."""
     capability: str = torch.backends.cpu.get_cpu_capability()
     if not capability.startswith("AVX512"):
         return False
@@ -56,8 +57,8 @@ def _is_misjudged(cpuinfo: Path) -> bool:
 
 
 def _error(multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul) -> float:
-    """The largest error of products as forward and backward have them, relative to the largest element."""
-    source = torch.Generator().manual_seed(0)  # its own: nobody else's random numbers are touched
+    """The largest error of products as in forward and backward, relative to the largest element."""
+    source = torch.Generator().manual_seed(0)  # its own: the global random numbers stay untouched
     left = torch.randn(2, _ROWS, _TERMS, generator=source)
     right = torch.randn(2, _TERMS, _COLUMNS, generator=source)
     exact = left.double() @ right.double()
@@ -70,5 +71,5 @@ def _error(multiply: Callable[[Tensor, Tensor], Tensor] = torch.matmul) -> float
 
 
 def _turned(batch: Tensor) -> Tensor:
-    """The same numbers, lying column by column."""
+    """The same numbers in column-major order."""
     return batch.transpose(1, 2).contiguous().transpose(1, 2)

@@ -1,7 +1,7 @@
-"""Processes that end with the one that started them, however that one ends.
+"""Child processes that end with the process that started them, however it ends.
 
 The kernel's parent-death signal needs no thread and no cooperation, so it also reaches a process stuck in C code. It
-exists on Linux only, and only for the direct parent; elsewhere the pipes between the processes have to do.
+exists on Linux only, and only for the direct parent; otherwise the pipes between the processes must serve.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
 
-#: what asks a run to stop after its step
+#: signals that ask a run to stop after its step
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-#: `timeout`, terminals and schedulers signal a process and its group: one wish, heard twice within these seconds
+#: `timeout`, terminals and schedulers signal a process and its group: a repetition within these seconds is one request
 ECHO_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
 def state_and_start(pid: int) -> tuple[str, int] | None:
-    """The kernel's letter for the state of a process, and its start in clock ticks since boot; None: there is none.
+    """The kernel's letter for the state of a process, and its start in clock ticks since boot; None: no such process.
 
-    Source: proc(5), fields 3 and 22 of /proc/PID/stat, counted behind the name in brackets.
+    Source: proc(5), fields 3 and 22 of /proc/PID/stat, counted after the name in brackets.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -40,7 +40,7 @@ def state_and_start(pid: int) -> tuple[str, int] | None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; at once if it already has."""
+    """Have the kernel kill this process when the thread that started it ends; at once if it has already ended."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -49,16 +49,16 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def die_with_pipe(descriptor: int) -> None:
-    """Have this process killed when the other end of a pipe is closed, so when the process that holds it ends.
+    """Have this process killed when the other end of a pipe is closed, as when the process that holds it ends.
 
-    The kernel does it where it knows signal-driven input (Linux): it needs no thread, and so not the interpreter, which
-    a long call in C may hold. A thread watches all the same, for kernels that only pretend to know.
+    If the kernel has signal-driven input (Linux), it does so itself: that needs no thread, and thus not the interpreter
+    lock, which a long call in C may hold. A thread watches as well, for kernels that only claim to have it.
     """
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
-    # begins by looking, and so also sees an end that came before
+    # checks first, and so also sees an end that came before
     threading.Thread(target=_die_once_readable, args=(descriptor,), name="launcher-watch", daemon=True).start()
 
 
@@ -68,17 +68,17 @@ def _die_once_readable(descriptor: int) -> None:
 
 
 def ignore_stop_signals() -> None:
-    """For helpers of a worker: stopping is the worker's decision, and it still needs them to finish its step."""
+    """For helpers of a worker: the worker decides when to stop, and still needs them to finish its step."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory for the next step, in place of giving it back to the kernel and asking again.
+    """Have glibc keep freed memory for the next step instead of returning it to the kernel and requesting it again.
 
-    A step frees and takes the same hundreds of megabytes of activations; each return costs a page fault per 4 kB.
+    A step frees and allocates the same hundreds of megabytes of activations; each return costs a page fault per 4 kB.
     Measured on one core: a step of the MNIST net on 256 images takes 170 to 190 ms with this, 310 to 340 without.
-    Other C libraries have no mallopt, and nothing happens there.
+    Other C libraries have no mallopt; then nothing happens.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -87,7 +87,7 @@ def keep_freed_memory() -> None:
 
 
 def first_stop_signal(signals: bytes) -> int | None:
-    """The first stop signal among those that came; others are somebody else's in this process."""
+    """The first stop signal among those that came; other signals belong to other code in this process."""
     return next((number for number in signals if number in STOP_SIGNALS), None)
 
 
@@ -123,11 +123,11 @@ def die_of_next_signal() -> None:
 
 @contextmanager
 def ringing_on_signals() -> Iterator[int]:
-    """A pipe that is readable once a stop signal has come, with the signals' numbers as bytes.
+    """A pipe that is readable once a stop signal has arrived, with the signals' numbers as bytes.
 
-    Python itself writes into it the moment a signal comes: a handler runs only between two instructions, so one that
-    wrote would be heard of minutes later if the signal came just before a wait, or to another thread than the waiting
-    one. Once one has come, later ones are ignored afterwards: the process is about to end with a code that tells why.
+    Python itself writes to it the moment a signal arrives. A handler runs only between two instructions, so its
+    write could come minutes late if the signal came just before a wait, or to a thread other than the waiting
+    one. After the first, later ones are ignored: the process is about to end with a code that names the reason.
     """
     bell, hammer = os.pipe()
     os.set_blocking(hammer, False)

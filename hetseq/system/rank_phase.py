@@ -1,12 +1,12 @@
-"""Where a rank stands: which phase of its work, in which step, since when; told to whoever looks from outside.
+"""The phase of a rank: what it does, in which step, since when; readable by other processes.
 
 Responsible for a few words of memory that a rank's process shares with its launcher, and behind them for the stacks of
-its threads, which `faulthandler` writes there. Refuses to judge whether a rank is stuck, and to write any file.
+its threads, which `faulthandler` writes there. Does not judge whether a rank is stuck, and writes no file.
 
-The one idea: a process that is stopped, or whose interpreter is held by a call in C, can say nothing any more. So it
-has always said it: every phase begins with a few stores into shared memory, which costs no system call, no lock and
-nobody's answer, and can be read when the process cannot be asked. Both sides use the monotonic clock of the one machine
-that they are on. As with `faults`, a process is one rank and stands at one place, so there is one cell in a process.
+The one idea: a process that is stopped, or whose interpreter is held by a call in C, cannot report any more. So it
+reports in advance: every phase begins with a few stores into shared memory, which cost no system call, no lock and
+no reply, and can be read when the process cannot respond. Both sides use the monotonic clock of the machine that
+they share. As with `faults`, a process is one rank in one phase, so there is one cell per process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 from hetseq.system.processes import state_and_start
 
-#: has a process write its stacks where no thread of it can run Python; a real-time signal that nobody else uses
+#: makes a process write its stacks even if none of its threads can run Python; a real-time signal without other use
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 MOST_STACKS_BYTES = 1 << 18
 
@@ -39,7 +39,7 @@ _TRIES = 8
 
 
 class Phase(enum.IntEnum):
-    """What a rank does, as far as others want to know it."""
+    """What a rank is doing, as far as it concerns others."""
 
     STARTING, LOADING, MEETING, CONNECTING, BUILDING, DATA, COUNT, FORWARD_BACKWARD, REDUCE, COMMIT, UPDATE = range(11)
     BOUNDARY, COMPARING, VALIDATION, SAVING, REGROUPING, ENDING, SWEEPING = range(11, 18)
@@ -47,7 +47,7 @@ class Phase(enum.IntEnum):
 
     @property
     def words(self) -> str:
-        """As a message has it."""
+        """The phase as it appears in messages."""
         return _IN_WORDS[self]
 
 
@@ -80,19 +80,19 @@ _FOR_OTHERS = (Phase.MEETING, Phase.CONNECTING, Phase.REGROUPING)
 
 @dataclass(frozen=True)
 class Stand:
-    """Where a rank stood when somebody looked."""
+    """The phase of a rank at the time of reading."""
 
     phase: Phase
     step: int  # 0: before the first one
-    since_s: float  # when the phase began, on the monotonic clock of its machine
-    for_s: float  # how long ago that was
+    since_s: float  # start of the phase, on the monotonic clock of its machine
+    for_s: float  # the duration so far
     is_waiting: bool  # for other ranks
-    deadline_s: float  # after which the others give up; infinite where nobody waits
-    silent_s: float  # since a thread of its interpreter ran last; infinite where none has yet
+    deadline_s: float  # after which the others give up; infinite if no rank waits
+    silent_s: float  # since a thread of its interpreter last ran; infinite if none has yet
     can_dump: bool  # it answers STACKS_SIGNAL
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON has it, for other machines, whose clocks differ."""
+        """The JSON form for other machines, whose clocks differ."""
         return {
             "phase": self.phase.words, "step": self.step, "for_s": round(self.for_s, 3), "is_waiting": self.is_waiting,
             "deadline_s": min(self.deadline_s, 1e9),
@@ -100,7 +100,7 @@ class Stand:
 
 
 class Cell:
-    """Memory that a rank and its launcher share: where the rank stands, and behind it the stacks of its threads."""
+    """Memory that a rank and its launcher share: the rank's phase, and behind it the stacks of its threads."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self.descriptor = _new_file() if descriptor is None else descriptor
@@ -113,19 +113,19 @@ class Cell:
         return _cell_of, (DupFd(self.descriptor),)
 
     def close(self) -> None:
-        """Give the memory back; may be called twice."""
+        """Release the memory; may be called twice."""
         if self.descriptor >= 0:
             self._words.release()
             self._memory.close()
             os.close(self.descriptor)
             self.descriptor = -1
 
-    # the rank
+    # for the rank
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
-        """From now on this rank does something else; `step` stays what it was unless it is given."""
+        """Enter a phase; `step` stays as it was unless it is given."""
         words = self._words
-        words[_SINCE] = 0  # who reads meanwhile reads again
+        words[_SINCE] = 0  # a concurrent reader reads again
         words[_PHASE], words[_WAITING] = phase, 0
         if step is not None:
             words[_STEP] = step
@@ -135,12 +135,12 @@ class Cell:
         self._words[_WAITING] = is_waiting
 
     def beat(self, deadline_s: float) -> None:
-        """The interpreter runs; the others give this rank up after so long."""
+        """Record that the interpreter runs; the others give this rank up after `deadline_s`."""
         self._words[_DEADLINE] = int(min(deadline_s, 1e9) * 1e3)
         self._words[_BEAT] = time.monotonic_ns()
 
     def answer_signal(self) -> None:
-        """From now on STACKS_SIGNAL has this process write its stacks, whatever holds its interpreter."""
+        """From now on STACKS_SIGNAL makes this process write its stacks, even if its interpreter is held."""
         faulthandler.register(STACKS_SIGNAL, file=self.descriptor, all_threads=True)
         self._words[_CAN_DUMP] = 1
 
@@ -150,14 +150,14 @@ class Cell:
         faulthandler.dump_traceback(self.descriptor, all_threads=True)
 
     def forget_stacks(self) -> None:
-        """What was written is of an earlier phase."""
+        """Erase stacks that were written in an earlier phase."""
         if os.fstat(self.descriptor).st_size > _PAGE:
             os.ftruncate(self.descriptor, _PAGE)
 
-    # whoever looks
+    # for readers
 
     def stand(self) -> Stand:
-        """Where the rank stands now."""
+        """The current phase of the rank."""
         for _ in range(_TRIES):
             since, phase, step, waiting, deadline, beat, can_dump = self._read()
             if since and since == self._words[_SINCE]:
@@ -171,7 +171,7 @@ class Cell:
         )  # fmt: skip
 
     def stacks(self) -> str:
-        """The stacks that were written last in this phase; empty if none were."""
+        """The latest stacks written in this phase; empty if there are none."""
         size = os.fstat(self.descriptor).st_size
         begin = max(_PAGE, size - MOST_STACKS_BYTES)
         text = os.pread(self.descriptor, max(0, size - begin), begin).decode(errors="replace")
@@ -187,13 +187,13 @@ def _cell_of(handle: Any) -> Cell:
 
 
 def _new_file() -> int:
-    """A file without a name: in memory where the interpreter knows how, else an unlinked one."""
+    """A file without a name: in memory if the interpreter supports it, else an unlinked one."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("hetseq-rank", os.MFD_CLOEXEC)
     else:
         with tempfile.TemporaryFile() as file:
             descriptor = os.dup(file.fileno())
-    os.write(descriptor, bytes(_PAGE))  # stored now: a page of a full disk would end the process later
+    os.write(descriptor, bytes(_PAGE))  # written now: on a full disk, a missing page would kill the process later
     os.lseek(descriptor, _PAGE, os.SEEK_SET)
     import fcntl
 
@@ -205,27 +205,27 @@ def _new_file() -> int:
 
 
 def arm(cell: Cell | None) -> None:
-    """From now on this process tells where it stands; the thread that calls this is the one that trains."""
+    """From now on this process reports its phase; the thread that calls this is the one that trains."""
     global _cell, _thread
     _cell, _thread = cell, threading.get_ident()
 
 
 def enter(phase: Phase, step: int | None = None) -> None:
-    """This rank does something else from now on. Costs one comparison where nobody looks."""
+    """Enter a phase on this rank. Costs one comparison if there is no cell."""
     if _cell is not None and threading.get_ident() == _thread:
         _cell.enter(phase, step)
 
 
 @contextmanager
 def amid(phase: Phase, after: Phase) -> Iterator[None]:
-    """A phase within another one, to which it goes back."""
+    """A phase nested in another one, to which it returns."""
     enter(phase)
     yield
     enter(after)
 
 
 def wait_for_others(is_waiting: bool) -> None:
-    """Whatever the phase is: what is done from now on is not, or is again, this rank's own to finish."""
+    """Within any phase, record whether this rank waits for others or has work of its own to finish."""
     if _cell is not None and threading.get_ident() == _thread:
         _cell.wait_for_others(is_waiting)
 
@@ -234,11 +234,11 @@ _cell: Cell | None = None
 _thread = 0
 
 
-# what the kernel knows
+# information from the kernel
 
 
 def state_of_process(pid: int) -> str:
-    """Why a process does nothing, as far as the kernel knows; empty if it could run, or where there is no /proc."""
+    """Why a process makes no progress, as far as the kernel knows; empty if it could run, or without /proc."""
     with suppress(OSError, ValueError, IndexError):
         words = _STATES.get(letter_of(pid), "")
         return words or _swapped_out(Path(f"/proc/{pid}/status").read_text())
@@ -246,7 +246,7 @@ def state_of_process(pid: int) -> str:
 
 
 def letter_of(pid: int) -> str:
-    """The letter of the kernel for the state of a process's first thread. Raises OSError where there is none."""
+    """The kernel's letter for the state of a process's first thread. Raises OSError if there is none."""
     found = state_and_start(pid)
     if found is None:
         raise ProcessLookupError(f"there is no process {pid}")
@@ -262,18 +262,18 @@ def _swapped_out(status: str) -> str:
 
 
 _STATES = {
-    "T": "its process is stopped (SIGSTOP, or a terminal's Ctrl-Z; SIGCONT lets it go on)",
+    "T": "its process is stopped (SIGSTOP, or a terminal's Ctrl-Z; SIGCONT resumes it)",
     "t": "its process is stopped by a debugger",
     "D": "its process waits in the kernel for a disk or a network mount (state D)",
-    "Z": "its process has ended and is yet to be collected (a zombie)",
+    "Z": "its process has ended and has not been reaped yet (a zombie)",
     "X": "its process has ended",
 }
 
 
 def in_words(told: Mapping[str, Any], *, more_s: float = 0.0) -> str:
-    """What was told of a stand, `more_s` seconds later: `last seen in step 3, forward and backward for 9 s; ...`.
+    """A reported phase in words, `more_s` seconds later: `last seen in step 3, forward and backward for 9 s; ...`.
 
-    Raises KeyError, TypeError or ValueError for what nobody would tell.
+    Raises KeyError, TypeError or ValueError for a report in another form.
     """
     step, seconds = int(told["step"]), float(told["for_s"]) + more_s
     where = f" on {str(told['device'])[:40]}" if told.get("device") else ""

@@ -2,7 +2,7 @@
 
 Responsible for one module object under both names, so that nothing is registered or compiled twice. A module or package
 of that name from elsewhere is left alone: HetSeq itself never uses the short names. A checkout has both folders at its
-top, where Python may find them before HetSeq is imported; their `__init__` then put the long name in their place.
+top, where Python may find them before HetSeq is imported; their `__init__` then substitutes the long name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHORT = ("tasks", "preprocessing")
 def install() -> None:
     """Let the short names be imported from now on; may be called twice."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())  # ahead of the finder that would load a file a second time
+        sys.meta_path.insert(0, _Finder())  # before the finder that would load a file a second time
 
 
 class _Finder(MetaPathFinder):
@@ -45,7 +45,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(InspectLoader):
-    """Gives the module that has the long name."""
+    """Returns the module with the long name."""
 
     def __init__(self, found: ModuleSpec) -> None:
         self._found = found

@@ -1,8 +1,8 @@
-"""The terminal of a live view: another screen and keys that are read at once, given back as they were.
+"""The terminal of a live view: alternate screen and unbuffered keys, restored at the end.
 
-Responsible for every way in which a view may end or pause: q, a signal, Ctrl-Z, a terminal that is gone. Refuses to
-know what is shown. The one idea: both are this process' affair, and one that ends without a word leaves them on; so a
-signal is only noted and heard between two pictures, and Ctrl-Z gives both back before the process stands still.
+Responsible for every way in which a view may end or pause: q, a signal, Ctrl-Z, a terminal that is gone. Does not
+know the content. The one idea: this process must restore screen and keys, and one that is killed leaves them on; so a
+signal is only noted, and handled between two frames, and Ctrl-Z restores both before the process stops.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-#: what a terminal is told, as rich's Live tells it
+#: control sequences, as in rich's Live
 _OWN_SCREEN, _OTHER_SCREEN = b"\x1b[?1049l\x1b[?25h", b"\x1b[?1049h\x1b[?25l"
 _GONE = (errno.EIO, errno.EPIPE, errno.ENXIO)
 
 
 class ViewEnding:
-    """Whether a signal has asked the view to end; `bell` can be read from then on."""
+    """Whether a signal has asked the view to end; `bell` is readable from then on."""
 
     def __init__(self, bell: int, ignore: Callable[[], None]) -> None:
         self.bell, self._ignore = bell, ignore
         self.number: int | None = None
 
     def is_asked(self) -> bool:
-        """Whether it is to end; then no further signal disturbs that."""
+        """Whether the view is to end; from then on no further signal interferes."""
         if self.number is not None:
             self._ignore()
         return self.number is not None
@@ -39,10 +39,10 @@ class ViewEnding:
 
 @contextmanager
 def ending_once() -> Iterator[ViewEnding]:
-    """Ctrl-C, SIGTERM and SIGHUP end the view between two pictures, and the latter two then the process.
+    """Ctrl-C, SIGTERM and SIGHUP end the view between two frames; the latter two then end the process.
 
-    A second one, before the first was heard, ends it at once. A terminal that is gone ends it without a word; a signal
-    that is ignored, as under nohup, stays so.
+    A second one, before the first was handled, ends it at once. A terminal that is gone ends it without a message; a
+    signal that is ignored, as under nohup, stays ignored.
     """
     bell, hammer = os.pipe()
 
@@ -77,7 +77,7 @@ def ending_once() -> Iterator[ViewEnding]:
 
 @contextmanager
 def keys(ending: ViewEnding) -> Iterator[Callable[[float], bool]]:
-    """Gives what waits for so many seconds, and says whether the view is to end: by q, or as `ending` says.
+    """Yields a function that waits for so many seconds and returns whether the view is to end: by q, or by `ending`.
 
     Without a terminal to read from there are no keys.
     """
@@ -102,9 +102,9 @@ def keys(ending: ViewEnding) -> Iterator[Callable[[float], bool]]:
 
 @contextmanager
 def stepping_aside(output: int, redraw: Callable[[], None]) -> Iterator[None]:
-    """Within it Ctrl-Z gives the shell its screen and its keys, and `fg` draws the view anew on `output`.
+    """Within this context, Ctrl-Z gives the shell its screen and keys, and `fg` redraws the view on `output`.
 
-    Enter it before `keys`, whose settings are taken back and set again.
+    Enter it before `keys`, whose settings are restored and set again.
     """
     source = sys.stdin.fileno() if sys.stdin.isatty() else None
     calm = None if source is None else termios.tcgetattr(source)
@@ -114,7 +114,7 @@ def stepping_aside(output: int, redraw: Callable[[], None]) -> Iterator[None]:
         os.write(output, _OWN_SCREEN)
         if source is not None and calm is not None:
             termios.tcsetattr(source, termios.TCSADRAIN, calm)
-        os.kill(os.getpid(), signal.SIGSTOP)  # SIGTSTP would be lost where no shell of ours looks on
+        os.kill(os.getpid(), signal.SIGSTOP)  # SIGTSTP would be lost without a job-control shell
         if source is not None and own is not None:
             termios.tcsetattr(source, termios.TCSADRAIN, own)
         os.write(output, _OTHER_SCREEN)

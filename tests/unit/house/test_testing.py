@@ -96,7 +96,10 @@ def test_no_call_changes_a_schedule() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Faults().kill(rank=1).at(step=4, phase="backward"), "'backward' is no phase; there are loading, co"),
+        (
+            lambda: Faults().kill(rank=1).at(step=4, phase="backward"),
+            "'backward' is not a phase; known are loading, co",
+        ),
         (lambda: Faults().kill(rank=-1).at(step=4, phase="reduce"), "rank (its slot) is a whole number of at least 0"),
         (lambda: Faults().kill(rank=True).at(step=4, phase="reduce"), "not True"),
         (lambda: Faults().kill(rank=1).at(step=-1, phase="reduce"), "step is a whole number of at least 0, not -1"),
@@ -106,23 +109,23 @@ def test_no_call_changes_a_schedule() -> None:
         (lambda: Faults().stop(rank=1).at(phase="reduce"), "stop needs seconds: how long it lasts, or infinity"),
         (lambda: Faults().sleep(rank=1).at(phase="reduce"), "sleep needs seconds: how long it lasts"),
         (lambda: Faults().hog(rank=1).at(phase="reduce"), "hog needs seconds: how long it lasts"),
-        (lambda: Faults().hog(rank=1, seconds=math.inf).at(phase="reduce"), "hog lasts for a number of seconds that"),
+        (lambda: Faults().hog(rank=1, seconds=math.inf).at(phase="reduce"), "hog lasts for a finite number of seconds"),
         (lambda: Faults().sleep(rank=1, seconds=0).at(phase="reduce"), "sleep lasts for a number of seconds above 0"),
         (lambda: Faults().sleep(rank=1, seconds=math.nan).at(phase="reduce"), "above 0, not nan"),
         (lambda: Faults().sleep(rank=1, seconds="3").at(phase="reduce"), "above 0, not '3'"),
         (lambda: Faults().sleep(rank=1, seconds=True).at(phase="reduce"), "above 0, not True"),
         (lambda: Faults((Fault("kill", 1, "reduce", seconds=3.0),)), "kill takes no seconds, and was given 3.0"),
-        (lambda: Faults((Fault("murder", 1, "reduce"),)), "'murder' is no kind of fault; there are kill, segv"),
+        (lambda: Faults((Fault("murder", 1, "reduce"),)), "'murder' is not a kind of fault; known are kill, segv"),
         (lambda: Faults().diary(""), "a diary is the path of a file, not ''"),
-        (lambda: Faults.parse("kill rank 1"), "a schedule of faults is JSON, and this is not"),
-        (lambda: Faults.parse("[]"), "a schedule of faults is a JSON object, not []"),
+        (lambda: Faults.parse("kill rank 1"), "a schedule of faults must be JSON, and this is not"),
+        (lambda: Faults.parse("[]"), "a schedule of faults must be a JSON object, not []"),
         (lambda: Faults.parse("{}"), "a schedule of faults lacks faults"),
-        (lambda: Faults.parse('{"faults": {}}'), "the faults of a schedule are a list, not {}"),
-        (lambda: Faults.parse('{"faults": [], "diary": 3}'), "the diary of a schedule is a path, not 3"),
-        (lambda: Faults.parse('{"faults": [], "dairy": "x"}'), "has dairy, which is not known; there are diary"),
-        (lambda: Faults.parse('{"faults": [7]}'), "a fault is a JSON object, not 7"),
+        (lambda: Faults.parse('{"faults": {}}'), "the faults of a schedule must be a list, not {}"),
+        (lambda: Faults.parse('{"faults": [], "diary": 3}'), "the diary of a schedule must be a path, not 3"),
+        (lambda: Faults.parse('{"faults": [], "dairy": "x"}'), "has dairy, which is unknown; known are diary"),
+        (lambda: Faults.parse('{"faults": [7]}'), "a fault must be a JSON object, not 7"),
         (lambda: Faults.parse('{"faults": [{"kind": "kill", "slot": 1}]}'), "a fault lacks phase"),
-        (lambda: Faults.parse('{"faults": [{"kind": [], "slot": 1, "phase": "join"}]}'), "[] is no kind of fault"),
+        (lambda: Faults.parse('{"faults": [{"kind": [], "slot": 1, "phase": "join"}]}'), "[] is not a kind of fault"),
         (
             lambda: Faults.parse('{"faults": [{"kind": "stop", "slot": 1, "phase": "join"}]}'),
             "stop needs seconds",
@@ -133,7 +136,7 @@ def test_no_call_changes_a_schedule() -> None:
         ),
         (
             lambda: Faults.parse('{"faults": [{"kind": "kill", "rank": 1, "slot": 1, "phase": "join"}]}'),
-            "a fault has rank, which is not known; there are kind, slot, phase",
+            "a fault has rank, which is unknown; known are kind, slot, phase",
         ),
     ],
 )
@@ -144,7 +147,7 @@ def test_what_cannot_be_meant_is_refused_in_words(make: Callable[[], object], wo
 
 
 def test_a_process_that_is_given_a_bad_schedule_refuses_it() -> None:
-    with pytest.raises(ValueError, match="'backward' is no phase"):
+    with pytest.raises(ValueError, match="'backward' is not a phase"):
         faults.arm('{"faults": [{"kind": "kill", "slot": 7, "phase": "backward"}]}', slot=1, incarnation=0)
 
 
@@ -223,8 +226,8 @@ def test_every_place_can_be_drawn_and_no_more() -> None:
         ({"kinds": ()}, "no kinds to choose from"),
         ({"ranks": [0] * 99 + [-1]}, "rank is a whole number of at least 0, not -1"),
         ({"steps": [4] * 99 + [-1]}, "step is a whole number of at least 0, not -1"),
-        ({"phases": ["reduce"] * 99 + ["backward"]}, "'backward' is no phase"),
-        ({"kinds": ["kill"] * 99 + ["murder"]}, "'murder' is no kind of fault"),
+        ({"phases": ["reduce"] * 99 + ["backward"]}, "'backward' is not a phase"),
+        ({"kinds": ["kill"] * 99 + ["murder"]}, "'murder' is not a kind of fault"),
         ({"count": -1}, "count is a whole number of at least 0, not -1"),
         ({"kinds": ("stop",), "seconds": -1.0}, "stop lasts for a number of seconds above 0"),
     ],

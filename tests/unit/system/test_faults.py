@@ -403,7 +403,7 @@ def test_threads_that_pass_a_point_together_share_one_count(tmp_path: Path) -> N
 
 def test_a_point_with_another_name_is_an_error_once_somebody_is_armed() -> None:
     arm(Faults().kill(rank=1).at(step=4, phase="reduce"))
-    with pytest.raises(ValueError, match=r"'backward' is no phase; there are loading, count, forward_backward"):
+    with pytest.raises(ValueError, match=r"'backward' is not a phase; known are loading, count, forward_backward"):
         faults.point("backward")
 
 
