@@ -222,6 +222,7 @@ class CostMeter:
         self._units = 0  # of the last step that had any
         self._slow: float | None = None  # how many times slower than predicted the last step was, if that was odd
         self._odd_s, self._odd_steps = 0.0, 0  # how long steps have been odd, one after the other
+        self._faster_s = math.inf  # for how long a higher speed has been believed, if the last change was to one
         self._steps = 0  # that the speed rests on
         self._shift = 0.0  # how much slower than predicted recent steps were
         self._latest = 0.0  # and fewer of them, on a noisy machine
@@ -280,6 +281,7 @@ class CostMeter:
         """The line after a step: corrected by it, moved to another speed, or as it was."""
         ratio = step.seconds / line.seconds(step.batches, step.units)
         self._noise.observe(math.log(ratio))
+        self._faster_s += step.seconds
         judged = self._noisy(line, step, ratio) if self._noise.is_large else self._calm(line, step, ratio)
         if judged is None:
             return line
@@ -296,11 +298,18 @@ class CostMeter:
             self._odd_s = 0.0
             return self._shifted(line, ratio - 1)
         self._odd_s += step.seconds
-        if ratio > 1 and (self._slow is None or self._odd_s < BURST_S):
+        if ratio > 1 and (self._slow is None or (self._odd_s < BURST_S and self._is_established)):
             self._slow = ratio
             return None
         self._odd_s = 0.0
+        self._faster_s = 0.0 if ratio < 1 else math.inf
         return self._jumped(line, step, ratio)
+
+    @property
+    def _is_established(self) -> bool:
+        """Whether the speed has held for longer than a burst. A moment without other programs is no new speed, and
+        what ends it is no burst: slow steps are then believed as soon as fast ones."""
+        return self._faster_s >= BURST_S
 
     def _noisy(self, line: _Line, step: _Step, ratio: float) -> _Line | None:
         """The same where only the mean of recent steps tells; None while they may be a burst."""
@@ -316,13 +325,15 @@ class CostMeter:
             self._odd_s, self._odd_steps = 0.0, 0
             return line
         self._odd_s, self._odd_steps = self._odd_s + step.seconds, self._odd_steps + 1
-        if self._odd_s < BURST_S and (self._shift > 0 or self._odd_steps < FASTER_STEPS):
+        may_be_burst = self._shift > 0 and self._is_established
+        if self._odd_s < BURST_S and (may_be_burst or self._odd_steps < FASTER_STEPS):
             return None
         self._odd_s, self._odd_steps = 0.0, 0
         if self._latest / self._shift < SHIFT_OVER:  # the mean still remembers a burst that is over
             self._shift = self._latest
             return line
         line = line.scaled(math.exp(self._shift), doubt=deviation)
+        self._faster_s = 0.0 if self._shift < 0 else math.inf
         self._before, self._shift, self._latest, self._steps = None, 0.0, 0.0, 0
         return line
 

@@ -128,6 +128,23 @@ def test_on_a_noisy_machine_another_speed_is_believed_by_the_mean_of_many_steps(
         assert step_time(meter, 64) == pytest.approx(factor * 1.05, rel=0.25)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.25])
+def test_a_moment_without_other_programs_is_no_new_speed(noise: float) -> None:
+    """The steps that end it are no burst: they count at once, and not after 6 s."""
+    chance, meter = random.Random(4), CostMeter()
+
+    def steps(count: int, per_unit_s: float) -> None:
+        for _ in range(count):
+            feed(meter, [64], per_unit_s=per_unit_s * chance.lognormvariate(0, noise))
+
+    steps(100, 0.0005)
+    assert step_time(meter, 64) == pytest.approx(0.032, rel=0.15)
+    steps(30, 0.0002)  # a second
+    assert step_time(meter, 64) == pytest.approx(0.0128, rel=0.25)
+    steps(3 if noise == 0 else 40, 0.0005)
+    assert step_time(meter, 64) == pytest.approx(0.032, rel=0.25)
+
+
 def test_two_slow_steps_that_agree_count_alike() -> None:
     meter = meter_after(20)
     feed(meter, [64], per_unit_s=2.8)
