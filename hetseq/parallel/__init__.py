@@ -1,1 +1,1 @@
-"""One rank's replica of the model, and how its gradient becomes the gradient of all ranks."""
+"""Data parallelism: one rank's replica of the model, and the reduction of its gradient over all ranks."""

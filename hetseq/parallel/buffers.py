@@ -1,10 +1,10 @@
-"""Buffers that forward changes, such as the running statistics of batch normalisation, kept equal on all ranks.
+"""Synchronised buffers: those that forward changes, such as batch-norm running statistics, kept equal on all ranks.
 
-Forward changes them on each rank by that rank's own samples. At the end of a step the changes, not the values, are
-added up, each weighted with the rank's part of the samples, so that all ranks hold the same buffers again and a
-checkpoint is that of every rank. A step that is skipped leaves them as they were. What normalises over a micro-batch
-still depends on how a step is cut, which no averaging mends; it is said at the start. Buffers that are not persistent
-are no part of a checkpoint, so they are caches, and left alone.
+On each rank, forward changes them according to that rank's own samples. At the end of a step the changes, not the
+values, are summed, each weighted by the rank's fraction of the samples. All ranks then hold equal buffers again, and
+one checkpoint fits every rank. A skipped step restores them. A layer that normalises over a micro-batch still depends
+on how a step is cut, which averaging cannot fix; the run warns at the start. Non-persistent buffers are not in a
+checkpoint; they count as caches and are left alone.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hetseq.errors import TaskError
 class BufferKeeper:
     """The persistent buffers of a model on one rank.
 
-    Which of them forward changes is found by comparing (`find_changing`), since version counters miss some kernels.
+    Comparing values shows which of them forward changes (`find_changing`): version counters miss some kernels.
     """
 
     def __init__(self, model: torch.nn.Module, group: Group) -> None:
         self._group = group
-        #: where they are, since `self.mean = 0.9 * self.mean + ...` puts another tensor in the place of a buffer
+        #: module and name of each, since `self.mean = 0.9 * self.mean + ...` replaces the tensor of a buffer
         self._places = _places_of(model)
         self._before = [buffer.clone() for buffer in self._now()]
         self._changing: list[int] = []  # once changing, always changing
@@ -36,7 +36,7 @@ class BufferKeeper:
 
     @torch.no_grad()
     def find_changing(self) -> None:
-        """Compare all buffers with what they were; a change on any rank counts on all. Collective."""
+        """Compare all buffers with their earlier values; a change on any rank counts on all. Collective."""
         if not self._places:
             return
         own = [float(not torch.equal(now, before)) for now, before in zip(self._now(), self._before)]
@@ -45,7 +45,7 @@ class BufferKeeper:
 
     @torch.no_grad()
     def send(self, shares: tuple[int, ...]) -> None:
-        """Start adding up the changes of this step; `shares` are the samples of all ranks. Collective."""
+        """Start summing the changes of this step; `shares` are the samples of all ranks. Collective."""
         if not self._has_looked:
             self.find_changing()
             self._has_looked = True
@@ -55,10 +55,10 @@ class BufferKeeper:
         buffers, pieces = self._now(), []
         for index in self._changing:
             now = buffers[index]
-            # counters such as num_batches_tracked have no mean: those of the rank with most samples are taken
+            # counters such as num_batches_tracked have no mean: the rank with the most samples provides them
             weight = shares[rank] / sum(shares) if now.is_floating_point() else float(rank == leader)
             change = (now.double() - _finite(self._before[index])) * weight
-            # 0 * inf would spoil the sum of a rank that has nothing to say
+            # zeros for a rank with weight 0: 0 * inf is NaN and would spoil the sum
             pieces.append(change.flatten() if weight else torch.zeros_like(change).flatten())
         self._flat = torch.cat(pieces)
         self._pending = self._group.all_reduce_sum(self._flat)
@@ -71,11 +71,11 @@ class BufferKeeper:
 
     @torch.no_grad()
     def keep_(self) -> None:
-        """The step counts: take its changes, the same on every rank."""
+        """Apply the changes of a step that counts, identically on every rank."""
         buffers, offset = self._now(), 0
         for index in self._changing:
             now, before = buffers[index], self._before[index]
-            if self._flat is not None:  # one rank alone has them already, to the bit
+            if self._flat is not None:  # a single rank already has them, bit for bit
                 now.copy_(_finite(before) + self._flat[offset : offset + now.numel()].view(now.shape))
             offset += now.numel()
             before.copy_(now)
@@ -83,13 +83,13 @@ class BufferKeeper:
 
     @torch.no_grad()
     def restore_(self) -> None:
-        """The step does not count: put the buffers back."""
+        """Restore the buffers after a step that does not count."""
         for now, before in zip(self._now(), self._before):
             now.copy_(before)
         self._flat = None
 
     def synchronise_(self, shares: tuple[int, ...]) -> None:
-        """Make all buffers equal now, also those that began to change later; before a save. Collective."""
+        """Make all buffers equal now, before a save, including those that began to change later. Collective."""
         if self._places:
             self.find_changing()
             self.send(shares)
@@ -98,15 +98,15 @@ class BufferKeeper:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """The buffers were loaded: what they are now is what they are compared with."""
+        """Compare with the present values from now on, since the buffers have been loaded."""
         for now, before in zip(self._now(), self._before):
             before.copy_(now)
 
     @contextmanager
     def changing_alike(self) -> Iterator[None]:
-        """What changes inside changes alike on all ranks, such as averages of the parameters that a task keeps.
+        """Context for changes that are identical on all ranks, such as a task's running averages of the parameters.
 
-        It is part of no forward, so it is neither averaged nor taken back with a step that is skipped.
+        They are not part of a forward, so they are neither averaged nor undone when a step is skipped.
         """
         earlier = [(id(buffer), buffer._version) for buffer in self._live()]
         yield
@@ -115,7 +115,7 @@ class BufferKeeper:
                 before.copy_(buffer.detach())
 
     def _now(self) -> list[torch.Tensor]:
-        """The buffers as they are. Raises TaskError for one that a checkpoint could not be loaded into."""
+        """The buffers with their present values. Raises TaskError for one that a checkpoint cannot be loaded into."""
         return [buffer.detach() for buffer in self._live()]
 
     def _live(self) -> Iterator[torch.Tensor]:
@@ -124,14 +124,14 @@ class BufferKeeper:
             if buffer is None or buffer.shape != shape or buffer.dtype != dtype:
                 became = "None" if buffer is None else f"{tuple(buffer.shape)} {buffer.dtype}"
                 raise TaskError(
-                    f"buffer {name} of {type(module).__name__} was {tuple(shape)} {dtype} and became {became}, for"
-                    " which a checkpoint has no place: keep its shape, or register it with persistent=False"
+                    f"buffer {name} of {type(module).__name__} changed from {tuple(shape)} {dtype} to {became}, which"
+                    " a checkpoint cannot hold: keep its shape and dtype, or register it with persistent=False"
                 )
             yield buffer
 
 
 def _places_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.Size, torch.dtype]]:
-    """Module, name, shape and type of each buffer that a checkpoint holds; a buffer with two names once."""
+    """Module, name, shape and dtype of each buffer in a checkpoint; a buffer with two names is listed once."""
     places, seen = [], set()
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -144,5 +144,5 @@ def _places_of(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch
 
 
 def _finite(before: torch.Tensor) -> torch.Tensor:
-    """In float64, 0 in place of infinity: a running maximum may begin at -inf, from where no change leads away."""
+    """In float64, with infinity replaced by 0: no finite change could move a running maximum away from -inf."""
     return before.double().nan_to_num(0.0, 0.0, 0.0)

@@ -1,8 +1,8 @@
-"""Memory for the gradient of a whole parameter, where those who add it up over the ranks want it to lie.
+"""Gradients computed in place: backward writes a whole parameter's gradient straight into the reducer's memory.
 
-Autograd makes a gradient in memory of its own, and a rank among several then moves it into what it sends. A function
-that writes all of a large gradient by itself can write it there at once. Responsible for bringing the two together,
-which do not know each other; whose memory it is, and when it may be written, is the lender's affair.
+Autograd allocates each gradient separately, and with several ranks the reducer then copies it into a bucket. An
+autograd function that writes all of a large gradient itself can write it there directly. This module connects the
+two, which do not know each other; the lender owns the memory and decides when it may be written.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from contextlib import contextmanager
 
 import torch
 
-#: of the backward under way, by the id of the parameter: its memory, or None where that is in use
+#: for the current backward, by the id of the parameter: its memory, or None while that is in use
 _lenders: dict[int, Callable[[], torch.Tensor | None]] = {}
 
 
 def empty_gradient(weight: torch.Tensor) -> torch.Tensor:
-    """Uninitialised memory for the gradient of `weight`: shape, strides, type and device are those of `weight`.
+    """Uninitialised memory for the gradient of `weight`, with the same shape, strides, dtype and device.
 
-    For the backward of a `torch.autograd.Function` that computes the gradient of a whole parameter, or of a view of the
-    whole of one, writes every element and returns it. Among several ranks it is the memory that will be sent, once a
-    step; otherwise new memory. `weight` is what forward was given: a tensor out of `ctx.saved_tensors` has forgotten
-    whose view it is. Each rank for itself.
+    For the backward of a `torch.autograd.Function` that computes the gradient of a whole parameter, or of a view of a
+    whole parameter, writes every element and returns it. With several ranks this is the memory that the rank sends,
+    once per step; otherwise it is new memory. Pass the `weight` that forward received: a tensor from
+    `ctx.saved_tensors` no longer knows which tensor it is a view of. Local to each rank.
     """
     parameter = weight if weight._base is None else weight._base
     lend = _lenders.get(id(parameter))
@@ -33,7 +33,7 @@ def empty_gradient(weight: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def lending(lenders: Mapping[int, Callable[[], torch.Tensor | None]]) -> Iterator[None]:
-    """Inside, a backward is under way, and `empty_gradient` asks these."""
+    """Context of one backward, inside which `empty_gradient` asks these lenders."""
     _lenders.update(lenders)
     try:
         yield

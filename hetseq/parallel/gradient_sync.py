@@ -1,13 +1,13 @@
-"""Gradients of a step, and their sums over the ranks, on their way while backward still runs.
+"""Gradient reduction in buckets: the gradients of a step are summed over the ranks, overlapping with backward.
 
-Alone, a rank leaves its gradients where autograd has put them. Among several, those of all parameters are views into a
-few flat buckets, laid out in a fixed order that follows backward (last parameter first). The first gradient of a step
-is moved into its bucket, unless it was made there (`gradient_memory`), and further ones are added there; during the
-last micro-batch a hook counts the parameters down, and a full bucket starts its all-reduce at once. Buckets leave in
-the same order on every rank, whatever order they fill in, so a rank without samples needs no dummy forward: it sends
-zeros. Nothing here knows a world size or divides by anything: losses were divided by their global counts before
-backward, and sums are all that travels. They are made in the type of the parameters, or in double precision, in which
-it hardly ever matters who adds what.
+A rank that trains alone leaves its gradients where autograd put them. With several ranks, all gradients are views into
+a few flat buckets, laid out in a fixed order that follows backward (last parameter first). The first gradient of a
+step is copied into its bucket, unless it was computed there (`gradient_memory`), and later ones are added. During the
+last micro-batch a hook counts the parameters down, and a full bucket starts its all-reduce at once. Every rank sends
+its buckets in the same order, whatever order they fill in, so a rank without samples needs no dummy forward: it sends
+zeros. Nothing here divides by the world size or anything else: losses were divided by their global counts before
+backward, and ranks exchange sums only. Sums use the dtype of the parameters, or double precision, in which the order
+of additions almost never matters.
 """
 
 from __future__ import annotations
@@ -27,65 +27,65 @@ from hetseq.errors import HetSeqError
 from hetseq.parallel.gradient_memory import lending
 
 _FIRST_BUCKET_BYTES = 1 << 20
-_PIECE_ELEMENTS = 1 << 16  # of what is converted at once: half a megabyte in double precision
+_PIECE_ELEMENTS = 1 << 16  # converted at once: half a megabyte in double precision
 
 
 class GradientSync(Protocol):
-    """How the gradients of one rank become those of the step; what a training step sees of a replica's gradients.
+    """The interface through which a training step turns one rank's gradients into those of the whole step.
 
-    Per step: `begin()`; for each micro-batch its `backward`, announced by `expect_last()` before the last one;
-    `finish()`. Afterwards `.grad` of every parameter is that of the whole step. A rank without micro-batches calls
-    `begin` and `finish` alone. Sums travel, and nothing is divided: losses were divided by their global counts.
+    Per step: `begin()`; `backward` for each micro-batch, with `expect_last()` before the last one; `finish()`.
+    Afterwards `.grad` of every parameter is the gradient of the whole step. A rank without micro-batches calls only
+    `begin` and `finish`. Gradients are summed, never divided: losses were divided by their global counts.
     """
 
     @property
     def used(self) -> npt.NDArray[np.bool_]:
-        """(parameters,): after `finish`, a gradient arrived on this rank in this step."""
+        """(parameters,): after `finish`, whether a gradient arrived on this rank in this step."""
         ...
 
     def begin(self) -> None:
-        """Forget all gradients, for a new step or for a step that is done again. Any rank, alone."""
+        """Discard all gradients, for a new or a repeated step. Local to each rank."""
         ...
 
     def expect_last(self) -> None:
-        """The next backward is this rank's last one of the step, so its gradients may begin to travel."""
+        """Announce this rank's last backward of the step, during which gradients may be sent."""
         ...
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a micro-batch's loss, a scalar. May start collectives, and waits for none.
+        """Add the gradients of a micro-batch's loss, a scalar. May start collectives but waits for none.
 
-        Raises PeerLostError, HetSeqError where a second backward follows the last one, and torch's error where memory
-        has run out.
+        Raises PeerLostError, HetSeqError if a second backward follows the last one, and torch's error if memory runs
+        out.
         """
         ...
 
     @property
     def has_sent(self) -> bool:
-        """Something has begun to travel in this step, and can no longer be taken back."""
+        """Whether a bucket of this step has been sent and can no longer be recalled."""
         ...
 
     def finish(self) -> None:
-        """Wait until the gradient is complete. Collective. Raises PeerLostError; the gradient is then rubbish."""
+        """Wait until the gradient is complete. Collective. The gradient is invalid after a PeerLostError."""
         ...
 
     def without_sending(self) -> AbstractContextManager[None]:
-        """Inside, a forward and backward compute this rank's own part, and nothing travels. Any rank, alone."""
+        """Context in which backward computes this rank's own part and sends nothing. Local to each rank."""
         ...
 
     def norm(self) -> float:
-        """L2 norm of this rank's part of the gradient after `finish`; not finite if any element of it is not (sync).
+        """L2 norm of this rank's part of the gradient after `finish`; not finite if any of its elements is not (sync).
 
-        The parts are whole parameters, of about as many elements on each rank, and each is of one rank. Devices round
-        differently, so all ranks take the norm of the whole from all parts (`step_commit`), and clip by the same bits.
+        Each rank's part is a disjoint set of whole parameters, with about equally many elements per rank. Devices round
+        differently, so all ranks combine the same norms of all parts (`step_commit`) and clip by identical values.
         """
         ...
 
     def norm_so_far(self) -> float:
-        """L2 norm of what this rank alone has gathered in this step, before anything of it has travelled (sync)."""
+        """L2 norm of the gradients of this rank alone so far, before any bucket is sent (sync)."""
         ...
 
     def is_finite(self) -> bool:
-        """Every element is finite; exact where a norm may overflow (sync)."""
+        """Whether every element is finite; exact even where a norm may overflow (sync)."""
         ...
 
     def scale_(self, factor: float) -> None:
@@ -93,29 +93,29 @@ class GradientSync(Protocol):
         ...
 
     def drop_unused_(self, used: npt.NDArray[np.bool_]) -> None:
-        """Give parameters without a gradient on any rank `grad = None`: zeros would let an optimizer decay them.
+        """Set `grad = None` for parameters without a gradient on any rank: zeros would let an optimizer decay them.
 
-        `used`, (parameters,), has a flag for each parameter that some rank had a gradient of.
+        `used`, (parameters,), is True for each parameter that has a gradient on some rank.
         """
         ...
 
     def close(self) -> None:
-        """Let go of the parameters, and of memory that ranks share. Any rank, alone."""
+        """Release the parameters and any memory shared between ranks. Local to each rank."""
         ...
 
 
 class Gradients:
-    """The gradients of `parameters` on a rank that trains alone: `.grad` is None where there is none."""
+    """The gradients of `parameters` on a rank that trains alone; `.grad` is None for a parameter without one."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = list(parameters)
-        self._own = self._parameters  # whose norm is for this rank to compute
+        self._own = self._parameters  # this rank computes their norm
         self.used: npt.NDArray[np.bool_] = np.zeros(len(self._parameters), np.bool_)
 
     def begin(self) -> None:
         self.used[:] = False
         for parameter in self._parameters:
-            parameter.grad = None  # zeros to add to would be written and read for nothing
+            parameter.grad = None  # zeroing instead would cost a write and a read for nothing
 
     def expect_last(self) -> None:
         pass
@@ -165,7 +165,7 @@ class Gradients:
         pass
 
     def _lay_out(self) -> None:
-        """Have every gradient lie as its parameter does, which fused optimizers rely upon: not sparse, not turned."""
+        """Give every gradient its parameter's layout, dense with equal strides: fused optimizers rely on it."""
         for parameter in self._parameters:
             gradient = parameter.grad
             if gradient is not None and (gradient.is_sparse or gradient.stride() != parameter.stride()):
@@ -178,7 +178,7 @@ class Gradients:
 def gradients_of(
     parameters: Sequence[torch.nn.Parameter], group: TensorTransport, *, bucket_bytes: int, is_wide: bool = False
 ) -> GradientSync:
-    """What sums up the gradients of `parameters` over `group`; in double precision if `is_wide`. Collective."""
+    """A reducer that sums the gradients of `parameters` over `group`, in double precision if `is_wide`. Collective."""
     if is_wide:
         return WideReducer(parameters, group, bucket_bytes=bucket_bytes)
     if group.world_size == 1:
@@ -201,18 +201,18 @@ class Bucket:
             # the strides of the parameter: fused optimizers walk both as flat memory
             self.views.append(self.flat.as_strided(parameter.shape, parameter.stride(), offset))
             offset += parameter.numel()
-        self.missing = 0  # parameters of the last micro-batch whose gradient has not come yet
+        self.missing = 0  # parameters whose gradient of the last micro-batch has not arrived yet
         self.pending: Pending | None = None
 
 
 class GradientReducer(Gradients):
     """Owns the gradient memory of `parameters` and sums it over `group`.
 
-    After `finish` `.grad` of every parameter is the sum over all ranks, equal bits on every rank, and zero where no
-    rank had any.
+    After `finish`, `.grad` of every parameter is the sum over all ranks, bitwise equal on every rank, and zero if no
+    rank had a gradient.
     """
 
-    _dtype: torch.dtype | None = None  # of the buckets; None for that of their parameters
+    _dtype: torch.dtype | None = None  # of the buckets; None for the dtype of their parameters
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], group: TensorTransport, *, bucket_bytes: int) -> None:
         super().__init__(parameters)
@@ -226,8 +226,8 @@ class GradientReducer(Gradients):
         self._is_last = False
         self._is_silent = False
         self._sent = 0
-        self._arrived = np.zeros(len(self._parameters), np.bool_)  # a gradient, in the last micro-batch
-        self._lent = np.zeros(len(self._parameters), np.bool_)  # the memory, in this step
+        self._arrived = np.zeros(len(self._parameters), np.bool_)  # its gradient of the last micro-batch
+        self._lent = np.zeros(len(self._parameters), np.bool_)  # its memory, in this step
         self._lenders = {id(p): functools.partial(self._lend, index) for index, p in enumerate(self._parameters)}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(_Hook(self, index, self._home[index][1]))
@@ -256,9 +256,9 @@ class GradientReducer(Gradients):
         return self._sent > 0 and not self._is_silent
 
     def finish(self) -> None:
-        """Send what is left (all of it on a rank without samples) and wait until every bucket is complete.
+        """Send the remaining buckets (all of them on a rank without samples) and wait until every one is complete.
 
-        Raises PeerLostError; the buckets are then rubbish.
+        Raises PeerLostError, after which the buckets are invalid.
         """
         while self._sent < len(self._buckets):
             self._send_next()
@@ -275,13 +275,13 @@ class GradientReducer(Gradients):
             self._group, self._is_silent = group, False
 
     def norm_so_far(self) -> float:
-        assert self._sent == 0, "a bucket that travels holds the gradients of others"
+        assert self._sent == 0, "a bucket that was sent holds other ranks' gradients"
         return super().norm_so_far()
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._lenders.clear()  # which refer to this, and would keep it
+        self._lenders.clear()  # they refer to this reducer and would keep it alive
         for bucket in self._buckets:
             self._group.release(bucket.flat)
 
@@ -293,7 +293,7 @@ class GradientReducer(Gradients):
             return
         if bucket.pending is not None:
             raise HetSeqError(
-                "a gradient arrived after its bucket had left: backward ran twice in one micro-batch; return the sums"
+                "a gradient arrived after its bucket was sent: backward ran twice in one micro-batch; return the sums"
                 " of all terms from one micro_step, and use non-reentrant activation checkpointing"
             )
         if self._arrived[index]:
@@ -304,9 +304,9 @@ class GradientReducer(Gradients):
             self._send_next()
 
     def _take_in(self, index: int, parameter: torch.Tensor, view: torch.Tensor) -> None:
-        """Have the gradient that has come in the bucket."""
+        """Move or add the gradient that has arrived into its bucket."""
         assert parameter.grad is not None
-        # the first of the step, or somebody has replaced .grad in forward; else it was made or added to there
+        # outside the bucket: the first of the step, or forward replaced .grad; otherwise autograd wrote it there
         if parameter.grad.data_ptr() != view.data_ptr():
             if self.used[index]:
                 view.add_(parameter.grad)
@@ -315,7 +315,7 @@ class GradientReducer(Gradients):
         parameter.grad = view
 
     def _lend(self, index: int) -> torch.Tensor | None:
-        """Where the first gradient of the step may be made; a tensor of its own, which autograd takes as it is."""
+        """Memory for the first gradient of the step, as a separate tensor, which autograd takes without a copy."""
         bucket, view = self._home[index]
         if self._lent[index] or self.used[index] or bucket.pending is not None:
             return None
@@ -325,22 +325,22 @@ class GradientReducer(Gradients):
     def _send_next(self) -> None:
         bucket = self._buckets[self._sent]
         for index, view in zip(bucket.members, bucket.views):
-            if not self.used[index]:  # it holds what an earlier step has left
+            if not self.used[index]:  # it still holds values of an earlier step
                 view.zero_()
                 self._keep(index, view)
         bucket.pending = self._group.all_reduce_sum(bucket.flat)
-        self._sent += 1  # only now: where memory ran out, nothing has left
+        self._sent += 1  # only now: if memory ran out above, nothing was sent
 
     def _keep(self, index: int, view: torch.Tensor) -> None:
         self._parameters[index].grad = view
 
 
 class WideReducer(GradientReducer):
-    """Adds up in double precision, on any number of ranks, and rounds once: `.grad` is of the parameter's type.
+    """Sums in double precision, on any number of ranks, and rounds once: `.grad` has the parameter's dtype.
 
-    In double precision the sum of n numbers of single precision is exact, and so the same in any order, if none but
-    zeros is smaller than 2^-29 n times the largest. Where one is, two orders differ in the last of 53 bits, which the
-    rounding to 24 hides but for one case in some 2^28.
+    In double precision the sum of n single-precision numbers is exact, hence equal in any order, if no nonzero one is
+    smaller than 2^-29 n times the largest. Otherwise two orders differ in the last of 53 bits, which rounding to 24
+    bits hides except in about one case in 2^28.
     """
 
     _dtype = torch.float64
@@ -352,7 +352,7 @@ class WideReducer(GradientReducer):
             parameter.grad = torch.empty_like(parameter).copy_(view)
 
     def norm_so_far(self) -> float:
-        assert self._sent == 0, "a bucket that travels holds the gradients of others"
+        assert self._sent == 0, "a bucket that was sent holds other ranks' gradients"
         return _norm([view for index, (_, view) in self._home.items() if self.used[index]])
 
     def _take_in(self, index: int, parameter: torch.Tensor, view: torch.Tensor) -> None:
@@ -361,18 +361,18 @@ class WideReducer(GradientReducer):
             _add_converted_(view, parameter.grad)
         else:
             view.copy_(parameter.grad)
-        parameter.grad = None  # the next one is not to be added to it
+        parameter.grad = None  # so that autograd does not add the next one to it
 
     def _keep(self, index: int, view: torch.Tensor) -> None:
-        """Nothing is seen of a sum before it is complete."""
+        """Do not set `.grad` before the sum is complete."""
 
     def _lend(self, index: int) -> None:
-        """A gradient cannot be made where sums are of another type."""
+        """Lend nothing: the sums have another dtype than the gradients."""
 
 
 class _Hook:
-    """What autograd calls when the gradient of one parameter has been added, in every micro-batch: mostly to the `view`
-    in its bucket, where nobody waits for it yet."""
+    """Autograd calls this in every micro-batch after accumulating a parameter's gradient, mostly into the `view` in its
+    bucket; before the last micro-batch there is then nothing left to do."""
 
     def __init__(self, reducer: GradientReducer, index: int, view: torch.Tensor) -> None:
         self._reducer, self._index, self._view = reducer, index, view
@@ -383,7 +383,7 @@ class _Hook:
 
 
 def _add_converted_(total: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add a gradient of another type: on a CPU by pieces, since torch makes a converted copy of all it is given."""
+    """Add a gradient of another dtype, piecewise on a CPU, since torch converts a copy of the whole operand."""
     if total.device.type != "cpu" or gradient.is_sparse or total.numel() <= _PIECE_ELEMENTS:
         total.add_(gradient)
         return
@@ -393,7 +393,7 @@ def _add_converted_(total: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 def _part(parameters: Sequence[torch.nn.Parameter], rank: int, world_size: int) -> list[torch.nn.Parameter]:
-    """The parameters whose middle lies in this rank's part, if all elements in their order are cut into equal parts."""
+    """The parameters whose middle element lies in this rank's part when all elements are cut into equal parts."""
     sizes = np.array([parameter.numel() for parameter in parameters], np.int64)
     middles = sizes.cumsum() - sizes / 2
     owners = middles * world_size // max(1, sizes.sum())
@@ -401,7 +401,7 @@ def _part(parameters: Sequence[torch.nn.Parameter], rank: int, world_size: int) 
 
 
 def _norm(gradients: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> float:
-    """L2 norm of them all, each added up in its own type, or in `dtype` (a sync for each kind)."""
+    """L2 norm of all gradients, each summed in its own dtype or in `dtype` (one sync per device and dtype)."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in gradients:
         kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
@@ -410,8 +410,8 @@ def _norm(gradients: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -
 
 
 def _divide(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[tuple[int, torch.nn.Parameter]]]:
-    """Parameters, last first, cut into buckets of one type and device and of at most `bucket_bytes`, but for larger
-    parameters; the first bucket is small, so that something is on its way early."""
+    """Parameters, last first, cut into buckets of one dtype and device and at most `bucket_bytes`, except for larger
+    parameters; the first bucket is small, so that communication starts early."""
     buckets: list[list[tuple[int, torch.nn.Parameter]]] = []
     size, kind = 0, None
     for index in reversed(range(len(parameters))):

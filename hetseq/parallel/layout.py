@@ -1,8 +1,8 @@
-"""Which ranks compute a share together: a share belongs to a data-parallel group, and a group has one or several ranks.
+"""Data-parallel groups: the ranks that compute one share together, one or more per group.
 
-Responsible for the numbers of ranks and groups, and for nothing else: it knows neither tensors nor collectives. Today
-every group has one rank, and then the number of a group is that of its rank. Ranks that hold one model together, as
-with tensor parallelism, will be one group.
+Responsible only for the numbers of ranks and groups; it knows neither tensors nor collectives. Today every group has
+exactly one rank, so group and rank numbers are equal. Ranks that hold one model together, as with tensor parallelism,
+will form one group.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of each data-parallel group, in ascending order. The first one leads: it stands for the group.
+    """The ranks of each data-parallel group, in ascending order. The first rank leads and represents its group.
 
-    Raises ValueError unless each rank from 0 on is in one group, and the groups are in the order of their leaders.
+    Raises ValueError unless each rank from 0 on is in exactly one group and the groups are sorted by leader.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -35,7 +35,7 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """How many ranks all groups have together."""
+        """The number of ranks in all groups."""
         return len(self._group_of)
 
     @property
@@ -48,11 +48,11 @@ class Layout:
         return self._group_of[rank]
 
     def leader_of(self, group: int) -> int:
-        """The rank that stands for a group."""
+        """The first rank of a group, which represents it."""
         return self.groups[group][0]
 
     def of_leaders(self, values: Sequence[T]) -> tuple[T, ...]:
-        """From one value of each rank, (world_size,), to one of each group, (groups,): that of its leader."""
+        """Reduce one value per rank, (world_size,), to one per group, (groups,): the leader's value."""
         assert len(values) == self.world_size, "one value for each rank"
         return tuple(values[rank] for rank in self.leaders)
 
@@ -62,5 +62,5 @@ class Layout:
 
 
 def one_rank_each(world_size: int) -> Layout:
-    """The layout in which every rank has a share of its own."""
+    """The layout in which every rank is a group of its own."""
     return Layout(tuple((rank,) for rank in range(world_size)))

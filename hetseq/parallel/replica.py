@@ -1,4 +1,4 @@
-"""One rank's copy of what is trained: model, optimizer, and the reducer that keeps the copies equal.
+"""A replica: one rank's model and optimizer, and the reducer that keeps the replicas equal.
 
 The controller asks it for micro-batches, a reduced gradient and an update; checkpoints ask it for named tensors. Names
 are `model.<fqn>` and `optim.<fqn>.<state>`, so a checkpoint never depends on the order of parameters.
@@ -41,9 +41,9 @@ class Replica:
             group["lr"] = rate
 
     def update(self) -> None:
-        """One step of the optimizer. The first one makes the optimizer's state, and gets all memory that can be had.
+        """One step of the optimizer. The first one creates the optimizer's state, so cached memory is released first.
 
-        Where memory runs out here nothing can be done again: some parameters may have changed already.
+        Running out of memory here cannot be undone: some parameters may have changed already.
         """
         if self._is_first_update:
             memory.release(next(iter(self._names)).device)
@@ -51,11 +51,11 @@ class Replica:
         self.optimizer.step()
 
     def state_bytes(self) -> int:
-        """About what a checkpoint holds: parameters and two tensors of optimizer state for each."""
+        """Approximate bytes of a checkpoint: each parameter and two optimizer tensors of its size."""
         return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self._names)
 
     def optimizer_tensors(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The optimizer's state: tensors by name, live, and the numbers in it that are no tensors."""
+        """The optimizer's state by name: live tensors, and the numbers that are not tensors."""
         tensors: dict[str, torch.Tensor] = {}
         numbers: dict[str, Any] = {}
         for parameter, name in self._names.items():
@@ -67,32 +67,32 @@ class Replica:
         return tensors, numbers
 
     def model_tensors(self) -> dict[str, torch.Tensor]:
-        """`model_tensors` of the model."""
+        """`model_tensors` of this replica's model."""
         return model_tensors(self.model)
 
     def changed_by_forward(self) -> set[str]:
-        """The names in `model_tensors` of what an update does not wait for: buffers, and what is not trained."""
+        """The names in `model_tensors` that an update does not touch: buffers and untrained parameters."""
         return self.model_tensors().keys() - {f"model.{name}" for name in self._names.values()}
 
     def check(self, tensors: Mapping[str, torch.Tensor], optimizer_names: Iterable[str]) -> None:
-        """Raise CheckpointMismatch where `load_model` or `load_optimizer` would; of tensors shape and type will do."""
+        """Raise CheckpointMismatch where `load_model` or `load_optimizer` would; only shapes and dtypes are read."""
         check_fit(self.model_tensors(), tensors)
         for name in optimizer_names:
             self._place_of(name)
 
     def load_model(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """`load_model_` into the model."""
+        """Load saved parameters and buffers into the model with `load_model_`."""
         load_model_(self.model, tensors)
         self.buffers.renew()
 
     def load_optimizer(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Any]) -> None:
-        """Give the optimizer its saved state; from then on the tensors are the optimizer's own, copied only at need."""
+        """Give the optimizer its saved state. It takes over the tensors, which are copied only where necessary."""
         for full_name, value in [*tensors.items(), *numbers.items()]:
             if not full_name.startswith("optim."):
                 continue
             parameter, key = self._place_of(full_name)
             if isinstance(value, torch.Tensor):
-                # the counter of a step may live on the CPU, whatever the device of its parameter
+                # a step counter may live on the CPU, whatever the device of its parameter
                 device = parameter.device if value.dim() or self.optimizer.defaults.get("fused") else value.device
                 if value.dim() > 0 and value.shape == parameter.shape:
                     value = _laid_out_like(parameter, value)
@@ -100,7 +100,7 @@ class Replica:
             self.optimizer.state[parameter][key] = value
 
     def _place_of(self, full_name: str) -> tuple[torch.nn.Parameter, str]:
-        """Whose state `optim.<fqn>.<state>` is, and which. Raises CheckpointMismatch."""
+        """The parameter and the state key that `optim.<fqn>.<state>` names. Raises CheckpointMismatch."""
         name, _, key = full_name.removeprefix("optim.").rpartition(".")
         if name not in self._by_name:
             raise CheckpointMismatch(f"the checkpoint has optimizer state of {name}, which the model does not train")
@@ -108,7 +108,7 @@ class Replica:
 
 
 def _laid_out_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The value in the parameter's memory layout, which a file does not keep and fused optimizers rely upon."""
+    """The value in the parameter's memory layout, which a file does not keep and fused optimizers rely on."""
     wanted = torch.empty_like(parameter, device="meta").stride()
     if value.device == parameter.device and value.stride() == wanted:
         return value
@@ -116,14 +116,14 @@ def _laid_out_like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, live; a tensor tied to several names appears under the first."""
+    """Live parameters and buffers by name; a tensor tied to several names appears under the first."""
     tied = tied_names(model)
     state = model.state_dict(keep_vars=True)
     return {f"model.{name}": value.detach() for name, value in state.items() if name not in tied}
 
 
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Further names of tensors in `state_dict()` -> the first one, under which `model_tensors` has it."""
+    """Further names of tied tensors in `state_dict()` -> the first name, which `model_tensors` uses."""
     names: dict[object, str] = {}
     tied = {}
     for name, value in model.state_dict(keep_vars=True).items():
@@ -134,14 +134,14 @@ def tied_names(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _key_of(tensor: torch.Tensor) -> object:
-    """Equal for tensors that are one."""
+    """A key that is equal for tensors that share their memory."""
     return (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else id(tensor)
 
 
 def load_model_(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Copy saved parameters and buffers into the model, but for those that were read into its own memory.
+    """Copy saved parameters and buffers into the model, except those that were read straight into its memory.
 
-    Raises CheckpointMismatch where they do not fit.
+    Raises CheckpointMismatch if they do not fit.
     """
     live = model_tensors(model)
     check_fit(live, tensors)
@@ -152,58 +152,59 @@ def load_model_(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def check_fit(live: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise CheckpointMismatch where saved parameters and buffers are not those of the model, by shape and type."""
+    """Raise CheckpointMismatch if saved parameters and buffers differ from the model's in name, shape or dtype."""
     saved = {name: tensor for name, tensor in tensors.items() if name.startswith("model.")}
     missing, foreign = sorted(live.keys() - saved.keys()), sorted(saved.keys() - live.keys())
     if missing or foreign:
         raise CheckpointMismatch(
-            f"the checkpoint is of another model: it lacks {few(missing)} and has {few(foreign)} besides;"
-            " go on with the model it was made from, or choose another --save-dir"
+            f"the checkpoint is of another model: it lacks {few(missing)} and also has {few(foreign)};"
+            " resume with the model that wrote it, or choose another --save-dir"
         )
     for name, tensor in live.items():
         if saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype:
             raise CheckpointMismatch(
                 f"the checkpoint is of another model: {name} is {_kind(saved[name])} there, {_kind(tensor)} here;"
-                " go on with the model it was made from, or choose another --save-dir"
+                " resume with the model that wrote it, or choose another --save-dir"
             )
 
 
 def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of tensors with equal shapes and types."""
+    """Whether two tensors of equal shape and dtype are the same memory."""
     return (one.device, one.data_ptr(), one.stride()) == (other.device, other.data_ptr(), other.stride())
 
 
 def batch_norms(model: torch.nn.Module) -> set[str]:
-    """The classes of its layers that normalise over a micro-batch, which may then not be one of one sample."""
+    """The names of the batch-norm classes in the model, which need micro-batches of more than one sample."""
     return {type(module).__name__ for module in model.modules() if isinstance(module, _BatchNorm)}
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """Raise TaskError for a model that could be trained for a while and then not be saved, or not rightly updated."""
+    """Raise TaskError for a model that would train for a while but could not be saved or correctly updated."""
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if torch.nn.parameter.is_lazy(value):
             raise TaskError(
-                f"{name} has no shape yet, as its module is lazy: give the module its sizes, or put a sample through"
-                " the model in build_model"
+                f"{name} has no shape yet because its module is lazy: give the module its sizes, or run a sample"
+                " through the model in build_model"
             )
         if value.is_complex():
-            raise TaskError(f"{name} is complex: HetSeq trains real numbers only; keep two real tensors")
+            raise TaskError(f"{name} is complex: HetSeq trains real numbers only; use two real tensors instead")
     for name, module in model.named_modules():
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
             raise TaskError(
                 f"{name or 'the model'} ({type(module).__name__}) keeps extra state, which a checkpoint without pickle"
                 " cannot hold: register it as a buffer"
             )
-    for name, value in model.state_dict(keep_vars=True).items():  # not the buffers that nothing is ever copied into
+    # state_dict leaves out non-persistent buffers, which nothing is copied into
+    for name, value in model.state_dict(keep_vars=True).items():
         if not _is_dense(value):
             raise TaskError(
                 f"{name} of shape {tuple(value.shape)} has strides {value.stride()}: its elements share memory or leave"
-                " gaps; make it whole with .contiguous()"
+                " gaps; make it dense with .contiguous()"
             )
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Every element once and without gaps, in whatever order of dimensions."""
+    """Whether each element appears once and without gaps, in any order of dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1):
         if stride != expected:

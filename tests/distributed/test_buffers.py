@@ -233,7 +233,7 @@ def test_only_buffers_that_change_cost_bytes(tmp_path: Path) -> None:
 def test_a_buffer_that_grows_is_refused_in_words(tmp_path: Path) -> None:
     (life,) = run_ranks(live, 1, prepared(tmp_path / "run"), words("--max-update 2"), Growth)
     assert isinstance(life.error, TaskError)
-    assert "buffer mean of WithGrowth was (4,) torch.float64 and became (8,)" in str(life.error)
+    assert "buffer mean of WithGrowth changed from (4,) torch.float64 to (8,)" in str(life.error)
 
 
 # A step that is skipped.

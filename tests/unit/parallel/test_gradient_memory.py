@@ -143,7 +143,7 @@ def test_what_has_been_sent_is_lent_to_nobody() -> None:
     with reducing(weight) as reducer:
         begun(reducer).finish()  # a rank without samples
         assert weight.grad is not None
-        with pytest.raises(Exception, match="arrived after its bucket had left"):
+        with pytest.raises(Exception, match="arrived after its bucket was sent"):
             reducer.backward(times(weight, 2.0))
         assert not is_where(Times.made[0], weight.grad)
 

@@ -134,7 +134,7 @@ def test_an_export_of_tied_weights_fits_the_class_it_was_trained_with(tmp_path: 
     [
         ("TwoOptimizers", r"TwoOptimizers\.build_optimizer returned 2 optimizers in a list: expected one\. Give one"),
         ("ForeignOptimizer", r"build_optimizer returned a \S+Momentum: expected a torch\.optim\.Optimizer"),
-        ("LazyModel", r"0\.weight has no shape yet, as its module is lazy: give the module its sizes"),
+        ("LazyModel", r"0\.weight has no shape yet because its module is lazy: give the module its sizes"),
         ("Streaming", r"gave a Stream, expected __len__ and __getitem__.* list"),
     ],
 )
