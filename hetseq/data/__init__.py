@@ -1,1 +1,1 @@
-"""Which samples make a step, in which order, and how they arrive."""
+"""Training data: which samples make a step, in which order, and how a rank loads them."""

@@ -1,10 +1,10 @@
-"""Collated samples of one request after another, from this process or from loader processes: a stock DataLoader.
+"""Fetching and collating samples, in this process or in loader processes, with a stock DataLoader.
 
-Responsible for seeds and for loader processes: how they start, that they end, and that one which has died is noticed.
-It knows nothing of steps. The one idea: what has been asked for comes in the order of asking, or `LoaderDied` says that
-it will not come; then somebody asks a new `Fetched`. Randomness in a data set is seeded by sample, never by rank or
-process, so the samples are the same on any cluster; where a data set answers whole batches (`__getitems__`), by the
-first sample of the batch, so that a resume repeats it.
+Responsible for seeds and loader processes: it starts them, ends them and detects dead ones. It knows nothing of steps.
+The one idea: samples arrive in the order of the requests, or `LoaderDied` reports that they will not; the caller then
+opens a new `Fetched`. Randomness in a data set is seeded by sample, never by rank or process, so the samples are the
+same on any cluster. A data set that returns whole batches (`__getitems__`) is seeded by the first sample of the batch,
+so that a resumed run repeats it.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from hetseq.data.plan import Indices, derive_seed
 from hetseq.errors import HetSeqError, TaskFileError
 from hetseq.system.processes import die_with_parent, ignore_stop_signals
 
-_LOOK_S = 1.0  # after so long without a sample the processes are looked at
-# A process may hang before its first instruction: threads of the transport take the interpreter to let go of tensors,
-# and a fork in that instant copies a lock of CPython that nobody gives back (python/cpython#112275, before 3.12).
+_LOOK_S = 1.0  # wait for a sample this long before checking that the processes are alive
+# A process may hang before its first instruction: threads of the transport take the interpreter to release tensors,
+# and a fork at that moment copies a CPython lock that is never released (python/cpython#112275, before 3.12).
 _BEGIN_S = 20.0
 _REAPED_S = 1.0  # a process closes its pipes before its parent can see that it has ended
 
 
 class LoaderDied(HetSeqError):
-    """A loader process that has ended without being asked to, or never began; what it was to fetch is lost."""
+    """A loader process ended without being asked to, or never began; the samples it was to fetch are lost."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for; it travels to a loader process."""
+    """The samples to fetch; pickled and sent to a loader process."""
 
     epoch: int
     indices: Indices  # (samples,)
@@ -57,13 +57,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Refused:
-    """What a data set refuses in words, carried out of a loader process: torch would wrap it into a traceback."""
+    """An error that a data set raised, returned from a loader process: torch would wrap it in a traceback."""
 
     error: HetSeqError
 
 
 class Fetcher(torch.utils.data.Dataset[Any]):
-    """Answers requests from a data set: all at once if it has `__getitems__`, else one seeded sample at a time."""
+    """Fetches requests from a data set: all at once if it has `__getitems__`, else one seeded sample at a time."""
 
     def __init__(self, dataset: Any, seed: int, *, epoch: int = -1) -> None:
         self._dataset, self._seed, self._epoch = dataset, seed, epoch
@@ -107,31 +107,31 @@ class Collate:
 
 
 class Fetched:
-    """The collated sample of each request, or `Refused`, in the order of the requests, which are read ahead of it.
+    """The collated sample of each request, or `Refused`, in the order of the requests, which are read ahead.
 
-    Loader processes, if there are any, are forked here and now; whoever has it calls `close` in the end.
+    Loader processes, if any, are forked in the constructor; the caller must call `close` in the end.
     """
 
     def __init__(
         self, fetcher: Fetcher, collate: Collate, requests: Iterable[Request], *, num_workers: int, pin_memory: bool
     ) -> None:
-        self._begun = mmap.mmap(-1, max(1, num_workers))  # shared: each process marks its place in it
+        self._begun = mmap.mmap(-1, max(1, num_workers))  # shared: each process sets its byte
         before = set(multiprocessing.active_children())
         with warnings.catch_warnings(), _no_handler_of_torch():
-            # ranks share the cores on purpose; torch counts the loaders of one of them, here and as they start
+            # ranks share the cores on purpose; torch counts the loaders of one rank, here and as they start
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             loader: DataLoader[Any] = DataLoader(
                 fetcher,
                 batch_sampler=requests,  # type: ignore[arg-type]
                 collate_fn=collate,
                 num_workers=num_workers,
-                # a user's task file has no importable name in a process that starts from nothing
+                # a user's task file has no importable name in a spawned process
                 multiprocessing_context="fork" if num_workers else None,
                 worker_init_fn=_WorkerInit(os.getpid(), self._begun) if num_workers else None,
                 persistent_workers=num_workers > 0,
                 pin_memory=pin_memory,
                 timeout=_LOOK_S if num_workers else 0.0,
-                generator=torch.Generator(),  # the default one would lose a number to it
+                generator=torch.Generator(),  # otherwise it would draw from the default generator
             )
             self._batches: Iterator[Any] = iter(loader)
         started = set(multiprocessing.active_children()) - before
@@ -143,16 +143,16 @@ class Fetched:
         return self
 
     def __next__(self) -> Any:
-        """The next one; raises LoaderDied, and whatever data set and collate function raise."""
+        """The next sample. Raises LoaderDied, and any error of the data set or the collate function."""
         while True:
             try:
                 return next(self._batches)
             except Exception as error:
-                # what a data set raises leaves its process alive; one that dies breaks pipes, in errors of many kinds
+                # a data set's error leaves its process alive; a dying process breaks pipes, with many kinds of error
                 is_late = str(error).startswith("DataLoader timed out")
                 if not is_late and not self._dead(_REAPED_S):
                     raise
-            self.check()  # outside: the error would keep the processes' pipes
+            self.check()  # outside the handler: the caught error would keep the processes' pipes open
 
     def check(self) -> None:
         """Raise LoaderDied if a loader process has ended, or has not begun; may be called from another thread."""
@@ -168,15 +168,15 @@ class Fetched:
             return
         self._is_closed = True
         held, self._batches = [self._batches], iter(())
-        deadline = time.monotonic() + _REAPED_S  # for those that are only just starting
+        deadline = time.monotonic() + _REAPED_S  # for processes that are only just starting
         while not self._have_begun() and not self._dead(0.001) and time.monotonic() < deadline:
             pass
         if not self._have_begun() or self._dead(0.0):
             for child in self._processes:
                 child.kill()
-            # one of them may have held the lock of this, for which torch would wait; nobody is left to be told by it
+            # a killed process may have held the lock of this event, for which torch would wait; no process needs it now
             held[0]._workers_done_event = threading.Event()  # type: ignore[attr-defined]
-            # torch tidies up when it is forgotten, and waits a little for each process and thread of its own
+            # torch cleans up when the iterator is freed, and waits briefly for each of its processes and threads
             threading.Thread(target=held.clear, name="lost-loader", daemon=True).start()
 
     def _have_begun(self) -> bool:
@@ -202,9 +202,9 @@ class _WorkerInit:
 
 
 def _tell_unless_reader_is_gone(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A thread of the standard library hands descriptors to the rank, and prints a traceback if that is killed then.
+    """Exception hook that hides the traceback of a standard library thread when the rank it serves was killed.
 
-    The launcher says already that the rank was killed, and this process is about to end with it.
+    That thread passes file descriptors to the rank. The launcher already reports the kill, and this process ends too.
     """
     is_helper = threading.current_thread() is not threading.main_thread()
     if not (is_helper and isinstance(error, (EOFError, ConnectionError))):
@@ -212,10 +212,10 @@ def _tell_unless_reader_is_gone(kind: type[BaseException], error: BaseException,
 
 
 def _end_unsent(error: Exception, item: object) -> None:
-    """End a loader process that cannot send a batch (shared memory or descriptors have run out).
+    """End a loader process that cannot send a batch (out of shared memory or file descriptors).
 
-    The standard library prints the error and forgets the batch, and training would wait for it for ever. A process that
-    has died is noticed.
+    The standard library would print the error and drop the batch, and training would wait for it for ever. A dead
+    process is detected.
     """
     traceback.print_exception(error)
     sys.stderr.write(f"a loader process could not send its batch ({error}); is /dev/shm too small? --num-workers 0\n")
@@ -225,15 +225,15 @@ def _end_unsent(error: Exception, item: object) -> None:
 
 @contextmanager
 def _no_handler_of_torch() -> Iterator[None]:
-    """Without the handler by which torch raises, in whatever the training thread does, when a loader process has died.
+    """Without torch's SIGCHLD handler, which raises in the training thread at any point when a loader process dies.
 
-    A loader of the user's own may have brought it before.
+    A DataLoader of the user may have installed it before.
     """
     before = signal.getsignal(signal.SIGCHLD)
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():  # no other one may have brought it
+        if threading.current_thread() is threading.main_thread():  # only it may set signal handlers
             is_torchs = str(getattr(before, "__module__", "")).startswith("torch.")
             signal.signal(signal.SIGCHLD, signal.SIG_DFL if is_torchs or before is None else before)
 
@@ -256,9 +256,9 @@ def seed_everything(seed: int) -> None:
 
 
 def base_order(dataset: Any) -> Indices | None:
-    """The indices a 2020 data set lists in `ordered_indices`, or None where they are simply 0..n-1.
+    """The indices that a 2020 data set lists in `ordered_indices`, or None if they are simply 0..n-1.
 
-    Raises TaskFileError where it does not list each of its samples once.
+    Raises TaskFileError if it does not list each of its samples exactly once.
     """
     if not hasattr(dataset, "ordered_indices"):
         return None
@@ -266,6 +266,6 @@ def base_order(dataset: Any) -> Indices | None:
     if not np.array_equal(np.sort(listed), np.arange(len(dataset))):
         raise TaskFileError(
             f"{type(dataset).__name__}.ordered_indices lists {len(listed)} numbers: expected each of its {len(dataset)}"
-            " samples once; leave samples out of the data set itself"
+            " samples once; to leave samples out, remove them from the data set itself"
         )
     return None if np.array_equal(listed, np.arange(len(dataset))) else listed

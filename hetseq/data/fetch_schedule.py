@@ -1,9 +1,9 @@
-"""What one rank fetches, step after step, while the shares of coming steps may change under way: pure, no torch.
+"""Fetch schedule: the micro-batches that one rank fetches, step by step, while shares may change. Pure, no torch.
 
-Where steps begin never depends on shares, so a change says only from which step on the old division no longer holds.
-Whoever walks ahead (a DataLoader's sampler, a thread that collects a step) is sent back to that step. A step has a
-version, the number of changes that affect it: what was fetched for another version of a step is not used. Going to a
-step and learning its plan is one act: a change between the two would send a walker back that goes on all the same.
+Where steps begin never depends on shares, so a change only names the step from which the old division is invalid.
+Walkers that are ahead (a DataLoader's sampler, a thread that collects a step) are sent back to that step. The version
+of a step is the number of changes that affect it; data fetched for another version is not used. Advancing to a step and
+reading its plan is one atomic operation: otherwise a walker could use an old plan after a change had sent it back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hetseq.data.plan import Assign, Indices, MicroBatchCap, Planner, Position, 
 
 
 class Key(NamedTuple):
-    """A micro-batch: its step, its first and its end position in the order of the epoch."""
+    """A micro-batch: its step, and its first and end position in the epoch order."""
 
     step: int
     start: int
@@ -25,15 +25,15 @@ class Key(NamedTuple):
 
 @dataclass
 class Walker:
-    """Somebody who goes from step to step of an itinerary, and may be sent back; only the itinerary moves it."""
+    """A reader's place in an itinerary. It advances step by step and can be sent back, only by the itinerary."""
 
     next_step: int
 
 
 class Itinerary:
-    """This rank's micro-batches of all steps from `first` on; may be walked and changed from several threads.
+    """This rank's micro-batches of all steps from `first` on; safe to walk and change from several threads.
 
-    They are those of its data-parallel group, number `group`. `first_cap`, if given, cuts the first step.
+    `group` is the number of its data-parallel group. `first_cap`, if given, cuts the first step.
     """
 
     def __init__(
@@ -48,26 +48,26 @@ class Itinerary:
         self._planner, self._first, self._group = planner.copy(), first.step, group
         self._lock = threading.Lock()
         self._caps = [(first.step, first_cap or cap), (first.step + 1, cap)]  # (first step, cap), steps ascending
-        self._changed: list[int] = []  # from which step on, for each change that is not forgotten
-        self._forgotten = 0  # changes that affect all steps that anybody may still ask for
-        self._positions = {first.step: first}  # by step, as far as somebody has walked
+        self._changed: list[int] = []  # the first affected step of each change that is not forgotten
+        self._forgotten = 0  # changes that affect every step that can still be requested
+        self._positions = {first.step: first}  # by step, as far as any walker has come
         self._walkers: list[Walker] = []
 
     def walk(self, step: int | None = None) -> Walker:
-        """A new walker, at the first step or at one that is not forgotten."""
+        """A new walker, at the first step or at `step`, which must not be forgotten."""
         with self._lock:
             self._walkers.append(Walker(self._first if step is None else step))
             return self._walkers[-1]
 
     def leave(self, walker: Walker) -> None:
-        """Of a walker that goes nowhere any more; may be said twice."""
+        """Remove a walker that is done; may be called twice."""
         with self._lock:
             self._walkers = [other for other in self._walkers if other is not walker]
 
     def change(self, step: int, *, assign: Assign | None = None, cap: MicroBatchCap | None = None) -> None:
-        """From step `step` on shares follow `assign`, or micro-batches `cap`; sends back who has walked further.
+        """From step `step` on, use `assign` for shares or `cap` for micro-batches; walkers ahead of it are sent back.
 
-        No earlier than the last step given to `forget_before`; changes of `assign` come in the order of steps.
+        `step` is not before the last step given to `forget_before`; changes of `assign` come in the order of steps.
         """
         with self._lock:
             if assign is not None:
@@ -81,8 +81,7 @@ class Itinerary:
     def go_on(self, walker: Walker) -> tuple[StepPlan, int, list[Key]]:
         """The next step of a walker: its plan, its version, and this rank's micro-batches in order.
 
-        A step without samples has one micro-batch without samples: whoever asked for the next one that has some could
-        search for ever.
+        A step without samples has one empty micro-batch: a search for the next step with samples might never end.
         """
         with self._lock:
             step = walker.next_step
@@ -92,12 +91,12 @@ class Itinerary:
             return plan, self._version(step), self._keys(plan, cap) or [Key(step, 0, 0)]
 
     def is_sent_back(self, walker: Walker, step: int) -> bool:
-        """Whether the walker, which has been at step `step`, is to come there again."""
+        """Whether the walker has been sent back to step `step` or before."""
         with self._lock:
             return walker.next_step <= step
 
     def forget_before(self, step: int) -> None:
-        """Nobody will ask for a step before this one any more."""
+        """Forget the steps before this one, which can no longer be requested."""
         with self._lock:
             self._positions = {number: at for number, at in self._positions.items() if number >= step}
             self._forgotten += sum(first <= step for first in self._changed)
@@ -105,7 +104,7 @@ class Itinerary:
             self._caps = self._caps[sum(first <= step for first, _ in self._caps) - 1 :]
 
     def version(self, step: int) -> int:
-        """How many changes affect step `step`."""
+        """The number of changes that affect step `step`."""
         with self._lock:
             return self._version(step)
 
@@ -120,7 +119,7 @@ class Itinerary:
             return self._planner.order(epoch).take(key.start, key.stop)
 
     def work(self, epoch: int, key: Key) -> int:
-        """What a micro-batch weighs when a step is divided: samples, tokens or units."""
+        """The work of a micro-batch in samples, tokens or units, in which a step is divided."""
         with self._lock:
             return self._planner.work(epoch, key.start, key.stop)
 

@@ -1,12 +1,11 @@
-"""This rank's micro-batches of a step: fetched, collated and counted, one step ahead, on the host.
+"""Step loader: fetches, collates and counts this rank's micro-batches on the host, one step ahead of training.
 
-The plans of all coming steps are known while the shares stay as they are, so a stock DataLoader can run ahead of
-training: its batch sampler walks an itinerary, this rank's micro-batches from some position on, without end. Where the
-shares of coming steps change, the walkers are sent back, and what was fetched by an older plan is dropped: every
-fetched batch carries the positions it was fetched for. Without worker processes the next step is fetched by the
-training thread while its buckets travel; with them a thread drains the DataLoader, and a step that is not ready in time
-is simply counted later. Loader processes that have died are replaced by others, which begin at the step that was waited
-for.
+While shares stay the same, the plans of all coming steps are known, so a stock DataLoader can run ahead of training:
+its batch sampler walks an itinerary, an endless sequence of this rank's micro-batches. When the shares of coming steps
+change, the walkers are sent back and batches fetched for an older plan are dropped: every batch carries the positions
+it was fetched for. Without worker processes, the training thread fetches the next step while the gradient buckets are
+being reduced. With them, a thread drains the DataLoader, and a step that is not ready in time is counted later. Dead
+loader processes are replaced; the new ones begin at the step that training is waiting for.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from hetseq.data.plan import Assign, Indices, MicroBatchCap, Planner, Position, 
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0  # after so long without a step the processes that load it are looked at
+_LOOK_S = 1.0  # wait for a step this long before checking that its loader processes are alive
 _CLOSE_S = 10.0
-_MOST_DEATHS = 2  # while one step is loaded; with one more the step itself is to blame
+_MOST_DEATHS = 2  # while one step is loaded; one more means that the step itself is the cause
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward's worth: `size` samples from position `start` on, their counts in the order of the run's terms.
+    """The input of one forward: `size` samples from position `start` on, and their counts in the order of the terms.
 
-    The sample is as it was collated, on the host: its reader places it where memory that runs out can be handled.
-    `work` is what they weigh when a step is divided: samples, tokens or units.
+    `sample` is collated and on the host: its reader moves it to the device, where out-of-memory errors are handled.
+    `work` is in samples, tokens or units, in which a step is divided.
     """
 
     sample: Any
@@ -65,21 +64,21 @@ class StepData:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set and what turns its samples into counted micro-batches, and places these."""
+    """A data set and the functions that collate, count and place its micro-batches."""
 
     dataset: Any
     collate: Callable[[list[Any]], Any]
     count: Callable[[Any, int], tuple[float, ...]]  # (collated sample, number of samples) -> counts by term
-    place: Callable[[Any], Any]  # to this rank's device and precision; readers of a split call it
+    place: Callable[[Any], Any]  # to this rank's device and precision; called by the readers of a split
     terms: int
     seed: int
     pin_memory: bool = False
 
 
 class StepLoader:
-    """Hands out the steps of one run in order, from `first` on, for the data-parallel group `group`.
+    """Yields the steps of one run in order, from `first` on, for the data-parallel group `group`.
 
-    The first step is cut by `first_cap`, if given. Loader processes that have died are replaced.
+    `first_cap`, if given, cuts the first step. Dead loader processes are replaced.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class StepLoader:
         self._fetcher, self._collate = Fetcher(source.dataset, source.seed), Collate(source.collate)
         self._base = base_order(source.dataset)
         self._ahead: StepData | None = None
-        self._deaths: list[int] = []  # the steps that were waited for when loader processes had died
+        self._deaths: list[int] = []  # for each death of a loader process, the step being loaded
         self._stream = self._open(first.step)
 
     def take(self, plan: StepPlan) -> StepData:
@@ -111,7 +110,7 @@ class StepLoader:
         return data
 
     def peek(self, plan: StepPlan) -> StepData | None:
-        """The data of the step after the last one taken, or None if its worker processes are late."""
+        """The data of the step after the last one taken, or None if the loader processes are late."""
         while self._ahead is None or not self._is_current(self._ahead):
             self._ahead = self._load(plan.step, self._stream.poll)
             if self._ahead is None:
@@ -120,14 +119,14 @@ class StepLoader:
         return self._ahead
 
     def change(self, step: int, *, assign: Assign | None = None, cap: MicroBatchCap | None = None) -> None:
-        """From step `step` on shares follow `assign`, or micro-batches `cap`; what was fetched otherwise is dropped.
+        """From step `step` on, use `assign` for shares or `cap` for micro-batches; data fetched otherwise is dropped.
 
-        `step` has not been taken yet; changes of `assign` come in the order of steps.
+        `step` must not have been taken yet; changes of `assign` come in the order of steps.
         """
         self._itinerary.change(step, assign=assign, cap=cap)
 
     def fetch_again(self, data: StepData, cap: MicroBatchCap) -> StepData:
-        """The same samples in other micro-batches, fetched by this thread; later steps are not affected."""
+        """The same samples in micro-batches of another size, fetched by this thread; later steps are not affected."""
         batches = []
         for key in self._itinerary.cut_again(data.plan, cap):
             request = _request(self._itinerary, self._base, data.plan.epoch, key)
@@ -143,7 +142,7 @@ class StepLoader:
         return self._itinerary.version(data.plan.step) == data.version
 
     def _load(self, step: int, get: Callable[[], StepData | None]) -> StepData | None:
-        """What `get` gives; if loader processes have died, None after others have begun at `step`."""
+        """The result of `get`; None if loader processes died and new ones were started at `step`."""
         try:
             return get()
         except LoaderDied as error:
@@ -151,10 +150,10 @@ class StepLoader:
             if len(self._deaths) > _MOST_DEATHS:
                 raise LoaderDied(
                     f"{error}, and so did {_MOST_DEATHS} before it while step {step} was loaded. If memory ran out, use"
-                    " fewer --num-workers; --num-workers 0 loads in the rank itself and shows what fails"
+                    " fewer --num-workers; --num-workers 0 loads in the rank itself and shows the cause"
                 ) from None
-            logger.warning("%s: others take over at step %d", error, step)
-        self._stream.close(0.0)  # its thread may still wait for what will never come
+            logger.warning("%s: new ones take over at step %d", error, step)
+        self._stream.close(0.0)  # its thread may still be waiting for a batch that will never come
         self._stream = self._open(step)
         return None
 
@@ -166,7 +165,7 @@ class StepLoader:
 
 
 class _Stream:
-    """One step after another as they come out of one `Fetched`, until that dies; with loader processes in a thread."""
+    """The steps that come out of one `Fetched`, until it dies; with loader processes, a thread collects them."""
 
     def __init__(
         self,
@@ -189,7 +188,7 @@ class _Stream:
         self._thread = _Drain(self._load) if num_workers else None
 
     def get(self) -> StepData:
-        """The next step; waits for it, and raises LoaderDied where it will never come."""
+        """Wait for the next step. Raises LoaderDied if it will never come."""
         if self._thread is None:
             return self._load()
         while True:
@@ -203,7 +202,7 @@ class _Stream:
         return self._load() if self._thread is None else self._thread.get(0.0)
 
     def close(self, patience_s: float = _CLOSE_S) -> None:
-        """End the thread, waiting for it so long, and the loader processes; may be called twice."""
+        """End the thread, waiting at most `patience_s` for it, and the loader processes; may be called twice."""
         if self._thread:
             self._thread.close(patience_s)
         self._batches.close()
@@ -219,14 +218,14 @@ class _Stream:
                 return StepData(plan, batches, tuple(map(float, totals)), version)
 
     def _collect(self, plan: StepPlan, version: int, keys: list[Key]) -> list[MicroBatch] | None:
-        """The micro-batches of a step as they come; None if the plan of the step was changed meanwhile."""
+        """The micro-batches of a step as they arrive; None if the step's plan has changed meanwhile."""
         batches = []
         for key in keys:
             found = None
             while found != key:
                 held, self._held = self._held, None
                 found, sample = held or self._next()
-                # before it is used: it may have been asked for by the new plan, and would not come again
+                # check before use: the batch may belong to the new plan, which will not request it again
                 if self._itinerary.version(plan.step) != version:
                     self._held = found, sample
                     return None
@@ -252,12 +251,13 @@ def _request(itinerary: Itinerary, base: Indices | None, epoch: int, key: Key) -
 
 
 def range_reader(source: Source, *, is_listed: bool = True) -> Callable[[int, int], MicroBatch]:
-    """A function that reads samples start to stop - 1 of a data set, in its own order, in the thread of its caller.
+    """A function that reads samples start..stop-1 of a data set, in its own order, in the caller's thread.
 
-    For validation. Where `is_listed` that is the order of its `ordered_indices`, if it has them; else that of its
+    For validation. With `is_listed`, its own order is `ordered_indices`, if it has them; otherwise the order of its
     indices.
     """
-    fetcher = Fetcher(source.dataset, source.seed, epoch=0)  # no set_epoch: it may be the training data, one step ahead
+    # epoch 0, so set_epoch is not called: this may be the training data, which is one step ahead
+    fetcher = Fetcher(source.dataset, source.seed, epoch=0)
     base = base_order(source.dataset) if is_listed else None
 
     def read(start: int, stop: int) -> MicroBatch:
@@ -269,7 +269,7 @@ def range_reader(source: Source, *, is_listed: bool = True) -> Callable[[int, in
 
 
 class _Requests:
-    """The batch sampler: this rank's micro-batches of all steps; `asked` says which, in the order of asking."""
+    """The batch sampler: this rank's micro-batches of all steps; `asked` holds the pending ones in order of request."""
 
     def __init__(self, itinerary: Itinerary, walker: Walker, base: Indices | None) -> None:
         self._itinerary, self._base = itinerary, base
@@ -287,7 +287,7 @@ class _Requests:
 
 
 class _Drain:
-    """A thread that keeps one loaded step ready."""
+    """A background thread that keeps one loaded step ready."""
 
     def __init__(self, load: Callable[[], StepData]) -> None:
         self._queue: queue.Queue[StepData | BaseException] = queue.Queue(maxsize=1)
@@ -296,7 +296,7 @@ class _Drain:
         self._thread.start()
 
     def get(self, timeout_s: float) -> StepData | None:
-        """The next step, or None if it was not there in time; raises what loading it has raised."""
+        """The next step, or None if it was not ready in time; re-raises an error of loading."""
         try:
             item = self._queue.get(timeout=timeout_s) if timeout_s else self._queue.get_nowait()
         except queue.Empty:
@@ -314,7 +314,7 @@ class _Drain:
             try:
                 item: StepData | BaseException = load()
             except Exception as error:  # handed to the training thread, which raises it
-                # its frames would keep the worker processes alive for as long as somebody keeps the error
+                # its frames would keep the worker processes alive as long as the error is referenced
                 traceback.clear_frames(error.__traceback__)
                 item = error
             while not self._is_closing.is_set():
@@ -328,7 +328,7 @@ class _Drain:
 
 
 def place_on(device: torch.device, dtype: torch.dtype) -> Callable[[Any], Any]:
-    """A function that moves the tensors of a sample to `device` and its floating ones to `dtype`."""
+    """A function that moves the tensors of a sample to `device` and casts floating-point ones to `dtype`."""
 
     def place(item: Any) -> Any:
         if isinstance(item, torch.Tensor):

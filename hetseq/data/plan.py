@@ -1,10 +1,10 @@
-"""Which samples make a step, and which of them are whose: pure functions over integers, NumPy only.
+"""Step plans: which samples make a step, and which group computes which. Pure functions over integers, NumPy only.
 
 The order of an epoch is a keyed permutation of 0..n-1 with random access, so no rank holds a shuffled array and any
 rank can begin anywhere. A step takes the next run of positions in that order; its length depends on the epoch alone
-and never on the cluster. Data-parallel groups then take neighbouring slices of the run, as long as their shares say,
-and cut them into micro-batches. A share belongs to such a group, which is mostly one rank (`parallel.layout`). Nothing
-here knows data, devices, time or torch.
+and never on the cluster. Data-parallel groups then take neighbouring slices of the run, sized by their shares, and cut
+them into micro-batches. A share belongs to such a group, usually a single rank (`parallel.layout`). Nothing here knows
+data, devices, time or torch.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Lengths = Callable[[Indices], Indices]
 
 
 class Assign(Protocol):
-    """The work of a step, in samples, tokens or units, -> how much of it each data-parallel group takes; adds up.
+    """Divides the work of a step, in samples, tokens or units, among the data-parallel groups; parts add up to `work`.
 
-    With `among`, numbers of groups, these take all of it, and the result is theirs alone.
+    With `among`, the numbers of some groups, these take all of it, and the result lists only them.
     """
 
     def __call__(self, work: int, among: tuple[int, ...] | None = None, /) -> tuple[int, ...]: ...
@@ -36,8 +36,8 @@ class Assign(Protocol):
 _ROUNDS = 6
 _BLOCK = 8192  # positions permuted at once; amortises the NumPy calls over many small micro-batches
 _WINDOW = 16  # blocks of neighbours whose samples are shuffled together
-_SCAN = 1024  # samples looked at per round when a step is filled by tokens
-_REMEMBERED = 16  # changes of the shares; nobody asks for plans of steps that lie further back
+_SCAN = 1024  # samples read per round when a step is filled by tokens
+_REMEMBERED = 16  # changes of the shares; plans of earlier steps are never requested
 
 
 def derive_seed(*parts: int) -> int:
@@ -105,12 +105,12 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 class BlockOrder:
-    """The order of an epoch that reads blocks of `block` neighbours: position -> sample index, for slow file systems.
+    """An epoch order that shuffles blocks of `block` neighbours, for slow file systems: position -> sample index.
 
-    Blocks are shuffled as samples are in `EpochOrder`. Then the samples of each 16 blocks that follow each other are
-    shuffled among themselves. So whoever reads 16 blocks ahead reads in long runs, and a step still takes its samples
-    from 16 places. The last block may be shorter than the others, and stands anywhere among them. Memory is that of the
-    indices of two windows.
+    Blocks are shuffled like samples in `EpochOrder`. Then the samples of every 16 consecutive blocks, a window, are
+    shuffled among themselves. So a reader that is 16 blocks ahead reads in long runs, and a step still takes its
+    samples from 16 places. The last block may be shorter and can come anywhere among the others. Memory: the indices
+    of two windows.
     """
 
     def __init__(self, n: int, block: int, *, seed: int, epoch: int) -> None:
@@ -133,7 +133,7 @@ class BlockOrder:
         return np.concatenate(pieces)
 
     def _begin_of(self, window: int) -> int:
-        """The position with which a window of blocks begins; n after the last one."""
+        """The first position of a window of blocks; n after the last one."""
         blocks = _WINDOW * window
         shorter = self.block - self._rest if self._rest and blocks > self._before else 0
         return min(blocks * self.block - shorter, self.n)
@@ -154,7 +154,7 @@ class BlockOrder:
         return self._held[window]
 
     def _range_of(self, number: int) -> tuple[int, int]:
-        """The samples of the block that comes at place `number` of the epoch."""
+        """The samples of the `number`-th block of the epoch."""
         if self._rest and number == self._before:
             return self._blocks.n * self.block, self.n
         place = number - 1 if self._rest and number > self._before else number
@@ -168,7 +168,7 @@ Order = EpochOrder | BlockOrder | ShardedOrder
 def epoch_order(
     n: int, *, seed: int, epoch: int, shuffle: bool = True, block: int | None = None
 ) -> EpochOrder | BlockOrder:
-    """The order of epoch `epoch` (from 1) over `n` samples; with `block` it is shuffled in blocks of so many."""
+    """The order of epoch `epoch` (from 1) over `n` samples; `block` shuffles in blocks of that many samples."""
     if block is not None and shuffle:
         return BlockOrder(n, block, seed=seed, epoch=epoch)
     return EpochOrder(n, seed=seed, epoch=epoch, shuffle=shuffle)
@@ -176,10 +176,10 @@ def epoch_order(
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """How many samples one optimizer step takes, over all ranks: a function of the epoch alone.
+    """The number of samples in one optimizer step, over all ranks: a function of the epoch alone.
 
     A step of epoch e ends after update_freq[e] * samples samples or update_freq[e] * tokens tokens, whichever comes
-    first; the last value of update_freq stays. One of `samples` and `tokens` is given.
+    first; later epochs repeat the last update_freq. At least one of `samples` and `tokens` is set.
     """
 
     samples: int | None
@@ -201,20 +201,20 @@ class GlobalBatch:
 
 @dataclass(frozen=True)
 class MicroBatchCap:
-    """What one micro-batch of this node may hold; None means no limit.
+    """Upper limits of one micro-batch on this node; None means no limit.
 
-    With `is_ramp` sizes double from one sample on, and the last is no larger than one before it: what a rank does whose
+    With `is_ramp`, sizes double from one sample on, and the last is no larger than an earlier one: for a rank whose
     speed and memory are not known yet.
     """
 
     samples: int | None = None
     tokens: int | None = None
-    multiple: int = 1  # sizes are rounded down to a multiple of this where they hold more
+    multiple: int = 1  # larger sizes are rounded down to a multiple of this
     is_ramp: bool = False
 
     @property
     def most_samples(self) -> int | None:
-        """What all micro-batches but the last of a share hold, if no other limit is reached before; None: no limit."""
+        """The size of all micro-batches but the last of a share, unless another limit is hit first; None: no limit."""
         if self.samples is None or self.samples <= self.multiple:
             return self.samples
         return self.samples - self.samples % self.multiple
@@ -222,7 +222,7 @@ class MicroBatchCap:
 
 @dataclass(frozen=True)
 class Position:
-    """Where training stands in its data: `consumed` samples of epoch `epoch` are used, `step` is the next step."""
+    """Progress through the data: `consumed` samples of epoch `epoch` are used, `step` is the next step."""
 
     step: int = 1
     epoch: int = 1
@@ -233,7 +233,7 @@ class Position:
 class StepPlan:
     """Step `step` uses positions start..stop-1 of epoch `epoch`, and each data-parallel group `shares[group]` of them.
 
-    Their slices follow one another in the order of the groups, or in that of `lineup`.
+    Their slices follow one another in the order of the groups, or of `lineup` if given.
     """
 
     step: int
@@ -266,13 +266,12 @@ class StepPlan:
 
 @dataclass
 class Planner:
-    """Plans steps of one run: `plan(position)` is a pure function of the position and of the changes made so far.
+    """Plans the steps of one run: `plan(position)` is a pure function of the position and of the changes made so far.
 
-    `assign` divides the work of a step among the data-parallel groups, until `change` names another from some step on.
-    Work is counted in samples; in tokens where there are `lengths`; and with a `unit` above 1 in units: a share is
-    whole units of so many neighbours, and only the last unit of a step may be smaller. With `shards`, which have `n`
-    samples together, each shard's part of a step is divided among those who can read it; steps are then counted in
-    samples.
+    `assign` divides the work of a step among the data-parallel groups until `change` names another for later steps.
+    Work is counted in samples, or in tokens if there are `lengths`, or in units if `unit` is above 1: a share then has
+    whole units of `unit` neighbours, and only the last unit of a step may be smaller. With `shards`, `n` samples in
+    total, each shard's part of a step is divided among the groups that can read it; steps are then counted in samples.
     """
 
     n: int
@@ -282,18 +281,18 @@ class Planner:
     curriculum: int = 0  # the first N epochs keep the data's own order
     lengths: Lengths | None = None
     unit: int = 1
-    block: int | None = None  # neighbours that are shuffled together; None: every sample for itself
+    block: int | None = None  # neighbours that are shuffled together; None shuffles single samples
     shards: Shards | None = None
     _orders: dict[int, Order] = field(default_factory=dict)
     _changes: list[tuple[int, Assign]] = field(default_factory=list)  # (first step, assign), steps ascending
 
     def copy(self) -> Planner:
-        """The same plans from an object of its own: planners remember orders and are not for two threads."""
+        """A separate planner with the same plans: planners cache orders and are not thread-safe."""
         args = (self.n, self.seed, self.batch, self.assign, self.curriculum, self.lengths, self.unit, self.block)
         return Planner(*args, self.shards, _changes=list(self._changes))
 
     def change(self, step: int, assign: Assign) -> None:
-        """From step `step` on the work is divided by `assign`; plans of earlier steps stay as they are."""
+        """From step `step` on, divide the work by `assign`; plans of earlier steps do not change."""
         assert not self._changes or self._changes[-1][0] <= step, "changes come in the order of steps"
         self._changes.append((step, assign))
         del self._changes[:-_REMEMBERED]
@@ -301,7 +300,7 @@ class Planner:
     def order(self, epoch: int) -> Order:
         if epoch not in self._orders:
             for old in [known for known in self._orders if known < epoch - 1]:
-                del self._orders[old]  # a loader may still be reading the epoch before
+                del self._orders[old]  # all but the previous epoch, which a loader may still be reading
             self._orders[epoch] = self._make_order(epoch)
         return self._orders[epoch]
 
@@ -314,14 +313,14 @@ class Planner:
         return StepPlan(position.step, position.epoch, start, stop, shares, ends_epoch=stop == self.n, lineup=lineup)
 
     def plans(self, position: Position) -> Iterator[StepPlan]:
-        """The plan of this step and of all that follow it, without end."""
+        """The plans of this step and all later ones; endless."""
         while True:
             plan = self.plan(position)
             yield plan
             position = plan.next_position()
 
     def digest(self, plan: StepPlan) -> int:
-        """63 bits that differ where two ranks would compute different steps, or take them from other data or orders."""
+        """63 bits that differ where two ranks would compute different steps, or use other data or orders."""
         shards = () if self.shards is None else (*self.shards.samples, *(plan.lineup or ()))
         return derive_seed(plan.digest(), self.n, self.seed, self.curriculum, self.block or 0, *shards)
 
@@ -331,22 +330,22 @@ class Planner:
         return cut(self.order(plan.epoch), start, stop, cap, lengths=self.lengths)
 
     def work(self, epoch: int, start: int, stop: int) -> int:
-        """What positions start..stop-1 weigh when the work of a step is divided: samples, tokens or units."""
+        """The work of positions start..stop-1 in samples, tokens or units, in which a step is divided."""
         if self.lengths is not None:
             return int(self.lengths(self.order(epoch).take(start, stop)).sum())
         return -(-(stop - start) // self.unit)
 
     def assigner(self, step: int) -> Assign:
-        """What divides the work of step `step`."""
+        """The function that divides the work of step `step`."""
         return next((assign for first, assign in reversed(self._changes) if first <= step), self.assign)
 
     def divide(self, plan: StepPlan, assign: Assign) -> tuple[int, ...]:
-        """The work of a step by data-parallel group, as `assign` would have it."""
+        """The work of a step by data-parallel group, as `assign` divides it."""
         works = self.works(plan)
         return assign(works[0]) if self.shards is None else divided(works, self.shards, assign)
 
     def works(self, plan: StepPlan) -> tuple[int, ...]:
-        """What a step weighs, for all groups together or, with shards, for the readers of each."""
+        """The work of a step: one value for all groups together or, with shards, one per shard."""
         if self.shards is None:
             return (self.work(plan.epoch, plan.start, plan.stop),)
         return self.shards.sizes(plan.start, plan.stop)
@@ -377,12 +376,12 @@ class Planner:
 
     @staticmethod
     def _shares_by_tokens(assign: Assign, lengths: Indices) -> tuple[int, ...]:
-        """Samples by group, whose tokens come as near to the assigned ones as neighbours allow."""
-        ends = np.cumsum(lengths)  # (samples,): tokens up to and with each sample
-        quotas = np.cumsum(assign(int(ends[-1])))  # (groups,): tokens up to and with each group
-        # a sample belongs to the group in whose part its middle lies; doubled, to stay with integers
+        """Samples by group, with tokens as close to the assigned ones as whole neighbouring samples allow."""
+        ends = np.cumsum(lengths)  # (samples,): tokens up to and including each sample
+        quotas = np.cumsum(assign(int(ends[-1])))  # (groups,): tokens up to and including each group
+        # a sample belongs to the group whose part contains its middle; doubled, to stay in integers
         borders = np.searchsorted(2 * ends - lengths, 2 * quotas, side="left")
-        # samples of no length at the very end have their middle at the last border
+        # samples of length 0 at the very end have their middle at the last border
         borders[np.flatnonzero(quotas == quotas[-1])] = len(lengths)
         return tuple(np.diff(borders, prepend=0).tolist())
 
@@ -396,7 +395,7 @@ class Planner:
 
 
 def divided(works: Sequence[int], shards: Shards, assign: Assign) -> tuple[int, ...]:
-    """What each data-parallel group takes of the work of each shard, which goes to the groups that can read it."""
+    """The work of each data-parallel group, when each shard's work is divided among the groups that can read it."""
     shares = [0] * shards.group_count
     for work, groups in zip(works, shards.readers):
         for group, share in zip(groups, assign(work, groups)):
@@ -423,13 +422,13 @@ def cut(order: Order, start: int, stop: int, cap: MicroBatchCap, *, lengths: Len
 
 
 def _next_of_ramp(largest: int, left: int) -> int:
-    """Twice the largest size so far, but for a last one that would be the largest."""
+    """Twice the largest size so far, unless the last micro-batch would then be the largest."""
     size = max(1, 2 * largest)
     return largest if size >= left > largest > 0 else size
 
 
 def _fill(order: Order, start: int, stop: int, tokens: int, lengths: Lengths) -> int:
-    """The end of the longest run from `start` whose lengths sum to at most `tokens`, at least one sample long."""
+    """The end of the longest run from `start` whose lengths sum to at most `tokens`; at least one sample."""
     used, position = 0, start
     while position < stop:
         end = min(stop, position + _SCAN)
@@ -442,6 +441,6 @@ def _fill(order: Order, start: int, stop: int, tokens: int, lengths: Lengths) ->
 
 
 def steps_in_epoch(n: int, batch: GlobalBatch, epoch: int) -> int | None:
-    """Steps of an epoch, or None where they depend on the lengths of the samples."""
+    """The number of steps in an epoch, or None if it depends on the lengths of the samples."""
     samples = batch.sample_limit(epoch)
     return None if samples is None or batch.tokens is not None else -(-n // samples)

@@ -1,12 +1,12 @@
-"""Training data that lie in pieces: how much of a step comes from each piece, and whose it is. Pure, integers only.
+"""Data sharding: how many samples of a step come from each shard, and which ranks can read it. Pure, integers only.
 
 A shard is a part of the training data that some ranks can read and the others cannot (`--data-by-host`). Every rank
-knows how many samples each shard has; of the samples it knows those of its own.
+knows the number of samples in each shard, but can read only its own samples.
 
-The one idea: of the first x samples of an epoch each shard gives as many as Webster's apportionment (Sainte-Laguë) has
-it give of x seats. These numbers never fall as x grows, add up to x, and at the end of the epoch are the sizes of the
-shards. So each step mixes the shards in proportion to their sizes, and each sample comes once in an epoch. Within a
-step the shards follow one another, and the slice of a data-parallel group stays a run of positions.
+The one idea: of the first x samples of an epoch, each shard provides its share of x seats under Webster's apportionment
+(Sainte-Laguë). These numbers never fall as x grows, add up to x, and at the end of the epoch equal the shard sizes. So
+each step mixes the shards in proportion to their sizes, and each sample comes once per epoch. Within a step the shards
+follow one another, and the slice of a data-parallel group remains a run of positions.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ class _Order(Protocol):
 
 @dataclass(frozen=True)
 class Shards:
-    """How many samples each shard has, above 0, and which data-parallel groups can read it, in ascending order.
+    """The number of samples in each shard, above 0, and the data-parallel groups that can read it, in ascending order.
 
-    A shard without holders has gone with its host: steps are planned as if the first group had it, and nobody carries
-    them out.
+    A shard without holders was lost with its host: steps are planned as if the first group held it, but are not run.
     """
 
     samples: tuple[int, ...]
@@ -42,7 +41,7 @@ class Shards:
 
     @property
     def total(self) -> int:
-        """The samples of all shards."""
+        """The number of samples in all shards."""
         return sum(self.samples)
 
     @property
@@ -52,26 +51,26 @@ class Shards:
 
     @property
     def lineup(self) -> tuple[int, ...]:
-        """All groups in the order of their slices of a step: shard by shard, and last those that can read none."""
+        """All groups in the order of their slices of a step: shard by shard, then the groups that can read none."""
         reading = dict.fromkeys(group for groups in self.readers for group in groups)
         return (*reading, *(group for group in range(self.group_count) if group not in reading))
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """The shards that nobody holds."""
+        """The shards without holders."""
         return tuple(number for number, groups in enumerate(self.holders) if not groups)
 
     def sizes(self, start: int, stop: int) -> tuple[int, ...]:
-        """How many of the samples at positions start..stop-1 of an epoch come from each shard."""
+        """The number of samples at positions start..stop-1 of an epoch that come from each shard."""
         before, after = apportioned(self.samples, start), apportioned(self.samples, stop)
         return tuple(late - early for early, late in zip(before, after))
 
 
 class ShardedOrder:
-    """The order of one epoch over all shards: positions -> indices within the shard that they belong to.
+    """The order of one epoch over all shards: position -> index within the shard that it belongs to.
 
-    `orders` holds the order of each shard's own samples, `step` is how many samples a step has, and steps begin at
-    multiples of it: the layout within a step needs both ends of it.
+    `orders` holds the order of each shard's own samples. `step` is the number of samples per step; steps begin at its
+    multiples, since the layout within a step depends on both of its ends.
     """
 
     def __init__(self, samples: Sequence[int], orders: Sequence[_Order], *, step: int) -> None:
@@ -79,7 +78,7 @@ class ShardedOrder:
         self.n = sum(samples)
 
     def take(self, start: int, stop: int) -> Indices:
-        """Sample indices at positions start..stop-1, which lie in one step and one shard; shape (stop - start,)."""
+        """Sample indices at positions start..stop-1, all in one step and one shard; shape (stop - start,)."""
         if not 0 <= start <= stop <= self.n:
             raise IndexError(f"positions {start} to {stop} of an epoch of {self.n} samples")
         if start == stop:
@@ -97,15 +96,15 @@ class ShardedOrder:
         raise IndexError(f"positions {start} to {stop} belong to more than one shard, and no rank can read both")
 
 
-@functools.lru_cache(maxsize=64)  # every micro-batch of a step asks for both of its ends
+@functools.lru_cache(maxsize=64)  # every micro-batch of a step needs both ends of the step
 def apportioned(samples: tuple[int, ...], seats: int) -> tuple[int, ...]:
-    """How many of `seats` samples each shard gives, by Webster's method: the order of (2 k + 1) / samples, k from 0.
+    """How many of `seats` samples each shard provides, by Webster's method: the order of (2 k + 1) / samples, k from 0.
 
-    A tie goes to the first shard. `seats` is at most the sum of `samples`, and then these are given.
+    A tie goes to the first shard. `seats` is at most the sum of `samples`, for which the result is `samples`.
     """
     total, count = sum(samples), len(samples)
-    assert 0 <= seats <= total, "no more than there are"
-    # everybody's rounded quota of a few seats less: never more than the method gives, and at most `count` are left
+    assert 0 <= seats <= total, "no more seats than samples"
+    # start from each shard's rounded quota of slightly fewer seats: never too much, and at most `count` seats are left
     fewer = max(0, 2 * seats - count)
     given = [(size * fewer + total) // (2 * total) if fewer else 0 for size in samples]
     left = [(Fraction(2 * number + 1, size), shard) for shard, (number, size) in enumerate(zip(given, samples))]

@@ -39,5 +39,5 @@ def test_killed_loader_processes_are_replaced_and_change_nothing(chaos: Chaos, c
     found = chaos.run(killer, ranks=3, steps=STEPS, num_workers=2, balance="1,2,1")
     assert verdict(found, calm) == ""
     assert killer.kills >= 6
-    assert "others take over at step" in found.said
+    assert "new ones take over at step" in found.said
     assert not [event for event in found.events if event["event"] == "generation" and event["generation"]]

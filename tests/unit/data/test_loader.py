@@ -421,7 +421,7 @@ def test_loader_processes_that_are_killed_are_replaced_and_no_sample_is_another(
     with journey.loading(0, num_workers=num_workers) as loader:
         assert drive(loader, journey, pause=kill) == expected(journey, 0)
         assert len(torch.multiprocessing.active_children()) == num_workers
-    assert caplog.text.count("as the kernel does when memory runs out: others take over at step") == 2
+    assert caplog.text.count("as the kernel does when memory runs out: new ones take over at step") == 2
     gc.collect()
     assert torch.multiprocessing.active_children() == []
 
@@ -492,7 +492,7 @@ def test_a_process_that_never_begins_is_replaced(
     with journey.loading(0, num_workers=2) as loader:
         assert drive(loader, journey) == expected(journey, 0)
         assert len(torch.multiprocessing.active_children()) == 2
-    assert "has not begun within 1 s: others take over at step 1" in caplog.text
+    assert "has not begun within 1 s: new ones take over at step 1" in caplog.text
 
 
 def test_a_death_interrupts_nothing_that_the_training_thread_does() -> None:
