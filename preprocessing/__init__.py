@@ -1,4 +1,4 @@
-"""Makes or fetches the data of the tasks; run as `python -m hetseq.preprocessing.NAME`, never imported by HetSeq."""
+"""Scripts that make or fetch training data; run as `python -m hetseq.preprocessing.NAME`, never imported by HetSeq."""
 
 import importlib
 import sys

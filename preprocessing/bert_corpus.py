@@ -1,16 +1,15 @@
-"""Raw text to the data of BERT's pre-training: `python -m hetseq.preprocessing.bert_corpus --output DIR`.
+"""Makes BERT pre-training data from raw text: `python -m hetseq.preprocessing.bert_corpus --output DIR`.
 
-Responsible for the command, for the files of the folder and for what `corpus.json` states. `bert.build` knows the order
-of the work, `bert.options` what may be asked for; what a sentence is, and what is held out, is decided by
-`corpus.sentences`, what a token is by `wordpiece`, what a row is by `bert.pairs`; `corpus.atomic_folder` keeps the
-folder whole.
+Responsible for the command, the files of the folder and the content of `corpus.json`. `bert.build` orders the work and
+`bert.options` validates the options. `corpus.sentences` splits sentences and holds some out, `wordpiece` makes tokens,
+`bert.pairs` makes rows, and `corpus.atomic_folder` keeps the folder whole.
 
-The one idea: the same input, seed and versions give the same bytes. Nothing depends on the clock, on paths, on how many
-processes work and which is first, or on how often the work was interrupted.
+The one idea: the same input, seed and versions give the same bytes. Nothing depends on the clock, on paths, on the
+number and order of processes, or on how often the work was interrupted.
 
-Memory does not grow with the text but for about 100 bytes a document and 8 a row: each process holds a piece of 1 MiB
-of text, a million different words, or the rows of one file (150 MB with 128 tokens a row). Text, tokens and pairs lie
-in a hidden folder in DIR until the corpus is complete: about 4 bytes for each byte of text, if --duplicate is 5.
+Memory grows with the text only by about 100 bytes per document and 8 per row: each process holds a piece of 1 MiB of
+text, a million distinct words, or the rows of one file (150 MB with 128 tokens per row). Text, tokens and pairs are in
+a hidden folder in DIR until the corpus is complete: about 4 bytes per byte of text with --duplicate 5.
 """
 
 from __future__ import annotations
@@ -52,18 +51,18 @@ from .records import columns_in_json, split_in_json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; gives the exit code: 0 done, 1 a process was killed, 2 it cannot be done, 130 interrupted."""
+    """The command line. Exit codes: 0 done, 1 a process was killed, 2 it cannot be done, 130 interrupted."""
     arguments = _parser().parse_args(argv)
     console = Console(highlight=False, soft_wrap=True)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     folder = _path(arguments.output)
     try:
         if arguments.format is not None and not arguments.input:
-            raise ConfigError(f"--format {arguments.format} is about the files of --input, and there are none")
+            raise ConfigError(f"--format {arguments.format} describes the files of --input, and none are given")
         if arguments.vocab_size is not None and arguments.vocab_file is not None:
             raise ConfigError(
-                f"--vocab-size {arguments.vocab_size} is about a vocabulary that is trained, and --vocab-file"
-                f" {arguments.vocab_file} is there already; give one of the two"
+                f"--vocab-size {arguments.vocab_size} applies when a vocabulary is trained, but --vocab-file"
+                f" {arguments.vocab_file} is given; give only one of the two"
             )
         options, shard = _options(arguments), _shard(arguments.shard)
         with bars(console) as progress:
@@ -78,14 +77,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
     except (HetSeqError, KeyboardInterrupt) as error:
         is_told = isinstance(error, HetSeqError)
-        said = f"error: {error}" if is_told else f"interrupted: {folder} is as it was before"
+        said = f"error: {error}" if is_told else f"interrupted: {folder} is unchanged"
         errors.print(plain_text.printable(said), markup=False)
         if (kept := corpus_folder.kept_pieces(folder)) is not None:
-            goes_on = f"what is finished is kept in {kept}: the same command goes on with it"
+            goes_on = f"finished pieces are kept in {kept}: the same command resumes from them"
             errors.print(plain_text.printable(goes_on), markup=False)
         return error.exit_code if isinstance(error, HetSeqError) else 130
     if facts is None:
-        done = f"shard {arguments.shard} is done; when all are, the same command without --shard completes the corpus"
+        done = f"shard {arguments.shard} is done; once all are, the same command without --shard completes the corpus"
         console.print(done, markup=False)
         return 0
     command = plain_text.printable(training_command(folder, facts))
@@ -97,20 +96,20 @@ def make_corpus(
     options: Options, folder: Path, *, overwrite: bool = False, processes: int = 1, shard: Shard | None = None,
     say: Callable[[str], None], track: Track,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Make the corpus in `folder` and give what is in its `corpus.json`; of a shard, pieces only, and None.
+    """Make the corpus in `folder` and return the content of its `corpus.json`; with `shard`, make pieces only: None.
 
-    `say` is told in a line what was found or made, `track` of each long piece of work. Raises DataError or ConfigError
-    and leaves nothing behind if it cannot be made, and LostProcess if one of the processes was killed.
+    `say` receives lines about the results, `track` each long piece of work. If the corpus cannot be made, raises
+    DataError or ConfigError and leaves nothing behind. Raises LostProcess if a process was killed.
     """
     if processes < 1:
         raise ConfigError(f"--processes {processes}: expected at least 1")
     if options.output_format == HDF5:
         bert_hdf5.require_h5py()
         if shard is not None:
-            raise ConfigError(f"--shard is about files of records: leave it out, or --output-format {HDF5}")
+            raise ConfigError(f"--shard applies to files of records: leave it out, or --output-format {HDF5}")
     if os.path.realpath(folder) in map(os.path.realpath, options.inputs):
         raise ConfigError(
-            f"--input and --output are both {folder}: its vocab.txt would be text the next time; give two"
+            f"--input and --output are both {folder}: its vocab.txt would be read as text next time; give two folders"
         )
     if shard is not None:
         with corpus_folder.shared(folder, overwrite=overwrite), Crew(processes) as crew:
@@ -123,7 +122,7 @@ def make_corpus(
 
 
 def training_command(folder: Path, facts: dict[str, Any]) -> str:
-    """A command line that trains the small model of `bert_config.json` on the corpus: ten epochs, within reason."""
+    """A command line that trains the small model of `bert_config.json` on the corpus: ten epochs, within limits."""
     batch, train = 64, facts["splits"]["train"]
     steps = min(20_000, max(200, 10 * _rows(train) // batch // 100 * 100))
     valid = "--valid-subset test" if "test" in facts["splits"] else "--disable-validation"
@@ -137,7 +136,7 @@ def _make(
     options: Options, folder: Path, stage: Path | None, crew: Crew, shard: Shard | None, say: Callable[[str], None],
     track: Track,
 ) -> dict[str, Any] | None:  # fmt: skip
-    """Make all pieces, and the corpus of them in `stage`, if there is one."""
+    """Make all pieces and, if `stage` is given, assemble the corpus in it."""
     given = options.vocab_file and wordpiece.read_vocabulary(options.vocab_file, is_lower_case=options.is_lower_case)
     text = text_of(options, crew, say=say, track=track)
     key = key_of(options, text.sources, given or None, _versions(options))
@@ -165,7 +164,7 @@ def _make(
                 files += [job.name for job in jobs]
             if not counts.any():
                 raise DataError(
-                    f"{options.named}: no word of the {split.name} part is in {options.vocab_file}; give another"
+                    f"{options.named}: no word of the {split.name} part is in {options.vocab_file}; give another one"
                 )
             splits[split.name] = {
                 **stated, **split.corpus.facts, "random_next": rows.facts["random_next"], "masked_tokens": masked,
@@ -178,7 +177,7 @@ def _make(
 def _write_facts(
     options: Options, stage: Path, text: Text, vocabulary: Vocabulary, splits: dict[str, Any], files: list[str]
 ) -> dict[str, Any]:
-    """Write what a corpus has besides its rows; what it states of itself."""
+    """Write all files of a corpus besides its rows; returns the content of `corpus.json`."""
     _write_text(stage / VOCABULARY, vocabulary.text())
     model = _json(_model(vocabulary, options.max_seq_length))
     _write_text(stage / MODEL, model)
@@ -204,7 +203,7 @@ def _write_facts(
 
 
 def _write_hdf5(stage: Path, jobs: Sequence[RowJob], crew: Crew, track: Track) -> Integers:
-    """Write the rows of a split into its files; how often each token is masked, (vocab_size,)."""
+    """Write the rows of a split into its files; returns how often each token is masked, (vocab_size,)."""
     vocab_size = jobs[0].split.ids.vocab_size
     masked = np.zeros(vocab_size, np.int64)
     advance = track("writing", sum(job.end - job.begin for job in jobs))
@@ -225,9 +224,9 @@ def _rows(split: dict[str, Any]) -> int:
 
 
 def _about(counts: Integers, vocabulary: Vocabulary) -> dict[str, Any]:
-    """What a model must beat that looks at nothing: the most frequent token, and the entropy of the frequencies.
+    """The baseline of a model that ignores its input: the most frequent token, and the entropy of the frequencies.
 
-    `counts` says how often each token is masked or, where training draws the masks, may be.
+    `counts`: how often each token is masked or, if training draws the masks, may be masked.
     """
     total = int(counts.sum())
     shares = counts[counts > 0] / total
@@ -243,7 +242,7 @@ def _about(counts: Integers, vocabulary: Vocabulary) -> dict[str, Any]:
 def _in_words(split: dict[str, Any]) -> str:
     frequent = split["most_frequent"]
     unknown = split["unknown_tokens"] / split["tokens"]
-    aside = f" ({unknown:.1%} [UNK])" if unknown > 0.01 else ""  # not worth a word in English with BERT's vocabulary
+    aside = f" ({unknown:.1%} [UNK])" if unknown > 0.01 else ""  # negligible in English with BERT's vocabulary
     return (
         f"{plain_text.many(_rows(split), 'row')} from {plain_text.many(split['tokens'], 'token')}{aside};"
         f" {split['masked_tokens']:,} masked, {frequent['share']:.1%} of them {frequent['token']!r},"
@@ -265,7 +264,7 @@ def _model(vocabulary: Vocabulary, max_seq_length: int) -> dict[str, Any]:
         "max_position_embeddings": max(128, max_seq_length),
         "type_vocab_size": 2,
         "initializer_range": 0.02,
-        "pad_token_id": vocabulary.id_of(wordpiece.PAD),  # BERT's own is 0, another one need not be
+        "pad_token_id": vocabulary.id_of(wordpiece.PAD),  # 0 in BERT's own vocabulary, not in every other
     }
 
 
@@ -295,7 +294,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _path(text: str) -> Path:
-    return Path(os.path.expanduser(text))  # that of pathlib raises for ~somebody who is unknown
+    return Path(os.path.expanduser(text))  # pathlib's expanduser raises for an unknown ~user
 
 
 def _options(arguments: argparse.Namespace) -> Options:
@@ -322,7 +321,7 @@ def _shard(text: str | None) -> Shard | None:
         return None
     match = re.fullmatch(r"(\d+)/(\d+)", text)
     if match is None or not int(match[1]) < int(match[2]):
-        raise ConfigError(f"--shard {text}: expected I/N, the number of this part, from 0, and how many there are")
+        raise ConfigError(f"--shard {text}: expected I/N, the number of this part, from 0, and the number of parts")
     return Shard(int(match[1]), int(match[2]))
 
 
@@ -331,43 +330,43 @@ def _parser() -> argparse.ArgumentParser:
     default = Options()
     parser = argparse.ArgumentParser(
         prog="python -m hetseq.preprocessing.bert_corpus",
-        description="Make the data of BERT's pre-training from text: pairs of sentences, and masked words.",
+        description="Make BERT pre-training data from text: pairs of sentences, and masked words.",
     )
     add = parser.add_argument
-    add("--output", required=True, metavar="DIR", help="folder of the corpus; then give it to --data")
-    add("--overwrite", action="store_true", help="replace the corpus that is in it")
+    add("--output", required=True, metavar="DIR", help="folder for the corpus; pass it to --data afterwards")
+    add("--overwrite", action="store_true", help="replace the corpus in the output folder")
     add("--output-format", choices=OUTPUT_FORMATS, default=default.output_format,
-        help="records, which training masks anew in each epoch, or HDF5 with masks for good, as other programs read it"
+        help="records, which training masks anew in each epoch, or HDF5 with fixed masks, for other programs"
         " (default: %(default)s)")
     add("--processes", type=int, default=usable_cores(), metavar="N",
-        help="processes that work; the bytes are the same with any number (default: the cores there are, %(default)s)")
+        help="number of processes; the output does not depend on it (default: the usable cores, %(default)s)")
     add("--shard", metavar="I/N",
-        help="make part I, from 0, of N, on nodes that share DIR; afterwards the command without --shard completes it")
+        help="make part I (from 0) of N, on nodes that share DIR; afterwards the command without --shard completes it")
     add("--input", nargs="+", default=[], action="extend", metavar="PATH",
         help="text files in UTF-8, or folders of *.txt; default: the manual and docstrings that ship with Python")
     add("--format", choices=list(plain_text.FORMATS),
         help="; ".join(f"{name}: {meaning}" for name, meaning in plain_text.FORMATS.items()) + " (default: paragraphs)")
-    add("--vocab-file", metavar="FILE", help="WordPiece vocabulary, one token a line; default: one is trained")
+    add("--vocab-file", metavar="FILE", help="WordPiece vocabulary, one token per line; default: train one")
     add("--vocab-size", type=int, metavar="N",
-        help=f"tokens of the vocabulary that is trained (default: {default.vocab_size})")
+        help=f"size of the trained vocabulary, in tokens (default: {default.vocab_size})")
     case = parser.add_mutually_exclusive_group()
     case.add_argument("--lower-case", action="store_true", default=True,
                       help="lower case, without accents (the default)")
-    case.add_argument("--cased", dest="lower_case", action="store_false", help="letters as they are")
+    case.add_argument("--cased", dest="lower_case", action="store_false", help="keep upper case and accents")
     add("--max-seq-length", type=int, default=default.max_seq_length, metavar="L",
-        help="tokens of a row, with [CLS] and two [SEP] (default: %(default)s)")
+        help="tokens per row, including [CLS] and two [SEP] (default: %(default)s)")
     add("--max-predictions", type=int, metavar="P",
-        help="HDF5: most masked tokens of a row; default: as many as the longest row has, 20 of 128")
-    add("--masked-share", type=float, metavar="X", help="HDF5: share of the tokens that are masked (default: 0.15)")
+        help="HDF5: maximum number of masked tokens per row; default: that of the longest row, 20 of 128")
+    add("--masked-share", type=float, metavar="X", help="HDF5: fraction of tokens to mask (default: 0.15)")
     add("--short-sequence-share", type=float, default=default.short_sequence_share, metavar="X",
-        help="share of the rows that are shorter on purpose (default: %(default)s)")
+        help="fraction of rows that are shorter on purpose (default: %(default)s)")
     add("--duplicate", type=int, default=default.duplicate, metavar="N",
-        help="times the text is gone through, with other pairs each time (default: %(default)s)")
+        help="number of passes over the text, each with other pairs (default: %(default)s)")
     add("--test-share", type=float, default=default.test_share, metavar="X",
-        help="share of the text that is held out: whole documents if there are"
+        help="fraction of the text to hold out: whole documents if there are at least"
         f" {plain_text.WHOLE_DOCUMENTS}, else the end of each (default: %(default)s)")
     add("--files", type=int, metavar="N",
-        help="files of the training part (default: of records one for 262,144 rows, of HDF5 1)")
+        help="files of the training part (default: one per 262,144 rows for records, 1 for HDF5)")
     add("--seed", type=int, default=default.seed, metavar="N",
         help="the same seed gives the same bytes (default: %(default)s)")
     return parser

@@ -1,10 +1,10 @@
-"""HDF5 files of BERT's rows to records, and back: `hetseq.preprocessing.convert_hdf5 --input DIR --output DIR`.
+"""Converts BERT rows from HDF5 to records and back: `hetseq.preprocessing.convert_hdf5 --input DIR --output DIR`.
 
-Responsible for the order of work. Which way is decided by what `--input` is. To records, the words that stood behind
-the masks of a file are put back, since records are masked when they are read; to HDF5, the masks of one epoch and seed
-are drawn as training would draw them, so that a reader of 2020 sees what we see in that epoch.
+Responsible for the order of work. The content of `--input` decides the direction. To records, the original words
+replace the masks of a file, since records are masked when they are read. To HDF5, masks are drawn as training would
+draw them for one epoch and seed, so that the 2020 reader sees the same batches as that epoch.
 
-Words, segments and labels of a row survive both ways; padding is written anew.
+Words, segments and labels of a row survive in both directions; padding is written anew.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _ROWS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class Options:
-    """What is converted and how; ConfigError for what cannot be meant."""
+    """The options of a conversion. Raises ConfigError for impossible values."""
 
     source: Path
     vocab_file: Path | None = None  # none: vocab.txt in the source
-    splits: tuple[str, ...] = ("train", "valid", "test")  # of HDF5 files; those that are there
+    splits: tuple[str, ...] = ("train", "valid", "test")  # of HDF5 files; missing ones are skipped
     rows_per_file: int = ROWS_PER_FILE
     seed: int = 19940802
     epoch: int = 0
@@ -64,7 +64,7 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; gives the exit code: 0 the folder is there, 2 it could not be made, 130 interrupted."""
+    """The command line. Exit codes: 0 the folder is complete, 2 it could not be made, 130 interrupted."""
     arguments = _parser().parse_args(argv)
     console = Console(highlight=False, soft_wrap=True)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors.print(printable(f"error: {error}"), markup=False)
         return error.exit_code
     except KeyboardInterrupt:
-        errors.print(printable(f"interrupted: {folder} is as it was before"), markup=False)
+        errors.print(printable(f"interrupted: {folder} is unchanged"), markup=False)
         return 130
     console.print(printable(f"the folder is complete; train on it: hetseq train --task bert --data {folder}"))
     return 0
@@ -96,12 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def convert(
     options: Options, folder: Path, *, overwrite: bool = False, say: Callable[[str], None], track: Track
 ) -> dict[str, Any]:
-    """Make the other kind of folder in `folder` and give what is in its `corpus.json`.
+    """Convert the source into `folder` and return the content of its `corpus.json`.
 
-    Raises DataError or ConfigError and leaves nothing behind if it cannot be made.
+    If that fails, raises DataError or ConfigError and leaves nothing behind.
     """
     if folder.resolve() == _folder(options.source).resolve():
-        raise ConfigError(f"--input {options.source} and --output {folder} are one folder: give two")
+        raise ConfigError(f"--input {options.source} and --output {folder} are the same folder: give two")
     index = find_records(options.source, hdf5_names(options.source))
     vocab, model = _vocab(options), _model(options.source)
     with staged(folder, overwrite=overwrite) as stage:
@@ -160,7 +160,7 @@ def _to_records(
 
 
 def _unmasked(dataset: BertDataset, start: int, advance: Callable[[int], None]) -> Rows:
-    """Some rows with the words that stood there, without padding."""
+    """Some rows with the original words, without padding."""
     stop = min(start + _ROWS_AT_ONCE, len(dataset))
     batch = {name: tensor.numpy() for name, tensor in dataset.__getitems__(range(start, stop)).items()}
     ids, is_real, segments = batch["input_ids"], batch["attention_mask"], batch["token_type_ids"]  # (n, L)
@@ -177,7 +177,7 @@ def _unmasked(dataset: BertDataset, start: int, advance: Callable[[int], None]) 
     ):
         if is_wrong.any():
             where = dataset.place_of(start + int(np.argmax(is_wrong)))
-            raise DataError(f"{where}: {found}, expected {expected}, since records hold no more; leave such rows out")
+            raise DataError(f"{where}: {found}, expected {expected}, all that records can hold; leave such rows out")
     advance(stop - start)
     return {IDS: Ragged(ids[is_real], lengths), FIRST_LENGTHS: first, LABEL: batch["next_sentence_labels"]}
 
@@ -218,7 +218,7 @@ def _to_hdf5(
 def _masked(dataset: BertRecords, rows: range, length: int, predictions: int) -> bert_pairs.Rows:
     batch = {name: tensor.numpy() for name, tensor in dataset.__getitems__(rows).items()}
     at, column = np.divmod(batch["masked_positions"], dataset.length)  # (m,)
-    number = np.arange(len(at)) - np.searchsorted(at, at)  # of its row
+    number = np.arange(len(at)) - np.searchsorted(at, at)  # within its row
     positions = np.zeros((len(rows), predictions), np.int16 if length <= 2**15 else np.int32)
     words = np.zeros((len(rows), predictions), np.int64)
     positions[at, number], words[at, number] = column, batch["masked_ids"]
@@ -239,8 +239,7 @@ def _vocab(options: Options) -> list[str]:
     path = options.vocab_file or _folder(options.source) / VOCABULARY
     if options.vocab_file is None and not path.is_file():
         raise DataError(
-            f"{path.parent} has no {VOCABULARY}: expected the vocabulary that the words were numbered with; give"
-            " --vocab-file FILE"
+            f"{path.parent} has no {VOCABULARY}: expected the vocabulary that the ids refer to; give --vocab-file FILE"
         )
     return read_vocab(path)
 
@@ -261,19 +260,19 @@ def _parser() -> argparse.ArgumentParser:
         description="Turn HDF5 files of BERT's pre-training into records, or a folder of records into HDF5 files.",
     )
     add = parser.add_argument
-    add("--input", required=True, metavar="PATH", help="folder of HDF5 files, or one of them, or folder of records")
-    add("--output", required=True, metavar="DIR", help="folder of the other kind; then give it to --data")
-    add("--overwrite", action="store_true", help="replace the corpus that is in it")
-    add("--vocab-file", metavar="FILE", help="the vocabulary of the rows; default: vocab.txt beside them")
+    add("--input", required=True, metavar="PATH", help="folder of HDF5 files, a single HDF5 file, or folder of records")
+    add("--output", required=True, metavar="DIR", help="folder for the result; pass it to --data afterwards")
+    add("--overwrite", action="store_true", help="replace the corpus in the output folder")
+    add("--vocab-file", metavar="FILE", help="vocabulary of the rows; default: vocab.txt beside them")
     add("--splits", nargs="+", default=list(Options.splits), metavar="WORD",
-        help="to records: words in the names of HDF5 files, each a split (default: those of train, valid, test)")
+        help="to records: words in the names of HDF5 files, one per split (default: train, valid and test, if present)")
     add("--rows-per-file", type=int, default=Options.rows_per_file, metavar="N",
-        help="to records: rows of a file (default: %(default)s)")
+        help="to records: rows per file (default: %(default)s)")
     add("--seed", type=int, default=Options.seed, metavar="N", help="to HDF5: seed of the masks (default: %(default)s)")
     add("--epoch", type=int, default=Options.epoch, metavar="N",
         help="to HDF5: epoch of the masks (default: %(default)s)")
     add("--max-predictions", type=int, metavar="P",
-        help="to HDF5: most masked words of a row; default: 15 %% of the longest row")
+        help="to HDF5: maximum number of masked words per row; default: 15 %% of the longest row")
     add("--whole-words", action="store_true", help="to HDF5: mask all pieces of a word together")
     return parser
 # fmt: on

@@ -1,12 +1,12 @@
-"""Raw text to data of a causal language model: `python -m hetseq.preprocessing.gpt_corpus --output DIR`.
+"""Makes causal language model data from raw text: `python -m hetseq.preprocessing.gpt_corpus --output DIR`.
 
-Responsible for the order of work, for what a document is here, and for how tokens become rows. Files are found, read
-and held out by `corpus.sentences`, tokens are the affair of `byte_pairs`, files of rows that of `records`;
-`corpus.atomic_folder` keeps the folder whole. The same input, seed and versions give the same bytes.
+Responsible for the order of work, the definition of a document, and packing tokens into rows. `corpus.sentences` finds
+files and holds text out, `byte_pairs` makes tokens, `records` writes rows, and `corpus.atomic_folder` keeps the folder
+whole. The same input, seed and versions give the same bytes.
 
-The one idea: a split is one long row of tokens, each document with a token for its end behind it, cut into rows of
-equal length wherever the cut falls. Text is kept as it is, ends of lines and all; nothing is padded, and no token is
-in two rows. What is left at the end of a split is its last row, which is shorter.
+The one idea: a split is one long sequence of tokens, with an end token after each document, cut into rows of equal
+length regardless of document boundaries. Text is kept unchanged, line ends included; nothing is padded, and no token is
+in two rows. The last row of a split holds the remainder and is shorter.
 
 The text of the corpus is held in memory, and the ids of one split, two bytes each (four from 65,536 tokens on).
 """
@@ -49,19 +49,19 @@ from .records import ROWS_PER_FILE, Ragged, Rows, columns_in_json, write_split
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 
-# the name holds no name of a split but its own
+# must not contain the name of a split
 _NAME = "corpus"
 _SPLITS = ("train", "test")
 _ROWS_AT_ONCE = 4096
-#: characters that are encoded in one piece, and at once: a token takes 440 bytes meanwhile (measured on English books)
+#: characters per stretch, and per call of the encoder: a token takes 440 bytes meanwhile (measured on English books)
 _STRETCH, _STRETCHES = 1 << 20, 2 << 20
-#: a line of its own between two documents of a file
+#: the separator line between two documents of a file
 _BETWEEN = re.compile(rf"^{re.escape(byte_pairs.END_OF_TEXT)}[ \t]*$\n?", re.M)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a corpus is made of and how; ConfigError for what cannot be meant."""
+    """The options of a corpus. Raises ConfigError for impossible values."""
 
     inputs: tuple[Path, ...] = ()  # none: the text that ships with Python
     tokenizer_file: Path | None = None
@@ -90,7 +90,7 @@ class Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; gives the exit code: 0 the corpus is there, 2 it could not be made, 130 interrupted."""
+    """The command line. Exit codes: 0 the corpus is complete, 2 it could not be made, 130 interrupted."""
     arguments = _parser().parse_args(argv)
     console = Console(highlight=False, soft_wrap=True)
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -98,8 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.vocab_size is not None and arguments.tokenizer is not None:
             raise ConfigError(
-                f"--vocab-size {arguments.vocab_size} is about a tokenizer that is trained, and --tokenizer"
-                f" {arguments.tokenizer} is there already; give one of the two"
+                f"--vocab-size {arguments.vocab_size} applies when a tokenizer is trained, but --tokenizer"
+                f" {arguments.tokenizer} is given; give only one of the two"
             )
         with bars(console) as progress:
             facts = make_corpus(
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors.print(printable(f"error: {error}"), markup=False)
         return error.exit_code
     except KeyboardInterrupt:
-        errors.print(printable(f"interrupted: {folder} is as it was before"), markup=False)
+        errors.print(printable(f"interrupted: {folder} is unchanged"), markup=False)
         return 130
     command = printable(training_command(folder, facts))
     console.print("the corpus is complete; train on it:", command, sep="\n", markup=False)
@@ -123,10 +123,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_corpus(
     options: Options, folder: Path, *, overwrite: bool = False, say: Callable[[str], None], track: Track
 ) -> dict[str, Any]:
-    """Make the corpus in `folder` and give what is in its `corpus.json`.
+    """Make the corpus in `folder` and return the content of its `corpus.json`.
 
-    `say` is told in a line what was found or made, `track` of each long piece of work. Raises DataError or ConfigError
-    and leaves nothing behind if it cannot be made.
+    `say` receives lines about the results, `track` each long piece of work. If the corpus cannot be made, raises
+    DataError or ConfigError and leaves nothing behind.
     """
     with staged(folder, overwrite=overwrite, names=(TOKENIZER, GPT_MODEL)) as stage:
         tokenizer = None if options.tokenizer_file is None else byte_pairs.read_tokenizer(options.tokenizer_file)
@@ -184,7 +184,7 @@ def make_corpus(
 
 
 def training_command(folder: Path, facts: dict[str, Any]) -> str:
-    """A command line that trains the small model of `config.json` on the corpus: ten epochs, within reason."""
+    """A command line that trains the small model of `config.json` on the corpus: ten epochs, within limits."""
     batch = 32
     steps = min(20_000, max(200, 10 * facts["splits"]["train"]["rows"] // batch // 100 * 100))
     valid = "--valid-subset test" if "test" in facts["splits"] else "--disable-validation"
@@ -198,7 +198,7 @@ def training_command(folder: Path, facts: dict[str, Any]) -> str:
 
 
 def _read(options: Options, say: Callable[[str], None], track: Track) -> tuple[list[Document], list[Source]]:
-    """Documents of lines, in place of sentences: each with what ends it, so that together they are the text."""
+    """Documents with lines in place of sentences; lines keep their line end, so that joining them gives the text."""
     if not options.inputs:
         say("reading the text that ships with Python; give your own with --input")
         documents, source = python_documents()
@@ -216,12 +216,12 @@ def _read(options: Options, say: Callable[[str], None], track: Track) -> tuple[l
         sources.append(source)
         advance(1)
     if not found:
-        raise DataError(f"{_named(options)}: no text found but ends of documents; expected text in UTF-8")
+        raise DataError(f"{_named(options)}: found only document separators; expected text in UTF-8")
     return found, sources
 
 
 def _cut(documents: Sequence[Document], kept: Sequence[int]) -> tuple[list[list[str]], list[list[str]]]:
-    """The first lines of each document, so many of them, and the others."""
+    """The first `kept` lines of each document, and the others."""
     pairs = list(zip(documents, kept))
     return [document.sentences[:cut] for document, cut in pairs], [document.sentences[cut:] for document, cut in pairs]
 
@@ -242,7 +242,7 @@ def _trained(options: Options, documents: Sequence[Document], say: Callable[[str
 
 
 def _stretches(document: Document) -> Iterator[str]:
-    """The text of a document; a long one in pieces that begin with a line, since no encoder takes a gigabyte."""
+    """The text of a document, in pieces that begin at a line if it is long: no encoder takes a gigabyte at once."""
     held, size = [], 0
     for line in document.sentences:
         held.append(line)
@@ -255,7 +255,7 @@ def _stretches(document: Document) -> Iterator[str]:
 
 
 def _encode(documents: Sequence[Document], tokenizer: Tokenizer, end: int, kind: str, track: Track) -> Ids:
-    """The ids of a split: its documents one after another, each with the end of a text behind it."""
+    """The ids of a split: its documents one after another, each followed by the end-of-text token."""
     parts = [np.zeros(0, kind)]
     advance = track("encoding", sum(map(_characters, documents)))
     for texts, is_last in _batches(documents):
@@ -266,7 +266,7 @@ def _encode(documents: Sequence[Document], tokenizer: Tokenizer, end: int, kind:
 
 
 def _batches(documents: Sequence[Document]) -> Iterator[tuple[list[str], list[bool]]]:
-    """Stretches to encode at once, and which of them are the last of their document."""
+    """Batches of stretches for the encoder, and whether each is the last of its document."""
     texts: list[str] = []
     is_last: list[bool] = []
     size = 0
@@ -287,8 +287,8 @@ def _check(split: str, ids: Ids, options: Options) -> None:
     if len(ids) < 2:
         remedy = "raise --test-share, or hold nothing out with --test-share 0" if split == "test" else "give more text"
         raise DataError(
-            f"{_named(options)}: the {split} part has {many(len(ids), 'token')}, expected 2 at least; {remedy} (of"
-            f" fewer than {plain_text.WHOLE_DOCUMENTS} documents the last lines are held out, of more whole ones)"
+            f"{_named(options)}: the {split} part has {many(len(ids), 'token')}, expected at least 2; {remedy} (with"
+            f" fewer than {plain_text.WHOLE_DOCUMENTS} documents, the last lines are held out, else whole documents)"
         )
 
 
@@ -300,7 +300,7 @@ def _named(options: Options) -> str:
 
 
 def _rows(ids: Ids, length: int, advance: Callable[[int], None]) -> Iterator[Rows]:
-    """Rows of `length` tokens, the last one shorter; one token alone, of which nothing is predicted, is no row."""
+    """Rows of `length` tokens, the last one shorter. A single leftover token, which predicts nothing, is dropped."""
     most = _ROWS_AT_ONCE * length
     for start in range(0, len(ids), most):
         part = ids[start : start + most]
@@ -315,7 +315,7 @@ def _rows(ids: Ids, length: int, advance: Callable[[int], None]) -> Iterator[Row
 
 
 def _about(ids: Ids, length: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a model must beat that looks at nothing: the most frequent token, and the entropy of the frequencies."""
+    """The baseline of a model that ignores its input: the most frequent token, and the entropy of the frequencies."""
     predicted = ids[np.arange(len(ids)) % length > 0]  # all but the first of each row
     counts = np.bincount(predicted)
     shares = counts[counts > 0] / len(predicted)
@@ -358,7 +358,7 @@ def _versions() -> dict[str, str]:
 
 
 def _stated(options: Options) -> dict[str, Any]:
-    """The options by the names of their flags, without what `sources` and `vocabulary` say better."""
+    """The options by the names of their flags, without those that `sources` and `vocabulary` cover."""
     return {
         "vocab_size": options.vocab_size if options.tokenizer_file is None else None,
         "max_seq_length": options.max_seq_length,
@@ -376,7 +376,7 @@ def _json(value: Any) -> bytes:
 
 
 def _path(text: str) -> Path:
-    return Path(os.path.expanduser(text))  # that of pathlib raises for ~somebody who is unknown
+    return Path(os.path.expanduser(text))  # pathlib's expanduser raises for an unknown ~user
 
 
 def _options(arguments: argparse.Namespace) -> Options:
@@ -397,27 +397,27 @@ def _parser() -> argparse.ArgumentParser:
     default = Options()
     parser = argparse.ArgumentParser(
         prog="python -m hetseq.preprocessing.gpt_corpus",
-        description="Make the data of a causal language model from text: rows of tokens, as records.",
+        description="Make causal language model data from text: rows of tokens, as records.",
     )
     add = parser.add_argument
-    add("--output", required=True, metavar="DIR", help="folder of the corpus; then give it to --data")
-    add("--overwrite", action="store_true", help="replace the corpus that is in it")
+    add("--output", required=True, metavar="DIR", help="folder for the corpus; pass it to --data afterwards")
+    add("--overwrite", action="store_true", help="replace the corpus in the output folder")
     add("--input", nargs="+", default=[], action="extend", metavar="PATH",
-        help=f"text files in UTF-8, or folders of *.txt; a file is a document, or several with lines"
-        f" {byte_pairs.END_OF_TEXT} between them; default: the manual and docstrings that ship with Python")
+        help=f"text files in UTF-8, or folders of *.txt; a file is one document, or several separated by lines"
+        f" {byte_pairs.END_OF_TEXT}; default: the manual and docstrings that ship with Python")
     add("--tokenizer", metavar="FILE",
-        help="tokenizer.json of a GPT-2 or Llama; default: byte pairs are trained on the training part")
+        help="tokenizer.json of a GPT-2 or Llama; default: train byte pairs on the training part")
     add("--vocab-size", type=int, metavar="N",
-        help=f"tokens of the tokenizer that is trained (default: {default.vocab_size})")
+        help=f"size of the trained tokenizer, in tokens (default: {default.vocab_size})")
     add("--end-of-text", metavar="TOKEN",
-        help="the token behind every document; default: what GPT-2 or Llama have for it")
+        help="token after every document; default: the one of GPT-2 or Llama")
     add("--max-seq-length", type=int, default=default.max_seq_length, metavar="L",
-        help="tokens of a row (default: %(default)s)")
+        help="tokens per row (default: %(default)s)")
     add("--test-share", type=float, default=default.test_share, metavar="X",
-        help="share of the text that is held out: whole documents if there are"
+        help="fraction of the text to hold out: whole documents if there are at least"
         f" {plain_text.WHOLE_DOCUMENTS}, else the last lines of each (default: %(default)s)")
     add("--rows-per-file", type=int, default=default.rows_per_file, metavar="N",
-        help="rows of a file (default: %(default)s)")
+        help="rows per file (default: %(default)s)")
     add("--seed", type=int, default=default.seed, metavar="N",
         help="the same seed gives the same bytes (default: %(default)s)")
     return parser

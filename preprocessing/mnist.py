@@ -1,8 +1,8 @@
-"""Fetches the four files of MNIST, or verifies them: `python -m hetseq.preprocessing.mnist --output DIR`.
+"""Downloads or verifies the four MNIST files: `python -m hetseq.preprocessing.mnist --output DIR`.
 
-Responsible for names, sums and mirrors of the published files and for getting them into a folder whole; what is in
-them is the affair of `tasks/mnist.py`. The one idea: a file has its name only once its md5 is right. Until then it is
-`.NAME.part`, from which an interrupted download goes on.
+Responsible for names, checksums and mirrors of the published files, and for complete downloads; `tasks/mnist.py` reads
+their content. The one idea: a file gets its name only once its md5 is right. Until then it is `.NAME.part`, from which
+an interrupted download resumes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MIRRORS = (
 
 #: seconds without a byte after which a mirror counts as silent
 _TIMEOUT_S = 30.0
-#: connections per file and mirror, as long as each of them brings something
+#: connections per file and mirror, as long as each one makes progress
 _ATTEMPTS = 5
 _PIECE_BYTES = 1 << 16
 
@@ -47,14 +47,14 @@ Advance = Callable[[int], None]  # bytes of the file so far
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; gives the exit code: 0 all four files are right, 1 --verify found one that is not, 2 failed."""
+    """The command line. Exit codes: 0 all four files are right, 1 --verify found a wrong one, 2 failed."""
     parser = argparse.ArgumentParser(
         prog="python -m hetseq.preprocessing.mnist", description="Fetch or verify MNIST (11.6 MB)."
     )
     parser.add_argument(
-        "--output", required=True, metavar="DIR", help="folder of the four files; then give it to --data"
+        "--output", required=True, metavar="DIR", help="folder for the four files; pass it to --data afterwards"
     )
-    parser.add_argument("--verify", action="store_true", help="only compare the files that are there with their md5")
+    parser.add_argument("--verify", action="store_true", help="only compare the existing files with their md5")
     parser.add_argument("--mirror", metavar="URL", help="fetch from here instead of the known mirrors")
     options = parser.parse_args(argv)
     console = Console(highlight=False, soft_wrap=True)
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def verify(folder: Path) -> dict[str, str]:
-    """What is wrong with the four files in `folder`, by name: "missing", or the md5 found. Empty: nothing is.
+    """Problems of the four files in `folder`, by name: "missing", or the md5 found; empty if all are right.
 
     Raises DataError for a file that cannot be read.
     """
@@ -89,10 +89,10 @@ def verify(folder: Path) -> dict[str, str]:
 
 
 def fetch(name: str, folder: Path, mirrors: Sequence[str], advance: Advance) -> str:
-    """Make `folder/name` the published file and return where it came from, a mirror or "already there".
+    """Make `folder/name` the published file and return its origin, a mirror or "already there".
 
-    A file with another md5 is replaced, but only by the right one. An interrupted download is continued. Raises
-    DataError where no mirror has the file, with what each of them answered, and where the folder cannot be written.
+    A file with another md5 is replaced, but only by the right one. An interrupted download is resumed. Raises
+    DataError with every mirror's answer if none has the file, and if the folder cannot be written.
     """
     md5, size = FILES[name]
     if _md5(folder / name) == md5:
@@ -101,7 +101,7 @@ def fetch(name: str, folder: Path, mirrors: Sequence[str], advance: Advance) -> 
     answers = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # two writers of one .part could spoil a finished file; where folders cannot be locked the sums alone must do
+        # two writers of one .part could spoil a finished file; if folders cannot be locked, the checksums must suffice
         with locked(folder, "another download into it is running"):
             part = folder / f".{name}.part"
             for mirror in mirrors:
@@ -125,7 +125,7 @@ def _download(url: str, part: Path, *, name: str, advance: Advance) -> str | Non
     for _ in range(_ATTEMPTS):
         before = _size(part)
         if before >= FILES[name][1]:
-            # Complete but never verified: whatever it is, the check below decides.
+            # complete but not verified yet: the check below decides
             answer = "complete"
         else:
             answer = _continue(url, part, before, FILES[name][1], advance)
@@ -135,14 +135,14 @@ def _download(url: str, part: Path, *, name: str, advance: Advance) -> str | Non
             part.unlink()
             if before == 0:
                 return f"sent a file with another md5 than {FILES[name][0]}"
-            continue  # the beginning may have come from another mirror: once more from there
+            continue  # the beginning may have come from another mirror: start again from this one
         if _size(part) <= before:
             return answer
     return answer
 
 
 def _continue(url: str, part: Path, start: int, size: int, advance: Advance) -> str:
-    """Append to `part` from byte `start` on what the server sends, at most to `size` + 1; says how it ended."""
+    """Append the server's bytes to `part` from byte `start` on, at most to `size` + 1; returns how it ended."""
     request = urllib.request.Request(url, headers={"Range": f"bytes={start}-"} if start else {})
     try:
         answer = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
@@ -153,7 +153,7 @@ def _continue(url: str, part: Path, start: int, size: int, advance: Advance) -> 
         reason = getattr(error, "reason", error)
         return str(getattr(reason, "strerror", None) or reason)
     with answer:
-        # a server that knows no ranges answers 200 and begins anew
+        # a server without range support answers 200 and sends the whole file
         return _append(answer, part, start if answer.status == 206 else 0, size, advance)
 
 
@@ -188,7 +188,7 @@ def _verify(folder: Path, console: Console) -> int:
         console.print(f"{name}: {problems.get(name, 'right')}", markup=False)
     if problems:
         console.print(
-            f"fetch what is missing or wrong: python -m hetseq.preprocessing.mnist --output {folder}", markup=False
+            f"fetch missing or wrong files: python -m hetseq.preprocessing.mnist --output {folder}", markup=False
         )
     return 1 if problems else 0
 
@@ -200,7 +200,7 @@ def _fetch_with_bar(name: str, folder: Path, mirrors: Sequence[str], progress: P
 
 def _progress(console: Console) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    # only where somebody watches: in a log the line per file is enough
+    # only on a terminal: in a log, one line per file is enough
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
@@ -216,7 +216,7 @@ def _size(path: Path) -> int:
 
 
 def _md5(path: Path) -> str | None:
-    """The sum of a file, None if there is none; raises DataError if it cannot be read."""
+    """The md5 of a file; None if it does not exist. Raises DataError if it cannot be read."""
     sums = hashlib.md5(usedforsecurity=False)
     try:
         with path.open("rb") as file:

@@ -1,10 +1,10 @@
-"""Rows to files of records, and whole files compared with their sums: `python -m hetseq.preprocessing.records DIR`.
+"""Record files: writes rows, and verifies whole files against their checksums.
 
-Responsible for the bytes of a file and for what the index says of it; docs/design/records.md specifies both. What the
-columns mean is the affair of whoever writes them, how a folder stays whole that of `corpus.atomic_folder`.
+`python -m hetseq.preprocessing.records DIR` verifies a folder. Responsible for the bytes of a file and its index entry,
+both specified in docs/design/records.md. Callers define the columns; `corpus.atomic_folder` keeps a folder whole.
 
-The one idea: a file is written in one go when its rows are there, so its header is right from its first byte on, and
-its sum is computed from what is written, not from what is read back. The same rows give the same bytes.
+The one idea: a file is written in one go once all its rows exist, so its header is right from the first byte, and its
+checksum is computed from the bytes written, not from bytes read back. The same rows give the same bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hetseq.tasks.rows.record_index import OFFSETS, SUFFIX, TYPES, Column, read_
 from .corpus.progress import bar, bars
 from .corpus.sentences import printable
 
-#: rows of a file, unless told otherwise: 70 MB of rows of 128 tokens, 270 MB of 512; all of them are held in memory
+#: default rows per file, all held in memory: 70 MB with 128 tokens per row, 270 MB with 512
 ROWS_PER_FILE = 262_144
 
 _ALIGNED = 8  # bytes: where the first array begins
@@ -43,11 +43,11 @@ class Ragged:
     lengths: Array  # (rows,)
 
 
-Rows = dict[str, Array | Ragged]  # by column, all of as many rows
+Rows = dict[str, Array | Ragged]  # by column, all with equally many rows
 
 
 def columns_in_json(columns: Mapping[str, Column]) -> dict[str, Any]:
-    """The columns as the index states them."""
+    """The columns as they appear in the index."""
     return {
         name: {"dtype": column.dtype, "shape": None if column.is_ragged else list(column.shape)}
         for name, column in columns.items()
@@ -57,10 +57,10 @@ def columns_in_json(columns: Mapping[str, Column]) -> dict[str, Any]:
 def write_split(
     folder: Path, name: str, batches: Iterable[Rows], columns: Mapping[str, Column], *, rows_per_file: int
 ) -> dict[str, Any]:
-    """Write rows into files `name_00000.safetensors` and so on; what the index states of the split.
+    """Write rows into files `name_00000.safetensors` and so on; returns the index entry of the split.
 
     A split without rows is one file without rows. Raises DataError for numbers that a column cannot hold, and OSError
-    where the files find no room.
+    if the disk is full.
     """
     files = []
     for number, rows in enumerate(_of_size(batches, columns, rows_per_file)):
@@ -70,20 +70,20 @@ def write_split(
 
 
 def write_file(path: Path, batches: Iterable[Rows], columns: Mapping[str, Column]) -> dict[str, Any]:
-    """Write all rows into one file; `name`, `rows`, `bytes`, `sha256` and `longest` of it. Raises as `write_split`."""
+    """Write one file; returns its `name`, `rows`, `bytes`, `sha256` and `longest`. Raises as `write_split`."""
     rows = _joined(list(batches), columns)
     return {"name": path.name, "rows": _count(rows), **_write(path, rows, columns)}
 
 
 def split_in_json(files: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A split as the index states it, from what `write_file` says of its files, one at least, in their order."""
+    """The index entry of a split, from the results of `write_file` for its files, at least one, in their order."""
     longest = {column: max(file["longest"][column] for file in files) for column in files[0]["longest"]}
     stated = [{name: value for name, value in file.items() if name != "longest"} for file in files]
     return {"rows": sum(file["rows"] for file in files), "longest": longest, "files": stated}
 
 
 def _of_size(batches: Iterable[Rows], columns: Mapping[str, Column], size: int) -> Iterator[Rows]:
-    """The rows in pieces of `size`, the last one smaller; one piece at least."""
+    """The rows in pieces of `size`, of which the last may be smaller; at least one piece."""
     if size < 1:
         raise ConfigError(f"--rows-per-file {size}: expected at least 1")
     held: list[Rows] = []
@@ -141,7 +141,7 @@ def _plain(found: Array | Ragged) -> Array:
 
 
 def _write(path: Path, rows: Rows, columns: Mapping[str, Column]) -> dict[str, Any]:
-    """Write one file; its bytes, its sum, and the values of its longest row by ragged column."""
+    """Write one file; returns its size, its checksum, and the length of its longest row by ragged column."""
     longest = {}
     arrays: dict[str, tuple[str, Array]] = {}
     for name, column in columns.items():
@@ -153,7 +153,7 @@ def _write(path: Path, rows: Rows, columns: Mapping[str, Column]) -> dict[str, A
             arrays[name] = column.dtype, _typed(path, name, column, found.values)
         else:
             arrays[name] = column.dtype, _typed(path, name, column, found)
-    # the widest first, so that each begins at a multiple of its own width without a gap, which the format forbids
+    # widest first, so that each array is aligned to its item size without gaps, which the format forbids
     order = sorted(arrays, key=lambda name: -arrays[name][1].itemsize)
     header, place = {}, 0
     for name in order:
@@ -165,7 +165,7 @@ def _write(path: Path, rows: Rows, columns: Mapping[str, Column]) -> dict[str, A
     digest, size = hashlib.sha256(), 0
     with path.open("xb") as file:
         parts: list[bytes | memoryview] = [len(text).to_bytes(8, "little"), text]
-        # the bytes of the arrays as they lie in memory: a copy would be another file of rows
+        # views of the arrays' memory: a copy would need as much memory as the file again
         parts += [np.ascontiguousarray(arrays[name][1]).reshape(-1).view(np.uint8).data for name in order]
         for part in parts:
             file.write(part)
@@ -180,7 +180,7 @@ def _typed(path: Path, name: str, column: Column, numbers: Array) -> Array:
     if numbers.size and not limits.min <= int(numbers.min()) <= int(numbers.max()) <= limits.max:
         raise DataError(
             f"{path.name}, {name} would hold {numbers.min()} to {numbers.max()}, expected {limits.min} to {limits.max},"
-            f" as {column.dtype} can"
+            f" the range of {column.dtype}"
         )
     return numbers.astype(kind, copy=False)
 
@@ -189,13 +189,13 @@ def _typed(path: Path, name: str, column: Column, numbers: Array) -> Array:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare the files of a folder with its index; gives the exit code: 0 they are right, 1 they are not, 2 failed."""
+    """Verify the files of a folder against its index. Exit codes: 0 all files match, 1 some do not, 2 failed."""
     words = sys.argv[1:] if argv is None else list(argv)
     console = Console(highlight=False, soft_wrap=True)
     try:
         if len(words) != 1 or words[0].startswith("-"):
             raise ConfigError(
-                "usage: python -m hetseq.preprocessing.records DIR, a folder of records, to compare with its sums"
+                "usage: python -m hetseq.preprocessing.records DIR, a folder of records, to verify against its sums"
             )
         index = read_index(Path(words[0]).expanduser())
         files = [file for split in index.splits.values() for file in split.files]
@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for path, problem in problems.items():
         console.print(printable(f"{path}: {problem}"), markup=False)
     if not problems:
-        console.print(f"all files are as {index.path.name} states them: {len(files)}", markup=False)
+        console.print(f"all files match {index.path.name}: {len(files)}", markup=False)
     return 1 if problems else 0
 
 

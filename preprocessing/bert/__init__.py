@@ -1,1 +1,1 @@
-"""Rows for BERT: the jobs behind `python -m hetseq.preprocessing.bert_corpus`."""
+"""BERT pre-training rows: the jobs behind `python -m hetseq.preprocessing.bert_corpus`."""

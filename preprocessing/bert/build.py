@@ -1,12 +1,11 @@
-"""The order of work from text to the rows of a corpus of BERT, in pieces that several processes make.
+"""Builds a BERT corpus from text, in pieces that several processes make.
 
-Responsible for which pieces there are, in which order they are put together, and for what one process has to decide
-about all of them: which sentences are held out, the vocabulary, the order of the rows. What a piece is, `jobs`
-says.
+Responsible for the list of pieces, the order in which they are assembled, and the decisions about all of them: which
+sentences are held out, the vocabulary, the order of the rows. `jobs` defines the pieces.
 
-The one idea: work is cut by the text alone, never by who does it, so any number of processes, and of nodes that share
-the folder, leave the same bytes. Here about 100 bytes are held for each document, and 8 for each row while rows are
-shuffled; text, tokens and rows lie in files.
+The one idea: work is divided by the text alone, never by process, so any number of processes, and of nodes that share
+the folder, write the same bytes. This module holds about 100 bytes per document, and 8 per row while rows are
+shuffled; text, tokens and rows are in files.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _NAME = "corpus"
 
 @dataclass(frozen=True)
 class Shard:
-    """One of several that make the same corpus in the same folder."""
+    """One of several commands that make the same corpus in the same folder."""
 
     number: int
     count: int
@@ -53,7 +52,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Text:
-    """What is to be read: parts of files, or documents that are there already."""
+    """The input: parts of files to read, or documents in memory."""
 
     sources: list[Source]
     parts: list[Part]
@@ -62,14 +61,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Sentences:
-    """The sentences of all documents, and which are for training."""
+    """The sentences of all documents, and which of them are for training."""
 
     pieces: list[Piece]
     sizes: Integers  # (documents,) sentences
-    kept: Integers  # (documents,) the first so many are for training
+    kept: Integers  # (documents,) number of leading sentences for training
 
     def by_piece(self, split: str) -> Iterator[tuple[int, npt.NDArray[np.bool_], Integers]]:
-        """For each piece its number, which of its sentences are of the split, and the documents of all of them."""
+        """For each piece: its number, which of its sentences are in the split, and the document of each sentence."""
         ends = np.cumsum(self.sizes)
         begins, begin = ends - self.sizes, 0
         for number, piece in enumerate(self.pieces):
@@ -82,7 +81,7 @@ class Sentences:
             begin = end
 
     def texts(self, split: str) -> _Texts:
-        """The sentences of a split, read as often as they are gone through."""
+        """The sentences of a split, read again in each iteration."""
         return _Texts(self, split)
 
 
@@ -100,7 +99,7 @@ class _Texts(Iterable[str]):
 
 
 class Builder:
-    """Makes all pieces of a corpus in the folder `root`, or takes those that are there."""
+    """Makes all pieces of a corpus in the folder `root`, or reuses existing ones."""
 
     def __init__(
         self, options: Options, root: Path, crew: Crew, shard: Shard | None, *, say: Callable[[str], None], track: Track
@@ -134,14 +133,14 @@ class Builder:
             raise DataError(
                 f"{self._options.named}: no sentence found; expected text as --format {self._options.form} describes it"
             )
-        # the rows of the splits have the seeds (seed, 0 or 1, ...)
+        # rows of the splits use the seeds (seed, 0 or 1, ...)
         chance = np.random.default_rng((self._options.seed, len(SPLITS)))
         kept = plain_text.hold_out(counts, self._options.test_share, chance)
         self._say(f"text: {plain_text.many(len(counts), 'document')}, {plain_text.many(sum(counts), 'sentence')}")
         return Sentences(pieces, np.array(counts, np.int64), kept)
 
     def vocabulary(self, given: Vocabulary | None, sentences: Sentences) -> tuple[Vocabulary, Words]:
-        """The vocabulary that is given, or one trained on the sentences for training; and where it is."""
+        """The given vocabulary, or one trained on the training sentences; and its file."""
         options, texts = self._options, sentences.texts(SPLITS[0])
 
         def make(folder: Path) -> dict[str, Any]:
@@ -157,7 +156,7 @@ class Builder:
         return found, Words(path, found.sha256(), found.is_lower_case)
 
     def splits(self, sentences: Sentences, vocabulary: Vocabulary, words: Words) -> Iterator[tuple[Split, Piece]]:
-        """The splits that there are, each with its pairs and their order. Raises DataError if one has none."""
+        """All splits, each with its pairs and their order. Raises DataError for a split without pairs."""
         options = self._options
         jobs = [EncodeJob(self._root, number, piece, words) for number, piece in enumerate(sentences.pieces)]
         encoded = list(self._all("encoding", bert_pieces.make_ids, jobs))
@@ -175,7 +174,7 @@ class Builder:
             yield split, bert_pieces.make_rows(split, found)
 
     def records(self, split: Split, rows: Piece) -> list[Piece]:
-        """The files of records of a split; of a shard its own ones."""
+        """Make the files of records of a split; with a shard, only its own files."""
         jobs = self.files(split, rows)
         if self._shard is not None:
             jobs = jobs[self._shard.number :: self._shard.count]
@@ -190,7 +189,7 @@ class Builder:
         options, total = self._options, rows.facts["rows"]
         is_hdf5, wanted = options.output_format == HDF5, options.files if split.name == SPLITS[0] else None
         count = wanted or (1 if is_hdf5 else -(-total // ROWS_PER_FILE))
-        width = len(str(count - 1)) if is_hdf5 else 5  # so that the order of the names is that of the numbers
+        width = len(str(count - 1)) if is_hdf5 else 5  # so that names sort like numbers
         suffix = "hdf5" if is_hdf5 else "safetensors"
         return [
             RowJob(
@@ -203,8 +202,8 @@ class Builder:
     def _all(self, title: str, work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[Result]:
         """The results of all jobs, in their order.
 
-        A shard begins with its own ones and helps the others from their ends. It waits for nobody: what another one has
-        not finished, it makes itself.
+        A shard begins with its own jobs, then helps the others from their ends. It never waits for another shard, but
+        makes unfinished pieces itself.
         """
         advance = self._track(title, len(jobs))
         if self._shard is not None:
@@ -224,21 +223,21 @@ class Builder:
             remedy = "raise --test-share, or hold nothing out with --test-share 0" if is_test else "give more text"
             raise DataError(
                 f"{found} in {plain_text.many(facts['documents'], 'document')} and no two that follow each other;"
-                f" {remedy}, or name the right --format ({options.form} here)"
+                f" {remedy}, or give the right --format (now {options.form})"
             )
         if split.name == SPLITS[0] and options.files is not None and rows < options.files:
             raise DataError(f"{found}, which give {plain_text.many(rows, 'row')}, too few for --files {options.files}")
 
 
 def text_of(options: Options, crew: Crew, *, say: Callable[[str], None], track: Track) -> Text:
-    """What the options name, read once from end to end. Raises DataError for what is missing or no text."""
+    """Read the input of the options once, completely. Raises DataError if it is missing or not text."""
     if not options.inputs:
         say("reading the text that ships with Python; give your own with --input")
         documents, source = python_documents()
         return Text([source], [], documents)
     besides = [] if options.vocab_file is None else [options.vocab_file]
     paths = plain_text.text_files(options.inputs, besides=besides)
-    advance = track("looking through", len(paths))
+    advance = track("scanning", len(paths))
     sources, parts = [], []
     for source, found in crew.map(scanned, [Scan(path, options.form, options.piece_bytes) for path in paths]):
         sources.append(source)
@@ -248,7 +247,7 @@ def text_of(options: Options, crew: Crew, *, say: Callable[[str], None], track: 
 
 
 def key_of(options: Options, sources: Sequence[Source], vocabulary: Vocabulary | None, versions: Any) -> dict[str, Any]:
-    """All that a piece is a function of, as JSON has it."""
+    """Everything that pieces depend on, as JSON."""
     return {
         "versions": versions,
         "options": {**options.stated(), "output_format": options.output_format, "piece_bytes": options.piece_bytes},

@@ -1,9 +1,9 @@
-"""Rows of BERT's pre-training as HDF5 files: six data sets, as NVIDIA laid them out and the 2020 HetSeq read them.
+"""HDF5 output of BERT pre-training rows: six data sets, in NVIDIA's layout, which the 2020 HetSeq reads.
 
-The same rows give the same bytes: no times are kept, and the versions of the format are fixed, whatever the library.
-HDF5 is asked for the outline of a file alone, in memory; outline and rows are written here. For HDF5 writes late, when
-it closes the file, and a disk that is full by then ends in a segmentation fault (HDF5 2.0), not in an error.
-h5py is imported where it is used, for it is an extra.
+The same rows give the same bytes: no timestamps are stored, and the format versions are fixed, whatever the library.
+HDF5 only creates the outline of a file, in memory; outline and rows are written here. HDF5 itself would write late, on
+closing the file, and a full disk then causes a segmentation fault (HDF5 2.0) instead of an error. h5py is imported
+where it is used because it is an extra.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from hetseq import ConfigError
 
 from .pairs import Integers, Rows
 
-#: the first of the numbers of tokens that need four bytes a token
+#: vocabularies of this size or more need four bytes per token
 _WIDE = 65_536
 
 
 def id_type(vocab_size: int) -> type[np.integer]:
-    """The smallest type that is in use for the ids of so many tokens."""
+    """The id type of the files for a vocabulary of this size."""
     return np.uint16 if vocab_size < _WIDE else np.uint32
 
 
 @contextlib.contextmanager
 def writing(path: Path, *, count: int, vocab_size: int) -> Iterator[Callable[[Rows], None]]:
-    """A new file for `count` rows, at least one; what is given appends some of them.
+    """A new file for `count` rows, at least one; yields the function that appends some of them.
 
-    No more is held in memory than the rows of one call. Raises OSError where they find no room.
+    Only the rows of one call are held in memory. Raises OSError if the disk is full.
     """
     with open(path, "xb") as file:
         written = 0
@@ -60,7 +60,7 @@ def writing(path: Path, *, count: int, vocab_size: int) -> Iterator[Callable[[Ro
 
 
 def require_h5py() -> None:
-    """Raises ConfigError, with what to install, where files cannot be written."""
+    """Raise ConfigError, naming the package to install, if h5py is missing."""
     try:
         import h5py  # noqa: F401
     except ImportError:
@@ -70,10 +70,10 @@ def require_h5py() -> None:
 
 
 def _lay_out(outline: _Outline, fields: Mapping[str, Integers], count: int) -> dict[str, int]:
-    """Write a file without its rows; where the rows of each data set begin, in bytes."""
+    """Write a file without its rows; returns the byte offset of each data set."""
     import h5py
 
-    # contiguous and not compressed, so that any row is one short read; there from the start, so that the place is known
+    # contiguous and uncompressed, so that any row is one short read; allocated early, so that the offset is known
     layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     layout.set_layout(h5py.h5d.CONTIGUOUS)
     layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -89,10 +89,10 @@ def _lay_out(outline: _Outline, fields: Mapping[str, Integers], count: int) -> d
 
 
 class _Outline:
-    """A file in memory, for h5py, that holds what is written into it and not the space between."""
+    """A sparse file in memory, for h5py: it holds the parts that were written and not the gaps."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[int, bytes]] = []  # where and what, the later ones over the earlier ones
+        self.parts: list[tuple[int, bytes]] = []  # offset and content; later parts override earlier ones
         self.size = 0
         self._place = 0
 
@@ -125,4 +125,4 @@ class _Outline:
         return size
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: writes are not buffered."""

@@ -1,10 +1,10 @@
-"""The pieces of a corpus of BERT, each a function of its job: text, ids, pairs, and files of rows.
+"""Jobs of a BERT corpus: each makes one piece, which is text, ids, pairs or a file of rows.
 
-Responsible for what one process does at a time, and for the files in which one kind of pieces finds what another left.
-In which order they are made, and by whom, is the affair of `build`; that they are whole, that of `pieces`.
+Responsible for the work of one process at a time, and for the files that pass results between kinds of pieces. `build`
+decides the order and distribution of the jobs; `work_units` guarantees that pieces are whole.
 
-The one idea: every number of a corpus lies in a file, one after another, and is mapped where it is needed. A process
-holds one piece of text, the words that it has met, and the rows of one file.
+The one idea: all numbers of a corpus are in files, one after another, and are memory-mapped where needed. A process
+holds one piece of text, the words that it has seen, and the rows of one file.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from .pairs import Documents, Ids, Integers, Recipe
 SPLITS = ("train", "test")
 #: the columns of BERT's rows
 IDS, FIRST_LENGTHS, LABEL = "ids", "first_lengths", "next_sentence_labels"
-#: what training masks of the words of a row, as tasks/bert/masking has it
+#: fraction of the words of a row that training masks, as in tasks/bert/masking
 MASKED_SHARE = 0.15
 
 ROWS_AT_ONCE = 4096
-#: sentences whose pairs are found in one go
+#: sentences whose pairs one job finds
 SENTENCES_AT_ONCE = 65_536
 
 _SENTENCES, _IDS, _LENGTHS = "sentences.txt", "ids", "lengths"
@@ -50,7 +50,7 @@ _TABLE, _ORDER, _COUNTS = "table", "order", "counts"
 
 @dataclass(frozen=True)
 class TextJob:
-    """Sentences of one part of a file."""
+    """Split one part of a file into sentences."""
 
     root: Path
     number: int
@@ -61,7 +61,7 @@ class TextJob:
 
 
 def make_text(job: TextJob) -> Piece:
-    """The sentences of a part; its facts are `sizes`, the sentences of each document, and `goes_on`."""
+    """The sentences of a part. Facts: `sizes`, the sentences of each document, and `goes_on`."""
 
     def make(folder: Path) -> dict[str, Any]:
         documents, goes_on = text_pieces.sentences_of(job.part)
@@ -71,7 +71,7 @@ def make_text(job: TextJob) -> Piece:
 
 
 def write_sentences(folder: Path, documents: list[list[str]], *, goes_on: bool) -> dict[str, Any]:
-    """Write sentences, which have no ends of lines, one a line; what is to be known of them."""
+    """Write sentences, which contain no line ends, one per line; returns their facts."""
     content = "\n".join(sentence for document in documents for sentence in document)
     (folder / _SENTENCES).write_text(content, encoding="utf-8", newline="\n")
     return {"sizes": [len(document) for document in documents], "goes_on": goes_on}
@@ -89,7 +89,7 @@ def sentences_in(piece: Piece) -> list[str]:
 
 @dataclass(frozen=True)
 class Words:
-    """Where the vocabulary is."""
+    """The file of the vocabulary."""
 
     path: Path
     sha256: str
@@ -98,7 +98,7 @@ class Words:
 
 @dataclass(frozen=True)
 class EncodeJob:
-    """Ids of the sentences of a piece of text."""
+    """Encode the sentences of a piece of text."""
 
     root: Path
     number: int
@@ -110,7 +110,7 @@ class EncodeJob:
 
 
 def make_ids(job: EncodeJob) -> Piece:
-    """The ids of all sentences of a piece, and how many each of them has."""
+    """The ids of all sentences of a piece, and the number of ids in each sentence."""
 
     def make(folder: Path) -> dict[str, Any]:
         vocab_tokens, encoder = _encoder(job.words)
@@ -129,7 +129,7 @@ def _encoder(words: Words) -> tuple[int, Encoder]:
 
 
 def id_type(vocab_tokens: int) -> type[np.integer]:
-    """What an id takes between two pieces."""
+    """The type of ids in the files of pieces."""
     return np.uint16 if vocab_tokens <= 1 << 16 else np.uint32
 
 
@@ -138,8 +138,8 @@ def make_corpus(
 ) -> Piece:  # fmt: skip
     """The ids of a split, one after another; sentences without a token, and documents without a sentence, are left out.
 
-    `pieces` are those of `make_ids`, with what says of each sentence whether it is of the split, and its document,
-    a number less than `documents`. The facts are `documents`, `sentences`, `tokens` and `unknown_tokens`.
+    `pieces`: each piece of `make_ids`, with two arrays over its sentences: whether it belongs to the split, and the
+    number of its document, less than `documents`. Facts: `documents`, `sentences`, `tokens` and `unknown_tokens`.
     """
 
     def make(folder: Path) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def make_corpus(
 
 
 def corpus_of(piece: Piece, vocab_tokens: int) -> Documents:
-    """The tokens of a split, mapped."""
+    """The tokens of a split, memory-mapped."""
     return Documents(
         ids=piece.array(_IDS, id_type(vocab_tokens)),
         sentences=piece.array(_STARTS, np.int64),
@@ -180,7 +180,7 @@ def corpus_of(piece: Piece, vocab_tokens: int) -> Documents:
 
 @dataclass(frozen=True)
 class Split:
-    """A split of which rows are made: its tokens, and how."""
+    """A split to make rows from: its tokens and the recipe."""
 
     root: Path
     name: str
@@ -193,7 +193,7 @@ class Split:
 
 @dataclass(frozen=True)
 class PairJob:
-    """The pairs of some sentences."""
+    """Find the pairs of some sentences."""
 
     split: Split
     begin: int
@@ -204,7 +204,7 @@ class PairJob:
 
 
 def make_pairs(job: PairJob) -> Piece:
-    """Which stretches of a split become rows; `rows` are how many."""
+    """The stretches of a split that become rows. Facts: `rows`, `random_next`."""
 
     def make(folder: Path) -> dict[str, Any]:
         split = job.split
@@ -219,14 +219,14 @@ def make_pairs(job: PairJob) -> Piece:
 
 
 def pair_jobs(split: Split) -> list[PairJob]:
-    """All of a split, in the order in which their rows are numbered."""
+    """The jobs of a whole split, in the order in which their rows are numbered."""
     sentences = split.corpus.facts["sentences"]
     starts = range(0, sentences, SENTENCES_AT_ONCE)
     return [PairJob(split, start, min(start + SENTENCES_AT_ONCE, sentences)) for start in starts]
 
 
 def make_rows(split: Split, pieces: list[Piece]) -> Piece:
-    """The pairs of a whole split, and the order in which they become rows."""
+    """The pairs of a whole split, and the order of their rows. Facts: `rows`, `random_next`."""
 
     def make(folder: Path) -> dict[str, Any]:
         with (folder / _TABLE).open("wb") as file:
@@ -244,38 +244,38 @@ def make_rows(split: Split, pieces: list[Piece]) -> Piece:
 
 @dataclass(frozen=True)
 class RowJob:
-    """Some rows of a split."""
+    """Fill some rows of a split."""
 
     split: Split
     rows: Piece
     begin: int
     end: int
-    name: str  # of the file they are for
+    name: str  # of their file
 
     def __str__(self) -> str:
         return f"rows {self.begin:,} to {self.end:,} of the {self.split.name} part, for {self.name},"
 
     def blocks(self, rows: int) -> list[RowJob]:
-        """The same job in smaller ones."""
+        """This job split into smaller ones of `rows` rows."""
         starts = range(self.begin, self.end, rows)
         return [replace(self, begin=start, end=min(start + rows, self.end)) for start in starts]
 
     def pairs(self) -> bert_pairs.Pairs:
-        """Its rows, which are still to be filled; the numbers are those after shuffling."""
+        """The pairs of its rows, not yet filled; row numbers count after shuffling."""
         order = self.rows.array(_ORDER, np.int64)[self.begin : self.end]
         table = self.rows.array(_TABLE, np.int64).reshape(-1, bert_pairs.TABLE_COLUMNS)
         return bert_pairs.pairs_of(table[order], self.split.seed)
 
 
 def filled(job: RowJob) -> bert_pairs.Rows:
-    """The arrays of rows with masked words, as HDF5 files have them."""
+    """The arrays of rows with masked words, for HDF5 files."""
     split = job.split
     corpus = corpus_of(split.corpus, split.ids.vocab_size)
     return bert_pairs.fill(corpus, job.pairs(), split.recipe, split.ids)
 
 
 def columns_of(vocab_tokens: int) -> dict[str, Column]:
-    """The columns of BERT's rows, as tasks/bert/dataset reads them; that imports torch, which is not needed here."""
+    """The columns of BERT's rows, repeated from tasks/bert/dataset, which imports torch."""
     return {
         IDS: Column("U16" if vocab_tokens < 1 << 16 else "U32", is_ragged=True),
         FIRST_LENGTHS: Column("U16"),
@@ -284,7 +284,7 @@ def columns_of(vocab_tokens: int) -> dict[str, Column]:
 
 
 def make_records(job: RowJob) -> Piece:
-    """A file of records. The fact `masked` is how many of its words training masks, whatever the seed is."""
+    """A file of records. Its fact `masked` is the number of words that training masks, which no seed changes."""
 
     def make(folder: Path) -> dict[str, Any]:
         split, masked = job.split, 0
@@ -313,16 +313,16 @@ def make_records(job: RowJob) -> Piece:
 
 
 def stated_in(piece: Piece) -> dict[str, Any]:
-    """What `records.write_file` says of the file of a piece."""
+    """The result of `records.write_file` for the file of a piece."""
     return dict(piece.facts["stated"])
 
 
 def counts_in(piece: Piece) -> Integers:
-    """How often each token of the vocabulary stands in a file of records where it may be masked, (V,)."""
+    """How often each token of the vocabulary occurs in a file of records where it may be masked, (V,)."""
     return piece.array(_COUNTS, np.int64)
 
 
 def move_file(piece: Piece, folder: Path) -> None:
-    """Take the file of records out of its piece, which is no piece afterwards."""
+    """Move the file of records out of its piece, which is invalid afterwards."""
     name = piece.facts["stated"]["name"]
     os.rename(piece.folder / name, folder / name)

@@ -1,7 +1,6 @@
-"""What a corpus of BERT is made of and how: the options of `bert_corpus`, and what of them is stated in the corpus.
+"""Options of a BERT corpus: their checks, and the values that are recorded in the corpus.
 
-Responsible for refusing what cannot be meant, before any work. How a command line becomes options is the affair of
-`bert_corpus`.
+Responsible for refusing impossible values before any work. `bert_corpus` parses the command line.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from ..corpus import sentences as plain_text
 from ..corpus.text_chunks import PIECE_BYTES
 from .pairs import Recipe
 
-#: what the rows may be written as
+#: the output formats
 RECORDS, HDF5 = OUTPUT_FORMATS = ("records", "hdf5")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a corpus is made of and how; ConfigError for what cannot be meant."""
+    """The options of a corpus. Raises ConfigError for impossible values."""
 
     inputs: tuple[Path, ...] = ()  # none: the text that ships with Python
     form: str = "paragraphs"
@@ -32,14 +31,14 @@ class Options:
     vocab_size: int = 4096
     is_lower_case: bool = True
     max_seq_length: int = 128
-    max_predictions: int | None = None  # these two are about HDF5: records are masked when they are read
+    max_predictions: int | None = None  # this and the next apply to HDF5: records are masked when they are read
     masked_share: float | None = None
     short_sequence_share: float = 0.1
     duplicate: int = 5
     test_share: float = 0.05
     files: int | None = None
     seed: int = 19940802
-    piece_bytes: int = PIECE_BYTES  # of text; no flag, since it decides where an endless line is cut
+    piece_bytes: int = PIECE_BYTES  # of text; not a flag, since it decides where an endless line is cut
 
     def __post_init__(self) -> None:
         share = self.recipe.masked_share
@@ -70,25 +69,25 @@ class Options:
         for flag, given in (("--masked-share", self.masked_share), ("--max-predictions", self.max_predictions)):
             if self.output_format == RECORDS and given is not None:
                 raise ConfigError(
-                    f"{flag} {given} is about masks, and records have none, since training draws them; leave it out or"
-                    f" give --output-format {HDF5}"
+                    f"{flag} {given} applies to masks, and records have none, since training draws them; leave it out"
+                    f" or give --output-format {HDF5}"
                 )
 
     @property
     def recipe(self) -> Recipe:
-        """What a row is like; by default there is room for the masked tokens of the longest one (20 of 128)."""
+        """The recipe of a row; by default it has room for the masked tokens of the longest row (20 of 128)."""
         share = Recipe.masked_share if self.masked_share is None else self.masked_share
-        # a share that is no number is refused by its check
+        # an invalid share is refused by its own check
         predictions = self.max_predictions or (math.ceil(self.max_seq_length * share) if 0 < share < 1 else 1)
         return Recipe(self.max_seq_length, predictions, share, self.short_sequence_share)
 
     @property
     def named(self) -> str:
-        """What is read, for messages."""
+        """The name of the input, for messages."""
         return ", ".join(map(str, self.inputs)) or "the text of this Python"
 
     def stated(self) -> dict[str, Any]:
-        """By the names of the flags, without what a corpus says better of its sources and its vocabulary."""
+        """Options by flag name, without those that the corpus records as its sources and vocabulary."""
         recipe = asdict(self.recipe)
         if self.output_format == RECORDS:
             recipe = {name: value for name, value in recipe.items() if name not in ("max_predictions", "masked_share")}

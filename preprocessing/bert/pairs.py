@@ -1,21 +1,21 @@
-"""Documents of token ids to rows of BERT's pre-training. Pure: no file, no text, no clock.
+"""Sentence pairs for BERT pre-training: documents of token ids to rows. Pure: no file, no text, no clock.
 
 A row is `[CLS] A [SEP] B [SEP]`, where B follows A in its document or, in half of the rows, comes from elsewhere; some
-of its tokens are masked. It is made in two steps. `find_pairs` says which stretches of the corpus are A and B, so that
-rows can be shuffled before they exist; `fill` then makes the arrays of any selection of them. Chance is drawn from
-generators seeded by (seed, purpose, document, duplicate, ...), so nothing depends on who works first.
-Long documents are gone through in spans of 8,192 sentences, each with a generator of its own and by whoever has time:
-the last sentence of a span opens no pair, as the last one of a document does not.
+of its tokens are masked. Rows are made in two steps. `find_pairs` chooses the stretches A and B of the corpus, so that
+rows can be shuffled before they exist; `fill` then makes the arrays of any selection of them. Random numbers come from
+generators seeded by (seed, purpose, document, duplicate, ...), so the order of the processes has no effect. Long
+documents are processed in spans of 8,192 sentences, each with its own generator and by any process: the last sentence
+of a span opens no pair, like the last sentence of a document.
 
-The recipe is that of Devlin et al. (2018) and of their `create_pretraining_data.py`, with four deliberate differences,
-which matter where a corpus is a book and not Wikipedia:
+The recipe follows Devlin et al. (2018) and their `create_pretraining_data.py`, with four deliberate differences, which
+matter if a corpus is a book and not Wikipedia:
 
-* whether a row is short is drawn for each row; there, once for a document, that is, for a whole book;
-* A pair begins with two sentences at least, so that both labels are always possible; there a long sentence, or the last
-  one of a document, always gets a random next, which skews the labels;
-* a random next is sought among sentences, not among documents, so that a tiny document is not met over and over; it is
-  about as long as what it replaces, or its length would tell the label;
-* [UNK] is never to be predicted, and no special token is put in the place of a masked one.
+* whether a row is short is drawn for each row; in the original, once per document, that is, for a whole book;
+* a pair begins with at least two sentences, so that both labels are always possible; in the original, a long sentence,
+  or the last one of a document, always gets a random next, which skews the labels;
+* a random next is drawn among sentences, not documents, so that a tiny document is not drawn over and over; it is
+  about as long as the text it replaces, or its length would reveal the label;
+* [UNK] is never predicted, and no special token replaces a masked one.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import numpy.typing as npt
 
 Integers = npt.NDArray[np.integer]
 
-#: sentences before A and after the true next, of the same document, that are no random next; fewer in short documents
+#: sentences of the same document, before A and after B, excluded as a random next; fewer in short documents
 _NEAR = 64
-#: sentences of a long document that are gone through in one go
+#: sentences of a long document that share a generator
 SPAN = 8192
-#: of the table of pairs: stretches, label, origin
+#: columns of the table of pairs: stretches, label, origin
 TABLE_COLUMNS = 8
-#: rows for which chance is drawn in one go: a call for each number costs more than the number
+#: rows whose random numbers are drawn in one call: a call per number costs more than the number
 _DRAWN = 256
 # purposes of generators
 _PAIRS, _MASKS, _ORDER = range(3)
@@ -44,7 +44,7 @@ _PAIRS, _MASKS, _ORDER = range(3)
 
 @dataclass(frozen=True)
 class Documents:
-    """The tokens of a split, and where its sentences and documents begin."""
+    """The tokens of a split, and the beginnings of its sentences and documents."""
 
     ids: Integers  # (tokens,)
     sentences: Integers  # (sentences + 1,) positions in ids
@@ -56,17 +56,17 @@ class Documents:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a row is like."""
+    """The parameters of a row."""
 
     max_seq_length: int = 128  # [CLS] and both [SEP] included
     max_predictions: int = 20
-    masked_share: float = 0.15  # of the tokens of a row, those three included as in the original
+    masked_share: float = 0.15  # of the tokens of a row, including those three as in the original
     short_sequence_share: float = 0.1
 
 
 @dataclass(frozen=True)
 class Ids:
-    """The special tokens of a vocabulary, and how many tokens it has."""
+    """The special tokens of a vocabulary, and its size."""
 
     pad: int
     unk: int
@@ -83,7 +83,7 @@ class Ids:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Rows that are still to be filled."""
+    """Rows that are not filled yet."""
 
     seed: tuple[int, ...]
     stretches: Integers  # (rows, 4) begin and end of A, begin and end of B, in ids
@@ -98,7 +98,7 @@ class Pairs:
         return np.concatenate([self.stretches, self.labels[:, None], self.origins], axis=1, dtype=np.int64)
 
     def shuffled(self) -> Pairs:
-        """The same rows in an order that only the seed decides."""
+        """The same rows in an order that depends only on the seed."""
         return self[order_of(len(self), self.seed)]
 
     def __getitem__(self, rows: slice | Integers) -> Pairs:
@@ -107,24 +107,24 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Rows:
-    """Filled rows, as they lie in a file; P = max_predictions, L = max_seq_length."""
+    """Filled rows, as in a file; P = max_predictions, L = max_seq_length."""
 
     input_ids: Integers  # (rows, L)
     input_mask: Integers  # (rows, L) 1 = a token, 0 = padding
     segment_ids: Integers  # (rows, L) 1 = B and the last [SEP]
     masked_lm_positions: Integers  # (rows, P) ascending, 0 = no more of them
-    masked_lm_ids: Integers  # (rows, P) what stood there
+    masked_lm_ids: Integers  # (rows, P) the original tokens
     next_sentence_labels: Integers  # (rows,)
 
 
 def find_pairs(
     corpus: Documents, recipe: Recipe, *, seed: tuple[int, ...], duplicate: int, begin: int = 0, end: int | None = None
 ) -> Pairs:
-    """All rows of a split: `duplicate` times through each document, each time with other choices.
+    """The rows of a split: `duplicate` passes over each document, each pass with other choices.
 
-    Those of the spans that begin at the sentences `begin` to `end` of the corpus, by default of all: rows of stretches
-    of a corpus, one after another, are those of the whole. `seed` names split and corpus: non-negative integers. A
-    document of one sentence gives no row.
+    Covers the spans that begin at sentences `begin` to `end` of the corpus, by default all: the rows of consecutive
+    ranges add up to those of the whole. `seed` identifies split and corpus: non-negative integers. A document of one
+    sentence gives no row.
     """
     end = len(corpus.sentences) - 1 if end is None else end
     first, last = np.searchsorted(corpus.documents, [begin, end], side="left")
@@ -145,7 +145,7 @@ def pairs_of(table: npt.NDArray[np.int64], seed: tuple[int, ...]) -> Pairs:
 
 
 def order_of(rows: int, seed: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    """The numbers of the rows of a split in an order that only the seed decides."""
+    """The row numbers of a split, in an order that depends only on the seed."""
     return np.random.default_rng((*seed, _ORDER)).permutation(rows)
 
 
@@ -179,7 +179,7 @@ def fill(corpus: Documents, pairs: Pairs, recipe: Recipe, ids: Ids) -> Rows:
 
 
 def unmasked(corpus: Documents, pairs: Pairs, ids: Ids) -> tuple[Integers, Integers, Integers]:
-    """The tokens of rows one after another, as they stand in the text; how many each row has, and its first segment."""
+    """The unmasked tokens of rows one after another, the length of each row, and the length of its first segment."""
     begins, ends = pairs.stretches[:, ::2], pairs.stretches[:, 1::2]  # (rows, 2) of A and B
     sizes = ends - begins
     lengths, first = sizes.sum(axis=1) + 3, sizes[:, 0] + 2
@@ -196,10 +196,10 @@ def unmasked(corpus: Documents, pairs: Pairs, ids: Ids) -> tuple[Integers, Integ
 def _pairs_of(
     corpus: Documents, document: int, span: int, recipe: Recipe, *, seed: tuple[int, ...], turn: int
 ) -> npt.NDArray[np.int64]:
-    """Once through a span of a document, which begins at sentence `span` of the corpus: a table of pairs."""
+    """One pass over a span of a document, which begins at sentence `span` of the corpus: a table of pairs."""
     first, last = corpus.documents[document : document + 2].tolist()
     before, room = span - first, recipe.max_seq_length - 3
-    starts = corpus.sentences[span : min(last, span + SPAN) + 1].tolist()  # of these sentences and of what comes after
+    starts = corpus.sentences[span : min(last, span + SPAN) + 1].tolist()  # of these sentences, and their end
     generator = np.random.default_rng((*seed, _PAIRS, document, before // SPAN, turn))
     chances = _chances(generator, min(_DRAWN, len(starts)))
     reach = max(1, min(_NEAR, (last - first) // 8))
@@ -228,7 +228,7 @@ def _pairs_of(
 
 
 def _chances(generator: np.random.Generator, rows: int) -> Iterator[list[float]]:
-    """Five numbers for each row, 0 to 1: is it short, how short, cut where, is its next random, whence."""
+    """Five numbers from 0 to 1 per row: is it short, how short, where is the cut, is the next random, from where."""
     while True:
         yield from generator.random((rows, 5)).tolist()
 
@@ -236,11 +236,11 @@ def _chances(generator: np.random.Generator, rows: int) -> Iterator[list[float]]
 def _elsewhere(
     corpus: Documents, own: tuple[int, int], near: tuple[int, int], wanted: int, chance: float
 ) -> tuple[int, int] | None:
-    """A stretch of whole sentences with about `wanted` tokens that does not follow; None if the corpus has none.
+    """A stretch of whole sentences with about `wanted` tokens that does not follow A; None if the corpus has none.
 
-    From another document than the one with the sentences `own` if those hold as much text as this one, else from
-    anywhere but the sentences `near`: the first if there are many documents, the second for a single book, or for a
-    book beside a leaflet.
+    It comes from another document than the one with the sentences `own` if the others hold at least as much text, as
+    with many documents. Otherwise, as with a single book or a book and a leaflet, it comes from anywhere but the
+    sentences `near`.
     """
     total = len(corpus.sentences) - 1
     hole = own if total - (own[1] - own[0]) >= own[1] - own[0] else near
@@ -251,7 +251,7 @@ def _elsewhere(
     limit = int(corpus.documents[corpus.documents.searchsorted(start, side="right")])  # where its document ends
     if start < hole[0]:
         limit = min(limit, hole[0])
-    # a sentence has one token at least
+    # a sentence has at least one token
     starts = corpus.sentences[start : min(limit, start + max(0, wanted) + 1)].tolist()
     return starts[0], int(corpus.sentences[start + max(1, bisect_left(starts, starts[0] + wanted))])
 
@@ -259,10 +259,10 @@ def _elsewhere(
 def _truncated(
     a: tuple[int, int], b: tuple[int, int], room: int, generator: np.random.Generator
 ) -> tuple[int, int, int, int]:
-    """Both shortened to `room` tokens together: a token at a time from the longer one, from its front or its back."""
+    """Shorten both to `room` tokens in total: one token at a time from the longer one, at its front or back."""
     lengths = a[1] - a[0], b[1] - b[0]
     excess = max(0, sum(lengths) - room)
-    # as long as one is longer it pays alone, after that they take turns, B first
+    # while one is longer, only it is shortened; after that they take turns, B first
     difference = lengths[0] - lengths[1]
     alone = min(excess, abs(difference))
     turns = excess - alone
@@ -273,14 +273,14 @@ def _truncated(
 
 
 def _choose(tokens: Integers, recipe: Recipe, ids: Ids, generator: np.random.Generator) -> Integers:
-    """The positions of a row that are to be predicted, in ascending order."""
+    """The positions of a row to predict, in ascending order."""
     candidates = np.flatnonzero((tokens != ids.cls) & (tokens != ids.sep) & (tokens != ids.unk))
     count = min(recipe.max_predictions, max(1, round(len(tokens) * recipe.masked_share)), len(candidates))
     return np.sort(generator.permutation(candidates)[:count])
 
 
 def _replace(originals: Integers, ordinary: Integers, mask: int, generator: np.random.Generator) -> Integers:
-    """What stands in the text instead: 80 % [MASK], 10 % any token, 10 % the original."""
+    """The replacements of masked tokens: 80 % [MASK], 10 % any token, 10 % the original."""
     chance = generator.random(len(originals))
     others = ordinary[generator.integers(len(ordinary), size=len(originals))]
     return np.where(chance < 0.8, mask, np.where(chance < 0.9, others, originals))

@@ -1,1 +1,1 @@
-"""From text to documents, sentences and tokens; work in several processes."""
+"""Text processing for corpora: documents, sentences and tokens; process pool and work units."""

@@ -1,8 +1,8 @@
-"""The folder of a corpus: complete, or as it was before.
+"""Atomic updates of a corpus folder: it is either complete or unchanged.
 
-Files are written into a hidden folder in it and renamed when all of them are there, `corpus.json` last. One process at
-a time works in a folder; what a killed one left in the hidden folder, the next one removes. Pieces of a corpus that is
-being made are in another hidden folder, and stay. What the files hold is the affair of `bert_corpus` and `gpt_corpus`.
+Files are written into a hidden folder inside it and renamed when all of them exist, `corpus.json` last. One process at
+a time works in a folder, and removes what a killed process left in the hidden folder. Pieces of an unfinished corpus
+are kept in another hidden folder. `bert_corpus` and `gpt_corpus` define what the files hold.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from hetseq.tasks.rows.record_index import FORMAT, GPT_FORMAT, INDEX, SUFFIX
 
 from .folders import flush, locked
 
-#: the files that every corpus of BERT has, besides its data
+#: the files of every BERT corpus, besides its data
 FACTS, VOCABULARY, MODEL = INDEX, "vocab.txt", "bert_config.json"
-#: the configuration and the tokenizer in one of a causal language model; tasks/gpt/tokenizer, which has the name of the
-#: latter too, imports torch, and each process that makes a corpus would
+#: the configuration and the tokenizer of a GPT corpus; the latter's name is repeated here because tasks/gpt/tokenizer
+#: imports torch, which each process that makes a corpus would then import too
 GPT_MODEL, _TOKENIZER = "config.json", "tokenizer.json"
 
 _DATA = (".hdf5", ".h5", SUFFIX)
 _STAGE, _PIECES = ".unfinished-corpus", ".unfinished-pieces"
-#: by format: its files besides data and index -> where the index states their sums
+#: by format: its files besides data and index -> the index field with their checksum
 _STATED = {
     FORMAT: {VOCABULARY: "vocabulary", MODEL: "configuration"},
     GPT_FORMAT: {_TOKENIZER: "tokenizer", GPT_MODEL: "configuration"},
@@ -38,14 +38,14 @@ _STATED = {
 
 @contextlib.contextmanager
 def staged(folder: Path, *, overwrite: bool, names: Sequence[str] = (VOCABULARY, MODEL)) -> Iterator[Path]:
-    """A folder to write into; what is in it when the block ends well becomes the corpus of `folder`.
+    """A folder to write into; if the block succeeds, its files become the corpus in `folder`.
 
-    `names` are the files that it will have besides its data and its index, so that nobody else's are replaced.
-    Raises DataError if `folder` cannot be written, is in use, or holds what may not be replaced.
+    `names` are its files besides data and index, so that files from elsewhere are never replaced. Raises DataError if
+    `folder` cannot be written, is in use, or holds files that may not be replaced.
     """
     with _made(folder), locked(folder, "another corpus is being made in it"):
         stage = folder / _STAGE
-        shutil.rmtree(stage, ignore_errors=True)  # of a run that was killed: ours is the only one
+        shutil.rmtree(stage, ignore_errors=True)  # left by a killed run: this process holds the lock
         previous = _previous(folder, names, overwrite=overwrite)
         stage.mkdir()
         try:
@@ -57,7 +57,7 @@ def staged(folder: Path, *, overwrite: bool, names: Sequence[str] = (VOCABULARY,
 
 @contextlib.contextmanager
 def shared(folder: Path, *, overwrite: bool) -> Iterator[None]:
-    """As `staged` for rows of BERT, for one of several who make pieces in `folder`; none holds another up."""
+    """As `staged` for BERT rows, for one of several processes that make pieces in `folder` without blocking others."""
     with _made(folder):
         _previous(folder, (VOCABULARY, MODEL), overwrite=overwrite)
         yield
@@ -65,7 +65,7 @@ def shared(folder: Path, *, overwrite: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _made(folder: Path) -> Iterator[None]:
-    """The folder is there; those that were made for it are gone if the block fails and leaves nothing in them."""
+    """Create the folder and its parents; if the block fails, remove the new ones that are empty."""
     missing: list[Path] = []
     try:
         try:
@@ -75,30 +75,30 @@ def _made(folder: Path) -> Iterator[None]:
         except OSError as error:
             raise DataError(
                 f"{folder} cannot be written: {os.strerror(error.errno) if error.errno else error};"
-                " expected a folder with room that you may write to"
+                " expected a writable folder with free space"
             ) from error
     except BaseException:
         for path in missing:
-            with contextlib.suppress(OSError):  # it holds somebody's file by now
+            with contextlib.suppress(OSError):  # another file is in it by now
                 path.rmdir()
         raise
 
 
 @contextlib.contextmanager
 def pieces_for(folder: Path, key: Any, *, is_shared: bool, say: Callable[[str], None]) -> Iterator[Path]:
-    """A hidden folder in `folder` for the pieces of one corpus, which is what `key` says: JSON.
+    """A hidden folder in `folder` for the pieces of the corpus that `key`, a JSON value, identifies.
 
-    It stays for the same command to go on with if this process is interrupted or killed or the disk is full, and goes
-    if the corpus cannot be made. Pieces of another corpus are removed, but by nobody who shares the folder.
+    It remains if this process is interrupted or killed or the disk is full, so that the same command can resume, and
+    is removed if the corpus cannot be made. Pieces of other corpora are removed, unless the folder is shared.
     """
     name = _sha256(json.dumps(key, sort_keys=True).encode())[:16]
     root = folder / _PIECES / name
     if not is_shared and (others := [path for path in _listing(root.parent) if path.name != name]):
-        say(f"{root.parent} has pieces made of other text, options or versions: they are removed, all is made anew")
+        say(f"{root.parent} has pieces made from other text, options or versions: they are removed and made again")
         for path in others:
             shutil.rmtree(path, ignore_errors=True)
     if kept := [path for path in _listing(root) if not path.name.startswith(".")]:
-        say(f"going on with what is finished: {len(kept):,} pieces in {root}")
+        say(f"resuming: {len(kept):,} finished pieces in {root}")
     root.mkdir(parents=True, exist_ok=True)
     try:
         yield root
@@ -112,12 +112,12 @@ def pieces_for(folder: Path, key: Any, *, is_shared: bool, say: Callable[[str], 
 
 
 def forget_pieces(folder: Path) -> None:
-    """No pieces are left in `folder`."""
+    """Remove all pieces in `folder`."""
     shutil.rmtree(folder / _PIECES, ignore_errors=True)
 
 
 def kept_pieces(folder: Path) -> Path | None:
-    """Where pieces are that the same command goes on with; None: there are none."""
+    """The folder of pieces from which the same command resumes; None if there are none."""
     return folder / _PIECES if _listing(folder / _PIECES) else None
 
 
@@ -128,24 +128,24 @@ def _listing(folder: Path) -> list[Path]:
 
 
 def _previous(folder: Path, names: Sequence[str], *, overwrite: bool) -> list[Path]:
-    """The files of the corpus that is in `folder`, its index last; DataError if it may not be replaced."""
+    """The files of the corpus in `folder`, its index last. Raises DataError if it may not be replaced."""
     data = sorted(path for path in folder.iterdir() if path.suffix in _DATA)
     listed, hashes = _listed(folder / FACTS)
     besides = dict.fromkeys([*names, *(name for name in hashes if name != FACTS), FACTS])
     others = [folder / name for name in besides if os.path.lexists(folder / name)]
     if foreign := [path.name for path in data if path.name not in listed]:
         raise DataError(
-            f"{folder} has data files that are not of the corpus in its {FACTS} ({', '.join(foreign[:3])}), which"
+            f"{folder} has data files that the corpus in its {FACTS} does not list ({', '.join(foreign[:3])}), which"
             " would be trained on with the new ones; remove them or give another folder"
         )
-    # somebody may have put them there, or worked on them since
+    # the user may have put them there, or edited them since
     for path in others:
         if not path.is_file() or _sha256(path.read_bytes()) != hashes.get(path.name):
-            found = "is not as the corpus in that folder came with it" if path.name in hashes else "is of no corpus"
+            found = "was changed after its corpus was made" if path.name in hashes else "belongs to no corpus"
             raise DataError(f"{path} {found} and would be lost; move it away or give another folder")
     if not overwrite and (data or others):
         names = ", ".join(path.name for path in (*others, *data)[:3])
-        raise DataError(f"{folder} holds a corpus already ({names}); give another folder, or replace it by --overwrite")
+        raise DataError(f"{folder} already holds a corpus ({names}); give another folder, or replace it: --overwrite")
     return [*data, *others]
 
 
@@ -153,7 +153,7 @@ def _listed(facts: Path) -> tuple[set[str], dict[str, str]]:
     """The names of the data of a corpus, and the SHA-256 of its other files."""
     files: set[str] = set()
     hashes: dict[str, str] = {}
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # whatever it is, it lists no more then
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # an unreadable index lists nothing further
         content = facts.read_bytes()
         stated = json.loads(content)
         names = _STATED[stated["format"]["name"]]
@@ -164,7 +164,7 @@ def _listed(facts: Path) -> tuple[set[str], dict[str, str]]:
 
 
 def _names_of(splits: dict[str, Any]) -> Iterator[str]:
-    """The files of records, which belong to splits."""
+    """The names of record files, which are listed by split."""
     for split in splits.values():
         yield from (file["name"] for file in split["files"])
 
@@ -174,7 +174,7 @@ def _sha256(content: bytes) -> str:
 
 
 def _move(stage: Path, folder: Path, previous: Sequence[Path]) -> None:
-    """Put the new files in the place of the previous ones, `corpus.json` last; if that fails, put those back."""
+    """Replace the previous files with the new ones, `corpus.json` last; on failure, restore the previous ones."""
     new = sorted(stage.iterdir(), key=lambda path: (path.name == FACTS, path.name))
     for path in new:
         flush(path)

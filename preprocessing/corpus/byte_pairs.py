@@ -1,8 +1,8 @@
-"""Tokenizers of causal language models: byte pairs trained, or a published `tokenizer.json` read, and applied.
+"""Byte-pair tokenizers for causal language models: train one, read a published `tokenizer.json`, and encode text.
 
-The work is done by `tokenizers`. Its trainer of byte pairs depends on no order: merges are ranked by count and then by
-the ids of both halves, the 256 bytes are numbered by their characters, and no piece has a mark of its own that would be
-numbered as it is met (as in WordPiece). So the same text gives the same file; a test holds it to that.
+The `tokenizers` library does the work. Its BPE trainer does not depend on order: merges are ranked by count and then by
+the ids of both halves, the 256 bytes are numbered by their characters, and there are no continuation marks that would
+be numbered in order of appearance (as in WordPiece). So the same text gives the same file, which a test checks.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tokenizers.trainers import BpeTrainer
 from hetseq import ConfigError, DataError
 from hetseq.tasks.gpt.tokenizer import read_tokens
 
-#: what a trained tokenizer calls the end of a text, as GPT-2's does, and what others call it
+#: the end-of-text token of a trained tokenizer, as in GPT-2, and those of other tokenizers
 END_OF_TEXT = "<|endoftext|>"
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-#: the bytes and the end of a text: smaller is no tokenizer
+#: the 256 bytes and the end of a text: the smallest possible tokenizer
 LEAST_TOKENS = 257
-#: pairs seen less often are no token
+#: pairs that occur less often do not become a token
 _MIN_FREQUENCY = 2
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
-    """At most `size` tokens for `texts`, the same ones each time: id 0 is the end of a text, then come the bytes.
+    """Train at most `size` tokens on `texts`, deterministically: id 0 is the end of a text, then come the bytes.
 
-    Text is split as GPT-2 splits it, and any text can be written with these tokens.
+    Text is split as in GPT-2, and the tokens can encode any text.
     """
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteDecoder()
@@ -49,13 +49,13 @@ def train_tokenizer(texts: Iterable[str], size: int) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a file, which cuts nothing off and pads nothing. Raises DataError."""
-    read_tokens(path)  # which tells most of what can be wrong
+    """The tokenizer in a file, without truncation or padding. Raises DataError."""
+    read_tokens(path)  # reports most errors in words of its own
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # it raises nothing narrower
         raise DataError(
-            f"{path} is no tokenizer that tokenizers can open ({error}): expected the tokenizer.json of a GPT-2 or"
+            f"{path} is not a tokenizer that tokenizers can open ({error}): expected the tokenizer.json of a GPT-2 or"
             " Llama; give --tokenizer FILE"
         ) from error
     tokenizer.no_truncation()
@@ -64,21 +64,21 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer, name: str | None) -> int:
-    """The id of the token that stands behind every document: that of `name`, else of the usual names the first."""
+    """The id of the token after every document: the token `name`, else the first of the usual names that exists."""
     for token in _ENDS if name is None else (name,):
         number = tokenizer.token_to_id(token)
         if number is not None:
             return int(number)
     if name is not None:
-        raise ConfigError(f"--end-of-text {name}: the tokenizer has no such token; expected one that it has")
+        raise ConfigError(f"--end-of-text {name}: the tokenizer has no such token; expected one of its tokens")
     raise DataError(
-        f"the tokenizer has none of the tokens {', '.join(_ENDS)}: say which of its tokens ends a text, with"
+        f"the tokenizer has none of the tokens {', '.join(_ENDS)}: name the token that ends a text, with"
         " --end-of-text TOKEN"
     )
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[npt.NDArray[np.int64]]:
-    """The ids of each text, without any that are put in front or behind; names of special tokens in it are text."""
+    """The ids of each text, without added special tokens; names of special tokens within it are encoded as text."""
     tokenizer.encode_special_tokens = True
     found = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array(encoding.ids, dtype=np.int64) for encoding in found]

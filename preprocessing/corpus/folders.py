@@ -1,7 +1,7 @@
-"""Folders that one program at a time writes into: a lock, and names that are on the disk for good.
+"""Output folders: an exclusive lock on a folder, and fsync of files and folders.
 
-Responsible for what every maker of data needs, whatever its files are called. The one idea: the lock is of the folder
-itself, so no file of ours is left in it, and the kernel gives it back however the program ends.
+Responsible for what every script that writes data needs, whatever its files are called. The one idea: the lock is on
+the folder itself, so no lock file remains, and the kernel releases it however the program ends.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from hetseq import DataError
 
 @contextlib.contextmanager
 def locked(folder: Path, in_use: str) -> Iterator[None]:
-    """No other process is in such a block of `folder` meanwhile, where its file system locks folders at all.
+    """Hold an exclusive lock on `folder` inside the block, if its file system can lock folders.
 
-    Raises DataError with what `in_use` says if one is, and OSError if there is no such folder.
+    Raises DataError with the text `in_use` if another process holds it, and OSError if the folder does not exist.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DataError(f"{folder}: {in_use}; wait for its end") from None
+            raise DataError(f"{folder}: {in_use}; wait until it ends") from None
         except OSError:
-            pass  # some network file systems lock no folders
+            pass  # some network file systems cannot lock folders
         yield
     finally:
         os.close(handle)
 
 
 def flush(path: Path) -> None:
-    """A file's content, or the names in a folder, are on the disk. Raises OSError where they find no room."""
+    """Flush a file's content, or the names in a folder, to disk. Raises OSError if the disk is full."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

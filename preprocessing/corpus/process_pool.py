@@ -1,11 +1,11 @@
-"""Jobs done by several processes, with the results in the order of the jobs.
+"""Process pool: runs jobs in several processes and yields the results in the order of the jobs.
 
-Responsible for starting the processes, for ending them on every road out, and for naming the job in which one of them
-was lost. What a job is does not matter here; it is a plain function of its argument, so it makes no difference who does
-it, and one process does it without any other.
+Responsible for starting the processes, ending them on every code path, and naming the job in which a process was lost.
+A job is a pure function of its argument, so the result does not depend on which process runs it; with one process the
+jobs run in the caller.
 
-The processes are spawned, never forked: libraries that do the work have threads. They hear no Ctrl-C, which is for the
-one that started them, and end with it even where it is killed.
+Processes are spawned, never forked, because the libraries that do the work use threads. They ignore Ctrl-C, which
+their parent handles, and end with the parent even if it is killed.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from hetseq import HetSeqError
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
-# jobs that are given out before the result of the first is taken, for each process: none waits for the next
+# jobs per process that are submitted before the first result is taken, so that no process is idle
 _AHEAD = 2
 
 
 class LostProcess(HetSeqError):
-    """A process was killed from outside, with the job that it did."""
+    """A process was killed from outside while it ran a job."""
 
 
 def usable_cores() -> int:
-    """Cores that this process may use."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class Crew:
-    """Up to so many processes, started with the first jobs that keep more than one busy; a context manager."""
+    """A pool of up to `processes`, started with the first call of several jobs; a context manager."""
 
     def __init__(self, processes: int) -> None:
         self._processes = processes
@@ -59,10 +59,10 @@ class Crew:
             self._executor.shutdown(wait=True, cancel_futures=True)
 
     def map(self, work: Callable[[Job], Result], jobs: Sequence[Job]) -> Iterator[Result]:
-        """The results of `work` for the jobs, in their order, no more than a few jobs ahead of who takes them.
+        """The results of `work` for the jobs, in their order; only a few jobs run ahead of the caller.
 
-        Raises what a job raises, and LostProcess with the first job that has no result if a process was killed.
-        `work` is a function of a module, and jobs and results can be pickled, wherever there is more than one process.
+        Re-raises errors of jobs, and raises LostProcess with the first job without a result if a process was killed.
+        With several processes, `work` must be a module-level function, and jobs and results must be picklable.
         """
         if self._processes == 1 or len(jobs) < 2:
             yield from map(work, jobs)
@@ -80,12 +80,12 @@ class Crew:
             self._executor = ProcessPoolExecutor(
                 self._processes, mp_context=get_context("spawn"), initializer=_end_with_parent
             )
-        # a process inherits what is blocked; a Ctrl-C that comes meanwhile is heard right after
+        # a process inherits the blocked signals; a Ctrl-C meanwhile is delivered right after
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             return self._executor.submit(work, job)
         except BrokenProcessPool as broken:
-            # not told here: jobs given out before this one may have no result either, and theirs is the turn
+            # reported later: earlier jobs may have no result either, and the first of them must be named
             return _failed(broken)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
@@ -96,8 +96,8 @@ def _result(job: Job, future: Future[Result]) -> Result:
         return future.result()
     except BrokenProcessPool:
         raise LostProcess(
-            f"a process was killed while {job} was not done yet: where memory is short, give fewer --processes; the"
-            " same command goes on with what is finished"
+            f"a process was killed before {job} was done: if memory is short, give fewer --processes; the same command"
+            " resumes from the finished pieces"
         ) from None
 
 
@@ -108,7 +108,7 @@ def _failed(error: Exception) -> Future[Result]:
 
 
 def _end_with_parent() -> None:
-    """Ends this process when the one that started it ends, however that ends."""
+    """End this process when its parent ends, however that happens."""
     parent = parent_process()
     assert parent is not None
     threading.Thread(target=_watch, args=(parent.sentinel,), name="parent-watch", daemon=True).start()

@@ -1,9 +1,9 @@
-"""English that is wherever HetSeq runs: the manual of the language and the docstrings that ship with Python.
+"""Built-in English text: the language reference and the docstrings that ship with Python.
 
-Nothing is imported but `pydoc_data.topics`, which is one dictionary; docstrings are read from the source files of the
-standard library by their syntax trees, in the order of the file names. The same Python gives the same text, another
-version another one: whoever uses it should note version and hash. What distributions leave out or put into packages of
-their own (tests, idlelib, tkinter, ...) is never read, so that they agree.
+The only import is `pydoc_data.topics`, a dictionary; docstrings come from the syntax trees of the standard library's
+source files, in the order of the file names. The same Python gives the same text and another version another text, so
+record version and hash. Modules that distributions omit or package separately (tests, idlelib, tkinter, ...) are never
+read, so that distributions agree.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ _WORDS = 5
 
 
 def python_documents(stdlib: Path | None = None) -> tuple[list[Document], Source]:
-    """A document for each topic of the manual and each module of the standard library with some prose in it.
+    """A document for each manual topic and each standard library module with some prose in it.
 
-    `stdlib` is the folder of the library, by default that of this Python. A paragraph that came before is left out:
-    the topics repeat each other, and what is repeated could be trained and tested on. Raises DataError if this Python
-    ships no text.
+    `stdlib` is the folder of the library, by default this Python's. A repeated paragraph is left out: topics repeat
+    each other, and a repetition could be in both training and test data. Raises DataError if this Python ships no text.
     """
     seen: set[str] = set()
     documents = []
@@ -51,8 +50,8 @@ def python_documents(stdlib: Path | None = None) -> tuple[list[Document], Source
             documents.append(Document(name, sentences))
     if not documents:
         raise DataError(
-            f"Python {platform.python_version()} comes without text here (no pydoc_data, no source files of the"
-            " standard library); give text files of your own with --input"
+            f"Python {platform.python_version()} ships no text here (no pydoc_data, no source files of the"
+            " standard library); give your own text files with --input"
         )
     content = "\n\n".join("\n".join([document.name, *document.sentences]) for document in documents).encode()
     name = f"text of Python {platform.python_version()}"
@@ -75,7 +74,7 @@ def _docstrings(stdlib: Path) -> Iterator[tuple[str, str]]:
             continue
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about escapes, in somebody else's code
+                warnings.simplefilter("ignore")  # about escapes in third-party code
                 tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
             continue  # not the library's own file
@@ -92,7 +91,7 @@ def _prose(text: str) -> Iterator[str]:
     """The paragraphs that are English, each on one line."""
     for block in re.split(r"\n\s*\n", text):
         lines = [line.strip() for line in block.split("\n")]
-        # "* an item" and underlined titles: neither the star nor the line is text
+        # "* an item" and underlined titles: drop the star and the line
         lines = [re.sub(r"^[*+-] ", "", line) for line in lines if any(map(str.isalnum, line))]
         paragraph = " ".join(" ".join(lines).split())
         letters = sum(character.isalpha() or character == " " for character in paragraph)

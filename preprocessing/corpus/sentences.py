@@ -1,9 +1,9 @@
-"""Text to documents of sentences, some of them held out; which files text is in. Opens none, and knows no tokens.
+"""Sentence splitting: text to documents of sentences, hold-out, and the choice of text files. Opens no file.
 
-A document is a list of sentences in reading order. Three conventions of how documents lie in a file are understood
-(`FORMATS`). The splitter goes by rules: a stop, closing quotes, a space, a capital, and not an abbreviation before the
-stop. It is approximate, in English and more so elsewhere: a sentence cut in two, or two taken for one, costs a
-training row some sense and nothing else.
+A document is a list of sentences in reading order. Three file formats are understood (`FORMATS`). The splitter uses
+rules: a stop, closing quotes, a space, a capital, and no abbreviation before the stop. It is approximate in English
+and more so in other languages: a sentence cut in two, or two merged into one, makes a training row slightly less
+meaningful and has no other effect. Tokens are unknown here.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ import numpy.typing as npt
 
 from hetseq import DataError
 
-#: with so many documents whole ones are held out, with fewer the end of each
+#: with at least this many documents, whole ones are held out; with fewer, the end of each
 WHOLE_DOCUMENTS = 100
-#: convention -> how its files look, for --help and messages
+#: format -> what its files look like, for --help and messages
 FORMATS = {
-    "paragraphs": "a blank line between paragraphs, hard-wrapped or not, as in books; one document a file",
-    "lines": "one sentence a line, a blank line between documents",
-    "wikitext": "one paragraph a line, words and signs apart; ` = Title = ` begins a document",
+    "paragraphs": "a blank line between paragraphs, hard-wrapped or not, as in books; one document per file",
+    "lines": "one sentence per line, a blank line between documents",
+    "wikitext": "one paragraph per line, punctuation separated by spaces; ` = Title = ` begins a document",
 }
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text and where it comes from."""
+    """A text, and the name of its source."""
 
     name: str
     sentences: list[str]
 
 
 def text_files(inputs: Sequence[Path], *, besides: Sequence[Path] = ()) -> list[Path]:
-    """The files that `inputs` stand for: each file itself, of each folder its *.txt, by name.
+    """The text files among `inputs`: each file itself, and the *.txt files of each folder, sorted by name.
 
-    Files in `besides`, and hidden ones, are no text of a folder. Raises DataError for what is missing, for a folder
-    without text, and for a file named twice: it could be trained and tested on.
+    In a folder, files in `besides` and hidden files are skipped. Raises DataError for a missing input, a folder without
+    text, and a file named twice, which could end up in both training and test data.
     """
     found: list[Path] = []
     excluded = {os.path.realpath(path) for path in besides}
@@ -59,12 +59,12 @@ def text_files(inputs: Sequence[Path], *, besides: Sequence[Path] = ()) -> list[
     seen: dict[str, Path] = {}
     for file in found:
         if (twin := seen.setdefault(os.path.realpath(file), file)) is not file:
-            raise DataError(f"{file} is named twice (as {twin}): name it once, or test data would be trained on")
+            raise DataError(f"{file} is named twice (also as {twin}): name it once, or test data would be trained on")
     return found
 
 
 def _texts_of(path: Path, excluded: Collection[str]) -> list[Path]:
-    """The files of one input; OSError if the system will not tell."""
+    """The files of one input. Raises OSError if the input cannot be examined."""
     mode = path.stat().st_mode
     if stat.S_ISREG(mode):
         return [path]
@@ -78,29 +78,29 @@ def _texts_of(path: Path, excluded: Collection[str]) -> list[Path]:
 
 
 def printable(name: str) -> str:
-    """A name, or a line with names, in which the bytes that are no UTF-8 are written out, such as "\\xe9"."""
+    """A name, or a line with names, with bytes that are not UTF-8 escaped, such as "\\xe9"."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def many(count: int, thing: str) -> str:
-    """Some things in words."""
+    """A count with its noun, such as "3 rows"."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def documents_of(text: str, form: str) -> list[list[str]]:
-    """The sentences of each document of a text in the convention `form`, a key of FORMATS; some may have none.
+    """The sentences of each document of a text in the format `form`, a key of FORMATS; some may have none.
 
-    The first one may go on with what stood before the text, where that is a part of a file.
+    If the text is a part of a file, the first document may continue one from the part before.
     """
     return list({"paragraphs": _paragraphs, "lines": _lines, "wikitext": _wikitext}[form](text))
 
 
 def split_sentences(paragraph: str) -> list[str]:
-    """The sentences of a paragraph, approximately; spaces of any kind become one, what has no letter is left out."""
+    """The approximate sentences of a paragraph. White space is collapsed; sentences without letters are dropped."""
     paragraph = " ".join(paragraph.split())
     sentences, begin = [], 0
     for match in _STOP.finditer(paragraph):
-        # a little before and after is enough to tell; more would be copied for each stop of a long paragraph
+        # a few characters on both sides suffice; longer slices would be copied for each stop of a long paragraph
         before = paragraph[max(begin, match.start() - 20) : match.start()]
         if match["stop"] == "." and _is_abbreviation(before, paragraph[match.end() : match.end() + 5]):
             continue
@@ -111,9 +111,9 @@ def split_sentences(paragraph: str) -> list[str]:
 
 
 def hold_out(sizes: Sequence[int], share: float, generator: np.random.Generator) -> npt.NDArray[np.int64]:
-    """How many sentences of each document, from its first on, are for training; about `share` are left for the test.
+    """The number of leading sentences of each document for training; a fraction of about `share` is left for testing.
 
-    Whole documents are held out if there are 100, else the end of each. `sizes` are the sentences of the documents.
+    Whole documents are held out if there are at least 100, else the end of each. `sizes`: sentences per document.
     """
     if len(sizes) < WHOLE_DOCUMENTS:
         return np.array([size - round(size * share) for size in sizes], np.int64)
@@ -129,13 +129,13 @@ def hold_out(sizes: Sequence[int], share: float, generator: np.random.Generator)
 # a stop, closing quotes and brackets, spaces; then, after opening ones, a capital or a digit; or `code`
 _STOP = re.compile(r"(?P<stop>\.\.\.|[.!?…])[\"”’')\]»*_]*\s+(?=(?:[\"“‘'(\[«*_]*(?:[^\W\d_a-zß-öø-ÿ]|\d)|`+\w))")
 # fmt: off
-# before these stops no sentence ends
+# a stop after these words does not end a sentence
 _TITLES = frozenset((
     "mr", "mrs", "ms", "messrs", "mme", "mlle", "dr", "prof", "rev", "hon", "st", "sr", "jr", "esq", "gen",
     "col", "maj", "capt", "lieut", "lt", "sgt", "gov", "sen", "rep", "pres", "supt", "mt", "ft", "viz", "vs",
     "cf", "eg", "ie", "e.g", "i.e", "al", "approx", "ed", "eds", "trans", "bros", "dept", "univ",
 ))
-# before these it ends unless a number follows: "He said no. Then", "No. 7"
+# after these words it does, unless a number follows: "He said no. Then", "No. 7"
 _COUNTED = frozenset((
     "no", "nos", "vol", "vols", "p", "pp", "fig", "figs", "ch", "chap", "art", "par", "sec", "sect", "pt", "bk",
     "jan", "feb", "mar", "apr", "jun", "jul", "aug", "sept", "sep", "oct", "nov", "dec",
@@ -145,7 +145,7 @@ _LAST_WORD = re.compile(r"[^\s\"“‘'(\[«*_`—–-]*$")
 
 
 def _is_abbreviation(before: str, after: str) -> bool:
-    """Whether the word at the end of `before` has its stop for itself and not for a sentence."""
+    """Whether the stop after the last word of `before` belongs to the word and does not end the sentence."""
     match = _LAST_WORD.search(before)
     word = match.group() if match else ""
     lower = word.lower()
@@ -170,7 +170,7 @@ def _wikitext(text: str) -> Iterator[list[str]]:
     for line in text.split("\n"):
         words = line.split()
         if len(words) > 2 and words[0] == words[-1] == "=":
-            # " = Title = " begins an article, " = = Section = = " is no sentence
+            # " = Title = " begins an article, " = = Section = = " is not a sentence
             if words[1] != "=":
                 yield sentences
                 sentences = []
@@ -184,11 +184,11 @@ _JOINED = re.compile(r" @([-.,])@(?: |$)")
 
 
 def _split_apart(paragraph: str) -> Iterator[str]:
-    """Sentences where words and signs stand apart, so that a stop is never part of a word."""
+    """Split text in which spaces separate punctuation from words, so that a stop is never part of a word."""
     sentence: list[str] = []
     is_over, quotes = False, 0
     for word in paragraph.split():
-        # the quote after a stop belongs to it if one is open
+        # a quote after a stop belongs to the sentence if it closes an open one
         if is_over and not (word == '"' and quotes % 2):
             yield " ".join(sentence)
             sentence, is_over, quotes = [], False, 0
@@ -200,7 +200,7 @@ def _split_apart(paragraph: str) -> Iterator[str]:
 
 
 def _blocks(text: str) -> Iterator[list[str]]:
-    """Runs of lines between blank ones."""
+    """Runs of lines separated by blank lines."""
     block: list[str] = []
     for line in text.split("\n"):
         if line.strip():

@@ -1,12 +1,12 @@
-"""Text files in pieces of about 1 MiB, so that files of any size are read by many, and no more than a piece is held.
+"""Text chunks: files cut into pieces of about 1 MiB, so that several processes can read a file, one piece at a time.
 
-Responsible for where a file is cut, for refusing what is no text in UTF-8, and for what of it was read. What a sentence
-is, `sentences` says.
+Responsible for where a file is cut, for refusing files that are not UTF-8 text, and for recording what was read.
+`sentences` defines what a sentence is.
 
-A file is cut at the first blank line behind each MiB (`wikitext`: at the first end of a line), which changes nothing
-about its sentences. Where there is none for a whole MiB, it is cut at an end of a line, else at a space, else between
-two characters: a paragraph or a line of more than a MiB becomes several, and a sentence that is cut there two.
-Characters that nobody sees stay in a text; the tokens are made without them.
+A file is cut at the first blank line after each MiB (`wikitext`: at the first line end), which does not change its
+sentences. If a whole MiB has no blank line, it is cut at a line end, else at a space, else between two characters: a
+paragraph or line longer than a MiB becomes several, and a sentence that is cut there becomes two. Invisible characters
+stay in the text; the tokenizer drops them.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from hetseq import DataError
 
 from .sentences import documents_of, printable
 
-#: bytes between two cuts, about
+#: approximate bytes between two cuts
 PIECE_BYTES = 1 << 20
 
 _BLANK_LINE = re.compile(rb"(?:\r\n|\r(?=[^\n])|\n)[ \t]*(?:\r\n|\r(?=[^\n])|\n)")
 _LINE_END = re.compile(rb"\r\n|\r(?=[^\n])|\n")
 _SPACE = re.compile(rb"[ \t]")
 _CHARACTER = re.compile(rb"[^\x80-\xbf]")
-_AROUND = 64  # bytes of a blank line, at most, where a block ends within it
+_AROUND = 64  # longest blank line, in bytes, that may span two blocks
 
 
 @dataclass(frozen=True)
 class Source:
-    """What was read, so that a corpus can say what it was made of."""
+    """A file that was read, as the corpus lists it among its sources."""
 
     name: str
     size: int  # bytes
@@ -45,7 +45,7 @@ class Cut:
     """A place between two pieces of a file."""
 
     offset: int  # bytes
-    is_blank_line: bool  # no document of `lines` lies on both sides
+    is_blank_line: bool  # then no document of the format `lines` crosses it
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Part:
     form: str  # a key of plain_text.FORMATS
     begin: int  # bytes
     end: int
-    goes_on: bool  # with the document of the piece before
+    goes_on: bool  # continues the document of the previous piece
 
 
 @dataclass(frozen=True)
 class Scan:
-    """A file to be read, and how much of it lies between two cuts."""
+    """A file to read, and the number of bytes between two cuts."""
 
     path: Path
     form: str
@@ -72,7 +72,7 @@ class Scan:
 
 
 def scanned(scan: Scan) -> tuple[Source, list[Part]]:
-    """Read a UTF-8 file, with or without byte order mark; its pieces. Raises DataError for anything else."""
+    """Read a UTF-8 file, with or without byte order mark, and return its pieces. Raises DataError for other files."""
     path = scan.path
     remedy = f"convert it: iconv -f LATIN1 -t UTF-8 '{path}' > NEW.txt (with its own encoding for LATIN1)"
     digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
@@ -82,7 +82,7 @@ def scanned(scan: Scan) -> tuple[Source, list[Part]]:
             while True:
                 block = file.read(scan.piece_bytes)
                 digest.update(block)
-                pending = len(decoder.getstate()[0])  # the begin of a character, from the block before
+                pending = len(decoder.getstate()[0])  # bytes of a character that began in the previous block
                 mark = len(codecs.BOM_UTF8) if size == 0 and block.startswith(codecs.BOM_UTF8) else 0
                 try:
                     has_text = bool(decoder.decode(block[mark:], final=not block).strip()) or has_text
@@ -96,14 +96,14 @@ def scanned(scan: Scan) -> tuple[Source, list[Part]]:
                     )
                 if not block:
                     break
-                # what is left at the end is no piece of its own: there may be no blank line in so little
+                # the short rest at the end is not a piece of its own: it may contain no blank line
                 is_whole = size and len(block) == scan.piece_bytes
                 if is_whole and (place := _place(before, block, scan.form)) is not None:
                     cuts.append(Cut(size + place[0], is_blank_line=place[1]))
                 size, before = size + len(block), block[-_AROUND:]
     except OSError as error:
         raise DataError(
-            f"{path} cannot be read: {error.strerror or error}; expected a text file you may read"
+            f"{path} cannot be read: {error.strerror or error}; expected a text file that you may read"
         ) from error
     if not has_text:
         raise DataError(f"{path} has no text: {size:,} bytes, none of them a letter; leave the file out")
@@ -122,14 +122,14 @@ def scanned(scan: Scan) -> tuple[Source, list[Part]]:
 
 
 def read_text(path: Path) -> tuple[str, Source]:
-    """A file as a whole, its ends of line made "\\n". Raises as `scanned`."""
+    """The text of a whole file, with line ends converted to "\\n". Raises as `scanned`."""
     source, _ = scanned(Scan(path, "lines"))
     text = path.read_bytes().decode("utf-8-sig")
     return text.replace("\r\n", "\n").replace("\r", "\n"), source
 
 
 def sentences_of(part: Part) -> tuple[list[list[str]], bool]:
-    """The sentences of each document of a piece, and whether the first goes on with one of the piece before."""
+    """The sentences of each document of a piece, and whether the first continues a document of the previous piece."""
     try:
         with part.path.open("rb") as file:
             file.seek(part.begin)
@@ -138,17 +138,17 @@ def sentences_of(part: Part) -> tuple[list[list[str]], bool]:
     except (OSError, UnicodeDecodeError):
         content = b""
     if len(content) != part.end - part.begin:
-        raise DataError(f"{part.path} has changed while it was read: leave it as it is until the corpus is complete")
+        raise DataError(f"{part.path} changed while it was read: do not modify it until the corpus is complete")
     text = text.replace("\r\n", "\n").replace("\r", "\n")
-    # a blank line that begins right behind the cut ends a document too
+    # a blank line right after the cut ends a document too
     goes_on = part.goes_on and not (part.form == "lines" and not text.partition("\n")[0].strip())
     return documents_of(text, part.form), goes_on
 
 
 def _place(before: bytes, block: bytes, form: str) -> tuple[int, bool] | None:
-    """Where a block is cut, and whether at a blank line; None for a few bytes within a character.
+    """Where to cut a block, and whether at a blank line; None for a few bytes within a character.
 
-    `before` is what comes right before it: a blank line may begin there.
+    `before` holds the bytes just before the block, where a blank line may begin.
     """
     blank_lines = _BLANK_LINE.finditer(before + block) if form != "wikitext" else iter(())
     for blank_line in blank_lines:

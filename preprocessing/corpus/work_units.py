@@ -1,11 +1,11 @@
-"""Finished pieces of a long piece of work, kept in a folder so that whoever comes later goes on with them.
+"""Work units: finished pieces of a long computation, kept in a folder so that a later process can resume from them.
 
-Responsible for pieces that are complete or not there, and for their sums. A piece is a folder of files with a list of
-their sums; what is in them is the affair of whoever makes it. It is made under another name and then renamed, and
-renaming needs no lock, on no file system: of two who make the same piece, on one machine or on two, the first one's is
-kept, and theirs are equal, since a piece is a function of its name and of what the folder is for.
+Responsible for pieces that are either complete or absent, and for their checksums. A piece is a folder of files with a
+list of their checksums; the caller defines their content. It is written under another name and then renamed, which
+needs no lock on any file system. If two processes make the same piece, on one machine or two, the first is kept; both
+are equal, since a piece is a function of its name and of the folder's purpose.
 
-No file is flushed to the disk: a piece that does not have its sums after a crash is made again.
+No file is flushed to disk: a piece whose checksums do not match after a crash is made again.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece that is there, with what its maker says of it."""
+    """A finished piece, with the facts that its maker recorded."""
 
     folder: Path
     facts: dict[str, Any]
 
     def array(self, name: str, kind: npt.DTypeLike) -> Array:
-        """The numbers in one of its files, one after another, mapped: read from the disk as they are looked at."""
+        """The numbers in one of its files, memory-mapped: read from disk on access."""
         path = self.folder / name
-        if path.stat().st_size == 0:  # nothing cannot be mapped
+        if path.stat().st_size == 0:  # an empty file cannot be mapped
             return np.zeros(0, kind)
         return np.asarray(np.memmap(path, kind, mode="r"))
 
 
 def finished(root: Path, name: str, make: Callable[[Path], dict[str, Any]]) -> Piece:
-    """The piece `name` of the folder `root`: the one that is there, or else a new one.
+    """The piece `name` of the folder `root`: the existing one, or else a new one.
 
-    `make` writes files into an empty folder and says what is to be known of them, as JSON has it.
+    `make` writes files into an empty folder and returns facts about them that JSON can hold.
     """
     folder = root / name
     if folder.is_dir():
@@ -65,7 +65,7 @@ def finished(root: Path, name: str, make: Callable[[Path], dict[str, Any]]) -> P
         try:
             os.rename(own, folder)
         except OSError:
-            if (found := _read(folder)) is None:  # nobody was faster: it cannot be done
+            if (found := _read(folder)) is None:  # no other process was faster, so renaming failed
                 raise
             return found
         return Piece(folder, facts)
@@ -74,7 +74,7 @@ def finished(root: Path, name: str, make: Callable[[Path], dict[str, Any]]) -> P
 
 
 def _read(folder: Path) -> Piece | None:
-    """A piece that has its sums; None if it is damaged or gone."""
+    """A piece whose checksums match; None if it is damaged or missing."""
     try:
         stated = json.loads((folder / _LIST).read_bytes())
         if all(_sum(folder / name) == found for name, found in stated["files"].items()):

@@ -382,7 +382,7 @@ def test_a_corpus_is_not_overwritten_unless_asked_for(
     (folder / "notes.md").write_text("mine")
     before = contents(folder)
     assert run(folder, *arguments, "--seed", 5) == 2
-    assert f"{folder} holds a corpus already (vocab.txt, bert_config.json, corpus.json)" in capsys.readouterr().err
+    assert f"{folder} already holds a corpus (vocab.txt, bert_config.json, corpus.json)" in capsys.readouterr().err
     assert contents(folder) == before
     assert run(folder, *arguments, "--seed", 5, "--overwrite") == 0
     # the files of the old one are gone, for they would be trained on; what is not of a corpus stays
@@ -401,7 +401,7 @@ def test_data_of_somebody_else_is_never_overwritten(
     (folder / "wiki_train.h5").write_bytes(b"x")
     before = contents(folder)
     assert run(folder, *arguments) == 2
-    assert "data files that are not of the corpus" in capsys.readouterr().err
+    assert "data files that the corpus in its corpus.json does not list" in capsys.readouterr().err
     assert contents(folder) == before
 
 
@@ -414,7 +414,10 @@ def test_a_file_that_was_there_before_any_corpus_is_never_lost(
     folder.mkdir()
     (folder / name).write_text("{}")
     assert run(folder, "--input", book, "--vocab-file", vocab, *overwrite) == 2
-    assert f"{folder / name} is of no corpus and would be lost; move it away or give another" in capsys.readouterr().err
+    assert (
+        f"{folder / name} belongs to no corpus and would be lost; move it away or give another"
+        in capsys.readouterr().err
+    )
     assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(name, "{}")]
 
 
@@ -429,7 +432,7 @@ def test_a_file_of_the_corpus_that_was_worked_on_is_not_lost(
     (folder / name).write_text(genuine.replace("2", "3") + "\n")
     before = contents(folder)
     assert run(folder, *arguments) == 2
-    assert f"{folder / name} is not as the corpus in that folder came with it" in capsys.readouterr().err
+    assert f"{folder / name} was changed after its corpus was made" in capsys.readouterr().err
     assert contents(folder) == before
     (folder / name).rename(tmp_path / "mine")
     assert run(folder, *arguments) == 0
@@ -479,7 +482,7 @@ def test_two_at_a_time_in_one_folder_are_refused(
         assert run(tmp_path, "--input", book) == 2
     finally:
         os.close(handle)
-    assert "another corpus is being made in it; wait for its end" in capsys.readouterr().err
+    assert "another corpus is being made in it; wait until it ends" in capsys.readouterr().err
 
 
 # What fails leaves nothing
@@ -533,10 +536,10 @@ def test_after_a_fault_the_folder_is_as_it_was(
     # what is finished waits for the same command, and the next corpus that is complete removes it
     is_kept = (folder / corpus_folder._PIECES).exists()
     assert is_kept == ("while reading" not in fault)
-    assert is_kept == (f"kept in {folder / corpus_folder._PIECES}: the same command goes on with it" in said)
+    assert is_kept == (f"kept in {folder / corpus_folder._PIECES}: the same command resumes from them" in said)
     assert sorted(path.name for path in folder.iterdir()) == sorted([*[corpus_folder._PIECES] * is_kept, *before])
-    assert ("No space left on device; expected a folder with room" in said) == (code == 2)
-    assert ("is as it was before" in said) == (code == 130)
+    assert ("No space left on device; expected a writable folder" in said) == (code == 2)
+    assert ("is unchanged" in said) == (code == 130)
 
 
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if "later" not in fault])
@@ -580,8 +583,8 @@ def test_a_disk_that_is_full_is_told_and_leaves_nothing(long_book: Path, vocab: 
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     assert [line for line in done.stdout.splitlines() if line.isdigit()] == ["2"] * 2 * len(limits)
-    said = "error: {} cannot be written: File too large; expected a folder with room that you may write to"
-    told = [line for line in done.stderr.splitlines() if not line.startswith("what is finished is kept in ")]
+    said = "error: {} cannot be written: File too large; expected a writable folder with free space"
+    told = [line for line in done.stderr.splitlines() if not line.startswith("finished pieces are kept in ")]
     assert told == [said.format(folder) for _ in limits for folder in (old, new)]
     assert contents(old) == before
     assert not (old / corpus_folder._STAGE).exists()
@@ -636,7 +639,7 @@ def bad(tmp_path: Path) -> Iterator[tuple[str, list[object], str]]:
     yield (
         "no pairs",
         (["--input", tmp_path / "lonely.txt", "--format", "lines", "--vocab-size", 99, "--test-share", 0]),
-        r"has 2 sentences in 2 documents and no two .*name the right --format \(lines here\)",
+        r"has 2 sentences in 2 documents and no two .*give the right --format \(now lines\)",
     )
     yield (
         "no test pairs",
@@ -668,7 +671,7 @@ def bad(tmp_path: Path) -> Iterator[tuple[str, list[object], str]]:
     yield "nobody", ["--input", "~nobody-of-that-name/x"], "~nobody-of-that-name/x does not exist"
     yield "small vocabulary", ["--input", book, "--vocab-size", 10], "--vocab-size 10 has no room"
     yield "too many files", ["--input", book, "--vocab-file", vocab, "--files", 9999], "too few for --files 9999"
-    yield "format without input", ["--format", "lines"], "--format lines is about the files of --input"
+    yield "format without input", ["--format", "lines"], "--format lines describes the files of --input"
     for flag, values in {
         "--max-seq-length": ("7", "0", "-1"),
         "--max-predictions": ("0", "129", "-3"),
@@ -756,7 +759,7 @@ def test_names_that_are_no_utf_8_are_written_out(
     assert (facts["sources"][0]["name"], facts["vocabulary"]["from"]) == (r"b\xe9.txt", r"v\xe9.txt")
     assert r"caf\xe9" in capsys.readouterr().out
     assert run(folder, "--input", odd[0], "--vocab-file", odd[1]) == 2
-    assert r"caf\xe9 holds a corpus already" in capsys.readouterr().err
+    assert r"caf\xe9 already holds a corpus" in capsys.readouterr().err
 
 
 def test_text_is_never_read_from_the_folder_that_is_written(book: Path, tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_build_that_was_killed_goes_on_and_leaves_the_same_bytes(options: Opti
     # each life went on where the last one was; the last one had moved some files out of their pieces
     assert finished[:2] == [3, 17]
     said = make(options, tmp_path / "hurt")
-    assert said[0] == f"going on with what is finished: {finished[-1]} pieces in {said[0].split(' in ')[1]}"
+    assert said[0] == f"resuming: {finished[-1]} finished pieces in {said[0].split(' in ')[1]}"
     assert contents(tmp_path / "hurt") == expected
     assert not (tmp_path / "hurt" / corpus_folder._PIECES).exists()
 
@@ -203,10 +203,10 @@ def test_one_process_that_is_killed_ends_the_others_and_keeps_what_is_finished(
         if line.startswith("text:"):
             multiprocessing.active_children()[0].kill()
 
-    with pytest.raises(LostProcess, match="was not done yet: where memory is short, give fewer --processes"):
+    with pytest.raises(LostProcess, match="was done: if memory is short, give fewer --processes"):
         bert_corpus.make_corpus(options, tmp_path / "hurt", processes=2, say=say, track=lambda *_: lambda _: None)
     assert contents(tmp_path / "hurt") == {}
-    assert "going on with what is finished" in make(options, tmp_path / "hurt")[0]
+    assert "resuming: " in make(options, tmp_path / "hurt")[0]
     make(options, tmp_path / "calm")
     assert contents(tmp_path / "hurt") == contents(tmp_path / "calm")
 
@@ -228,7 +228,7 @@ def test_other_options_or_another_text_begin_anew_and_say_so(options: Options, t
         other = Options(**{**vars(options), "seed": 7}) if change == "options" else options
         if change == "text":
             (tmp_path / "texts" / "x.txt").write_text(story(80, name="w"))
-        assert "of other text, options or versions: they are removed" in make(other, tmp_path / change)[0]
+        assert "from other text, options or versions: they are removed" in make(other, tmp_path / change)[0]
         make(other, tmp_path / f"{change}-calm")
         assert contents(tmp_path / change) == contents(tmp_path / f"{change}-calm")
 
@@ -258,8 +258,8 @@ def test_ctrl_c_ends_all_processes_and_keeps_what_is_finished(options: Options, 
     _, said = process.communicate()
     assert process.returncode == 130
     assert said.splitlines() == [
-        f"interrupted: {tmp_path / 'out'} is as it was before",
-        f"what is finished is kept in {tmp_path / 'out' / corpus_folder._PIECES}: the same command goes on with it",
+        f"interrupted: {tmp_path / 'out'} is unchanged",
+        f"finished pieces are kept in {tmp_path / 'out' / corpus_folder._PIECES}: the same command resumes from them",
     ]
 
 
@@ -277,7 +277,7 @@ def test_shards_one_after_another_leave_the_bytes_of_one_run(
         files = [path.name for path in pieces_in(tmp_path / "parts") if path.name.startswith("file-corpus_train")]
         own = [file for file in range(3) if file % 2 in shards[: turn + 1]]
         assert files == [f"file-corpus_train_{file:05}.safetensors" for file in own]
-    assert "going on with what is finished" in make(options, tmp_path / "parts")[0]
+    assert "resuming: " in make(options, tmp_path / "parts")[0]
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
 
 
@@ -299,14 +299,14 @@ def test_a_shard_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         assert bert_corpus.main(["--output", str(tmp_path / "out"), f"--shard={text}"]) == 2
         assert f"--shard {text}: expected I/N" in capsys.readouterr().err
     assert bert_corpus.main(["--output", str(tmp_path / "out"), "--shard", "0/2", "--output-format", "hdf5"]) == 2
-    assert "--shard is about files of records" in capsys.readouterr().err
+    assert "--shard applies to files of records" in capsys.readouterr().err
     assert bert_corpus.main(["--output", str(tmp_path / "out"), "--processes", "0"]) == 2
     assert "--processes 0: expected at least 1" in capsys.readouterr().err
 
 
 def test_a_shard_does_not_work_for_a_folder_that_has_a_corpus(options: Options, tmp_path: Path) -> None:
     make(options, tmp_path / "out")
-    with pytest.raises(DataError, match="holds a corpus already"):
+    with pytest.raises(DataError, match="already holds a corpus"):
         make(options, tmp_path / "out", shard=Shard(0, 2))
 
 

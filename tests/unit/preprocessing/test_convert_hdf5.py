@@ -127,13 +127,13 @@ def test_a_corpus_is_replaced_only_where_that_is_said(source: Path, tmp_path: Pa
     assert run(source, tmp_path / "records") == 0
     before = (tmp_path / "records" / "corpus.json").read_bytes()
     assert run(source, tmp_path / "records", "--rows-per-file", 9) == 2
-    assert "holds a corpus already" in capsys.readouterr().err
+    assert "already holds a corpus" in capsys.readouterr().err
     assert (tmp_path / "records" / "corpus.json").read_bytes() == before
     assert run(source, tmp_path / "records", "--rows-per-file", 9, "--overwrite") == 0
     assert len(read_index(tmp_path / "records").splits["train"].files) == 5
     shutil.copy(tmp_path / "records" / "corpus_test_00000.safetensors", tmp_path / "records" / "mine.safetensors")
     assert run(source, tmp_path / "records", "--overwrite") == 2
-    assert "data files that are not of the corpus in its corpus.json (mine.safetensors)" in capsys.readouterr().err
+    assert "data files that the corpus in its corpus.json does not list (mine.safetensors)" in capsys.readouterr().err
 
 
 def set_to(name: str, row: int, values: list[int]) -> Callable[[Any], None]:
@@ -190,7 +190,7 @@ def test_what_cannot_be_meant_is_refused(
 
 def test_one_folder_for_both_and_no_vocabulary_are_refused(source: Path, tmp_path: Path, capsys: Any) -> None:
     assert run(source, source) == 2
-    assert "are one folder: give two" in capsys.readouterr().err
+    assert "are the same folder: give two" in capsys.readouterr().err
     (source / "vocab.txt").rename(tmp_path / "elsewhere.txt")
     assert run(source, tmp_path / "records") == 2
     assert "has no vocab.txt: expected the vocabulary" in capsys.readouterr().err

@@ -69,7 +69,7 @@ def test_an_error_in_a_job_is_raised_as_it_is_after_the_results_before_it() -> N
 
 
 def test_a_process_that_is_killed_is_told_with_a_job_and_a_remedy() -> None:
-    with Crew(2) as crew, pytest.raises(LostProcess, match=r"while [0-3] was not done yet: .* give fewer --processes"):
+    with Crew(2) as crew, pytest.raises(LostProcess, match=r"before [0-3] was done: .* give fewer --processes"):
         list(crew.map(fatal, range(9)))
 
 
@@ -83,7 +83,7 @@ def test_the_job_that_is_named_is_the_first_without_a_result_and_not_the_next_to
         while set(active_children()) - before:
             assert time.monotonic() < until, "the processes of a broken crew are ended"
             time.sleep(0.01)
-        with pytest.raises(LostProcess, match=r"while [1-3] was not done yet"):
+        with pytest.raises(LostProcess, match=r"before [1-3] was done"):
             list(found)
 
 

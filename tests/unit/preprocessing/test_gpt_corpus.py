@@ -184,7 +184,9 @@ def test_the_end_of_a_text_may_be_named(book: Path, tmp_path: Path, capsys: pyte
     file = published(tmp_path / "theirs.json", end="<stop>")
     words = ("--input", book, "--tokenizer", file)
     assert run(tmp_path / "out", *words) == 2
-    assert "has none of the tokens <|endoftext|>, <|end_of_text|>, </s>, <eos>: say which" in capsys.readouterr().err
+    assert (
+        "has none of the tokens <|endoftext|>, <|end_of_text|>, </s>, <eos>: name the token" in capsys.readouterr().err
+    )
     assert run(tmp_path / "out", *words, "--end-of-text", "<halt>") == 2
     assert "--end-of-text <halt>: the tokenizer has no such token" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -274,7 +276,7 @@ def test_a_corpus_is_replaced_by_another_kind_only_if_asked_for(
     assert bert_corpus.main(words) == 0
     before = contents(tmp_path / "out")
     assert gpt_corpus.main(words) == 2
-    assert "holds a corpus already (vocab.txt, bert_config.json, corpus.json)" in capsys.readouterr().err
+    assert "already holds a corpus (vocab.txt, bert_config.json, corpus.json)" in capsys.readouterr().err
     assert contents(tmp_path / "out") == before
     assert gpt_corpus.main([*words, "--overwrite"]) == 0
     assert sorted(name for name in contents(tmp_path / "out") if "corpus" not in name) == [
@@ -289,12 +291,12 @@ def test_what_is_not_of_the_corpus_is_not_lost(book: Path, tmp_path: Path, capsy
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     assert run(folder, *words) == 2
-    assert "config.json is of no corpus and would be lost" in capsys.readouterr().err
+    assert "config.json belongs to no corpus and would be lost" in capsys.readouterr().err
     (folder / "config.json").unlink()
     assert run(folder, *words) == 0
     (folder / "tokenizer.json").write_text("{}")
     assert run(folder, *words) == 2
-    assert "tokenizer.json is not as the corpus in that folder came with it" in capsys.readouterr().err
+    assert "tokenizer.json was changed after its corpus was made" in capsys.readouterr().err
     assert (folder / "tokenizer.json").read_text() == "{}"
 
 
@@ -317,7 +319,7 @@ def test_without_input_it_is_the_text_of_python(tmp_path: Path, monkeypatch: pyt
         (("--seed", -1), "--seed -1: expected 0 or more"),
         (("--rows-per-file", 0), "--rows-per-file 0: expected at least 1"),
         (("--tokenizer", "t.json"), "t.json: does not exist: expected the tokenizer of a model in one file"),
-        (("--tokenizer", "t.json", "--vocab-size", 300), "--vocab-size 300 is about a tokenizer that is trained"),
+        (("--tokenizer", "t.json", "--vocab-size", 300), "--vocab-size 300 applies when a tokenizer is trained"),
         (("--input", "nowhere"), "nowhere does not exist; expected a text file or a folder of *.txt"),
     ],
 )
@@ -338,14 +340,14 @@ def test_text_and_tokenizers_that_cannot_be_meant_are_refused(tmp_path: Path) ->
         assert not (tmp_path / "out").exists()
 
     (tmp_path / "ends.txt").write_text(f"{END}\n\n{END}\n")
-    refused(DataError, "ends.txt: no text found but ends of documents", inputs=(tmp_path / "ends.txt",))
+    refused(DataError, "ends.txt: found only document separators", inputs=(tmp_path / "ends.txt",))
     (tmp_path / "line.txt").write_text("all in one line")
     refused(
-        DataError, "line.txt: the test part has 0 tokens, expected 2 at least; raise --test-share, or hold nothing out",
+        DataError, "line.txt: the test part has 0 tokens, expected at least 2; raise --test-share, or hold nothing out",
         inputs=(tmp_path / "line.txt",),
     )  # fmt: skip
     (tmp_path / "t.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}))
     given = {"inputs": (tmp_path / "line.txt",), "tokenizer_file": tmp_path / "t.json"}
-    refused(DataError, "t.json is no tokenizer that tokenizers can open", **given)
+    refused(DataError, "t.json is not a tokenizer that tokenizers can open", **given)
     with pytest.raises(ConfigError):
         gpt_corpus.Options(max_seq_length=0)

@@ -292,7 +292,7 @@ def test_a_python_without_text_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(DataError, match=r"comes without text here .*--input"):
+    with pytest.raises(DataError, match=r"ships no text here .*--input"):
         python_documents(tmp_path)
 
 
