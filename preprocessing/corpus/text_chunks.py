@@ -53,7 +53,7 @@ class Part:
     """One piece of a file."""
 
     path: Path
-    form: str  # a key of plain_text.FORMATS
+    form: str  # a key of sentences.FORMATS
     begin: int  # bytes
     end: int
     goes_on: bool  # continues the document of the previous piece
