@@ -1,4 +1,4 @@
-"""What is trained: the tasks that come with HetSeq, built on nothing but the names that `hetseq` exports."""
+"""The tasks that come with HetSeq, built only on the names that `hetseq` exports."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used, so that its small modules do not wait for torch."""
+"""Lazy imports: names of a package are imported on first use, so that its small modules do not wait for torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Handwritten digits: the MNIST net of 2020 on the real files, or a small one on the digits scikit-learn bundles.
+"""MNIST task: the 2020 network on the MNIST files, or a small one on the digits bundled with scikit-learn.
 
-Responsible for finding and checking the files under `--data`, for the two nets and for the summed loss; knows no
-ranks, batches or devices. Which of two halves a file belongs to is judged by its *name*, whether it holds images or
-labels by its *header*, and the names of the folders above it never matter. Nothing is written into `--data`.
+Responsible for finding and checking the files under `--data`, for the two networks and for the summed loss; knows no
+ranks, batches or devices. The *name* of a file decides its half, train or test, and its *header* whether it holds
+images or labels; names of parent folders never matter. Nothing is written into `--data`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MNISTTask(Task):
         return dataset
 
     def build_model(self) -> nn.Module:
-        """The net that fits the images; `--dropout P` is the rate of both its dropouts."""
+        """The network for the size of the images; `--dropout P` sets both of its dropout rates."""
         rate = self.config.task.dropout
         dropout = None if rate is None else (rate, rate)
         return DigitsNet(dropout) if self.config.data.data is None else MNISTNet(dropout)
@@ -57,7 +57,7 @@ class MNISTTask(Task):
         return {"loss": F.cross_entropy(model(images), labels, reduction="sum")}
 
     def metrics(self, model: nn.Module, sample: Batch) -> dict[str, tuple[float, float]]:
-        """`accuracy`: images classified rightly, out of how many."""
+        """`accuracy`: number of correctly classified images, and number of images."""
         images, labels = sample
         correct = (model(images).argmax(dim=1) == labels).sum().item()  # sync, in validation only
         return {"accuracy": (float(correct), float(len(labels)))}
@@ -69,9 +69,9 @@ class MNISTTask(Task):
 
 
 class MNISTNet(nn.Module):
-    """The net of 2020, 1,199,882 parameters: images (n, 1, 28, 28) to logits (n, 10).
+    """The 2020 network, 1,199,882 parameters: images (n, 1, 28, 28) to logits (n, 10).
 
-    `dropout` are the rates after the convolutions (whole channels) and after the hidden layer; None: 0.25 and 0.5.
+    `dropout`: rates after the convolutions (whole channels) and after the hidden layer; None: 0.25 and 0.5.
     """
 
     side = 28
@@ -84,7 +84,7 @@ class MNISTNet(nn.Module):
         self.conv1 = nn.Conv2d(1, 32, 3)
         self.conv2 = nn.Conv2d(32, 64, 3)
         self.dropout1 = nn.Dropout2d(after_convolutions)
-        # 2020 had Dropout2d here as well; on (n, 128) that is Dropout, and torch now warns about it
+        # the 2020 code had Dropout2d here too; on (n, 128) it equals Dropout, and torch now warns about it
         self.dropout2 = nn.Dropout(after_hidden)
         self.fc1 = nn.Linear(64 * pooled * pooled, 128)
         self.fc2 = nn.Linear(128, 10)
@@ -98,7 +98,7 @@ class MNISTNet(nn.Module):
 
 
 class DigitsNet(MNISTNet):
-    """The same net for images (n, 1, 8, 8): 53,002 parameters.
+    """The same network for images (n, 1, 8, 8): 53,002 parameters.
 
     Measured with plain SGD, rate 0.05, momentum 0.9, batches of 64: 98.1 to 98.9 % of the test digits after 12 epochs
     (five seeds), in 0.6 s on one thread.
@@ -110,8 +110,8 @@ class DigitsNet(MNISTNet):
 class ImageDataset(Dataset[tuple[Tensor, int]]):
     """Images in memory as bytes, normalised when they are fetched.
 
-    images: (n, h, w) uint8, from 0 to `peak`; labels: (n,) int64; `mean` and `std` are those of images scaled to 0..1;
-    `files`: where they were read from, for the nodes of a run to compare.
+    images: (n, h, w) uint8, from 0 to `peak`; labels: (n,) int64; `mean` and `std`: of images scaled to 0..1;
+    `files`: the files that were read, for the nodes of a run to compare.
     """
 
     def __init__(
@@ -128,19 +128,19 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
         return self._normalised(self.images[index]), int(self.labels[index])
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """Many at once, as the finished batch: 64 MNIST images take 31 us, one by one and collated 0.9 ms."""
+        """Several images as a finished batch: 31 us for 64 MNIST images, against 0.9 ms one by one and collated."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
         return self._normalised(self.images.index_select(0, rows)).unsqueeze(1), self.labels.index_select(0, rows)
 
     def collater(self, samples: Batch | list[tuple[Tensor, int]]) -> Batch:
-        """A batch from what either of the two above returns."""
+        """A batch from the results of `__getitem__`, or of `__getitems__` unchanged."""
         if isinstance(samples, tuple):
             return samples
         images, labels = default_collate(samples)
         return images, labels
 
     def _normalised(self, images: Tensor) -> Tensor:
-        # one image gets its channel here, a batch in __getitems__; scaled first, so that bits are those of 2020
+        # a single image gets its channel here, a batch in __getitems__; scaled first, for the same bits as in 2020
         scaled = images.float().div_(self.peak).sub_(self.mean).div_(self.std)
         return scaled.unsqueeze(0) if scaled.ndim == 2 else scaled
 
@@ -148,13 +148,13 @@ class ImageDataset(Dataset[tuple[Tensor, int]]):
 def load_digits(half: str) -> ImageDataset:
     """The 8x8 digits in scikit-learn's package: every fifth is "test" (360), the others "train" (1,437).
 
-    Reads the package's file without importing it. Raises DataError where it is missing or damaged.
+    Reads the file without importing the package. Raises DataError if it is missing or damaged.
     """
     spec = importlib.util.find_spec("sklearn")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     if not folders:
         raise DataError(
-            "without --data the task mnist takes the digits that scikit-learn bundles, and scikit-learn is not"
+            "without --data, the task mnist uses the digits that scikit-learn bundles, but scikit-learn is not"
             " installed: pip install scikit-learn, or give --data"
         )
     path = Path(folders[0], "datasets", "data", "digits.csv.gz")
@@ -177,7 +177,7 @@ def load_digits(half: str) -> ImageDataset:
 def load_mnist(path: Path, half: str) -> ImageDataset:
     """The "train" or "test" half of MNIST under `path`, a folder or one of the files in it.
 
-    Raises MissingSplitError where no file of that half is found, and DataError for anything that is found but wrong.
+    Raises MissingSplitError if no file of that half is found, and DataError for an invalid file.
     """
     files = find_files(path, half)
     images, labels = _read_pt(files[0]) if len(files) == 1 else _read_idx_pair(*files)
@@ -206,7 +206,7 @@ def _read_idx(path: Path) -> Tensor:
         if shape[1:] not in ((), (28, 28)):
             raise DataError(f"{path} holds images of {shape[1]}x{shape[2]} pixels: expected 28x28, as MNIST has")
         if shape[0] == 0:
-            raise DataError(f"{path} holds nothing, its header says 0 items: expected at least one; fetch it again")
+            raise DataError(f"{path} is empty: its header says 0 items, expected at least one; fetch it again")
         size = math.prod(shape)
         content = _read_at_most(file, size + 1)
     if len(content) != size:
@@ -219,7 +219,7 @@ def _read_idx(path: Path) -> Tensor:
 
 
 def _read_at_most(file: IO[bytes], size: int) -> bytearray:
-    # piece by piece: a damaged header may claim terabytes, and only what is there must be allocated
+    # piece by piece: a damaged header may claim terabytes, and only bytes in the file may be allocated
     content = bytearray()
     while len(content) < size:
         piece = file.read(min(1 << 20, size - len(content)))
@@ -230,7 +230,7 @@ def _read_at_most(file: IO[bytes], size: int) -> bytearray:
 
 
 def _read_pt(path: Path) -> Batch:
-    """The pair of tensors that torchvision wrote until 2021."""
+    """The pair of tensors in a file that torchvision wrote until 2021."""
     expected = "expected a pair of tensors, uint8 (n, 28, 28) and int64 (n,), as torchvision wrote until 2021"
     try:
         pair: Any = torch.load(path, map_location="cpu", weights_only=True)

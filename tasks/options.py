@@ -1,4 +1,4 @@
-"""The options that included tasks have besides those of every task. Imports no torch, so that `--help` is quick.
+"""Task-specific options of the included tasks. Does not import torch, so that `--help` is quick.
 
 Each class is a task's `Options`; a field is a flag, a key of the YAML file and an attribute of `self.options`.
 """
@@ -16,7 +16,7 @@ MASK_PROB = 0.15  # Devlin et al. 2018
 def _init_from(what: str) -> Any:
     return option(
         None,
-        f"begin with {what} of a directory of Hugging Face, as `hetseq checkpoints export --format hf` writes it",
+        f"load {what} from a Hugging Face directory, such as `hetseq checkpoints export --format hf` writes",
         metavar="DIR",
         per_node=True,
     )
@@ -25,8 +25,8 @@ def _init_from(what: str) -> Any:
 def _activation_checkpointing() -> Any:
     return option(
         False,
-        "keep only the inputs of layers for backward, which computes the layers again: less memory, more time, the same"
-        " numbers",
+        "keep only the inputs of layers for backward, which recomputes the layers: less memory, more time, identical"
+        " results",
         per_node=True,
     )
 
@@ -34,7 +34,7 @@ def _activation_checkpointing() -> Any:
 def _local_copy() -> Any:
     return option(
         None,
-        "records: copy the files of this run into a folder on a disk of this node, unless they are there, and read them"
+        "records: copy the files of this run to a folder on a disk of this node, unless already there, and read them"
         " there",
         metavar="DIR",
         per_node=True,
@@ -42,7 +42,7 @@ def _local_copy() -> Any:
 
 
 def _no_packing() -> Any:
-    return option(False, "compute the padding of batches too, as networks elsewhere do")
+    return option(False, "keep padded batches and compute their padding too, as other implementations do")
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class BertOptions:
     """Pre-training of BERT."""
 
     mask_prob: float = option(
-        MASK_PROB, "records: share of the words that are masked in training; validation always masks 0.15", metavar="X"
+        MASK_PROB, "records: fraction of words to mask in training; validation always masks 0.15", metavar="X"
     )
-    whole_words: bool = option(False, "records: mask all pieces of a word or none, not single pieces")
+    whole_words: bool = option(False, "records: mask either all pieces of a word or none, never single pieces")
     no_packing: bool = _no_packing()
     init_from: str | None = _init_from("the network")
     activation_checkpointing: bool = _activation_checkpointing()
@@ -65,7 +65,7 @@ class BertOptions:
 
 @dataclass(frozen=True)
 class BertNerOptions:
-    """Tags of words: columns of words and tags in `--data`, a BERT with a head for tags."""
+    """Token classification (NER): columns of words and tags in `--data`, a BERT with a tag head."""
 
     no_packing: bool = _no_packing()
     init_from: str | None = _init_from("the encoder and the vocabulary")
@@ -74,25 +74,24 @@ class BertNerOptions:
 
 @dataclass(frozen=True)
 class BertClassifyOptions:
-    """Labels of texts: CSV, TSV or JSONL in `--data`, a BERT with a head for labels."""
+    """Text classification: CSV, TSV or JSONL in `--data`, a BERT with a label head."""
 
     no_packing: bool = _no_packing()
     init_from: str | None = _init_from("the encoder and the vocabulary")
     activation_checkpointing: bool = _activation_checkpointing()
     text_column: str | None = option(
         None,
-        "column of the text, by its name, or by its number from 1 in a file without a line of names; default: text or"
-        " sentence",
+        "column of the text, by name, or by number from 1 in a file without a header line; default: text or sentence",
         metavar="NAME",
     )
     text_pair_column: str | None = option(
-        None, "column of a second text that belongs to the first; default: none", metavar="NAME"
+        None, "column of a second text, paired with the first; default: none", metavar="NAME"
     )
     label_column: str | None = option(
-        None, "column of the label; default: label or category, or the other one of two columns", metavar="NAME"
+        None, "column of the label; default: label or category, or the other of two columns", metavar="NAME"
     )
     fresh_pooler: bool = option(
-        False, "begin the pooler of --init-from anew: pre-training has made it for pairs of passages"
+        False, "initialise the pooler of --init-from anew: pre-training fitted it to pairs of passages"
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The task `bert`, and what other tasks of BERT share with it."""
+"""BERT: pre-training (task `bert`) and fine-tuning (`bert_ner`, `bert_classify`)."""
 
 from __future__ import annotations
 

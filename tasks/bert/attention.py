@@ -1,12 +1,12 @@
-"""Attention of BERT: every token to the real tokens of its own sequence, in a padded batch or a packed one.
+"""BERT's attention: every token attends to the real tokens of its own sequence, in a padded or a packed batch.
 
-Responsible for where the sequences are in the arithmetic of attention, which is that of `attention`. All of it is
-exact: what is masked has a weight of 0, not a small one.
+Responsible for the layout of sequences in attention; `tasks/nn/attention.py` does the arithmetic. It is exact: masked
+tokens have a weight of 0, not a small one.
 
-Two ideas. Attention alone needs rows, so the sequences of a packed batch are padded for it alone: where a kernel costs
-little to start, as on a CPU, those of about one length together, and elsewhere all, which at 128 tokens is a small part
-of the arithmetic. And few tokens of the last layer are wanted, though they look at all others: on a CPU only those have
-queries, each sequence as many as the one that has most.
+Two ideas. Only attention needs rows, so the sequences of a packed batch are padded for it alone: where kernel launches
+are cheap, as on a CPU, in groups of similar length, and elsewhere all together, which at 128 tokens is a small part of
+the arithmetic. And only a few tokens of the last layer are needed, although they attend to all others: on a CPU only
+those have queries, padded to the largest number per sequence.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from torch import Tensor
 from hetseq.tasks.bert.packing import Sequences
 from hetseq.tasks.nn.attention import attend
 
-#: queries (k, heads, size of a head), keys and values as `Attention` has them, the rate of dropout: to (k, heads, size)
+#: queries (k, heads, head size), keys and values as in `Attention`, dropout rate -> (k, heads, head size)
 AttendForSome = Callable[[Tensor, Tensor, float], Tensor]
 
-#: kinds of devices where unequal lengths are apart, and where numbers can be looked at without waiting
+#: device types on which unequal lengths are processed separately, and values can be read without a sync
 _LENGTHS_APART = frozenset({"cpu"})
 _MULTIPLE = 8  # of the length of rows, for the tensor cores of GPUs
-_MULTIPLE_APART = 32  # of those that are apart: with less there are more kernels, with more they do more for nothing
-_LARGEST_PART = 0.5  # of all queries: if there are more of them, it is not worth while to choose
+_MULTIPLE_APART = 32  # for separate lengths: less means more kernels, more means more wasted work
+_LARGEST_PART = 0.5  # of all queries: above this fraction, selecting some is not worthwhile
 
 
 class Attention(Protocol):
     """Attention among the tokens of one batch."""
 
     def __call__(self, parts: Tensor, rate: float) -> Tensor:
-        """Queries, keys and values to attended values, with the rate of dropout.
+        """Queries, keys and values to attended values; `rate`: dropout.
 
-        parts: (n, L, 3, heads, size of a head), or of a packed batch (T, 3, heads, size of a head); gives
-        (n, L, heads, size of a head) or (T, heads, size of a head).
+        parts: (n, L, 3, heads, head size), or (T, 3, heads, head size) for a packed batch. Returns
+        (n, L, heads, head size) or (T, heads, head size).
         """
         ...
 
     def for_some(self, wanted: Tensor) -> AttendForSome | None:
-        """The same for the queries of the tokens at `wanted` alone, (k,) int64: row * L + column or 0 to T - 1.
+        """The same for only the queries of the tokens at `wanted`, (k,) int64: row * L + column or 0 to T - 1.
 
-        Keys and values are in one tensor as above, 2 in place of 3. None: it would save nothing.
+        Keys and values are in one tensor as above, with 2 instead of 3. None: it would save nothing.
         """
         ...
 
 
 def among_rows(is_real: Tensor) -> Attention:
-    """Attention in a padded batch whose mask, (n, L) bool, is True where there is a token."""
+    """Attention in a padded batch whose mask, (n, L) bool, is True for a real token."""
     return _Masked(is_real[:, None, None, :])
 
 
@@ -63,9 +63,9 @@ def within(sequences: Sequences) -> Attention:
     return _Packed(sequences, _blocks_of(sequences, are_apart=are_apart))
 
 
-@dataclass(frozen=True, eq=False)  # TorchDynamo of torch 2.11 hashes what forward makes before it has its fields
+@dataclass(frozen=True, eq=False)  # torch 2.11's TorchDynamo hashes objects made in forward before their fields are set
 class _Masked:
-    """Rows of one length, some of whose tokens are not real."""
+    """Rows of equal length with padding."""
 
     mask: Tensor  # (n, 1, 1, L) bool: the same for all heads and all queries
 
@@ -92,7 +92,7 @@ class _Masked:
 
 
 def _columns_of(rows: np.ndarray, count: int) -> tuple[np.ndarray, int]:
-    """Of items in given ones of `count` rows: which one of its row each is, (k,), and how many the fullest row has."""
+    """For items in `rows` (k,) of `count` rows: the index of each within its row, (k,), and the largest row's size."""
     taken = np.bincount(rows, minlength=count)
     order = rows.argsort(kind="stable")
     columns = np.empty_like(order)
@@ -102,11 +102,11 @@ def _columns_of(rows: np.ndarray, count: int) -> tuple[np.ndarray, int]:
 
 @dataclass(frozen=True, eq=False)
 class _Blocks:
-    """Where the T tokens of a packed batch are in blocks of padded rows, and how they get there."""
+    """The places of the T tokens of a packed batch in blocks of padded rows."""
 
     shapes: list[tuple[int, int]]  # (n, L) of each
     masks: list[Tensor]  # (n, 1, 1, L) bool of each, as in `_Masked`
-    rest: int  # tokens that are of no sequence, behind all blocks
+    rest: int  # padding tokens, after all blocks
     places: Tensor  # (T,) int64
 
     @property
@@ -119,7 +119,7 @@ class _Blocks:
         return [piece.unflatten(0, shape) for piece, shape in zip(places.split(self.sizes), self.shapes)]
 
     def leave(self, blocks: Sequence[Tensor]) -> Tensor:
-        """(n, L, ...) of each block to (T, ...), zeros for what is of no sequence."""
+        """(n, L, ...) of each block to (T, ...), with zeros for padding tokens."""
         rest = blocks[0].new_zeros(self.rest, *blocks[0].shape[2:])
         return torch.cat([*(block.flatten(0, 1) for block in blocks), rest]).index_select(0, self.places)
 
@@ -133,7 +133,7 @@ def _blocks_of(sequences: Sequences, *, are_apart: bool) -> _Blocks:
     rest, size = sequences.padding, sum(widths)
     positions = sequences.positions[: sum(sequences.lengths)]
     rows = (positions == 0).cumsum(0) - 1  # every sequence begins with its position 0
-    # what is computed of `rows` needs nothing of the host, from where a device would have to be sent it
+    # without lengths apart, `begins` follows from `rows` and needs no transfer from host to device
     begins = torch.tensor([0, *itertools.accumulate(widths)])[rows] if are_apart else rows * widths[0]
     places = begins + positions
     is_real = positions.new_zeros(size, dtype=torch.bool).index_fill(0, places, True)
@@ -148,7 +148,7 @@ def _blocks_of(sequences: Sequences, *, are_apart: bool) -> _Blocks:
 
 @dataclass(frozen=True, eq=False)
 class _Packed:
-    """Sequences that are padded for attention alone."""
+    """Sequences that are padded only for attention."""
 
     sequences: Sequences
     blocks: _Blocks
@@ -158,7 +158,7 @@ class _Packed:
         return self.blocks.leave([_Masked(mask)(block, rate) for mask, block in taken])
 
     def for_some(self, wanted: Tensor) -> AttendForSome | None:
-        # of few queries the arithmetic is little, and so all rows are together
+        # few queries need little arithmetic, so all rows are processed together
         blocks = self.blocks if len(self.blocks.shapes) == 1 else _blocks_of(self.sequences, are_apart=False)
         attend_among_rows = _Masked(blocks.masks[0]).for_some(blocks.places[wanted])
         if attend_among_rows is None:
@@ -170,5 +170,5 @@ def _heads_first(parts: Tensor) -> Sequence[Tensor]:
     """(n, L, k, heads, size) to k times (n, heads, L, size)."""
     if parts.device.type == "cpu":
         return parts.permute(2, 0, 3, 1, 4).contiguous().unbind()
-    # the gradient of an unbind is put together in its order: apart before they are turned, it lies as `parts` does
+    # unbind before the transpose: its gradient is stacked in its own order and so has the layout of `parts`
     return [part.transpose(1, 2) for part in parts.unbind(2)]

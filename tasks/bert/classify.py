@@ -1,10 +1,10 @@
-"""Labels of texts with BERT: one loss over texts, accuracy, and the mean of the labels' F1.
+"""Text classification with BERT: one loss over texts, accuracy, and the macro F1 of the labels.
 
-Responsible for texts to rows of pieces and for what is measured; files of texts are the affair of
-`tasks/rows/labelled_texts.py`, the network that of `tasks/bert/heads.py`.
+Responsible for converting texts to rows of word pieces, and for the metrics; `tasks/rows/labelled_texts.py` reads the
+files, and `tasks/bert/heads.py` is the network.
 
-The one idea: the F1 of a label is a quotient of sums, the mean of many F1 is not. So the sums of each label travel, and
-`summarise` makes one figure of them when those of all samples are known.
+The one idea: the F1 of a label is a quotient of sums, but the mean of several F1 is not. So ranks exchange the sums of
+each label, and `summarise` computes the mean once those of all samples are known.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _ACCURACY = "accuracy"
 
 @register_task("bert_classify")
 class BertClassifyTask(Task):
-    """`--task bert_classify`: texts with a label in `--data`, a BERT with a head for labels.
+    """`--task bert_classify`: texts with a label in `--data`, a BERT with a label head.
 
-    The labels are those of the training split, sorted, by number if all are whole numbers. `--init-from DIR` begins
-    with the encoder of a directory of Hugging Face, otherwise the weights are random and `--config-file` and `--dict`
-    say of what.
+    The labels come from the training split, sorted, numerically if all are whole numbers. `--init-from DIR` loads the
+    encoder of a Hugging Face directory; otherwise the weights are random, and `--config-file` and `--dict` define the
+    network.
     """
 
     Options = BertClassifyOptions
@@ -56,7 +56,7 @@ class BertClassifyTask(Task):
         texts = self._training if split == self.config.data.train_subset else read_labelled(path, self._columns)
         if self._columns.pair is not None and begin.config.type_vocab_size < 2:
             raise ConfigError(
-                f"--text-pair-column {self._columns.pair} makes rows of two segments, and type_vocab_size in"
+                f"--text-pair-column {self._columns.pair} makes rows of two segments, but type_vocab_size in"
                 f" {begin.files[0]} is {begin.config.type_vocab_size}: expected a network with 2 or more"
             )
         files = dict.fromkeys([path, *begin.files])
@@ -93,9 +93,9 @@ class BertClassifyTask(Task):
         return {"loss": len(sample["labels"])}
 
     def metrics(self, model: nn.Module, sample: Batch) -> dict[str, tuple[float, float]]:
-        """`accuracy`, and for each label what its F1 is made of, for `summarise`.
+        """`accuracy`, and for each label the two sums of its F1, for `summarise`.
 
-        That is twice the texts rightly said to have it, and those said to have it plus those that have it.
+        These are twice the number of correct predictions of the label, and its predictions plus its occurrences.
         """
         found, labels = _logits(model, sample).argmax(dim=1), sample["labels"]
         right = labels[found == labels]
@@ -105,7 +105,7 @@ class BertClassifyTask(Task):
         return {_ACCURACY: (float(len(right)), float(len(labels))), **of_labels}
 
     def summarise(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        """`accuracy`, and `macro_f1`, the mean of the F1 of all labels that occur or have been found (scikit-learn)."""
+        """`accuracy`, and `macro_f1`: the mean F1 of all labels that occur or are predicted, as in scikit-learn."""
         counted = [total / count for name, (total, count) in sums.items() if name != _ACCURACY and count]
         right, texts = sums[_ACCURACY]
         return {_ACCURACY: right / texts, "macro_f1": sum(counted) / len(counted)}
@@ -116,7 +116,7 @@ class BertClassifyTask(Task):
 
     @functools.cached_property
     def labels(self) -> tuple[str, ...]:
-        """The labels of the training split, in order. Raises DataError where there is but one."""
+        """The labels of the training split, in order. Raises DataError if there is only one."""
         found = {text.label for text in self._training}
         if len(found) < 2:
             raise DataError(
@@ -149,23 +149,23 @@ class BertClassifyTask(Task):
         return find_split(Path(data.data).expanduser(), split, suffixes=SUFFIXES, other_splits=splits)
 
     def _numbers(self, texts: Sequence[Labelled], path: Path) -> Tensor:
-        """The number of each label, (n,). Raises DataError for a label that training does not know."""
+        """The number of each label, (n,). Raises DataError for a label that is not in the training split."""
         numbers = {label: number for number, label in enumerate(self.labels)}
         for text in texts:
             if text.label not in numbers:
                 raise DataError(
                     f"{path}, line {text.line}: the label {text.label!r} does not occur in"
                     f" {self._file(self.config.data.train_subset)}, which has {', '.join(self.labels)[:200]}: a label"
-                    " that is not trained is never found; correct it, or train with a text that has it"
+                    " that is not trained is never predicted; correct it, or train with a text that has it"
                 )
         return torch.tensor([numbers[text.label] for text in texts])
 
 
 class LabelledRows(Dataset[Sample]):
-    """Texts as rows of pieces; `files` are the paths that were read, `lengths` the pieces with [CLS] and [SEP].
+    """Texts as rows of word pieces; `files`: the paths that were read; `lengths`: pieces including [CLS] and [SEP].
 
-    A batch is padded to its longest row, or with `is_packed` has no padding, as `packing` makes it.
-    `second`: where the second text of each row begins. `vocabulary_digest` says which label is which number.
+    A batch is padded to its longest row, or without padding if `is_packed` (see `packing`). `second`: the beginning of
+    the second text of each row. `vocabulary_digest` identifies the numbering of the labels.
     """
 
     vocabulary_digest: str | None = None
@@ -185,7 +185,7 @@ class LabelledRows(Dataset[Sample]):
         return {"pieces": self._pieces[index], "second": self._second[index], "label": self._labels[index]}
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Many at once, in the order of `indices`."""
+        """Several samples, in the order of `indices`."""
         return [self[index] for index in indices]
 
     def collater(self, samples: Sequence[Sample]) -> Batch:
@@ -203,7 +203,7 @@ class LabelledRows(Dataset[Sample]):
 
 
 def _encoded(texts: Sequence[Labelled], begin: Beginning, path: Path) -> tuple[Ragged, Tensor]:
-    """Pieces of each row with [CLS] and [SEP], and where its second text begins, (n,)."""
+    """The pieces of each row with [CLS] and [SEP], and the beginning of its second text, (n,)."""
     first, last = begin.id_of("[CLS]"), begin.id_of("[SEP]")
     columns = [[ids.tolist() for ids in begin.encode(column)] for column in zip(*(text.texts for text in texts))]
     room, rows, second, cut = begin.most_pieces - 1 - len(columns), [], [], 0
@@ -214,7 +214,7 @@ def _encoded(texts: Sequence[Labelled], begin: Beginning, path: Path) -> tuple[R
         second.append(len(kept[0]) + 2)
     if cut:
         logger.warning(
-            "%s: %d of %d texts are longer than %d pieces and have been cut at their ends (the limits are"
+            "%s: %d of %d texts are longer than %d pieces and are truncated at the end (the limits are"
             " max_position_embeddings and --max-pred-length)",
             path, cut, len(texts), begin.most_pieces,
         )  # fmt: skip
@@ -222,11 +222,11 @@ def _encoded(texts: Sequence[Labelled], begin: Beginning, path: Path) -> tuple[R
 
 
 def _fitting(parts: Sequence[list[int]], room: int) -> list[list[int]]:
-    """The texts of a row cut to `room` pieces, the longer of two first, as transformers does it."""
+    """The texts of a row truncated to `room` pieces, the longer of two first, as in transformers."""
     if len(parts) == 1:
         return [parts[0][:room]]
     one, two = parts
-    # an odd piece goes to the longer text, and so does what the shorter one leaves free
+    # an odd piece goes to the longer text, as does any room that the shorter one leaves
     half = room // 2 + (room % 2 if len(one) > len(two) else 0)
     return [one[: max(half, room - len(two))], two[: max(room - half, room - len(one))]]
 

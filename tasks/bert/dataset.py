@@ -1,10 +1,10 @@
-"""BERT pre-training data from records: rows that hold their words as they stand in the text, masked when they are read.
+"""BERT pre-training data from records: rows hold the original words, which are masked when they are read.
 
-Responsible for the columns of BERT's rows, for refusing numbers that cannot be meant, and for batches; how rows are
-found is the affair of `records`, which words are masked that of `masking`.
+Responsible for the columns of BERT's rows, for refusing invalid numbers, and for batches; `records` reads rows, and
+`masking` chooses the words to mask.
 
 The one idea: a sample is a pure function of (seed, epoch, number). So the masks change from epoch to epoch and are the
-same on any cluster; whoever never calls `set_epoch`, as validation does, sees the same masks each time.
+same on any cluster; without calls of `set_epoch`, as in validation, the masks are the same each time.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ IDS, FIRST_LENGTHS, LABEL = "ids", "first_lengths", "next_sentence_labels"
 
 _CHECKED_ROWS = 1024  # at both ends of each file, before the first step
 _MULTIPLE = 8  # of the length of a batch, for the tensor cores of GPUs
-_WIDE = 65_536  # the first number of tokens that need four bytes a token
+_WIDE = 65_536  # vocabularies of this size or more need four bytes per token
 _OTHER_VOCABULARY = "give the --dict that the records were made with, or make them again with this one"
 
 
 def columns_of(vocab_tokens: int) -> dict[str, Column]:
-    """The columns of BERT's rows: the words of both segments with [CLS] and [SEP], and what is not seen in them."""
+    """The columns of BERT's rows: words of both segments with [CLS] and [SEP], first segment lengths, and labels."""
     return {
         IDS: Column("U16" if vocab_tokens < _WIDE else "U32", is_ragged=True),
         FIRST_LENGTHS: Column("U16"),  # tokens of the first segment, with [CLS] and its [SEP]
@@ -54,13 +54,13 @@ def columns_of(vocab_tokens: int) -> dict[str, Column]:
 
 
 class BertRecords(Dataset[Batch]):
-    """The samples of a split; `load_records` makes it.
+    """The samples of a split; made by `load_records`.
 
-    `files` are the paths, for the nodes of a run to compare; `length` is L: that of the longest row of the split,
-    rounded up to a multiple of 8 if the model has so many positions. A padded batch is padded to it, although most rows
-    are shorter: the memory of a micro-batch of n samples is then known after the first one, and no later batch with a
-    longer row runs out of it. With `is_packed` batches are those of `packing`, which take less. Rows are checked
-    as they are read, and DataError names file and row of what is wrong.
+    `files`: paths, for the nodes of a run to compare. `length` is L: the length of the longest row of the split,
+    rounded up to a multiple of 8 if the model has that many positions. Batches are padded to it, although most rows are
+    shorter: the memory of a micro-batch of n samples is then known after the first one, and no later batch with a
+    longer row exceeds it. With `is_packed`, batches are packed by `packing` and take less. Rows are checked when read;
+    DataError names the file and row.
     """
 
     vocabulary_digest: str | None = None  # of `vocab_digest`
@@ -76,7 +76,7 @@ class BertRecords(Dataset[Batch]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """From now on the masks are those of this epoch, 0 or more."""
+        """Use the masks of this epoch, 0 or more, from now on."""
         self._epoch = epoch
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class BertRecords(Dataset[Batch]):
         return {name: numbers if name.startswith("masked") else numbers[0] for name, numbers in batch.items()}
 
     def __getitems__(self, indices: Sequence[int] | Indices) -> Batch:
-        """Many at once, as the finished batch, in the order of `indices`; an index may come twice."""
+        """Several samples as a finished batch, in the order of `indices`; an index may occur twice."""
         return self._finished(self._padded(indices))
 
     def _finished(self, batch: Batch) -> Batch:
@@ -114,7 +114,7 @@ class BertRecords(Dataset[Batch]):
         }
 
     def collater(self, samples: Batch | list[Batch]) -> Batch:
-        """A batch from what either of the two above returns; names, shapes and types are `BertDataset.collater`'s."""
+        """A batch from the results of `__getitem__` or `__getitems__`; same layout as `BertDataset.collater`."""
         if isinstance(samples, dict):
             return samples
         if not samples:
@@ -128,21 +128,21 @@ class BertRecords(Dataset[Batch]):
         return self._finished(batch)
 
     def num_tokens(self, index: int) -> int:
-        """What a sample costs in tokens: its real ones in packed batches, L for every one in padded ones.
+        """The cost of a sample in tokens: its real tokens in packed batches, always L in padded ones.
 
-        The network computes the padding of a batch (n, L) too, so only this caps memory and time; as with HDF5.
+        The network computes the padding of a batch (n, L) too, so only this limits memory and time, as with HDF5.
         """
         if not self._is_packed:
             return self.length
         return int(self._records.lengths(IDS, self._records.find(positive([index], len(self))))[0])
 
     def rows(self, indices: Sequence[int] | Indices) -> tuple[npt.NDArray[np.int64], ...]:
-        """What is stored: words (n, L) without masks, lengths, tokens of the first segments, and labels, (n,) each."""
+        """The stored rows: words (n, L) without masks; lengths, lengths of first segments, and labels, (n,) each."""
         ids, lengths, first, labels = self._read(positive(indices, len(self)))
         return ids.astype(np.int64), lengths, first, labels.astype(np.int64)
 
     def check_ends(self, ends: Sequence[int]) -> None:
-        """Read and check the first and the last rows of every file, which are up to `ends`. Raises DataError."""
+        """Read and check the first and last rows of every file; files end at rows `ends`. Raises DataError."""
         for start, stop in zip([0, *ends], ends):
             first = np.arange(start, min(start + _CHECKED_ROWS, stop))
             last = np.arange(max(start + len(first), stop - _CHECKED_ROWS), stop)
@@ -183,10 +183,10 @@ def load_records(
     is_packed: bool = False,
     local_copy: LocalCopy | None = None,
 ) -> BertRecords:
-    """The samples of a split; `vocab` are the tokens of the vocabulary file, `num_file` takes the first files only.
+    """The samples of a split; `vocab`: tokens of the vocabulary file; `num_file` limits the number of files.
 
-    With `local_copy` the rows are read from the copies there, which are made first.
-    Raises MissingSplitError where the index has no such split, DataError for what is wrong with it or with its files.
+    With `local_copy`, files are copied there first and read from the copies. Raises MissingSplitError if the index has
+    no such split, DataError for an invalid index or file.
     """
     chosen = index.split(split)
     _check_vocab(index, vocab)
@@ -222,7 +222,7 @@ def load_records(
 def _check_vocab(index: Index, vocab: Sequence[str]) -> None:
     if len(vocab) != index.vocab_tokens:
         raise DataError(
-            f"{index.path} was made with a vocabulary of {index.vocab_tokens:,} tokens, and the one given has"
+            f"{index.path} was made with a vocabulary of {index.vocab_tokens:,} tokens, but the one given has"
             f" {len(vocab):,}: expected the same; {_OTHER_VOCABULARY}"
         )
     if (found := vocab_digest(vocab)) != index.vocab_sha256:

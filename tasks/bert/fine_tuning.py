@@ -1,9 +1,9 @@
-"""What fine-tuning of BERT begins with and ends with: network, vocabulary and rows of word pieces.
+"""Shared parts of BERT fine-tuning: loading the network and vocabulary, word pieces, and export.
 
-Responsible for where configuration, weights and vocabulary come from (`--init-from`, else `--config-file` and
-`--dict`), for words to pieces, and for the directory that is written in the end; what is labelled, and by which
-network, is the affair of `ner` and `classify`. The one idea: whoever takes the weights of a directory takes
-its vocabulary and its way of splitting words too, since to other pieces the weights mean nothing.
+Responsible for the source of configuration, weights and vocabulary (`--init-from`, else `--config-file` and `--dict`),
+for splitting words into pieces, and for the exported directory; `ner` and `classify` define labels and networks. The
+one idea: the weights of a directory always come with its vocabulary and its way of splitting words, since they are
+meaningless for other pieces.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from hetseq.tasks.nn.model_config import check_fraction, read_object, wrong
 logger = logging.getLogger(__name__)
 
 _TOKENIZER = "tokenizer_config.json"
-#: what a tokenizer_config.json may say -> the values with which its word pieces are ours
+#: keys of a tokenizer_config.json -> the values for which its word pieces equal ours
 _PLAIN_PIECES = {"tokenize_chinese_chars": (True, None), "do_basic_tokenize": (True, None)}
 _LEAST_POSITIONS = 5  # [CLS], [SEP], and for two texts another [SEP] and a piece of each
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """The network and the vocabulary that fine-tuning begins with.
+    """The network and the vocabulary that fine-tuning starts from.
 
-    `folder` holds the weights; None: they are random. `files` are those that were read, for nodes to compare;
-    `head_dropout` is the rate before the head of labels, `most_pieces` the longest row, with [CLS] and [SEP].
+    `folder` holds the weights; None: they are random. `files`: the files that were read, for nodes to compare;
+    `head_dropout`: rate before the label head; `most_pieces`: longest row, including [CLS] and [SEP].
     """
 
     config: BertConfig
@@ -52,17 +52,17 @@ class Beginning:
     most_pieces: int
 
     def fill_(self, model: Labelling) -> None:
-        """Give a network with a head the weights of the directory, if there is one. Raises DataError."""
+        """Load the weights of the directory, if there is one, into a network with a head. Raises DataError."""
         if self.folder is not None:
             read_encoder_(model, self.folder)
 
     def write(self, model: nn.Module, folder: Path) -> None:
-        """A directory for transformers, with the vocabulary as it was used. Raises DataError."""
+        """Write a directory for transformers, with the vocabulary that was used. Raises DataError."""
         is_lower_case = self.vocabulary.is_lower_case
         write_pretrained(model, folder, vocab_file=self.vocab_file, is_lower_case=is_lower_case)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray[tuple[int], np.dtype[np.int64]]]:
-        """The ids of each text's pieces, without [CLS] and [SEP]; a text may have none."""
+        """The ids of each text's pieces, without [CLS] and [SEP]; may be empty."""
         return Encoder(self.vocabulary).encode(texts)
 
     def id_of(self, token: str) -> int:
@@ -71,9 +71,9 @@ class Beginning:
 
 
 def find_beginning(config: Config, init_from: str | None) -> Beginning:
-    """What the options of a run say. Raises ConfigError where they contradict each other or leave something out.
+    """The starting point that the options of a run define.
 
-    Raises DataError for files that are wrong.
+    Raises ConfigError if options contradict each other or are missing, DataError for invalid files.
     """
     task = config.task
     folder, config_file, vocab_file = find_files(config, init_from)
@@ -110,7 +110,7 @@ def _head_dropout(path: Path, config: BertConfig) -> float:
 
 
 def _is_lower_case(folder: Path | None, tokens: Sequence[str]) -> bool:
-    """Whether words are made lower case, by tokenizer_config.json, or by what the vocabulary looks like."""
+    """Whether words are lower-cased, according to tokenizer_config.json, or else to the vocabulary."""
     path = None if folder is None else folder / _TOKENIZER
     if path is None or not path.is_file():
         return looks_lower_case(tokens)
@@ -122,7 +122,7 @@ def _is_lower_case(folder: Path | None, tokens: Sequence[str]) -> bool:
         for key, plain in {**_PLAIN_PIECES, "strip_accents": (None, is_lower_case)}.items():
             if says.get(key) not in plain:
                 raise DataError(
-                    wrong(key, says[key], "no such key, because with it words are split in another way than here")
+                    wrong(key, says[key], "no such key, because it makes the tokenizer split words differently")
                 )
     except DataError as error:
         raise DataError(f"{path}: {error}") from error
@@ -130,7 +130,7 @@ def _is_lower_case(folder: Path | None, tokens: Sequence[str]) -> bool:
 
 
 class Ragged:
-    """Rows of whole numbers of any lengths, one after the other in one array."""
+    """Integer rows of any length, stored one after another in one array."""
 
     def __init__(self, rows: Sequence[Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]]) -> None:
         self.lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
@@ -144,7 +144,7 @@ class Ragged:
 
 
 def pad(rows: Sequence[Tensor], padding: int) -> tuple[Tensor, Tensor]:
-    """Rows below each other as (n, L) int64, L being the longest, and the mask of what is no padding, (n, L) bool."""
+    """Rows padded to (n, L) int64, where L is the longest, and the mask of real entries, (n, L) bool."""
     length = max(len(row) for row in rows)
     padded = torch.full((len(rows), length), padding, dtype=torch.int64)
     for at, row in enumerate(rows):

@@ -1,11 +1,11 @@
-"""BERT pre-training data: folders of HDF5 files, as NVIDIA's scripts and the 2020 HetSeq wrote them, to batches.
+"""BERT pre-training data from folders of HDF5 files, in the format of NVIDIA's scripts and the 2020 HetSeq.
 
-Responsible for finding the files of a split, for refusing numbers that cannot be meant, and for batches; knows no
-model, loss or ranks, and never writes into `--data`. How rows are read is the affair of `hdf5_reader`. In a row the
-first masked position 0 ends the list of masked tokens.
+Responsible for finding the files of a split, for refusing invalid numbers, and for batches; knows no model, loss or
+ranks, and never writes into `--data`. `hdf5_reader` reads the rows. In a row, the first masked position 0 ends the list
+of masked tokens.
 
-The one idea: rows stay in their small stored types until a batch is made of them, and both checking and batching are a
-few operations on whole arrays.
+The one idea: rows keep their small stored types until they become a batch, and both checking and batching are a few
+operations on whole arrays.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ _DAMAGED = "the file is damaged or of another layout: make it again"
 
 @dataclass(frozen=True)
 class Limits:
-    """What the numbers of a row must stay below; None: whatever they are."""
+    """Upper limits (exclusive) of the numbers in a row; None: no limit."""
 
     vocab_size: int | None
     type_vocab_size: int | None
 
 
 class BertDataset(Dataset[Row]):
-    """Samples of all files one after another, read when they are asked for; `load_bert` makes it.
+    """The samples of all files one after another, read on request; made by `load_bert`.
 
-    `files` are the paths, also of files without rows, for the nodes of a run to compare; `length` is L. Rows are
-    checked as they are read, and DataError names the file and the row of what is wrong. It can be pickled and forked:
-    each process opens the files for itself. With `is_packed` batches are those of `packing`.
+    `files`: paths, including files without rows, for the nodes of a run to compare; `length` is L. Rows are checked
+    when read; DataError names the file and row. Can be pickled and forked: each process opens the files itself. With
+    `is_packed`, batches are packed by `packing`.
     """
 
     vocabulary_digest: str | None = None  # of `vocab_digest`
@@ -96,15 +96,15 @@ class BertDataset(Dataset[Row]):
         return {name: numbers[0] for name, numbers in rows.items()}
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """Many at once, as the finished batch, in the order of `indices`; an index may come twice."""
+        """Several samples as a finished batch, in the order of `indices`; an index may occur twice."""
         return self._finished(self._rows(indices))
 
     def collater(self, samples: Batch | list[Row]) -> Batch:
-        """A batch from what either of the two above returns.
+        """A batch from the results of `__getitem__`, or of `__getitems__` unchanged.
 
         "input_ids", "token_type_ids" (n, L) int64; "attention_mask" (n, L) bool, True for a real token;
-        "masked_positions" (m,) int64, row * L + column, ascending; "masked_ids" (m,) int64, the words that stood there;
-        "next_sentence_labels" (n,) int64, 0 for a true continuation. `bert_packing.pack` says what a packed one has.
+        "masked_positions" (m,) int64, row * L + column, ascending; "masked_ids" (m,) int64, the original words;
+        "next_sentence_labels" (n,) int64, 0 for a true continuation. `packing.pack` describes packed batches.
         """
         if isinstance(samples, dict):
             return samples
@@ -118,10 +118,10 @@ class BertDataset(Dataset[Row]):
         return self._finished(rows)
 
     def num_tokens(self, index: int) -> int:
-        """What a sample costs in tokens: its real ones in packed batches, L for every one in padded ones.
+        """The cost of a sample in tokens: its real tokens in packed batches, always L in padded ones.
 
-        The network computes the padding of a batch (n, L) too, so only this caps memory and time; 2020 counted 512 a
-        sample for the same reason. The real ones are counted in the file.
+        The network computes the padding of a batch (n, L) too, so only this limits memory and time; the 2020 code
+        counted 512 per sample for the same reason. Real tokens are counted in the file.
         """
         if not self._is_packed:
             return self.length
@@ -134,14 +134,14 @@ class BertDataset(Dataset[Row]):
         return pack(_batch(rows)) if self._is_packed else _batch(rows)
 
     def check_ends(self) -> None:
-        """Read and check the first and the last rows of every file. Raises DataError."""
+        """Read and check the first and last rows of every file. Raises DataError."""
         for at, table in enumerate(self._tables):
             first = np.arange(min(_CHECKED_ROWS, table.rows))
             last = np.arange(max(len(first), table.rows - _CHECKED_ROWS), table.rows)
             self._rows(np.concatenate([first, last]) + self._start(at))
 
     def place_of(self, index: int) -> str:
-        """Where a sample comes from, for messages: its file and its row there."""
+        """The origin of a sample, for messages: its file and its row there."""
         at = bisect.bisect_right(self._ends, index)
         return f"{self._tables[at].path}, row {index - self._start(at)}"
 
@@ -161,7 +161,7 @@ class BertDataset(Dataset[Row]):
 
     def _gather(self, wanted: Indices) -> Row:
         reader = self._reader
-        # a shorter list of masked tokens than in other files ends with a 0
+        # lists of masked tokens that are shorter than in other files are padded with 0
         found = {name: np.zeros((len(wanted), width), dtype) for name, (width, dtype) in self._shapes.items()}
         for at, places, rows in by_file(self._ends, wanted):
             for name, numbers in found.items():
@@ -171,7 +171,7 @@ class BertDataset(Dataset[Row]):
         return found
 
     def _check(self, rows: Row, indices: Indices) -> None:
-        """Raise DataError for the first number that cannot be meant; `indices` say where the rows came from."""
+        """Raise DataError for the first invalid number; `indices`: the samples of the rows."""
         self._check_mask(rows["input_mask"], indices)
         words, types, length = self._limits.vocab_size, self._limits.type_vocab_size, self.length
         is_listed = _is_listed(rows["masked_lm_positions"])  # (n, P)
@@ -192,7 +192,7 @@ class BertDataset(Dataset[Row]):
         is_real = rows["input_mask"][at, positions[is_listed]] != 0  # (m,)
         if not is_real.all():
             row, position = at[~is_real][0], positions[is_listed][~is_real][0]
-            found = f"masked_lm_positions names position {position}, which input_mask says is padding"
+            found = f"masked_lm_positions has position {position}, which is padding by input_mask"
             self._refuse(indices, row, found, f"positions of real tokens; {_DAMAGED}")
 
     def _check_mask(self, mask: Numbers, indices: Indices) -> None:
@@ -218,11 +218,11 @@ def load_bert(
     num_file: int = 0,
     is_packed: bool = False,
 ) -> BertDataset:
-    """The samples of a split: of the files *.hdf5 and *.h5 in the folder `data` whose names contain `split`.
+    """The samples of a split: the files *.hdf5 and *.h5 in the folder `data` whose names contain `split`.
 
-    `data` may be one such file; `num_file` takes the first files only, 0 all. The numbers of the model, where given,
-    are limits of what the files may hold; both ends of every file are checked here. Raises MissingSplitError where no
-    file is found, DataError for what is wrong with those that are.
+    `data` may be one such file; `num_file` limits the number of files, 0: all. The sizes of the model, if given, limit
+    the numbers in the files; both ends of every file are checked here. Raises MissingSplitError if no file is found,
+    DataError for an invalid file.
     """
     files = find_hdf5(data, split)
     files = files[:num_file] if num_file > 0 else files
@@ -249,7 +249,7 @@ def load_bert(
 
 
 def _say_what_is_packed(tables: Sequence[Table]) -> None:
-    """Tell of files that are packed and larger than the cache, because reading them takes a thousand times longer."""
+    """Log if compressed files exceed the cache, because reading them takes a thousand times longer."""
     packed = [[column for column in table.columns.values() if column.offset is None] for table in tables]
     bytes_in_all = sum(table.rows * column.row_bytes for table, columns in zip(tables, packed) for column in columns)
     if bytes_in_all > CACHE_BYTES:
@@ -258,8 +258,8 @@ def _say_what_is_packed(tables: Sequence[Table]) -> None:
             for table, columns in zip(tables, packed)
         )
         logger.info(
-            "%s: to read one sample may take the unpacking of %.1f MB, because the file is packed in chunks and only %d"
-            " of %d MB are kept. Unpacked once, it is read about a thousand times faster:"
+            "%s: reading one sample may unpack %.1f MB, because the file is stored in chunks and only %d of %d MB are"
+            " cached. Unpack it once to read it about a thousand times faster:"
             " h5repack -f NONE -l CONTI FILE NEW_FILE",
             path, at_once / 1e6, CACHE_BYTES // 10**6, bytes_in_all // 10**6,
         )  # fmt: skip
@@ -269,7 +269,7 @@ def _say_what_is_packed(tables: Sequence[Table]) -> None:
 
 
 def _common(columns: Sequence[Column]) -> tuple[int, np.dtype[Any]]:
-    """Width and type of an array that takes the rows of all these."""
+    """Width and dtype of an array that can hold the rows of all columns."""
     return max(column.width for column in columns), np.result_type(*{column.dtype for column in columns})
 
 
@@ -280,7 +280,7 @@ def _is_listed(positions: Numbers) -> npt.NDArray[np.bool_]:
 
 
 def _outside(numbers: Numbers, limit: int | None, where: npt.NDArray[np.bool_] | None = None) -> tuple[int, ...] | None:
-    """The place of the first number that is not 0 to limit - 1; None if all are, or those where `where` holds."""
+    """The index of the first number outside 0 to limit - 1, or None; `where`, if given, selects numbers to check."""
     if not numbers.size or (numbers.min() >= 0 and (limit is None or int(numbers.max()) < limit)):
         return None
     wide = numbers.astype(np.int64)
@@ -290,11 +290,11 @@ def _outside(numbers: Numbers, limit: int | None, where: npt.NDArray[np.bool_] |
 
 
 def _batch(rows: Row) -> Batch:
-    """The tensors of a padded batch, as `BertDataset.collater` says, from rows (n, ...) that nobody else uses."""
+    """The tensors of a padded batch, as in `BertDataset.collater`; they may share the memory of the rows (n, ...)."""
     count, length = rows["input_ids"].shape
     is_listed = _is_listed(rows["masked_lm_positions"])
     flat = rows["masked_lm_positions"].astype(np.int64) + np.arange(0, count * length, length)[:, None]  # (n, P)
-    # a position that is listed twice is one masked token, and its last word counts: as in 2020
+    # a position that is listed twice is one masked token, and its last word counts, as in 2020
     words = np.full(count * length, -1, np.int64)
     words[flat[is_listed]] = rows["masked_lm_ids"][is_listed]
     masked = np.flatnonzero(words >= 0)

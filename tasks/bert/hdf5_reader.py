@@ -1,15 +1,15 @@
-"""Files of BERT pre-training rows in HDF5: where the rows lie in a file, and how they are read fastest.
+"""Fast reader for HDF5 files of BERT pre-training rows.
 
 Responsible for the layout: a file holds six data sets, `input_ids`, `input_mask`, `segment_ids` [N, L],
-`masked_lm_positions`, `masked_lm_ids` [N, P] and `next_sentence_labels` [N], of any integer types. It looks at no
-number; whether they can be meant is the affair of `hdf5_dataset`.
+`masked_lm_positions`, `masked_lm_ids` [N, P] and `next_sentence_labels` [N], of any integer types. It does not check
+the numbers; `hdf5_dataset` does.
 
-The one idea: where a data set lies in its file as one plain block of bytes, it is mapped into memory and a batch is one
-gather. What is packed into chunks is unpacked by h5py a block of rows at a time, and the last blocks are kept, within
-`CACHE_BYTES` a process. Neither is opened before it is needed, nor carried into another process, and what was used
-longest ago is closed before too many are open: a folder may hold more files than a process may open.
+The one idea: a data set that is one plain block of bytes in its file is memory-mapped, and a batch is one gather. A
+chunked data set is unpacked by h5py a block of rows at a time, and recent blocks are cached, up to `CACHE_BYTES` per
+process. Files are opened on first use and never shared between processes, and the least recently used one is closed
+before too many are open: a folder may hold more files than a process may open.
 
-Measured by `bench/rows.py`, CPU time of a sample in batches of 64 at random, L = 128, one core, page cache warm:
+Measured by `bench/rows.py`: CPU time per sample in random batches of 64, L = 128, one core, page cache warm:
 
 | 20,000 rows            | here   | opened for every sample, as in 2020 |
 |------------------------|--------|-------------------------------------|
@@ -17,8 +17,8 @@ Measured by `bench/rows.py`, CPU time of a sample in batches of 64 at random, L 
 | gzip, fits the cache   | 7.8 us | 4.6 ms                              |
 | gzip of 400,000 rows   | 17 ms  | 25 ms                               |
 
-A random row of what does not fit the cache costs the unpacking of its chunks, and h5py chooses larger ones for larger
-files; `h5repack -f NONE -l CONTI` makes such a file plain.
+If the data do not fit the cache, a random row costs the unpacking of its chunks, and h5py chooses larger chunks for
+larger files; `h5repack -f NONE -l CONTI` makes such a file plain.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ PREDICTIONS = ("masked_lm_positions", "masked_lm_ids")  # (N, P)
 LABEL = "next_sentence_labels"  # (N,)
 NAMES = (*TOKENS, *PREDICTIONS, LABEL)
 
-#: most unpacked rows that a process keeps of one split
+#: unpacked rows of one split that a process caches at most
 CACHE_BYTES = 128 << 20
-#: the remedy where there are no such files
+#: the remedy if there are no such files
 MAKE = "`python -m hetseq.preprocessing.bert_corpus --help` says how to make such files from text"
 _BLOCK_BYTES = 16 << 20  # of rows unpacked together: a chunk may hold a column of all rows
-_BLOCK_ROWS = 128  # read together where the file does not say how many belong together
-_OPEN_FILES = 32  # most of h5py at once in a process
+_BLOCK_ROWS = 128  # read together if the file has no chunks
+_OPEN_FILES = 32  # maximum number of open h5py files in a process
 
 
 @dataclass(frozen=True)
 class Column:
-    """Where the rows of one data set lie."""
+    """The location of the rows of one data set."""
 
-    width: int  # numbers a row
+    width: int  # numbers per row
     dtype: np.dtype[Any]
-    offset: int | None  # of the first byte in the file, where all rows lie there one after another
-    block_rows: int  # what is best read together
+    offset: int | None  # of the first byte in the file, if all rows are stored one after another
+    block_rows: int  # rows to read together
 
     @property
     def row_bytes(self) -> int:
@@ -74,7 +74,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A file with rows, as it was found at the start."""
+    """A file with rows, as found at the start."""
 
     path: Path
     size: int  # bytes
@@ -88,7 +88,7 @@ def shown(names: Sequence[str]) -> str:
 
 
 def open_table(path: Path) -> Table:
-    """What is in a file, by its description; raises DataError unless it is the layout of 2020."""
+    """The layout of a file, from its metadata. Raises DataError unless it is the 2020 layout."""
     with _reading(path), _open_hdf5(path) as file:
         size = path.stat().st_size
         datasets = {name: _member(file, name, path) for name in NAMES}
@@ -106,16 +106,16 @@ def open_table(path: Path) -> Table:
         length, listed = columns["input_ids"].width, columns["masked_lm_positions"].width
         if not length:
             raise DataError(f"{path}: input_ids has rows of 0 tokens, expected at least one; make the file again")
-        if listed > length:  # a file of a few kilobytes may ask for gigabytes that were never written
+        if listed > length:  # a file of a few kilobytes may claim gigabytes that were never written
             raise DataError(
-                f"{path}: masked_lm_positions has room for {listed:,} tokens a row and input_ids has {length:,}:"
+                f"{path}: masked_lm_positions has room for {listed:,} tokens per row, but input_ids has {length:,}:"
                 " expected at most as many; make the file again"
             )
         return Table(path, size, rows[LABEL], columns)
 
 
 def _member(file: Any, name: str, path: Path) -> Any:
-    """A data set of the file itself: what a link names could be any file on this machine, so none is followed."""
+    """A data set in the file itself. Links are not followed, since they could name any file on this machine."""
     h5py = _h5py()
     link = file.get(name, getlink=True)
     why = ""
@@ -141,25 +141,25 @@ def _member(file: Any, name: str, path: Path) -> Any:
 
 
 def _printable(name: Any) -> str:
-    """A name in a file, whatever bytes it is made of."""
+    """A name in a file, escaped if it is not printable."""
     return str(name) if str(name).isprintable() else repr(name)
 
 
 def _column(dataset: Any, name: str, path: Path, size: int) -> Column:
     dimensions = 1 if name == LABEL else 2
     if dataset.ndim != dimensions:
-        expected = "one number a row" if name == LABEL else "rows and columns"
+        expected = "one number per row" if name == LABEL else "rows and columns"
         raise DataError(f"{path}: {name} has the shape {dataset.shape}, expected {expected}; make the file again")
     try:
         dtype = dataset.dtype
     except TypeError as error:
-        raise DataError(f"{path}: {name} has a type that NumPy does not have ({error}), expected integers") from error
+        raise DataError(f"{path}: {name} has a type that NumPy does not know ({error}), expected integers") from error
     if dtype.kind not in "iub":
         raise DataError(f"{path}: {name} holds {dtype}, expected integers; make the file again")
     is_plain = dataset.chunks is None and _is_plain(dataset.id.get_type(), dtype)
     offset = dataset.id.get_offset() if is_plain else None
     if dtype == np.bool_:
-        dtype = np.dtype(np.uint8)  # of a map, any byte could stand there
+        dtype = np.dtype(np.uint8)  # a mapped byte may hold any value
     elif dtype == np.uint64:
         dtype = np.dtype(np.int64)
     width = 1 if name == LABEL else int(dataset.shape[1])
@@ -174,7 +174,7 @@ def _column(dataset: Any, name: str, path: Path, size: int) -> Column:
 
 
 def _is_plain(kind: Any, dtype: np.dtype[Any]) -> bool:
-    """The bytes in the file may be taken for an array of NumPy, and fit into int64."""
+    """Whether the bytes in the file can be read as a NumPy array of integers that fit into int64."""
     types = _h5py().h5t
     kind = kind.get_super() if isinstance(kind, types.TypeEnumID) else kind  # a bool is an enumeration
     if not isinstance(kind, types.TypeIntegerID) or dtype == np.uint64:
@@ -183,14 +183,14 @@ def _is_plain(kind: Any, dtype: np.dtype[Any]) -> bool:
 
 
 def _open_hdf5(path: Path) -> Any:
-    """An h5py file for reading; raises DataError for what is no HDF5, OSError for what cannot be read."""
+    """An h5py file for reading. Raises DataError for a file that is not HDF5, OSError for an unreadable one."""
     h5py = _h5py()
     with path.open("rb") as raw:
         begin = raw.read(8)
     if not h5py.is_hdf5(path):
         found = f"begins with {begin.hex(' ')}" if begin else "is empty (0 bytes)"
         raise DataError(f"{path} {found}: expected an HDF5 file; copy or make it again, or move it out of the folder")
-    # no cache in h5py, which would come on top of ours and for every data set of every file
+    # no cache in h5py: it would add to ours, for every data set of every file
     return h5py.File(path, "r", locking="best-effort", rdcc_nbytes=0)
 
 
@@ -199,7 +199,7 @@ def _h5py() -> Any:
         import h5py
     except ImportError as error:
         raise DataError(
-            f"HDF5 files are read with h5py, which cannot be imported ({error}): pip install h5py, or"
+            f"reading HDF5 files needs h5py, which cannot be imported ({error}): pip install h5py, or"
             " pip install 'hetseq[hdf5]'"
         ) from error
     return h5py
@@ -207,20 +207,20 @@ def _h5py() -> Any:
 
 @contextlib.contextmanager
 def _reading(path: Path, what: str = "") -> Iterator[None]:
-    """Raises DataError for what goes wrong in a file."""
+    """Context that raises DataError for errors in a file."""
     try:
         yield
     except OSError as error:
-        # without a number: of HDF5
+        # an error without errno comes from HDF5
         told = refusal(error) or f"is incomplete or damaged ({error}): copy or make it again"
         raise DataError(f"{path}{what} {told}") from error
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        # measured: what h5py makes of files with a few changed bytes
+        # measured: the exceptions of h5py for files with a few changed bytes
         raise DataError(f"{path}{what} is damaged ({error}): expected an HDF5 file; copy or make it again") from error
 
 
 class Reader:
-    """What one process has open of some files: maps, files of h5py, and blocks of unpacked rows, the latest last."""
+    """The open state of one process: maps, h5py files and blocks of unpacked rows, the most recent last."""
 
     def __init__(self, tables: Sequence[Table], cache_bytes: int) -> None:
         self._tables, self._cache_bytes = tables, cache_bytes
@@ -230,14 +230,14 @@ class Reader:
         self._most_files = most_open(_OPEN_FILES)
         self._blocks: OrderedDict[tuple[int, str, int], Numbers] = OrderedDict()
         self._block_bytes = 0
-        self._lock = threading.Lock()  # a step loader's thread and others may ask for rows
+        self._lock = threading.Lock()  # a step loader's thread and others may call
 
     def take(self, at: int, name: str, rows: Indices) -> Numbers:
-        """Rows (n,), ascending, of a data set of file `at`: (n, width), an array of the caller's own."""
+        """Rows (n,), ascending, of a data set of file `at`: (n, width), as a new array."""
         column = self._tables[at].columns[name]
         view = None if column.offset is None else self._views(at).get(name)
         if view is not None:
-            # as bytes: NumPy would first copy the whole data set where numbers are not aligned
+            # as bytes: NumPy would first copy the whole data set if numbers are not aligned
             return view.take(rows, axis=0).view(column.dtype)
         numbers = np.empty((len(rows), column.width), column.dtype)
         blocks = rows // column.block_rows
@@ -249,18 +249,18 @@ class Reader:
         return numbers
 
     def _views(self, at: int) -> Views:
-        """The plain data sets of a file as bytes; none where it cannot be mapped."""
+        """The plain data sets of a file as bytes; empty if it cannot be mapped."""
         if at in self._without_map:
             return {}
         try:
             return self._maps.views(at)
         except NotMapped as error:
-            logger.info("%s cannot be mapped (%s) and is read by h5py, which is slower", error.path, error.why)
+            logger.info("%s cannot be mapped (%s): reading it with h5py, which is slower", error.path, error.why)
             self._without_map.add(at)
             return {}
 
     def _plain(self, at: int, mapped: mmap.mmap) -> Views:
-        """The bytes of each plain data set as they lie in the file, (rows, bytes a row)."""
+        """The bytes of each plain data set in the file, (rows, bytes per row)."""
         table = self._tables[at]
         return {
             name: np.ndarray((table.rows, column.row_bytes), np.uint8, mapped, column.offset)
@@ -280,7 +280,7 @@ class Reader:
         with _reading(table.path, f", {name}"):
             read = self._file(at)[name][start : start + column.block_rows]
             if read.dtype == np.uint64:
-                read = np.minimum(read, np.iinfo(np.int64).max)  # no number that is meant is so large
+                read = np.minimum(read, np.iinfo(np.int64).max)  # no valid number is that large
             numbers: Numbers = read.astype(column.dtype, copy=False).reshape(len(read), column.width)
         self._block_bytes += numbers.nbytes
         while self._blocks and self._block_bytes > self._cache_bytes:
@@ -290,7 +290,7 @@ class Reader:
         return numbers
 
     def _file(self, at: int) -> Any:
-        """The file as h5py has it open."""
+        """The open h5py file."""
         if at in self._files:
             self._files.move_to_end(at)
         else:

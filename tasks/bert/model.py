@@ -7,8 +7,8 @@ and the first tokens go through the rest of the last layer, once they have looke
 looks at a value, so nothing in it waits for a device. Batches are padded, or packed as `packing` does; the results are
 the same.
 
-The arithmetic and the names are those of Hugging Face's `BertForPreTraining`, save two names that stand there a second
-time for what is tied, `TIED_NAMES`: leave them out on the way in, and repeat the tensors on the way out.
+Arithmetic and names equal Hugging Face's `BertForPreTraining`, except that the latter lists tied tensors under two
+further names, `TIED_NAMES`: leave them out when reading, and repeat the tensors when writing.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ TIED_NAMES = {
 class BertForPreTraining(nn.Module):
     """BERT with a head for masked tokens and one for the next sentence.
 
-    The vocabulary head is tied: its matrix *is* the word embeddings, so it is no parameter of its own and stands once
-    in `state_dict()`. `tasks/nn/huggingface.py` reads and writes directories of Hugging Face. Leave `TIED_NAMES` out of
-    a `state_dict()` of theirs; to make one add them:
+    The vocabulary head is tied: its matrix *is* the word embeddings, so it is not a separate parameter and appears once
+    in `state_dict()`. `tasks/nn/huggingface.py` reads and writes Hugging Face directories. To load one of their
+    `state_dict()`s, leave `TIED_NAMES` out; to make one, add them:
 
         model.load_state_dict({name: tensor for name, tensor in theirs.items() if name not in TIED_NAMES})
         theirs = ours | {name: ours[same] for name, same in TIED_NAMES.items()}
 
-    Freshly made, it is initialised: weights normal with `initializer_range`, biases and the row of [PAD] zero,
-    LayerNorms the identity. The first cross entropies are then ln vocab_size and ln 2.
+    A new model is initialised: weights normal with `initializer_range`, biases and the row of [PAD] zero, LayerNorms
+    the identity. The first cross entropies are then ln vocab_size and ln 2.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -70,14 +70,13 @@ class BertForPreTraining(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Vocabulary logits (m, vocab_size) of the masked positions only, and next-sentence logits (n, 2).
 
-        With `masked_ids` (m,) int64, the words that belong there, the first is the sum of their cross entropies in
-        nats, a scalar.
+        With `masked_ids` (m,) int64, the correct words, the first result is the sum of their cross entropies in nats, a
+        scalar.
 
-        input_ids, token_type_ids: (n, L) int64; attention_mask: (n, L) bool, True where there is a token and no
-        padding; masked_positions: (m,) int64, row * L + column. m may be 0: the sum of no cross entropies is 0, with
-        zero gradients. Of a packed batch the first two are (T,), in place of the mask there are its `Sequences`, and
-        masked_positions are 0 to T - 1. Raises ValueError for shapes that do not fit each other or the model, never for
-        values.
+        input_ids, token_type_ids: (n, L) int64; attention_mask: (n, L) bool, True for a real token, False for padding;
+        masked_positions: (m,) int64, row * L + column. m may be 0: the sum of no cross entropies is 0, with zero
+        gradients. For a packed batch, the first two are (T,), `Sequences` replace the mask, and masked_positions are in
+        0 to T - 1. Raises ValueError for shapes that do not fit each other or the model, never for values.
         """
         if masked_positions.ndim != 1:
             raise ValueError(
@@ -92,10 +91,10 @@ class BertForPreTraining(nn.Module):
 
 
 class BertModel(nn.Module):
-    """The encoder: ids and mask as in `BertForPreTraining` to hidden states (n, L, hidden_size) and (n, hidden_size).
+    """The encoder: ids and mask as in `BertForPreTraining`, to hidden states (n, L, hidden_size) and (n, hidden_size).
 
-    The first are (T, hidden_size) of a packed batch, and (k, hidden_size) if only those at k positions are wanted,
-    which saves most of the last layer. The second are those of the first tokens after another dense layer and tanh.
+    The first result is (T, hidden_size) for a packed batch, and (k, hidden_size) if only k positions are wanted, which
+    saves most of the last layer. The second is the pooled output: the first tokens after another dense layer and tanh.
     """
 
     def __init__(self, config: BertConfig) -> None:
@@ -112,7 +111,7 @@ class BertModel(nn.Module):
         look_up: Callable[[Tensor], Tensor] | None = None,
         wanted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`look_up` takes the place of the word embeddings; `wanted`: (k,) int64, as masked_positions are; None: all.
+        """`look_up` replaces the word embeddings; `wanted`: (k,) int64, like masked_positions; None: all.
 
         Raises ValueError as `BertForPreTraining` does.
         """
@@ -135,13 +134,13 @@ class BertModel(nn.Module):
 
 
 def _check_shapes(input_ids: Tensor, token_type_ids: Tensor, attention_mask: Tensor, max_length: int) -> None:
-    # a mask of another shape would broadcast, one of floats would be added to the scores: wrong without an error
+    # a mask of another shape would broadcast, and a float mask would be added to the scores: wrong without an error
     shape = tuple(input_ids.shape)
     if len(shape) != 2 or shape[1] < 1:
         raise ValueError(f"input_ids has shape {shape}, expected (n, L) with L of at least 1")
     if shape[1] > max_length:
         raise ValueError(
-            f"input_ids has shape {shape}, rows of {shape[1]} tokens: expected at most {max_length}, which is"
+            f"input_ids has shape {shape}, rows of {shape[1]} tokens: expected at most {max_length}, the"
             " max_position_embeddings of the model's configuration; make shorter rows, or a model with more positions"
         )
     for name, tensor in (("token_type_ids", token_type_ids), ("attention_mask", attention_mask)):
@@ -156,7 +155,7 @@ def _check_packed(input_ids: Tensor, token_type_ids: Tensor, sequences: Sequence
     shortest, longest = min(sequences.lengths, default=0), max(sequences.lengths, default=0)
     if not 1 <= shortest <= longest <= max_length:
         raise ValueError(
-            f"{count} sequences have {shortest} to {longest} tokens: expected 1 to {max_length}, which is"
+            f"{count} sequences have {shortest} to {longest} tokens: expected 1 to {max_length}, the"
             " max_position_embeddings of the model's configuration; make shorter rows, or a model with more positions"
         )
     for name, tensor, expected in (
@@ -165,8 +164,8 @@ def _check_packed(input_ids: Tensor, token_type_ids: Tensor, sequences: Sequence
     ):  # fmt: skip
         if tuple(tensor.shape) != expected:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, expected {expected}: {count} sequences of {real} tokens, and"
-                f" {padding} of none"
+                f"{name} has shape {tuple(tensor.shape)}, expected {expected}: {count} sequences of {real} tokens in"
+                f" total, and {padding} of padding"
             )
 
 
@@ -174,7 +173,7 @@ class _Embeddings(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         size = config.hidden_size
-        # padding_idx: looking [PAD] up gives its row no gradient; as a word of the tied head it gets one
+        # padding_idx: looking up [PAD] gives its row no gradient; as a word of the tied head it gets one
         self.word_embeddings = nn.Embedding(config.vocab_size, size, padding_idx=config.pad_token_id)
         self.position_embeddings = nn.Embedding(config.max_position_embeddings, size)
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, size)
@@ -182,7 +181,7 @@ class _Embeddings(nn.Module):
         self.dropout = Dropout(config.hidden_dropout_prob)
 
     def forward(self, words: Tensor, token_type_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        # (n, L, hidden_size), or (T, hidden_size) with the positions (T,) of the tokens
+        # (n, L, hidden_size), or (T, hidden_size) if the tokens' positions (T,) are given
         typed = words + self.token_type_embeddings(token_type_ids)
         if positions is None:
             placed = typed + self.position_embeddings.weight[: token_type_ids.shape[1]]
@@ -203,14 +202,14 @@ class _Encoder(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """What a layer looks at, and for whom: the `rows` (k,) int64 of the hidden states; None: for all."""
+    """The attention of a layer, and the `rows` (k,) int64 of hidden states to compute; None: all."""
 
     attend: Attention
     rows: Tensor | None = None
     attend_for_rows: AttendForSome | None = None
 
     def chosen(self, hidden: Tensor) -> Tensor:
-        """(n, L, size) or (T, size) to (k, size), or as it is."""
+        """(n, L, size) or (T, size) to (k, size), or unchanged."""
         return hidden if self.rows is None else hidden.flatten(0, -2).index_select(0, self.rows)
 
 
@@ -254,13 +253,13 @@ class _SelfAttention(nn.Module):
         return view.attend_for_rows(query.squeeze(-3), others, rate).flatten(-2)
 
     def _project(self, hidden: Tensor, *parts: nn.Linear) -> Tensor:
-        # (..., size) to (..., parts, heads, size of a head), by one product
+        # (..., size) to (..., parts, heads, head size), by one product
         weight, bias = torch.cat([part.weight for part in parts]), torch.cat([part.bias for part in parts])
         return cast(Tensor, F.linear(hidden, weight, bias).unflatten(-1, (len(parts), self.heads, -1)))
 
 
 class _AddAndNorm(nn.Module):
-    """A dense layer back to the hidden size, dropout, and the normalised sum with what went around."""
+    """A dense layer back to the hidden size, dropout, and the normalised sum with the residual `around`."""
 
     def __init__(self, config: BertConfig, in_features: int) -> None:
         super().__init__()

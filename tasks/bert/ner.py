@@ -1,10 +1,10 @@
-"""Tags of words with BERT (named entities and the like): one loss over labelled words, F1 of whole entities.
+"""Token classification with BERT, such as named entities: one loss over labelled words, F1 of whole entities.
 
-Responsible for words to rows of pieces and back to tags, for the summed loss and for what is measured; files of words
-and the rules of tags are the affair of `tasks/rows/tagged_words.py`, the network that of `tasks/bert/heads.py`.
+Responsible for converting words to rows of pieces and predictions back to tags, for the summed loss and for the
+metrics; `tasks/rows/tagged_words.py` reads the files and interprets tags, and `tasks/bert/heads.py` is the network.
 
-The one idea: a word is what its first piece is. Its other pieces have no label and are no part of any count, so numbers
-are of words whatever the vocabulary.
+The one idea: the first piece of a word represents it. Its other pieces have no label and are in no count, so all counts
+are of words, whatever the vocabulary.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Batch = dict[str, Any]  # tensors by name; of a packed batch also its Sequences
 
 @register_task("bert_ner")
 class BertNerTask(Task):
-    """`--task bert_ner`: columns of words and tags in `--data`, a BERT with a head for tags.
+    """`--task bert_ner`: columns of words and tags in `--data`, a BERT with a tag head.
 
-    The tags are those of the training split, sorted. `--init-from DIR` begins with the encoder of a directory of
-    Hugging Face, otherwise the weights are random and `--config-file` and `--dict` say of what.
+    The tags come from the training split, sorted. `--init-from DIR` loads the encoder of a Hugging Face directory;
+    otherwise the weights are random, and `--config-file` and `--dict` define the network.
     """
 
     Options = BertNerOptions
@@ -74,7 +74,7 @@ class BertNerTask(Task):
         self._beginning.write(model, folder)
 
     def count(self, sample: Batch) -> dict[str, float]:
-        """Words that have a label, which are all that have not been cut off."""
+        """Words that have a label: all words that are not truncated."""
         return {"loss": len(sample["positions"])}
 
     def loss(self, model: nn.Module, sample: Batch) -> dict[str, Tensor]:
@@ -83,10 +83,10 @@ class BertNerTask(Task):
         return {"loss": F.cross_entropy(_logits(model, sample), tags, reduction="sum")}
 
     def metrics(self, model: nn.Module, sample: Batch) -> dict[str, tuple[float, float]]:
-        """`f1`, `precision` and `recall` of entities, `token_f1` and `token_accuracy` of words; cut off words were O.
+        """`f1`, `precision` and `recall` of entities, `token_f1` and `token_accuracy` of words; truncated words are O.
 
         Each is a quotient of sums over sentences: F1 = 2 right / (found + there), as in seqeval's micro average. For
-        that of words, those tagged O are neither found nor there.
+        `token_f1`, words tagged O count neither as found nor as there.
         """
         found = there = right = hits = words = tagged = outside_hits = 0
         for predicted, expected in zip(self._tags(model, sample), self._expected(sample)):
@@ -105,17 +105,17 @@ class BertNerTask(Task):
         }
 
     def predictions(self, model: nn.Module, sample: Batch) -> list[str]:
-        """The tags of each sentence's words, separated by spaces; O for words that have been cut off."""
+        """The tags of each sentence's words, separated by spaces; O for truncated words."""
         return [" ".join(tags) for tags in self._tags(model, sample)]
 
     @functools.cached_property
     def labels(self) -> tuple[str, ...]:
-        """The tags of the training split, sorted. Raises DataError where there is but one."""
+        """The tags of the training split, sorted. Raises DataError if there is only one."""
         tags = sorted({tag for sentence in self._training for tag in sentence.tags})
         if len(tags) < 2:
             raise DataError(
                 f"{self._file(self.config.data.train_subset)} gives all words the tag {tags[0]!r}: expected at least"
-                " two different tags; is the last column that of the tags?"
+                " two different tags; does the last column hold the tags?"
             )
         return tuple(tags)
 
@@ -135,7 +135,7 @@ class BertNerTask(Task):
         return find_split(Path(data.data).expanduser(), split, suffixes=SUFFIXES, other_splits=splits)
 
     def _numbers(self, sentences: Sequence[Sentence], path: Path) -> Iterator[list[int]]:
-        """The numbers of each sentence's tags. Raises DataError for a tag that training does not know."""
+        """The numbers of each sentence's tags. Raises DataError for a tag that is not in the training split."""
         numbers = {tag: number for number, tag in enumerate(self.labels)}
         for sentence in sentences:
             for tag, line in zip(sentence.tags, sentence.lines):
@@ -143,12 +143,12 @@ class BertNerTask(Task):
                     raise DataError(
                         f"{path}, line {line}: the tag {tag!r} does not occur in"
                         f" {self._file(self.config.data.train_subset)}, which has {', '.join(self.labels[:20])}: a tag"
-                        " that is not trained is never found; correct it, or train with a sentence that has it"
+                        " that is not trained is never predicted; correct it, or train with a sentence that has it"
                     )
             yield [numbers[tag] for tag in sentence.tags]
 
     def _tags(self, model: nn.Module, sample: Batch) -> Iterator[list[str]]:
-        """What the network says of each sentence's words."""
+        """The predicted tags of each sentence's words."""
         numbers = torch.full_like(sample["tags"], -1)
         numbers[sample["kept"]] = _logits(model, sample).argmax(dim=1)
         for row in _by_sentence(numbers, sample):
@@ -160,10 +160,10 @@ class BertNerTask(Task):
 
 
 class TaggedRows(Dataset[Sample]):
-    """Sentences as rows of pieces; `files` are the paths that were read, `lengths` the pieces with [CLS] and [SEP].
+    """Sentences as rows of word pieces; `files`: the paths that were read; `lengths`: pieces including [CLS] and [SEP].
 
-    A batch is padded to its longest row, or with `is_packed` has no padding, as `packing` makes it.
-    `vocabulary_digest` says which tag is which number.
+    A batch is padded to its longest row, or without padding if `is_packed` (see `packing`). `vocabulary_digest`
+    identifies the numbering of the tags.
     """
 
     vocabulary_digest: str | None = None
@@ -183,18 +183,18 @@ class TaggedRows(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         """`pieces` (length,), the `columns` of first pieces of words, and `tags` (words,), all int64.
 
-        There are fewer columns than tags where a sentence has been cut off.
+        A truncated sentence has fewer columns than tags.
         """
         return {"pieces": self._pieces[index], "columns": self._columns[index], "tags": self._tags[index]}
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Many at once, in the order of `indices`."""
+        """Several samples, in the order of `indices`."""
         return [self[index] for index in indices]
 
     def collater(self, samples: Sequence[Sample]) -> Batch:
         """input_ids, token_type_ids, attention_mask (n, L); words (n,) of each sentence; tags of all words, (w,).
 
-        positions (m,) = row * L + column of first pieces, and kept (m,) says which of the w words they are of.
+        positions (m,) = row * L + column of first pieces; kept (m,): the indices of their words among the w words.
         """
         input_ids, mask = pad([sample["pieces"] for sample in samples], self._padding)
         words = torch.tensor([len(sample["tags"]) for sample in samples])
@@ -215,10 +215,10 @@ class TaggedRows(Dataset[Sample]):
 def _encoded(
     sentences: Sequence[Sentence], begin: Beginning, tags: Iterator[list[int]], path: Path
 ) -> list[tuple[list[int], list[int], list[int]]]:
-    """Pieces with [CLS] and [SEP], columns of first pieces, and tags of each sentence."""
+    """For each sentence: its pieces with [CLS] and [SEP], the columns of first pieces, and its tags."""
     different = sorted({word for sentence in sentences for word in sentence.words})
     unknown, first, last = (begin.id_of(token) for token in ("[UNK]", "[CLS]", "[SEP]"))
-    # a word of signs that the tokenizer drops has a tag all the same
+    # a word that the tokenizer drops entirely still has a tag
     pieces_of = {word: ids.tolist() or [unknown] for word, ids in zip(different, begin.encode(different))}
     most, rows, cut_rows, cut_words = begin.most_pieces - 1, [], 0, 0
     for sentence, numbers in zip(sentences, tags):
@@ -232,8 +232,8 @@ def _encoded(
         rows.append(([*pieces[:most], last], columns, numbers))
     if cut_rows:
         logger.warning(
-            "%s: %d of %d sentences are longer than %d pieces and have been cut: %d words are not trained"
-            " with, and measured as O (the limits are max_position_embeddings and --max-pred-length)",
+            "%s: %d of %d sentences are longer than %d pieces and are truncated: %d words are not trained"
+            " on, and count as O (the limits are max_position_embeddings and --max-pred-length)",
             path, cut_rows, len(sentences), begin.most_pieces, cut_words,
         )  # fmt: skip
     return rows
@@ -247,6 +247,6 @@ def _logits(model: nn.Module, sample: Batch) -> Tensor:
 
 
 def _by_sentence(numbers: Tensor, sample: Batch) -> Iterator[list[int]]:
-    """What stands at the words, in pieces of sentences; sync, in validation only."""
+    """The values of the words, split by sentence; sync, in validation only."""
     for row in numbers.split(sample["words"].tolist()):
         yield row.tolist()

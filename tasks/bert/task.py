@@ -1,11 +1,10 @@
-"""BERT pre-training: masked words and next sentences, two loss terms with a count each.
+"""BERT pre-training task: masked words and next sentences, two loss terms with a count each.
 
-Responsible for which files a run needs, for the two sums and for the two accuracies. What is in the files is the affair
-of `hdf5_dataset` and `dataset`, the network that of `model`; how text becomes such files, that of
-`preprocessing/bert_corpus.py`.
+Responsible for the choice of files, the two summed losses and the accuracies. `hdf5_dataset` and `dataset` read the
+files, `model` is the network, and `preprocessing/bert_corpus.py` makes such files from text.
 
-The one idea: masked words are many and unequally spread, sentences are few. So the mean loss of masked words is their
-sum over *all* masked words of a step, wherever they were computed, and a worker's own mean never appears.
+The one idea: masked words are many and unevenly distributed, sentence pairs are few. So the mean loss of masked words
+is their sum over *all* masked words of a step, on all ranks, divided by their number; a rank's own mean never appears.
 """
 
 from __future__ import annotations
@@ -42,16 +41,16 @@ _VALIDATION_SEED = 0
 class BertTask(Task):
     """`--task bert`: records or HDF5 files in `--data`, the network in `--config-file`.
 
-    Where `--config-file` or `--dict` is left out, `bert_config.json` and `vocab.txt` in the folder of the data are
-    taken. `--dropout P` stands for both rates of the configuration. `--init-from DIR` goes on with the network of a
-    directory of Hugging Face, which then says what `--config-file` would. Batches are packed, as `packing` does
-    it, unless there is `--no-packing` or `--compile`: losses and gradients are the same, dropout draws other numbers.
+    `--config-file` and `--dict` default to `bert_config.json` and `vocab.txt` in the folder of the data. `--dropout P`
+    replaces both rates of the configuration. `--init-from DIR` starts from the network of a Hugging Face directory,
+    whose configuration replaces `--config-file`. Batches are packed (see `packing`) unless `--no-packing` or
+    `--compile` is given: losses and gradients are the same, but dropout draws other numbers.
     """
 
     Options = BertOptions
 
     def load_dataset(self, split: str) -> BertDataset | BertRecords:
-        """The rows of a split: that the index names, or of the HDF5 files whose names contain it.
+        """The rows of a split: those in the index, or those of the HDF5 files whose names contain the split.
 
         Raises DataError and MissingSplitError.
         """
@@ -61,7 +60,7 @@ class BertTask(Task):
         if index is None:
             if self._local_copy is not None:
                 raise DataError(
-                    f"--local-copy is for records, and --data {data} holds none: make records of its HDF5 files,"
+                    f"--local-copy is for records, and --data {data} holds none: convert its HDF5 files to records,"
                     f" `python -m hetseq.preprocessing.convert_hdf5 --input {data} --output DIR`, or leave the option"
                     " out"
                 )
@@ -69,7 +68,7 @@ class BertTask(Task):
                 option = "--whole-words" if self.options.whole_words else f"--mask-prob {self.options.mask_prob:g}"
                 raise DataError(
                     f"{option} is for records, and the masks of the HDF5 files in --data {data} were drawn when they"
-                    f" were made: make records of them, `python -m hetseq.preprocessing.convert_hdf5 --input {data}"
+                    f" were made: convert them, `python -m hetseq.preprocessing.convert_hdf5 --input {data}"
                     " --output DIR`, or leave the option out"
                 )
             dataset = load_bert(
@@ -110,7 +109,7 @@ class BertTask(Task):
         return {"mlm": len(sample["masked_ids"]), "nsp": len(sample["next_sentence_labels"])}
 
     def loss(self, model: nn.Module, sample: Batch) -> dict[str, Tensor]:
-        """Both cross entropies in nats: summed over the masked words, and over the pairs."""
+        """Both cross entropies in nats, summed over the masked words and over the pairs."""
         words, pairs = _outputs(model, sample, sample["masked_ids"])
         return {
             "mlm": words,
@@ -118,10 +117,10 @@ class BertTask(Task):
         }
 
     def metrics(self, model: nn.Module, sample: Batch) -> dict[str, tuple[float, float]]:
-        """`mlm_accuracy` of the masked words, `nsp_accuracy` of the pairs, and what copying cannot give.
+        """`mlm_accuracy` of the masked words, `nsp_accuracy` of the pairs, and metrics that exclude copying.
 
-        A tenth of the masked words stand in the input as they are, and a network soon learns to copy those. So the loss
-        in nats and the accuracy of the others are told apart: `hidden_mlm` and `hidden_accuracy`.
+        A tenth of the masked words are unchanged in the input, and a network soon learns to copy those. So the loss in
+        nats and the accuracy of the others are reported separately: `hidden_mlm` and `hidden_accuracy`.
         """
         words, pairs = _outputs(model, sample)
         labels = sample["masked_ids"]
@@ -147,7 +146,7 @@ class BertTask(Task):
                 f"{self._files.config_file()} has type_vocab_size {config.type_vocab_size}, and rows of records have"
                 " two segments: give a --config-file with 2 or more"
             )
-        # what is validated with is masked in the same way in every run, whatever its options, so that runs compare
+        # validation data are masked identically in every run, whatever its options, so that runs are comparable
         trains = split == self.config.data.train_subset
         seed, share = (self.config.task.seed, self.options.mask_prob) if trains else (_VALIDATION_SEED, MASK_PROB)
         return load_records(

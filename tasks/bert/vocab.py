@@ -1,7 +1,7 @@
-"""The vocabulary file of BERT: one token a line, whose number from 0 is its id; and whether it fits the network.
+"""BERT's vocabulary file: one token per line, with ids counting from 0; and the check that it fits the network.
 
-A `tokenizer.json`, which is all that newer versions of transformers write, is read as well: its vocabulary says of each
-token the number.
+Also reads a `tokenizer.json`, the only file that newer versions of transformers write, whose vocabulary maps each token
+to its id.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _PADDED_TO = 128  # a vocabulary may be padded to a multiple of at most this
 
 
 def read_vocab(path: Path) -> list[str]:
-    """The tokens of a vocabulary file, one a line, in UTF-8; the number of a line, from 0, is the id of its token.
+    """The tokens of a UTF-8 vocabulary file, one per line; the line number, from 0, is the id of its token.
 
     A file that ends in .json is read as a `tokenizer.json` with a WordPiece vocabulary.
 
-    Raises DataError where the file is missing, of another encoding, empty, or no vocabulary of BERT.
+    Raises DataError if the file is missing, not UTF-8, empty, or not a BERT vocabulary.
     """
     is_json = path.suffix == ".json"
-    expected = _EXPECTED_JSON if is_json else "a vocabulary of one token a line in UTF-8, as vocab.txt of BERT"
+    expected = _EXPECTED_JSON if is_json else "a vocabulary with one token per line in UTF-8, such as BERT's vocab.txt"
     text = read_text(path, expected, most_bytes=_LARGEST_FILE, remedy="give --dict FILE")
     if text.startswith("\ufeff"):
         raise DataError(f"{path} begins with a byte order mark, which would belong to its first token: save it without")
@@ -39,16 +39,16 @@ def read_vocab(path: Path) -> list[str]:
 
 
 def find_vocab_in(folder: Path) -> Path | None:
-    """The vocabulary of a directory of Hugging Face, vocab.txt or else tokenizer.json; None where it has neither."""
+    """The vocabulary file of a Hugging Face directory, vocab.txt or else tokenizer.json; None if it has neither."""
     return next((folder / name for name in ("vocab.txt", "tokenizer.json") if (folder / name).is_file()), None)
 
 
 def _tokens_of_json(text: str, path: Path) -> list[str]:
-    """The tokens of a tokenizer.json in the order of their numbers. Raises DataError."""
+    """The tokens of a tokenizer.json in the order of their ids. Raises DataError."""
     try:
         found: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON ({error}): expected {_EXPECTED_JSON}") from error
+        raise DataError(f"{path} is not JSON ({error}): expected {_EXPECTED_JSON}") from error
     model = found.get("model") if isinstance(found, dict) else None
     kind = model.get("type") if isinstance(model, dict) else None
     numbers = model.get("vocab") if isinstance(model, dict) else None
@@ -58,7 +58,7 @@ def _tokens_of_json(text: str, path: Path) -> list[str]:
         )
     if sorted(map(str, numbers.values())) != sorted(map(str, range(len(numbers)))):
         raise DataError(
-            f"{path}: the numbers of its {len(numbers):,} tokens are not 0, 1, 2, ...: expected {_EXPECTED_JSON}"
+            f"{path}: the ids of its {len(numbers):,} tokens are not 0, 1, 2, ...: expected {_EXPECTED_JSON}"
         )
     return sorted(numbers, key=lambda token: int(numbers[token]))
 
@@ -83,18 +83,18 @@ def _check_tokens(tokens: list[str], path: Path, expected: str) -> None:
 
 
 def check_vocab(vocab: list[str], vocab_path: Path, *, config_path: Path, vocab_size: int, pad_token_id: int) -> None:
-    """Raise DataError unless a configuration has as many tokens, or padded as usual, and the same id for padding."""
+    """Raise DataError unless a configuration has the same vocab_size, possibly padded, and the same padding id."""
     count, most = len(vocab), -(-len(vocab) // _PADDED_TO) * _PADDED_TO
     if not count <= vocab_size <= most:
         padded = f" (or up to {most}, padded to a multiple of {_PADDED_TO})" if most > count else ""
         raise DataError(
-            f"{config_path} has vocab_size {vocab_size} and {vocab_path} has {count} tokens: expected vocab_size"
-            f" {count}{padded}; give the --dict and the --config-file that belong together"
+            f"{config_path} has vocab_size {vocab_size}, but {vocab_path} has {count} tokens: expected vocab_size"
+            f" {count}{padded}; give a --dict and a --config-file that belong together"
         )
     padding = vocab.index(_PAD)
     if pad_token_id != padding:
         raise DataError(
-            f"{config_path} has pad_token_id {pad_token_id}{' (the default)' * (not pad_token_id)}, and {_PAD} is token"
+            f"{config_path} has pad_token_id {pad_token_id}{' (the default)' * (not pad_token_id)}, but {_PAD} is token"
             f" {padding} in {vocab_path}: the word at the former would never be learned; write"
             f' "pad_token_id": {padding} into the configuration'
         )
@@ -107,6 +107,6 @@ def check_same_vocab(own: Path, other: Path) -> None:
         line = next((at for at, (one, two) in enumerate(zip(tokens, others), 1) if one != two), None)
         line = min(len(tokens), len(others)) + 1 if line is None else line
         raise DataError(
-            f"{other} is not the vocabulary of {own}: from line {line} on they differ, and to other tokens the weights"
-            f" beside {own.name} mean nothing; leave --dict out, or take data that were made with {own}"
+            f"{other} is not the vocabulary of {own}: they differ from line {line} on, and the weights beside"
+            f" {own.name} are meaningless for other tokens; leave --dict out, or use data that were made with {own}"
         )

@@ -1,9 +1,9 @@
-"""WordPiece vocabularies of BERT: read, trained and applied. The work is done by `tokenizers`.
+"""WordPiece vocabularies for BERT: read a file, train one, and encode text, with the `tokenizers` library.
 
-Its trainer numbers the pieces `##c` in the order of a hash map, so that the same text gives another vocabulary in each
-process. Pieces that are named beforehand are numbered in the order named: therefore every single-character piece is
-computed here, sorted, and handed to the trainer; what then remains is deterministic. `tokenizers` is asked for
-nothing else that could depend on an order.
+Its trainer numbers the pieces `##c` in hash map order, so that the same text gives a different vocabulary in each
+process. Pieces that are given in advance are numbered in the given order: therefore every single-character piece is
+computed here, sorted, and passed to the trainer; the rest of training is deterministic. No other call of `tokenizers`
+depends on an order.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from hetseq.tasks.bert.vocab import read_vocab
 
 PAD, UNK, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
-#: more different characters than this are no alphabet; words with the rarest of them become [UNK]
+#: maximum size of the alphabet; words with rarer characters become [UNK]
 _ALPHABET = 1000
-#: pieces seen less often are no pieces
+#: pieces that occur less often do not become a token
 _MIN_FREQUENCY = 2
-#: different words that are remembered: about 200 MB
+#: distinct words that are cached: about 200 MB
 _MOST_WORDS = 1_000_000
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The pieces in the order of their ids, all different, the special ones among them."""
+    """The distinct pieces in the order of their ids, including the special tokens."""
 
     tokens: tuple[str, ...]
     is_lower_case: bool = True
 
     def id_of(self, token: str) -> int:
-        """The id of a piece that is known to be there."""
+        """The id of a piece that must be in the vocabulary."""
         return self.tokens.index(token)
 
     def text(self) -> str:
@@ -54,25 +54,25 @@ class Vocabulary:
         return "".join(f"{token}\n" for token in self.tokens)
 
     def sha256(self) -> str:
-        """The sum of `vocab.txt`."""
+        """The SHA-256 of `vocab.txt`."""
         return hashlib.sha256(self.text().encode()).hexdigest()
 
 
 def read_vocabulary(path: Path, *, is_lower_case: bool) -> Vocabulary:
-    """The vocabulary in a file with one piece a line; DataError for what training on the corpus would refuse."""
-    expected = "expected the vocabulary of a BERT model, one token a line (vocab.txt); give --vocab-file FILE"
-    try:  # said here, for training calls the flag --dict
+    """The vocabulary in a file with one piece per line. Raises DataError for a file that training would refuse."""
+    expected = "expected the vocabulary of a BERT model, one token per line (vocab.txt); give --vocab-file FILE"
+    try:  # checked here because read_vocab names the flag of training, --dict
         if not stat.S_ISREG(path.stat().st_mode):
-            raise DataError(f"{path} is no file; {expected}")
+            raise DataError(f"{path} is not a file; {expected}")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}; {expected}") from error
     return Vocabulary(tuple(read_vocab(path)), is_lower_case)
 
 
 def train_vocabulary(sentences: Iterable[str], size: int, *, is_lower_case: bool) -> Vocabulary:
-    """At most `size` pieces for `sentences`, the same ones each time; the special tokens have the ids 0 to 4.
+    """Train at most `size` pieces on `sentences`, deterministically; the special tokens have the ids 0 to 4.
 
-    The sentences are gone through twice, so they are no iterator.
+    `sentences` are read twice, so they must not be an iterator.
 
     Raises ConfigError if `size` has no room for the characters of the text.
     """
@@ -82,13 +82,13 @@ def train_vocabulary(sentences: Iterable[str], size: int, *, is_lower_case: bool
         counts.update(normalizer.normalize_str(sentence))
     by_count = sorted((character for character in counts if not character.isspace()), key=lambda c: (-counts[c], c))
     alphabet, rare = sorted(by_count[:_ALPHABET]), frozenset(by_count[_ALPHABET:])
-    # signs and Chinese characters stand alone, they continue no word
+    # punctuation and Chinese characters are words of their own and never continue one
     pieces = [f"##{c}" for c in alphabet if len(pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(f"a{c}"))) == 1]
     least = len(SPECIAL_TOKENS) + len(pieces) + len(alphabet)
     if size < least:
         raise ConfigError(
-            f"--vocab-size {size} has no room for the {len(alphabet)} different characters of the text; give at least"
-            f" {least}, better {max(4 * least, 1000)}"
+            f"--vocab-size {size} has no room for the {len(alphabet)} distinct characters of the text; give at least"
+            f" {least}, preferably {max(4 * least, 1000)}"
         )
     tokenizer = Tokenizer(WordPiece(unk_token=UNK))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
@@ -105,11 +105,10 @@ def train_vocabulary(sentences: Iterable[str], size: int, *, is_lower_case: bool
 
 
 class Encoder:
-    """Sentences to ids, as BERT's own tokenizer does it: normalised, split at spaces and signs, then into pieces.
+    """Encodes sentences like BERT's own tokenizer: normalise, split at spaces and punctuation, then into pieces.
 
-    "[UNK]" in a text is the unknown word; any other special token in it is text like all the rest. Nothing of this
-    looks across a space, so what stands between two spaces is encoded once and remembered: a text has few different
-    words. At most a million of them are held.
+    "[UNK]" in a text is the unknown word; any other special token in it is plain text. No rule looks across a space, so
+    each word between two spaces is encoded once and cached: a text has few distinct words. At most a million are kept.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -126,7 +125,7 @@ class Encoder:
         return [ids[end - length : end] for end, length in zip(np.cumsum(lengths).tolist(), lengths.tolist())]
 
     def encode_joined(self, sentences: Sequence[str]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The ids of all sentences one after another, without [CLS] and [SEP], and how many each sentence has."""
+        """The ids of all sentences one after another, without [CLS] and [SEP], and their number per sentence."""
         if not sentences:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
         if len(self._numbers) > _MOST_WORDS:
@@ -138,7 +137,7 @@ class Encoder:
         counts = np.fromiter((sentence.count(" ") + 1 for sentence in sentences), np.int64, len(sentences))
         sizes = self._ends[numbers + 1] - self._ends[numbers]  # ids of each word
         after = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        # where in self._ids each id is: the begin of its word there, and how far it is from that of its word here
+        # index of each id in self._ids: the beginning of its word there, plus its offset within the word
         places = np.repeat(self._ends[numbers] - after[:-1], sizes) + np.arange(after[-1])
         lengths = np.diff(after[np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])])
         return self._ids[places], lengths
@@ -146,7 +145,7 @@ class Encoder:
     def _forget(self) -> None:
         self._numbers: defaultdict[str, int] = defaultdict()
         self._numbers.default_factory = self._numbers.__len__
-        self._parts: dict[str, list[int]] = {}  # the ids of what words are made of
+        self._parts: dict[str, list[int]] = {}  # the ids of the parts of words
         self._ids = np.zeros(0, np.int64)  # of all words, one after another
         self._ends = np.zeros(1, np.int64)  # of each word in them, with a 0 before the first
 
@@ -164,7 +163,7 @@ class Encoder:
         self._ends = np.concatenate([self._ends, ends])
 
 
-# letters and signs of which `tokenizers` makes a word each: cut here, `dogs,` and `dogs.` need no call each
+# runs of letters, and punctuation, that `tokenizers` splits anyway: split here, `dogs,` and `dogs.` share a part
 _PLAIN, _PARTS = re.compile("[!-~“”‘’—–…]+"), re.compile("[A-Za-z0-9]+|[^A-Za-z0-9]")
 
 
@@ -173,7 +172,7 @@ def _is_plain(word: str) -> bool:
 
 
 def _without(rare: frozenset[str], sentences: Iterable[str], normalizer: BertNormalizer) -> Iterable[str]:
-    """The sentences without the words that hold one of the characters `rare`."""
+    """The sentences without the words that contain a character in `rare`."""
     for sentence in sentences:
         words = normalizer.normalize_str(sentence).split()
         yield " ".join(word for word in words if rare.isdisjoint(word))

@@ -1,4 +1,4 @@
-"""The task `gpt`: causal language models."""
+"""The task `gpt`: training of causal language models."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The shape of a causal language model, and what a `config.json` of GPT-2 or Llama says of it.
+"""The configuration of a causal language model, read from and written to a `config.json` of GPT-2 or Llama.
 
-Responsible for which shapes are possible, and for reading and writing the files of both in their own keys; knows no
-tensors. The one idea: two dialects of one list of options. Each says its keys for our fields, what its networks always
-are, and what of its keys would ask for a network that is not here.
+Responsible for valid configurations, and for reading and writing the files of both in their own keys; knows no tensors.
+The one idea: the two formats are dialects of one list of options. Each lists its keys for our fields, its fixed
+properties, and the keys that ask for a network that HetSeq does not have.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from hetseq.tasks.nn.model_config import (
 
 _EXAMPLE = 'a JSON object such as {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, ...}'
 _NO_KEYS: Mapping[str, str] = {}
-#: what a token may be the id of; kept for whoever generates text with an exported network
+#: the id of a special token; kept for programs that generate text with an exported network
 TokenId = int | tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
 class GptConfig:
-    """The shape of a causal language model; default: GPT-2 of 124 million parameters.
+    """The shape of a causal language model; default: GPT-2 with 124 million parameters.
 
     `norm` is "layer" or "rms"; `positions` is "learned" or "rotary". `is_gated`: the feed-forward part multiplies by a
-    gate (SwiGLU where `hidden_act` is silu). `num_key_value_heads` below `num_attention_heads`: groups of heads share
+    gate (SwiGLU if `hidden_act` is silu). `num_key_value_heads` below `num_attention_heads`: groups of heads share
     their keys and values. `is_tied`: the vocabulary head is the word embeddings. The ids of special tokens are kept for
-    whoever generates text, and change nothing here: padding behind a row gives no gradient to any word, but a word that
-    also serves as padding is learned where it stands as a word (in Hugging Face's Llama it is not).
+    text generation and have no effect here: padding at the end of a row gives no word a gradient, but a word that also
+    serves as padding is learned where it occurs as a word (unlike in Hugging Face's Llama).
 
     Raises DataError for a value that no model can have.
     """
@@ -83,15 +83,15 @@ class GptConfig:
 
     @property
     def parameters(self) -> int:
-        """How many numbers `GptForCausalLM` learns with this configuration, counted without making it."""
+        """The number of parameters of `GptForCausalLM` with this configuration, computed without building it."""
         return _count_parameters(vars(self))
 
     @classmethod
     def from_json_file(cls, path: str | Path) -> GptConfig:
-        """Read a `config.json` of Hugging Face for GPT-2 or Llama.
+        """Read a Hugging Face `config.json` for GPT-2 or Llama.
 
-        Raises DataError naming file, key, what was found and what was expected; also for a key that is missing or
-        unknown, or that asks for a model which this one is not.
+        Raises DataError naming file, key, the value found and the expected one; also for a key that is missing,
+        unknown, or asks for a different model.
         """
         try:
             return _from_hugging_face(read_object(Path(path), _EXAMPLE))
@@ -99,28 +99,28 @@ class GptConfig:
             raise DataError(f"{path}: {error}") from error
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """The content of a `config.json` for the same network. Raises DataError where no class of theirs is one."""
+        """The content of a `config.json` for the same network. Raises DataError if Hugging Face has no such class."""
         for dialect in _DIALECTS.values():
             content = dialect.content(self)
-            with suppress(DataError):  # of sizes that this dialect has no keys for
+            with suppress(DataError):  # from sizes that this dialect has no keys for
                 if _from_hugging_face(content) == self:
                     return content
         raise DataError(
             f"norm {self.norm}, positions {self.positions}, is_gated {self.is_gated}, num_key_value_heads"
             f" {self.num_key_value_heads}: expected GPT-2 (layer, learned, not gated, with biases, a key for each head)"
-            " or Llama (rms, rotary, gated, no dropout but in attention), since Hugging Face has no class for others;"
+            " or Llama (rms, rotary, gated, dropout only in attention), since Hugging Face has no class for others;"
             " --format safetensors writes the weights of any network"
         )
 
     def with_dropout(self, p: float) -> GptConfig:
-        """The same model with all its dropout rates `p`, of which Llama's layout has one. Raises DataError."""
+        """The same model with all dropout rates set to `p`; Llama's layout has only one. Raises DataError."""
         if self.positions == "rotary":
             return dataclasses.replace(self, attention_dropout=p)
         return dataclasses.replace(self, embedding_dropout=p, residual_dropout=p, attention_dropout=p)
 
 
 def _check(values: Mapping[str, Any], keys: Mapping[str, str]) -> None:
-    """Raise DataError for values that no model can have, under the names that they have in `keys`."""
+    """Raise DataError for values that no model can have, naming them as in `keys`."""
     for field in dataclasses.fields(GptConfig):
         key, value = keys.get(field.name, field.name), values[field.name]
         if field.type == "int":
@@ -140,7 +140,7 @@ def _check(values: Mapping[str, Any], keys: Mapping[str, str]) -> None:
     heads, groups = ("num_attention_heads", "num_key_value_heads")
     check_divides(keys.get(groups, groups), values[groups], keys.get(heads, heads), values[heads], "as many is usual")
     if values["positions"] == "rotary" and values["head_dim"] % 2:
-        raise DataError(wrong("head_dim", values["head_dim"], "an even number, since rotary positions turn pairs"))
+        raise DataError(wrong("head_dim", values["head_dim"], "an even number, since rotary positions rotate pairs"))
     count = _count_parameters(values)
     if count > MOST_PARAMETERS:
         sizes = ", ".join(f"{keys.get(name, name)} {values[name]}" for name in _SIZES)
@@ -171,26 +171,26 @@ def _count_parameters(values: Mapping[str, Any]) -> int:
     return int(words + places + values["num_hidden_layers"] * (2 * norm + attention + between) + norm)
 
 
-# What Hugging Face's files say.
+# Hugging Face's files.
 
 
 @dataclass(frozen=True)
 class _Dialect:
-    """How one `model_type` says it: its keys for our fields, what it must say, and what it cannot say otherwise."""
+    """The format of one `model_type`: its keys for our fields, required keys, and fixed properties."""
 
     model_type: str
     architecture: str
     keys: Mapping[str, str]  # field -> key
     required: tuple[str, ...]
-    defaults: Mapping[str, Any]  # of fields, where the file does not have the key
+    defaults: Mapping[str, Any]  # of fields, if the file does not have the key
     fixed: Mapping[str, Any]  # of fields, whatever the file says
     other_models: OtherModels
     without_effect: tuple[str, ...]
 
     def content(self, config: GptConfig) -> dict[str, Any]:
-        """What a file says of a configuration, if it is of this model_type."""
+        """The content of a file of this model_type for a configuration."""
         own = {key: getattr(config, field) for field, key in self.keys.items()}
-        if "rope_theta" in own:  # where newer readers look for it
+        if "rope_theta" in own:  # where newer versions of transformers read it
             own["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
         return {"model_type": self.model_type, "architectures": [self.architecture], **own}
 
@@ -295,7 +295,7 @@ def _from_hugging_face(found: dict[str, Any]) -> GptConfig:
         raise DataError(f"the key model_type is missing: expected {' or '.join(_DIALECTS)}")
     dialect = _DIALECTS.get(found["model_type"]) if isinstance(found["model_type"], str) else None
     if dialect is None:
-        raise DataError(wrong("model_type", found["model_type"], f"{' or '.join(_DIALECTS)}, the networks there are"))
+        raise DataError(wrong("model_type", found["model_type"], f"{' or '.join(_DIALECTS)}, the available networks"))
     found = {key: value for key, value in found.items() if key != "model_type"}
     found = _plain_rotation(found) if dialect is _LLAMA else found
     own = own_keys(
@@ -307,7 +307,7 @@ def _from_hugging_face(found: dict[str, Any]) -> GptConfig:
     missing = [key for key in dialect.required if own.get(key) is None]
     if missing:
         raise DataError(f"the key {missing[0]} is missing: a {dialect.model_type} needs {', '.join(dialect.required)}")
-    # null is how these files leave a key to its default
+    # in these files, null means the default
     given = {field: own[key] for field, key in dialect.keys.items() if own.get(key) is not None}
     for name in _TOKENS:
         if isinstance(given.get(name), list):
@@ -319,7 +319,7 @@ def _from_hugging_face(found: dict[str, Any]) -> GptConfig:
 
 
 def _plain_rotation(found: dict[str, Any]) -> dict[str, Any]:
-    """The newer `rope_parameters` as the `rope_theta` and `rope_scaling` that older files have."""
+    """Convert the newer `rope_parameters` to the `rope_theta` and `rope_scaling` of older files."""
     given = found.get("rope_parameters")
     rest = {key: value for key, value in found.items() if key != "rope_parameters"}
     for key in ("rope_parameters", "rope_scaling"):
@@ -336,7 +336,7 @@ def _plain_rotation(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _derived(dialect: _Dialect, own: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes that a file may leave to be derived from others."""
+    """The sizes that a file may omit because they follow from others."""
     key = dialect.keys
     hidden, heads = own[key["hidden_size"]], own[key["num_attention_heads"]]
     for name, value in ((key["hidden_size"], hidden), (key["num_attention_heads"], heads)):

@@ -1,11 +1,10 @@
-"""The data of a causal language model from records: rows of tokens in the order of the text, each predicted from those
-before it.
+"""Causal language model data from records: rows of tokens in text order, each predicted from the earlier ones.
 
-Responsible for the one column of such rows, for refusing numbers that cannot be meant, and for batches; how rows are
-found is the affair of `records`, how text becomes rows that of `preprocessing/gpt_corpus.py`.
+Responsible for the single column of such rows, for refusing invalid numbers, and for batches. `records` reads rows, and
+`preprocessing/gpt_corpus.py` makes them from text.
 
-The one idea: what is predicted where is computed here, in NumPy, from the lengths of rows. So the number of predictions
-of a batch is known before anything is on a device, and no device waits for it.
+The one idea: the prediction targets are computed here, in NumPy, from the lengths of rows. So the number of predictions
+of a batch is known before it is on a device, without a device synchronisation.
 """
 
 from __future__ import annotations
@@ -34,21 +33,20 @@ IDS = "ids"
 
 _CHECKED_ROWS = 1024  # at both ends of each file, before the first step
 _MULTIPLE = 8  # of the length of a batch, for the tensor cores of GPUs
-_WIDE = 65_536  # the first number of tokens that need four bytes a token
+_WIDE = 65_536  # vocabularies of this size or more need four bytes per token
 
 
 def columns_of(vocab_tokens: int) -> dict[str, Column]:
-    """The column of rows that `gpt_corpus` makes; a reader takes unsigned integers of any width, and fixed rows too."""
+    """The column that `gpt_corpus` writes; the reader accepts unsigned integers of any width, and fixed rows too."""
     return {IDS: Column("U16" if vocab_tokens < _WIDE else "U32", is_ragged=True)}
 
 
 class GptRecords(Dataset[Batch]):
-    """The rows of a split; `load_records` makes it.
+    """The rows of a split; made by `load_records`.
 
-    `files` are the paths, for the nodes of a run to compare; `length` is L: that of the longest row of the split,
-    rounded up to a multiple of 8 if the model has so many positions. Every batch is padded to it, so the memory of a
-    micro-batch of n rows is known after the first one. Rows are checked as they are read, and DataError names file and
-    row of what is wrong.
+    `files`: paths, for the nodes of a run to compare. `length` is L: the length of the longest row of the split,
+    rounded up to a multiple of 8 if the model has that many positions. Every batch is padded to it, so the memory of a
+    micro-batch of n rows is known after the first one. Rows are checked when read; DataError names the file and row.
     """
 
     vocabulary_digest: str | None = None  # of `vocab_digest`
@@ -68,10 +66,10 @@ class GptRecords(Dataset[Batch]):
         return {"input_ids": batch["input_ids"][0], "target_positions": batch["target_positions"]}
 
     def __getitems__(self, indices: Sequence[int] | Indices) -> Batch:
-        """Many at once, as the finished batch, in the order of `indices`; an index may come twice.
+        """Several samples as a finished batch, in the order of `indices`; an index may occur twice.
 
-        `input_ids` (n, L) int64, with zeros behind a row that is shorter; `target_positions` (m,) int64, row * L +
-        column of every token that is followed by another of its row, which is what is predicted there.
+        `input_ids` (n, L) int64, shorter rows padded with zeros at the end; `target_positions` (m,) int64, row * L +
+        column of every token that is followed by another of its row, the target.
         """
         ids, lengths = self.rows(indices)
         has_target = np.arange(self.length) < lengths[:, None] - 1  # (n, L)
@@ -81,7 +79,7 @@ class GptRecords(Dataset[Batch]):
         }
 
     def collater(self, samples: Batch | list[Batch]) -> Batch:
-        """A batch from what either of the two above returns."""
+        """A batch from the results of `__getitem__`, or of `__getitems__` unchanged."""
         if isinstance(samples, dict):
             return samples
         if not samples:
@@ -93,11 +91,11 @@ class GptRecords(Dataset[Batch]):
         }
 
     def num_tokens(self, index: int) -> int:
-        """What a sample costs in tokens: L for every one, since the network computes its padding too."""
+        """The cost of a sample in tokens: always L, since the network computes its padding too."""
         return self.length
 
     def rows(self, indices: Sequence[int] | Indices) -> tuple[npt.NDArray[np.int64], Indices]:
-        """What is stored: tokens (n, L) with zeros behind, and how many each row has, (n,). Raises DataError."""
+        """The stored tokens (n, L), padded with zeros, and the length of each row, (n,). Raises DataError."""
         wanted = positive(indices, len(self))
         found = self._records.find(wanted)
         if self._is_ragged:
@@ -115,7 +113,7 @@ class GptRecords(Dataset[Batch]):
         return ids.astype(np.int64), lengths
 
     def check_ends(self, ends: Sequence[int]) -> None:
-        """Read and check the first and the last rows of every file, which are up to `ends`. Raises DataError."""
+        """Read and check the first and last rows of every file; files end at rows `ends`. Raises DataError."""
         for start, stop in zip([0, *ends], ends):
             first = np.arange(start, min(start + _CHECKED_ROWS, stop))
             last = np.arange(max(start + len(first), stop - _CHECKED_ROWS), stop)
@@ -130,17 +128,16 @@ def load_records(
     index: Index, split: str, *, config_file: Path, vocab_size: int, max_positions: int, num_file: int = 0,
     local_copy: LocalCopy | None = None,
 ) -> GptRecords:  # fmt: skip
-    """The rows of a split for a model of `vocab_size` tokens and `max_positions`, which `config_file` says.
+    """The rows of a split for a model of `vocab_size` tokens and `max_positions`, as in `config_file`.
 
-    `num_file` takes the first files only. With `local_copy` the rows are read from the copies there, which are made
-    first. Raises MissingSplitError where the index has no such split, DataError for
-    what is wrong with it or with its files.
+    `num_file` limits the number of files. With `local_copy`, files are copied there first and read from the copies.
+    Raises MissingSplitError if the index has no such split, DataError for an invalid index or file.
     """
     chosen = index.split(split)
     column = _column(index)
     if index.vocab_tokens > vocab_size:
         raise DataError(
-            f"{index.path} has ids of {index.vocab_tokens:,} tokens, and {config_file} has vocab_size {vocab_size:,}:"
+            f"{index.path} has ids of {index.vocab_tokens:,} tokens, but {config_file} has vocab_size {vocab_size:,}:"
             " expected as many or more; give the --config-file that belongs to the data"
         )
     longest = chosen.longest[IDS] if column.is_ragged else column.shape[0]
@@ -167,11 +164,11 @@ def load_records(
 
 
 def check_tokens(index: Index, tokens: Sequence[str], tokenizer_file: Path) -> None:
-    """Raise DataError unless the tokens of a tokenizer are those that the rows were made with."""
+    """Raise DataError unless the rows were made with these tokens of a tokenizer."""
     remedy = "give the --dict FILE (tokenizer.json) that the records were made with, or make them again with this one"
     if len(tokens) != index.vocab_tokens:
         raise DataError(
-            f"{index.path} was made with a vocabulary of {index.vocab_tokens:,} tokens, and {tokenizer_file} has"
+            f"{index.path} was made with a vocabulary of {index.vocab_tokens:,} tokens, but {tokenizer_file} has"
             f" {len(tokens):,}: expected the same; {remedy}"
         )
     if (found := vocab_digest(tokens)) != index.vocab_sha256:
@@ -186,8 +183,8 @@ def _column(index: Index) -> Column:
     is_right = column is not None and column.dtype.startswith("U") and (column.is_ragged or len(column.shape) == 1)
     if column is None or not is_right or len(index.columns) > 1:
         raise DataError(
-            f"{index.path} has the columns {_named(index.columns)}, expected those of a causal language model's rows:"
-            f" {IDS} alone, unsigned integers, ragged or of one length; {MAKE}"
+            f"{index.path} has the columns {_named(index.columns)}, expected the column of a causal language model:"
+            f" only {IDS}, unsigned integers, ragged or of one length; {MAKE}"
         )
     return column
 

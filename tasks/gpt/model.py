@@ -1,16 +1,16 @@
 """A causal language model, in the layout of GPT-2 or of Llama.
 
-Responsible for the arithmetic, for where parameters begin, and for their names and forms in Hugging Face's files; knows
-no files, losses or ranks. The one idea: both layouts are the same tree of modules, a stack of layers that normalise,
-mix tokens and mix features; what differs is an option of a module. Only positions that have a target reach the last
-norm and the vocabulary head, and nothing in forward looks at a value, so nothing in it waits for a device.
+Responsible for the arithmetic, the initialisation, and the names and shapes of parameters in Hugging Face's files;
+knows no files, losses or ranks. The one idea: both layouts are the same tree of modules, a stack of layers that
+normalise, mix tokens and mix features; differences are options of a module. Only positions with a target reach the last
+norm and the vocabulary head, and forward never reads a value, so it never waits for a device.
 
-A token sees only itself and what stands before it, so padding at the end of a row changes nothing and needs no mask.
+A token sees only itself and earlier tokens, so padding at the end of a row changes nothing and needs no mask.
 
-The arithmetic is that of Hugging Face's `GPT2LMHeadModel` and `LlamaForCausalLM`. Their names and forms differ from
-each other, so ours are neither: GPT-2's matrices are stored there as (in, out), and Llama's queries, keys and values
-stand apart. Here every matrix is that of an `nn.Linear`, (out, in), and the three are one, as in GPT-2. Both are
-changed once, when a file is read or written, and not in every step.
+The arithmetic equals Hugging Face's `GPT2LMHeadModel` and `LlamaForCausalLM`. Their names and shapes differ from each
+other, so ours follow neither: GPT-2's matrices are stored as (in, out), and Llama's queries, keys and values are
+separate. Here every matrix is an `nn.Linear` weight, (out, in), and the three are one, as in GPT-2. The conversion
+happens once, when a file is read or written, not in every step.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class GptForCausalLM(nn.Module):
-    """Scores of every word of the vocabulary for the token that follows.
+    """Predicts the next token: logits over the vocabulary.
 
-    Freshly made, it is initialised as GPT-2 was: weights normal with `initializer_range`, those that add to the stream
-    around the layers divided by the root of how many there are (2 a layer), biases zero, norms the identity. The first
-    cross entropy is then about ln vocab_size. Parameters depend on torch's seed alone.
+    A new model is initialised like GPT-2: weights normal with `initializer_range`, those that add to the residual
+    stream divided by the root of their number (2 per layer), biases zero, norms the identity. The first cross entropy
+    is then about ln vocab_size. Parameters depend only on torch's seed.
 
-    A head that is tied is no parameter of its own: its matrix *is* the word embeddings.
+    A tied head has no parameter of its own: its matrix *is* the word embeddings.
     """
 
     def __init__(self, config: GptConfig) -> None:
@@ -55,7 +55,7 @@ class GptForCausalLM(nn.Module):
         _initialise_(self, config)
 
     def forward(self, input_ids: Tensor, target_positions: Tensor) -> Tensor:
-        """Logits (m, vocab_size) at the positions that have a target, the token that follows there.
+        """Logits (m, vocab_size) at the positions that have a target, which is the next token.
 
         input_ids: (n, L) int64, padded at the end of rows with any token; target_positions: (m,) int64, row * L +
         column. m may be 0: the sum of no cross entropies is 0, with zero gradients. Raises ValueError for shapes that
@@ -76,8 +76,8 @@ def _check_shapes(input_ids: Tensor, target_positions: Tensor, max_length: int) 
         raise ValueError(f"input_ids has shape {shape}, expected (n, L) with L of at least 1")
     if shape[1] > max_length:
         raise ValueError(
-            f"input_ids has shape {shape}, rows of {shape[1]} tokens: expected at most {max_length}, which is the most"
-            " positions of the model's configuration; make shorter rows, or a model with more positions"
+            f"input_ids has shape {shape}, rows of {shape[1]} tokens: expected at most {max_length}, the number of"
+            " positions in the model's configuration; make shorter rows, or a model with more positions"
         )
     if target_positions.ndim != 1:
         raise ValueError(
@@ -101,11 +101,11 @@ class _Embeddings(nn.Module):
 
 
 class _Rotation(nn.Module):
-    """Cosines and sines (L, head_dim) of the angles by which positions turn pairs of features.
+    """Cosines and sines (L, head_dim) of the angles by which rotary positions rotate pairs of features.
 
     Su et al. 2021, arXiv 2104.09864, equation 15; feature i is paired with i + head_dim / 2, as in Hugging Face's
-    Llama. Angles are in fp32 whatever the model is in: so are those that published weights were trained with, and at
-    position 8,000 more or fewer digits are a difference of 1e-4.
+    Llama. Angles are in fp32 whatever the model's dtype: published weights were trained with fp32 angles, and at
+    position 8,000 another precision makes a difference of 1e-4.
     """
 
     frequencies: Tensor
@@ -166,7 +166,7 @@ class _Attention(nn.Module):
         if rotation is not None:
             query, key = _turned(query, rotation), _turned(key, rotation)
         if self.groups < self.heads:
-            # written out, since not every kernel of SDPA takes groups: head h listens to group h // (heads / groups)
+            # explicit, since not every SDPA kernel supports groups: head h uses group h // (heads / groups)
             key, value = (part.repeat_interleave(self.heads // self.groups, dim=1) for part in (key, value))
         rate = self.dropout_rate if self.training else 0.0
         attended = attend(query, key, value, rate, is_causal=True)
@@ -174,7 +174,7 @@ class _Attention(nn.Module):
 
 
 def qkv_widths(config: GptConfig) -> list[int]:
-    """The rows of queries, keys and values in the one matrix that makes all three."""
+    """The number of rows for queries, keys and values in the one matrix that computes all three."""
     shared = config.num_key_value_heads * config.head_dim
     return [config.num_attention_heads * config.head_dim, shared, shared]
 
@@ -198,7 +198,7 @@ class _Mlp(nn.Module):
 
 @torch.no_grad()
 def _initialise_(model: GptForCausalLM, config: GptConfig) -> None:
-    # Radford et al. 2019, section 2.3: the stream is a sum of two terms a layer, and its variance is to stay
+    # Radford et al. 2019, section 2.3: the stream sums two terms per layer, and its variance must not grow
     smaller = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
@@ -208,7 +208,7 @@ def _initialise_(model: GptForCausalLM, config: GptConfig) -> None:
             nn.init.zeros_(module.bias)
 
 
-# Names and forms in Hugging Face's files.
+# Names and shapes in Hugging Face's files.
 
 #: ours -> GPT-2's, without and within a layer
 _GPT2_NAMES = {
@@ -240,7 +240,7 @@ _LLAMA_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def their_names(config: GptConfig, name: str) -> tuple[str, ...]:
-    """The name of a parameter of ours in files of Hugging Face; three where theirs are in three pieces."""
+    """The Hugging Face name of one of our parameters; three names if theirs is in three pieces."""
     module, _, kind = name.rpartition(".")
     is_llama = config.norm == "rms"
     names = _LLAMA_NAMES if is_llama else _GPT2_NAMES
@@ -252,12 +252,12 @@ def their_names(config: GptConfig, name: str) -> tuple[str, ...]:
 
 
 def _is_turned_over(config: GptConfig, name: str) -> bool:
-    """GPT-2's dense layers stand there as (in, out)."""
+    """Whether the file stores the transpose: GPT-2's dense layers are (in, out) there."""
     return config.norm == "layer" and name.startswith("layers.") and name.endswith(".weight") and "norm" not in name
 
 
 def to_hugging_face(config: GptConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Name and tensor, as Hugging Face's class for that configuration has them, of each of ours; a view if it can be.
+    """Convert our tensors to the names and shapes of Hugging Face's class for that configuration; views if possible.
 
     A tied head has no name of its own there either.
     """
@@ -269,6 +269,6 @@ def to_hugging_face(config: GptConfig, tensors: Mapping[str, Tensor]) -> Iterato
 
 
 def from_hugging_face(config: GptConfig, name: str, pieces: tuple[Tensor, ...]) -> Tensor:
-    """Our parameter of that name from what stands in a file under `their_names`; a view if it can be."""
+    """Our parameter `name` from the tensors that a file has under `their_names`; a view if possible."""
     tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return tensor.t() if _is_turned_over(config, name) else tensor

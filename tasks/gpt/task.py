@@ -1,11 +1,10 @@
-"""Causal language models: every token from those before it, one loss term that is counted in tokens.
+"""Causal language modelling task: predict every token from earlier ones, with one loss term counted in tokens.
 
-Responsible for which files a run needs, for the sum and for the accuracy. What is in the files is the affair of
-`tasks/gpt/dataset.py`, the network that of `tasks/gpt/model.py`; how text becomes such files, that of
-`preprocessing/gpt_corpus.py`.
+Responsible for the choice of files, the summed loss and the accuracy. `tasks/gpt/dataset.py` reads the files,
+`tasks/gpt/model.py` is the network, and `preprocessing/gpt_corpus.py` makes such files from text.
 
-The one idea: the last row of a corpus is short, and rows of other makers are short everywhere. So the mean loss is the
-sum over *all* predicted tokens of a step, wherever they were computed.
+The one idea: the last row of a corpus is short, and in data from other tools any row may be. So the mean loss is the
+sum over *all* predicted tokens of a step, on all ranks, divided by their number.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ logger = logging.getLogger(__name__)
 class GptTask(Task):
     """`--task gpt`: records in `--data`, the network of GPT-2 or Llama in `--config-file`.
 
-    Where `--config-file` or `--dict` is left out, `config.json` and `tokenizer.json` in the folder of the data are
-    taken. `--init-from` names a directory of Hugging Face in their place, whose weights are where the training begins.
-    `--dropout P` stands for all rates of the configuration.
+    `--config-file` and `--dict` default to `config.json` and `tokenizer.json` in the folder of the data. `--init-from`
+    names a Hugging Face directory instead, and training starts from its weights. `--dropout P` replaces all rates of
+    the configuration.
     """
 
     Options = GptOptions
@@ -58,7 +57,7 @@ class GptTask(Task):
             local_copy=self._local_copy,
         )  # fmt: skip
         dataset.vocabulary_digest = index.vocab_sha256
-        # for the nodes of a run to compare; what options name is compared by itself
+        # for the nodes of a run to compare; files named by options are compared separately
         if self.config.task.config_file is None:
             dataset.files.append(config_file)
         if tokenizer is not None and self.config.task.vocab_file is None:
@@ -87,12 +86,12 @@ class GptTask(Task):
         return {"loss": len(sample["target_positions"])}
 
     def loss(self, model: nn.Module, sample: Batch) -> dict[str, Tensor]:
-        """The cross entropy in nats, summed over the predicted tokens."""
+        """Cross entropy in nats, summed over the predicted tokens."""
         logits, targets = _predicted(model, sample)
         return {"loss": F.cross_entropy(logits, targets, reduction="sum")}
 
     def metrics(self, model: nn.Module, sample: Batch) -> dict[str, tuple[float, float]]:
-        """`token_accuracy`: how often the token that is held for most likely is the right one."""
+        """`token_accuracy`: how often the most likely token is the correct one."""
         logits, targets = _predicted(model, sample)
         correct = torch.sum(logits.argmax(dim=1) == targets).item()  # sync, in validation only
         return {"token_accuracy": (float(correct), float(len(targets)))}
@@ -108,6 +107,6 @@ class GptTask(Task):
 
 
 def _predicted(model: nn.Module, sample: Batch) -> tuple[Tensor, Tensor]:
-    """Logits (m, vocab_size) and the tokens that are right, (m,)."""
+    """Logits (m, vocab_size) and the correct tokens, (m,)."""
     ids, positions = sample["input_ids"], sample["target_positions"]
     return model(ids, positions), ids.flatten().index_select(0, positions + 1)

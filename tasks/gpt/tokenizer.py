@@ -1,7 +1,7 @@
-"""The tokenizer of a causal language model as one file, `tokenizer.json`: which token has which id.
+"""Reads the tokens and their ids from `tokenizer.json`, the tokenizer of a causal language model in one file.
 
-Responsible for the tokens alone, by which a model and its data are known to speak of the same words; how text becomes
-tokens is the affair of `preprocessing/gpt_corpus.py`. Needs no `tokenizers`.
+Responsible only for the tokens, by which a model and its data are known to share a vocabulary;
+`preprocessing/gpt_corpus.py` tokenizes text. Does not need `tokenizers`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hetseq.tasks.nn.model_config import read_object
 #: the name of the file in folders of data and of models
 TOKENIZER = "tokenizer.json"
 
-_LARGEST_FILE = 1 << 27  # bytes; of 256,000 tokens it has 34 million
+_LARGEST_FILE = 1 << 27  # bytes; a file with 256,000 tokens has 34 million
 _MOST_TOKENS = 1 << 24
 _EXAMPLE = (
     'the tokenizer of a model in one file, {"model": {"type": "BPE", "vocab": {...}}, "added_tokens": [...], ...}'
@@ -23,7 +23,7 @@ _EXAMPLE = (
 
 
 def read_tokens(path: Path) -> list[str]:
-    """The tokens by their ids, "" where an id has none. Raises DataError for a file that is no tokenizer."""
+    """The tokens in the order of their ids, "" for an unused id. Raises DataError for an invalid tokenizer."""
     try:
         return _by_id(read_object(path, _EXAMPLE, largest_bytes=_LARGEST_FILE))
     except DataError as error:
@@ -33,7 +33,7 @@ def read_tokens(path: Path) -> list[str]:
 def _by_id(found: dict[str, Any]) -> list[str]:
     model, added = found.get("model"), found.get("added_tokens") or []
     vocab = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocab, list):  # of Unigram: pairs of token and score, in the order of the ids
+    if isinstance(vocab, list):  # Unigram: pairs of token and score, in the order of the ids
         vocab = {pair[0]: number for number, pair in enumerate(vocab) if isinstance(pair, list) and pair}
     if not isinstance(vocab, dict) or not vocab or not isinstance(added, list):
         raise DataError(f"has no model with a vocab: expected {_EXAMPLE}")

@@ -1,1 +1,1 @@
-"""Parts of networks that several tasks use."""
+"""Network modules and functions that several tasks use."""

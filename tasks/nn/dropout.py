@@ -1,11 +1,11 @@
-"""Dropout that draws its random numbers quickly on a CPU.
+"""Dropout with fast random numbers on CPUs.
 
-Responsible for which elements are left out and for nothing else. On other devices it is torch's; on a CPU torch draws
-one number of the Bernoulli distribution after the other, which is a tenth of the time of a small BERT's step. Here one
-draw of 64 bits serves four elements, each of which has 16 bits to be compared with a threshold.
+Responsible only for the choice of elements to drop. On other devices this is torch's dropout; on a CPU torch draws one
+Bernoulli number after another, which takes a tenth of a small BERT's step. Here one draw of 64 bits serves four
+elements, each of which compares 16 bits with a threshold.
 
-The rate is therefore a multiple of 2^-16: 0.1 is 0.100006. What is kept is divided by the share that is kept then, so
-that the mean of every element is unchanged.
+The rate is therefore a multiple of 2^-16: 0.1 becomes 0.100006. Kept elements are divided by the actual probability of
+keeping them, so that the mean of every element is unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LANES = 4  # elements of one draw
 
 
 class Dropout(nn.Module):
-    """As `torch.nn.Dropout`: in training each element is left out with probability `p`, and the rest is scaled up."""
+    """As `torch.nn.Dropout`: in training, zeroes each element with probability `p` and scales up the rest."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class Dropout(nn.Module):
         return drop(x, self.p if self.training else 0.0)
 
     def extra_repr(self) -> str:
-        """What is shown in brackets."""
+        """The text in brackets of `repr`."""
         return f"p={self.p}"
 
 
 def drop(x: Tensor, p: float) -> Tensor:
-    """Leave out each element of `x` with probability `p`, 0 <= p < 1, and scale up the rest; random by torch's seed."""
+    """Zero each element of `x` with probability `p`, 0 <= p < 1, and scale up the rest; uses torch's generator."""
     threshold = round(p * _VALUES)
     if threshold == 0:
         return x
@@ -45,6 +45,6 @@ def drop(x: Tensor, p: float) -> Tensor:
         return F.dropout(x, p)
     draws = torch.empty(-(-x.numel() // _LANES), dtype=torch.int64).random_(_LEAST, None)
     lanes = draws.view(torch.int16)[: x.numel()].view(x.shape)  # uniform from -2^15 to 2^15 - 1
-    # compared into numbers at once: truth values would be written, read and turned into numbers one by one
+    # compare straight into floats: a bool tensor would cost an extra write, read and conversion
     is_kept = torch.ge(lanes, threshold - _VALUES // 2, out=torch.empty_like(lanes, dtype=x.dtype))
     return x * is_kept.mul_(_VALUES / (_VALUES - threshold))

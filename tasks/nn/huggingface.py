@@ -1,10 +1,10 @@
-"""Networks in directories of Hugging Face: `config.json`, weights, and for BERT the vocabulary; read and written.
+"""Reads and writes networks in Hugging Face directories: `config.json`, weights, and for BERT the vocabulary.
 
-Responsible for which tensor of theirs becomes which of ours, for what may be missing or left over, and for directories
-that `from_pretrained` opens; the arithmetic is the affair of `tasks/bert/model.py` and `tasks/gpt/model.py`, the files
-that of `huggingface_files`. Needs no transformers. The one idea: every tensor is accounted for. What has no place here,
-has no file there, or has another shape is an error, because a network with one layer left as it was initialised trains
-well enough for nobody to notice.
+Responsible for mapping their tensors to ours, for tensors that may be missing or left over, and for directories that
+`from_pretrained` opens; the arithmetic is in `tasks/bert/model.py` and `tasks/gpt/model.py`, file access in
+`huggingface_files`. Does not need transformers. The one idea: every tensor is accounted for. An unknown tensor, a
+missing one, or one of another shape is an error, because a network with one layer left at its initialisation trains
+well enough to go unnoticed.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ logger = logging.getLogger(__name__)
 _CONFIG_NAME, _WEIGHTS_NAME, _VOCAB_NAME = "config.json", "model.safetensors", "vocab.txt"
 _TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 
-#: what older files store besides weights: positions, the triangle of causal attention, frequencies
+#: tensors in older files that are not weights: positions, the causal mask, frequencies
 _NO_WEIGHTS = re.compile(r"(^|\.)(position_ids|attn\.(masked_)?bias|rotary_emb\.inv_freq)$")
-#: heads of tasks that are not here
+#: heads of tasks that HetSeq does not have
 _OTHER_HEADS = re.compile(r"^(classifier|qa_outputs|score)\.")
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """What a directory has to hold for one model."""
+    """The tensors that a directory must hold for one model."""
 
-    expected: Mapping[str, torch.Size]  # shape by their name
+    expected: Mapping[str, torch.Size]  # their name -> shape
     sources: Callable[[str], tuple[str, ...]]  # our name -> theirs
     convert: Callable[[str, tuple[Tensor, ...]], Tensor]  # our name, their tensors -> our tensor
-    tied: Mapping[str, str]  # a second name of theirs -> the first
-    base: str  # what all names but those of heads begin with, unless the file is of the model without heads
-    heads: Mapping[str, str]  # what the names of a head begin with -> what it is called
-    unwanted: tuple[str, ...] = ()  # what the names of tensors begin with that are not asked for
+    tied: Mapping[str, str]  # their second name of a tensor -> the first
+    base: str  # prefix of all names except heads, absent in a file of the model without heads
+    heads: Mapping[str, str]  # prefix of the names of a head -> its title
+    unwanted: tuple[str, ...] = ()  # prefixes of tensors to ignore
 
 
 def read_bert(
     folder: str | Path, *, heads_may_be_missing: bool = False, dropout: float | None = None
 ) -> BertForPreTraining:
-    """The BERT in a directory, in fp32 and in training mode; `dropout` stands for both rates of its configuration.
+    """The BERT in a directory, in fp32 and in training mode; `dropout` replaces both rates of its configuration.
 
-    With `heads_may_be_missing`, for fine-tuning, the pooler and the heads of pre-training may be absent: they stay as
-    they are initialised, from torch's random numbers, and a line of the log names them. Heads of other tasks are left
-    out, and named too.
+    With `heads_may_be_missing`, for fine-tuning, the pooler and the pre-training heads may be absent: they keep their
+    random initialisation, drawn from torch's generator, and the log names them. Heads of other tasks are skipped and
+    named too.
 
-    Raises DataError naming directory, file and tensor: another architecture, a tensor that is missing, left over or of
-    another shape, a file that is damaged or holds more than tensors.
+    Raises DataError naming directory, file and tensor for another architecture, a tensor that is missing, left over or
+    of another shape, and a file that is damaged or holds more than tensors.
     """
     folder = _existing(folder)
     config = BertConfig.from_json_file(folder / _CONFIG_NAME)
@@ -76,19 +76,19 @@ def read_bert(
 
 
 def read_encoder_(model: Labelling, folder: str | Path) -> None:
-    """Copy the weights of a BERT in a directory into one with a head of labels, whatever heads that has.
+    """Copy the weights of a BERT in a directory, with any heads, into a model with a label head.
 
-    The head of labels is taken where it is of the same kind and has the same labels, and else stays as it is
-    initialised, as does a pooler that is not there; a line of the log names them. Raises DataError as `read_bert`.
+    The label head is copied if it has the same kind and the same labels. Otherwise it keeps its initialisation, as does
+    a missing pooler; the log names them. Raises DataError as `read_bert`.
     """
     folder = _existing(folder)
     _fill_(model, folder, _labelling_layout(model, folder), heads_may_be_missing=True)
 
 
 def read_gpt(folder: str | Path, *, heads_may_be_missing: bool = False, dropout: float | None = None) -> GptForCausalLM:
-    """The GPT-2 or Llama in a directory, as `read_bert`; the head that may be missing is one that is not tied.
+    """The GPT-2 or Llama in a directory, as `read_bert`; only an untied head may be missing.
 
-    `dropout` stands for all rates of its configuration.
+    `dropout` replaces all rates of its configuration.
     """
     folder = _existing(folder)
     config = GptConfig.from_json_file(folder / _CONFIG_NAME)
@@ -107,10 +107,10 @@ def write_pretrained(
 ) -> None:
     """Write a directory that `from_pretrained` of transformers opens, for a BERT or a causal language model.
 
-    `folder` is empty or not there yet. With the vocabulary of a BERT, `AutoTokenizer` opens it too; it makes words
-    lower case if `is_lower_case`, or where that is None by `looks_lower_case`. A causal language model has a
-    `tokenizer_file`, tokenizer.json; what is said of it by a tokenizer_config.json beside it is kept, else its special
-    tokens are those of the model's configuration. Raises DataError.
+    `folder` must be empty or not exist. With the vocabulary of a BERT, `AutoTokenizer` opens it too; it lower-cases
+    words if `is_lower_case`, or if that is None, according to `looks_lower_case`. A causal language model has a
+    `tokenizer_file`, tokenizer.json; a tokenizer_config.json beside it is copied, otherwise its special tokens come
+    from the model's configuration. Raises DataError.
     """
     folder, config = Path(folder), _config_of(model)
     weights = _their_tensors(model)
@@ -127,7 +127,7 @@ def write_pretrained(
         folder.mkdir(exist_ok=True)
         if any(folder.iterdir()):
             raise DataError(f"{folder} is not empty: expected a folder without files; nothing is overwritten")
-        # save_file wants no views: a transposed one would be written in the order of its memory
+        # save_file rejects views: a transposed one would be written in memory order
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / _WEIGHTS_NAME, _METADATA)
         for name, content in files.items():
             (folder / name).write_bytes(content)
@@ -142,7 +142,7 @@ _METADATA = {"format": "pt"}
 def _existing(folder: str | Path) -> Path:
     folder = Path(folder)
     if not folder.is_dir():
-        raise DataError(f"{folder} is no directory: expected one of Hugging Face, with {_CONFIG_NAME} and weights")
+        raise DataError(f"{folder} is not a directory: expected a Hugging Face directory ({_CONFIG_NAME}, weights)")
     return folder
 
 
@@ -151,16 +151,16 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def looks_lower_case(tokens: Iterable[str]) -> bool:
-    """Whether no token of a vocabulary has an upper-case letter, save the special ones."""
+    """Whether no token of a vocabulary has an upper-case letter, except the special tokens."""
     return all(token == token.lower() for token in tokens if token not in SPECIAL_TOKENS)
 
 
 def _tokenizer_files(path: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """The tokenizer of a causal language model, and what transformers is told of it."""
+    """The tokenizer files of a causal language model for transformers."""
     tokens = read_tokens(path)
     if len(tokens) > config["vocab_size"]:
         raise DataError(
-            f"{path} has {len(tokens):,} tokens, and the model has {config['vocab_size']:,}: expected as many or fewer;"
+            f"{path} has {len(tokens):,} tokens, but the model has {config['vocab_size']:,}: expected as many or fewer;"
             " give the tokenizer of this model"
         )
     beside = path.with_name(_TOKENIZER_CONFIG_NAME)
@@ -172,7 +172,7 @@ def _tokenizer_files(path: Path, config: Mapping[str, Any]) -> dict[str, bytes]:
     if told is None:
         ids = {name: config.get(f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
         special = {name: tokens[at] for name, at in ids.items() if isinstance(at, int) and at < len(tokens)}
-        # the class that takes tokenizer.json as it is; spaces before signs belong to the text
+        # this class uses tokenizer.json unchanged; spaces before punctuation belong to the text
         told = _json({
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
@@ -195,11 +195,11 @@ def _config_of(model: nn.Module) -> dict[str, Any]:
         }
     if isinstance(model, GptForCausalLM):
         return model.config.to_hugging_face()
-    raise DataError(f"a {type(model).__name__} has no class in Hugging Face: expected a BERT or a GPT of tasks/")
+    raise DataError(f"Hugging Face has no class for a {type(model).__name__}: expected a BERT or a GPT of tasks/")
 
 
 def _their_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The weights by their names, without second names, which transformers ties by itself."""
+    """The weights by their names, without second names of tied ones, which transformers ties itself."""
     own = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     return dict(to_hugging_face(model.config, own)) if isinstance(model, GptForCausalLM) else own
 
@@ -261,7 +261,7 @@ def _fill_(model: nn.Module, folder: Path, layout: _Layout, *, heads_may_be_miss
         found = _by_full_name(files, layout)
         stored = {name: own for name, own in found.items() if not name.startswith(layout.unwanted)}
         if len(stored) < len(found):
-            logger.info("%s: not asked for: %s", folder, ", ".join(sorted(found.keys() - stored.keys())))
+            logger.info("%s: not needed: %s", folder, ", ".join(sorted(found.keys() - stored.keys())))
         initialised = _missing_heads(stored, layout) if heads_may_be_missing else {}
         _check_names(files, stored, layout, initialised)
         for name, parameter in model.named_parameters():
@@ -275,19 +275,19 @@ def _fill_(model: nn.Module, folder: Path, layout: _Layout, *, heads_may_be_miss
 
 
 def _by_full_name(files: TensorFiles, layout: _Layout) -> dict[str, str]:
-    """Full name -> name in the file. A model without heads is stored without the beginning of its names."""
+    """Full name -> name in the file. A model without heads is stored without the prefix of its names."""
     plain = {re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name): name for name in files.names}
     plain = {re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name): stored for name, stored in plain.items()}
     if any(name.startswith(layout.base) for name in plain):
         found = plain
     else:
         found = {name if name in layout.expected else layout.base + name: stored for name, stored in plain.items()}
-    # of tied names a file may have either
+    # a file may have either of two tied names
     return {first: found[second] for second, first in layout.tied.items() if second in found} | found
 
 
 def _missing_heads(stored: Mapping[str, str], layout: _Layout) -> dict[str, str]:
-    """The tensors of heads of which nothing is there -> what the head is called."""
+    """The tensors of heads that are missing entirely -> the title of the head."""
     return {
         name: title
         for beginning, title in layout.heads.items()
@@ -303,10 +303,10 @@ def _check_names(
     missing = [name for name in layout.expected if name not in stored and name not in initialised]
     if missing:
         head = next((title for beginning, title in layout.heads.items() if missing[0].startswith(beginning)), None)
-        hint = f"{head} is not there whole" if head else "are these the weights of another model?"
+        hint = f"{head} is incomplete" if head else "are these the weights of another model?"
         raise DataError(
             f"{files.folder}: {_file_names(files)} lacks the tensor {missing[0]}{_others(missing)}, which"
-            f" {_CONFIG_NAME} asks for: {hint}"
+            f" {_CONFIG_NAME} requires: {hint}"
         )
     known = layout.expected.keys() | layout.tied.keys()
     surplus = {name: own for name, own in stored.items() if name not in known and not _NO_WEIGHTS.search(name)}
@@ -314,11 +314,11 @@ def _check_names(
     foreign = [own for own in surplus.values() if own not in left_out]
     if foreign:
         raise DataError(
-            f"{files.names[foreign[0]]} has the tensor {foreign[0]}{_others(foreign)}, for which the model of"
-            f" {files.folder / _CONFIG_NAME} has no place: are these the weights of another model?"
+            f"{files.names[foreign[0]]} has the tensor {foreign[0]}{_others(foreign)}, which the model of"
+            f" {files.folder / _CONFIG_NAME} does not have: are these the weights of another model?"
         )
     if left_out:
-        logger.warning("%s: left out, since there is no such head here: %s", files.folder, ", ".join(left_out))
+        logger.warning("%s: skipped, since the model has no such head: %s", files.folder, ", ".join(left_out))
 
 
 def _file_names(files: TensorFiles) -> str:
@@ -340,12 +340,12 @@ def _read(files: TensorFiles, stored: str, shape: torch.Size) -> Tensor:
 
 
 def _check_tied(files: TensorFiles, stored: Mapping[str, str], layout: _Layout) -> None:
-    """Raise DataError where a second name is not of the same numbers: then the head has weights of its own."""
+    """Raise DataError if two tied names hold different numbers: then the head has separate weights."""
     for second, first in layout.tied.items():
         if second in stored and first in stored and stored[second] != stored[first]:
             shape = layout.expected[first]
             if not torch.equal(_read(files, stored[second], shape), _read(files, stored[first], shape)):
                 raise DataError(
-                    f"{files.names[stored[second]]}: the tensor {stored[second]} is not {stored[first]}, and by"
-                    f" {files.folder / _CONFIG_NAME} it should be (tie_word_embeddings): one of the two files is wrong"
+                    f"{files.names[stored[second]]}: the tensor {stored[second]} differs from {stored[first]}, but by"
+                    f" {files.folder / _CONFIG_NAME} they are tied (tie_word_embeddings): one of the two files is wrong"
                 )

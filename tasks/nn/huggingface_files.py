@@ -1,8 +1,8 @@
-"""The tensors in a directory of Hugging Face, by name, from whichever files it has.
+"""Reads the tensors of a Hugging Face directory by name, from any of its file formats.
 
-Responsible for finding the files, for one tensor at a time, and for errors that name directory, file and tensor; knows
-no network. Refuses to unpickle: a `pytorch_model.bin` is opened with `weights_only=True`, which makes tensors and
-nothing else. The one idea: an index says in which file a tensor is, and where there is no index the one file is asked.
+Responsible for finding the files, reading one tensor at a time, and errors that name directory, file and tensor; knows
+no network. Never unpickles objects: a `pytorch_model.bin` is opened with `weights_only=True`, which loads tensors only.
+The one idea: an index maps each tensor to its file; without an index, a single file lists its own tensors.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _INDEX = 'an index such as {"weight_map": {"TENSOR": "model-00001-of-00002.safet
 
 
 class TensorFiles:
-    """The tensors of a directory. `names`: of all tensors, with the file of each."""
+    """The tensors of a directory. `names` maps each tensor to its file."""
 
     def __init__(self, folder: Path, opened: ExitStack) -> None:
         self.folder = folder
         self._opened = opened
         self._safe: dict[Path, Any] = {}
-        self._last: tuple[Path, Mapping[str, Tensor]] | None = None  # of files that are read whole, the last one
+        self._last: tuple[Path, Mapping[str, Tensor]] | None = None  # the last of the files that are read whole
         self.names = self._find()
 
     def read(self, name: str) -> Tensor:
-        """One of `names`, on the CPU. Raises DataError where it cannot be read or is no tensor of floats."""
+        """The tensor of that name, on the CPU. Raises DataError if it is unreadable or not floating-point."""
         path = self.names[name]
         try:
             tensor = self._open(path).get_tensor(name) if _is_safe(path) else self._load(path)[name]
         except (SafetensorError, KeyError) as error:
-            raise DataError(f"{path}: the tensor {name} cannot be read: {error}; copy the file once more") from error
+            raise DataError(f"{path}: the tensor {name} cannot be read: {error}; copy the file again") from error
         if not tensor.is_floating_point():
             raise DataError(
-                f"{path}: the tensor {name} is {tensor.dtype}: expected numbers of 16, 32 or 64 bits; weights of fewer"
-                " bits have to be unpacked first"
+                f"{path}: the tensor {name} is {tensor.dtype}: expected floats of 16, 32 or 64 bits; dequantise the"
+                " weights first"
             )
         return tensor
 
@@ -55,12 +55,12 @@ class TensorFiles:
         inside = {path: self._names_in(path) for path in sorted(set(files.values()))}
         for name, path in files.items():
             if name not in inside[path]:
-                raise DataError(f"{path}: there is no tensor {name}, and {found.name} says it is there")
+                raise DataError(f"{path} has no tensor {name}, although {found.name} lists it there")
         return files
 
     def _names_in(self, path: Path) -> set[str]:
         if not path.is_file():
-            raise DataError(f"{path} does not exist, and the index of {self.folder} names it: copy all of the files")
+            raise DataError(f"{path} does not exist, but the index of {self.folder} names it: copy all files")
         return set(self._open(path).keys() if _is_safe(path) else self._load(path))
 
     def _open(self, path: Path) -> Any:
@@ -68,7 +68,7 @@ class TensorFiles:
             try:
                 self._safe[path] = self._opened.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
-                raise DataError(f"{path} is no safetensors file: {error}; copy it once more") from error
+                raise DataError(f"{path} is not a safetensors file: {error}; copy it again") from error
         return self._safe[path]
 
     def _load(self, path: Path) -> Mapping[str, Tensor]:
@@ -77,13 +77,13 @@ class TensorFiles:
         self._last = None
         try:
             found = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # a list of what damaged bytes make it raise would not be complete
+        except Exception as error:  # damaged bytes can make it raise almost anything
             raise DataError(
                 f"{path} cannot be read as tensors alone ({str(error).partition('. ')[0] or 'it ends too early'}):"
                 " expected the state_dict of a model; nothing else is unpickled, since it could run any code"
             ) from error
         if not isinstance(found, Mapping) or not all(isinstance(each, Tensor) for each in found.values()):
-            raise DataError(f"{path} holds no tensors by name: expected the state_dict of a model")
+            raise DataError(f"{path} does not hold named tensors: expected the state_dict of a model")
         self._last = path, found
         return found
 
@@ -93,13 +93,13 @@ def _is_safe(path: Path) -> bool:
 
 
 def _files_of(index: Path) -> dict[str, Path]:
-    """The file of each tensor by an index file. Raises DataError."""
+    """The file of each tensor, from an index file. Raises DataError."""
     try:
         found = read_object(index, _INDEX).get("weight_map")
         if not isinstance(found, dict) or not found:
             raise DataError(wrong("weight_map", found, _INDEX))
         for name, file in found.items():
-            # a path would lead out of the directory that was named
+            # a path could lead out of the directory
             if (
                 not isinstance(file, str)
                 or Path(file).name != file
@@ -113,6 +113,6 @@ def _files_of(index: Path) -> dict[str, Path]:
 
 @contextmanager
 def tensor_files(folder: Path) -> Iterator[TensorFiles]:
-    """The tensors of a directory, until the end of the block. Raises DataError."""
+    """The tensors of a directory, open until the end of the block. Raises DataError."""
     with ExitStack() as opened:
         yield TensorFiles(folder, opened)

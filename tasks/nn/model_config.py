@@ -1,4 +1,4 @@
-"""What the configuration file of a network may be: one JSON object whose keys are known and whose values are possible.
+"""Reading and checking the JSON configuration of a network.
 
 Responsible for reading such a file, for refusing keys that would make another network, and for the words in which a
 value is refused; knows no network, and imports no torch. The one idea: whatever a file says and we do not do is an
@@ -18,7 +18,7 @@ from typing import Any
 
 from hetseq import DataError
 
-#: keys that ask for another network unless they have one of these values -> what they would ask for
+#: keys that ask for a different network unless they have one of these values -> the network they ask for
 OtherModels = Mapping[str, tuple[tuple[object, ...], str]]
 
 
@@ -28,10 +28,10 @@ ACTIVATION_NAMES = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "sw
 LARGEST_SIZE = 2**31 - 1
 MOST_LAYERS = 10_000  # ten times the deepest ever trained
 MOST_PARAMETERS = 2**36  # in fp32 with gradients and Adam's averages: 1 TiB
-#: bytes; one with names for a hundred thousand labels has a few million
+#: bytes; a file with names for a hundred thousand labels has a few million
 LARGEST_FILE = 1 << 24
 
-#: patterns of keys in files of Google, NVIDIA and Hugging Face that have no effect on any network
+#: patterns of keys in Google, NVIDIA and Hugging Face files that have no effect on any network
 WITHOUT_EFFECT = (
     "_*",
     "architectures",
@@ -56,7 +56,7 @@ WITHOUT_EFFECT = (
 
 
 def wrong(key: str, value: object, expected: str) -> str:
-    """`KEY is VALUE: expected ...`, with a long value cut off."""
+    """The message `KEY is VALUE: expected ...`, with a long value truncated."""
     shown = json.dumps(value, default=repr)
     return f"{key} is {shown if len(shown) <= 60 else shown[:60] + '...'}: expected {expected}"
 
@@ -68,8 +68,8 @@ def check_whole(key: str, value: object, low: int, high: int) -> None:
 
 
 def check_fraction(key: str, value: object, *, may_be_zero: bool) -> None:
-    """Raise DataError unless the value is a number below 1 and above 0, or from 0."""
-    # not a number (NaN) is in no interval; a range or an epsilon of 1 is a minus sign that was forgotten
+    """Raise DataError unless the value is a number below 1 and above 0, or at least 0 if `may_be_zero`."""
+    # NaN is in no interval; a range or an epsilon of 1 usually lacks the minus sign of its exponent
     if type(value) not in (int, float) or not (0 <= value < 1 if may_be_zero else 0 < value < 1):  # type: ignore[operator]
         low = "from 0" if may_be_zero else "above 0"
         raise DataError(wrong(key, value, f"a number {low} and below 1, without quotes"))
@@ -99,7 +99,7 @@ def check_divides(parts_key: str, parts: int, whole_key: str, whole: int, hint: 
 def own_keys(
     values: Mapping[str, Any], fields: Sequence[str], *, other_models: OtherModels, without_effect: Sequence[str]
 ) -> dict[str, Any]:
-    """The keys of a file that are in `fields`, once all others are known to change nothing. Raises DataError."""
+    """The keys of a file that are in `fields`. Raises DataError unless all others have no effect."""
     for key, (harmless, meaning) in other_models.items():
         if key in values and values[key] not in harmless:
             expected = f"{json.dumps(harmless[0])}, or no such key"
@@ -108,13 +108,13 @@ def own_keys(
         if key in fields or key in other_models or any(fnmatchcase(key, pattern) for pattern in without_effect):
             continue
         nearest = difflib.get_close_matches(key.casefold(), fields, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else "take it out if the model is the same without it."
+        hint = f"did you mean {nearest[0]}?" if nearest else "remove it if the model is the same without it."
         raise DataError(f"the key {key!r} is unknown: {hint} Expected keys: {', '.join(fields)}")
     return {key: value for key, value in values.items() if key in fields}
 
 
 def read_object(path: Path, example: str, *, largest_bytes: int = LARGEST_FILE) -> dict[str, Any]:
-    """The JSON object in a file. Raises DataError, without the path, where there is none; `example` is shown then."""
+    """The JSON object in a file. Otherwise raises DataError, without the path but with the `example`."""
     try:
         with path.open("rb") as file:
             content = file.read(largest_bytes + 1)
@@ -125,7 +125,7 @@ def read_object(path: Path, example: str, *, largest_bytes: int = LARGEST_FILE) 
     if len(content) > largest_bytes:
         raise DataError(f"is longer than {largest_bytes >> 20} MiB: expected {example}; are these weights or data?")
     try:
-        text = content.decode("utf-8-sig")  # editors on Windows put a mark in front
+        text = content.decode("utf-8-sig")  # editors on Windows write a byte order mark
     except UnicodeDecodeError as error:
         raise DataError(
             f"is not UTF-8 (byte {error.start} is 0x{content[error.start]:02x}): expected {example}; save it as UTF-8,"
@@ -134,7 +134,7 @@ def read_object(path: Path, example: str, *, largest_bytes: int = LARGEST_FILE) 
     try:
         found = json.loads(text, object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"is no JSON ({error}): expected {example}; correct it there") from error
+        raise DataError(f"is not JSON ({error}): expected {example}; correct it there") from error
     if not isinstance(found, dict):
         raise DataError(f"holds {wrong('the JSON value', found, example)}")
     return found
@@ -145,5 +145,5 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise DataError(f"the key {twice!r} stands there more than once: expected it once; take the wrong one out")
+        raise DataError(f"the key {twice!r} occurs more than once: expected it once; remove the wrong one")
     return values

@@ -1,7 +1,7 @@
-"""A weight that is looked up as an embedding and multiplied with as the vocabulary head, and its gradient on a CPU.
+"""Tied embedding: one weight as embedding table and vocabulary head, with an efficient gradient on CPUs.
 
-Responsible for the gradient of such a weight and for nothing else. Autograd would make one as large as the vocabulary
-for the few rows that were looked up, and add it to that of the head. Here the rows are added to the head's.
+Responsible only for the gradient of such a weight. Autograd would allocate one as large as the vocabulary for the few
+rows that were looked up, and add it to the head's gradient. Here only those rows are added to the head's gradient.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 
 
 class Tied:
-    """The two uses of a weight (vocab_size, hidden_size) in one forward; the row `padding` has no gradient of lookups.
+    """The two uses of a weight (vocab_size, hidden_size) in one forward; lookups give the row `padding` no gradient.
 
-    Attributes: `head`, the weight to multiply with.
+    Attributes: `head`, the weight for the matrix product of the head.
     """
 
     def __init__(self, weight: Tensor, *, padding: int | None) -> None:
@@ -32,7 +32,7 @@ class Tied:
 
 
 class _Apart(torch.autograd.Function):
-    """A weight twice. The gradient of the first is sparse, of the second dense; their sum is in the memory of that."""
+    """Returns a weight twice. The first gradient is sparse, the second dense, and their sum reuses its memory."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,12 @@
-"""The loss of a vocabulary head on a CPU: product, bias and cross entropy, a piece of the vocabulary at a time.
+"""Fused vocabulary loss for CPUs: matrix product, bias and cross entropy, one piece of the vocabulary at a time.
 
-Responsible for the sum of the cross entropies of `linear(hidden, weight, bias)` and its gradients, and for nothing else
-of the head. What it computes is what torch's functions compute one after the other; elsewhere they do.
+Responsible only for the sum of the cross entropies of `linear(hidden, weight, bias)` and its gradients. The result
+equals torch's separate functions, which are used on other devices.
 
-The one idea: logits are many times as large as what they are made of, and every pass over them goes through the whole
-memory. A piece that fits the cache is made, turned into weights of a softmax and left, and backward makes two products
-of it. Where products are slow, in 32 and 64 bits, `_Precise` does so without rounding more than torch; in bfloat16,
-where they are fast, `_Rounded` goes through a piece less often.
+The one idea: logits are many times larger than their inputs, and every pass over them goes through main memory. So one
+piece that fits the cache is computed and turned into softmax weights, from which backward later makes two products. In
+32 and 64 bits, where products are slow, `_Precise` does this without rounding more than torch; in bfloat16, where they
+are fast, `_Rounded` makes fewer passes over a piece.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from hetseq import empty_gradient
 
 _PIECE_ELEMENTS = {torch.float32: 1 << 17, torch.float64: 1 << 17, torch.bfloat16: 1 << 19}  # of logits at once
 _LEAST_WORDS = 256
-_ADDED = 4  # columns of what `_Rounded` multiplies: two for the bias and two for the shift
+_ADDED = 4  # extra columns of the operands in `_Rounded`: two for the bias and two for the shift
 _LARGEST_SUM = 2.0**100  # of exponentials: the numbers of a hidden state divided by it are still normal ones
 
 
 def vocabulary_loss(hidden: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -> Tensor:
     """The sum over m tokens of the cross entropies in nats, a scalar; zero for no tokens.
 
-    hidden: (m, hidden_size), weight: (vocab_size, hidden_size), bias: (vocab_size,); ids: (m,) int64 of the words that
-    are right.
+    hidden: (m, hidden_size), weight: (vocab_size, hidden_size), bias: (vocab_size,); ids: (m,) int64, the correct
+    words.
     """
     function = _function_for(hidden)
     if function is None:
@@ -42,19 +42,19 @@ def vocabulary_loss(hidden: Tensor, weight: Tensor, bias: Tensor, ids: Tensor) -
 
 
 def _function_for(hidden: Tensor) -> type[torch.autograd.Function] | None:
-    """What computes the loss; None: torch."""
+    """The autograd function that computes the loss; None: torch's own functions."""
     if hidden.device.type != "cpu" or torch.compiler.is_compiling():
         return None
-    if torch.is_autocast_enabled("cpu") and hidden.dtype is not torch.float64:  # which autocast leaves as it is
+    if torch.is_autocast_enabled("cpu") and hidden.dtype is not torch.float64:  # autocast does not change float64
         return _Rounded if torch.get_autocast_dtype("cpu") is torch.bfloat16 else None
     return _Precise if hidden.dtype in (torch.float32, torch.float64) else None
 
 
 class _Precise(torch.autograd.Function):
-    """Each piece by its own maximum, and by a running one; nothing is rounded that torch's functions do not round.
+    """Online softmax with a running maximum over pieces; rounds nothing that torch's functions do not round.
 
-    What a maximum found later changes is only the scale of what was left before (Milakov & Gimelshein 2018, arXiv
-    1805.02867). The pieces lie words by tokens, which is the order in which these products are fastest.
+    A larger maximum found later only changes the scale of earlier pieces (Milakov & Gimelshein 2018, arXiv 1805.02867).
+    Pieces have the shape (words, tokens), in which these products are fastest.
     """
 
     @staticmethod
@@ -72,7 +72,7 @@ class _Precise(torch.autograd.Function):
             scales.append(most)
         log_total = most + total.log()
         ctx.save_for_backward(hidden, weight)
-        ctx.weight = weight  # itself, whose view it may be
+        ctx.weight = weight  # saved_tensors would forget which tensor it is a view of
         ctx.weights, ctx.pieces, ctx.scales = weights, pieces, [(scale - log_total).exp() for scale in scales]
         return (log_total - right).sum()
 
@@ -94,10 +94,10 @@ class _Precise(torch.autograd.Function):
 class _Rounded(torch.autograd.Function):
     """Products of bfloat16 into bfloat16, as under torch's autocast, and two passes over each piece: exp and sum.
 
-    Bias and shift of the softmax are columns of the product, each as two numbers of bfloat16 that meet ones. The shift
-    is the logit of the right word, which is known beforehand: the loss is then the logarithm of the sum, logits near
-    the right one are rounded least, and a maximum is looked for only where the sum is too large. In backward the sums
-    divide the tokens, not the pieces, and the -1 at the right word is added to the gradients without being rounded.
+    Bias and shift of the softmax are columns of the product, each as two bfloat16 numbers multiplied by ones. The shift
+    is the logit of the correct word, which is known beforehand: the loss is then the logarithm of the sum, logits near
+    the correct one are rounded least, and a maximum is computed only where the sum is too large. In backward the sums
+    divide the tokens, not the pieces, and the -1 at the correct word is added to the gradients without rounding.
     """
 
     @staticmethod
@@ -115,7 +115,7 @@ class _Rounded(torch.autograd.Function):
         lost = (total >= _LARGEST_SUM).nonzero()[:, 0]
         shift = right
         if len(lost) > 0:
-            most = torch.mm(tokens[lost], table.t()).amax(1)  # above the right word
+            most = torch.mm(tokens[lost], table.t()).amax(1)  # above the correct word
             shift = right.index_add(0, lost, most.float())
             total[lost], found = _exponentials(tokens[lost], table, pieces, shift[lost])
             for before, after in zip(weights, found):
@@ -132,7 +132,7 @@ class _Rounded(torch.autograd.Function):
         of_weight = empty_gradient(ctx.weight)
         of_bias, of_hidden = of_weight.new_empty(len(of_weight)), of_weight.new_zeros(len(ids), size)
         scale = (factor / total)[:, None]
-        scaled = (tokens * scale).bfloat16()  # the scale itself where tokens are 1
+        scaled = (tokens * scale).bfloat16()  # columns of ones hold the scale itself
         for words, piece in zip(ctx.pieces, weights):
             of_words = torch.mm(piece.t(), scaled)
             of_weight[words], of_bias[words] = of_words[:, :size], of_words[:, size]
@@ -144,9 +144,9 @@ class _Rounded(torch.autograd.Function):
 
 
 def _exponentials(tokens: Tensor, table: Tensor, pieces: list[slice], shift: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Of logits less `shift` (m,): the sum over all words (m,), and in bfloat16 those of each piece (m, words).
+    """Exponentials of logits minus `shift` (m,): their sum over all words (m,), and those of each piece (m, words).
 
-    The shift is written into `tokens`.
+    The latter are bfloat16. The shift is written into `tokens`.
     """
     tokens[:, -2:] = _in_two(-shift)
     total, weights = torch.zeros_like(shift), []
@@ -157,20 +157,20 @@ def _exponentials(tokens: Tensor, table: Tensor, pieces: list[slice], shift: Ten
 
 
 def _in_two(numbers: Tensor) -> Tensor:
-    """(k,) to (k, 2) in bfloat16, whose sums are the numbers but for 2^-17 of each."""
+    """(k,) to (k, 2) in bfloat16, whose sums equal the numbers to within 2^-17 of each."""
     high = numbers.bfloat16()
     return torch.stack([high, (numbers - high).bfloat16()], dim=1)
 
 
 def _pieces(weight: Tensor, tokens: int, dtype: torch.dtype) -> Iterator[slice]:
-    """All words of the vocabulary, as many at once as have logits of `tokens` that fit the cache."""
+    """Slices of the vocabulary, so large that the logits of `tokens` fit the cache."""
     step = max(_LEAST_WORDS, _PIECE_ELEMENTS[dtype] // max(tokens, 1))
     for start in range(0, len(weight), step):
         yield slice(start, min(start + step, len(weight)))
 
 
 def _pieces_with_tokens(ids: Tensor, pieces: Iterator[slice]) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Pieces, the tokens for which one of its words is right, and which one, counted from the first."""
+    """For each piece: its words, the tokens whose correct word is in it, and that word's index in the piece."""
     order = ids.argsort()
     listed = ids[order].tolist()
     for words in pieces:

@@ -1,1 +1,1 @@
-"""Files of rows and texts that several tasks read."""
+"""Readers for files of rows and texts that several tasks use."""

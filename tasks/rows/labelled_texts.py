@@ -1,7 +1,7 @@
-"""Texts with a label each, in CSV, TSV or JSONL: which columns they are in, and rows that are not what they should be.
+"""Reads labelled texts from CSV, TSV or JSONL files.
 
-Responsible for the three forms and for finding the columns; knows no word pieces and no network. Refuses to guess
-whether the first line is one of names: either it has a name that is known or was given, or columns are given by number.
+Responsible for the formats, the columns and the refusal of invalid rows; knows no word pieces and no network. Never
+guesses whether the first line is a header: it must contain a known or given name, unless columns are given by number.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SUFFIXES = (".csv", ".tsv", ".jsonl")
 
 _TEXT_NAMES, _LABEL_NAMES = ("text", "sentence"), ("label", "category")
 _EXPECTED = "rows of a text and a label, as CSV, as TSV without quotes, or as JSONL (one JSON object a line)"
-_REMEDY = "give --text-column and --label-column, by name, or by number from 1 where the file has no line of names"
+_REMEDY = "give --text-column and --label-column, by name, or by number from 1 if the file has no header line"
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that are asked for, by name or by number from 1; None: those with the usual names."""
+    """The columns to read, by name or by number from 1; None: the columns with the usual names."""
 
     text: str | None = None
     pair: str | None = None
@@ -33,7 +33,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Labelled:
-    """One text, or two that belong together, its label, and the line of the file in which it begins, from 1."""
+    """One text or a pair, its label, and the line of the file, from 1, in which it begins."""
 
     texts: tuple[str, ...]
     label: str
@@ -41,9 +41,9 @@ class Labelled:
 
 
 def read_labelled(path: Path, columns: Columns) -> list[Labelled]:
-    """The rows of a file, in the form that its name ends in.
+    """The rows of a file, in the format of its suffix.
 
-    Raises DataError naming file and line: another encoding, no rows, a column that is missing, a row without a label.
+    Raises DataError naming file and line for another encoding, no rows, a missing column, or a row without a label.
     """
     lines = read_lines(path, _EXPECTED)
     rows = _of_json(path, lines, columns) if path.suffix.lower() == ".jsonl" else _of_table(path, lines, columns)
@@ -51,7 +51,7 @@ def read_labelled(path: Path, columns: Columns) -> list[Labelled]:
     for row in found:
         if not row.label:
             raise DataError(
-                f"{path}, line {row.line} has no label: expected one in every row; write it, or take it out"
+                f"{path}, line {row.line} has no label: expected one in every row; add it, or remove the row"
             )
     if not found:
         raise DataError(f"{path} has no rows: expected {_EXPECTED}")
@@ -70,14 +70,14 @@ def _of_table(path: Path, lines: Sequence[str], columns: Columns) -> Iterator[La
         if len(cells) != len(first):
             hint = "is there a tab in a text?" if path.suffix.lower() == ".tsv" else "a text with a comma is quoted"
             raise DataError(
-                f"{path}, line {number} has {len(cells)} columns, and line {line} has {len(first)}: expected as many in"
+                f"{path}, line {number} has {len(cells)} columns, but line {line} has {len(first)}: expected as many in"
                 f" each row; {hint}"
             )
         yield _row(path, places, cells, number)
 
 
 def _cells(path: Path, lines: Sequence[str]) -> Iterator[tuple[int, list[str]]]:
-    """The cells of each row and the line in which it begins; blank lines are left out."""
+    """The cells of each row, and the line in which it begins; blank lines are skipped."""
     if path.suffix.lower() == ".csv":
         reader = csv.reader((f"{line}\n" for line in lines), strict=True)
     else:
@@ -100,7 +100,7 @@ def _row(path: Path, places: tuple[int, ...], cells: Sequence[str], line: int) -
 
 
 def _numbered(path: Path, columns: Columns, count: int) -> tuple[int, ...]:
-    """Places of text, second text and label, from 0; without a number for the label it is in the second column."""
+    """Indices of text, second text and label, from 0; the label defaults to the second column."""
     given = [columns.text, columns.pair, "2" if columns.label is None else columns.label]
     places = tuple(int(name) - 1 for name in given if name is not None)
     for place in places:
@@ -110,12 +110,12 @@ def _numbered(path: Path, columns: Columns, count: int) -> tuple[int, ...]:
 
 
 def _named(path: Path, columns: Columns, names: Sequence[str]) -> tuple[int, ...]:
-    """Places of text, second text and label by the line of names."""
+    """Indices of text, second text and label, from the header line."""
     known = [name.strip().casefold() for name in names]
     text = _place(path, columns.text, _TEXT_NAMES, known)
     pair = None if columns.pair is None else _place(path, columns.pair, (), known)
     label = _place(path, columns.label, _LABEL_NAMES, known)
-    if len(known) == 2 and pair is None:  # then one says which the other is
+    if len(known) == 2 and pair is None:  # of two columns, one determines the other
         if text is None and label is not None:
             text = 1 - label
         elif label is None and text is not None:
@@ -143,9 +143,9 @@ def _of_json(path: Path, lines: Sequence[str], columns: Columns) -> Iterator[Lab
         try:
             found = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {number} is no JSON ({error}): expected {_EXPECTED}") from error
+            raise DataError(f"{path}, line {number} is not JSON ({error}): expected {_EXPECTED}") from error
         if not isinstance(found, dict):
-            raise DataError(f"{path}, line {number} is no JSON object: expected {_EXPECTED}")
+            raise DataError(f"{path}, line {number} is not a JSON object: expected {_EXPECTED}")
         texts = [_value(path, number, found, columns.text, _TEXT_NAMES)]
         texts += [_value(path, number, found, columns.pair, ())] if columns.pair is not None else []
         label = _value(path, number, found, columns.label, _LABEL_NAMES)
@@ -163,5 +163,5 @@ def _value(path: Path, line: int, found: dict[str, object], given: str | None, u
     missing = " or ".join(usual) if given is None else given
     raise DataError(
         f"{path}, line {line} has no {missing!r}: it has {', '.join(found)[:80] or 'nothing'}; give --text-column and"
-        " --label-column the names that it has"
+        " --label-column its names"
     )

@@ -1,12 +1,12 @@
-"""Files of records on a disk of this node: each is copied once, by one process, and read there from then on.
+"""Local copies of record files on a disk of this node: one process copies each file once, and all then read the copy.
 
-Responsible for which files are there, for copying those that are not, and for who of several processes does it. It
-knows a file as its index states it, by bytes and SHA-256, and not what is in it: that is checked when a copy is opened,
-as it is with any file of records. It never writes where the data are, and removes no copy.
+Responsible for checking which copies exist, for copying missing files, and for the choice of the copying process. It
+knows a file only by the size and SHA-256 in its index; the content is checked when the copy is opened, as with any file
+of records. It never writes to the source folder, and never removes a copy.
 
-The one idea: a copy lies in a folder named by its sum, and gets its own name only when that sum was found in what was
-copied. So whatever has the name is whole, a changed corpus has other names, and runs share a folder without knowing of
-each other. The lock is on the unfinished file, and the kernel gives it back however its holder ends.
+The one idea: a copy is in a folder named after its checksum, and gets its final name only after that checksum was
+verified. So a file of that name is complete, a changed corpus has other names, and runs share a folder without knowing
+of each other. The lock is on the unfinished file, and the kernel releases it however its holder ends.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from hetseq.tasks.rows.record_index import AGAIN, INDEX, File
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = "hetseq-records"  # all that is ours in the folder of the user's
-_DIGITS = 16  # of a sum, in the name of a folder
+_FOLDER = "hetseq-records"  # the subfolder of the user's folder that HetSeq writes to
+_DIGITS = 16  # of a checksum, in the name of a folder
 _PIECE_BYTES = 1 << 20
 _PATIENCE_S = 1200.0  # for all splits; a start of several nodes gives loading 1,800
 _TELL_EVERY_S = 10.0
-_LOOK_S = 0.25  # between two looks at what another process copies
+_LOOK_S = 0.25  # between two checks of another process's copy
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REMEDY = "make room, give another folder, or leave the option out"
 
-Tell = Callable[[int], None]  # that so many bytes of a file are there
+Tell = Callable[[int], None]  # bytes of a file copied so far
 
 
 class LocalCopy:
-    """The copies in a folder, `--local-copy`; one for all splits of a run, whose time it keeps."""
+    """The copies in a folder, `--local-copy`; one object for all splits of a run, with a common deadline."""
 
     def __init__(
         self, folder: Path, *, now: Callable[[], float] = time.monotonic, pause: Callable[[float], None] = time.sleep
@@ -52,15 +52,14 @@ class LocalCopy:
         self.folder, self._root = folder, folder / _FOLDER
         self._now, self._pause = now, pause
         self._until_s = now() + _PATIENCE_S
-        self._awaited: Path | None = None  # what another process copies
+        self._awaited: Path | None = None  # the file that another process is copying
 
     def of(self, files: Sequence[File]) -> list[File]:
-        """The same files as they are in the folder, in their order; what is missing is copied, or waited for.
+        """The copies of the files, in their order; missing ones are copied, or waited for.
 
-        Every process of a node calls it: one copies a file, the others wait, and one of them goes on where a process
-        has died. What is not there 20 minutes after the first call is given as it was, so that no start fails for it.
-        Raises DataError for a folder that cannot be used or has no room, and for a file that is not as its index
-        states it.
+        Every process of a node calls this: one copies a file, the others wait, and one of them takes over if it dies.
+        Files that are not copied within 20 minutes of the first call are returned unchanged, so that the run still
+        starts. Raises DataError for a folder that is unusable or full, and for a file that differs from its index.
         """
         try:
             self._prepare()
@@ -74,8 +73,8 @@ class LocalCopy:
         if late := [file for file, is_there in zip(files, there) if not is_there]:
             awaited = f" (another process was copying {self._awaited.name})" if self._awaited is not None else ""
             logger.warning(
-                "%s of %s are not in %s after %.0f minutes%s and are read from %s in this run; the next start goes on"
-                " copying them",
+                "%s of %s are not in %s after %.0f minutes%s and are read from %s in this run; the next start resumes"
+                " copying",
                 _amount(late), _amount(files), self._root, _PATIENCE_S / 60, awaited,
                 late[0].path.parent,
             )  # fmt: skip
@@ -84,11 +83,11 @@ class LocalCopy:
         return [copy if is_there else file for file, copy, is_there in zip(files, copies, there)]
 
     def _prepare(self) -> None:
-        """There is a folder of ours in that of the user's. Raises DataError, and OSError where it cannot be made."""
+        """Create HetSeq's folder in the user's. Raises DataError, and OSError if it cannot be created."""
         if not self.folder.is_dir():
-            found = "is no folder" if self.folder.exists() else "does not exist"
+            found = "is not a folder" if self.folder.exists() else "does not exist"
             raise DataError(
-                f"--local-copy {self.folder} {found}: expected a folder on a disk of this node; make it, or leave the"
+                f"--local-copy {self.folder} {found}: expected a folder on a disk of this node; create it, or leave the"
                 " option out"
             )
         self._root.mkdir(mode=0o700, exist_ok=True)
@@ -96,29 +95,30 @@ class LocalCopy:
         if found_root.st_uid != os.geteuid() or found_root.st_mode & 0o022:
             raise DataError(
                 f"{self._root} belongs to user id {found_root.st_uid} and has mode {found_root.st_mode & 0o777:04o}:"
-                " expected a folder of your own in which nobody else may write, since what is there is trained on; give"
-                " another --local-copy, or remove that folder"
+                " expected a folder that only you may write to, since its files are trained on; give another"
+                " --local-copy, or remove that folder"
             )
 
     def _copy_of(self, file: File) -> File:
-        """Where its copy is, or would be. The name of the file stays: nodes with copies and without compare them."""
+        """The existing or future copy of a file, with the same file name, since nodes with and without copies compare
+        names."""
         return dataclasses.replace(file, path=self._root / file.sha256[:_DIGITS] / file.path.name, copy_of=file.path)
 
     def _check_room(self, missing: Sequence[File]) -> None:
-        """Raise DataError unless there is room for what these lack; others may be copying them meanwhile."""
-        free = shutil.disk_usage(self._root).free  # first, so that what comes meanwhile is not counted as lacking
+        """Raise DataError unless there is room for the missing bytes; other processes may be copying meanwhile."""
+        free = shutil.disk_usage(self._root).free  # first, so that bytes written meanwhile are not counted as missing
         needed = 0
         for copy in missing:
             begun = _size(_unfinished(copy))
             needed += 0 if _is_there(copy) else max(0, copy.size - begun)
         if needed > free:
             raise DataError(
-                f"--local-copy {self.folder} has no room: the copies take {needed:,} bytes more, and {free:,} are free;"
+                f"--local-copy {self.folder} has no room: the copies need {needed:,} more bytes, and {free:,} are free;"
                 f" {_REMEDY}"
             )
 
     def _fetch(self, missing: Sequence[tuple[File, File]]) -> None:
-        """Have these copied, each by this process or by another one, as far as there is time."""
+        """Copy these files, each by this process or another one, until the deadline."""
         total, done = sum(file.size for file, _ in missing), 0
         logger.info(
             "copying %s from %s to %s, once for all runs of this node", _amount([file for file, _ in missing]),
@@ -134,7 +134,7 @@ class LocalCopy:
             done += file.size
 
     def _try(self, file: File, copy: File, tell: Tell) -> None:
-        """Copy a file, or wait for a moment if another process does."""
+        """Copy a file, or pause briefly if another process is copying it."""
         unfinished = _unfinished(copy)
         with _locked(unfinished) as handle:
             self._awaited = file.path if handle is None else None
@@ -143,7 +143,7 @@ class LocalCopy:
                 self._pause(_LOOK_S)
                 return
             try:
-                # whoever had the lock before may just have finished
+                # the previous holder of the lock may just have finished
                 if not _is_there(copy) and self._fill(handle, file, tell):
                     os.rename(unfinished, copy.path)
                 else:
@@ -154,11 +154,11 @@ class LocalCopy:
                 raise
 
     def _fill(self, handle: int, file: File, tell: Tell) -> bool:
-        """Write what is in a file, and compare its sum; False if there is no more time.
+        """Copy the content of a file and verify its checksum; False if the deadline has passed.
 
-        Raises DataError for a file that is not as its index states it, OSError for what cannot be written.
+        Raises DataError for a file that differs from its index, OSError for a failed write.
         """
-        os.truncate(handle, 0)  # what a process that died has left
+        os.truncate(handle, 0)  # remove what a dead process left
         digest, size = hashlib.sha256(), 0
         for piece in _pieces(file.path):
             if self._is_late():
@@ -173,7 +173,7 @@ class LocalCopy:
             found = f"has the sha256 {digest.hexdigest()}, expected {file.sha256}"
         else:
             return True
-        raise DataError(f"{file.path} {found} as {INDEX} states; the file is damaged: {AGAIN}")
+        raise DataError(f"{file.path} {found} as in {INDEX}; the file is damaged: {AGAIN}")
 
     def _is_late(self) -> bool:
         return self._now() >= self._until_s
@@ -181,7 +181,7 @@ class LocalCopy:
     def _unusable(self, error: OSError) -> DataError:
         why = os.strerror(error.errno) if error.errno else str(error)
         if error.errno in _FULL:
-            return DataError(f"--local-copy {self.folder} has no room any more ({why}): {_REMEDY}")
+            return DataError(f"--local-copy {self.folder} is full ({why}): {_REMEDY}")
         return DataError(
             f"--local-copy {self.folder} cannot be used ({why}): expected a folder on a disk of this node that you may"
             " write to; give another one, or leave the option out"
@@ -189,7 +189,7 @@ class LocalCopy:
 
 
 class _Progress:
-    """A line of the log every 10 s: how much is there, and when the rest will be."""
+    """Logs the progress every 10 s: bytes copied, and the estimated time left."""
 
     def __init__(self, total: int, root: Path, now: Callable[[], float]) -> None:
         self._total, self._root, self._now = total, root, now
@@ -197,7 +197,7 @@ class _Progress:
         self._next_s = self._began_s + _TELL_EVERY_S
 
     def show(self, before: int, size: int) -> None:
-        """Say it, if its turn has come: `size` bytes of a file are there, and `before` of those before it."""
+        """Log if it is time: `size` bytes of this file and `before` bytes of earlier files are copied."""
         now_s, done = self._now(), before + size
         if now_s < self._next_s:
             return
@@ -210,12 +210,12 @@ class _Progress:
 
 
 def _is_there(copy: File) -> bool:
-    """Whether there is a file of its name and size: none that is not whole gets the name."""
+    """Whether a file of its name and size exists: only complete copies get the name."""
     return copy.path.is_file() and _size(copy.path) == copy.size
 
 
 def _unfinished(copy: File) -> Path:
-    """The name of a copy until it is whole; of this node, should several have the folder in common."""
+    """The path of a copy until it is complete, specific to this node in case several share the folder."""
     return copy.path.parent / f".unfinished.{socket.gethostname()}"
 
 
@@ -228,7 +228,7 @@ def _size(path: Path) -> int:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[int | None]:
-    """A descriptor of the file, made if need be, that no other process gets meanwhile; None if one has it."""
+    """A descriptor of the file, locked and created if necessary; None if another process holds the lock."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         yield handle if _is_taken(handle, path) else None
@@ -237,7 +237,7 @@ def _locked(path: Path) -> Iterator[int | None]:
 
 
 def _is_taken(handle: int, path: Path) -> bool:
-    """Whether this process has the lock now, of what still has that name: who had it before may have renamed it."""
+    """Try to lock the file; False if it is locked, or if its previous holder has renamed it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(handle), os.stat(path))
@@ -246,7 +246,7 @@ def _is_taken(handle: int, path: Path) -> bool:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """What is in a file, piece by piece. Raises DataError where it cannot be read."""
+    """The content of a file, piece by piece. Raises DataError if it cannot be read."""
     try:
         with path.open("rb", buffering=0) as file:
             while piece := file.read(_PIECE_BYTES):

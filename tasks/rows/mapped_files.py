@@ -1,8 +1,8 @@
-"""Files of rows in memory: mapped when they are first needed, by each process for itself, and not too many at once.
+"""Memory-mapped files: mapped on first use, by each process separately, with a limited number open at once.
 
-Responsible for what every reader of many mapped files needs, whatever is in them: maps that are closed again before too
-many are open, what a fork or a pickle must not take along, samples by file, and what the system refuses in words. It
-knows no format. The one idea: a map is closed when its last view is gone, so to forget the views is enough.
+Responsible for the needs of every reader of many mapped files, whatever the format: closing maps before too many are
+open, state that must not survive a fork or pickle, grouping samples by file, and messages for system errors. The one
+idea: a map closes when its last view is gone, so dropping the views is enough.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ Indices = npt.NDArray[np.int64]
 Views = dict[str, npt.NDArray[Any]]  # arrays over the bytes of one file, by name
 Made = TypeVar("Made")
 
-# most open at once in a process: a map keeps a descriptor of its file. A process may have two splits open
+# maximum open at once in a process: a map keeps a descriptor of its file. A process may have two splits open
 _OPEN_MAPS = 1024  # a sample of 1,472 shards at the usual limit, so 128 maps: 74 us
-_SHARE = 8  # of the files that a process may open, at most one in so many is a map
+_SHARE = 8  # at most one in 8 of the files that a process may open is a map
 
 
 class NotMapped(DataError):
-    """A file of which this process may not have so much in memory; it may be readable all the same."""
+    """A file does not fit into the address space of this process; it may still be readable."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(
-            f"{path} cannot be mapped into memory ({why}): expected room for the whole file among the addresses of this"
-            " process, which take no memory by themselves; raise that with `ulimit -v unlimited`"
+            f"{path} cannot be mapped into memory ({why}): expected room for the whole file in the address space of"
+            " this process, which takes no memory by itself; raise the limit with `ulimit -v unlimited`"
         )
         self.path, self.why = path, why
 
 
 class Maps:
-    """The views of files that one process has mapped, the latest last; by the number of the file."""
+    """The views of the files that one process has mapped, by file number, the most recent last."""
 
     def __init__(self, files: Sequence[tuple[Path, int]], look: Callable[[int, mmap.mmap], Views]) -> None:
-        """`files` are the paths with their bytes at the start; `look` makes the views of a file from its map."""
+        """`files`: paths with their size at the start; `look` makes the views of a file from its map."""
         self._files, self._look = files, look
         self._views: OrderedDict[int, Views] = OrderedDict()
         self._most = most_open(_OPEN_MAPS)
-        self._lock = threading.Lock()  # a step loader's thread and others may ask
+        self._lock = threading.Lock()  # a step loader's thread and others may call
 
     def __len__(self) -> int:
         return len(self._views)
@@ -60,7 +60,7 @@ class Maps:
         return iter(self._views)
 
     def views(self, at: int) -> Views:
-        """Those of file `at`; raises NotMapped, and DataError for a file that cannot be read or is another one now."""
+        """The views of file `at`. Raises NotMapped, and DataError for a file that is unreadable or was replaced."""
         with self._lock:
             if at in self._views:
                 self._views.move_to_end(at)
@@ -72,10 +72,9 @@ class Maps:
 
 
 class PerProcess(Generic[Made]):
-    """What each process makes for itself, when it is first asked for.
+    """A value that each process makes for itself on first use.
 
-    After a fork that of the parent is dropped, since two processes must not share what they have open; a pickle leaves
-    it behind.
+    After a fork the parent's value is dropped, since two processes must not share open files; a pickle leaves it out.
     """
 
     def __init__(self, make: Callable[[], Made]) -> None:
@@ -84,7 +83,7 @@ class PerProcess(Generic[Made]):
         self._pid = 0
 
     def get(self) -> Made:
-        """That of this process."""
+        """The value of this process."""
         if self.held is None or self._pid != os.getpid():
             self.held = None
             self.held, self._pid = self._make(), os.getpid()
@@ -95,7 +94,7 @@ class PerProcess(Generic[Made]):
 
 
 def positive(indices: Sequence[int] | Indices, count: int) -> Indices:
-    """Numbers of samples (n,) of `count`, where those below 0 count from the end. Raises IndexError for others."""
+    """Sample numbers (n,) below `count`; negative ones count from the end. Raises IndexError if out of range."""
     wanted = np.asarray(indices, np.int64)
     if wanted.size and not -count <= wanted.min() <= wanted.max() < count:
         raise IndexError(f"samples {wanted.min()} to {wanted.max()} of {count}")
@@ -103,9 +102,9 @@ def positive(indices: Sequence[int] | Indices, count: int) -> Indices:
 
 
 def by_file(ends: Sequence[int], wanted: Indices) -> Iterator[tuple[int, Indices, Indices]]:
-    """Of samples (n,), file by file: the number of the file, their places in `wanted`, their rows there, ascending.
+    """Group samples (n,) by file: the file number, their places in `wanted`, their rows in the file, ascending.
 
-    `ends` are the samples up to the end of each file, of which none is empty.
+    `ends`: number of samples up to the end of each file; no file is empty.
     """
     order = np.argsort(wanted, kind="stable")
     ascending = wanted[order]
@@ -117,39 +116,39 @@ def by_file(ends: Sequence[int], wanted: Indices) -> Iterator[tuple[int, Indices
 
 
 def most_open(most: int) -> int:
-    """How many files of a kind this process has open at once: `most`, or its share of what it may open."""
+    """How many files of a kind this process may have open: `most`, or a fraction of its limit on open files."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return most if limit == resource.RLIM_INFINITY else max(1, min(most, limit // _SHARE))
 
 
 def refusal(error: OSError) -> str | None:
-    """What the system refuses, to be told after the name of a file; None for an error that is not the system's."""
+    """The message for a system error, to follow the name of a file; None for an error that is not the system's."""
     if error.errno == errno.EMFILE:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return (
-            f"cannot be opened: {os.strerror(error.errno)}; expected one to be left of the {limit} that this"
-            " process may have open at once: raise that with `ulimit -n`"
+            f"cannot be opened: {os.strerror(error.errno)}; this process has used up its limit of {limit} open"
+            " files: raise it with `ulimit -n`"
         )
     if error.errno == errno.ENFILE:
-        return f"cannot be opened: {os.strerror(error.errno)}; expected a machine with fewer processes on it"
+        return f"cannot be opened: {os.strerror(error.errno)}; use a machine with fewer processes on it"
     if error.errno is not None and error.strerror:
-        return f"cannot be read: {error.strerror}; expected a file you may read and that nobody is writing"
+        return f"cannot be read: {error.strerror}; expected a file that you may read and no process is writing"
     return None
 
 
 def check_size(path: Path, size: int) -> None:
-    """Raise DataError for a file that is another one than at the start, when this process opens it later."""
+    """Raise DataError if a file's size has changed since the start."""
     now = path.stat().st_size
     if now != size:
-        raise DataError(f"{path} has {now:,} bytes now and had {size:,} at the start: start again when it is whole")
+        raise DataError(f"{path} now has {now:,} bytes and had {size:,} at the start: start again when it is complete")
 
 
 def _map(path: Path, size: int) -> mmap.mmap:
     try:
         with path.open("rb") as file:
-            check_size(path, size)  # who reads a map past the end of its file is killed
+            check_size(path, size)  # reading a map past the end of its file kills the process
             try:
-                # private, because some file systems in user space refuse to share
+                # private: some user-space file systems refuse shared maps
                 return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):

@@ -1,10 +1,10 @@
-"""The index of a folder of records, `corpus.json`: which files a split has, what is in them, and their sums.
+"""The index of a folder of records, `corpus.json`: the files of each split, their columns and their checksums.
 
-Responsible for reading and checking the index, and for comparing whole files with it. Where rows lie in a file is the
-affair of `records`, how a folder is made that of `preprocessing/records.py`; docs/design/records.md specifies both.
+Responsible for reading and checking the index, and for verifying whole files against it. `records` reads rows, and
+`preprocessing/records.py` writes a folder; docs/design/records.md specifies both.
 
-The one idea: a folder is what its index lists. The index is written last, so a folder without one is incomplete, and
-no file is found by its name or taken because it is there.
+The one idea: a folder consists of the files in its index. The index is written last, so a folder without one is
+incomplete, and a file that is not in the index is never read.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 from hetseq import DataError, MissingSplitError
 from hetseq.tasks.rows.mapped_files import refusal
 
-#: the name of the index, what it says it is, and the version of the format; version 1 is a folder of HDF5 files
+#: file name of the index, name of the format, and its version; version 1 is a folder of HDF5 files
 INDEX, FORMAT, VERSION = "corpus.json", "hetseq BERT corpus", 2
-#: what the index of rows for causal language models says it is, which never were HDF5 files
+#: name of the format for causal language models, which never used HDF5 files
 GPT_FORMAT = "hetseq GPT corpus"
-#: how the names of files of records end
+#: suffix of record files
 SUFFIX = ".safetensors"
-#: what follows the name of a ragged column in that of its offsets
+#: suffix that turns the name of a ragged column into the name of its offsets
 OFFSETS = ".offsets"
-#: what a column may hold, by its name in safetensors; as NumPy calls it
+#: types of a column: name in safetensors -> name in NumPy
 TYPES = {"U8": "<u1", "I8": "<i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8"}
-#: what the offsets of a ragged column may be
+#: types of the offsets of a ragged column
 OFFSET_TYPES = ("I64", "U64")
 AGAIN = "copy the folder again, or make it again"
 
@@ -39,7 +39,7 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Column:
-    """What each row has of one kind: numbers of a shape, or, where it is ragged, a list of any length."""
+    """One field of every row: an array of fixed shape or, if ragged, a list of any length."""
 
     dtype: str  # one of TYPES
     is_ragged: bool = False
@@ -48,17 +48,17 @@ class Column:
 
 @dataclass(frozen=True)
 class File:
-    """A file as the index states it."""
+    """A file, as described by the index."""
 
     path: Path
     rows: int
     size: int  # bytes
     sha256: str
-    copy_of: Path | None = None  # what it was copied from, by `local_copy`
+    copy_of: Path | None = None  # the original, if `local_copy` copied it
 
     @property
     def told(self) -> str:
-        """The path for messages; of a copy, with what mends it."""
+        """The path for messages; for a copy, with the remedy."""
         if self.copy_of is None:
             return str(self.path)
         return f"{self.path} (a copy of {self.copy_of}: remove the copy, and the next start makes it again)"
@@ -72,13 +72,13 @@ class Split:
     longest: dict[str, int]  # values of the longest row, by ragged column
 
     def files_up_to(self, count: int) -> list[File]:
-        """The first so many files; all of them for 0."""
+        """The first `count` files; all of them for 0."""
         return list(self.files[:count] if count > 0 else self.files)
 
 
 @dataclass(frozen=True)
 class Index:
-    """What `corpus.json` states."""
+    """The content of `corpus.json`."""
 
     path: Path
     columns: dict[str, Column]
@@ -97,14 +97,14 @@ class Index:
 
 
 def vocab_digest(vocab: Sequence[str]) -> str:
-    """The SHA-256 of a vocabulary: of its tokens, each with a line feed behind it, in UTF-8."""
+    """The SHA-256 of a vocabulary: of its tokens in UTF-8, each followed by a line feed."""
     return hashlib.sha256("".join(f"{token}\n" for token in vocab).encode()).hexdigest()
 
 
 def version_of(folder: Path) -> int | None:
-    """The version that the index of a folder states; None where there is no index, or a foreign file of its name.
+    """The version in the index of a folder; None without an index, or if the file of that name is something else.
 
-    Raises DataError for an index that cannot be read.
+    Raises DataError for an unreadable index.
     """
     facts = _facts(folder / INDEX)
     stated = facts.get("format") if isinstance(facts, dict) else None
@@ -115,21 +115,21 @@ def version_of(folder: Path) -> int | None:
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a folder of records. Raises DataError unless it is of this version and can be meant."""
+    """The index of a folder of records. Raises DataError unless it has this version and is valid."""
     path = folder / INDEX
     version = version_of(folder)
     if version is None and not path.exists():
         raise DataError(f"{path} does not exist: expected the index of a folder of records, which is written last")
     if version != VERSION:
-        found = "is no index of records" if version is None else f"is of version {version} of the format"
+        found = "is not an index of records" if version is None else f"has version {version} of the format"
         raise DataError(
-            f"{path} {found}: expected version {VERSION}, the only one that this HetSeq reads as records; update HetSeq"
-            " or make the folder again"
+            f"{path} {found}: expected version {VERSION}, the only one that this HetSeq reads; update HetSeq or make"
+            " the folder again"
         )
     stated = _Stated(path, _facts(path))
     columns = {name: _column(stated, name) for name in stated.mapping("columns")}
     if not columns:
-        raise stated.wrong("columns", {}, "one column at least")
+        raise stated.wrong("columns", {}, "at least one column")
     return Index(
         path, columns, vocab_tokens=stated.count("vocabulary", "tokens"),
         vocab_sha256=stated.digest("vocabulary", "sha256"),
@@ -138,9 +138,9 @@ def read_index(folder: Path) -> Index:
 
 
 def verify(files: Sequence[File], advance: Callable[[int], None]) -> dict[Path, str]:
-    """What is wrong with whole files, by path: "missing", their bytes or their sum. Empty: nothing is.
+    """Problems of whole files, by path: "missing", a wrong size or a wrong checksum; empty if all are right.
 
-    `advance` is told of bytes as they are read. Raises DataError for a file that cannot be read.
+    `advance` receives the number of bytes as they are read. Raises DataError for an unreadable file.
     """
     problems = {}
     for file in files:
@@ -171,7 +171,7 @@ def _sha256(path: Path, advance: Callable[[int], None]) -> tuple[int, str]:
 
 
 def _facts(path: Path) -> Any:
-    """What the index holds as JSON; None where there is none, or something else of its name."""
+    """The parsed JSON of the index; None if it is missing or the file is something else."""
     try:
         if path.stat().st_size > _LARGEST_INDEX:
             return None
@@ -191,7 +191,7 @@ def _column(stated: _Stated, name: str) -> Column:
     shape = stated.get("columns", name, "shape")
     if shape is None:
         return Column(dtype, is_ragged=True)
-    # bool is an int in Python, and 1 is meant
+    # type() rather than isinstance(): bool is an int in Python
     if not isinstance(shape, list) or not all(type(size) is int and 0 < size < 2**31 for size in shape):
         raise stated.wrong(f"columns.{name}.shape", shape, "the shape of a row, [] for one number, or null for lists")
     return Column(dtype, shape=tuple(shape))
@@ -211,20 +211,20 @@ def _split(stated: _Stated, name: str, columns: Mapping[str, Column]) -> Split:
 
 def _file(stated: _Stated) -> File:
     name = stated.text("name")
-    # of this folder: an index cannot have any file of this machine read
+    # only in this folder: an index must not make HetSeq read other files of this machine
     if Path(name).name != name or not name.endswith(SUFFIX) or not name.isprintable():
         raise stated.wrong("name", name, f"a name that ends in {SUFFIX}, without a folder")
     return File(stated.path.parent / name, stated.count("rows"), stated.count("bytes"), stated.digest("sha256"))
 
 
 class _Stated:
-    """The fields of an index, each as what it should be; else DataError."""
+    """The fields of an index, checked by type. Raises DataError for another type."""
 
     def __init__(self, path: Path, facts: Any, within: str = "") -> None:
         self.path, self._facts, self._within = path, facts, within
 
     def get(self, *names: str) -> Any:
-        """A field, None where there is none."""
+        """A field; None if it is missing."""
         found = self._facts
         for name in names:
             found = found.get(name) if isinstance(found, dict) else None
@@ -237,13 +237,13 @@ class _Stated:
     def mapping(self, *names: str) -> dict[str, Any]:
         found = self.get(*names)
         if not isinstance(found, dict):
-            raise self.wrong(".".join(names), found, "names with what belongs to each")
+            raise self.wrong(".".join(names), found, "an object")
         return found
 
     def text(self, *names: str) -> str:
         found = self.get(*names)
         if not isinstance(found, str):
-            raise self.wrong(".".join(names), found, "a text")
+            raise self.wrong(".".join(names), found, "a string")
         return found
 
     def count(self, *names: str) -> int:

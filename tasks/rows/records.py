@@ -1,10 +1,10 @@
-"""Files of records: rows of integers in plain `.safetensors` files, mapped into memory and gathered a batch at a time.
+"""Record reader: rows of integers in plain `.safetensors` files, memory-mapped and gathered a batch at a time.
 
-Responsible for where rows lie in a file and for reading any of them by number; it knows neither words nor tensors, and
-imports no torch. `record_index` says which files there are, docs/design/records.md what every byte of them means.
+Responsible for the location of rows in a file and for reading any of them by number; it knows neither words nor
+tensors, and does not import torch. `record_index` lists the files; docs/design/records.md specifies their bytes.
 
 The one idea: a column is one array in its file, so a batch is one gather. A ragged column holds the values of all rows
-one after another, and `name.offsets` says where each row begins; what is padded later is not stored.
+one after another, and `name.offsets` the beginning of each row; padding is not stored.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from hetseq.tasks.rows.record_index import AGAIN, OFFSET_TYPES, OFFSETS, TYPES, 
 
 Numbers = npt.NDArray[Any]  # of a stored integer type
 
-_LENGTH_BYTES = 8  # of the length of the header, before it
+_LENGTH_BYTES = 8  # the field before the header, with its length
 _LARGEST_HEADER = 1 << 20  # bytes; a few columns take a few hundred
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an array lies in its file."""
+    """The location of an array in its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,10 +44,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file with rows, as it was found at the start."""
+    """A file with rows, as found at the start."""
 
     path: Path
-    told: str  # the path for messages
+    told: str  # the path, for messages
     size: int  # bytes
     rows: int
     places: dict[str, Place]  # by column, and by column.offsets
@@ -55,20 +55,20 @@ class Shard:
 
 @dataclass(frozen=True)
 class Found:
-    """Rows that are asked for, by file."""
+    """The requested rows, by file."""
 
     count: int
-    parts: list[tuple[int, Indices, Indices]]  # of a file: its number, places among the rows asked for, rows in it
+    parts: list[tuple[int, Indices, Indices]]  # per file: its number, places in the request, rows in the file
 
 
 class Records:
-    """Rows of all files one after another, read when they are asked for.
+    """The rows of all files one after another, read on request.
 
-    It can be pickled and forked: each process maps the files for itself, no more of them at once than it may open.
+    Can be pickled and forked: each process maps the files itself, only as many at once as it may open.
     """
 
     def __init__(self, shards: Sequence[Shard], longest: Mapping[str, int]) -> None:
-        """`longest` says how many values a row may have, by ragged column; each shard has rows."""
+        """`longest`: maximum number of values in a row, by ragged column; each shard must have rows."""
         self._shards, self._longest = list(shards), dict(longest)
         self._ends = list(itertools.accumulate(shard.rows for shard in shards))
         self._maps = PerProcess(functools.partial(_mapped, self._shards))
@@ -77,16 +77,16 @@ class Records:
         return self._ends[-1]
 
     def place_of(self, index: int) -> str:
-        """Where a row comes from, for messages: its file and its number there."""
+        """The origin of a row, for messages: its file and its number there."""
         at = bisect.bisect_right(self._ends, index)
         return f"{self._shards[at].told}, row {index - self._ends[at] + self._shards[at].rows}"
 
     def find(self, wanted: Indices) -> Found:
-        """Where rows (n,) are, for the methods below: found once for all columns of a batch."""
+        """Locate rows (n,) for the methods below, once for all columns of a batch."""
         return Found(len(wanted), list(by_file(self._ends, wanted)))
 
     def fixed(self, name: str, wanted: Found) -> Numbers:
-        """Rows (n,) of a column that is not ragged, (n, ...), in the order asked for: an array of the caller's."""
+        """Rows (n,) of a column that is not ragged, (n, ...), in the requested order, as a new array."""
         place = self._shards[0].places[name]
         found = np.empty((wanted.count, *place.shape[1:]), TYPES[place.dtype])
         for at, places, rows in wanted.parts:
@@ -94,9 +94,9 @@ class Records:
         return found
 
     def padded(self, name: str, wanted: Found, width: int, fill: int) -> tuple[Numbers, Indices]:
-        """Rows (n,) of a ragged column, (n, width) with `fill` behind each, and how many values each has, (n,).
+        """Rows (n,) of a ragged column, (n, width), padded with `fill` at the end, and the length of each, (n,).
 
-        `width` is the longest row's at least. Raises DataError for offsets that cannot be meant.
+        `width` is at least the length of the longest row. Raises DataError for impossible offsets.
         """
         found = np.full((wanted.count, width), fill, TYPES[self._shards[0].places[name].dtype])
         lengths = np.zeros(wanted.count, np.int64)
@@ -111,7 +111,7 @@ class Records:
         return found, lengths
 
     def lengths(self, name: str, wanted: Found) -> Indices:
-        """How many values rows (n,) of a ragged column have, (n,), without reading them. Raises DataError as above."""
+        """The lengths (n,) of rows (n,) of a ragged column, without reading the values. Raises DataError as above."""
         lengths = np.zeros(wanted.count, np.int64)
         for at, places, rows in wanted.parts:
             begins, ends = self._spans(name, at, rows, self._longest[name])
@@ -119,7 +119,7 @@ class Records:
         return lengths
 
     def _spans(self, name: str, at: int, rows: Indices, most: int) -> tuple[Indices, Indices]:
-        """Where rows (n,) of a file begin and end among its values, (n,) each."""
+        """The begin and end of rows (n,) of a file among its values, (n,) each."""
         views = self._maps.get().views(at)
         values, offsets = views[name], views[name + OFFSETS]
         begins, ends = (offsets.take(rows + after).astype(np.int64) for after in (0, 1))
@@ -131,19 +131,19 @@ class Records:
     def _refuse_offsets(self, at: int, name: str, row: int, values: int) -> NoReturn:
         begin, end = self._maps.get().views(at)[name + OFFSETS][row : row + 2].tolist()
         raise DataError(
-            f"{self._shards[at].told}, row {row}: {name}{OFFSETS} lets it go from {begin} to {end}, expected at most"
+            f"{self._shards[at].told}, row {row}: {name}{OFFSETS} spans {begin} to {end}, expected at most"
             f" {self._longest[name]} of the {values} values of {name}; the file is damaged: {AGAIN}"
         )
 
 
 def open_shard(file: File, columns: Mapping[str, Column]) -> Shard:
-    """Where the columns lie in a file. Raises DataError unless it is as the index states it."""
+    """Locate the columns in a file. Raises DataError unless the file matches its index entry."""
     try:
         with file.path.open("rb") as raw:
             size = raw.seek(0, 2)
             if size != file.size:
                 raise DataError(
-                    f"{file.told} has {size:,} bytes, expected {file.size:,} as the index states; the file is"
+                    f"{file.told} has {size:,} bytes, expected {file.size:,} as in the index; the file is"
                     f" incomplete or another one: {AGAIN}"
                 )
             raw.seek(0)
@@ -165,16 +165,16 @@ def _parsed(told: str, text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _foreign(told, f"its header is no JSON ({error})") from error
+        raise _foreign(told, f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
-        raise _foreign(told, "its header is no JSON object")
+        raise _foreign(told, "its header is not a JSON object")
     return header
 
 
 def _places(
     file: File, columns: Mapping[str, Column], header: Mapping[str, Any], *, begin: int, size: int
 ) -> dict[str, Place]:
-    """Where each array lies; `begin` is the place of the first byte behind the header."""
+    """The location of each array; `begin` is the offset of the first byte after the header."""
     places: dict[str, Place] = {}
     for name, column in columns.items():
         if column.is_ragged:
@@ -210,18 +210,18 @@ def _place(file: File, name: str, header: Mapping[str, Any], *, begin: int, size
     if span[1] - span[0] != math.prod(shape) * item or begin + span[1] > size:
         raise _foreign(file.told, f"{name} of shape {shape} and {dtype} would lie in the bytes {span[0]} to {span[1]}")
     if (begin + span[0]) % item:  # NumPy would copy the whole array first
-        raise _foreign(file.told, f"{name} begins at byte {begin + span[0]}, which is no multiple of {item}")
+        raise _foreign(file.told, f"{name} begins at byte {begin + span[0]}, which is not a multiple of {item}")
     return Place(dtype, tuple(shape), begin + span[0])
 
 
 def _counts(found: Any) -> list[int] | None:
-    """A list of integers, 0 or more; None where it is something else."""
+    """`found` if it is a list of integers, 0 or more; otherwise None."""
     is_right = isinstance(found, list) and all(type(count) is int and 0 <= count < 2**63 for count in found)
     return found if is_right else None
 
 
 def _check_offsets(file: File, name: str, places: Mapping[str, Place], raw: Any) -> None:
-    """Raise DataError unless the first and the last offset enclose the values; those between are checked when read."""
+    """Raise DataError unless the first and last offsets enclose the values; the others are checked when read."""
     place, values = places[name + OFFSETS], places[name].shape[0]
     ends = []
     for number in (0, file.rows):
@@ -235,13 +235,13 @@ def _check_offsets(file: File, name: str, places: Mapping[str, Place], raw: Any)
 
 
 def _foreign(told: str, why: str) -> DataError:
-    return DataError(f"{told} is no file of records, or damaged ({why}); {AGAIN}")
+    return DataError(f"{told} is not a file of records, or is damaged ({why}); {AGAIN}")
 
 
 def _mapped(shards: Sequence[Shard]) -> Maps:
     def look(at: int, mapped: mmap.mmap) -> Views:
         places = shards[at].places
-        return {  # what is empty may lie past the last byte
+        return {  # an empty array may be located past the last byte
             name: np.ndarray(place.shape, TYPES[place.dtype], mapped, place.offset if math.prod(place.shape) else 0)
             for name, place in places.items()
         }

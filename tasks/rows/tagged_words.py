@@ -1,8 +1,8 @@
-"""Words with tags in columns, as the CoNLL shared tasks have them, and the entities that the tags of a sentence spell.
+"""Tagged words in columns, as in the CoNLL shared tasks, and the entities that the tags of a sentence form.
 
-Responsible for what such a file may look like and for which words make one entity; knows no word pieces and no network.
-The one idea: an entity never leaves its sentence. So what is found, what is there and what is both are numbers of a
-sentence, and their sums over any division of the data give the F1 of all of it.
+Responsible for the file format and for grouping words into entities; knows no word pieces and no network. The one idea:
+an entity never crosses a sentence boundary. So the entities found, expected and correct are counts per sentence, and
+their sums over any division of the data give the F1 of the whole.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ SUFFIXES = (".txt", ".conll", ".tsv", ".bio", ".iob", ".iob2")
 
 _EXPECTED = "columns separated by tabs or spaces, the word first and its tag last, and a blank line after each sentence"
 _DOCUMENT = "-DOCSTART-"
-#: letters before a hyphen -> what they mean: B begins, I is inside, E ends, S is single; the rest are other names
+#: letters before a hyphen -> position: B begins, I is inside, E ends, S is single; the others are synonyms
 _POSITIONS = {"B": "B", "I": "I", "E": "E", "S": "S", "M": "I", "L": "E", "U": "S", "W": "S"}
-#: tags of one letter, where there is one kind of entity only
+#: tags of one letter, if there is only one kind of entity
 _BARE = ("B", "I", "E", "S")
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """Its words with a tag each, and the line of the file in which each stands, from 1."""
+    """The words of a sentence, with the tag and the line number (from 1) of each."""
 
     words: tuple[str, ...]
     tags: tuple[str, ...]
@@ -36,9 +36,9 @@ class Sentence:
 
 
 def read_sentences(path: Path) -> list[Sentence]:
-    """The sentences of a file, lines of documents (-DOCSTART-) left out.
+    """The sentences of a file, without document lines (-DOCSTART-).
 
-    Raises DataError naming file and line: another encoding, no words, a word without a tag, columns that are missing.
+    Raises DataError naming file and line for another encoding, no words, a word without a tag, or missing columns.
     """
     sentences: list[Sentence] = []
     rows: list[tuple[str, str, int]] = []
@@ -56,7 +56,7 @@ def read_sentences(path: Path) -> list[Sentence]:
         columns, first = columns or len(cells), first or number
         if len(cells) != columns:
             raise DataError(
-                f"{path}, line {number} has {len(cells)} columns, and line {first} has {columns}: expected {_EXPECTED},"
+                f"{path}, line {number} has {len(cells)} columns, but line {first} has {columns}: expected {_EXPECTED},"
                 " as many columns in each line"
             )
         rows.append((cells[0], cells[-1], number))
@@ -66,18 +66,18 @@ def read_sentences(path: Path) -> list[Sentence]:
 
 
 def _cells(line: str) -> list[str]:
-    """The columns of a line; none of a blank one."""
+    """The columns of a line; empty for a blank line."""
     if not line.strip():
         return []
     return [cell.strip() for cell in line.rstrip().split("\t")] if "\t" in line else line.split()
 
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """Kind, first word and last word of each entity of a sentence, as seqeval finds them by default (conlleval).
+    """Kind, first word and last word of each entity of a sentence, as in seqeval's default mode (conlleval).
 
-    B-X, I-X, E-X and S-X say where in an entity of kind X a word is, M, L, U and W are other letters for I, E, S and S.
-    A tag without such a beginning is a kind, and equal ones side by side are one entity. Tags that no scheme allows
-    make entities all the same: one begins where none goes on.
+    B-X, I-X, E-X and S-X give the position of a word in an entity of kind X; M, L, U and W are synonyms of I, E, S and
+    S. A tag without such a prefix is a kind, and adjacent equal ones form one entity. Invalid tag sequences form
+    entities too: a tag that cannot continue an entity begins a new one.
     """
     found: set[tuple[str, int, int]] = set()
     start, before = 0, (OUTSIDE, "")
@@ -104,7 +104,7 @@ def _split(tag: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Tally:
-    """How many entities were found, how many there are, and how many of the one are of the other."""
+    """The number of entities found, expected, and correctly found."""
 
     found: int
     there: int
@@ -112,6 +112,6 @@ class Tally:
 
 
 def tally(predicted: Sequence[str], expected: Sequence[str]) -> Tally:
-    """The entities of one sentence by two taggers; right is what has kind, first and last word in common."""
+    """Count the entities of one sentence; a correct one has the expected kind, first and last word."""
     own, others = entities(predicted), entities(expected)
     return Tally(len(own), len(others), len(own & others))

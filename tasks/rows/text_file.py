@@ -1,6 +1,6 @@
-"""A text file in UTF-8, read as a whole: its text, its lines, and the words for a file that is none.
+"""Reads a whole UTF-8 text file and splits it into lines.
 
-Knows nothing of what the lines say.
+Responsible for the error messages; knows nothing about the content.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from hetseq import DataError
 
 
 def read_text(path: Path, expected: str, *, most_bytes: int, remedy: str = "") -> str:
-    """The text of a file. `expected` says in errors what it should be, `remedy` what helps where it is not there.
+    """The text of a file. `expected` describes it in error messages; `remedy` is added if it is missing.
 
-    Raises DataError where it cannot be read, is larger, empty or of another encoding; then with the line.
+    Raises DataError if it is unreadable, larger than `most_bytes`, empty, or not UTF-8, naming the line.
     """
     after = f"expected {expected}" + (f"; {remedy}" if remedy else "")
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > most_bytes:
-            raise DataError(f"{path} is no file of at most {most_bytes >> 20:,} MB: {after}")
+            raise DataError(f"{path} is not a file of at most {most_bytes >> 20:,} MB: {after}")
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise DataError(f"{path} does not exist: {after}") from error
@@ -39,6 +39,6 @@ def read_text(path: Path, expected: str, *, most_bytes: int, remedy: str = "") -
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a text, without their ends."""
-    # not splitlines: a word may be one of the characters that it takes for ends of lines
+    """The lines of a text, without line ends."""
+    # not splitlines: a word may be one of the further characters that it splits at
     return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]

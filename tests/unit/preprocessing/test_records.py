@@ -155,7 +155,7 @@ def test_a_file_that_changed_since_the_start_is_refused(tmp_path: Path) -> None:
     (file,) = write(tmp_path, some_rows(20))
     records = load([file])
     file.path.write_bytes(file.path.read_bytes()[:-1])
-    with pytest.raises(DataError, match=r"train_00000.safetensors has [\d,]+ bytes now and had [\d,]+ at the start"):
+    with pytest.raises(DataError, match=r"train_00000.safetensors now has [\d,]+ bytes and had [\d,]+ at the start"):
         records.fixed("mark", records.find(np.arange(2)))
 
 
@@ -179,8 +179,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     [
         (b"", "header would have 0 bytes"),
         (b"\x89HDF\r\n\x1a\n" * 9, r"header would have [\d,]+ bytes"),
-        (b"\x05\0\0\0\0\0\0\0hello", "no JSON"),
-        (b"\x02\0\0\0\0\0\0\0[]", "no JSON object"),
+        (b"\x05\0\0\0\0\0\0\0hello", "not JSON"),
+        (b"\x02\0\0\0\0\0\0\0[]", "not a JSON object"),
         (b"\x02\0\0\0\0\0\0\0{}", "no array 'words.offsets'"),
     ],
     ids=["empty", "HDF5", "text", "list", "nothing"],
@@ -210,7 +210,7 @@ def entry(name: str, **fields: Any) -> Callable[[dict[str, Any]], object]:
         (entry("ids", data_offsets=[0, 2, 4]), "no shape and place of ids"),
         (entry("ids", data_offsets=[0, 2]), "ids of shape .* would lie in the bytes 0 to 2"),
         (entry("next_sentence_labels", data_offsets=[10**6, 10**6 + 20]), "would lie in the bytes 1000000"),
-        (entry("first_lengths", data_offsets=[1, 41]), r"first_lengths begins at byte \d+, which is no multiple of 2"),
+        (entry("first_lengths", data_offsets=[1, 41]), r"first_lengths begins at byte \d+, which is not a multiple"),
         (lambda header: header.pop("ids"), "no array 'ids'"),
     ],
 )
@@ -239,13 +239,13 @@ def test_impossible_offsets_are_refused(tmp_path: Path, row: int, offset: int, i
         return
     records = Records([open_shard(file, index.columns)], index.splits["train"].longest)
     for at in (row - 1, row):
-        with pytest.raises(DataError, match=rf"train_00000.safetensors, row {at}: ids.offsets lets it go from"):
+        with pytest.raises(DataError, match=rf"train_00000.safetensors, row {at}: ids.offsets spans"):
             records.padded("ids", records.find(np.array([at])), 30, 0)
 
 
 def test_rows_longer_than_the_index_states_are_refused(tmp_path: Path) -> None:
     records = load(write(tmp_path, some_rows(20)), longest=3)
-    with pytest.raises(DataError, match=r"row 0: words.offsets lets it go from 0 to 4, expected at most 3"):
+    with pytest.raises(DataError, match=r"row 0: words.offsets spans 0 to 4, expected at most 3"):
         records.padded("words", records.find(np.arange(1)), 8, 0)
 
 
@@ -259,11 +259,11 @@ def file_of(**fields: Any) -> Callable[[dict[str, Any]], object]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda facts: facts["format"].update(version=3), "is of version 3 of the format: expected version 2.*update"),
-        (lambda facts: facts["format"].update(version="2"), "is of version -1"),
-        (lambda facts: facts["format"].update(name="other"), "is no index of records"),
+        (lambda facts: facts["format"].update(version=3), "has version 3 of the format: expected version 2.*update"),
+        (lambda facts: facts["format"].update(version="2"), "has version -1"),
+        (lambda facts: facts["format"].update(name="other"), "is not an index of records"),
         (lambda facts: facts.pop("columns"), "columns is null"),
-        (lambda facts: facts.update(columns={}), "columns is {}, expected one column"),
+        (lambda facts: facts.update(columns={}), "columns is {}, expected at least one column"),
         (lambda facts: facts["columns"]["ids"].update(dtype="F32"), 'columns.ids.dtype is "F32", expected one of'),
         (lambda facts: facts["columns"]["ids"].update(shape=[0]), r"columns.ids.shape is \[0\]"),
         (lambda facts: facts["columns"].update({f"x{OFFSETS}": {"dtype": "U8"}}), "expected no name that ends in"),
@@ -301,7 +301,7 @@ def test_a_folder_without_an_index_is_told_from_one_with_another(tmp_path: Path,
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 10**5, b"3"])
 def test_a_file_that_is_no_index_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "corpus.json").write_bytes(content)
-    with pytest.raises(DataError, match=r"corpus\.json is no index of records"):
+    with pytest.raises(DataError, match=r"corpus\.json is not an index of records"):
         read_index(tmp_path)
 
 

@@ -67,13 +67,13 @@ def test_columns_are_found_by_usual_names_given_names_or_numbers(tmp_path: Path)
         ("a.csv", "id,text,gold\n1,a,x\n", Columns(), "names no column label or category"),
         ("a.csv", "text,label\na,x\n", Columns("body"), "a.csv has no column 'body': its first line names text, label"),
         ("a.csv", "a,x\n", Columns("1", None, "3"), "a.csv has 2 columns and no column 3"),
-        ("a.csv", "text,label\na,x\na,b,x\n", Columns(), "a.csv, line 3 has 3 columns, and line 1 has 2"),
+        ("a.csv", "text,label\na,x\na,b,x\n", Columns(), "a.csv, line 3 has 3 columns, but line 1 has 2"),
         ("a.csv", "text,label\na,x\nb,\n", Columns(), "a.csv, line 3 has no label"),
         ("a.csv", 'text,label\n"a,x\n', Columns(), "a.csv, line 2: unexpected end of data"),
         ("a.csv", "text,label\n", Columns(), "a.csv has no rows"),
         ("a.csv", "", Columns(), "a.csv is empty"),
-        ("a.jsonl", '{"text": "a", "label": "x"}\n{"text": "a"\n', Columns(), "a.jsonl, line 2 is no JSON"),
-        ("a.jsonl", '["a", "x"]\n', Columns(), "a.jsonl, line 1 is no JSON object"),
+        ("a.jsonl", '{"text": "a", "label": "x"}\n{"text": "a"\n', Columns(), "a.jsonl, line 2 is not JSON"),
+        ("a.jsonl", '["a", "x"]\n', Columns(), "a.jsonl, line 1 is not a JSON object"),
         ("a.jsonl", '{"body": "a", "label": "x"}\n', Columns(), "line 1 has no 'text or sentence': it has body, label"),
         ("a.jsonl", '{"text": 3, "label": "x"}\n', Columns(), "line 1: its text is"),
         ("a.jsonl", '{"text": "a", "label": 0.5}\n', Columns(), "line 1: its label is 0.5"),
@@ -125,7 +125,7 @@ def test_two_texts_are_two_segments_and_the_longer_is_cut_first(
     assert batch["attention_mask"].sum(dim=1).tolist() == dataset.lengths.tolist() == [8, 12, 12, 12]
     assert "3 of 4 texts are longer than 12 pieces" in caplog.text
     one_segment = labelled.write_network(tmp_path, type_vocab_size=1)
-    with pytest.raises(ConfigError, match=r"--text-pair-column two makes rows of two segments, and type_vocab_size"):
+    with pytest.raises(ConfigError, match=r"--text-pair-column two makes rows of two segments, but type_vocab_size"):
         task_of(tmp_path, [*one_segment, *words[len(network) :]], train_csv=pairs).load_dataset("train")
 
 

@@ -179,7 +179,7 @@ def test_integers_of_three_bytes_are_refused(tmp_path: Path) -> None:
         kind.set_size(3)
         h5py.h5d.create(file.id, b"input_mask", kind, h5py.h5s.create_simple((8, LENGTH)))
     with pytest.raises(
-        DataError, match=r"x_train\.hdf5: input_mask has a type that NumPy does not have .*, expected int"
+        DataError, match=r"x_train\.hdf5: input_mask has a type that NumPy does not know .*, expected int"
     ):
         load(tmp_path)
 
@@ -391,7 +391,7 @@ def test_a_folder_without_the_split_tells_what_it_holds(tmp_path: Path) -> None:
         load(tmp_path)
     for at in range(9):
         (tmp_path / f"note_{at}.txt").write_text("x")
-    with pytest.raises(MissingSplitError, match=r"found note_0\.txt, .*note_5\.txt and 3 more; give --train-subset"):
+    with pytest.raises(MissingSplitError, match=r"found note_0\.txt, .*note_5\.txt and 3 more; set --train-subset"):
         load(tmp_path)
 
 
@@ -400,7 +400,7 @@ def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "train.pipe")
     for name, told in (
         ("nowhere", "does not exist: expected a folder with HDF5 files.*preprocessing.bert_corpus"),
-        ("train.txt", r"is no HDF5 file by its name: expected \*\.hdf5"),
+        ("train.txt", r"is not named like an HDF5 file: expected \*\.hdf5"),
         ("train.pipe", "is neither a folder nor a file"),
     ):
         with pytest.raises(DataError, match=told) as refusal:
@@ -479,7 +479,9 @@ def test_a_file_without_permission_is_told(tmp_path: Path, monkeypatch: pytest.M
         return open_path(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(DataError, match=r"x_train\.hdf5 cannot be read: Permission denied; expected a file you may"):
+    with pytest.raises(
+        DataError, match=r"x_train\.hdf5 cannot be read: Permission denied; expected a file that you may"
+    ):
         load(tmp_path)
 
 
@@ -520,7 +522,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "text in columns": ({"segment_ids": np.full((8, LENGTH), b"a")}, ("segment_ids holds |S1, expected integers",)),
     "one dimension": ({"input_mask": array((8,))}, ("input_mask has the shape (8,), expected rows and columns",)),
     "three dimensions": ({"input_ids": array((8, LENGTH, 1))}, ("input_ids has the shape (8, 16, 1)",)),
-    "labels in a column": ({"next_sentence_labels": array((8, 1))}, ("(8, 1), expected one number a row",)),
+    "labels in a column": ({"next_sentence_labels": array((8, 1))}, ("(8, 1), expected one number per row",)),
     "a single number": ({"next_sentence_labels": np.int64(1)}, ("'next_sentence_labels' (its shape is ())",)),
     "fewer labels": (
         {"next_sentence_labels": array((7,))},
@@ -534,7 +536,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "more predictions than tokens": (
         {name: array((8, 17), fill=0) for name in ("masked_lm_positions", "masked_lm_ids")},
-        ("masked_lm_positions has room for 17 tokens a row and input_ids has 16", "expected at most"),
+        ("masked_lm_positions has room for 17 tokens per row, but input_ids has 16", "expected at most"),
     ),
     "no columns": (
         {name: array((8, 0)) for name in ("input_ids", "input_mask", "segment_ids")},
@@ -567,7 +569,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "negative word": (listed(2, -1), ("row 3: masked_lm_ids holds -1, expected 0 to 99",)),
     "masked padding": (
         {**listed(2, 9), "input_mask": np.array([[1, 1] + [0] * 14] * 8, np.int8)},
-        ("row 3: masked_lm_positions names position 2, which input_mask says is padding",),
+        ("row 3: masked_lm_positions has position 2, which is padding by input_mask",),
     ),
 }  # fmt: skip
 
@@ -598,7 +600,7 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_refused_before_it_is_read(
             file.create_dataset(name, (400, 20_000_000), "i4", chunks=(1, 20_000_000), compression="gzip")
     assert path.stat().st_size < 100_000
     monkeypatch.setattr(bert_hdf5.Reader, "take", None)  # nothing is read
-    with pytest.raises(DataError, match=r"x_train\.hdf5: masked_lm_positions has room for 20,000,000 tokens a row"):
+    with pytest.raises(DataError, match=r"x_train\.hdf5: masked_lm_positions has room for 20,000,000 tokens per row"):
         load(tmp_path)
 
 
@@ -716,7 +718,7 @@ def test_a_file_that_is_being_written_is_told(tmp_path: Path) -> None:
     with (tmp_path / "x_train.hdf5").open("rb") as writer:
         fcntl.flock(writer, fcntl.LOCK_EX)  # as HDF5 does in the process that writes
         with pytest.raises(
-            DataError, match=r"x_train\.hdf5 cannot be read: .*expected a file .* that nobody is writing"
+            DataError, match=r"x_train\.hdf5 cannot be read: .*expected a file .* no process is writing"
         ):
             load(tmp_path)
 
@@ -967,7 +969,9 @@ def test_an_eighth_of_the_files_a_process_may_open_is_kept_for_maps(
     assert mapped.most_open(1024) == allowed
 
 
-TOO_MANY = r"cannot be opened: Too many open files; expected one to be left of the \d+ .*: raise that with `ulimit -n`"
+TOO_MANY = (
+    r"cannot be opened: Too many open files; this process has used up its limit of \d+ .*: raise it with `ulimit -n`"
+)
 
 
 @pytest.mark.parametrize("storage", [{}, {"compression": "gzip"}], ids=["plain", "gzip"])
@@ -1091,7 +1095,7 @@ def test_a_file_that_changed_or_went_away_is_told_and_kills_no_process(tmp_path:
     write_hdf5(path, rows=500, storage=storage)
     pickled = pickle.dumps(load(tmp_path))
     path.write_bytes(path.read_bytes()[:3000])
-    with pytest.raises(DataError, match=r"x_train\.hdf5 has 3,000 bytes now and had \d\d,\d{3} at the start"):
+    with pytest.raises(DataError, match=r"x_train\.hdf5 now has 3,000 bytes and had \d\d,\d{3} at the start"):
         pickle.loads(pickled).__getitems__([499])
     path.unlink()
     with pytest.raises(DataError, match=r"x_train\.hdf5(, input_ids)? cannot be read: No such file or directory"):
@@ -1109,7 +1113,7 @@ def test_a_file_that_cannot_be_mapped_is_read_by_h5py(
     with caplog.at_level(logging.INFO, "hetseq.tasks.bert.hdf5_reader"):
         assert_is(load(tmp_path), [arrays])
     assert [record.message for record in caplog.records] == [
-        f"{tmp_path}/x_train.hdf5 cannot be mapped (Cannot allocate memory) and is read by h5py, which is slower"
+        f"{tmp_path}/x_train.hdf5 cannot be mapped (Cannot allocate memory): reading it with h5py, which is slower"
     ]
 
 
@@ -1126,7 +1130,7 @@ def test_packed_files_larger_than_the_cache_are_told_with_the_remedy(
         monkeypatch.setattr(bert_data, "CACHE_BYTES", bytes_of_b - 1)
         load(tmp_path)
     assert len(caplog.records) == 1
-    assert f"{tmp_path}/b_train.hdf5: to read one sample may take the unpacking of 0.0 MB" in caplog.text
+    assert f"{tmp_path}/b_train.hdf5: reading one sample may unpack 0.0 MB" in caplog.text
     assert "h5repack -f NONE -l CONTI FILE NEW_FILE" in caplog.text
 
 
@@ -1193,7 +1197,7 @@ def test_the_genuine_vocabulary_is_read(shared_data: Callable[[str], Path]) -> N
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (None, "does not exist: expected a vocabulary of one token a line in UTF-8"),
+        (None, "does not exist: expected a vocabulary with one token per line in UTF-8"),
         (b"", r"is empty \(0 bytes\)"),
         (b"\n\r\n \n", r"is empty \(5 bytes\)"),
         ("\n".join([*SPECIAL, "schön"]).encode("latin-1"), "line 6: byte 0xf6 is not UTF-8"),
@@ -1227,7 +1231,7 @@ def test_a_vocabulary_that_is_no_small_file_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / "large").open("wb") as file:
         file.truncate((64 << 20) + 1)
     for name in (".", "pipe", "large"):
-        with pytest.raises(DataError, match="is no file of at most 64 MB"):
+        with pytest.raises(DataError, match="is not a file of at most 64 MB"):
             read_vocab(tmp_path / name)
 
 
@@ -1268,8 +1272,8 @@ def test_a_configuration_may_be_padded_and_nothing_else(tokens: int, vocab_size:
         check()
         return
     told = (
-        f"b/config.json has vocab_size {vocab_size} and a/vocab.txt has {tokens} tokens: expected vocab_size {tokens}"
+        f"b/config.json has vocab_size {vocab_size}, but a/vocab.txt has {tokens} tokens: expected vocab_size {tokens}"
     )
     with pytest.raises(DataError, match=told) as refusal:
         check()
-    assert "give the --dict and the --config-file that belong together" in str(refusal.value)
+    assert "give a --dict and a --config-file that belong together" in str(refusal.value)

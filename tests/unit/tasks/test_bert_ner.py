@@ -200,7 +200,7 @@ def test_words_that_are_cut_off_are_no_loss_and_count_as_missed(
     with caplog.at_level(logging.WARNING):
         task = task_of(tmp_path, [*network, "--max-pred-length", "12", "--no-packing"], text)
         dataset = task.load_dataset("train")
-    assert "train.txt: 1 of 2 sentences are longer than 12 pieces and have been cut: 2 words" in caplog.text
+    assert "train.txt: 1 of 2 sentences are longer than 12 pieces and are truncated: 2 words" in caplog.text
     batch = labelled.batch_of(dataset)
     assert batch["input_ids"].shape == (2, 12)
     assert labelled.TOKENS[batch["input_ids"][0, -1]] == "[SEP]"
@@ -239,7 +239,7 @@ def test_columns_by_spaces_or_tabs_documents_and_marks(tmp_path: Path) -> None:
         (b"-DOCSTART- O\n", "train.txt has no words"),
         (b"cat O\nmat\n", "train.txt, line 2: 'mat' has no tag"),
         (b"cat\tO\nmat\t\n", "train.txt, line 2: 'mat' has no tag"),
-        (b"cat O\nNew York O\n", "train.txt, line 2 has 3 columns, and line 1 has 2"),
+        (b"cat O\nNew York O\n", "train.txt, line 2 has 3 columns, but line 1 has 2"),
         ("cat O\nZürich O\n".encode("latin-1"), "train.txt, line 2: byte 0xfc is not UTF-8"),
         (b"cat O\nmat O\n", "train.txt gives all words the tag 'O'"),
     ],

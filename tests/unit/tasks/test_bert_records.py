@@ -353,7 +353,7 @@ def test_other_columns_other_vocabularies_and_other_splits_are_refused(folder: P
     index = read_index(folder)
     with pytest.raises(MissingSplitError, match=r"corpus.json has no split 'valid': expected one of train, test"):
         load(folder, "valid")
-    for vocab, message in (([*VOCAB, "x"], "of 45 tokens, and the one given has 46"), (VOCAB[::-1], "another vocab")):
+    for vocab, message in (([*VOCAB, "x"], "of 45 tokens, but the one given has 46"), (VOCAB[::-1], "another vocab")):
         with pytest.raises(DataError, match=f"{message}.*give the --dict that the records were made with"):
             load_records(index, "train", vocab, seed=0, masking=Masking())
     change_index(folder, lambda facts: facts["columns"].pop("first_lengths"))
@@ -454,16 +454,16 @@ def test_records_without_their_index_are_refused(folder: Path) -> None:
 
 def test_an_index_of_a_later_version_is_refused_whatever_lies_beside_it(folder: Path) -> None:
     change_index(folder, lambda facts: facts["format"].update(version=3))
-    with pytest.raises(DataError, match="is of version 3 of the format: expected version 2"):
+    with pytest.raises(DataError, match="has version 3 of the format: expected version 2"):
         task_of(folder).load_dataset("train")
 
 
 def test_a_folder_without_a_vocabulary_or_with_one_segment_is_refused(folder: Path) -> None:
     (folder / "vocab.txt").unlink()
-    with pytest.raises(DataError, match=r"has no vocab.txt, without which .* give --dict FILE"):
+    with pytest.raises(DataError, match=r"has no vocab.txt, which is needed .* give --dict FILE"):
         task_of(folder).load_dataset("train")
     (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in VOCAB))
     task = task_of(folder)
     (folder / "bert_config.json").write_text(json.dumps({**CONFIG, "type_vocab_size": 1}))
-    with pytest.raises(DataError, match="type_vocab_size 1, and rows of records have two"):
+    with pytest.raises(DataError, match="type_vocab_size 1, but rows of records have two"):
         task.load_dataset("train")

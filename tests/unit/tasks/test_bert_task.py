@@ -97,7 +97,7 @@ def test_padding_elsewhere_than_the_configuration_says_is_refused(tmp_path: Path
     tokens = [*bert.TOKENS[1:4], "[PAD]", *bert.TOKENS[4:]]
     (data / "vocab.txt").write_text("\n".join(tokens) + "\n")
     task: Any = make_task(BertTask, options.parse(["--task", "bert", "--data", str(data)]))
-    with pytest.raises(DataError, match=r'pad_token_id 0 \(the default\), and \[PAD\] is token 3 .*"pad_token_id": 3'):
+    with pytest.raises(DataError, match=r'pad_token_id 0 \(the default\), but \[PAD\] is token 3 .*"pad_token_id": 3'):
         task.build_model()
     (data / "bert_config.json").write_text(json.dumps({**bert.CONFIG, "pad_token_id": 3}))
     assert task.build_model().config.pad_token_id == 3

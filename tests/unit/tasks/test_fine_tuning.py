@@ -107,7 +107,9 @@ def test_pre_training_goes_on_with_the_network_of_a_directory(tmp_path: Path) ->
     assert [path.name for path in task.load_dataset("train").files[2:]] == ["config.json", "model.safetensors"]
     (data / "vocab.txt").write_text("\n".join(bert.TOKENS) + "\n")
     (tmp_path / "start" / "vocab.txt").write_text("\n".join([*bert.TOKENS[:7], "other", *bert.TOKENS[8:]]) + "\n")
-    with pytest.raises(DataError, match=r"data/vocab.txt is not the vocabulary of .*start/vocab.txt: from line 8 on"):
+    with pytest.raises(
+        DataError, match=r"data/vocab.txt is not the vocabulary of .*start/vocab.txt: they differ from line 8 on"
+    ):
         task.build_model()
 
 
@@ -151,11 +153,11 @@ def test_what_cannot_be_begun_with_is_refused(name: str, start: Path, tmp_path: 
     network = ["--config-file", str(tmp_path / "network.json"), "--dict", str(tmp_path / "words.txt")]
     init = ["--init-from", str(start)]
     assert f"--task {name} needs a network: give --init-from" in refusal(*network[:2])
-    assert "expected one of them" in refusal(*init, *network[:2])
-    assert "nowhere is no directory" in refusal("--init-from", str(tmp_path / "nowhere"))
+    assert "expected only one of them" in refusal(*init, *network[:2])
+    assert "nowhere is not a directory" in refusal("--init-from", str(tmp_path / "nowhere"))
     assert "hold no text: expected 5 or more" in refusal(*init, "--max-pred-length", "4")
     (tmp_path / "other.txt").write_text((start / "vocab.txt").read_text() + "more\n")
-    assert "from line 20 on they differ" in refusal(*init, "--dict", str(tmp_path / "other.txt"))
+    assert "they differ from line 20 on" in refusal(*init, "--dict", str(tmp_path / "other.txt"))
     for key, value, file in (
         ("model_type", "roberta", "config.json"),
         ("strip_accents", False, "tokenizer_config.json"),
@@ -176,12 +178,12 @@ def test_what_cannot_be_begun_with_is_refused(name: str, start: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "tokenizer.json is no JSON"),
+        ("{", "tokenizer.json is not JSON"),
         (
             '{"model": {"type": "BPE", "vocab": {}}}',
             "tokenizer.json has model.type 'BPE': expected the tokenizer.json of a",
         ),
-        ('{"model": {"type": "WordPiece", "vocab": {"[PAD]": 0, "a": 2}}}', "the numbers of its 2 tokens are not 0, 1"),
+        ('{"model": {"type": "WordPiece", "vocab": {"[PAD]": 0, "a": 2}}}', "the ids of its 2 tokens are not 0, 1"),
         ('{"model": {"type": "WordPiece", "vocab": {"[PAD]": 0, "a": 1}}}', r"and no \[UNK\], "),
     ],
 )

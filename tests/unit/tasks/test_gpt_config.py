@@ -189,7 +189,7 @@ def test_what_no_model_here_has_is_refused_by_its_key(
     assert message in refusal(tmp_path, base | changes)
 
 
-@pytest.mark.parametrize(("content", "message"), [("[]", "holds the JSON value is []"), ("{", "is no JSON (")])
+@pytest.mark.parametrize(("content", "message"), [("[]", "holds the JSON value is []"), ("{", "is not JSON (")])
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str, message: str) -> None:
     assert message in refusal(tmp_path, content)
 

@@ -197,9 +197,7 @@ def test_training_begins_with_the_weights_of_a_directory(folder: Path, tmp_path:
 
 def test_a_directory_and_a_configuration_are_one_too_many(folder: Path) -> None:
     for make in (lambda task: task.build_model(), lambda task: task.load_dataset("train")):
-        with pytest.raises(
-            ConfigError, match=r"--config-file c\.json and --init-from gpt both say what the network is"
-        ):
+        with pytest.raises(ConfigError, match=r"--config-file c\.json and --init-from gpt both define the network"):
             make(task_of(folder, "--init-from", "gpt", "--config-file", "c.json"))
 
 
@@ -209,7 +207,7 @@ def test_a_directory_of_another_architecture_is_refused(folder: Path, tmp_path: 
     for make in (lambda task: task.build_model(), lambda task: task.load_dataset("train")):
         with pytest.raises(DataError, match=r'bert/config\.json: model_type is "bert": expected gpt2 or llama'):
             make(task_of(folder, "--init-from", tmp_path / "bert"))
-    with pytest.raises(DataError, match="nowhere is no directory: expected one of Hugging Face"):
+    with pytest.raises(DataError, match="nowhere is not a directory: expected a Hugging Face directory"):
         task_of(folder, "--init-from", tmp_path / "nowhere").build_model()
 
 
@@ -261,7 +259,7 @@ def test_what_a_published_directory_says_of_its_tokenizer_is_kept(folder: Path, 
     write_pretrained(make_model(), tmp_path / "out", tokenizer_file=folder / "tokenizer.json")
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == '{"chat_template": "x"}'
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json([*TOKENS, "more"])))
-    with pytest.raises(DataError, match=r"tokenizer.json has 54 tokens, and the model has 53: expected as many or few"):
+    with pytest.raises(DataError, match=r"tokenizer.json has 54 tokens, but the model has 53: expected as many or few"):
         write_pretrained(make_model(), tmp_path / "more", tokenizer_file=folder / "tokenizer.json")
     assert not (tmp_path / "more").exists()
 
@@ -301,15 +299,15 @@ def signed(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (cut, r"train_00001.safetensors has [\d,]+ bytes, expected [\d,]+ as the index states"),
+        (cut, r"train_00001.safetensors has [\d,]+ bytes, expected [\d,]+ as in the index"),
         (beyond, r"train_00001.safetensors, row 0: ids holds 53, expected 0 to 52, as corpus.json states; the file is"),
         (
             fewer_words,
-            r"corpus.json has ids of 53 tokens, and .*config.json has vocab_size 52: expected as many or more",
+            r"corpus.json has ids of 53 tokens, but .*config.json has vocab_size 52: expected as many or more",
         ),
-        (other_tokens, r"a vocabulary of 53 tokens, and .*tokenizer.json has 54: expected the same; give the --dict"),
+        (other_tokens, r"a vocabulary of 53 tokens, but .*tokenizer.json has 54: expected the same; give the --dict"),
         (empty_row, f"train_00000.safetensors, row {SHORT}: ids holds nothing, expected at least one token"),
-        (signed, r"has the columns ids \(I16, ragged\), expected those of a causal language model's rows: ids alone"),
+        (signed, r"has the columns ids \(I16, ragged\), expected the column of a causal language model: only ids"),
         (lambda folder: (folder / "corpus.json").unlink(), r"has no corpus.json: expected the index .*gpt_corpus"),
         (lambda folder: (folder / "config.json").unlink(), r"give --config-file a config.json of GPT-2 or Llama"),
         (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json: has no model with a vocab"),
@@ -338,7 +336,7 @@ def test_what_stands_between_the_ends_is_refused_when_it_is_read(folder: Path, m
 def test_records_of_bert_and_of_a_causal_model_are_told_apart(folder: Path, tmp_path: Path) -> None:
     theirs = bert_records.write_folder(tmp_path / "bert", train=bert_records.make_rows(5))
     (theirs / "config.json").write_text(json.dumps(GPT2.to_hugging_face()))
-    with pytest.raises(DataError, match=r"has the columns ids \(U16, ragged\), first_lengths \(U16\), .*: ids alone"):
+    with pytest.raises(DataError, match=r"has the columns ids \(U16, ragged\), first_lengths \(U16\), .*: only ids"):
         load(theirs)
     (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in ["[PAD]", *bert_records.VOCAB[1:]]))
     config = {"vocab_size": 45, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -135,7 +135,7 @@ def test_a_damaged_file_is_named_and_never_becomes_a_copy(
     said = refusal(disk, files)
     assert said.startswith(f"{files[1].path} has ")
     assert words in said
-    assert said.endswith(" as corpus.json states; the file is damaged: copy the folder again, or make it again")
+    assert said.endswith(" as in corpus.json; the file is damaged: copy the folder again, or make it again")
     assert names_in(disk) == [files[0].path.name]
 
 
@@ -157,7 +157,7 @@ def test_a_full_disk_is_told_before_anything_is_copied(
         monkeypatch.setattr(local_copy.shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
         if free < needed:
             said = refusal(disk, files)
-            assert f"--local-copy {disk} has no room: the copies take {needed:,} bytes more, and {free:,} are" in said
+            assert f"--local-copy {disk} has no room: the copies need {needed:,} more bytes, and {free:,} are" in said
             assert names_in(disk) == []
     found = LocalCopy(disk).of(files)  # the twin
     # what is there, or begun by somebody, needs no more room
@@ -181,7 +181,7 @@ def test_a_disk_that_fails_meanwhile_keeps_nothing_unfinished(
     with monkeypatch.context() as patch:
         patch.setattr(local_copy.os, "write", failing)
         said = refusal(disk, files)
-    words = "cannot be used" if number == errno.EIO else "has no room any more"
+    words = "cannot be used" if number == errno.EIO else "is full"
     assert f"--local-copy {disk} {words} ({os.strerror(number)})" in said
     assert "leave the option out" in said
     assert set(names_in(disk)) < {file.path.name for file in files}
@@ -206,11 +206,11 @@ def test_a_disk_that_takes_less_at_a_time_gets_all(
 def test_a_folder_that_cannot_be_used_is_refused(
     files: list[File], disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "nowhere does not exist: expected a folder on a disk of this node; make it" in refusal(
+    assert "nowhere does not exist: expected a folder on a disk of this node; create it" in refusal(
         disk / "nowhere", files
     )
     (disk / "file").write_text("")
-    assert "file is no folder: expected a folder on a disk of this node" in refusal(disk / "file", files)
+    assert "file is not a folder: expected a folder on a disk of this node" in refusal(disk / "file", files)
     (disk / "hetseq-records").write_text("")
     assert f"--local-copy {disk} cannot be used (File exists): expected a folder" in refusal(disk, files)
     (disk / "hetseq-records").unlink()
@@ -240,7 +240,7 @@ def test_what_others_may_write_is_not_trained_on(
     root = disk / "hetseq-records"
     assert root.stat().st_mode & 0o777 == 0o700
     root.chmod(0o777)
-    assert "has mode 0777: expected a folder of your own in which nobody else may write" in refusal(disk, files)
+    assert "has mode 0777: expected a folder that only you may write to" in refusal(disk, files)
     root.chmod(0o755)
     LocalCopy(disk).of(files)
     monkeypatch.setattr(os, "geteuid", lambda: 4711)
@@ -443,7 +443,7 @@ def test_who_has_waited_long_enough_reads_the_files_themselves(
     beside = [text for text in lines if text.startswith("100 bytes of ")]  # what another process has copied
     assert len(beside) == 119  # every 10 s until the 20 minutes are over
     assert f"after 20 minutes (another process was copying {files[1].path.name}) and are read from" in caplog.text
-    assert "the next start goes on copying them" in caplog.text
+    assert "the next start resumes copying" in caplog.text
     assert contents(LocalCopy(disk).of(files)) == contents(files)
 
 

@@ -182,7 +182,7 @@ def test_a_base_model_of_transformers_is_opened_by_us(
     if layout == "gpt2":
         assert equal(read_gpt(tmp_path), ours)  # its head is tied, so nothing is missing
         return
-    with pytest.raises(DataError, match=r"lacks the tensor lm_head\.weight.*the vocabulary head is not there whole"):
+    with pytest.raises(DataError, match=r"lacks the tensor lm_head\.weight.*the vocabulary head is incomplete"):
         read_gpt(tmp_path)
     found = read_gpt(tmp_path, heads_may_be_missing=True)
     assert torch.equal(found.layers[1].attention.qkv.weight, ours.layers[1].attention.qkv.weight)
@@ -205,7 +205,7 @@ def test_an_encoder_of_transformers_is_opened_for_fine_tuning(
 
     transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / "classifier")
     read_bert(tmp_path / "classifier", heads_may_be_missing=True)
-    assert "left out, since there is no such head here: classifier.bias, classifier.weight" in said()
+    assert "skipped, since the model has no such head: classifier.bias, classifier.weight" in said()
 
 
 # The same without transformers.
@@ -263,10 +263,10 @@ def test_sharded_files_are_read(folder: Path, form: str) -> None:
 
     missing = index["cls.predictions.bias"]
     (folder / missing).rename(folder / "elsewhere")
-    with pytest.raises(DataError, match=rf"{missing} does not exist, and the index of .*bert names it"):
+    with pytest.raises(DataError, match=rf"{missing} does not exist, but the index of .*bert names it"):
         read_bert(folder)
     shutil.copy(folder / next(file for file in index.values() if file != missing), folder / missing)
-    with pytest.raises(DataError, match=rf"{missing}: there is no tensor .*, and {stem}\.{form}\.index\.json says it"):
+    with pytest.raises(DataError, match=rf"{missing} has no tensor .*, although {stem}\.{form}\.index\.json lists it"):
         read_bert(folder)
 
 
@@ -298,7 +298,7 @@ def test_of_tied_names_a_file_may_have_either_or_both(folder: Path, first: str) 
     put_weights(folder, {name: tensor for name, tensor in weights.items() if name != first} | {second: weights[first]})
     assert equal(read_bert(folder), make_bert())
     put_weights(folder, weights | {second: weights[first] + 1})
-    with pytest.raises(DataError, match=rf"the tensor {second} is not {first}.*tie_word_embeddings"):
+    with pytest.raises(DataError, match=rf"the tensor {second} differs from {first}.*tie_word_embeddings"):
         read_bert(folder)
 
 
@@ -321,7 +321,7 @@ def refusal(folder: Path, read: Callable[..., nn.Module] = read_bert) -> str:
 @pytest.mark.parametrize("name", [LONG_NAME, "bert.pooler.dense.bias", "cls.seq_relationship.weight"])
 def test_a_missing_tensor_is_named(folder: Path, name: str) -> None:
     put_weights(folder, {each: tensor for each, tensor in weights_of(folder).items() if each != name})
-    assert f"model.safetensors lacks the tensor {name}, which config.json asks for" in refusal(folder)
+    assert f"model.safetensors lacks the tensor {name}, which config.json requires" in refusal(folder)
     # a head of which a part is there is no head that is missing
     with pytest.raises(DataError, match=f"lacks the tensor {name}"):
         read_bert(folder, heads_may_be_missing=True)
@@ -329,7 +329,7 @@ def test_a_missing_tensor_is_named(folder: Path, name: str) -> None:
 
 def test_a_tensor_that_has_no_place_is_named(folder: Path) -> None:
     put_weights(folder, weights_of(folder) | {"bert.encoder.layer.2.output.dense.weight": torch.ones(3)})
-    expected = "model.safetensors has the tensor bert.encoder.layer.2.output.dense.weight, for which the model of"
+    expected = "model.safetensors has the tensor bert.encoder.layer.2.output.dense.weight, which the model of"
     assert expected in refusal(folder)
 
 
@@ -339,7 +339,7 @@ def test_a_tensor_that_has_no_place_is_named(folder: Path) -> None:
         (torch.ones(24, 41), "has shape (24, 41): expected (24, 40) by"),
         (torch.ones(40, 24), "has shape (40, 24): expected (24, 40) by"),
         (torch.ones(1, 40), "has shape (1, 40): expected (24, 40) by"),
-        (torch.ones(24, 40, dtype=torch.int8), "is torch.int8: expected numbers of 16, 32 or 64 bits"),
+        (torch.ones(24, 40, dtype=torch.int8), "is torch.int8: expected floats of 16, 32 or 64 bits"),
     ],
 )
 def test_a_tensor_of_another_form_is_named(folder: Path, tensor: Tensor, told: str) -> None:
@@ -357,8 +357,8 @@ def test_another_architecture_is_refused(tmp_path: Path, folder: Path) -> None:
 
 
 def test_a_directory_that_is_none_is_refused(tmp_path: Path, folder: Path) -> None:
-    assert "is no directory" in refusal(tmp_path / "no")
-    assert "is no directory" in refusal(folder / "config.json")
+    assert "is not a directory" in refusal(tmp_path / "no")
+    assert "is not a directory" in refusal(folder / "config.json")
     (folder / "config.json").rename(folder / "kept")
     assert "config.json: does not exist" in refusal(folder)
     (folder / "kept").rename(folder / "config.json")
@@ -371,13 +371,13 @@ def test_a_directory_that_is_none_is_refused(tmp_path: Path, folder: Path) -> No
 def test_damaged_files_are_refused(folder: Path) -> None:
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:-100])
-    assert "model.safetensors is no safetensors file" in refusal(folder)
+    assert "model.safetensors is not a safetensors file" in refusal(folder)
     (folder / "model.safetensors").unlink()
     for junk in (b"", b"junk", content):
         (folder / "pytorch_model.bin").write_bytes(junk)
         assert "pytorch_model.bin cannot be read as tensors alone" in refusal(folder)
     torch.save({"a": 1}, folder / "pytorch_model.bin")
-    assert "pytorch_model.bin holds no tensors by name" in refusal(folder)
+    assert "pytorch_model.bin does not hold named tensors" in refusal(folder)
 
 
 @pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "", 3, "run.py", None])
@@ -410,7 +410,7 @@ def test_nothing_is_unpickled(folder: Path, tmp_path: Path) -> None:
 def test_nothing_is_overwritten_and_other_models_are_not_written(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is not empty: expected a folder without files"):
         write_pretrained(make_bert(), folder)
-    with pytest.raises(DataError, match="a Linear has no class in Hugging Face"):
+    with pytest.raises(DataError, match="Hugging Face has no class for a Linear"):
         write_pretrained(nn.Linear(2, 2), tmp_path / "x")
     with pytest.raises(DataError, match="cannot be written"):
         write_pretrained(make_bert(), tmp_path / "no" / "x")

@@ -150,8 +150,8 @@ def test_a_vocabulary_that_is_no_text_or_not_there_is_refused(tmp_path: Path) ->
     for name, complaint in {
         "none.txt": "none.txt cannot be read: No such file .*; expected the vocabulary of a BERT model.*--vocab-file",
         "x" * 300: "x cannot be read: File name too long; .*--vocab-file",
-        ".": " is no file; .*--vocab-file",
-        "pipe": "pipe is no file; .*--vocab-file",
+        ".": " is not a file; .*--vocab-file",
+        "pipe": "pipe is not a file; .*--vocab-file",
         "bin": "line 2: byte 0xff is not UTF-8",
     }.items():
         with pytest.raises(DataError, match=complaint):
