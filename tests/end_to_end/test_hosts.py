@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from hetseq.commands.drop import drop
-from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_USAGE, ConfigError
+from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, ConfigError
 from hetseq.monitor.metrics import read_rows
 from tests.support.hosts import Host, two_hosts
 from tests.support.nightly import nightly
@@ -182,7 +182,7 @@ def test_a_directory_that_each_host_has_to_itself(nodes: Nodes, lab: Lab) -> Non
     for node in (one, other):
         assert "shared" in node.out + node.err, nodes.story()
         node.signal(signal.SIGTERM)
-    assert [ended.code for ended in nodes.finish()] == [EXIT_FAILED] * 2
+    assert [ended.code for ended in nodes.finish()] == [EXIT_INTERRUPTED] * 2
 
 
 # -------------------------------------------------------------------------------------------------- what they say
