@@ -1,6 +1,6 @@
-"""What happens between two steps: validation and a checkpoint if they are due, and the telling of it all.
+"""What a rank does between two steps: report the step, then validate and save a checkpoint if they are due.
 
-Every rank walks the same road here: whether to validate or save follows from numbers that the commit gave to all.
+Every rank takes the same branches: whether to validate or save follows from numbers that the commit gave to all ranks.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _NONCES = 2**63
 
 
 class StatusFiles:
-    """What ranks do now: each rank writes its own file, a writer besides those of the ranks of other directories.
+    """The status files that this rank writes: its own, and in a writer also those of ranks in other directories.
 
-    So every run directory tells of all ranks. Made by all ranks together.
+    So every run directory describes all ranks. All ranks construct it together.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StatusFiles:
         run: RunStatus | None = None,
     ) -> None:
         rank = self._rank = sharing.whole.rank
-        #: what the file of a writer tells of the whole run; None on other ranks
+        #: a writer's file describes the whole run with it; None on other ranks
         self.run = run if sharing.is_writer else None
         abouts = _gather_abouts(sharing, {"pid": os.getpid(), "node": socket.gethostname()[:200], "device": device})
         #: node and device of each rank
@@ -64,7 +64,7 @@ class StatusFiles:
         #: by rank: the number in the names of its files
         self.slots = tuple(slots) if slots is not None else tuple(range(len(abouts)))
         foreign = set(range(len(abouts))) - set(sharing.ranks) if sharing.is_writer else set()
-        self._newest: dict[str, Any] = {}  # what was written last into this rank's own
+        self._newest: dict[str, Any] = {}  # last written into this rank's own file
         self._writing = threading.Lock()
         self._files = {
             number: (StatusFile(directory.status / f"rank-{self.slots[number]}.json"), abouts[number])
@@ -74,7 +74,7 @@ class StatusFiles:
             self._mark_gone(directory)
 
     def _mark_gone(self, directory: RunDirectory) -> None:
-        """Say of the ranks that are no part of the run any more that they are not."""
+        """Mark the files of ranks that have left the run."""
         for path in sorted(directory.status.glob("rank-*.json")):
             slot = path.stem.partition("-")[2]
             if slot.isdigit() and int(slot) not in self.slots:
@@ -102,7 +102,7 @@ class StatusFiles:
                     self._newest = told
 
     def renew(self, stand: Stand) -> None:
-        """Say that this rank still stands where it does, for who looks at its file meanwhile. For any thread."""
+        """Write the phase of this rank again, for readers of its file during a long wait. For any thread."""
         now = {"phase": stand.phase.words, "phase_s": round(stand.for_s, 1), "waits": stand.is_waiting}
         with self._writing:
             if self._newest:
@@ -110,7 +110,7 @@ class StatusFiles:
 
 
 def _gather_abouts(sharing: DirectoryGroups, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each rank says of itself, in rank order. Collective."""
+    """The description of each rank by itself, in rank order. Collective."""
     text = json.dumps(about, ensure_ascii=False).encode("utf-8", "replace")
     row = np.frombuffer(text.ljust(_ABOUT_BYTES), np.int64)
     return [json.loads(gathered.tobytes()) for gathered in sharing.whole.all_gather_rows(row)]
@@ -135,7 +135,7 @@ class AfterStep:
         self._noise_scale = NoiseScale()
 
     def save_status(self, state: TrainingState) -> SaveStatus:
-        """What this rank's row of the step being committed says of saving."""
+        """The fields about saving in this rank's row of the step being committed."""
         return self._saver.status(state.position.step)
 
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
@@ -154,7 +154,7 @@ class AfterStep:
             self._saver.keep(controller.state, nonce=outcome.nonce, rows=self._metrics.last_rows())
 
     def due(self, controller: Controller, result: StepResult) -> PendingWork:
-        """What follows from a step, for those who may have to do it in its place."""
+        """The work that follows from a step, for a next generation that may have to do it."""
         plan, outcome = result.plan, result.outcome
         row = self._row(controller, result)
         return PendingWork(
@@ -162,9 +162,9 @@ class AfterStep:
         )  # fmt: skip
 
     def make_up(self, controller: Controller, due: PendingWork, *, ends_run: bool) -> None:
-        """Do what followed from the last step of the generation before, which did not come to it. Every rank calls it.
+        """Do the work after the last step of the previous generation, which was interrupted. Every rank calls it.
 
-        What had been done of it is done once more: a row is written twice, and a checkpoint has another name.
+        Parts that were done are repeated: a row is written twice, and a checkpoint gets another name.
         """
         self._metrics.step(due.row)
         group = controller.group
@@ -186,17 +186,17 @@ class AfterStep:
     def _follow_up(
         self, controller: Controller, due: PendingWork, *, shares: tuple[int, ...], is_stopping: bool, ends_run: bool
     ) -> bool:
-        """Compare the replicas, validate and save, as far as it is due; whether it came to a save or to the end."""
+        """Compare the replicas, validate and save, as far as due; whether it saved or the run ends or stops."""
         state, replicas, buffers = controller.state, self._replicas, controller.replica.buffers
         if replicas is not None and replicas.is_due(due.step):
-            self._saver.settle()  # they may be made equal
+            self._saver.settle()  # the check may overwrite replicas to make them equal
             with amid(Phase.COMPARING, Phase.BOUNDARY):
                 replicas.check(due.step, shares)
         is_best = False
         is_due = self._is_validation_due(due)
         if self._validators and (is_due or ends_run):
             buffers.synchronise_(shares)
-            # a run that is made longer later has the best checkpoint of one that never ended here
+            # a run that is extended later gets the best checkpoint of a run that never ended here
             is_best = self._validate(controller, due.epoch, counts=is_due)
         kinds = self._saver.kinds_due(
             state,
@@ -209,7 +209,7 @@ class AfterStep:
         if kinds:
             if replicas is not None and not replicas.is_due(due.step):  # else compared above
                 self._saver.settle()
-                replicas.check(due.step, shares)  # so that a checkpoint can always be gone back to
+                replicas.check(due.step, shares)  # so that every checkpoint is safe to go back to
             buffers.synchronise_(shares)
             is_last = ends_run or is_stopping
             rows = self._metrics.last_rows()
@@ -284,10 +284,10 @@ class AfterStep:
         return is_due or (steps > 0 and due.step % steps == 0)
 
     def _validate(self, controller: Controller, epoch: int, *, counts: bool) -> bool:
-        """Evaluate every validation split; True if the first one is better than ever before, and that `counts`."""
+        """Evaluate every validation split; True if the first one is the best so far, and `counts`."""
         state, is_best = controller.state, False
         for place, validator in enumerate(self._validators):
-            # a rank of a small share waits for the others, far longer than for a step
+            # a rank with a small share waits for the others, far longer than in a step
             with amid(Phase.VALIDATION, Phase.BOUNDARY), controller.patience_for(samples=len(validator.source.dataset)):
                 values = validator.evaluate(
                     controller.task, controller.replica.model, controller.group, controller.pace.divide
@@ -307,7 +307,7 @@ class AfterStep:
             raise ConfigError(f"--best-checkpoint-metric {name}: validation gives {', '.join(values)}")
         value = values[name]
         sign = -1 if self._config.maximize_best_checkpoint_metric else 1
-        # what is not finite is never best: nothing could ever be better than NaN
+        # a value that is not finite is never best: no value would compare better than NaN
         is_better = math.isfinite(value) and (state.best is None or sign * value < sign * state.best)
         if is_better:
             state.best = value
@@ -328,7 +328,7 @@ class AfterStep:
                     self._status.run.saved(saved.step, time.monotonic())
                 self._metrics.event("save", path=str(result.path), **fields)
             else:
-                self._metrics.event("save_failed", error=result.error, **fields)  # its writer has said it by now
+                self._metrics.event("save_failed", error=result.error, **fields)  # its writer has logged it by now
 
 
 def _shift_fields(shift: Shift) -> dict[str, Any]:

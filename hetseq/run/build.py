@@ -1,7 +1,7 @@
-"""From a configuration to one rank that is ready to train: the only place where all components meet.
+"""Builds one rank that is ready to train from its configuration: the only place where all components meet.
 
-`build_session` reads like a plan: what is trained, from which state, which samples in which shares, what is shown, and
-the controller over it all. Every rank runs it, in the same order, since parts of it are collective.
+`build_session` reads like a plan: model, initial state, samples and shares, reports, and the controller over them.
+Every rank runs it in the same order, since parts of it are collective.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ from hetseq.training.validation import Validator
 logger = logging.getLogger(__name__)
 
 _START_DEADLINE_S = 1800.0  # data may take minutes to read; a rank that dies meanwhile is seen by its launcher
-_NEXT_DEADLINE_S = 120.0  # for ranks that have everything but the state
+_NEXT_DEADLINE_S = 120.0  # for ranks that lack only the state
 _SLOWEST_NETWORK = 5e6  # bytes per second
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """What one rank is built from, in one generation of its run.
+    """The parts from which one rank is built, in one generation of its run.
 
-    `sharing` says which ranks use `directory` together with this one (default: all of them), `slots` what each rank is
-    called (default: by its number). With a `succession` the state comes from the generation before, else from the
-    newest checkpoint if there is one.
+    `sharing` says which ranks use `directory` together with this one (default: all of them), `slots` names the ranks
+    for users (default: by number). With a `succession` the state comes from the previous generation, otherwise from
+    the newest checkpoint if there is one.
     """
 
     config: Config
@@ -120,18 +120,18 @@ class RankJob:
 
     @property
     def carried(self) -> KeptState | None:
-        """What this rank keeps from the generation before."""
+        """What this rank keeps from the previous generation."""
         return self.succession.carried if self.succession is not None else None
 
     @property
     def is_first(self) -> bool:
-        """A start of the run, and not a generation after another one."""
+        """Whether this is a start of the run, not a later generation."""
         return self.succession is None
 
 
 @dataclass(frozen=True)
 class Start:
-    """The state that training begins with, and where it comes from: a generation before, a checkpoint, or nowhere."""
+    """The state that training begins with, and its source: the previous generation, a checkpoint, or neither."""
 
     state: TrainingState
     provenance: Provenance
@@ -152,7 +152,7 @@ class Feed:
 
 @dataclass(frozen=True)
 class Reports:
-    """What is shown and kept after each step."""
+    """The objects that report, validate and save after each step."""
 
     run_status: RunStatus
     status: StatusFiles
@@ -161,7 +161,7 @@ class Reports:
 
 
 def build_session(job: RankJob) -> Session:
-    """Build what one rank needs; collective. Raises HetSeqError for whatever cannot be meant or read."""
+    """Build the session of one rank; collective. Raises HetSeqError for contradictory options and unreadable files."""
     with ExitStack() as undo, _patience(job, job.group), _patience(job, job.directory_group.group):
         replica = build_replica(job, undo)
         sizes = _micro_batch_sizes(job)
@@ -181,7 +181,7 @@ def build_session(job: RankJob) -> Session:
 
 
 def build_replica(job: RankJob, undo: ExitStack) -> Replica:
-    """The replica of this rank, with the optimizer of the generation before, if this rank has one."""
+    """The replica of this rank, with the optimizer of the previous generation, if this rank has one."""
     config, model = job.config, job.material.model
     parameters = [parameter for _, parameter in trained_parameters(model)]
     if not parameters:
@@ -198,7 +198,7 @@ def build_replica(job: RankJob, undo: ExitStack) -> Replica:
 
 
 def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
-    """The state of the generation before, of a checkpoint, or a fresh one; and its saver. Collective."""
+    """The state of the previous generation, of a checkpoint, or a fresh one; and its saver. Collective."""
     config = job.config
     asked = global_batch(config.data, job.group, job.layout)
     parts = parts_of_ranks(job.material, job.group) if config.data.data_by_host else None
@@ -235,7 +235,7 @@ def find_start(job: RankJob, replica: Replica, undo: ExitStack) -> Start:
 
 
 def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitStack) -> Feed:
-    """The plan of the steps, what fetches this rank's part of them, and what moves the shares."""
+    """The plan of the steps, the loader of this rank's part of them, and the share policy."""
     config, rank, layout, carried = job.config, job.group.rank, job.layout, job.carried
     turns = weights_by_slot(config.distributed, layout.of_leaders(job.slots_of_ranks))
     is_balanced = config.distributed.balance == "auto" and len(layout.groups) > 1
@@ -252,11 +252,11 @@ def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitSta
     planner = planner_of(config, job.material.train, start.provenance.batch, assign, shards)
     is_first_measured = (is_balanced or sizes.is_learning) and not sizes.is_fixed and carried is None
     if batch_norms(job.material.model):
-        is_first_measured = False  # which fails on a micro-batch of one sample
+        is_first_measured = False  # batch norm fails on a micro-batch of one sample
     loader = StepLoader(
         job.material.source(job.material.train), planner, start.state.position,
         group=layout.group_of(rank), cap=sizes.cap, first_cap=sizes.first() if is_first_measured else None,
-        # they would begin at once to fetch steps that nobody trains, perhaps of data that are gone
+        # workers would at once fetch steps that are never trained, perhaps of data that are gone
         num_workers=0 if is_last else _num_workers(config.data.num_workers, job.material.device),
     )  # fmt: skip
     undo.callback(loader.close)
@@ -274,7 +274,7 @@ def build_feed(job: RankJob, start: Start, sizes: MicroBatchSizes, undo: ExitSta
 def build_reports(
     job: RankJob, replica: Replica, start: Start, feed: Feed, validators: list[Validator]
 ) -> Reports:  # fmt: skip
-    """What happens after each step: status, validation, saves, the comparison of replicas. Collective."""
+    """Build what runs after each step: status, validation, saves, the comparison of replicas. Collective."""
     config, planner = job.config, feed.steps.planner
     unit = 0 if planner.lengths is not None else planner.unit
     is_throttled = any(factor != 1 for factor in config.distributed.throttle_factors().values())
@@ -318,7 +318,7 @@ def build_controller(
 
 
 def begin(job: RankJob, start: Start, reports: Reports, controller: Controller) -> None:
-    """Only now, when nothing is left to refuse, does the run directory learn of this start. Collective."""
+    """Record this start in the run directory, now that no check can fail any more. Collective."""
     beginning, inherited = start.beginning, start.inherited
     if beginning is not None and not beginning.is_own and controller.has_ended():
         _refuse_to_do_nothing(job.config.checkpoint, start.state)
@@ -332,7 +332,7 @@ def begin(job: RankJob, start: Start, reports: Reports, controller: Controller) 
 
 
 def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controller: Controller) -> None:
-    """Say what runs, and where it begins."""
+    """Log the task, the shares and the point where training begins."""
     batch, state = start.provenance.batch, start.state
     total = _total_steps(job.config, feed.steps.planner.n, batch, state)
     reports.run_status.total_steps = total
@@ -354,7 +354,7 @@ def announce(job: RankJob, start: Start, feed: Feed, reports: Reports, controlle
         _warn_of_carried_state(job.material.trial.carried)
 
 
-# What the builders need.
+# Helpers of the builders
 
 
 def _build_optimizer(config: Config, material: LoadedTask) -> torch.optim.Optimizer:
@@ -377,11 +377,11 @@ def _build_optimizer(config: Config, material: LoadedTask) -> torch.optim.Optimi
 
 
 def _micro_batch_sizes(job: RankJob) -> MicroBatchSizes:
-    """The sizes that the options and earlier starts of this run leave to this rank."""
+    """The micro-batch sizes that the options and earlier starts of this run allow on this rank."""
     config, device = job.config.data, job.material.device
     memo = DeviceMemo(job.directory, device)
     if config.unit_size is not None:
-        return MicroBatchSizes(MicroBatchCap(config.unit_size), is_fixed=True)  # which this node's own cap holds
+        return MicroBatchSizes(MicroBatchCap(config.unit_size), is_fixed=True)  # this node's own cap already allows it
     is_free = config.max_sentences is None and config.max_tokens is None
     most = memo.micro_batch() if is_free else config.max_sentences
     cap = MicroBatchCap(most, config.max_tokens, config.required_batch_size_multiple)
@@ -404,7 +404,7 @@ def global_batch(config: DataConfig, group: RowTransport, layout: Layout) -> Glo
 
 
 def _memory_of(device: torch.device) -> Callable[[], tuple[int, int]]:
-    """Gives the bytes in use, and the limit as it was at the start."""
+    """Returns a function that gives the bytes in use, and the limit as it was at the start."""
     limit = limit_bytes(device)
     return lambda: (in_use_bytes(device), limit)
 
@@ -441,7 +441,7 @@ def _provenance(
 
 
 def _begin_alike(model: torch.nn.Module, group: Group) -> None:
-    """Give every rank the parameters and buffers of rank zero: another CPU draws and rounds them a little otherwise."""
+    """Give all ranks the parameters and buffers of rank zero: other CPUs draw and round them slightly differently."""
     if group.world_size == 1:
         return
     with torch.no_grad():
@@ -452,7 +452,7 @@ def _begin_alike(model: torch.nn.Module, group: Group) -> None:
 
 
 def _check_batch_of_join(config: Config, *, is_explicit: bool) -> None:
-    """Raise ConfigError where the size of a step would depend on who came first, and so the result."""
+    """Raise ConfigError if the size of a step, and so the result, would depend on which nodes came first."""
     if config.distributed.join is not None and not is_explicit:
         raise ConfigError(
             "--join needs --global-batch-size N (samples of a step over all ranks) when a run begins: with"
@@ -474,7 +474,7 @@ def _override(optimizer: torch.optim.Optimizer, config: CheckpointConfig) -> Non
 
 
 def _refuse_to_do_nothing(config: CheckpointConfig, state: TrainingState) -> None:
-    """Raise CheckpointMismatch for a run that begins where another one ended, and would end there as well."""
+    """Raise CheckpointMismatch for a run that begins at the end of another one and would end there too."""
     raise CheckpointMismatch(
         f"--restore-file {config.restore_file} has made {state.updates} updates and is in epoch {state.position.epoch},"
         " where this command would end before its first step: ask for more with --max-update or --max-epoch, or count"
@@ -496,7 +496,7 @@ def _schedule(job: RankJob, start: Start, feed: Feed) -> Callable[[int, int], fl
 
 
 def _total_steps(config: Config, samples: int, batch: GlobalBatch, state: TrainingState) -> int | None:
-    """The last step of the run as far as it is known beforehand; updates and epochs may have been counted anew."""
+    """The last step of the run as far as it is known beforehand; updates and epochs may be counted anew."""
     place, limits = state.position, []
     if config.optimization.max_update:
         limits.append(config.optimization.max_update - state.updates)
@@ -534,7 +534,7 @@ def _say_what_runs(controller: Controller, material: LoadedTask) -> None:
 def _say_what_the_batch_means(
     config: OptimizationConfig, batch: GlobalBatch, course: Course, beginning: Beginning | None
 ) -> None:
-    """For the learning rate: what --scale-lr made of it, or would where steps were of another size before."""
+    """Log how --scale-lr changed the learning rate, or would change it if steps had another size before."""
     said = None
     if config.scale_lr != "none":
         said = scale_in_words(config, batch, course.epoch)
@@ -567,7 +567,7 @@ def _warn_of_carried_state(carried: Sequence[str]) -> None:
 
 @contextmanager
 def _patience(job: RankJob, group: Group) -> Iterator[None]:
-    """Wait for peers that read data, or send the state."""
+    """Raise the group's deadline while peers read data or send the state."""
     size = sum(parameter.numel() * parameter.element_size() for parameter in job.material.model.parameters())
     deadline_s = _START_DEADLINE_S if job.is_first else _NEXT_DEADLINE_S + 3 * size / _SLOWEST_NETWORK
     before, group.deadline_s = group.deadline_s, deadline_s

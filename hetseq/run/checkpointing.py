@@ -1,8 +1,8 @@
-"""What a checkpoint of a run contains, and when one is due.
+"""The content of a run's checkpoints, and the decision when one is due.
 
 A checkpoint is the replica's tensors and one JSON object. Random numbers are derived from (seed, step, position) and
-learning rates from the number of updates, so there is no generator or scheduler to save: the step, the samples
-consumed and the history say it all.
+learning rates from the number of updates, so no generator or scheduler is saved: the step, the samples consumed and
+the history are enough.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Rows = Sequence[Mapping[str, Any]]
 STATE_VERSION = 1
 _LARGE_BYTES = 64 << 20
 _LEAST_KEEPING_S = 1.0
-_KEEPING_SHARE = 100  # times as long as a copy to memory takes, until the next one
+_KEEPING_SHARE = 100  # the next copy to memory comes after this many times the duration of the last
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What the result of a run depends on, besides its parameters; equal on all ranks."""
+    """The properties that determine the result of a run, besides its parameters; equal on all ranks."""
 
     task: str
     optimizer: str
@@ -53,14 +53,14 @@ class Provenance:
     batch: GlobalBatch
     unit_size: int | None = None
     shuffle_block: int | None = None
-    vocabulary: str | None = None  # a digest of what the numbers in the samples mean; None: they do not say
+    vocabulary: str | None = None  # a digest of the meaning of the numbers in the samples; None: unknown
     recipe: Mapping[str, Any] = field(default_factory=dict, compare=False)  # see `hetseq.run.recipe`
-    parts: str | None = None  # of the training split on different hosts, see `data_by_host`; None: all have all
+    parts: str | None = None  # of the training split on different hosts, see `data_by_host`; None: every host has all
 
 
 @dataclass(frozen=True)
 class Saved:
-    """The end of a save of the state after `step`; `result` is that of this rank's directory."""
+    """The end of a save of the state after `step`; `result` belongs to this rank's directory."""
 
     step: int
     kinds: list[str]
@@ -70,8 +70,8 @@ class Saved:
 class Saver:
     """Decides when a checkpoint is due and has it written; one per rank, and all ranks save together.
 
-    A save goes on while the next steps are trained: `save` begins it, and `go_on` after each later step ends it.
-    `before` is this rank's saver of the generation before, whose clock and failures go on.
+    A save continues while the next steps are trained: `save` begins it, and `go_on` after each later step ends it.
+    `before` is this rank's saver of the previous generation; its clock and failures carry over.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class Saver:
         self._is_prepared = False
         self._has_said_too_large = False
         self._underway: tuple[int, list[str]] | None = None  # step and kinds; the same on all ranks
-        self._result: SaveResult | None = None  # of the save under way in this rank's directory, once it is known
+        self._result: SaveResult | None = None  # of the save under way in this rank's directory, once known
         self._hook = replica.optimizer.register_step_pre_hook(self._before_update)
-        self.is_owing = False  # a checkpoint, because the one that was due before was given up
+        self.is_owing = False  # a checkpoint, because the previous one was given up
         self.last_step = 0  # the newest step that some directory group has committed, or that was resumed from
         self.last_error: str | None = None  # of the last save into the directory of this rank
         #: step and reason of each save that failed there
@@ -103,7 +103,7 @@ class Saver:
 
     @property
     def owes(self) -> bool:
-        """A save was under way when the generation ended, and what became of it nobody knows."""
+        """Whether a save was under way when the generation ended, with its result unknown on every rank."""
         return self._underway is not None or self.is_owing
 
     def is_overdue(self) -> bool:
@@ -116,15 +116,15 @@ class Saver:
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The nonces of the commits that the state follows, as far as this rank knows."""
+        """The nonces of the commits that precede the state, as far as this rank knows."""
         return self._manager.known
 
     def settle(self) -> None:
-        """Return when nothing of the state is being copied. Any rank, alone."""
+        """Wait until no part of the state is being copied. Any rank may call it alone."""
         self._manager.settle()
 
     def is_keep_due(self, step: int) -> bool:
-        """Rank zero: the state after this step should stay in memory, by --memory-interval-updates."""
+        """Whether to keep the state after this step in memory, by --memory-interval-updates; rank zero decides."""
         every = self._config.memory_interval_updates
         if not self._manager.keeps_states:
             return False
@@ -135,7 +135,7 @@ class Saver:
         return self._now() - self._kept_s >= max(_LEAST_KEEPING_S, _KEEPING_SHARE * self._manager.keeping_s)
 
     def status(self, step: int) -> SaveStatus:
-        """What this rank's row of step `step`, which is being committed, says of saving."""
+        """The fields about saving in this rank's row of step `step`, which is being committed."""
         return SaveStatus(
             save=self.is_overdue(),
             nonce=draw_nonce(),
@@ -149,7 +149,7 @@ class Saver:
         self, state: TrainingState, *, epoch_ended: int | None, is_best: bool, is_overdue: bool, is_stopping: bool,
         ends_run: bool,
     ) -> list[str]:  # fmt: skip
-        """Why the state after a step is to be saved; empty if it is not."""
+        """The reasons to save the state after a step; empty if there is none."""
         config = self._config
         if config.no_save:
             return []
@@ -168,7 +168,7 @@ class Saver:
 
     @property
     def writes_here(self) -> bool:
-        """Whether this rank speaks for its run directory."""
+        """Whether this rank writes for its run directory."""
         return self._sharing.is_writer
 
     def progress(self) -> tuple[int, float] | None:
@@ -178,9 +178,9 @@ class Saver:
         return self._underway[0], self._manager.share
 
     def prepare_early(self) -> None:
-        """Get the memory for a large state before it is needed; after each step, collective the first time.
+        """Allocate the memory for a large state before it is needed; after each step, collective the first time.
 
-        A small one is prepared in a moment, and many short runs never save but at their end.
+        A small state is prepared in a moment, and many short runs save only at their end.
         """
         is_wanted = self._config.memory_interval_updates > 0 or self._replica.state_bytes() >= _LARGE_BYTES
         if not self._is_prepared and not self._config.no_save and is_wanted:
@@ -191,9 +191,9 @@ class Saver:
     ) -> list[Saved]:
         """Begin to write the state into every run directory, once an earlier save is over; collective.
 
-        `rows` are the last ones of `metrics.jsonl`: whoever goes on from the state may find that file without them.
+        `rows` are the last rows of `metrics.jsonl`, for a resume that finds that file without them.
 
-        Gives the saves that are over now: with `is_last` this one too. A failure of this rank's one is in its result.
+        Returns the saves that are over now, with `is_last` including this one. A failure on this rank is in its result.
         """
         over = self.finish()
         tensors, numbers = self._content()
@@ -212,9 +212,9 @@ class Saver:
         return over + self.finish() if is_last else over
 
     def keep(self, state: TrainingState, *, nonce: int, rows: Rows = ()) -> None:
-        """Copy the state to the memory of the nodes, where it outlives a kill; once all ranks were sealed. Collective.
+        """Copy the state to the memory of the nodes, where it survives a kill; once all ranks were sealed. Collective.
 
-        A directory group that has no room for it does nothing.
+        A directory group without room for it does nothing.
         """
         self._kept_s = self._now()
         if not self._manager.keeps_states:
@@ -237,9 +237,9 @@ class Saver:
         return Identity(step=state.position.step - 1, generation=self._generation, lineage=str(state.lineage))
 
     def go_on(self, *, is_anyone_writing: bool, failed: Sequence[int] = ()) -> list[Saved]:
-        """After each step: one event further with the save under way, unless a rank still writes. Collective.
+        """After each step: advance the save under way, unless a rank still writes. Collective.
 
-        The parts of the ranks `failed` have failed: the other ranks of their run directory give theirs up.
+        The parts of the ranks `failed` have failed: the other ranks of their run directory abandon theirs.
         """
         if self._underway is not None and not set(failed).isdisjoint(self._sharing.ranks):
             self._manager.cancel()
@@ -256,8 +256,8 @@ class Saver:
         return self._take(self._manager.finish() if self._manager.is_underway else None)
 
     def close(self, *, has_failed: bool = False, is_hasty: bool = False) -> None:
-        """Give memory and processes back. The writers finish what is under way, if they can; `is_hasty` waits for none,
-        and those that depend on another rank's are ended.
+        """Release memory and processes. The writers finish the save under way if they can; with `is_hasty` it does not
+        wait, and stops writers that depend on another rank.
 
         With `has_failed` the newest state stays in memory, and the next start of the run finds it there.
         """
@@ -265,12 +265,12 @@ class Saver:
         self._manager.close(has_failed=has_failed, is_hasty=is_hasty)
 
     def _take(self, result: SaveResult | None) -> list[Saved]:
-        """The save under way, if it is over in every directory now; `result`: it just ended in this one. Collective."""
+        """The save under way, once it is over in every directory; `result`: it just ended in this one. Collective."""
         self._result = self._result or result
         own = self._result
         is_over, has_committed = own is not None, own is not None and own.ok
         if self._sharing.count > 1:
-            # Awaited here, where all are patient: the next collective is one of a step, whose deadline is short.
+            # Waits here, with a long deadline: the next collective belongs to a step, whose deadline is short.
             ends = self._sharing.gather([is_over, has_committed])
             is_over, has_committed = bool(ends[:, 0].all()), bool(ends[:, 1].any())
         if not is_over:
@@ -286,7 +286,7 @@ class Saver:
         return [Saved(step, kinds, own)]
 
     def _content(self) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-        """What is saved of the replica: tensors by name, live, and the optimizer's numbers, if they are."""
+        """The saved part of the replica: tensors by name, live, and the optimizer's numbers, unless left out."""
         tensors = self._replica.model_tensors()
         if self._config.no_save_optimizer_state:
             return tensors, None
@@ -304,13 +304,13 @@ class Saver:
                 ", and the newest state stays there for a restart after a kill" if self._manager.keeps_states else "",
             )  # fmt: skip
             if self._config.memory_interval_updates and not self._manager.keeps_states:
-                logger.info("there is no room for a second state in memory: after a kill the run goes on from the disk")
+                logger.info("there is no room for a second state in memory: after a kill the run resumes from the disk")
         elif self._config.memory_buffer_bytes() == 0:
             logger.info("training waits while a checkpoint is written: --memory-buffer-size 0")
         elif self._sharing.is_writer:
             logger.warning(
-                "training waits while a checkpoint is written, for there is no memory to copy it to: %s; see to"
-                " /dev/shm and --memory-buffer-size, or say --memory-buffer-size 0 [memory-for-saves]",
+                "training waits while a checkpoint is written, because there is no memory to copy it to: %s; check"
+                " /dev/shm and --memory-buffer-size, or set --memory-buffer-size 0 [memory-for-saves]",
                 refusal,
             )
 
@@ -318,11 +318,11 @@ class Saver:
         self._manager.settle()
 
     def adopt(self, received: Loaded | None, *, step: int) -> None:
-        """Write what this run goes on from, the state of `step`, into this directory where it lacks it. Collective.
+        """Write the resumed checkpoint, the state of `step`, into this directory if it lacks it. Collective.
 
-        It came from another directory, or from memory, and may be there all the same; None: it is there. The copy has
-        the name of the original, unless something damaged stands there. A failure is only a warning: the next save
-        makes up for it, soon.
+        It came from another directory or from memory, and may be here anyway; None: it is here. The copy has the name
+        of the original, unless that name is taken by something damaged. A failure causes only a warning, and the next
+        save comes soon.
         """
         is_there = received is None
         if received is not None and not self._config.no_save:
@@ -339,11 +339,11 @@ class Saver:
                     break
             if not is_there:
                 self._last_s = -math.inf
-        if self._sharing.gather([is_there])[:, 0].any():  # the others wait here, patiently
+        if self._sharing.gather([is_there])[:, 0].any():  # the others wait here, with a long deadline
             self.last_step = step
 
     def _is_written(self, received: Loaded) -> bool:
-        """Whether a whole checkpoint of this state is in the directory: its commit, then all ranks, were killed."""
+        """Whether a whole checkpoint of this state is here: all ranks may have been killed just after its commit."""
         group, is_there = self._sharing.group, False
         if group.rank == 0:
             same = [commit for commit in self._manager.list() if commit.identity == received.identity]
@@ -351,12 +351,12 @@ class Saver:
         return bool(group.all_gather_rows(np.array([is_there], np.int64))[0, 0])
 
     def _lend_patience(self) -> None:
-        """A directory group of its own waits as long as the group of all ranks does now."""
+        """Give the directory group the present deadline of the group of all ranks."""
         self._sharing.group.deadline_s = self._sharing.whole.deadline_s
 
 
 def draw_nonce() -> int:
-    """Names one attempt of one checkpoint."""
+    """A random name for one attempt of one checkpoint."""
     return secrets.randbits(63)
 
 
@@ -397,7 +397,7 @@ def describe(
 
 
 def batch_record(batch: GlobalBatch) -> dict[str, Any]:
-    """As JSON has it."""
+    """The batch as a JSON object."""
     return {"samples": batch.samples, "tokens": batch.tokens, "update_freq": list(batch.update_freq)}
 
 
@@ -414,8 +414,8 @@ def read_state(saved: Mapping[str, Any]) -> TrainingState:
         updates=saved["updates"],
         lineage=parse_lineage(saved["step"], saved["lineage"]),
         skipped_in_a_row=saved["skipped_in_a_row"],
-        decay_steps=saved.get("decay_steps", WITHOUT_END),  # was not written before 2026-11
-        loss_scale=LossScale(*saved.get("loss_scale", ())),  # was not written before there was fp16
+        decay_steps=saved.get("decay_steps", WITHOUT_END),  # not written before 2026-11
+        loss_scale=LossScale(*saved.get("loss_scale", ())),  # not written before fp16 was supported
         best=saved["best"],
         train_seconds=saved["train_seconds"],
         resets=dict(saved["resets"]),

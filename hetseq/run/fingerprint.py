@@ -1,13 +1,13 @@
-"""What a rank knows of its run that no option says: the task's code, the model's parameters, what lies in the data.
+"""The facts about a run that no option states: the task's code, the model's parameters, the content of the data.
 
-Responsible for texts by which two ranks find out that they would not train the same thing; `cluster.contract` compares
-them and knows their forms. It refuses to move data or to judge: it looks at a few samples, twice each, and leaves every
-generator of random numbers as it was.
+Responsible for texts by which two ranks notice that they would train different things; `cluster.contract` compares
+the texts and knows their forms. It refuses to move data or to judge: it reads a few samples, twice each, and leaves
+every random number generator as it was.
 
-The one idea: what is exact (integers, text, bytes, files) is presented as a digest. Floating numbers are not exact
-between unequal machines, so of them three numbers are presented: two sums with random signs, and the norm. Rounding
-errors add up in such a sum like a random walk, to about 1e-7 of the norm of n numbers of any n, while one number that
-changed stands in it undiminished: a pixel of MNIST that differs by 1 of 255 moves the sums by 5e-4 of the norm.
+The one idea: exact facts (integers, text, bytes, files) become a digest. Floating-point numbers are not exact between
+unequal machines, so they become three numbers: two sums with random signs, and the norm. Rounding errors add up in such
+a sum like a random walk, to about 1e-7 of the norm for any number of values, while one value that changed enters it
+undiminished: a pixel of MNIST that differs by 1 of 255 moves the sums by 5e-4 of the norm.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from hetseq.training.optim import learning_rates
 from hetseq.training.task_checks import LossTrial
 
 _SAMPLES = 32
-_PATIENCE_S = 3.0  # for the samples of all splits; a data set on a slow disk tells fewer of them
+_PATIENCE_S = 3.0  # for the samples of all splits; a data set on a slow disk presents fewer of them
 _BLOCK_BYTES, _MOST_BLOCKS, _LEAST_BLOCKS = 4096, 512, 2
 _MOST_FILES, _MOST_PARAMETERS, _MOST_VALUES, _MOST_GROUPS = 128, 512, 4096, 64
 # 8 units in the last place of a number of 32 bits, coarser where the data are: arithmetic of single precision rounds a
 # few times, and rarely all in one direction
 _UNITS, _EPS = 8, 2.0**-23
-_INITIAL = 1e-4  # of parameters, whose initialisation may take more steps: other weights differ by far more
+_INITIAL = 1e-4  # of parameters, whose initialisation may take more steps: different weights differ by far more
 _SIGNS = 1 << 16
 _DEEPEST = 32
 _UNREADABLE = "cannot be read"
-_OF_THIS_PROCESS = re.compile(r" at 0x[0-9a-f]+|,? ?device=[^,)]*")  # of what a module says of itself
+_OF_THIS_PROCESS = re.compile(r" at 0x[0-9a-f]+|,? ?device=[^,)]*")  # removed from a module's extra_repr
 _KNOWN = (sys.stdlib_module_names | {"hetseq", "torch"}) - {"__main__"}
 
 Numbers = npt.NDArray[np.float64]
 
 
 class TaskToCompare(Protocol):
-    """What is needed of `hetseq.run.loaded_task.LoadedTask`; `part` with --data-by-host alone."""
+    """The part of `hetseq.run.loaded_task.LoadedTask` used here; `part` only with --data-by-host."""
 
     @property
     def task(self) -> Any: ...
@@ -86,9 +86,9 @@ class TaskToCompare(Protocol):
 
 
 def rank_fields(config: Config, material: TaskToCompare, *, now: Callable[[], float] = time.monotonic) -> Fields:
-    """What this rank presents before it meets its peers; `config` has the options of the user's own completed.
+    """The facts that this rank presents before it meets its peers; `config` includes the user's own options.
 
-    Raises what the data set raises for a sample it cannot read, and TaskFileError for a wrong `ordered_indices`.
+    Raises the data set's error for a sample it cannot read, and TaskFileError for a wrong `ordered_indices`.
     """
     train, seed = material.train, config.task.seed
     fields = {
@@ -100,7 +100,7 @@ def rank_fields(config: Config, material: TaskToCompare, *, now: Callable[[], fl
     deadline_s = now() + _PATIENCE_S
     with _random_numbers_kept():
         splits = dict(material.valid)
-        if config.data.data_by_host:  # then they are another part on each host, as they are meant to be
+        if config.data.data_by_host:  # then each host is meant to have another part
             fields[PART] = material.part
         else:
             fields[LOSS] = _losses(material.trial, material.model)
@@ -117,10 +117,10 @@ def rank_fields(config: Config, material: TaskToCompare, *, now: Callable[[], fl
 
 
 def data_digest(dataset: Any, seed: int) -> str:
-    """Equal on two ranks of one host where they read the same data, and different where they do not.
+    """Equal on two ranks of one host that read the same data, and different otherwise.
 
-    Of the files that the data set names, else of a few samples to the last bit. Raises DataError where both say
-    nothing, and for a file that is none, such as a folder; and what the data set raises for a sample it cannot read.
+    Covers the files that the data set names, or else a few samples to the last bit. Raises DataError if neither is
+    possible, and for a path that is not a file, such as a folder; and any error that the data set raises for a sample.
     """
     base = base_order(dataset)
     entries = [str(len(dataset)), "" if base is None else digest(base.astype("<i8").tobytes())]
@@ -130,7 +130,7 @@ def data_digest(dataset: Any, seed: int) -> str:
             files = _exact_content(dataset, seed)
     for entry in files.split("\n"):
         name, _, state = entry.rpartition(": ")
-        if state.startswith(_UNREADABLE):  # other files of that name would look the same
+        if state.startswith(_UNREADABLE):  # another file of that name would give the same digest
             raise DataError(
                 f"--data-by-host must know which ranks read the same data: `files` of {type(dataset).__name__} names"
                 f" {name}, which {state}: expected the paths of the files it reads, no folders"
@@ -142,7 +142,7 @@ def data_digest(dataset: Any, seed: int) -> str:
 
 
 def _code_fields(material: TaskToCompare) -> Fields:
-    """The files of the task's class and of its bases, and what else of the user's a run is made of."""
+    """The files of the task's class and of its bases, and the user's other code in a run."""
     used = (material.task, material.train, *material.model.modules())
     modules = {kind.__module__ for thing in used for kind in type(thing).__mro__ if not _is_known(kind.__module__)}
     own = [kind for kind in type(material.task).__mro__ if not _is_known(kind.__module__)]
@@ -155,7 +155,7 @@ def _code_fields(material: TaskToCompare) -> Fields:
 
 
 def _is_known(module: str) -> bool:
-    """Whether a version or a digest of its own says what is in it."""
+    """Whether a version or a digest of its own identifies its content."""
     return module.partition(".")[0] in _KNOWN
 
 
@@ -170,14 +170,14 @@ def _file_of(module: str) -> Path | None:
 
 
 def _is_installed(path: Path) -> bool:
-    """Whether it belongs to a package, whose version says enough."""
+    """Whether it belongs to an installed package, identified by its version."""
     return "site-packages" in path.parts or "dist-packages" in path.parts
 
 
 def _modules_beside(names: Iterable[str]) -> set[tuple[str, str]]:
     """Every module that was imported from the folders of these, by its path there, with its state.
 
-    A helper beside the task's file belongs to it, whether a class of it is in use or not.
+    A helper beside the task's file belongs to the task, whether one of its classes is in use or not.
     """
     roots = set()
     for name in names:
@@ -186,7 +186,7 @@ def _modules_beside(names: Iterable[str]) -> set[tuple[str, str]]:
             top = _file_of(name.partition(".")[0]) if "." in name else None
             roots.add((top or path).parent)
     found = set()
-    # the main module is the program that was started, which need not be the same one everywhere
+    # the main module is the started program, which may differ from rank to rank
     for name in [
         name for name in tuple(sys.modules) if not _is_known(name) and name not in ("__main__", "__mp_main__")
     ]:
@@ -197,7 +197,7 @@ def _modules_beside(names: Iterable[str]) -> set[tuple[str, str]]:
 
 
 def _packages(names: Iterable[str]) -> set[tuple[str, str]]:
-    """Versions of installed packages that classes of the task, its data and its model come from."""
+    """Versions of installed packages that define classes of the task, its data and its model."""
     found = set()
     for name in {name.partition(".")[0] for name in names}:
         version = getattr(sys.modules.get(name), "__version__", None)
@@ -223,10 +223,10 @@ def _model_fields(model: torch.nn.Module) -> Fields:
 
 
 def _settings(module: torch.nn.Module) -> str:
-    """What a module says of itself, as the rate of a dropout; not where it lies in memory, nor on which device."""
+    """A module's type and settings, such as a dropout rate, without its address in memory and its device."""
     try:
         words = module.extra_repr()
-    except Exception:  # the user's code may raise anything, and few look at it
+    except Exception:  # the user's code may raise anything
         words = ""
     return f"{type(module).__name__}({_OF_THIS_PROCESS.sub('', words)})"
 
@@ -244,7 +244,7 @@ def _initial(*tensors: torch.Tensor) -> str:
 
 
 def _losses(trial: LossTrial, model: torch.nn.Module) -> str:
-    """Of each term; and the buffers, which rank zero gives to all before the first step if they differ by then."""
+    """The loss of each term; and the buffers, which all ranks take from rank zero before the first step."""
     if not trial.means:
         return f"{NOT_COMPARED}: of the first two samples no term of the loss was the same alone and together"
     relative, absolute = trial.tolerance
@@ -257,7 +257,7 @@ def _losses(trial: LossTrial, model: torch.nn.Module) -> str:
 
 
 def _order_fields(train: Any, config: Config) -> Fields:
-    """Which samples training takes first, by their indices in the data set, and how long some are."""
+    """Which samples training takes first, by their indices in the data set, and the lengths of some."""
     split, count = config.data.train_subset, len(train)
     base = base_order(train)
     order = epoch_order(
@@ -267,7 +267,7 @@ def _order_fields(train: Any, config: Config) -> Fields:
     fields = {f"order of {split}": listed(str(index) for index in (first if base is None else base[first]))}
     fields[f"own order of {split}"] = "0, 1, 2, ..." if base is None else digest(base.astype("<i8").tobytes())
     indices = np.array(sorted(_spread(count)), np.int64)
-    # only --max-tokens needs the lengths, and then the session says what is wrong with them
+    # only --max-tokens needs the lengths, and then the session reports errors in them
     with contextlib.suppress(Exception):
         lengths = lengths_of(train)
         if lengths is not None:
@@ -277,7 +277,7 @@ def _order_fields(train: Any, config: Config) -> Fields:
 
 
 def _content(dataset: Any, seed: int, is_late: Callable[[], bool]) -> str:
-    """A few samples, an entry each, or why they cannot be compared."""
+    """A few samples, an entry each, or the reason why they cannot be compared."""
     entries: list[str] = []
     skipped, told = set[str](), 0
     for index in _spread(len(dataset)):
@@ -286,7 +286,7 @@ def _content(dataset: Any, seed: int, is_late: Callable[[], bool]) -> str:
         first, second = (_read(dataset, index, seed) for _ in range(2))
         entry = f"sample {index}: {first.text()}"
         if not is_same_sample(entry, f"sample {index}: {second.text()}"):
-            return f"{NOT_COMPARED}: sample {index} was another one when it was read again, under the same seed"
+            return f"{NOT_COMPARED}: sample {index} differed when it was read again with the same seed"
         entries.append(entry)
         skipped |= first.skipped
         told += first.leaves
@@ -304,12 +304,12 @@ def _read(dataset: Any, index: int, seed: int) -> _Reading:
 
 
 def _exact_content(dataset: Any, seed: int) -> str:
-    """A digest of a few samples to the last bit, which only one machine, or one like it, gives again."""
+    """A digest of a few samples to the last bit, which only the same kind of machine reproduces."""
     whole = hashlib.sha256()
     for index in _spread(len(dataset)):
         first, second = (_read(dataset, index, seed) for _ in range(2))
         if not first.leaves or first.exact() != second.exact():
-            why = "was another one when it was read again" if first.leaves else "is made of objects of unknown kinds"
+            why = "differed when it was read again" if first.leaves else "is made of objects of unknown kinds"
             raise DataError(
                 f"--data-by-host must know which ranks read the same data: {type(dataset).__name__} names no `files`,"
                 f" and its sample {index} {why}: give it `files`, the list of paths it reads"
@@ -340,7 +340,7 @@ def _random_numbers_kept() -> Iterator[None]:
 
 
 class _Reading:
-    """One sample as text. `leaves` counts what was understood, `skipped` names the types of what was not."""
+    """One sample as text. `leaves` counts the values understood, `skipped` names the types of the others."""
 
     def __init__(self) -> None:
         self.leaves = 0
@@ -349,7 +349,7 @@ class _Reading:
         self._numbers: list[tuple[float, Numbers]] = []  # tolerance, (n,)
 
     def take(self, item: Any, path: str, depth: int = 0) -> None:
-        """Add a part of a sample; `path` says where it stands in it."""
+        """Add a part of a sample; `path` is its place in the sample."""
         children = _children(item)
         if children is not None and depth < _DEEPEST:
             self._add(path, f"{len(children)} parts", b"")
@@ -393,7 +393,7 @@ class _Reading:
 
 
 def _children(item: Any) -> list[tuple[str, Any]] | None:
-    """The parts of what has parts, with their names; None for a leaf."""
+    """The parts of a container, with their names; None for a leaf."""
     if isinstance(item, Mapping):
         return sorted(((str(key), value) for key, value in item.items()), key=lambda entry: entry[0])
     if isinstance(item, (list, tuple)):
@@ -408,12 +408,12 @@ def _children(item: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-#: what it is; its bytes, or its finite and other numbers (n,) as they are compared; the size of their last unit
+#: its kind; its bytes, or its finite and other numbers (n,) as they are compared; the size of their last unit
 Leaf = tuple[str, "bytes | Numbers", float]
 
 
 def _leaf(item: Any) -> Leaf | None:
-    """What has no parts; None for objects of an unknown kind."""
+    """The content of a leaf; None for objects of an unknown kind."""
     if item is None or isinstance(item, (bool, int, str)):
         return "plain", f"{type(item).__name__} {item}".encode("utf-8", "surrogatepass"), 0.0
     if isinstance(item, (list, tuple)) and not isinstance(item[0], float):
@@ -430,7 +430,7 @@ def _leaf(item: Any) -> Leaf | None:
         if isinstance(item, (float, complex, np.ndarray, np.generic)) or _is_array_like(item):
             return _array_leaf(np.asarray(item))
     except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        pass  # a tensor or array that does not give its numbers away
+        pass  # a tensor or array that does not expose its numbers
     return None
 
 
@@ -512,5 +512,5 @@ def _file_text(path: Path, blocks: int) -> str:
 
 
 def _block_numbers(count: int, most: int) -> list[int]:
-    """The first, the last, and some evenly between."""
+    """The first block, the last, and others evenly between."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).round().astype(np.int64)).tolist() if count else []

@@ -1,7 +1,7 @@
-"""How far the learning rate decays: until the end of the run, as its first start asks for it.
+"""The length of the learning-rate decay: until the end of the run, as its first start asks for it.
 
-Responsible for the number of updates that schedules are told, where --total-num-update does not say it. It is decided
-once and kept in the state, so that a run that is made longer later goes on with the curve that it began with.
+Responsible for the number of updates that schedules are given when --total-num-update is absent. It is decided once
+and kept in the state, so a run that is extended later keeps the curve that it began with.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _DECAYING = ("polynomial", "PolynomialDecayScheduler", "polynomial_from_zero", "
 
 
 def settled(config: OptimizationConfig, state: TrainingState, last_step: int | None) -> OptimizationConfig:
-    """The options as schedules are given them; `state` keeps from now on where the decay ends.
+    """The options as schedules receive them; from now on `state` keeps the step at which the decay ends.
 
-    `last_step` is that of the run as far as it is known, and None where it has no end. A warm-up that leaves nothing of
-    a length that nobody wrote down ends in its middle.
+    `last_step` is the last step of the run as far as it is known, None for a run without an end. If a decay that no
+    option sets is no longer than the warm-up, the warm-up ends in the middle of it.
     """
     if config.total_num_update is not None:
         state.decay_steps = config.total_num_update
@@ -32,7 +32,7 @@ def settled(config: OptimizationConfig, state: TrainingState, last_step: int | N
 
 
 def in_words(config: OptimizationConfig, state: TrainingState, last_step: int | None, *, is_resumed: bool) -> list[str]:
-    """What a start says of its end, and of the decay where --total-num-update does not say it."""
+    """What a start logs about its end, and about the decay if --total-num-update is not given."""
     said = []
     if last_step is None and not has_end(config):
         said.append(
@@ -60,7 +60,7 @@ def in_words(config: OptimizationConfig, state: TrainingState, last_step: int | 
 
 
 def has_end(config: OptimizationConfig) -> bool:
-    """Whether an option ends the run; a rate of --lr-scheduler may do so as well."""
+    """Whether an option ends the run; a rate of --lr-scheduler may end it too."""
     return config.max_update > 0 or config.max_epoch > 0 or config.min_lr >= 0
 
 

@@ -1,10 +1,10 @@
-"""A pass over whole splits by all ranks, in place of training: what `hetseq evaluate` and `hetseq predict` do.
+"""A pass of all ranks over whole splits, in place of training: the work of `hetseq evaluate` and `hetseq predict`.
 
 Responsible for dividing a split, for the numbers and for the lines of predictions. Refuses to know how the ranks were
-started and what becomes of the file. The one idea: a split is cut into pieces by its options alone, one forward each
-where memory holds it; ranks are dealt whole pieces, and what comes of them is put together in the order of the pieces.
-So every number has the same bits on any number of equal devices, and who computes which piece is a matter of speed
-only: pieces are dealt in rounds, by what each rank has shown before, and the rounds get shorter towards the end.
+started and what becomes of the file. The one idea: the options alone cut a split into pieces, one forward each if
+memory allows it; ranks get whole pieces, and the results are combined in the order of the pieces. So every number has
+the same bits on any number of equal devices, and the assignment of pieces affects only speed: pieces are dealt in
+rounds, by the speed that each rank has shown, and the rounds get shorter towards the end.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 Piece = tuple[int, int]  # samples start to stop - 1
 Work = Callable[[Sequence[Piece]], list[bytes]]
 
-_SILENCE_S = 1800.0  # of a rank: launchers see one that dies at once, and a large piece may take a CPU minutes
-_ROUND_S = 20.0  # at most, so that nobody waits long for who slows down, and the user hears of it
+_SILENCE_S = 1800.0  # of a rank: launchers see a death at once, but a large piece may take a CPU minutes
+_ROUND_S = 20.0  # at most, so that no rank waits long for one that slows down, and the user sees progress
 _MOST = 256  # pieces in one round, for each rank
 _TELL_EVERY_S = 10.0
 _ANEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -62,7 +62,7 @@ def prepare(errand: InferenceJob, config: Config, device: torch.device) -> Loade
 
 
 def perform(errand: InferenceJob, config: Config, material: LoadedTask, group: Group) -> str:
-    """Do the errand; every rank calls it and gets the same lines for the user. Raises HetSeqError."""
+    """Do the job; every rank calls it and gets the same lines for the user. Raises HetSeqError."""
     whereabouts.enter(Phase.SWEEPING)
     group.deadline_s = config.distributed.step_deadline or _SILENCE_S
     step = _load(errand, config, material, group)
@@ -93,7 +93,7 @@ def _load(errand: InferenceJob, config: Config, material: LoadedTask, group: Gro
 
 
 def _weights(config: Config, group: Group) -> tuple[float, ...] | None:
-    """What `--balance` says; None: by measured speed."""
+    """The weights of `--balance`; None: by measured speed."""
     if config.distributed.balance == "equal":
         return (1.0,) * group.world_size
     return config.distributed.balance_weights()
@@ -114,7 +114,7 @@ def evaluate(
     *,
     weights: Sequence[float] | None = None,
 ) -> dict[str, float]:
-    """What `Validator.evaluate` gives, with the same bits whatever the shares; every rank calls it and gets the same.
+    """The result of `Validator.evaluate`, with the same bits for any shares; every rank calls it and gets the same.
 
     `weights`: fixed ones, by rank; None: by measured speed.
     """
@@ -139,12 +139,12 @@ def predict(
     *,
     weights: Sequence[float] | None = None,
 ) -> int:
-    """Write one line per sample of the split, in the order of the data set; rank zero writes. The number of lines.
+    """Write one line per sample of the split, in the order of the data set; rank zero writes. Returns their number.
 
-    Every rank calls it. `output` does not exist, and what stands there is on the disk once this returns. Raises
-    TaskError for predictions that are not one line per sample, HetSeqError where rank zero cannot write.
+    Every rank calls it. `output` must not exist; its content is on the disk once this returns. Raises TaskError for
+    predictions that are not one line per sample, HetSeqError if rank zero cannot write.
     """
-    # labels are not needed, so nothing is counted that a split without them lacks
+    # labels are not needed, so a split without them is not counted
     source = replace(validator.source, count=lambda sample, size: (), terms=0)
     lengths = lengths_of(source.dataset) if validator.lengths is not None else None
     validator = replace(validator, source=source, lengths=lengths)
@@ -178,7 +178,7 @@ def _lines(task: Task, predictions: object, batch: MicroBatch) -> bytes:
         if not isinstance(text, str):
             raise TaskError(f"{sample}: expected a text, such as str(...) of it")
         if "\n" in text or "\r" in text:
-            raise TaskError(f"{sample}: expected one line, since a line stands for a sample; json.dumps makes it one")
+            raise TaskError(f"{sample}: expected one line, because each line is one sample; json.dumps gives one line")
     try:
         return "".join(f"{text}\n" for text in predictions).encode()
     except UnicodeEncodeError as error:
@@ -203,7 +203,7 @@ class _Output:
             raise self._trouble(error) from None
 
     def finish(self) -> None:
-        """Have it on the disk."""
+        """Flush the file to the disk."""
         try:
             os.fsync(self._descriptor)
         except OSError as error:
@@ -224,13 +224,13 @@ def sweep(
     what: str = "",
     now: Callable[[], float] = time.monotonic,
 ) -> Iterator[bytes]:
-    """What `work` makes of each piece, in the order of the pieces; every rank calls it and gets all of it.
+    """The result of `work` for each piece, in the order of the pieces; every rank calls it and gets all of them.
 
-    `work` is given the pieces of this rank in one round. `now` is a clock in seconds, `weights` are fixed ones by rank.
+    `work` receives the pieces of this rank in one round. `now` is a clock in seconds, `weights` are fixed, by rank.
     """
     world_size, begin, begun_s = group.world_size, 0, now()
     told_s = begun_s
-    rates: list[float] = []  # pieces per second of each rank, once they are known
+    rates: list[float] = []  # pieces per second of each rank, once known
     for number in range(len(pieces)):
         left = len(pieces) - begin
         shares = assign_shares(size_of_round(left, world_size, rates), weights or rates or [1.0] * world_size)
@@ -242,7 +242,7 @@ def sweep(
         begin += sum(shares)
         if begin == len(pieces):
             return
-        if number > 0:  # the first one is spent on warming up
+        if number > 0:  # the first round is a warm-up
             rates = [
                 share / took if share else rate
                 for share, took, rate in zip(shares, seconds, rates or [0.0] * world_size, strict=True)
@@ -256,10 +256,10 @@ def sweep(
 
 
 def size_of_round(left: int, world_size: int, rates: Sequence[float]) -> int:
-    """How many pieces the next round has: one per rank until rates are known, then half of what is left.
+    """How many pieces the next round has: one per rank until rates are known, then half of the remaining ones.
 
-    Halves, so that a wrong rate is made good for later; no more than all ranks do in some seconds, no fewer than one
-    for each rank while there are as many.
+    Halving lets later rounds correct a wrong rate. At most as many as all ranks do in `_ROUND_S` seconds, and at least
+    one for each rank while there are as many.
     """
     if not rates:
         return min(left, world_size)

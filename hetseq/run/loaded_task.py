@@ -1,7 +1,7 @@
-"""The user's part of a run on one rank: the task, its data sets, its model, and what they must be to be trained.
+"""The user's part of a run on one rank: the task, its data sets and its model, loaded and checked.
 
-Responsible for loading them once per process, without a word to other ranks. What is made of them again for each
-generation of the run is for `session`.
+Responsible for loading them once per process, without communication. What is built again for each generation of the
+run belongs to `session`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ class LoadedTask:
 
     @functools.cached_property
     def part(self) -> str:
-        """The digest of the training data, by which ranks that read the same know each other. Raises DataError.
+        """The digest of the training data, by which ranks find others that read the same data. Raises DataError.
 
-        As it was when it was asked for first, before the first step: a `set_epoch` may give other samples, and a file
-        may grow.
+        Computed once, before the first step: a later `set_epoch` may give other samples, and a file may grow.
         """
         return data_digest(self.train, self.seed)
 
@@ -67,7 +66,7 @@ class LoadedTask:
 
 
 def load_material(config: Config, device: torch.device, task: Task | None = None) -> LoadedTask:
-    """The task, its data and its model for this rank; every rank calls it, without a collective. Raises HetSeqError."""
+    """The task, its data and its model for this rank; every rank calls it; not collective. Raises HetSeqError."""
     precision, seed = PRECISIONS[config.optimization.precision], config.task.seed
     task = task or make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
     whereabouts.enter(Phase.LOADING_DATA)

@@ -1,6 +1,6 @@
-"""From options and data sets to the plan of the training steps and to the validators: what both need is lengths.
+"""The plan of the training steps, and the validators, made from options and the lengths of the data sets.
 
-It talks to no other rank, and decides nothing that the options do not say.
+It does not communicate with other ranks, and decides nothing that the options do not say.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hetseq.training.validation import Validator
 def planner_of(
     config: Config, dataset: Any, batch: GlobalBatch, assign: Assign, shards: Shards | None = None
 ) -> Planner:
-    """The plan of a run over its training data, of which this rank may have one of several shards.
+    """The plan of a run over its training data; this rank may have one shard of several.
 
-    Raises ConfigError where lengths are needed and there are none.
+    Raises ConfigError if lengths are needed and the data set has none.
     """
     counts_tokens = config.data.max_tokens or batch.tokens
     lengths = _needed_lengths(dataset, "use --max-sentences") if counts_tokens else None
@@ -47,9 +47,9 @@ def planner_of(
 
 
 def weights_by_slot(config: DistributedConfig, slots: Sequence[int]) -> list[tuple[float, ...]]:
-    """What shares are in proportion to: the fixed weights of these slots, or equal ones, which `auto` begins with.
+    """The weights of the shares: the fixed weights of these slots, or the equal ones that `auto` begins with.
 
-    One tuple for each of the weights that take turns. A slot that weights do not name has their mean.
+    One tuple for each of the weights that take turns. A slot that the options do not name gets the mean of the others.
     """
     equal, turns = (1.0,) * len(slots), []
     for named in config.balance_turns() or (equal,):
@@ -61,7 +61,7 @@ def weights_by_slot(config: DistributedConfig, slots: Sequence[int]) -> list[tup
 def _check_longest(dataset: Any, max_tokens: int | None) -> None:
     """Raise ConfigError for a sample that is longer than a micro-batch of this node may be.
 
-    Only where the lengths are at hand; asking a data set for each would take as long as reading it.
+    Checked only if the lengths are at hand; computing each would take as long as reading the data.
     """
     if max_tokens is None or not hasattr(dataset, "lengths"):
         return
@@ -70,12 +70,12 @@ def _check_longest(dataset: Any, max_tokens: int | None) -> None:
     if lengths[longest] > max_tokens:
         raise ConfigError(
             f"--max-tokens {max_tokens} does not hold sample {longest} of the training data, which has"
-            f" {lengths[longest]} tokens: give at least so many, or shorten the samples"
+            f" {lengths[longest]} tokens: give at least that many, or shorten the samples"
         )
 
 
 def _needed_lengths(dataset: Any, remedy: str) -> Lengths:
-    """The lengths of a data set whose batches are counted in tokens. Raises ConfigError where it has none."""
+    """The lengths of a data set whose batches are counted in tokens. Raises ConfigError if it has none."""
     lengths = _lengths_by_place(dataset)
     if lengths is None:
         raise ConfigError(
@@ -86,7 +86,7 @@ def _needed_lengths(dataset: Any, remedy: str) -> Lengths:
 
 
 def _lengths_by_place(dataset: Any) -> Lengths | None:
-    """Tokens of samples by their place in the data set's listed order, which is what a plan knows of them."""
+    """Tokens of samples by their place in the data set's listed order, as a plan identifies them."""
     lengths, base = lengths_of(dataset), base_order(dataset)
     if lengths is None or base is None:
         return lengths
@@ -96,7 +96,7 @@ def _lengths_by_place(dataset: Any) -> Lengths | None:
 def make_validators(config: Config, material: LoadedTask, sizes: MicroBatchSizes | None = None) -> list[Validator]:
     """One validator per validation split, in the order of --valid-subset.
 
-    Where the options give no size for validation, a forward is no larger than `sizes`, those of training, come to be.
+    Without an option for its size, a forward of validation is no larger than `sizes`, the current sizes in training.
     """
     samples = config.validation.max_sentences_valid or config.data.max_sentences
     tokens = config.validation.max_tokens_valid or config.data.max_tokens
@@ -123,12 +123,12 @@ def make_validators(config: Config, material: LoadedTask, sizes: MicroBatchSizes
 
 
 def _learned(sizes: MicroBatchSizes) -> MicroBatchCap:
-    """The cap of training by now; a unit of --unit-size says nothing of memory."""
+    """The present cap of training; a unit of --unit-size says nothing about memory."""
     return MicroBatchCap() if sizes.is_fixed else sizes.cap
 
 
 def check_best_metric(config: ValidationConfig, validators: list[Validator], material: LoadedTask) -> None:
-    """Raise ConfigError for a --best-checkpoint-metric that validation will not give, rather than after an epoch."""
+    """Raise ConfigError for a --best-checkpoint-metric that validation does not give, before training begins."""
     name = config.best_checkpoint_metric
     if not validators or name == "loss":
         return

@@ -1,10 +1,10 @@
-"""From one generation to the next: what a rank keeps, and how one that holds nothing is given the state by a peer.
+"""The transition between generations: what a rank keeps, and how a rank without the state receives it from a peer.
 
-Responsible for carrying model, optimizer, position and whatever else a session has learned over the end of a
-generation. Refuses to decide who survives (`cluster.membership`) and to form groups (`comm`).
+Responsible for carrying model, optimizer, position and everything a session has learned into the next generation.
+Refuses to decide which ranks survive (`cluster.membership`) and to form groups (`comm`).
 
-The one idea: nobody trains before everybody holds the same state, so the transfer is an ordinary broadcast from the
-survivor of the lowest rank, of a state that does not move. Who holds the state takes part and drops what comes.
+The one idea: no rank trains before all hold the same state, so the transfer is an ordinary broadcast from the
+surviving rank with the lowest number, of a state at rest. Ranks that hold the state take part and drop what arrives.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class PendingWork:
-    """What follows from a step besides training, as far as its commit decided it; the same on all ranks."""
+    """Work that follows from a step besides training, as far as its commit decided it; the same on all ranks."""
 
     step: int
     epoch: int
@@ -50,7 +50,7 @@ class PendingWork:
 
 @dataclass
 class KeptState:
-    """What a rank keeps when a generation ends; of the model the numbers are where they were."""
+    """What a rank keeps when a generation ends; the model's tensors stay where they are."""
 
     optimizer: torch.optim.Optimizer
     state: TrainingState
@@ -58,31 +58,31 @@ class KeptState:
     saver: Saver
     meter: CostMeter
     due: PendingWork | None = None  # interrupted
-    rows: tuple[Row, ...] = ()  # the last ones, for a writer that comes to it without them
+    rows: tuple[Row, ...] = ()  # the last ones, for a writer that lacks them
 
 
 @dataclass(frozen=True)
 class Regroup:
-    """A rank's way into a generation after the first one; `carried` is None on a rank that is given the state."""
+    """A rank's way into a generation after the first one; `carried` is None on a rank that receives the state."""
 
     record: Record
     carried: KeptState | None
 
     @property
     def source(self) -> int:
-        """The rank that gives the state."""
+        """The rank that sends the state."""
         return self.record.roster.index(self.record.donors[0])
 
 
 def succession_by(record: Record, carried: KeptState | None) -> Regroup | None:
-    """A rank's way into the generation of a record; None: nobody holds a state, and all begin as at a start.
+    """A rank's way into the generation of a record; None: no rank holds a state, and all begin as at a start.
 
-    Raises PeerLostError where too few are there for that: there is nothing that they could save before they stop.
+    Raises PeerLostError if too few ranks are there to begin: they have nothing to save before they stop.
     """
     if record.base is not None:
         return Regroup(record, carried)
     if record.is_last:
-        raise PeerLostError("has nothing to go on with: the state is lost, and too few ranks or not all data are left")
+        raise PeerLostError("cannot continue: the state is lost, and too few ranks or not all data are left")
     return None
 
 
@@ -100,9 +100,9 @@ class StartState:
 
 
 def hand_over(succession: Regroup, replica: Replica, provenance: Provenance, sharing: DirectoryGroups) -> StartState:
-    """Bring every rank to the state of the generation: fresh ones are given it, and it is compared. Collective.
+    """Bring every rank to the state of the generation: fresh ranks receive it, and all compare it. Collective.
 
-    Raises DisagreementError where something else arrived than was sent, PeerLostError.
+    Raises DisagreementError if something else arrived than was sent, and PeerLostError.
     """
     carried, source = succession.carried, succession.source
     told = json.loads(send_bytes(sharing.whole, _words(carried).encode(), source=source))
@@ -113,13 +113,13 @@ def hand_over(succession: Regroup, replica: Replica, provenance: Provenance, sha
         state = _send_state(succession, replica, provenance, sharing, state)
     due = PendingWork(**told["due"]) if told["due"] is not None else None
     if due is not None:
-        state.best = due.best  # what it was validated to be is found again
+        state.best = due.best  # validation finds the new value again
     rows = tuple(told["rows"])
     return StartState(state, provenance, due, rows, told["last_saved"], told["owes"], tuple(told["known"]))
 
 
 def _words(carried: KeptState | None) -> str:
-    """What the source tells besides the state; the others' words are not listened to."""
+    """What the source sends besides the state; the words of other ranks are ignored."""
     if carried is None:
         return "{}"
     return json.dumps(
@@ -139,7 +139,7 @@ def _words(carried: KeptState | None) -> str:
 def _send_state(
     succession: Regroup, replica: Replica, provenance: Provenance, sharing: DirectoryGroups, state: TrainingState
 ) -> TrainingState:
-    """Give the fresh ranks model, optimizer and state; the state of this rank afterwards."""
+    """Send the fresh ranks model, optimizer and state; the state of this rank afterwards."""
     group, is_fresh = sharing.whole, succession.carried is None
     loaded = None
     if group.rank == succession.source:

@@ -1,14 +1,14 @@
-"""What a run goes on from: which checkpoint `--restore-file` means here, and what of it is taken.
+"""Resuming a run: which checkpoint `--restore-file` means here, and which parts of it are used.
 
-The same command goes on from the newest commit. Options that begin something anew (`--reset-*`) do so once: a job that
-is killed and put into the queue again with the same command must not begin anew every time, so a checkpoint remembers
-the steps at which that happened.
+The same command resumes from the newest commit. Options that reset something (`--reset-*`) do so once: a job that is
+killed and requeued with the same command must not reset it every time, so a checkpoint remembers the steps at which
+that happened.
 
-Where the ranks use several run directories, each directory group offers what it finds in its own one, the newest offer
-wins, and who lacks it gets it over the wire. A group's failure is an offer too: nobody raises before all have heard.
+If the ranks use several run directories, each directory group offers the checkpoint in its own, the newest offer wins,
+and groups that lack it receive it over the network. A failure is an offer too: no group raises before all have heard.
 
-A checkpoint is read, or received, straight into the model, so that its parameters are never held twice. It is looked at
-before: what `resume` would refuse is read beside the model, which then keeps its values until the refusal.
+A checkpoint is read, or received, straight into the model, so that its parameters are never held twice. It is checked
+before: a checkpoint that `resume` would refuse is read beside the model, which keeps its values until the refusal.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from hetseq.training.controller import TrainingState
 
 logger = logging.getLogger(__name__)
 
-_WITHOUT_END = 2  # checkpoints of a kind that stay
+_WITHOUT_END = 2  # checkpoints kept of each kind
 RESETS = ("dataloader", "lr_scheduler", "meters", "optimizer")
 
 
 def retention_of(config: CheckpointConfig, root: Path, *, has_end: bool) -> Retention:
-    """How many checkpoints in `root` stay: all, and of a run without an end the newest of each kind; unless an option
-    says it, or there are more from starts that had an end."""
+    """How many checkpoints in `root` are kept: all, and of a run without an end the newest of each kind; unless an
+    option sets it, or starts that had an end left more."""
     unsaid = -1
     if not has_end:
         kinds = Counter(kind for commit in scan(root).commits for kind in commit.kinds)
-        # one more is there while a save replaces it
+        # one more exists while a save replaces it
         unsaid = _WITHOUT_END if max(kinds["epoch"], kinds["interval"]) <= _WITHOUT_END + 1 else -1
     interval, epochs = (unsaid if n is None else n for n in (config.keep_interval_updates, config.keep_last_epochs))
     return Retention(interval, epochs, keep_every=config.keep_every_updates)
@@ -67,9 +67,9 @@ def open_checkpoints(
     has_end: bool = True,
     known: Sequence[int] | None = None,
 ) -> CheckpointManager:
-    """The run's checkpoints, those that only lacked their commit completed. Collective.
+    """The run's checkpoints; those that lacked only their commit are completed. Collective.
 
-    With `known`, the nonces of the commits that the state of now follows, the run goes on and nothing is looked for.
+    With `known`, the nonces of the commits that precede the present state, the run continues without a search.
     """
     retention = retention_of(config, directory.checkpoints, has_end=has_end)
     if not has_end and known is None and config.keep_last_epochs is None and retention.keep_last_epochs > 0:
@@ -90,24 +90,24 @@ def open_checkpoints(
 
 @dataclass(frozen=True)
 class Beginning:
-    """The checkpoint that a run goes on from; equal on all ranks but for the path and `is_received`."""
+    """The checkpoint that a run resumes from; equal on all ranks except for the path and `is_received`."""
 
     loaded: Loaded
-    is_own: bool  # this run's own one, not that of another run which this one begins with
+    is_own: bool  # of this run, not of another run that this one starts from
     is_received: bool  # over the wire, because the directory of this rank lacks it
     source: int = 0  # the rank whose directory had it
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a checkpoint is to be put into on this rank, and what the command line says of the run."""
+    """The replica that takes a checkpoint on this rank, and what the command line says about the run."""
 
     replica: Replica
     here: Provenance
     is_explicit_batch: bool
 
     def accepts(self, loaded: Loaded, config: CheckpointConfig, *, is_own: bool) -> bool:
-        """Whether `resume` would accept it; of its tensors shapes and types will do."""
+        """Whether `resume` would accept it; needs only the shapes and types of its tensors."""
         try:
             _check_version(loaded)
             resets, _ = _agree(loaded, config, self.here, is_own=is_own, is_explicit_batch=self.is_explicit_batch)
@@ -124,11 +124,11 @@ def choose_checkpoint(
     sharing: DirectoryGroups,
     target: Target | None = None,
 ) -> Beginning | None:
-    """What --restore-file means here; None: begin. Collective.
+    """The checkpoint that --restore-file means here; None: begin without one. Collective.
 
     It is loaded into the model of `target` as far as it fits; without one, into memory of its own. Going back within
     one run is refused: which checkpoint is the latest would be ambiguous. Raises CheckpointMismatch, or
-    CheckpointRefused where a checkpoint cannot be used, on all ranks alike; the model may then hold anything.
+    CheckpointRefused if a checkpoint cannot be used, on all ranks alike; the model may then hold anything.
     """
     sight = _look_around(manager, config.restore_file, directory, sharing)
     which, newest_step = config.restore_file, sight.newest_step
@@ -143,7 +143,7 @@ def choose_checkpoint(
     is_default = which == CheckpointConfig.restore_file
     is_word = which in ("latest", "best") or which.isdigit()
     if newest_step and not is_default and not is_word and sight.is_elsewhere:
-        logger.info("--restore-file %s was the beginning of this run, which has gone on since", which)
+        logger.info("--restore-file %s was the beginning of this run, which has continued since", which)
         is_default = True
     into = target.replica.model_tensors() if target is not None else {}
 
@@ -155,7 +155,7 @@ def choose_checkpoint(
     if beginning is not None and not is_default and beginning.loaded.identity.step < newest_step:
         place = sharing.text_of(sight.newest_at, str(directory.path))
         raise CheckpointMismatch(
-            f"--restore-file {which} is step {beginning.loaded.identity.step}, but {place} has gone on to step"
+            f"--restore-file {which} is step {beginning.loaded.identity.step}, but {place} has reached step"
             f" {newest_step}: go back in another directory, --save-dir NEW --restore-file {beginning.loaded.path}"
         )
     return beginning
@@ -163,11 +163,11 @@ def choose_checkpoint(
 
 @dataclass(frozen=True)
 class _Sight:
-    """What the run directories hold, and where --restore-file lies as their writers see it."""
+    """The content of the run directories, and where --restore-file is, as their writers see it."""
 
     newest_step: int  # of the newest checkpoint of all, 0 if there is none
     newest_at: int  # the rank that writes the directory with it
-    is_elsewhere: bool  # a path that lies outside of every run directory
+    is_elsewhere: bool  # a path outside every run directory
 
 
 def _look_around(manager: CheckpointManager, which: str, directory: RunDirectory, sharing: DirectoryGroups) -> _Sight:
@@ -190,10 +190,10 @@ def _look_around(manager: CheckpointManager, which: str, directory: RunDirectory
 
 @dataclass(frozen=True)
 class Offer:
-    """What one directory group could go on from; equal `name` is equal state."""
+    """The checkpoint that one directory group could resume from; equal names mean equal states."""
 
     has_failed: bool = False
-    is_fatal: bool = False  # no other group's offer makes good for it
+    is_fatal: bool = False  # no other group's offer can replace it
     is_there: bool = False
     is_own: bool = False
     order: tuple[int, int] = (0, 0)  # step and generation
@@ -210,7 +210,7 @@ class Offer:
 
 
 def best_offer(offers: Sequence[Offer]) -> int | None:
-    """The place of the newest offer, the first one of equals; None where there is none."""
+    """The place of the newest offer, the first of equals; None if there is none."""
     there = [place for place, offer in enumerate(offers) if offer.is_there]
     return max(there, key=lambda place: (offers[place].order, -place), default=None)
 
@@ -224,9 +224,9 @@ def _load_newest(
     into: Mapping[str, Tensor],
     accepts: Callable[[Loaded, bool], bool],
 ) -> Beginning | None:
-    """The newest of what the directory groups mean by `which`, on every rank. Collective.
+    """The newest of the checkpoints that the directory groups find for `which`, on every rank. Collective.
 
-    What is received overwrites all that this group has read into the model itself, or else is refused by `resume`.
+    A received checkpoint overwrites everything that this group has read into the model, or is refused by `resume`.
     """
     loaded, error = _load(
         manager, which, into, lambda found: accepts(found, _is_below(str(found.path), str(directory.path)))
@@ -251,13 +251,13 @@ def _load_newest(
         source = sharing.writers[winner]
         if not has_it[sharing.number]:
             _say_what_is_lacking(directory, loaded, error, sharing, source)
-            loaded = None  # its memory is needed for the other one
+            loaded = None  # the received one needs its memory
         is_own = offers[winner].is_own
         loaded = send_checkpoint(
             sharing, loaded, source=source, has_it=has_it[sharing.number], into=into,
             fits=lambda sent: accepts(sent, is_own),
         )  # fmt: skip
-    assert loaded is not None, "a group without an offer has just been given one"
+    assert loaded is not None, "a group without an offer has just received one"
     return Beginning(loaded, offers[winner].is_own, not has_it[sharing.number], sharing.writers[winner])
 
 
@@ -268,7 +268,7 @@ def _say_what_is_lacking(
     is_worth_a_warning = error is not None and sharing.is_writer
     logger.log(
         logging.WARNING if is_worth_a_warning else logging.INFO,
-        "%s has %s: the one to go on from comes from the directory of rank %d",
+        "%s has %s: the run resumes from one in the directory of rank %d",
         directory.path, f"none that can be used ({error})" if error else has, source,
     )  # fmt: skip
 
@@ -279,7 +279,7 @@ def _load(
     try:
         return manager.load(which, into=into, fits=fits), None
     except PeerLostError:
-        raise  # nobody is left to be told
+        raise  # no peer is left to tell
     except Exception as error:
         return None, error
 
@@ -301,9 +301,9 @@ def _offer(loaded: Loaded | None, error: Exception | None, directory: RunDirecto
 def begin_from(
     beginning: Beginning, directory: RunDirectory, saver: Saver, sharing: DirectoryGroups, *, metrics: Metrics
 ) -> None:
-    """Write into the run directory that it goes on, once nothing is left that a rank could refuse. Collective.
+    """Write into the run directory that the run resumes, once no rank can refuse any more. Collective.
 
-    A directory that lacked the checkpoint, or rows of the steps before it, gets them: it is then complete again.
+    A directory that lacked the checkpoint, or rows of the steps before it, receives them and is complete again.
     """
     loaded = beginning.loaded
     complete_rows(
@@ -323,9 +323,9 @@ def begin_from(
 def resume(
     beginning: Beginning, config: CheckpointConfig, replica: Replica, here: Provenance, *, is_explicit_batch: bool
 ) -> tuple[TrainingState, Provenance]:
-    """Put a checkpoint into the replica; gives the state to go on from and the provenance that holds from now on.
+    """Put a checkpoint into the replica; returns the state to resume from and the provenance from now on.
 
-    On resume the command line wins for everything but what the result depends on. Raises CheckpointMismatch.
+    On resume the command line overrides everything that is not part of the provenance. Raises CheckpointMismatch.
     """
     loaded, is_own = beginning.loaded, beginning.is_own
     saved = loaded.state
@@ -343,7 +343,7 @@ def resume(
     replica.load_model(loaded.tensors)
     if "optimizer" not in resets:
         if saved["updates"] and saved["optimizer_numbers"] is None:
-            logger.warning("%s holds no optimizer state: the optimizer begins afresh", loaded.path)
+            logger.warning("%s holds no optimizer state: the optimizer starts afresh", loaded.path)
         replica.load_optimizer(loaded.tensors, saved["optimizer_numbers"] or {})
     state = read_state(saved)
     if "dataloader" in resets:
@@ -353,8 +353,8 @@ def resume(
     if "meters" in resets:
         state.best = None
     state.resets = {**(state.resets if is_own else {}), **dict.fromkeys(resets, loaded.identity.step)}
-    logger.info("going on after step %d (%s)", loaded.identity.step, loaded.place)
-    if changed := changes(saved.get("recipe", {}), here.recipe):  # was not written before 2026-11
+    logger.info("resuming after step %d (%s)", loaded.identity.step, loaded.place)
+    if changed := changes(saved.get("recipe", {}), here.recipe):  # not written before 2026-11
         logger.info("changed since step %d: %s", loaded.identity.step, ", ".join(changed))
     return state, here
 
@@ -368,7 +368,7 @@ def _check_version(loaded: Loaded) -> None:
 def _agree(
     loaded: Loaded, config: CheckpointConfig, here: Provenance, *, is_own: bool, is_explicit_batch: bool
 ) -> tuple[list[str], GlobalBatch]:
-    """The resets to do now and the global batch to go on with. Raises CheckpointMismatch."""
+    """The resets to do now and the global batch to continue with. Raises CheckpointMismatch."""
     saved = loaded.state
     done = _resets_done(loaded, config, is_own=is_own)
     resets = [name for name in RESETS if getattr(config, f"reset_{name}") and name not in done]
@@ -378,14 +378,14 @@ def _agree(
 
 
 def _check_fit(replica: Replica, loaded: Loaded, resets: Sequence[str]) -> None:
-    """Raise CheckpointMismatch where the replica cannot take what is to be taken from the checkpoint."""
+    """Raise CheckpointMismatch if the checkpoint does not fit the replica."""
     numbers = loaded.state["optimizer_numbers"] or {}
     names = [name for name in (*loaded.tensors, *numbers) if name.startswith("optim.")]
     replica.check(loaded.tensors, [] if "optimizer" in resets else names)
 
 
 def _resets_done(loaded: Loaded, config: CheckpointConfig, *, is_own: bool) -> dict[str, int]:
-    """The --reset-* options of this command that this run has followed already, each with its step."""
+    """The --reset-* options of this command that this run has done already, each with its step."""
     done = loaded.state["resets"] if is_own else {}
     return {
         name: done[name]
@@ -397,7 +397,7 @@ def _resets_done(loaded: Loaded, config: CheckpointConfig, *, is_own: bool) -> d
 def _say_what_is_not_repeated(loaded: Loaded, config: CheckpointConfig, *, is_own: bool) -> None:
     for name, step in _resets_done(loaded, config, is_own=is_own).items():
         logger.info(
-            "--reset-%s was done at step %d of this run and is not repeated; to do it again go on in another"
+            "--reset-%s was done at step %d of this run and is not repeated; to do it again resume in another"
             " directory, with --save-dir NEW --restore-file %s",
             name.replace("_", "-"),
             step,
@@ -406,9 +406,9 @@ def _say_what_is_not_repeated(loaded: Loaded, config: CheckpointConfig, *, is_ow
 
 
 def choose_batch(saved: Mapping[str, Any], asked: GlobalBatch, *, is_explicit: bool, resets_data: bool) -> GlobalBatch:
-    """The global batch to go on with: the checkpoint's, unless the data begin anew.
+    """The global batch to continue with: the checkpoint's, unless the data begin anew.
 
-    Another explicit --global-batch-size is refused; a product of --max-sentences, ranks and --update-freq gives way.
+    A different explicit --global-batch-size is refused; a product of --max-sentences, ranks and --update-freq is not.
     """
     batch = saved_batch(saved)
     if resets_data or batch == asked:
@@ -428,10 +428,10 @@ def _in_words(batch: GlobalBatch) -> str:
 
 
 def check_provenance(saved: Mapping[str, Any], here: Provenance, resets: list[str]) -> None:
-    """Raise CheckpointMismatch where the checkpoint is of a run with another result."""
-    saved = {"shuffle_block": None, "parts": None, **saved}  # older ones knew neither
+    """Raise CheckpointMismatch if the checkpoint belongs to a run with another result."""
+    saved = {"shuffle_block": None, "parts": None, **saved}  # older checkpoints have neither
     if saved.get("vocabulary") is None or here.vocabulary is None:
-        saved["vocabulary"] = here.vocabulary  # one of the two does not say
+        saved["vocabulary"] = here.vocabulary  # one of the two is unknown
     anew = ", or begin the data anew: --reset-dataloader"
     resets_data = "dataloader" in resets
     checks: list[tuple[str, bool, str]] = [
@@ -453,7 +453,7 @@ def check_provenance(saved: Mapping[str, Any], here: Provenance, resets: list[st
     ]
     for name, is_covered, remedy in checks:
         value = getattr(here, name)
-        # the unit size was not written before it was compared
+        # older checkpoints do not contain the unit size
         if saved.get(name, value) != value and not is_covered:
             raise CheckpointMismatch(
                 f"the checkpoint was trained with {name} {saved[name]}, this command says {value}: {remedy}; or choose"

@@ -1,4 +1,4 @@
-"""A rank that is ready to train in one generation of its run: training to the end, and what is kept for the next one.
+"""A rank ready to train in one generation of its run: it trains to the end and keeps the state for the next generation.
 
 `run.build` makes it.
 """
@@ -19,7 +19,7 @@ from hetseq.training.replica_check import ReplicasDiffer
 
 @dataclass
 class Session:
-    """A rank that is ready to train in one generation of its run."""
+    """A rank ready to train in one generation of its run."""
 
     controller: Controller
     saver: Saver
@@ -37,9 +37,9 @@ class Session:
         return self.controller.state.position.step - 1
 
     def train(self) -> Halt:
-        """To the end, or until a rank wishes for something else. Collective; raises what ended it on all ranks.
+        """Train to the end, or until a rank asks for something else. Collective; raises on all ranks what ended it.
 
-        Where replicas differ, a checkpoint under way is waited for: it was begun when they were equal.
+        If replicas differ, it waits for a checkpoint under way, which was begun while they were equal.
         """
         try:
             self._make_up()
@@ -55,7 +55,7 @@ class Session:
         return halt
 
     def _make_up(self) -> None:
-        """Whatever followed from the last step, and was interrupted."""
+        """Do the interrupted work that followed from the last step."""
         if self._due is not None:
             controller = self.controller
             with controller.patience_for(samples=0):
@@ -63,16 +63,16 @@ class Session:
             self._due = None
 
     def _stop_here(self) -> Halt:
-        """Save the state as it is: too few ranks are left to go on."""
+        """Save the state as it is: too few ranks are left to continue."""
         if self.controller.has_ended():
             return Halt.ENDED
         self.boundary.save_now(self.controller)
         return Halt.STOPPED
 
     def carry(self, last: Update | None) -> KeptState:
-        """What is kept for the next generation, once this one is over; `last` is the update that made its base.
+        """What the next generation receives, once this one is over; `last` is the update that led to its base.
 
-        The session is closed by it.
+        Closes the session.
         """
         controller, unsettled = self.controller, self.controller.unsettled
         controller.catch_up(last)
@@ -92,16 +92,16 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        # else what was trained is in files now; parts of states that differ are nothing to go on from
+        # otherwise the state is in files now; parts of states that differ cannot be resumed from
         self.close(has_failed=self._is_trusted and (kind is not None or self.saver.last_error is not None))
 
     def suspend(self) -> None:
-        """The generation is over: end what works beside the training thread. The model stays as it is."""
+        """Stop the threads and processes of a generation that is over. The model stays as it is."""
         self.saver.close(is_hasty=True)
         self.controller.loader.close()
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Give everything back but model and optimizer; may be called twice."""
+        """Release everything except model and optimizer; may be called twice."""
         if self._is_open:
             self._is_open = False
             self.saver.close(has_failed=has_failed)

@@ -1,11 +1,11 @@
-"""What a run directory is given by another one at a start: the checkpoint to go on from, and the rows it lacks.
+"""Sends a run directory what it lacks at a start: the checkpoint to resume from, and rows of earlier steps.
 
 Responsible for sending a loaded checkpoint bit for bit, tensor by tensor, and for completing `metrics.jsonl` and
-`events.jsonl` of a directory that was lost or is new, so that every directory tells the whole run. It refuses to choose
-what is sent: that is `resume`'s affair.
+`events.jsonl` of a directory that was lost or is new, so that every directory holds the whole run. It refuses to choose
+what is sent: `resume` does.
 
-The one idea: every rank takes part in everything that travels, whether it needs it or not, so the ranks cannot get out
-of step; who needs nothing drops it.
+The one idea: every rank takes part in every transfer, whether it needs it or not, so the ranks cannot get out of step;
+a rank that needs nothing drops what arrives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hetseq.run_directory import RunDirectory, replace_file
 logger = logging.getLogger(__name__)
 
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-#: what there is one of in a file: of two lines with the same key the later counts
+#: identifies a line of a file: of two lines with the same key the later counts
 _Key = Callable[[int, Mapping[str, Any]], Any]
 
 
@@ -43,8 +43,8 @@ def send_checkpoint(
 ) -> Loaded:
     """The checkpoint that rank `source` has loaded, on every rank; collective.
 
-    Who has the same one (`has_it`) keeps it as it is. For anybody else `loaded` is nothing; memory for it is that of
-    `into`, with `fits` as in `CheckpointManager.load`, or is taken tensor by tensor.
+    A rank with the same one (`has_it`) keeps it as it is. On other ranks `loaded` is ignored; the tensors go into the
+    memory of `into`, with `fits` as in `CheckpointManager.load`, or into new memory tensor by tensor.
     """
     is_source = sharing.whole.rank == source
     head = _describe(loaded) if is_source and loaded is not None else {}
@@ -69,7 +69,7 @@ def send_checkpoint(
 
 
 def _outline(head: Mapping[str, Any]) -> Loaded:
-    """What `_describe` described; of the tensors the shapes and types alone."""
+    """The inverse of `_describe`; of the tensors only shapes and types."""
     tensors = {name: torch.empty(shape, dtype=_DTYPES[dtype], device="meta") for name, dtype, shape in head["tensors"]}
     identity, kinds, path = Identity(**head["identity"]), tuple(head["kinds"]), Path(head["path"])
     return Loaded(tensors, head["state"], identity, kinds, path, [], head["run_id"], head["nonce"])
@@ -94,8 +94,8 @@ def complete_rows(
     """Give each directory the rows and events up to `step` that it lacks and another one has; collective.
 
     A directory that has just received the checkpoint of rank `source` (`is_received`) gets its rows as well: its own
-    may tell of steps that were given up. To be called before anything is appended to these files. Trouble with a file
-    is warned about.
+    rows may belong to steps that were given up. Call it before anything is appended to these files. A file that cannot
+    be read or written causes a warning.
     """
     _adopt_rows(directory.metrics, sharing, step=step, source=source, is_received=is_received)
     _complete(directory.metrics, lambda _, row: row_key(row), sharing, step=step, is_counted=True)
@@ -103,7 +103,7 @@ def complete_rows(
 
 
 def _adopt_rows(path: Path, sharing: DirectoryGroups, *, step: int, source: int, is_received: bool) -> None:
-    """The rows of rank `source` up to `step`, in place of their own, for those who got its checkpoint."""
+    """The rows of rank `source` up to `step`, in place of the own ones, for directories that got its checkpoint."""
     lines = _lines(path, lambda _, row: row_key(row)) if sharing.is_writer else {}
     earlier = [lines[name][0] for name in sorted(lines) if lines[name][1] <= step]
     facts = sharing.gather([len(earlier), is_received])
@@ -124,7 +124,7 @@ def _write(path: Path, text: bytes, what: str, giver: int, step: int) -> None:
 
 
 def _complete(path: Path, key: _Key, sharing: DirectoryGroups, *, step: int, is_counted: bool) -> None:
-    """One file. The events of two directories differ (each tells of its own saves), so that only none are too few."""
+    """One file. The events of directories differ (each has its own saves), so only a file without any is incomplete."""
     lines = _lines(path, key) if sharing.is_writer else {}
     earlier = {name: line for name, (line, at) in lines.items() if at <= step}
     counts = sharing.gather([len(earlier)])[:, 0].tolist()
@@ -150,12 +150,12 @@ def _lines(path: Path, key: _Key) -> dict[Any, tuple[bytes, int]]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        logger.warning("cannot read %s (%s): rows of other directories stand in for it", path, error.strerror)
+        logger.warning("cannot read %s (%s): rows of other directories replace it", path, error.strerror)
         return {}
 
 
 def _parse(text: bytes, key: _Key) -> dict[Any, tuple[bytes, int]]:
-    """Lines by key, each with its step (0 where it has none); what is no row is left out, as is a torn last line."""
+    """Lines by key, each with its step (0 where it has none); other lines and a torn last line are left out."""
     found: dict[Any, tuple[bytes, int]] = {}
     *lines, _torn = text.split(b"\n")
     for place, line in enumerate(lines):

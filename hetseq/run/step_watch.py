@@ -1,8 +1,8 @@
-"""Steps that look healthy and are not, in words: a loss that is not a number, a gradient that is exactly 0.
+"""Warnings about steps that look healthy but are not: a loss that is not finite, a gradient that is exactly 0.
 
-A gradient that is not finite is never applied, and the controller says so. A loss may be not finite all the same: of a
-masked term, or one that is detached. What is said is made of the rows of the commit, so it costs nothing and is the
-same on all ranks.
+A gradient that is not finite is never applied, and the controller reports it. A loss can still be not finite, for
+example in a masked or detached term. The checks use the rows of the commit, so they cost nothing and every rank gets
+the same result.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from hetseq.training.controller import StepResult
 
 logger = logging.getLogger(__name__)
 
-_TOLD_AT_FIRST = 3  # then every time their number has doubled
+_TOLD_AT_FIRST = 3  # then whenever their number has doubled
 
 
 class StepWatch:
-    """What steps of one generation have been seen; every rank has one and shows it every step."""
+    """Watches the steps of one generation; every rank has one and passes it every step."""
 
     def __init__(
         self, terms: Sequence[str], metrics: Metrics, *, rank: int, most: int, group_of: Callable[[int], int]
     ) -> None:
         self._terms, self._metrics, self._most, self._group_of = terms, metrics, most, group_of
-        self._level = logging.WARNING if rank == 0 else logging.INFO  # all ranks know the same
+        self._level = logging.WARNING if rank == 0 else logging.INFO  # all ranks see the same steps
         self._seen = self._in_a_row = 0
         self._has_told_of_zero = False
 
     def see(self, result: StepResult) -> None:
-        """Tell of a step that is not healthy. Raises NonFiniteError after `most` steps in a row without a loss."""
+        """Warn about a step that is not healthy. Raises NonFiniteError after `most` steps in a row without a loss."""
         if result.outcome.verdict is not Verdict.APPLY:
             return
         if result.loss is None or not math.isfinite(result.loss):
@@ -55,7 +55,7 @@ class StepWatch:
         if self._in_a_row >= self._most:
             raise NonFiniteError(
                 f"{message}. {self._in_a_row} steps in a row had such a loss (--max-skipped-steps): look at the named"
-                " samples, and at what of the loss has no gradient"
+                " samples, and at parts of the loss that have no gradient"
             )
 
     def _tell_of_zero(self, result: StepResult) -> None:
@@ -66,16 +66,16 @@ class StepWatch:
         logger.log(
             self._level,
             "step %d: the gradient is exactly 0 on all ranks, so nothing was learned%s; if that was not meant, look for"
-            " what cuts the loss off from the parameters: detach, no_grad, a count of 0", step, why,
+            " the place that cuts the loss off from the parameters: detach, no_grad, a count of 0", step, why,
         )  # fmt: skip
 
     def _not_finite(self, result: StepResult) -> str:
-        """Which ranks brought it, of which terms and with which samples."""
+        """Which ranks produced it, in which terms and with which samples."""
         blamed = []
         for rank, row in enumerate(result.outcome.rows):
             bad = [repr(term) for term, value in zip(self._terms, row.sums) if not math.isfinite(value)]
             if bad:
                 start, stop = result.plan.range_of(self._group_of(rank))
                 positions = f"positions {start} to {stop - 1} of epoch {result.plan.epoch}"
-                blamed.append(f"rank {rank} brought it (loss term {', '.join(bad)}; {positions})")
+                blamed.append(f"rank {rank} produced it (loss term {', '.join(bad)}; {positions})")
         return "; ".join(blamed) or "the sum over the ranks overflowed"

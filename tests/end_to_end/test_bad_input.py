@@ -520,14 +520,14 @@ def test_going_back_within_a_run_is_refused_by_path_as_by_step(warm: WarmLaunche
     before = contents(begun)
     for which in ("3", str(old)):
         args = begun_with(tmp_path, max_update="6", restore_file=which)
-        check_refusal(train(warm, tmp_path, base=args), "has gone on to step 5", "--save-dir NEW --restore-file")
+        check_refusal(train(warm, tmp_path, base=args), "has reached step 5", "--save-dir NEW --restore-file")
         assert contents(begun) == before
     elsewhere = train(warm, tmp_path, "--save-dir", tmp_path / "back", base=args)
     assert elsewhere.code == 0, elsewhere.err
     assert rows(tmp_path / "back")[0]["step"] == 4
     again = train(warm, tmp_path, "--save-dir", tmp_path / "back", base=args)  # the same command, as a queue repeats it
     assert again.code == 0, again.err
-    assert "has gone on since" in again.err
+    assert "has continued since" in again.err
 
 
 @pytest.mark.slow

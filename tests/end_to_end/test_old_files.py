@@ -138,7 +138,7 @@ def test_a_killed_run_resumes_from_shared_memory(tmp_path: Path) -> None:
     with planted(tmp_path / "memory_arenas", old) as paths:
         finished = run(runs()["memory"]["command"], tmp_path)
         assert not any(path.exists() for path in paths)  # a run that ends normally removes its arenas
-    assert f"going on after step {step} (the memory of this run's nodes)" in finished.err
+    assert f"resuming after step {step} (the memory of this run's nodes)" in finished.err
     (event,) = events(old, "resume")
     assert (event["step"], event["path"]) == (step, None)
     assert_ends_as_it_did(old, after=0)

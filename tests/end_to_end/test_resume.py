@@ -255,7 +255,7 @@ def test_what_is_not_to_be_saved_is_not(tmp_path: Path) -> None:
     assert not any(name.startswith("optim.") for name in last_state(bare).tensors)
     finished = run_trial(words, bare)
     assert finished.code == 0
-    assert finished.err.count("holds no optimizer state: the optimizer begins afresh") == 1
+    assert finished.err.count("holds no optimizer state: the optimizer starts afresh") == 1
 
 
 def test_another_run_is_a_beginning_and_resets_belong_to_the_beginning(tmp_path: Path, calm: Path) -> None:
@@ -276,7 +276,7 @@ def test_another_run_is_a_beginning_and_resets_belong_to_the_beginning(tmp_path:
         trial.kill_everything()
     finished = run_trial(tuning, hurt)
     assert finished.code == 0
-    assert "was the beginning of this run, which has gone on since" in finished.err
+    assert "was the beginning of this run, which has continued since" in finished.err
     assert_same_run(hurt, whole)
 
 

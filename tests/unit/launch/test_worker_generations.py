@@ -93,7 +93,7 @@ def test_too_few_without_a_state_do_not_begin_anew() -> None:
 
     assert life._read(told(), None).succession is None
     assert life._read(told(base=Lineage(7, 9), is_last=True), None).succession is not None
-    with pytest.raises(PeerLostError, match="nothing to go on with: the state is lost, and too few ranks"):
+    with pytest.raises(PeerLostError, match="cannot continue: the state is lost, and too few ranks"):
         life._read(told(is_last=True), None)
 
 

@@ -53,5 +53,5 @@ def test_ranks_are_called_as_users_know_them(caplog: pytest.LogCaptureFixture) -
     say_what_holds(Shards((3, 1), ((0,), (2,)), 3), (1, 4, 6), has_begun=True)
     (line,) = caplog.messages
     assert line.startswith(
-        "--data-by-host: rank 4 reads training data that this run has not begun with, and so gets no"
+        "--data-by-host: rank 4 reads training data that this run did not begin with, and so gets no"
     )

@@ -417,7 +417,7 @@ def test_seeded_noise_is_compared_and_other_noise_is_left_out() -> None:
     other[0]["x"] = other[0]["x"] + 1
     assert len(lines(presented(Augmented(rows())), presented(Augmented(other)))) == 1
     one = presented(Unseeded(rows()))
-    assert one["samples of train"].startswith("not compared: sample 0 was another one when it was read again")
+    assert one["samples of train"].startswith("not compared: sample 0 differed when it was read again")
     assert lines(one, presented(Unseeded(rows()))) == []
 
 
@@ -716,7 +716,7 @@ def test_data_that_cannot_be_told_from_others_are_refused_with_data_by_host() ->
             return {"x": torch.tensor(next(numbers))}
 
     numbers = itertools.count()
-    with pytest.raises(DataError, match="Fresh names no `files`, and its sample 0 was another one when it was read"):
+    with pytest.raises(DataError, match="Fresh names no `files`, and its sample 0 differed when it was read"):
         data_digest(Fresh([1, 2]), 7)
     with pytest.raises(
         DataError, match="Listed names no `files`, and its sample 0 is made of objects of unknown kinds"

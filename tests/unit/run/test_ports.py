@@ -76,7 +76,7 @@ def test_a_loss_that_is_no_number_is_told_with_its_term_rank_and_samples(
     assert [loss is None or math.isnan(loss) for loss in facts.losses] == [False, True] * 3
     told = [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()]
     assert told[0] == (
-        "step 2: the loss is not finite, though its gradient is and was applied; rank 0 brought it (loss term 'loss';"
+        "step 2: the loss is not finite, though its gradient is and was applied; rank 0 produced it (loss term 'loss';"
         " positions 8 to 15 of epoch 1)"
     )
     assert len(told) == 3
