@@ -150,7 +150,7 @@ def _send_state(
     if not is_fresh:
         return state
     if checksums(received.tensors.values()) != received.state["sums"]:
-        raise DisagreementError(f"the state that rank {succession.source} sent arrived as something else")
+        raise DisagreementError(f"the state that rank {succession.source} sent was changed on the way")
     replica.load_model(received.tensors)
     replica.load_optimizer(received.tensors, received.state["optimizer_numbers"] or {})
     logger.info("got the state after step %d from rank %d", received.identity.step, succession.source)

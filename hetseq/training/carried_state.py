@@ -1,9 +1,9 @@
-"""State that forward carries from one batch to the next, such as the hidden state that an LSTM keeps in its module.
+"""Finds state that forward carries from one batch to the next, such as the hidden state that an LSTM module keeps.
 
 Looks at the tensors that modules and the task hold besides parameters, around the forwards that the trial of the loss
-makes anyway. A tensor carries state if a forward wrote it, and the next forward read what was written and wrote other
-values. A table that is filled once, or that grows with the sequence, keeps its values. An output that a module keeps
-for others, such as attention weights, is not read by the next forward.
+makes anyway. A tensor carries state if a forward wrote it, and the next forward read the written values and wrote other
+ones. A table that is filled once, or that grows with the sequence, keeps its values. An output that a module stores for
+other code, such as attention weights, is not read by the next forward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-_MOST_ENTRIES, _DEEPEST = 64, 3  # of a list or dict in an attribute: beyond are data, not state
+_MOST_ENTRIES, _DEEPEST = 64, 3  # of a list or dict in an attribute: larger ones are data, not state
 _REGISTRIES = {"_parameters", "_buffers", "_modules"}
 _OVERWRITES = {"copy_", "zero_", "fill_", "__setitem__"}  # of their first argument, whose old values do not matter
 _ONLY_SHAPES = {"__get__", "__set__", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
@@ -35,7 +35,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Held:
-    """A tensor in its place; `version` counts what was written into it."""
+    """A tensor in its place; `version` counts the writes into it."""
 
     tensor: torch.Tensor
     version: int | None
@@ -45,7 +45,7 @@ class _Held:
 
 
 class CarriedState:
-    """Watches forwards, one after another; `found` names what carries state between them."""
+    """Watches forwards, one after another; `found` names the tensors that carry state between them."""
 
     def __init__(self, task: object, model: torch.nn.Module) -> None:
         self._holders = _holders(task, model)
@@ -55,7 +55,7 @@ class CarriedState:
 
     @contextmanager
     def during(self, batch: Any) -> Iterator[None]:
-        """Watch the forward of this batch, which is made inside."""
+        """Watch the forward of this batch, which runs inside."""
         before = self._look()
         # two batches may be parts of one tensor, which modules may keep
         own = self._constant | {_storage(tensor) for _, tensor in _tensors(batch)}
@@ -85,7 +85,7 @@ class CarriedState:
 
 
 class _Reads(TorchFunctionMode):
-    """Within it `seen` collects those of the storages whose values something was computed from."""
+    """Within it `seen` collects the storages whose values entered a computation."""
 
     def __init__(self, storages: set[int]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not torch.compiler.is_compiling():  # what a user has compiled himself stays one graph
+        if not torch.compiler.is_compiling():  # code that the user has compiled stays one graph
             self._note(getattr(func, "__name__", ""), args, kwargs, result)
         return result
 
@@ -104,14 +104,14 @@ class _Reads(TorchFunctionMode):
         given = self._stale & {_storage(tensor) for _, tensor in _tensors([args, kwargs])}
         if not given or name in _ONLY_SHAPES:
             return
-        # a view of the values is no use of them yet
+        # a view does not use the values yet
         is_computed = any(_storage(tensor) not in given for _, tensor in _tensors(result))
         if is_computed or name in _VALUES:
             self.seen |= given
 
 
 def _holders(task: object, model: torch.nn.Module) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
-    """The modules of the model, those that the task has besides, and the task: its name, and what gives attributes."""
+    """The modules of the model, other modules of the task, and the task: a name and a source of attributes each."""
     own = getattr(task, "__dict__", {})
     roots = {"": model, **{name: value for name, value in own.items() if isinstance(value, torch.nn.Module)}}
     modules: dict[torch.nn.Module, str] = {}
@@ -125,13 +125,13 @@ def _holders(task: object, model: torch.nn.Module) -> list[tuple[str, Callable[[
 
 
 def _attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """All but parameters and modules."""
+    """All attributes except parameters and modules."""
     plain = {name: value for name, value in vars(module).items() if name not in _REGISTRIES}
     return {**plain, **dict(module._buffers.items())}
 
 
 def _tensors(value: Any, entry: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a value and where they are in it."""
+    """The tensors in a value and their places in it."""
     if isinstance(value, torch.Tensor):
         yield entry, value
     elif isinstance(value, (list, tuple, Mapping)) and len(value) <= _MOST_ENTRIES and depth < _DEEPEST:
@@ -140,10 +140,10 @@ def _tensors(value: Any, entry: str = "", depth: int = 0) -> Iterator[tuple[str,
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Equal for tensors in the same memory; those without memory are told apart."""
+    """Equal for tensors in the same memory; tensors without memory have numbers of their own."""
     try:
         return tensor.untyped_storage().data_ptr() or id(tensor)
-    except (RuntimeError, NotImplementedError):  # sparse tensors, and others that have none
+    except (RuntimeError, NotImplementedError):  # sparse tensors, and others without storage
         return id(tensor)
 
 

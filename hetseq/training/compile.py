@@ -1,11 +1,11 @@
-"""`--compile`: a network that goes through torch.compile before it trains.
+"""`--compile`: sends a network through torch.compile before it trains.
 
-Responsible for having all that compiling takes done before this rank meets the others, who would wait for it in a step
-otherwise. What a kernel computes is torch's affair; it rounds otherwise than without, and draws other random numbers.
+Responsible for finishing all compilation before this rank meets the others, which would otherwise wait for it in a
+step. What a kernel computes is left to torch; it rounds differently from eager mode, and draws other random numbers.
 
-The one idea: shares change, so sizes are left open. A kernel for one sample is still another one to torch, and so is
-one for a size that happened to equal another number; so micro-batches of several sizes go through forward and backward,
-and through validation, with the numbers thrown away.
+The one idea: shares change, so sizes are left dynamic. But torch compiles separate kernels for one sample and for a
+size that happens to equal another number; so micro-batches of several sizes go through forward, backward and
+validation, and the results are thrown away.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _MOST_KERNELS = 64  # of one network: sizes of 0, of 1 and others, with gradient
 
 
 def compile_(model: torch.nn.Module) -> None:
-    """Have `model(...)` compiled when it is called first; its parameters, their names and its class stay."""
+    """Make the first call of `model(...)` compile it; its parameters, their names and its class stay."""
     import torch._dynamo.config as dynamo
     import torch._inductor.config as inductor
 
-    dynamo.recompile_limit = _MOST_KERNELS  # beyond it the network would silently run as it is
-    dynamo.wrap_top_frame = True  # or a model whose class is one of torch's own would be passed over
-    inductor.compile_threads = 1  # in this process: others would outlive it if it were killed
+    dynamo.recompile_limit = _MOST_KERNELS  # beyond it the network would silently run uncompiled
+    dynamo.wrap_top_frame = True  # otherwise a model whose class belongs to torch would be skipped
+    inductor.compile_threads = 1  # in this process: other processes would outlive it if it were killed
     model.compile(backend=_BACKEND, dynamic=True)
 
 
@@ -43,11 +43,11 @@ def warm_up(
     task: Task, model: torch.nn.Module, batches: Sequence[tuple[Any, int]], *, validates: bool,
     computing: Callable[[], AbstractContextManager[object]],
 ) -> None:  # fmt: skip
-    """Compile what training needs of `model`, and validation if it `validates`, on batches and their sizes.
+    """Compile the parts of `model` that training needs, and validation if it `validates`, on these batches and sizes.
 
-    Leaves no gradients and the buffers as they were. Raises ConfigError where torch.compile fails.
+    Leaves no gradients, and the buffers as they were. Raises ConfigError if torch.compile fails.
     """
-    from torch._dynamo.exc import TorchDynamoException  # slow to import, and few ask for it
+    from torch._dynamo.exc import TorchDynamoException  # slow to import, and rarely needed
     from torch._dynamo.utils import counters
 
     began_s, was_training, graphs = time.monotonic(), model.training, counters["stats"]["unique_graphs"]
@@ -69,7 +69,7 @@ def warm_up(
     except TorchDynamoException as error:
         raise ConfigError(
             f"--compile: torch.compile fails for {type(model).__name__} ({_begin_of(error)}); it needs a C++ compiler"
-            " for a CPU and Triton for a GPU; install what is missing, or leave --compile out"
+            " for a CPU and Triton for a GPU; install the missing one, or leave --compile out"
         ) from error
     finally:
         model.train(was_training)
@@ -82,7 +82,7 @@ def warm_up(
         logger.info("compiled %s in %.0f s", type(model).__name__, time.monotonic() - began_s)
     else:
         logger.warning(
-            "--compile: nothing of %s was compiled; only what the task calls as model(...) is, not parts that it calls"
+            "--compile: nothing of %s was compiled; only calls of model(...) are compiled, not calls of its parts"
             " by themselves", type(model).__name__,
         )  # fmt: skip
 

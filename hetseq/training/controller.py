@@ -1,9 +1,9 @@
-"""The training loop: one step, written so that it reads as the protocol it follows, and what happens between steps.
+"""The training loop: one step, written to read as the protocol it follows, and the work between steps.
 
 A step counts first (the global count of each loss term is known before any forward), computes this rank's share,
-sums the gradients, and commits: one small gather in which every rank proves that it holds the complete gradient and
-all learn the same verdict. Only then does anything change. The controller knows no files, sockets, signals or flags;
-it is given objects that do.
+sums the gradients, and commits: a small gather in which every rank proves that it holds the complete gradient and
+all receive the same verdict. Only then does anything change. The controller knows no files, sockets, signals or flags;
+it receives objects that do.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from hetseq.training.stopwatch import Stopwatch
 logger = logging.getLogger(__name__)
 
 _FIRST_DEADLINE_S = 120.0  # until three steps were seen
-_LEAST_DEADLINE_S = 5.0  # a process that ends is seen at once; this is for one that hangs
+_LEAST_DEADLINE_S = 5.0  # the end of a process is seen at once; this is for a process that hangs
 _PATIENCE = 10  # times the expected time
-_SLOWEST_DISK = 5e6  # bytes per second at which a rank that saves is still believed to be alive
+_SLOWEST_DISK = 5e6  # bytes per second; a rank that saves more slowly counts as lost
 
 
 class Halt(enum.Enum):
@@ -70,22 +70,22 @@ class Halt(enum.Enum):
 
 @dataclass
 class TrainingState:
-    """What a run has reached; with the replica's tensors this is all a resume needs."""
+    """The progress of a run; a resume needs only this and the replica's tensors."""
 
     position: Position = field(default_factory=Position)
     updates: int = 0  # optimizer steps applied; skipped steps consume samples but do not count here
     lineage: Lineage = field(default_factory=Lineage)
     skipped_in_a_row: int = 0
-    loss_scale: LossScale = field(default_factory=LossScale)  # used where the precision needs it
+    loss_scale: LossScale = field(default_factory=LossScale)  # used if the precision needs it
     decay_steps: int | None = None  # the update at which the decay of the learning rate has ended; None: not known yet
     best: float | None = None
     train_seconds: float = 0.0
-    resets: dict[str, int] = field(default_factory=dict)  # what this run began anew, and after which step
+    resets: dict[str, int] = field(default_factory=dict)  # the --reset-* options done so far, and at which step
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one committed step did; equal on every rank but for `seconds`."""
+    """The result of one committed step; equal on every rank except for `seconds`."""
 
     plan: StepPlan
     outcome: Outcome
@@ -94,15 +94,15 @@ class StepResult:
     lr: float
     grad_norm: float
     seconds: float
-    work: int  # what its samples weighed together where they were divided among the ranks
-    shift: Shift | None  # other shares that were decided upon after it
-    loss_scale: float | None = None  # of the next step, where there is one
-    best_before: float | None = None  # of the training state, before what may be validated after it
+    work: int  # the work of all its samples, in the unit by which they were divided among the ranks
+    shift: Shift | None  # new shares decided after it
+    loss_scale: float | None = None  # of the next step, if the precision has one
+    best_before: float | None = None  # `best` of the training state, before a validation after this step
 
 
 @dataclass(frozen=True)
 class _Held:
-    """A whole gradient that the ranks have yet to agree on."""
+    """A whole gradient whose verdict is still open."""
 
     plan: StepPlan
     attempt: int
@@ -111,26 +111,26 @@ class _Held:
 
 
 class Boundary(Protocol):
-    """What happens after a step besides training it: validating, saving, reporting. Every rank calls all of it."""
+    """The work after a step besides training: validating, saving, reporting. Every rank calls all of it."""
 
     def save_status(self, state: TrainingState) -> SaveStatus:
-        """What this rank's row of the step being committed says of saving, with a fresh nonce; not collective.
+        """The fields about saving in this rank's row of the step being committed, with a fresh nonce; not collective.
 
-        `state` is that before the step.
+        `state` is the state before the step.
         """
         ...
 
     def after_step(self, controller: Controller, result: StepResult, *, ends_run: bool) -> None:
-        """Do what is due after a committed step; `ends_run`: it was the last one. Collective. Raises PeerLostError."""
+        """Do the work due after a committed step; `ends_run`: it was the last. Collective. Raises PeerLostError."""
         ...
 
 
 class ShareLayout(Protocol):
-    """Which ranks compute a share together, as one data-parallel group. Numbers alone, the same on every rank."""
+    """Which ranks compute a share together, as one data-parallel group. Only numbers, the same on every rank."""
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The rank that stands for each group, ascending. Shape (groups,)."""
+        """The rank that represents each group, ascending. Shape (groups,)."""
         ...
 
     def group_of(self, rank: int) -> int:
@@ -140,7 +140,7 @@ class ShareLayout(Protocol):
 
 @dataclass(frozen=True)
 class StepFeed:
-    """The samples of the coming steps: their plan, what fetches this rank's part of them, and what moves the shares."""
+    """The samples of the coming steps: their plan, the loader of this rank's part, and the share policy."""
 
     planner: Planner
     loader: StepLoader
@@ -158,7 +158,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a step asks of the process that it is in."""
+    """What a step needs from its process."""
 
     memory: Callable[[], tuple[int, int]] = lambda: (0, 0)  # bytes in use, and the limit
     wish: Callable[[], Wish] = lambda: Wish.NONE
@@ -192,17 +192,17 @@ class Controller:
         self._recent: deque[tuple[float, int]] = deque(maxlen=21)  # seconds and samples of the last steps
         self._cap = computer.sizes.cap  # by which the loader cuts
         self._clock = Stopwatch()
-        self._update_s = 0.0  # how long the update of the last step took
+        self._update_s = 0.0  # duration of the update of the last step
         self._held: _Held | None = None
         self._rows: Words = np.zeros((0, 0), np.int64)  # of the last commit
         self._last: tuple[Tag, Verdict] | None = None  # the last update that this controller has made
         self._unsettled: StepResult | None = None
 
     def fit(self) -> Halt:
-        """Train until the configured end, or until a rank wishes for something else. Every rank calls it."""
+        """Train until the configured end, or until a rank asks for something else. Every rank calls it."""
         self.replica.model.train()
         with self.replica.buffers.changing_alike():
-            self.task.update_step(self.state.updates)  # what a task derives from it is not in a checkpoint
+            self.task.update_step(self.state.updates)  # values that a task derives from it are not in a checkpoint
         while not self.has_ended():
             outcome = self.train_step().outcome
             if outcome.wish and not self.has_ended():
@@ -239,8 +239,8 @@ class Controller:
         return result
 
     def _agree(self, plan: StepPlan, data: StepData, counts: tuple[float, ...], rate: float) -> Outcome:
-        """Sum up the gradients until every rank holds the whole sum, as often as memory runs out under way; the verdict
-        of all."""
+        """Sum the gradients until every rank holds the whole sum, again whenever memory ran out on a rank; the verdict
+        of all ranks."""
         clock = self._clock
         for attempt in itertools.count():
             with phase("forward_backward"):
@@ -275,7 +275,7 @@ class Controller:
         return outcome
 
     def has_ended(self) -> bool:
-        """The configured number of updates or epochs is done, or the learning rate has fallen to its minimum."""
+        """Whether the configured updates or epochs are done, or the learning rate has reached its minimum."""
         state, config = self.state, self._config
         if config.max_update and state.updates >= config.max_update:
             return True
@@ -285,7 +285,7 @@ class Controller:
         return begins_epoch and self._learning_rate(state.updates, state.position.epoch) <= config.min_lr
 
     def patience_for(self, *, samples: int) -> AbstractContextManager[None]:
-        """Work between steps that evaluates `samples` samples: ranks may be minutes apart without being lost."""
+        """A longer deadline for work between steps on `samples` samples: ranks may be minutes apart, yet not lost."""
         return self._patience(_FIRST_DEADLINE_S + _PATIENCE * self._expected_s(samples))
 
     @contextmanager
@@ -299,12 +299,12 @@ class Controller:
     # count
 
     def _gather_counts(self, data: StepData) -> tuple[float, ...]:
-        """Global counts of a step whose counts did not come with the commit before it."""
+        """Global counts of a step whose counts did not arrive with the previous commit."""
         rows = gather_floats(self.group, [float(data.samples), *data.counts])  # (world_size, 1 + terms)
         return add_in_rank_order(rows[list(self._layout.leaders), 1:].tolist())
 
     def _look_ahead(self, plan: StepPlan) -> StepData | None:
-        """This rank's part of the next step, if there will be one and it is at hand."""
+        """This rank's part of the next step, if there is one and it is at hand."""
         is_last_update = self._config.max_update and self.state.updates + 1 >= self._config.max_update
         is_last_epoch = plan.ends_epoch and self._config.max_epoch and plan.epoch >= self._config.max_epoch
         if is_last_update or is_last_epoch:
@@ -333,7 +333,7 @@ class Controller:
         return self._read(plan, self.group.all_gather_rows(self._format.pack(row)))
 
     def _read(self, plan: StepPlan, rows: Words) -> Outcome:
-        """What the rows of a commit, (world_size, words), say."""
+        """The outcome that the rows of a commit, (world_size, words), give."""
         next_size = self.planner.plan(plan.next_position()).size
         unpacked = [self._format.unpack(words) for words in rows]
         outcome = resolve(unpacked, next_samples=next_size, leaders=self._layout.leaders)
@@ -343,13 +343,13 @@ class Controller:
     def _measure(self, part: Part) -> Measured:
         seconds = self._clock.seconds
         compute_s, data_s = sum(part.seconds), seconds["data"]
-        # what this rank did besides, in this step so far and in the update of the step before
+        # this rank's other work, in this step so far and in the update of the previous step
         overhead_s = seconds["compute"] - compute_s + seconds["other"] + self._update_s
         cost = self.pace.learn(part, overhead_s=data_s + overhead_s) if part.is_whole else None
         return Measured(compute_s, data_s, seconds["idle"], overhead_s, *self._context.memory(), cost)
 
     def _clip(self, norm: float) -> None:
-        """Give the gradient the size that it is applied in."""
+        """Scale the gradient to the size in which it is applied."""
         factor = 1 / self._scale
         if self._config.clip_norm and norm > self._config.clip_norm:
             factor *= self._config.clip_norm / norm
@@ -386,11 +386,11 @@ class Controller:
         return self.state.loss_scale.factor if self._has_loss_scale else 1.0
 
     def _is_overflow(self, outcome: Outcome) -> bool:
-        """Whether a gradient is not finite because the loss scale was too large for it, the losses being numbers."""
+        """Whether a gradient is not finite because the loss scale was too large, while the losses are numbers."""
         return self._has_loss_scale and self.state.loss_scale.may_fall and all(map(math.isfinite, outcome.sums))
 
     def _explain_skip(self, plan: StepPlan, data: StepData, counts: tuple[float, ...]) -> None:
-        """Say which rank brought what is not finite. Collective."""
+        """Log which rank produced values that are not finite. Collective."""
         blame = self._find_non_finite(data, counts)
         self.replica.buffers.restore_()
         message = f"step {plan.step} skipped: its gradient is not finite; {blame}"
@@ -399,10 +399,10 @@ class Controller:
                 f"{message}. {self.state.skipped_in_a_row} steps in a row were skipped (--max-skipped-steps): lower"
                 " --lr, raise --warmup-updates, or look at the named samples"
             )
-        logger.log(logging.WARNING if self.group.rank == 0 else logging.INFO, message)  # all ranks know the same
+        logger.log(logging.WARNING if self.group.rank == 0 else logging.INFO, message)  # all ranks know this
 
     def _find_non_finite(self, data: StepData, counts: tuple[float, ...]) -> str:
-        """Every rank computes its share once more, unsent, and the ranks compare: paid only when it happened."""
+        """Every rank computes its share once more, without sending it, and the ranks compare; only after a skip."""
         with self.replica.reducer.without_sending():
             sums = self._computer.compute(data, counts, self.loader.fetch_again).sums
             self.replica.reducer.finish()
@@ -415,7 +415,7 @@ class Controller:
             what = f"loss term {', '.join(map(repr, terms))}" if terms else "a gradient of finite losses"
             start, stop = data.plan.range_of(self._layout.group_of(rank))
             blamed.append(
-                f"rank {rank} brought it ({what}; positions {start} to {stop - 1} of epoch {data.plan.epoch})"
+                f"rank {rank} produced it ({what}; positions {start} to {stop - 1} of epoch {data.plan.epoch})"
             )
         if blamed:
             return "; ".join(blamed)
@@ -427,8 +427,8 @@ class Controller:
     # after the verdict
 
     def _resolve(self, outcome: Outcome) -> StepResult:
-        """Do what the verdict on the held gradient says. Nothing in here waits for anybody, so a rank that loses a peer
-        has either done all of it or not seen the verdict; an exception under way ends the process."""
+        """Apply the verdict to the held gradient. Nothing here waits for a peer, so a rank that loses a peer has either
+        done all of it or not seen the verdict; an exception under way ends the process."""
         held, self._held = self._held, None
         assert held is not None
         whereabouts.enter(Phase.UPDATE)
@@ -453,7 +453,7 @@ class Controller:
         self._last = tag, outcome.verdict
         state.position = plan.next_position()
         shift = self.pace.follow(plan, outcome.rows)
-        if self._computer.sizes.cap != self._cap:  # memory has taught this rank another size
+        if self._computer.sizes.cap != self._cap:  # this rank has learned a new size from its memory
             self._cap = self._computer.sizes.cap
             self.loader.change(state.position.step, cap=self._cap)
         self._plan = self.planner.plan(state.position)
@@ -472,7 +472,7 @@ class Controller:
     # when the generation is over
 
     def report(self, incarnation: str) -> Report:
-        """What this rank holds, now that it has lost its peers or is to change them; it may not train any more."""
+        """The state of this rank after it lost its peers or is about to change them; it must not train any more."""
         held, last = self._held, None
         if self._last is not None:
             tag, verdict = self._last
@@ -488,9 +488,9 @@ class Controller:
         )
 
     def catch_up(self, last: Update | None) -> None:
-        """Make the update that another rank has seen the commit of, if this one lacks it; its rows say what it was.
+        """Make the update whose commit another rank has seen, if this rank lacks it; its rows say which one it was.
 
-        Otherwise whatever a forward has changed since the last update is taken back.
+        Otherwise undo the changes that a forward has made since the last update.
         """
         if last is None or last.tag.step == self.state.position.step - 1 or self._held is None:
             self._held = None
@@ -505,17 +505,17 @@ class Controller:
         return self._unsettled
 
     def _set_deadline(self, plan: StepPlan) -> None:
-        """How long a peer may be silent in this step. What slows a first step of an epoch is not known beforehand."""
+        """Set how long a peer may be silent in this step. An epoch's first step may be slow for unknown reasons."""
         if self._context.step_deadline_s is not None:
             self.group.deadline_s = self._context.step_deadline_s
         else:
-            # a size that nobody foresaw may be compiled in any step
+            # any step may compile a kernel for an unforeseen size
             is_known = len(self._recent) >= 3 and plan.start > 0 and not self._config.compile
             least_s = _LEAST_DEADLINE_S if is_known else _FIRST_DEADLINE_S
             self.group.deadline_s = max(least_s, _PATIENCE * self._expected_s(plan.size))
 
     def _expected_s(self, samples: int) -> float:
-        """Seconds of a step of `samples` samples, judged by the last ones: at least as long as they took."""
+        """Seconds of a step of `samples` samples, estimated from the last ones: at least as long as they took."""
         if not self._recent:
             return 0.0
         typical_s = statistics.median(seconds for seconds, _ in self._recent)

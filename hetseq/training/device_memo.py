@@ -1,7 +1,7 @@
-"""How large a micro-batch a kind of device holds, kept in the run directory, so that no later start finds out anew.
+"""Remembers in the run directory how large a micro-batch a kind of device holds, so that later starts know it.
 
-One small file for each model of device, `status/device-NAME.json`, written by whoever has found out. A file that
-cannot be written or read costs the next start a few steps of finding out, and nothing else.
+One small file for each model of device, `status/device-NAME.json`, written by the rank that found the size. If the file
+cannot be written or read, the next start only spends a few steps on finding the size again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceMemo:
-    """What the run directory knows of one device's model; of a CPU, what it knows of this host."""
+    """The entry of the run directory for one model of device; for a CPU, the entry for this host."""
 
     def __init__(self, directory: RunDirectory, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
@@ -33,7 +33,7 @@ class DeviceMemo:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
-            logger.info("%s tells nothing (%s): the size of micro-batches is found anew", self._path, error)
+            logger.info("%s cannot be used (%s): the size of micro-batches is found anew", self._path, error)
             return None
         if not isinstance(samples, int) or samples < 1:
             return None

@@ -1,7 +1,7 @@
-"""What another global batch means for the learning rate: the linear and the square-root rule, and a warm-up. Pure.
+"""How another global batch scales the learning rate: the linear and the square-root rule, and a warm-up. Pure.
 
-Responsible for the factor of `--scale-lr`, and for the line that names both rules where a run goes on with another
-global batch than its checkpoint had. It changes nothing that was not asked for: the factor is 1 without `--scale-lr`.
+Responsible for the factor of `--scale-lr`, and for the line that names both rules when a run resumes with another
+global batch than its checkpoint had. It changes nothing without being asked: the factor is 1 without `--scale-lr`.
 
 The one idea: with k times the samples a step, SGD makes k times fewer steps, so each may go k times as far while the
 gradient hardly changes on the way (Goyal et al., "Accurate, Large Minibatch SGD", 2017). The noise of a step falls only
@@ -24,17 +24,17 @@ from hetseq.training.lr_scheduler import Schedule
 from hetseq.training.optim import learning_rates
 
 _WARMUP_EPOCHS = 5  # Goyal et al. 2017, of 90 epochs
-_WARMUP_SHARE = 5 / 90  # the same of a run that is counted in updates, or has fewer epochs
+_WARMUP_SHARE = 5 / 90  # the same for a run counted in updates, or with fewer epochs
 
 
 @dataclass(frozen=True)
 class Course:
-    """Where a run begins or goes on."""
+    """The point where a run begins or resumes."""
 
     samples: int  # of the training data
     position: Position
     updates: int  # that the schedule has counted so far
-    last_step: int | None  # where it is known beforehand
+    last_step: int | None  # if known beforehand
 
     @property
     def epoch(self) -> int:
@@ -43,14 +43,14 @@ class Course:
 
 @dataclass(frozen=True)
 class StepSize:
-    """How much one step takes over all ranks, in the only unit that it is counted in."""
+    """The size of one step over all ranks, in the only unit that it is counted in."""
 
     count: int
     unit: str  # samples or tokens
 
 
 def step_size(batch: GlobalBatch, epoch: int) -> StepSize | None:
-    """The size of a step of this epoch; None where it ends after samples or tokens, whichever come first."""
+    """The size of a step of this epoch; None if it ends after samples or tokens, whichever comes first."""
     samples, tokens = batch.sample_limit(epoch), batch.token_limit(epoch)
     if samples is not None:
         return StepSize(samples, "samples") if tokens is None else None
@@ -58,7 +58,7 @@ def step_size(batch: GlobalBatch, epoch: int) -> StepSize | None:
 
 
 def factor(rule: str, *, before: int, now: int) -> float:
-    """What the rule (linear or sqrt) multiplies a learning rate with that was chosen for steps of `before` samples."""
+    """The factor of the rule (linear or sqrt) for a learning rate that was chosen for steps of `before` samples."""
     ratio = now / before
     return math.sqrt(ratio) if rule == "sqrt" else ratio
 
@@ -66,8 +66,8 @@ def factor(rule: str, *, before: int, now: int) -> float:
 def scaled(schedule: Schedule, config: OptimizationConfig, batch: GlobalBatch) -> Schedule:
     """The schedule with each epoch's rates multiplied by --scale-lr: warm-up, decay and end alike.
 
-    It depends on options, the run's own global batch and the epoch alone, so a resumed run is on the same curve. Raises
-    ConfigError where steps are counted in tokens.
+    It depends only on options, the run's own global batch and the epoch, so a resumed run is on the same curve. Raises
+    ConfigError if steps are counted in tokens.
     """
     if batch.tokens is not None:
         raise ConfigError(
@@ -78,10 +78,10 @@ def scaled(schedule: Schedule, config: OptimizationConfig, batch: GlobalBatch) -
 
 
 def warmup_updates(config: OptimizationConfig, batch: GlobalBatch, course: Course) -> int | None:
-    """The updates over which a raised rate should be reached: 5 epochs, but no more than 5/90 of what is left.
+    """The updates over which a raised rate should be reached: 5 epochs, but no more than 5/90 of the rest of the run.
 
     Never fewer than `--warmup-updates`: You et al. 2020 used the same number of updates with every global batch. None
-    where neither the epoch nor the end is known in steps.
+    if neither the epoch nor the end is known in steps.
     """
     epoch = steps_in_epoch(course.samples, batch, course.epoch)
     known = [] if epoch is None else [_WARMUP_EPOCHS * epoch]
@@ -91,7 +91,7 @@ def warmup_updates(config: OptimizationConfig, batch: GlobalBatch, course: Cours
 
 
 def scale_in_words(config: OptimizationConfig, batch: GlobalBatch, epoch: int) -> str:
-    """What `--scale-lr` made of `--lr` in this epoch."""
+    """The effect of `--scale-lr` on `--lr` in this epoch, in words."""
     by = _factor_of(config, batch, epoch)
     return (
         f"--scale-lr {config.scale_lr}: a step has {batch.sample_limit(epoch)} samples and --lr was chosen for"
@@ -103,10 +103,10 @@ def scale_in_words(config: OptimizationConfig, batch: GlobalBatch, epoch: int) -
 def advice(
     config: OptimizationConfig, batch: GlobalBatch, course: Course, *, before: GlobalBatch, epoch_before: int
 ) -> str | None:
-    """What both rules would make of `--lr` for a run that goes on with another global batch than it had `before`.
+    """What both rules would make of `--lr` for a run that resumes with another global batch than it had `before`.
 
-    None where the batch is the same, or the two cannot be compared. Whether `--lr` was chosen for the former one only
-    the user knows, who may have changed it with the batch.
+    None if the batch is the same, or the two cannot be compared. Only the user knows whether `--lr` was chosen for the
+    former batch, and may have changed it with the batch.
     """
     was, now = step_size(before, epoch_before), step_size(batch, course.epoch)
     if before == batch or was is None or now is None or was.unit != now.unit or was.count == now.count:
@@ -128,7 +128,7 @@ def _warmup_in_words(config: OptimizationConfig, batch: GlobalBatch, course: Cou
     updates = warmup_updates(config, batch, course)
     if ratio <= 1:
         return ""  # a lower rate needs none
-    anew = " (and --reset-lr-scheduler, for updates were counted already)" if course.updates else ""
+    anew = " (and --reset-lr-scheduler, because updates were counted already)" if course.updates else ""
     length = "" if updates is None else f" of about {updates} update{'' if updates == 1 else 's'}"
     return f", with a warm-up{length}: --warmup-updates {'N' if updates is None else updates}{anew}"
 

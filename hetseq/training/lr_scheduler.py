@@ -2,7 +2,7 @@
 
 Responsible for warm-up and decay; knows no optimizer and keeps no state, so there is nothing to checkpoint and a
 resumed run continues on the same curve by construction. The one idea: the `--lr` list gives each epoch a base rate,
-warm-up climbs to it from 0, and each schedule says what becomes of it afterwards.
+warm-up climbs to it from 0, and each schedule defines the rate afterwards.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def polynomial(config: OptimizationConfig, options: Any = None) -> Schedule:
 
 
 def polynomial_from_zero(config: OptimizationConfig, options: Any = None) -> Schedule:
-    """The decay of `polynomial`, but counted from update 0 as if there were no warm-up, which only covers its begin.
+    """The decay of `polynomial`, but counted from update 0 as if there were no warm-up, which only hides its beginning.
 
-    So the rate falls at once where the warm-up ends, from nearly the base rate to what the decay has reached by then:
+    So the rate drops when the warm-up ends, from nearly the base rate to the value of the decay at that update:
 
         warm-up of W updates, total T:  lr n / W  for n < W,  else  (lr - end) (1 - n / T) ** power + end
 
@@ -48,7 +48,7 @@ def cosine(config: OptimizationConfig, options: Any = None) -> Schedule:
 
 
 def constant(config: OptimizationConfig, options: Any = None) -> Schedule:
-    """The base rate of the epoch; `total_num_update` plays no part."""
+    """The base rate of the epoch; `total_num_update` has no effect."""
     return _warmed_up(config, lambda base, num_updates: base)
 
 
@@ -57,7 +57,7 @@ def _warmed_up(
 ) -> Schedule:
     """Linear from 0 (the first update has rate 0, as in 2020) up to update `last`, then `after(base, updates)`.
 
-    The base rate is reached, or would be, at `warmup_steps`; by default that is where the warm-up ends.
+    The base rate is reached, or would be, at `warmup_steps`; by default the warm-up ends there.
     """
     rates, warmup, frozen_epoch = learning_rates(config), config.warmup_steps(), config.force_anneal
     end = warmup if last is None else last
@@ -81,7 +81,7 @@ def _power_of(config: OptimizationConfig) -> Callable[[float, float], float]:
 def _until_total(
     config: OptimizationConfig, decay: Callable[[float, float], float], *, begin: float
 ) -> Callable[[float, int], float]:
-    """`decay(base, remaining)` with remaining from 1 at update `begin` to 0; `end_learning_rate` ever after."""
+    """`decay(base, remaining)` with remaining from 1 at update `begin` to 0; `end_learning_rate` from then on."""
     total = config.decay_steps()
 
     def after(base: float, num_updates: int) -> float:
@@ -93,9 +93,9 @@ def _until_total(
 
 
 def _base_rate(rates: tuple[float, ...], epoch: int, frozen_epoch: int | None) -> float:
-    """Entry `epoch - 1` of the list, the last one stays.
+    """Entry `epoch - 1` of the list, then the last one.
 
-    With `--force-anneal N` no rate is read from the list any more once epoch N has begun: the rate of epoch N stays,
+    With `--force-anneal N` no rate is read from the list once epoch N has begun: the rate of epoch N stays,
     as in 2020, where the list was read at the end of epochs 1 to N - 1. N = 0 keeps the first rate, like N = 1.
     """
     if frozen_epoch is not None:

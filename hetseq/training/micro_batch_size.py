@@ -1,8 +1,8 @@
-"""How many samples of a share this rank computes at once: what the options allow, less what memory has refused.
+"""The number of samples that this rank computes at once: what the options allow, less what memory has refused.
 
-Pure, and of one rank alone: how a share is cut changes no sum, so nobody else needs to know. A size is tried before it
-is relied upon. Where no option says how much a device holds, the first step of a run grows from one sample on, and what
-each size needed tells how many the memory will hold; what it refuses all the same is halved. Sizes only ever shrink
+Pure, and local to one rank: how a share is cut changes no sum, so the other ranks need not know. A size is tried before
+it is relied upon. If no option says how much a device holds, the first step of a run grows from one sample on, and the
+memory that each size needed predicts how many samples fit; a size that still does not fit is halved. Sizes only shrink
 after that: a device that was full once will be full again.
 """
 
@@ -13,14 +13,14 @@ from dataclasses import replace
 
 from hetseq.data.plan import MicroBatchCap
 
-_SAFE_PART = 0.9  # of the free memory; what is left is for fragments and for samples longer than those seen
+_SAFE_PART = 0.9  # of the free memory; the rest is for fragments and for samples longer than those seen
 
 
 class MicroBatchSizes:
-    """The cap of this rank's micro-batches, and what is known about larger ones.
+    """The cap of this rank's micro-batches, and the sizes known not to fit.
 
-    With `is_fixed` there is one size only, that of a unit. With `is_learning` the memory of the first sizes is wanted.
-    `remember` is told whatever memory has taught.
+    With `is_fixed` the only size is one unit. With `is_learning` the caller measures the memory of the first sizes.
+    `remember` is called with every size learned from memory.
     """
 
     def __init__(
@@ -34,19 +34,19 @@ class MicroBatchSizes:
         self.cap = cap  # of coming steps
         self.is_fixed, self.is_learning = is_fixed, is_learning
         self._remember = remember
-        self._seen: dict[int, int] = {}  # samples -> most bytes they needed beside what stays
+        self._seen: dict[int, int] = {}  # samples -> most bytes they needed besides memory that stays allocated
 
     def first(self) -> MicroBatchCap:
         """The cap of a step whose micro-batches grow from one sample on."""
         return replace(self.cap, is_ramp=True)
 
     def holds(self, samples: int, tokens: int = 0) -> bool:
-        """Whether a micro-batch of so many samples, and tokens where those are counted, may be tried."""
+        """Whether a micro-batch of so many samples, and tokens if counted, may be tried."""
         has_few_tokens = samples == 1 or self.cap.tokens is None or tokens <= self.cap.tokens
         return has_few_tokens and (self.cap.samples is None or samples <= self.cap.samples)
 
     def refuse(self, samples: int, tokens: int = 0) -> bool:
-        """Memory did not hold so much: from now on at most half as much. False if there is no smaller size."""
+        """Record that this size did not fit: from now on at most half of it. False if there is no smaller size."""
         half = 0 if self.is_fixed else samples // 2
         if half == 0:
             return False
@@ -59,13 +59,13 @@ class MicroBatchSizes:
         return True
 
     def see(self, samples: int, needed_bytes: int) -> None:
-        """A micro-batch of `samples` needed so much memory for itself, at most."""
+        """Record that a micro-batch of `samples` needed at most `needed_bytes` for itself."""
         self._seen[samples] = max(self._seen.get(samples, 0), needed_bytes)
 
     def foresee(self, free_bytes: int) -> None:
-        """Cap the sizes at what the memory will hold, by the two largest that were seen, and learn no more.
+        """Cap the sizes at what fits into memory, by the two largest that were seen, and stop learning.
 
-        A share of one sample shows no second size; its memory is then found by trying.
+        A share of one sample shows no second size; its limit is then found by trying.
         """
         if len(self._seen) < 2:
             return

@@ -1,9 +1,9 @@
-"""Optimizers by name, and the two groups into which a model's parameters fall.
+"""Optimizers by name, and the two parameter groups of a model.
 
 Responsible for turning an `OptimizationConfig` into a `torch.optim.Optimizer`; knows no schedule (the controller
 writes `lr` into every group before each step), no gradient scale and no other rank. The one idea: a builder takes
-parameter groups and a configuration and gives an optimizer whose state consists of tensors with fixed names, so that
-checkpoints, replica checksums and joiners can treat every optimizer alike.
+parameter groups and a configuration and returns an optimizer whose state consists of tensors with fixed names, so that
+checkpoints, replica checksums and late joins can treat every optimizer alike.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch import Tensor, nn
 from hetseq.config.sections import OptimizationConfig
 from hetseq.errors import TaskError
 
-#: `--lr` where it is not given; an optimizer of the user's own has `_OTHER_RATE`
+#: the default of `--lr`; a user's own optimizer has `_OTHER_RATE`
 _DEFAULT_RATES = {"adam": 1e-3, "adamw": 1e-3, "lamb": 1e-3, "sgd": 0.1, "adadelta": 1.0}
 _OTHER_RATE = 1e-3
 
 
 def learning_rates(config: OptimizationConfig) -> tuple[float, ...]:
-    """The base learning rate per epoch (the last one stays): `--lr`, or the one default of the optimizer."""
+    """The base learning rate per epoch (then the last one): `--lr`, or the default of the optimizer."""
     return config.lr if config.lr is not None else (_DEFAULT_RATES.get(config.optimizer, _OTHER_RATE),)
 
 
 def parameter_groups(model: nn.Module, config: OptimizationConfig) -> list[dict[str, Any]]:
-    """At most two groups of trainable parameters in the model's order: decayed ones, then those left alone.
+    """At most two groups of trainable parameters in the model's order: decayed ones, then the others.
 
     Decayed are parameters of two or more dimensions; biases and norms (fewer dimensions) are not, unless
     `config.decay_all`. The split does not depend on the size of the decay, so a run can be resumed with another
-    `--weight-decay`. Raises TaskError where nothing is trainable.
+    `--weight-decay`. Raises TaskError if nothing is trainable.
     """
     decayed: list[nn.Parameter] = []
     left_alone: list[nn.Parameter] = []
@@ -42,7 +42,7 @@ def parameter_groups(model: nn.Module, config: OptimizationConfig) -> list[dict[
     if not decayed and not left_alone:
         raise TaskError(
             f"{type(model).__name__} has no parameter that requires a gradient: expected at least one to train;"
-            " see what build_model returns, and whether it froze everything"
+            " check the return value of build_model, and whether it froze everything"
         )
     groups = ({"params": decayed, "weight_decay": _weight_decay(config)}, {"params": left_alone, "weight_decay": 0.0})
     return [group for group in groups if group["params"]]
@@ -81,7 +81,7 @@ def sgd(
 def adadelta(
     parameter_groups: list[dict[str, Any]], config: OptimizationConfig, options: Any = None
 ) -> torch.optim.Optimizer:
-    """Adadelta as torch has it: `--adadelta-weight-decay`, else `--weight-decay`, is added to the gradient."""
+    """Adadelta as in torch: `--adadelta-weight-decay`, else `--weight-decay`, is added to the gradient."""
     return torch.optim.Adadelta(
         parameter_groups,
         lr=learning_rates(config)[0],
@@ -95,10 +95,10 @@ def adadelta(
 def lamb(
     parameter_groups: list[dict[str, Any]], config: OptimizationConfig, options: Any = None
 ) -> torch.optim.Optimizer:
-    """`Lamb` with the betas and epsilon of the adam options; what is not decayed (biases, norms) has no trust ratio.
+    """`Lamb` with betas and epsilon of the adam options; parameters without decay (biases, norms) have no trust ratio.
 
-    So it is in the code by the authors and in NVIDIA's FusedLAMB, whose recipes for BERT depend on it. `--decay-all`
-    leaves nothing alone, and `--optimizer-overrides "{'has_trust_ratio': True}"` gives biases and norms a ratio too.
+    The authors' code and NVIDIA's FusedLAMB do the same, and recipes for BERT depend on it. `--decay-all` gives every
+    parameter decay and ratio; `--optimizer-overrides "{'has_trust_ratio': True}"` gives biases and norms a ratio too.
     """
     groups = [
         {**group, "has_trust_ratio": config.decay_all or any(one.ndim >= 2 for one in group["params"])}
@@ -206,7 +206,7 @@ def _weight_decay(config: OptimizationConfig) -> float:
 
 
 def _kernel(groups: list[dict[str, Any]]) -> dict[str, bool]:
-    """`fused` where torch has such a kernel for every parameter, else `foreach`; both give the same bits for any
+    """`fused` if torch has such a kernel for every parameter, else `foreach`; both give the same bits for any
     number of threads (measured with 1, 2 and 7 threads on a million elements), not the same as each other."""
     has_fused = all(
         parameter.is_floating_point() and parameter.device.type in ("cpu", "cuda")

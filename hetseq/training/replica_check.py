@@ -1,11 +1,11 @@
-"""Whether all ranks still hold the same replica, and what makes them equal again where they do not.
+"""Checks that all ranks still hold the same replica, and repairs ranks that differ.
 
-Responsible for a checksum of model and optimizer state, for the decision who is wrong, and for giving the state of one
-rank to those that differ. It refuses to know checkpoints: where no replica can be believed it raises ReplicasDiffer,
-and who caught it goes back.
+Responsible for a checksum of model and optimizer state, for the decision which rank is wrong, and for giving the state
+of one rank to those that differ. It knows no checkpoints: if no replica can be trusted it raises ReplicasDiffer, and
+the caller goes back to a checkpoint.
 
 The one idea: a flipped bit, or a task that changes its model by rank, is a fault of few ranks, so within one kind of
-device the majority is right. Different kinds of device round differently, so between kinds a difference is expected,
+device the majority is right. Different kinds of device round differently, so a difference between kinds is expected,
 and rank zero's state is as good as any. All ranks see the same checksums, so all decide alike.
 """
 
@@ -33,23 +33,23 @@ from hetseq.parallel.replica import Replica
 logger = logging.getLogger(__name__)
 
 _PIECE = 1 << 16  # words of 32 bits that are added up into one number
-# Pieces at a time, of 512 KiB scratch each: few for the cache of a CPU core (measured: 4 GB/s with 4, 0.8 with 256
-# where each call takes fresh memory), many for a GPU, which pays for each launch.
+# Pieces at a time, of 512 KiB scratch each: few for the cache of a CPU core (measured: 4 GB/s with 4, 0.8 with 256,
+# for which each call allocates fresh memory), many for a GPU, which pays for each launch.
 _PIECES_AT_ONCE = {"cpu": 4, "cuda": 64}
 _KIND_BYTES = 96
-# In parts of the largest element of a tensor. Measured: AdamW, fused on one rank and not on the other, was 1e-6 apart
+# Relative to the largest element of a tensor. Measured: AdamW, fused on one rank and not on the other, was 1e-6 apart
 # after 1,000 steps and 1.4e-5 after 3,000.
 _MORE_THAN_ROUNDING = 1e-2
 
 
 class ReplicasDiffer(HetSeqError):
-    """The replicas differ, and none of them can be believed: every rank raises it in the same step."""
+    """The replicas differ, and none of them can be trusted; every rank raises it in the same step."""
 
 
 class ReplicaCheck:
-    """Compares the replicas of all ranks, every `every` steps and whenever it is asked to.
+    """Compares the replicas of all ranks, every `every` steps and on request.
 
-    Made by all ranks together, of a world of two or more; `kind` is what `kind_of` says of this rank's device.
+    All ranks construct it together, in a world of two or more; `kind` is `kind_of` this rank's device.
     """
 
     def __init__(self, replica: Replica, group: Group, metrics: Metrics, *, every: int, kind: str) -> None:
@@ -61,19 +61,19 @@ class ReplicaCheck:
         self._written = self._writings()
 
     def is_due(self, step: int) -> bool:
-        """The replicas are to be compared after step `step`."""
+        """Whether the replicas are due for comparison after step `step`."""
         return step % self._every == 0
 
     def check(self, step: int, shares: Sequence[int]) -> None:
-        """Compare all replicas as they are after step `step`, whose samples by rank are `shares`. Collective.
+        """Compare all replicas after step `step`, whose samples by rank are `shares`. Collective.
 
-        Where they differ, a line and the event `replicas_differ` say so, and those that are wrong get the state of a
-        rank that is right. Raises ReplicasDiffer where no rank can be believed, DisagreementError where the ranks do
-        not even hold tensors of the same names, both on all ranks.
+        If they differ, a line and the event `replicas_differ` say so, and the wrong ranks get the state of a right one.
+        Raises ReplicasDiffer if no rank can be trusted, DisagreementError if the ranks do not even hold tensors of the
+        same names, both on all ranks.
         """
         table = self._compare()
         if table is not None and table.has_late_buffers:
-            # forward has begun to change them, each rank by its own samples: their keeper has yet to see it
+            # forward has begun to change them, by each rank's own samples, which BufferKeeper has not seen yet
             self._replica.buffers.synchronise_(tuple(shares))
             table = self._compare()
         self._written = self._writings()
@@ -94,7 +94,7 @@ class ReplicaCheck:
         self._tell(step, judgement, table.names, distance)
 
     def _tell(self, step: int, judgement: Judgement, names: list[str], distance: float) -> None:
-        """One line by rank zero; the others, who know the same, write it into their files."""
+        """Rank zero warns; the other ranks, which know the same, write the line into their files."""
         level, cause = logging.WARNING, "bad memory does that, or a task that changes its model by rank"
         if not judgement.is_fault and not distance <= _MORE_THAN_ROUNDING:
             cause = f"by {distance:.1g} of the largest element, which is more than these kinds of device round"
@@ -112,7 +112,7 @@ class ReplicaCheck:
     # comparing
 
     def _compare(self) -> _Table | None:
-        """What differs between the ranks, None if nothing does. Collective: one row, and a second one at need."""
+        """The differences between the ranks, None if there are none. Collective: one row, two if they differ."""
         tensors, numbers = self._state()
         shapes = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
         entries = [*shapes, *numbers]
@@ -131,7 +131,7 @@ class ReplicaCheck:
         return _Table(names, states, sums[:, differs], bool((differs & written).any()))
 
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """Live tensors by name; and as JSON the numbers that are none, as far as a checkpoint could hold them."""
+        """Live tensors by name; and other numbers as JSON, as far as a checkpoint could hold them."""
         tensors, texts = self._replica.model_tensors(), {}
         optimizer_tensors, numbers = self._replica.optimizer_tensors()
         for name, value in numbers.items():
@@ -142,9 +142,9 @@ class ReplicaCheck:
         return {**tensors, **optimizer_tensors}, texts
 
     def _writings(self) -> dict[str, tuple[int, int]]:
-        """By name of a buffer: what changes with it or with another buffer of its module, but not if a bit flips.
+        """By name of a buffer: versions that a write to a buffer of its module changes, but a flipped bit does not.
 
-        Batch normalisation writes its averages past the version counter, but counts its batches beside them.
+        Batch normalisation bypasses the version counter for its averages, but counts its batches in another buffer.
         """
         model, found = self._replica.model, {}
         for module_name, module in model.named_modules():
@@ -155,7 +155,7 @@ class ReplicaCheck:
         return found
 
     def _check_structure(self, structures: list[int], entries: list[str]) -> None:
-        """Raise DisagreementError, on all ranks, where they hold other tensors; collective if so."""
+        """Raise DisagreementError, on all ranks, if they hold different tensors; collective only then."""
         if len(set(structures)) == 1:
             return
         common = Counter(structures).most_common(1)[0][0]
@@ -171,9 +171,9 @@ class ReplicaCheck:
     # making equal
 
     def _resynchronise(self, table: _Table, source: int) -> float:
-        """Give all ranks what rank `source` holds of what differs; the largest distance that this bridges. Collective.
+        """Give all ranks the differing entries of rank `source`; returns the largest distance corrected. Collective.
 
-        Received beside, checked on all ranks, and only then swapped in.
+        The entries are received beside the live ones, checked on all ranks, and only then swapped in.
         """
         group, (tensors, texts) = self._group, self._state()
         is_mine = table.sums[group.rank] != table.sums[source]  # (differing,)
@@ -192,7 +192,7 @@ class ReplicaCheck:
         rows = gather_floats(group, [float(sums == table.sums[source][is_mine].tolist()), distance])
         if not rows[:, 0].all():
             spoilt = np.flatnonzero(rows[:, 0] == 0).tolist()
-            raise ReplicasDiffer(f"what rank {source} sent arrived as something else on {_ranks(spoilt)}")
+            raise ReplicasDiffer(f"the state that rank {source} sent was changed on its way to {_ranks(spoilt)}")
         mine = [name for name, differs in zip(table.names, is_mine) if differs and name not in tensors]
         self._swap_in(tensors, received, dict(zip(mine, new_texts)))
         return float(rows[:, 1].max())
@@ -211,17 +211,17 @@ class ReplicaCheck:
 
 @dataclass(frozen=True)
 class _Table:
-    """What differs between the ranks; equal on all of them."""
+    """The differences between the ranks; equal on all of them."""
 
     names: list[str]
     states: list[int]  # by rank: of the whole replica
     sums: npt.NDArray[np.int64]  # (world_size, len(names))
-    has_late_buffers: bool  # a buffer is among them that was written on purpose since the last check
+    has_late_buffers: bool  # includes a buffer that was written on purpose since the last check
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Who is wrong, and whose state is right; None: nobody can tell."""
+    """The wrong ranks, and a rank whose state is right; None: undecidable."""
 
     source: int | None
     wrong: tuple[int, ...]
@@ -229,10 +229,10 @@ class Judgement:
 
 
 def judge(states: Sequence[int], kinds: Sequence[str]) -> Judgement:
-    """From the checksums of replicas that differ, and the kinds of device, by rank, to whom to believe.
+    """Decide which ranks to trust, from the checksums of replicas that differ and the kinds of device, by rank.
 
-    Within a kind the majority is right, and the lowest rank that is right gives its state. Where each kind agrees with
-    itself there is no fault, and this is rank zero.
+    Within a kind the majority is right, and the lowest right rank gives its state. If each kind agrees with itself
+    there is no fault, and rank zero gives its state.
     """
     right: set[int] = set()
     for kind in set(kinds):
@@ -248,17 +248,17 @@ def judge(states: Sequence[int], kinds: Sequence[str]) -> Judgement:
 
 
 def kind_of(device: torch.device) -> str:
-    """What decides how a device rounds: two of the same kind give the same bits for the same operations."""
+    """The kind of a device, which decides how it rounds: equal kinds give equal bits for equal operations."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
 
 
 def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """A signed 64-bit number for each tensor, of all its bits and their order; the same on CPU and CUDA.
+    """A signed 64-bit number for each tensor, from all its bits and their order; the same on CPU and CUDA.
 
-    A change of one element and a swap of two always show, a sign of zero too. The tensors stay where they are; a device
-    is waited for once.
+    A change of one element and a swap of two always show, as does a sign of zero. The tensors stay where they are; a
+    device is waited for once.
     """
     pieces: list[torch.Tensor] = []  # for each tensor: (number of pieces,) int64, on its device
     spaces: dict[torch.device, _Space] = {}
@@ -281,7 +281,7 @@ class _Space:
 
     def __init__(self, device: torch.device) -> None:
         places = torch.arange(_PIECE, dtype=torch.int64, device=device)
-        # Odd, below 2^31, each another: a word of 32 bits times a weight never overflows, so no single change and no
+        # Odd, below 2^31, all different: a word of 32 bits times a weight never overflows, so no single change and no
         # swap of two words cancels. Flipped signs would, in pairs, in a plain sum of words of 64 bits.
         self._weights = (places * 0x9E3779B1).bitwise_and_(0x7FFFFFFF).bitwise_or_(1)  # (_PIECE,)
         rows = _PIECES_AT_ONCE.get(device.type, 4)
@@ -314,7 +314,7 @@ def _hash(data: bytes) -> int:
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference of two tensors in parts of the largest element; infinite where not all is finite."""
+    """The largest difference of two tensors relative to the largest element; infinite if an element is not finite."""
     if not one.is_floating_point() or not one.numel():
         return 0.0
     other = other.cpu()

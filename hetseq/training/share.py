@@ -1,10 +1,10 @@
 """Forward and backward over this rank's share of a step: micro-batch by micro-batch, timed, within its memory.
 
-A sample is moved to the device just before its forward, so that one micro-batch at a time takes memory there. Memory
-may run out at any moment. If none of this rank's buckets has begun to travel, it begins its share again in
-micro-batches half as large, and nobody else learns of it. If one has, what is repeated would be counted twice: the rank
-lets the rest travel as it is and asks for the whole step to be done again, by all. Sizes that have passed come last in
-a step, so that is rare.
+A sample moves to the device just before its forward, so the device holds one micro-batch at a time. Memory can run out
+at any moment. If no bucket of this rank has been sent yet, the rank repeats its share in micro-batches half as large,
+and the other ranks do not notice. If one has been sent, a repetition would count its gradients twice: the rank sends
+the rest as it is and asks all ranks to redo the whole step. Sizes that have passed come last in a step, so that is
+rare.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ SumByTerm = Mapping[int, torch.Tensor]  # number of a term -> its sum, without d
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank has added to a step: its sum of each term, and what its micro-batches weighed and took."""
+    """A rank's contribution to a step: its sum of each term, and work and seconds of its micro-batches."""
 
     sums: tuple[float, ...]
     work: tuple[int, ...]  # of each micro-batch, in the units in which a step is divided
     seconds: tuple[float, ...]  # of each micro-batch
-    partial: PartialGradient = UNMEASURED  # of the first micro-batch, where it was to be measured
+    partial: PartialGradient = UNMEASURED  # of the first micro-batch, in steps that measure it
     is_whole: bool = True  # False: memory ran out under way, and the step must be done again
 
 
 @dataclass(frozen=True)
 class ComputeDevice:
-    """Where a rank computes, in which precision, and what messages call the rank."""
+    """The device on which a rank computes, the precision, and the rank's name in messages."""
 
     device: torch.device
     precision: Precision
@@ -72,7 +72,7 @@ class ShareComputer:
     ) -> None:
         self.task, self.replica, self.sizes = task, replica, sizes
         self.terms, self.weights, self.precision = terms, weights_of(task, terms), on.precision
-        self.loss_scale = 1.0  # what every gradient is multiplied by from here on; for whoever uses it to divide
+        self.loss_scale = 1.0  # the factor in every gradient from here on; the code that uses a gradient divides
         self._device, self._name, self._seed = on.device, on.name, seed
         self._place, self._clock = place_on(on.device, on.precision.storage), MicroBatchClock(on.device)
         self._throttle, self._noise_scale_every = throttle or Throttle(), noise_scale_every
@@ -80,11 +80,11 @@ class ShareComputer:
     def compute(
         self, data: StepData, counts: tuple[float, ...], fetch_again: Callable[[StepData, MicroBatchCap], StepData]
     ) -> Part:
-        """Forward and backward of the whole share, whatever size of micro-batch that takes.
+        """Forward and backward of the whole share, in micro-batches as small as memory requires.
 
-        Raises DeviceMemoryError where not even one sample fits.
+        Raises DeviceMemoryError if not even one sample fits.
         """
-        if self.sizes.is_learning:  # by the sizes of the step before: by now the optimizer has the memory it needs
+        if self.sizes.is_learning:  # by the sizes of the previous step: by now the optimizer has allocated its memory
             self.sizes.foresee(memory.free_bytes(self._device))
         while True:
             if not all(self.sizes.holds(batch.size, batch.work) for batch in data.micro_batches):
@@ -93,26 +93,26 @@ class ShareComputer:
             if part is not None:
                 return part
             assert refused is not None
-            memory.release(self._device)  # only here, when no exception holds the frames and their tensors any more
+            memory.release(self._device)  # only here, where no exception holds the frames and their tensors any more
             if not self.sizes.refuse(refused.size, refused.work):
                 raise DeviceMemoryError(self._complaint(refused.size))
             logger.warning(
                 "the memory of %s did not hold a micro-batch of %d samples: this rank takes smaller ones from now on,"
-                " and does this share again, with the same result [batch-halved]", self._device, refused.size,
+                " and repeats this share, with the same result [batch-halved]", self._device, refused.size,
             )  # fmt: skip
             if self.replica.reducer.has_sent:
                 return Part((0.0,) * len(self.terms), (), (), is_whole=False)
             self.replica.buffers.restore_()
 
     def attempt(self, data: StepData, counts: tuple[float, ...]) -> tuple[Part | None, MicroBatch | None]:
-        """One try of the share as it is cut: what was done, or the micro-batch that memory did not hold."""
+        """Try the share as it is cut: returns the part, or the micro-batch that did not fit in memory."""
         totals: dict[int, torch.Tensor] = {}  # by term, float64, on the device
-        uncounted: dict[int, torch.Tensor] = {}  # the same of micro-batches that have no count of the term
+        uncounted: dict[int, torch.Tensor] = {}  # the same for micro-batches without a count of the term
         partial, measures = UNMEASURED, self._measures(data)
         self.replica.reducer.begin()
         self._clock.start()
         for number, batch in enumerate(data.micro_batches):
-            # what is slowed down on purpose has its gradients when it would have had them, and what is measured stays
+            # kept back: gradients of a throttled rank until its sleep is over, and gradients that are measured
             is_kept = self._throttle.is_on or (measures and number == 0)
             if number == len(data.micro_batches) - 1 and not is_kept:
                 self.replica.reducer.expect_last()
@@ -131,19 +131,20 @@ class ShareComputer:
         return Part(sums, work, tuple(self._clock.laps()), partial), None
 
     def _measures(self, data: StepData) -> bool:
-        """Whether the gradient of the first micro-batch is to be measured: in some steps, if it is not all there is."""
+        """Whether to measure the gradient of the first micro-batch: in some steps that have more than this one."""
         every, plan = self._noise_scale_every, data.plan
         is_due = every > 0 and plan.step % every == 0 and bool(data.micro_batches)
         return is_due and data.micro_batches[0].size < plan.size
 
     def _watching_memory(self) -> AbstractContextManager[memory.Peak | None]:
-        """Tells what a micro-batch needed, while sizes still grow."""
+        """Records the memory that a micro-batch needed, while sizes still grow."""
         return memory.peak_of(self._device) if self.sizes.is_learning else nullcontext()
 
     def _read_sums(self, totals: SumByTerm, uncounted: SumByTerm) -> tuple[float, ...]:
-        """The sum of each term. Raises TaskError where there is one of a term whose count is 0.
+        """The sum of each term. Raises TaskError for a sum of a term whose count is 0.
 
-        Such a sum has no divisor and no gradient, so it would be lost. One that is not finite may be 0/0, and is none.
+        Such a sum has no divisor and no gradient, so it would be lost. A sum that is not finite may be 0/0 and is
+        ignored.
         """
         found = [*totals.values(), *uncounted.values()]
         values = torch.stack(found).tolist() if found else []  # sync, the only one of a share
@@ -152,7 +153,7 @@ class ShareComputer:
                 raise TaskError(
                     f"{type(self.task).__name__}: a batch has count 0 of {self.terms[index]!r}, but its loss gives"
                     f" {value:.6g}: expected 0. count is asked about a step before update_step is called for the one"
-                    " before it, so count and loss have to look at the batch alone: put what decides, such as a phase,"
+                    " before it, so count and loss must depend on the batch alone: put deciding facts, such as a phase,"
                     " into the batch"
                 )
         read = dict(zip(totals, values))
@@ -178,7 +179,7 @@ class ShareComputer:
         own, sample = dict(zip(self.terms, batch.counts)), self._place(batch.sample)
         with self.precision.computing(self._device):
             sums = check_sums(self.task, self.task.micro_step(self.replica.model, sample, own), self.terms)
-        # A term without any count, here or anywhere, contributes nothing: its sum may well be 0/0.
+        # A term without any count on any rank, contributes nothing: its sum may well be 0/0.
         live = [index for index in range(len(self.terms)) if batch.counts[index] and counts[index]]
         # The one division: by the count over all ranks and micro-batches. Gradients are then summed. A sum that does
         # not depend on the parameters, such as a constant, has a gradient of zero.

@@ -1,7 +1,7 @@
-"""Seconds of a step by kind, and seconds of each micro-batch, as the device spends them.
+"""Measures the seconds of a step by kind, and of each micro-batch on the device.
 
-A CPU works while the clock runs. A GPU works later than it is told to: events are put between its kernels, and their
-times are read after the step has waited for its loss anyway, so nothing waits for the sake of measuring.
+A CPU works while the clock runs. A GPU works later than the call: events are put between its kernels and read after
+the step has waited for its loss anyway, so measuring adds no wait.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 class Stopwatch:
-    """Host seconds of a step by kind: `lap(kind)` adds what has passed since the last lap."""
+    """Host seconds of a step by kind: `lap(kind)` adds the time since the last lap."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -24,7 +24,7 @@ class Stopwatch:
         self._begin = self._last = time.perf_counter()
 
     def lap(self, kind: str) -> None:
-        """What has passed since the last lap was of this kind."""
+        """Add the time since the last lap to this kind."""
         now = time.perf_counter()
         self.seconds[kind] = self.seconds.get(kind, 0.0) + now - self._last
         self._last = now
@@ -43,7 +43,7 @@ class MicroBatchClock:
         self._events: list[torch.cuda.Event] = []
 
     def start(self) -> None:
-        """Forget what was measured, and mark."""
+        """Forget all marks, and mark."""
         self._marks, self._events = [], []
         self.mark()
 
@@ -58,6 +58,6 @@ class MicroBatchClock:
     def laps(self) -> list[float]:
         """Seconds between neighbouring marks; waits for a GPU that has not done its work yet."""
         if self._is_cuda:
-            self._events[-1].synchronize()  # sync: nobody has waited for a share whose terms have no counts
+            self._events[-1].synchronize()  # sync: a share whose terms have no counts has not been waited for
             return [a.elapsed_time(b) / 1e3 for a, b in zip(self._events, self._events[1:])]
         return [b - a for a, b in zip(self._marks, self._marks[1:])]

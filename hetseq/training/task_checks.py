@@ -1,8 +1,8 @@
-"""A look at the user's task before the first step: which terms it has, and whether its losses are sums.
+"""Checks of the user's task before the first step: which terms it has, and whether its losses are sums.
 
-Every rank asks the same questions of the same two samples and so gets the same answers, also a rank that will have no
-samples of its own. A loss that is secretly a mean trains without complaint and wrongly; here it is found at the start.
-So is state that forward carries from batch to batch. What the losses are is compared between ranks elsewhere.
+Every rank calls the task on the same two samples and so gets the same answers, also a rank that will have no samples of
+its own. A loss that is secretly a mean trains without complaint and wrongly; it is found here, at the start. So is
+state that forward carries from batch to batch. The losses are compared between ranks elsewhere.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _ROUNDING = 1e-5  # losses that add up to within this do not depend on the forwa
 
 @dataclass(frozen=True)
 class LossTrial:
-    """What the trial of the loss saw.
+    """The results of the trial of the loss.
 
-    `means`: of each term over the first two samples, where the trial saw the same alone and together and no random
-    number was drawn, so that another rank sees the same; `tolerance`: how far another one may be off, relative and in
-    any case; `carried`: what forward carries from one batch to the next, in words.
+    `means`: of each term over the first two samples, if they were the same alone and together and no random number was
+    drawn, so that another rank gets the same; `tolerance`: how far another rank may differ, relative and absolute;
+    `carried`: the state that forward carries from one batch to the next, in words.
     """
 
     means: Mapping[str, float] = field(default_factory=dict)
@@ -50,10 +50,10 @@ def find_terms(task: Task, dataset: Any, collate: Any) -> tuple[str, ...]:
 
 
 def changed_terms(task: Task, counts: dict[str, float], terms: tuple[str, ...]) -> TaskError:
-    """The error for a batch that counts other terms than the first sample did."""
+    """The error for a batch whose terms differ from the first sample's."""
     return TaskError(
         f"{type(task).__name__}.count gave the terms {sorted(counts)}, but {sorted(terms)} for the first sample: give"
-        " the same terms for every batch, with count 0 where there is nothing to count"
+        " the same terms for every batch, with count 0 if there is nothing to count"
     )
 
 
@@ -61,11 +61,11 @@ def check_loss(
     task: Task, model: torch.nn.Module, dataset: Any, *, collate: Any, place: Any, terms: tuple[str, ...], seed: int,
     precision: Precision = PRECISIONS["fp32"],
 ) -> LossTrial:  # fmt: skip
-    """Raise TaskError if `loss` has other terms than `count`, or returns means; else what was seen.
+    """Raise TaskError if `loss` has other terms than `count`, or returns means; otherwise return the results.
 
     A sum over two samples is the sum of the two sums; a mean is the mean of the two means. A collater that draws random
-    numbers makes another batch of the same samples each time, so there both are collated together once, and the batch
-    is cut in two; one that cannot be cut says nothing about sums.
+    numbers makes another batch of the same samples each time, so then both are collated together once, and the batch
+    is cut in two; a batch that cannot be cut shows nothing about sums.
     """
     if not is_overridden(task, "loss"):
         return LossTrial()
@@ -101,7 +101,7 @@ def check_loss(
 
 
 def _generators() -> tuple[object, ...]:
-    """The states of torch's, NumPy's and Python's random numbers: equal where none was drawn in between."""
+    """The states of torch's, NumPy's and Python's random numbers: equal if none was drawn in between."""
     on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else torch.empty(0)
     of_torch = [state.numpy().tobytes() for state in (torch.get_rng_state(), on_gpu)]
     of_numpy = np.random.get_state(legacy=False)
@@ -110,7 +110,7 @@ def _generators() -> tuple[object, ...]:
 
 
 def _is_repeatable(collate: Any, samples: Any, batch: Any) -> bool:
-    """Whether the same samples become the same batch with other random numbers, twice: few draws may be equal."""
+    """Whether the same samples become the same batch with other random numbers; tried twice, as draws may be equal."""
     for seed in (1, 2):
         seed_everything(seed)
         if not is_alike(collate(samples), batch):
@@ -119,7 +119,7 @@ def _is_repeatable(collate: Any, samples: Any, batch: Any) -> bool:
 
 
 def is_alike(one: Any, other: Any) -> bool:
-    """Whether two batches hold the same numbers; what is not made of tensors, lists and mappings says nothing."""
+    """Whether two batches hold the same numbers; anything but tensors, lists and mappings is not comparable."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and bool(torch.equal(one, other))
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -130,7 +130,7 @@ def is_alike(one: Any, other: Any) -> bool:
 
 
 def _halves(batch: Any) -> list[Any]:
-    """The first sample of a batch of two, the second, and both; the batch alone if nobody can say where it is cut."""
+    """The first sample of a batch of two, the second, and both; the batch alone if it cannot be cut."""
     try:
         return [_cut(batch, 0), _cut(batch, 1), batch]
     except ValueError:
@@ -138,7 +138,7 @@ def _halves(batch: Any) -> list[Any]:
 
 
 def _cut(batch: Any, index: int) -> Any:
-    """One of two samples; ValueError where a part of the batch has not one entry for each."""
+    """One of two samples; ValueError if a part of the batch does not have one entry for each."""
     if isinstance(batch, torch.Tensor):
         if batch.dim() == 0 or len(batch) != 2:
             raise ValueError
@@ -157,7 +157,7 @@ def _cut(batch: Any, index: int) -> Any:
 
 
 def first_samples(dataset: Any, counts: Sequence[int]) -> list[Any]:
-    """The first so many samples, for each of the counts; of a small data set fewer."""
+    """For each of the counts, that many first samples; fewer from a small data set."""
     return [_samples(dataset, list(range(min(count, len(dataset))))) for count in counts]
 
 
@@ -173,7 +173,7 @@ def _samples(dataset: Any, indices: list[int]) -> Any:
 
 
 def _sample(dataset: Any, index: int) -> Any:
-    seed_everything(index)  # a random sample is the same one alone, in a batch, and on every rank
+    seed_everything(index)  # a random sample is the same alone, in a batch, and on every rank
     return dataset[index]
 
 
@@ -181,7 +181,7 @@ Result = tuple[dict[str, float], Sums]
 
 
 def _mean_and_gap(term: str, first: Result, second: Result, both: Result) -> tuple[float, float]:
-    """The mean loss of two samples, and how far it is from what they give alone."""
+    """The mean loss of two samples, and its distance from the mean of the two alone."""
     (_, sums_a), (_, sums_b), (counts, sums_ab) = first, second, both
     a, b, together = (float(sums[term]) for sums in (sums_a, sums_b, sums_ab))
     return together / counts[term], abs(together - (a + b)) / counts[term]

@@ -1,9 +1,9 @@
 """Slows a rank down on purpose, for demos, tests and benchmarks.
 
 A piece of compute that takes c seconds of CPU lasts f * c on a rank throttled by a factor f, which sleeps for the rest:
-it looks like a machine f times slower while its core stays free for others. What it has waited for its core by then
-counts as sleep, since a machine of its own would not have waited, and what it has overslept shortens the next piece; so
-several such ranks share a core unseen.
+it looks like a machine f times slower while its core stays free for others. Time that the rank waited for its core
+counts as sleep, since a machine of its own would not have waited, and oversleeping shortens the next piece; so several
+such ranks share a core unnoticed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Throttle:
 
     def __init__(self, factor: float = 1.0) -> None:
         self.factor = factor
-        self._late_s = 0.0  # by how much the last piece ended too late; no more than it lasted, or load would pile up
+        self._late_s = 0.0  # how much too late the last piece ended; at most its duration, or load would pile up
 
     @property
     def is_on(self) -> bool:
-        """Whether this rank is slowed down at all."""
+        """Whether this rank is slowed down."""
         return self.factor > 1
 
     @contextmanager

@@ -1,8 +1,8 @@
 """Evaluates a split on all ranks, each sample exactly once whatever the world size.
 
 The samples are divided by the same shares as a training step; sums and counts of losses and metrics travel, never
-means, and are added in rank order, so every rank knows the same result to the bit. How many samples a rank takes at
-once is its own affair: sums are additive, so what its memory does not hold is done again in halves.
+means, and are added in rank order, so every rank gets the same result to the bit. How many samples a rank takes at
+once is local: sums are additive, so a rank repeats in halves what its memory did not hold.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Validator:
-    """One split and what evaluates it."""
+    """Evaluates one split."""
 
     split: str
     source: Source
@@ -43,7 +43,7 @@ class Validator:
     weights: tuple[float, ...]
     computing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
     device: torch.device = _CPU
-    learned: Callable[[], MicroBatchCap] = MicroBatchCap  # what training has learned of this rank's memory so far
+    learned: Callable[[], MicroBatchCap] = MicroBatchCap  # the cap that training has learned for this rank so far
 
     def evaluate(
         self, task: Task, model: torch.nn.Module, group: RowTransport, assign: Callable[[int], tuple[int, ...]]
@@ -61,7 +61,7 @@ class Validator:
 
     @contextlib.contextmanager
     def judging(self, task: Task, model: torch.nn.Module) -> Iterator[None]:
-        """The model in evaluation mode, as precise as the run, without gradients unless losses are made of them."""
+        """The model in evaluation mode, in the run's precision, without gradients unless the losses need them."""
         was_training = model.training
         model.eval()
         try:
@@ -71,14 +71,14 @@ class Validator:
             model.train(was_training)
 
     def names(self, task: Task, model: torch.nn.Module) -> list[str]:
-        """What `evaluate` will give, asked of one sample; any rank, alone."""
+        """The names that `evaluate` will give, found with one sample; any rank, alone."""
         with self.judging(task, model):
             measured = self._metrics_of_first(task, model)
         sums = {name: (_number(measured[name][0]), _number(measured[name][1])) for name in sorted(measured)}
         return list(dict.fromkeys(["loss", *self.terms, *self._summary(task, sums)]))
 
     def metric_names(self, task: Task, model: torch.nn.Module) -> list[str]:
-        """The names of the metrics, sorted, asked of one sample within `judging`; any rank, alone."""
+        """The names of the metrics, sorted, found with one sample within `judging`; any rank, alone."""
         return sorted(self._metrics_of_first(task, model))
 
     def pieces(self) -> list[tuple[int, int]]:
@@ -98,9 +98,9 @@ class Validator:
             yield [sum(column) for column in zip(*self.in_parts(piece, judge), strict=True)]
 
     def in_parts(self, piece: tuple[int, int], work: Callable[[int, int], T]) -> list[T]:
-        """What `work(start, stop)` gives of a piece; of its parts, in order, where memory does not hold it at once.
+        """The results of `work(start, stop)` for a piece, or for its parts, in order, if it does not fit in memory.
 
-        Raises DeviceMemoryError where memory does not hold one sample.
+        Raises DeviceMemoryError if one sample does not fit.
         """
         waiting, results = [piece], []
         while waiting:
@@ -111,7 +111,7 @@ class Validator:
                 continue
             result = _within_memory(work, start, stop)
             if result is None:
-                memory.release(self.device)  # only here, when no exception holds the frames and their tensors any more
+                memory.release(self.device)  # only here, where no exception holds the frames and their tensors any more
                 self._refuse(start, stop)
                 waiting.append((start, stop))
             else:
@@ -119,7 +119,7 @@ class Validator:
         return results
 
     def figures(self, task: Task, names: list[str], totals: Sequence[float]) -> dict[str, float]:
-        """What `evaluate` gives, from the rows of all pieces, added up."""
+        """The result of `evaluate`, from the sum of the rows of all pieces."""
         added = iter(totals)
         sums = {name: (next(added), next(added)) for name in (*self.terms, *names)}
         means = {term: _mean(*sums.pop(term)) for term in self.terms}
@@ -141,16 +141,16 @@ class Validator:
 
     @functools.cached_property
     def _sizes(self) -> MicroBatchSizes:
-        """What forwards of this split have taught of this rank's memory."""
+        """The sizes learned from forwards of this split."""
         return MicroBatchSizes(self.cap)
 
     def _cap(self) -> MicroBatchCap:
-        """What this rank takes at once."""
+        """The most that this rank takes at once."""
         own, learned = self._sizes.cap, self.learned()
         return replace(own, samples=_least(own.samples, learned.samples), tokens=_least(own.tokens, learned.tokens))
 
     def _refuse(self, start: int, stop: int) -> None:
-        """Memory did not hold these samples at once."""
+        """Record that these samples did not fit in memory at once."""
         is_first, size = self._sizes.cap == self.cap, stop - start
         tokens = 0 if self.lengths is None else int(self.lengths(self._order.take(start, stop)).sum())
         if not self._sizes.refuse(size, tokens):
@@ -162,14 +162,14 @@ class Validator:
             )  # fmt: skip
 
     def _metrics_of_first(self, task: Task, model: torch.nn.Module) -> dict[str, tuple[float, float]]:
-        """The names of the metrics, asked of one sample so that a rank without samples knows them too."""
+        """The names of the metrics, found with one sample, so that a rank without samples knows them too."""
         read = range_reader(self.source)
         (measured,) = self.in_parts((0, 1), lambda *piece: task.metrics(model, self.source.place(read(*piece).sample)))
         self._check_names(task, "metrics", measured)
         return measured
 
     def _summary(self, task: Task, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
-        """What the task makes of the sums of its metrics."""
+        """The task's summary of the sums of its metrics."""
         found: Any = task.summarise(sums)
         if not isinstance(found, dict) or not all(isinstance(value, int | float) for value in found.values()):
             raise TaskError(f"{type(task).__name__}.summarise returned {found!r}: expected a dict of name to number")
@@ -198,7 +198,7 @@ class Validator:
 
 
 def _within_memory(work: Callable[[int, int], T], start: int, stop: int) -> T | None:
-    """What `work` gives, or None if memory ran out."""
+    """The result of `work`, or None if memory ran out."""
     try:
         return work(start, stop)
     except (RuntimeError, MemoryError) as error:

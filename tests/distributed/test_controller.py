@@ -234,7 +234,7 @@ def test_a_sample_that_is_not_finite_on_one_rank_skips_the_step_on_all(
         assert seen.consumed == [10, 20, 30, 0]  # its samples are used up, the epoch ends where it would have
         # sample 17 is at position 17: the second half of positions 10 to 19 is rank 1's
         assert seen.told == [
-            f"step 2 skipped: its gradient is not finite; rank 1 brought it ({brought}; positions 15 to 19 of epoch 1)"
+            f"step 2 skipped: its gradient is not finite; rank 1 produced it ({brought}; positions 15 to 19 of epoch 1)"
         ]
     assert [len(seen.warnings) for seen in ranks] == [1, 0]  # all know the same, one says it
     assert ranks[0].losses == ranks[1].losses
@@ -252,7 +252,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_on_all_ranks(tmp_path: Path
         assert isinstance(seen.error, NonFiniteError)
         assert seen.updates == [1, 1]  # the error comes out of step 3
         assert "2 steps in a row were skipped (--max-skipped-steps)" in str(seen.error)
-        assert "rank 1 brought it (loss term 'scaled'; positions 25 to 29 of epoch 1)" in str(seen.error)
+        assert "rank 1 produced it (loss term 'scaled'; positions 25 to 29 of epoch 1)" in str(seen.error)
     for seen in run_ranks(train_poisoned, 2, prepared(tmp_path), words, PoisonedNowAndThen, 4):
         assert seen.error is None  # the twin: as many, but not in a row
         assert seen.has_moved == [False, True, False, True]

@@ -499,7 +499,7 @@ def test_what_arrives_as_something_else_is_not_taken(tmp_path: Path) -> None:
     lives = run(tmp_path / "run", 3, hits=(Hit(4, (1,), WEIGHT),), spoils=(1,))
     for life in lives:
         assert isinstance(life.error, ReplicasDiffer)
-        assert str(life.error) == "what rank 0 sent arrived as something else on rank 1"
+        assert str(life.error) == "the state that rank 0 sent was changed on its way to rank 1"
     # neither is anything of it: the weight is what the hit made of it
     wrong, right = lives[1].tensors[WEIGHT].flatten(), lives[0].tensors[WEIGHT].flatten()
     assert torch.equal(wrong[1:], right[1:])

@@ -128,7 +128,7 @@ def test_a_loss_that_is_no_number_is_no_fault_of_the_scale(tmp_path: Path, caplo
     rows, _ = train(Broken, tmp_path, scale=4.0)
     assert [row["step"] for row in rows if row.get("skipped")] == [2]
     assert {row["loss_scale"] for row in rows} == {4.0}
-    assert "step 2 skipped: its gradient is not finite; rank 0 brought it (loss term 'loss'" in caplog.text
+    assert "step 2 skipped: its gradient is not finite; rank 0 produced it (loss term 'loss'" in caplog.text
 
 
 @pytest.mark.parametrize("clip", ["0", "1"])
