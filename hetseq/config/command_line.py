@@ -1,11 +1,11 @@
-"""One style for the command lines of all commands but `train`: what may stand there, `--help`, and what is refused.
+"""One style for the command lines of all commands except `train`: their arguments, `--help`, and error messages.
 
-Responsible for dividing the words of a command, for the text of its help, and for the sentence that names the command,
-the argument and the remedy where the words cannot be meant. Refuses to know what an option does. A command describes
-its line with `Command`, `Argument` and `CommandOption`, and is given values by name.
+Responsible for dividing the words of a command, for the text of its help, and for the message that names the command,
+the argument and the remedy if the words are invalid. Refuses to know what an option does. A command describes its line
+with `Command`, `Argument` and `CommandOption`, and receives values by name.
 
-The one idea: argparse divides the words and lays out the help; that a value is missing, unknown or there twice is told
-in the words of this house, as for `hetseq train`, with an example that can be pasted.
+The one idea: argparse divides the words and lays out the help; errors such as a missing, unknown or repeated value are
+reported in HetSeq's own words, as for `hetseq train`, with an example that can be pasted.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _HELP_AT = 28  # the column at which the meanings begin
 
 
 class CommandRefused(ConfigError):
-    """Words of a command that cannot be meant. The message begins with the command, as in `hetseq top: ...`."""
+    """Invalid words of a command. The message begins with the command, as in `hetseq top: ...`."""
 
 
 @dataclass(frozen=True)
 class Argument:
-    """A word by its place: RUN. `among`: the words it may be, "" of them for any."""
+    """A positional argument: RUN. `among`: the allowed words; "" among them allows any."""
 
     name: str
     help: str
@@ -44,11 +44,11 @@ class Argument:
 
 @dataclass(frozen=True)
 class CommandOption:
-    """`--flag VALUE`, or a switch where `value` is "".
+    """`--flag VALUE`, or a switch if `value` is "".
 
-    `read` makes the value of its text, and raises ValueError with what was expected; `among`: the texts it may be.
-    `also`: other spellings. One with `is_many` may be given several times and has a tuple of values. One that
-    `is_passed_on` is only shown here: `hetseq train` reads it.
+    `read` makes the value from its text, and raises ValueError with the expected form; `among`: the allowed texts.
+    `also`: other spellings. An option with `is_many` may be given several times and has a tuple of values. An option
+    that `is_passed_on` is only shown here: `hetseq train` reads it.
     """
 
     flag: str
@@ -65,7 +65,7 @@ class CommandOption:
 
 @dataclass(frozen=True)
 class Given:
-    """What the words say: a value for each argument and option by its name, and the words for `hetseq train`."""
+    """The parsed words: a value for each argument and option by its name, and the words for `hetseq train`."""
 
     values: Mapping[str, Any]
     rest: tuple[str, ...] = ()
@@ -76,9 +76,9 @@ class Given:
 
 @dataclass(frozen=True)
 class Command:
-    """One command line. `usage` stands behind `hetseq NAME`, one line per form; `notes` are paragraphs of its help.
+    """One command line. `usage` follows `hetseq NAME`, one line per form; `notes` are paragraphs of its help.
 
-    Options of `hetseq train` are refused, or stand behind `--` (`train="behind"`), or anywhere (`train="among"`).
+    Options of `hetseq train` are refused, or come after `--` (`train="behind"`), or anywhere (`train="among"`).
     """
 
     name: str
@@ -90,7 +90,7 @@ class Command:
     train: str = ""
 
     def read(self, words: Sequence[str]) -> Given:
-        """The values. Raises HelpRequested for `--help`, and CommandRefused for words that cannot be meant."""
+        """The values. Raises HelpRequested for `--help`, and CommandRefused for invalid words."""
         has_tail = "--" in words
         at = list(words).index("--") if has_tail else len(words)
         tail = tuple(words[at + 1 :])
@@ -101,7 +101,7 @@ class Command:
             targets, rest = self._targets(left)
             return Given({**self._options(kept, rest), **self._arguments(targets)}, (*rest, *tail))
         if self.train == "behind" and not has_tail:
-            raise self.refusal(f"expected the options of hetseq train behind --, as in: {self._example('--')}")
+            raise self.refusal(f"expected the options of hetseq train after --, as in: {self._example('--')}")
         unknown = [word for word in left if _is_option(word)]
         if unknown:
             raise self._unknown(unknown[0].partition("=")[0])
@@ -112,7 +112,7 @@ class Command:
     def help(self) -> str:
         """The text of `--help`, as wide as the terminal and at most 120 columns."""
         width = max(min(shutil.get_terminal_size().columns, _WIDEST) - 1, _NARROWEST)
-        # a line that is too long goes on behind a backslash, so that it can be pasted
+        # a line that is too long is continued with a backslash, so that it can be pasted
         examples = "\n".join("  " + " \\\n      ".join(_lines(example, width - 8)) for example in self.examples)
         notes = "".join("\n".join(_lines(note, width)) + "\n\n" for note in self.notes)
         parser = argparse.ArgumentParser(
@@ -136,23 +136,23 @@ class Command:
         return parser.format_help()
 
     def refusal(self, message: str) -> CommandRefused:
-        """The error that says this of the command."""
+        """The error with this message about the command."""
         return CommandRefused(f"hetseq {self.name}: {message}")
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Every spelling of every option of its own."""
+        """Every spelling of the command's own options."""
         return tuple(flag for option in self._own() for flag in (option.flag, *option.also))
 
     def _own(self) -> list[CommandOption]:
         return [word for word in self.words if isinstance(word, CommandOption) and not word.is_passed_on]
 
     def _divide(self, words: Sequence[str]) -> tuple[dict[str, list[tuple[str, str | None]]], list[str]]:
-        """The spellings and texts of each option that is there, and what belongs to none."""
+        """The spellings and texts of each given option, and the words that belong to none."""
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("--help", "-h", dest="--help", nargs=0, action=_Keep, default=argparse.SUPPRESS)
         for option in self._own():
-            # every value is optional to argparse, so that a missing one is told in our words
+            # every value is optional to argparse, so that a missing one is reported in our words
             parser.add_argument(
                 option.flag, *option.also, dest=option.flag, nargs="?" if option.value else 0, action=_Keep,
                 default=argparse.SUPPRESS,
@@ -164,7 +164,7 @@ class Command:
         return vars(kept), left
 
     def _options(self, kept: Mapping[str, list[tuple[str, str | None]]], rest: Sequence[str]) -> dict[str, Any]:
-        """The values of the options; one that is missing may stand misspelt among the words in `rest`."""
+        """The values of the options; a missing one may be misspelt among the words in `rest`."""
         values: dict[str, Any] = {}
         for option in self._own():
             given = kept.get(option.flag, [])
@@ -172,7 +172,7 @@ class Command:
                 values[option.flag] = bool(given)
                 continue
             if len(given) > 1 and not option.is_many:
-                raise self.refusal(f"{option.flag} stands there twice: give it once, as in: {self._example(option)}")
+                raise self.refusal(f"{option.flag} is given twice: give it once, as in: {self._example(option)}")
             read = tuple(self._value(option, spelling, text) for spelling, text in given)
             if option.is_needed and not read:
                 if typed := nearest(option.flag, {word.partition("=")[0] for word in rest} - {*all_flags()}):
@@ -184,7 +184,7 @@ class Command:
     def _value(self, option: CommandOption, spelling: str, text: str | None) -> Any:
         if not text:
             raise self.refusal(
-                f"{spelling} stands without a value: expected {spelling} {option.value}, as in: {self._example(option)}"
+                f"{spelling} has no value: expected {spelling} {option.value}, as in: {self._example(option)}"
             )
         try:
             return option.read(_one_of(text, option.among))
@@ -192,7 +192,7 @@ class Command:
             raise self.refusal(f"{spelling} {text}: {error}") from None
 
     def _targets(self, left: list[str]) -> tuple[list[str], list[str]]:
-        """The command's own arguments among words of `hetseq train`: those that follow no option; and the others."""
+        """The command's own arguments among words of `hetseq train`: words that follow no option; and the others."""
         wanted = sum(isinstance(word, Argument) for word in self.words)
         free = [
             at
@@ -219,19 +219,19 @@ class Command:
 
     def _unknown(self, flag: str) -> CommandRefused:
         if self.train == "behind" and flag in all_flags():
-            return self.refusal(f"{flag} is an option of hetseq train: write it behind --")
+            return self.refusal(f"{flag} is an option of hetseq train: write it after --")
         guess = nearest(flag, self.flags)
         hint = f"did you mean {guess}?" if guess else f"expected {', '.join(self.flags) or 'no option'}"
         return self.refusal(f"unknown option {flag}: {hint}")
 
     def _example(self, wanted: CommandOption | str) -> str:
-        """The first example with this option or word, else the first of all."""
+        """The first example with this option or word, otherwise the first one."""
         word = wanted.flag if isinstance(wanted, CommandOption) else wanted
         return next((example for example in self.examples if word in example.split()), self.examples[0])
 
 
 class _Keep(argparse.Action):
-    """Keep every spelling and text of an option: errors are told in the user's spelling."""
+    """Keep every spelling and text of an option: errors use the user's spelling."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
@@ -240,7 +240,7 @@ class _Keep(argparse.Action):
 
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
-    """A reader of whole numbers from `least`, to `most` where that is given."""
+    """A reader of whole numbers from `least`, to `most` if given."""
     span = f"of {least} or more" if most is None else f"from {least} to {most}"
 
     def read(text: str) -> int:
@@ -252,7 +252,7 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def seconds(least: float, most: float = math.inf) -> Callable[[str], float]:
-    """A reader of seconds from `least`, to `most` where that is given."""
+    """A reader of seconds from `least`, to `most` if given."""
     span = f"of {least:g} or more" if most == math.inf else f"from {least:g} to {most:g}"
 
     def read(text: str) -> float:
@@ -268,7 +268,7 @@ def seconds(least: float, most: float = math.inf) -> Callable[[str], float]:
 
 
 def _is_option(word: str) -> bool:
-    """Whether it looks like one; a negative number does not."""
+    """Whether a word looks like an option; a negative number does not."""
     return re.match(r"--?[A-Za-z_]", word) is not None
 
 
@@ -291,5 +291,5 @@ def _lines(text: str, width: int) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """As argparse writes it unchanged."""
+    """Text that argparse prints unchanged."""
     return text.replace("%", "%%")

@@ -1,6 +1,6 @@
-"""What a person reads about the options: the page of `--help`, `docs/options.md`, and notes on retired ones.
+"""The texts about options: the page of `--help`, `docs/options.md`, and notes on retired ones.
 
-All text follows from the fields; the one thing written here is what changed since 2020.
+All text follows from the fields; only the list of changes since 2020 is written here.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def markdown() -> str:
     for section in (*kept, *registry.included_options().values(), RetiredConfig):
         is_retired = section is RetiredConfig
         lines += ["", f"## {_name(section)}", "", _sentence(section), ""]
-        lines += ["| flag | what became of it |", "|---|---|"] if is_retired else []
+        lines += ["| flag | why it has no effect |", "|---|---|"] if is_retired else []
         lines += [] if is_retired else ["| flag | default | meaning |", "|---|---|---|"]
         for item in catalogue_of([section]).values():
             flags = ", ".join(f"`{spelling}`" for spelling in item.spellings())
@@ -75,19 +75,19 @@ def write_page(path: str | Path) -> None:
 
 
 def retired_notes(config: Config) -> list[str]:
-    """A line for each option that was given and has no effect any more."""
+    """A line for each given option that has no effect any more."""
     helps = {field.name: field.metadata["help"] for field in dataclasses.fields(RetiredConfig)}
     return [f"{flag(name)} has no effect any more ({helps[name]})" for name in given_retired(config.retired)]
 
 
 def all_flags() -> list[str]:
-    """Every spelling of every flag, sorted: what `tests/golden/flags.txt` freezes."""
+    """Every spelling of every flag, sorted: frozen in `tests/golden/flags.txt`."""
     spellings = {name for item in catalogue_of(SECTIONS).values() for name in item.flags}
     return sorted({*spellings, "--config", "--help"})
 
 
 def title_of(section: type) -> str:
-    """The heading of a section: its name and what it is about."""
+    """The heading of a section: its name and its subject."""
     sentence = _sentence(section).rstrip(".")
     return f"{_name(section)}: {sentence[:1].lower()}{sentence[1:]}"
 
@@ -104,7 +104,7 @@ def _tasks() -> dict[type, str]:
 
 
 def _sentence(section: type) -> str:
-    """What the section is about: the first paragraph of its docstring, unless dataclass wrote that."""
+    """The subject of a section: the first paragraph of its docstring, unless dataclass wrote that."""
     doc = section.__doc__ or ""
     if doc.startswith(f"{section.__name__}("):
         return f"Options of {section.__module__}."

@@ -1,7 +1,7 @@
-"""Fields of dataclasses as options: which flags a field has, and which value a piece of text is for it.
+"""Fields of dataclasses as options: the flags of a field, and the value that a text has for it.
 
-Knows types and nothing of where the text came from: flags and YAML are read by the same `Option.read`. A value that was
-found keeps its place, so that an error of a section's own checks can be told in the user's words.
+Knows types, and not the source of a text: flags and YAML are read by the same `Option.read`. A value keeps its place,
+so that an error of a section's own checks can name it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Option:
 
     name: str
     section: type
-    kind: type  # int, float, str or bool; of the entries, if it is a list
+    kind: type  # int, float, str or bool; for a list, the kind of its entries
     is_list: bool
     may_be_none: bool
     default: Any
@@ -48,7 +48,7 @@ class Option:
         return _EXPECTED_LIST[self.kind] if self.is_list else _EXPECTED[self.kind]
 
     def read(self, text: str, where: str) -> Any:
-        """The value that `text` stands for. Raises ConfigError that begins with `where`."""
+        """The value of `text`. Raises a ConfigError that begins with `where`."""
         parts = _split_list(text) if self.is_list else [text]
         values = [] if parts is None else [_read_scalar(part, self.kind) for part in parts]
         wrong = parts is None or None in values or any(self.choices and value not in self.choices for value in values)
@@ -59,12 +59,12 @@ class Option:
         return tuple(values) if self.is_list else values[0]
 
     def spellings(self) -> list[str]:
-        """The flags as a help text shows them, the first with what follows it."""
+        """The flags as a help text shows them, the first with its value."""
         value = self.metavar or "|".join(self.choices) or ("" if self.kind is bool and not self.is_list else "VALUE")
         return [f"{self.flags[0]} {value}".rstrip(), *self.flags[1:]]
 
     def shown_default(self) -> str:
-        """The default as one would type it, or "" where there is none worth a word."""
+        """The default as one would type it, or "" if there is none to show."""
         if self.default is dataclasses.MISSING or self.default is None or self.default is False or self.default == ():
             return ""
         if isinstance(self.default, tuple):
@@ -72,7 +72,7 @@ class Option:
         return _shown(self.default)
 
     def default_cell(self) -> str:
-        """The default as a cell of a table; "" where the meaning tells it."""
+        """The default as a cell of a table; "" if the meaning states it."""
         shown = self.shown_default()
         if not shown and self.kind is bool and not self.is_list:
             shown = "off"
@@ -85,7 +85,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Found:
-    """A value, and where the user wrote it, as he knows it: `--batch-size`, or `run.yaml, line 3`."""
+    """A value, and its place in the user's words: `--batch-size`, or `run.yaml, line 3`."""
 
     value: Any
     where: str
@@ -93,7 +93,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one source gave: values by field name, and the unknown words or keys with their places."""
+    """The content of one source: values by field name, and the unknown words or keys with their places."""
 
     found: dict[str, Found]
     unknown: list[Found]
@@ -102,7 +102,7 @@ class Reading:
 
 
 def catalogue_of(sections: Iterable[type]) -> dict[str, Option]:
-    """The options of the sections by field name. Raises ConfigError where two of them claim one flag."""
+    """The options of the sections by field name. Raises ConfigError if two of them claim one flag."""
     catalogue: dict[str, Option] = {}
     owners: dict[str, type] = {"--config": Config, "--help": Config}
     for section in sections:
@@ -169,7 +169,7 @@ def _read_type(hint: Any, section: type, name: str) -> tuple[type, bool, bool]:
 
 
 def build(section: type, found: Mapping[str, Found]) -> Any:
-    """The section with the values found for it; an error of its checks is told with the places that it concerns."""
+    """The section with the values found for it; an error of its checks names the places that it concerns."""
     options = _options_of_section(section)
     for item in options:
         if item.default is dataclasses.MISSING and item.name not in found:
@@ -188,7 +188,7 @@ def build(section: type, found: Mapping[str, Found]) -> Any:
 
 
 def given_retired(section: RetiredConfig) -> dict[str, Any]:
-    """The retired options that somebody gave, with their values."""
+    """The retired options that were given, with their values."""
     return {
         field.name: getattr(section, field.name)
         for field in dataclasses.fields(section)
@@ -203,7 +203,7 @@ def _shown(value: object) -> str:
 
 
 def _read_scalar(text: str, kind: type) -> Any:
-    """The value of one word, None where it is no such value."""
+    """The value of one word, None if it is not of this kind."""
     if kind is str:
         return text
     if kind is bool:
@@ -215,7 +215,7 @@ def _read_scalar(text: str, kind: type) -> Any:
 
 
 def _split_list(text: str) -> list[str] | None:
-    """The words of `1,2,4`, `(0.9, 0.999)`, `[0.1]` or `['a', "b"]`; None where brackets or commas do not fit."""
+    """The words of `1,2,4`, `(0.9, 0.999)`, `[0.1]` or `['a', "b"]`; None if brackets or commas do not match."""
     text = text.strip()
     if text[:1] in ("(", "["):
         if text[-1:] != {"(": ")", "[": "]"}[text[0]] or len(text) < 2:

@@ -1,6 +1,6 @@
-"""Parses the words of a command line into values by option, and answers words that nobody knows.
+"""Parses the words of a command line into values by option, and reports unknown words.
 
-argparse only divides the words; what a value means, and every message, is ours.
+argparse only divides the words; values and messages are ours.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hetseq.errors import ConfigError
 
 
 def read_flags(argv: Sequence[str], catalogue: Mapping[str, Option]) -> Reading:
-    """What the words say. Raises ConfigError for a value that cannot be meant, unless `--help` is among the words."""
+    """The parsed words. Raises ConfigError for an invalid value, unless `--help` is among the words."""
     words, typed = _same_dashes(argv)
     parser = _Parser(add_help=False, allow_abbrev=False)
-    # Every value is optional to argparse, so that a missing one is told in our words.
+    # Every value is optional to argparse, so that a missing one is reported in our words.
     kept: dict[str, Any] = {"action": _Remember, "nargs": "?", "default": argparse.SUPPRESS}
     parser.add_argument("--config", dest="config", **kept)
     parser.add_argument("--help", "-h", dest="help", **{**kept, "nargs": 0})
@@ -33,7 +33,7 @@ def read_flags(argv: Sequence[str], catalogue: Mapping[str, Option]) -> Reading:
     wants_help = given.pop("help", None) is not None
     config_flag, config_file = given.pop("config", ("--config", ""))
     if config_file is None and not wants_help:
-        raise ConfigError(f"{config_flag} stands without a value: expected --config FILE")
+        raise ConfigError(f"{config_flag} has no value: expected --config FILE")
     found: dict[str, Found] = {}
     for name, (spelling, text) in given.items():
         item, spelling = catalogue[name], typed.get(spelling, spelling)
@@ -42,14 +42,14 @@ def read_flags(argv: Sequence[str], catalogue: Mapping[str, Option]) -> Reading:
         try:
             found[name] = Found(_read_flag(item, spelling, text), spelling)
         except ConfigError:
-            if not wants_help:  # who asks for help may well have the value wrong
+            if not wants_help:  # with --help, a wrong value is no error
                 raise
     leftovers = [Found(typed.get(word.partition("=")[0], word), "") for word in unknown]
     return Reading(found, leftovers, config_file or None, wants_help)
 
 
 def refuse_unknown(line: Reading, file: Reading, catalogue: Mapping[str, Option], also: Collection[str] = ()) -> None:
-    """Raise ConfigError for the words and keys that nobody knows, each with the nearest name; `also`: further flags."""
+    """Raise ConfigError for unknown words and keys, each with the nearest name; `also`: further flags."""
     flags = [name for item in catalogue.values() for name in item.flags] + ["--config", "--help", *also]
     for word in [entry.value for entry in line.unknown]:
         if word.startswith("-") and word.strip("-"):
@@ -58,7 +58,7 @@ def refuse_unknown(line: Reading, file: Reading, catalogue: Mapping[str, Option]
             raise ConfigError(f"unknown option {word}: {hint}")
     for entry in line.unknown:
         raise ConfigError(
-            f"unexpected argument {entry.value!r}: a value stands after its flag, and a list is written with commas,"
+            f"unexpected argument {entry.value!r}: a value comes after its flag, and a list is written with commas,"
             " as in 1,2,4"
         )
     keys = [name.lstrip("-").replace("-", "_") for item in catalogue.values() for name in item.flags]
@@ -74,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Remember(argparse.Action):
-    """Keep the flag together with its value: errors are told in the user's spelling."""
+    """Keep the flag together with its value: errors use the user's spelling."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
@@ -86,12 +86,12 @@ class _Remember(argparse.Action):
 
 def _read_flag(item: Option, spelling: str, text: str | None) -> Any:
     if text is None:
-        raise ConfigError(f"{spelling} stands without a value: expected {item.expected()}")
+        raise ConfigError(f"{spelling} has no value: expected {item.expected()}")
     return item.read(text, f"{spelling} {text}".rstrip())
 
 
 def _same_dashes(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The words with `_` in names of flags turned into `-`, and the names as they were typed by the new ones."""
+    """The words with `_` in names of flags turned into `-`, and the typed name by each new one."""
     words, typed = [], {}
     for word in argv:
         name, equals, value = word.partition("=")

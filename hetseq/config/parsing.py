@@ -1,6 +1,6 @@
-"""The order of things: flags, then the file, then the user's own modules if anybody still needs them.
+"""The order of parsing: flags, then the file, then the user's own modules if they are still needed.
 
-A task of the user's is imported only for flags that nobody else knows, for `--help`, and by `complete`.
+A user's task is imported only for flags that are otherwise unknown, for `--help`, and by `complete`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _EXTRA_KINDS = ("task", "optimizer", "lr_scheduler")
 
 
 class HelpRequested(Exception):
-    """`--help` stood on the command line; `text` is what to print."""
+    """`--help` was on the command line; print `text`."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -31,12 +31,12 @@ class HelpRequested(Exception):
 def parse(argv: Sequence[str], *, leave_out: Collection[str] = (), also: Collection[str] = ()) -> Config:
     """The configuration that `argv` (without the program and its subcommand) describes.
 
-    Keys in `leave_out` are passed over in the file, for a command that uses the file of another one. `also`: the flags
-    that such a command has of its own and has taken out of `argv`; one of them may be what a misspelt one was to be.
+    Keys in `leave_out` are skipped in the file, for a command that uses the file of another one. `also`: the flags that
+    such a command has of its own and has taken out of `argv`; a misspelt flag may be meant as one of them.
 
     `extras` holds the options of the user's task, optimizer and schedule if any of them was given; `complete` adds
-    the rest. Raises HelpRequested for `--help`, ConfigError for whatever cannot be meant, and TaskFileError where a
-    task has to be imported to know its flags and cannot be.
+    the rest. Raises HelpRequested for `--help`, ConfigError for invalid words, and TaskFileError if a task must be
+    imported to know its flags and cannot be.
     """
     catalogue = catalogue_of(SECTIONS)
     line = read_flags(argv, catalogue)
@@ -87,14 +87,14 @@ def complete(config: Config) -> Config:
 
 
 def with_own_options(config: Config, values: Mapping[str, Mapping[str, Any]]) -> Config:
-    """`complete`, for a process that has the values of own options by kind but not yet the classes they belong to."""
+    """`complete`, for a process that has the values of own options by kind but not yet their classes."""
     own = _own_sections(config.task, config.optimization)
     given = {kind: cls(**values[kind]) for kind, cls in own.items() if kind in values}
     return complete(dataclasses.replace(config, extras={**config.extras, **given}))
 
 
 def _own_sections(task: TaskConfig, optimization: OptimizationConfig) -> dict[str, type]:
-    """The dataclasses that the components of the user's bring along, by kind; none are imported for included names."""
+    """The dataclasses that the user's components bring along, by kind; included names need no import."""
     # The task first: importing its file may register the optimizer and the schedule.
     names = {"task": task.task, "optimizer": optimization.optimizer, "lr_scheduler": optimization.lr_scheduler}
     sections = {kind: registry.options_of(kind, names[kind], user_dir=task.user_dir) for kind in _EXTRA_KINDS}
@@ -102,7 +102,7 @@ def _own_sections(task: TaskConfig, optimization: OptimizationConfig) -> dict[st
 
 
 def _check_names(config: Config) -> None:
-    """Refuse an unknown optimizer or schedule at once, if nothing of the user's is still to be imported."""
+    """Refuse an unknown optimizer or schedule at once, unless a module of the user's is still to be imported."""
     if config.task.user_dir is None and not registry.is_address(config.task.task):
         registry.check_name("optimizer", config.optimization.optimizer)
         registry.check_name("lr_scheduler", config.optimization.lr_scheduler)

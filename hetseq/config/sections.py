@@ -1,11 +1,11 @@
-"""What a run is told: one frozen dataclass per concern, each with its checks.
+"""The options of a run: one frozen dataclass per concern, each with its checks.
 
-A field is an option: its type, default, help text and old spellings stand here once, and the flag, the YAML key and
+A field is an option: its type, default, help text and old spellings are here once, and the flag, the YAML key and
 `docs/options.md` follow from it. Components receive their own dataclass and never the whole `Config`. Nothing here
 imports torch, reads the environment or knows argparse, so a mistyped flag is answered at once.
 
 Conventions: a field `max_sentences` is the flag `--max-sentences` and the YAML key `max_sentences`; `None` means "not
-given, HetSeq decides"; a tuple is written `1,2,4` and, where it says so, is per epoch with the last value staying.
+given, HetSeq decides"; a tuple is written `1,2,4` and, if its help says so, is per epoch with the last value staying.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def option(
     """A dataclass field that is an option.
 
     `also` holds other spellings of the flag (without dashes in front). A `retired` option is accepted, has no effect,
-    and its help is the line that says what became of it. One that is `per_node` may differ between the nodes of a run;
-    all others have to be equal, because the result depends on them.
+    and its help is the line that says why. One that is `per_node` may differ between the nodes of a run; all others
+    must be equal, because the result depends on them.
     """
     metadata: dict[str, Any] = {"help": help, "also": also, "choices": choices, "metavar": metavar}
     metadata |= {"retired": retired, "per_node": per_node}
@@ -91,7 +91,7 @@ def _check_not_negative(section: Any, *names: str) -> None:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """What is trained."""
+    """The task to train, its seed and model settings."""
 
     task: str = node_option("mnist", "a task by name, `package.module:Class`, or `file.py:Class`", metavar="NAME")
     user_dir: str | None = node_option(None, "a folder of your own modules, imported before the task", metavar="DIR")
@@ -111,7 +111,7 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which samples, and how many of them make a step.
+    """The samples, and the size of a step.
 
     The global batch is `global_batch_size` samples, or else `update_freq` x the sum over ranks of `max_sentences`; it
     is a function of the epoch alone and never of the cluster's later shape. `max_sentences` and `max_tokens` then cap
@@ -119,7 +119,7 @@ class DataConfig:
     """
 
     data: str | None = node_option(
-        None, "file or folder with the data; each task says what it looks for", metavar="PATH"
+        None, "file or folder with the data, in the form that the task reads", metavar="PATH"
     )
     train_subset: str = option("train", "name of the training split", metavar="NAME")
     valid_subset: str = option("valid", "names of the validation splits, separated by commas", metavar="NAMES")
@@ -135,12 +135,12 @@ class DataConfig:
     update_freq: tuple[int, ...] = option((1,), "micro-batches of every rank in a step, per epoch", metavar="N[,N...]")
     unit_size: int | None = option(
         None,
-        "cut every step into micro-batches of N samples, each with its own random numbers: with dropout, too, the"
-        " result is then the same on any ranks",
+        "cut every step into micro-batches of N samples, each with its own random numbers: the result is then the same"
+        " on any ranks, with dropout too",
         metavar="N",
     )
     required_batch_size_multiple: int = option(
-        1, "round micro-batches down to a multiple of N where they hold more", metavar="N"
+        1, "round micro-batches down to a multiple of N if they hold more", metavar="N"
     )
     curriculum: int = option(0, "keep the data's own order in the first N epochs", metavar="N")
     shuffle_block: int | None = option(
@@ -150,7 +150,7 @@ class DataConfig:
     )
     data_by_host: bool = option(
         False,
-        "each host has a part of the training data of its own: read it there, and mix the parts in proportion to their"
+        "each host has its own part of the training data: read it there, and mix the parts in proportion to their"
         " sizes",
     )
 
@@ -205,7 +205,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """When the validation splits are evaluated, and what makes a checkpoint the best one."""
+    """When to evaluate the validation splits, and which checkpoint is the best."""
 
     validate_interval: int = option(1, "validate every N epochs, and at the end of the run", metavar="N")
     validate_interval_updates: int = option(0, "validate every N steps too; 0 means never", metavar="N")
@@ -228,7 +228,7 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class OptimizationConfig:
-    """How long, how fast and by which rule the parameters move."""
+    """The length of the run, the optimizer and the learning rate."""
 
     max_epoch: int = option(0, "stop after N epochs; 0 means never", also=("me",), metavar="N")
     max_update: int = option(0, "stop after N optimizer steps; 0 means never", also=("mu",), metavar="N")
@@ -287,14 +287,14 @@ class OptimizationConfig:
     )
     precision: str = option(
         "fp32",
-        "floating-point type of the model; bf16 and fp16 are those of products in forward and backward alone; tf32 is"
-        " fp32 whose products and convolutions keep 10 bits of their factors on an NVIDIA GPU from Ampere on",
+        "floating-point type of the model; bf16 and fp16 apply only to products in forward and backward; tf32 is fp32"
+        " whose products and convolutions keep 10 bits of their factors on an NVIDIA GPU from Ampere on",
         choices=("fp32", "tf32", "fp64", "bf16", "fp16"),
     )
-    compile: bool = option(False, "put the network through torch.compile before it trains, on every rank")
+    compile: bool = option(False, "compile the network with torch.compile before it trains, on every rank")
     noise_scale_every: int = option(
         50,
-        "every N steps measure how far gradients of samples scatter, which tells how many samples a step is worth; 0"
+        "every N steps measure how far gradients of samples scatter, which estimates the useful size of a step; 0"
         " means never",
         metavar="N",
     )
@@ -358,15 +358,13 @@ class OptimizationConfig:
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """Which workers this node starts, and how the samples of a step are divided among the ranks."""
+    """The workers of this node, how nodes meet, and how a step is divided among the ranks."""
 
-    cpu: bool = node_option(False, "train on the CPU even where there is a GPU")
+    cpu: bool = node_option(False, "train on the CPU even if there is a GPU")
     devices: tuple[str, ...] = node_option(
         (), "one worker per entry, as in cuda:0,cuda:2,cpu; default: every visible GPU", metavar="D[,D...]"
     )
-    device_id: int = node_option(
-        0, "GPU of this node's worker where it has only one", also=("local-rank",), metavar="N"
-    )
+    device_id: int = node_option(0, "GPU of this node's worker if it has only one", also=("local-rank",), metavar="N")
     distributed_world_size: int | None = option(
         None, "ranks of the run; default: the visible GPUs, at least 1", metavar="N"
     )
@@ -374,7 +372,7 @@ class DistributedConfig:
     distributed_gpus: int | None = node_option(None, "workers of this node", metavar="N")
     distributed_backend: str | None = node_option(
         None,
-        "gloo or nccl, as in 2020; gradients travel by gloo in this version, whatever it says",
+        "gloo or nccl, as in 2020; in this version gradients always travel by gloo",
         choices=("gloo", "nccl"),
     )
     distributed_init_method: str | None = node_option(
@@ -382,29 +380,27 @@ class DistributedConfig:
     )
     join: str | None = node_option(
         None,
-        "where nodes meet that are given their ranks there: tcp://HOST:PORT or file:///PATH; needs --min-ranks",
+        "meeting place of nodes that get their ranks there: tcp://HOST:PORT or file:///PATH; needs --min-ranks",
         metavar="URL",
     )
     min_ranks: int | None = option(
         None,
-        "with --join: start as soon as so many ranks are there; with fewer left, wait --join-timeout for others, then"
+        "with --join: start once this many ranks are there; if fewer are left, wait --join-timeout for others, then"
         " stop",
         metavar="N",
     )
     max_ranks: int | None = option(
-        None, "with --join: nodes with which the run would have more ranks are sent away", metavar="N"
+        None, "with --join: refuse nodes with which the run would have more ranks", metavar="N"
     )
     join_timeout: float = node_option(1800.0, "seconds to wait for the other nodes", metavar="S")
-    max_restarts: int = node_option(
-        3, "how often in an hour a worker of this node that was lost is started again, each of them", metavar="N"
-    )
+    max_restarts: int = node_option(3, "how often per hour each lost worker of this node is restarted", metavar="N")
     secret_file: str = node_option(
         "~/.hetseq/secret", "the secret that the nodes of a run prove to each other; made if absent", metavar="FILE"
     )
     env: str = node_option(
         "auto",
-        "who started this process among others, and says where they meet: auto looks, none does not; options that say"
-        " it themselves win",
+        "the launcher or queue that started this process and tells where the nodes meet: auto detects it, none ignores"
+        " it; explicit options win",
         choices=("auto", "none", "torchrun", "lsf", "mpi", "slurm", "sagemaker", "sge", "pbs", "htcondor"),
     )
     distributed_no_spawn: bool = node_option(False, "run the only worker in this process, without a launcher")
@@ -425,7 +421,7 @@ class DistributedConfig:
     )
     check_replicas_every: int = option(
         1000,
-        "compare the replicas of all ranks every N steps, at a start and before a save, and make them equal again; 0"
+        "compare the replicas of all ranks every N steps, at a start and before a save, and repair differences; 0"
         " means never",
         metavar="N",
     )
@@ -453,7 +449,7 @@ class DistributedConfig:
 
     @property
     def meeting_url(self) -> str | None:
-        """Where the nodes meet; None for a run on this node alone."""
+        """The meeting place of the nodes; None for a run on this node alone."""
         return self.join or self.distributed_init_method
 
     def _check_meeting(self) -> None:
@@ -521,7 +517,7 @@ class DistributedConfig:
         return factors
 
     def check_world(self, world_size: int) -> None:
-        """Raise ConfigError where weights or throttles do not fit `world_size` ranks."""
+        """Raise ConfigError if weights or throttles do not fit `world_size` ranks."""
         weights = self.balance_weights()
         if weights is not None and len(weights) != world_size:
             raise ConfigError(
@@ -535,12 +531,12 @@ class DistributedConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Where the run lives on disk, when it is saved, what is kept, and what it goes on from."""
+    """The run directory, when to save, which checkpoints to keep, and which one to resume from."""
 
     save_dir: str = node_option("checkpoints", "the run directory", metavar="DIR")
     restore_file: str = option(
         "checkpoint_last.pt",
-        "go on from: checkpoint_last.pt (the newest commit), best, none, a step number, or a path",
+        "resume from: checkpoint_last.pt (the newest commit), best, none, a step number, or a path",
         metavar="WHICH",
     )
     reset_dataloader: bool = option(False, "on restore: begin the data anew; allows another seed and global batch")
@@ -563,26 +559,26 @@ class CheckpointConfig:
     )
     memory_buffer_size: str | None = node_option(
         None,
-        "memory of this node for checkpoints that wait to be written or stay, as in 2GB; default: half of what is free;"
-        " 0: none, training waits",
+        "memory of this node for checkpoints that wait to be written or stay, as in 2GB; default: half of the free"
+        " memory; 0: none, training waits",
         metavar="SIZE",
     )
     keep_interval_updates: int | None = option(
         None,
-        "keep the last N checkpoints of --save-interval-updates; -1: all; default: all, or 2 where the run has no end",
+        "keep the last N checkpoints of --save-interval-updates; -1: all; default: all, or 2 if the run has no end",
         metavar="N",
     )
     keep_every_updates: int = option(
-        0, "keep for good whatever is saved after a step that is a multiple of N; 0: nothing", metavar="N"
+        0, "keep for good every checkpoint of a step that is a multiple of N; 0: none", metavar="N"
     )
     keep_last_epochs: int | None = option(
         None,
-        "keep the last N checkpoints of epochs; -1: all; default: all, or 2 where the run has no end",
+        "keep the last N checkpoints of epochs; -1: all; default: all, or 2 if the run has no end",
         metavar="N",
     )
     no_save: bool = option(False, "save nothing")
-    no_epoch_checkpoints: bool = option(False, "keep no checkpoint for being the end of an epoch")
-    no_last_checkpoints: bool = option(False, "keep no checkpoint for being the newest of a finished run")
+    no_epoch_checkpoints: bool = option(False, "save no checkpoint just because an epoch ends")
+    no_last_checkpoints: bool = option(False, "save no checkpoint just because the run ends")
     no_save_optimizer_state: bool = option(False, "leave the optimizer's state out of checkpoints")
 
     def __post_init__(self) -> None:
@@ -599,13 +595,13 @@ class CheckpointConfig:
         self.memory_buffer_bytes()
 
     def memory_buffer_bytes(self) -> int | None:
-        """What `--memory-buffer-size` says; None: half of what is free."""
+        """The value of `--memory-buffer-size`; None: half of the free memory."""
         if self.memory_buffer_size is None:
             return None
         return parse_size(self.memory_buffer_size, flag("memory_buffer_size"))
 
     def optimizer_override_values(self) -> dict[str, Any]:
-        """What `--optimizer-overrides` says, read as a literal."""
+        """The value of `--optimizer-overrides`, read as a literal."""
         expected = "a dict of names and plain values, as in \"{'eps': 1e-6}\""
         try:
             values = ast.literal_eval(self.optimizer_overrides)
@@ -618,7 +614,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is said while the run goes on."""
+    """The output of a run while it trains."""
 
     log_format: str = node_option("simple", "simple, or none for no line per step", choices=("simple", "none"))
     log_interval: int | None = node_option(
@@ -636,7 +632,7 @@ _FINE_TUNING = "it belonged to the entity and NER tasks of 2020, which did not s
 
 @dataclass(frozen=True)
 class RetiredConfig:
-    """Options of 2020 that are accepted and have no effect now; each says once what became of it."""
+    """Options of 2020 that are accepted without effect; each logs once why."""
 
     fast_stat_sync: bool = option(False, "always on: counts travel with every step", retired=True)
     ddp_backend: str | None = option(None, "HetSeq reduces gradients itself", retired=True, metavar="NAME")

@@ -1,7 +1,7 @@
 """The YAML of a run: read for `--config`, and written beside the checkpoints so that the run can be repeated.
 
 Types decide, not YAML's guesses: a file is read as nodes, which know their lines and still hold the text. pyyaml is
-imported with the first file, so flags alone need none.
+imported with the first file, so flags alone do not need it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read_file(path: str | None, entries: Iterable[Entry], catalogue: Mapping[str
     """The values of a YAML file: a flat mapping of option names, in any of their spellings, to scalars and lists."""
     found: dict[str, Found] = {}
     unknown: list[Found] = []
-    lines: dict[str, str] = {}  # where each option was seen first
+    lines: dict[str, str] = {}  # place of each option's first line
     by_flag = {name: item for item in catalogue.values() for name in item.flags}
     for key, node in entries:
         where = f"{path}, line {key.start_mark.line + 1}"
@@ -81,7 +81,7 @@ def compose(path: str | None) -> list[Entry]:
 def dump_yaml(config: Config) -> str:
     """The configuration as the YAML that `--config` reads back into an equal one.
 
-    Flat, one plain scalar or list per option, grouped by comments. Retired options appear where they were given.
+    Flat, one plain scalar or list per option, grouped by comments. Retired options appear if they were given.
     """
     yaml = _import_yaml()
     lines = [FIRST_LINE]

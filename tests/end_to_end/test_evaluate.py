@@ -152,7 +152,7 @@ BAD = {
     "no such checkpoint": (["RUN", "--restore-file", "77"], "77"),
     "no split": (["RUN", "--subset", "gone", "--task", "TASK"], "Toy.load_dataset('gone') gave no data set"),
     "mistyped": (["RUN", "--subst", "valid"], "unknown option --subst: did you mean --subset?"),
-    "no value": (["RUN", "--subset"], "--subset stands without a value"),
+    "no value": (["RUN", "--subset"], "--subset has no value"),
     "several nodes": (
         ["RUN", "--distributed-init-method", "tcp://127.0.0.1:1"],
         "of this node alone are used",

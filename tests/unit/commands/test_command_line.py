@@ -83,9 +83,9 @@ def test_options_may_stand_before_between_and_behind_the_arguments() -> None:
         ("a --coun 3", "unknown option --coun: did you mean --count?"),
         ("a --cou=3", "unknown option --cou: did you mean --count?"),
         ("a -x 3", "unknown option -x: expected --count, --wait, --form, --shape, --add, --quiet"),
-        ("a --count", "--count stands without a value: expected --count N, as in: hetseq toy runs/a --count 2"),
-        ("a --count=", "--count stands without a value: expected --count N, as in: hetseq toy runs/a --count 2"),
-        ("a --shape --quiet", "--shape stands without a value: expected --shape FORM, as in: hetseq toy runs/a"),
+        ("a --count", "--count has no value: expected --count N, as in: hetseq toy runs/a --count 2"),
+        ("a --count=", "--count has no value: expected --count N, as in: hetseq toy runs/a --count 2"),
+        ("a --shape --quiet", "--shape has no value: expected --shape FORM, as in: hetseq toy runs/a"),
         ("a --count 0", "--count 0: expected a whole number from 1 to 9"),
         ("a --count -1", "--count -1: expected a whole number from 1 to 9"),
         ("a --count 1e3", "--count 1e3: expected a whole number from 1 to 9"),
@@ -94,8 +94,8 @@ def test_options_may_stand_before_between_and_behind_the_arguments() -> None:
         ("a --wait inf", "--wait inf: expected seconds of 0 or more, as in 5"),
         ("a --shape rounded", "--shape rounded: did you mean round?"),
         ("a --form x", "--form x: expected round, square"),
-        ("a --count 2 --count 3", "--count stands there twice: give it once, as in: hetseq toy runs/a --count 2"),
-        ("a --form round --shape round", "--form stands there twice: give it once, as in: hetseq toy runs/a"),
+        ("a --count 2 --count 3", "--count is given twice: give it once, as in: hetseq toy runs/a --count 2"),
+        ("a --form round --shape round", "--form is given twice: give it once, as in: hetseq toy runs/a"),
         ("a --quiet=yes", "--quiet takes no value"),
     ],
 )
@@ -113,9 +113,9 @@ def test_an_option_that_is_needed_is_missed_also_where_it_stands_misspelt() -> N
 def test_options_of_train_stand_behind_two_dashes() -> None:
     given = BEHIND.read(["--deep", "me", "--", "--lr", "1", "--", "--help"])
     assert (given["WHO"], given["--deep"], given.rest) == ("me", True, ("--lr", "1", "--", "--help"))
-    told = "hetseq far: expected the options of hetseq train behind --, as in: hetseq far me -- --lr 1"
+    told = "hetseq far: expected the options of hetseq train after --, as in: hetseq far me -- --lr 1"
     assert refused("me --deep", BEHIND) == told
-    assert refused("me --lr 1 --", BEHIND) == "hetseq far: --lr is an option of hetseq train: write it behind --"
+    assert refused("me --lr 1 --", BEHIND) == "hetseq far: --lr is an option of hetseq train: write it after --"
     assert refused("--", BEHIND) == "hetseq far: expected one WHO, found none; as in: hetseq far me --deep"
 
 

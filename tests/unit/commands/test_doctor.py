@@ -417,7 +417,7 @@ def test_nothing_burnt_nothing_foretold() -> None:
     ("words", "part"),
     [
         (["--dri", "x"], "did you mean --dir?"),
-        (["--dir"], "stands without a value"),
+        (["--dir"], "has no value"),
         (["--seconds", "soon"], "expected seconds from 0 to 600"),
         (["--seconds", "-1"], "expected seconds from 0 to 600"),
         (["RUN"], "unexpected argument RUN: expected options alone"),

@@ -180,7 +180,7 @@ def test_condor_s_arguments_say_the_command() -> None:
     [
         ("-- --task mnist", "expected one of slurm, sge, pbs, lsf, condor, found none"),
         ("slurn -- --task mnist", "SYSTEM slurn: did you mean slurm?"),
-        ("slurm --task mnist", "hetseq script: expected the options of hetseq train behind --"),
+        ("slurm --task mnist", "hetseq script: expected the options of hetseq train after --"),
         ("slurm --nodes 0 -- --task mnist", "--nodes 0: expected a whole number of 1 or more"),
         ("slurm --node 2 -- --task mnist", "unknown option --node: did you mean --nodes?"),
         ("slurm --time 24h -- --task mnist", "--time 24h: expected HH:MM:SS"),

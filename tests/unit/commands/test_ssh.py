@@ -43,7 +43,7 @@ def test_hosts_are_names_with_or_without_their_workers() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--hosts a:2", "hetseq ssh: expected the options of hetseq train behind --"),
+        ("--hosts a:2", "hetseq ssh: expected the options of hetseq train after --"),
         ("--hosts a:0 -- --task mnist", "'a:0' is no host"),
         ("--hosts=-oProxyCommand=x -- --task mnist", "is no host"),
         ("--hosts a,a -- --task mnist", "names a host twice"),
@@ -52,7 +52,7 @@ def test_hosts_are_names_with_or_without_their_workers() -> None:
         ("--hosts a:1 -- --task mnist --global-batch-size 8 --distributed-gpus 2", "--hosts says how many workers"),
         ("--host a:1 -- --task mnist", "unknown option --host: did you mean --hosts?"),
         ("-- --task mnist", "--hosts LIST is missing"),
-        ("--hosts a:1 --task mnist -- --lr 1", "--task is an option of hetseq train: write it behind --"),
+        ("--hosts a:1 --task mnist -- --lr 1", "--task is an option of hetseq train: write it after --"),
         ("--hosts a:1 --port 0 -- --task mnist", "--port 0: expected a whole number from 1 to 65535"),
     ],
 )

@@ -324,7 +324,7 @@ def test_sixty_four_ranks_write_once_a_second_each_however_many_steps(
         ([], "expected one RUN, found none"),
         (["a", "b"], "found a b"),
         (["a", "--often"], "unknown option --often"),
-        (["a", "--interval"], "stands without a value"),
+        (["a", "--interval"], "has no value"),
         (["a", "--interval", "0"], "expected seconds of 0.1 or more"),
         (["a", "--interval=soon"], "--interval soon"),
     ],

@@ -502,7 +502,7 @@ def test_the_command_line_is_read_in_any_order() -> None:
         ("", "expected one RUN, found none"),
         ("a b", "expected one RUN, found a b"),
         ("a --witout 1", "unknown option --witout: did you mean --without?"),
-        ("a --without", "--without stands without a value"),
+        ("a --without", "--without has no value"),
         ("a --without -1", "--without -1: expected the number of a rank"),
         ("a --without 1,2", "give the flag once per rank"),
         ("a --json=yes", "--json takes no value"),

@@ -243,8 +243,8 @@ def test_a_value_may_hold_an_equals_sign_and_underscores() -> None:
         (["--seed", "1", "--optim", "adam"], "unknown option --optim: did you mean --optimizer?"),
         (["--lr", "fast"], "--lr fast: expected numbers separated by commas, as in 0.1,0.05"),
         (["--learning_rate", "fast"], "--learning_rate fast: expected numbers separated by commas, as in 0.1,0.05"),
-        (["--lr"], "--lr stands without a value: expected numbers separated by commas, as in 0.1,0.05"),
-        (["--lr", "--cpu"], "--lr stands without a value: expected numbers separated by commas, as in 0.1,0.05"),
+        (["--lr"], "--lr has no value: expected numbers separated by commas, as in 0.1,0.05"),
+        (["--lr", "--cpu"], "--lr has no value: expected numbers separated by commas, as in 0.1,0.05"),
         (["--seed", "1.5"], "--seed 1.5: expected a whole number"),
         (["--seed="], "--seed: expected a whole number"),
         (["--lr", "inf"], "--lr inf: expected a finite number"),
@@ -253,8 +253,8 @@ def test_a_value_may_hold_an_equals_sign_and_underscores() -> None:
         (["--clip-norm", "1e999"], "--clip-norm 1e999: expected a finite number"),
         (["--precision", "fp8"], "--precision fp8: expected one of fp32, tf32"),
         (["--optimizer-overrides", "{'lr'"], "--optimizer-overrides {'lr': expected a dict of names and plain values"),
-        (["--lr", "0.1", "0.05"], "unexpected argument '0.05': a value stands after its flag, and a list is written"),
-        (["train"], "unexpected argument 'train': a value stands after its flag"),
+        (["--lr", "0.1", "0.05"], "unexpected argument '0.05': a value comes after its flag, and a list is written"),
+        (["train"], "unexpected argument 'train': a value comes after its flag"),
         (["--"], "unexpected argument '--'"),
         (["--batch-size", "0"], "--max-sentences 0: expected a number above 0 (--max-sentences is from --batch-size)"),
         (["--warmup-updates", "2.5"], "--warmup-updates 2.5: expected a whole number of steps, or a share of"),
@@ -270,7 +270,7 @@ def test_a_value_may_hold_an_equals_sign_and_underscores() -> None:
         ),
         (["--scale-lr-from", "64"], "--scale-lr-from 64 says for which global batch --lr was chosen, but not what to"),
         (["--scale-lr", "sqrt", "--scale-lr-from", "0"], "--scale-lr-from 0: expected a number above 0"),
-        (["--config"], "--config stands without a value: expected --config FILE"),
+        (["--config"], "--config has no value: expected --config FILE"),
         (["--config", "a", "--config", "b"], "--config is given twice"),
     ],
 )
@@ -547,7 +547,7 @@ def test_the_written_configuration_is_plain_yaml_in_sections() -> None:
     text = dump_yaml(parse(["--task", "bert", "--fast-stat-sync"]))
     lines = text.splitlines()
     assert lines[0] == FIRST_LINE == "# HetSeq run configuration; repeat the run with: hetseq train --config THIS_FILE"
-    assert lines[1:4] == ["", "# Task: what is trained", "task: bert"]
+    assert lines[1:4] == ["", "# Task: the task to train, its seed and model settings", "task: bert"]
     loaded = yaml.safe_load(text)
     assert (loaded["adam_eps"], loaded["adam_betas"], loaded["data"]) == (1e-8, [0.9, 0.999], None)
     assert loaded["fast_stat_sync"] is True

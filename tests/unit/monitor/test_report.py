@@ -406,7 +406,7 @@ def test_two_runs_are_told_apart_on_the_terminal_too(tmp_path: Path) -> None:
         ([], "expected RUN [RUN2], found none"),
         (["a", "b", "c"], "found a b c"),
         (["a", "--out", "x"], "unknown option --out"),
-        (["a", "--output"], "--output stands without a value: expected --output FILE"),
+        (["a", "--output"], "--output has no value: expected --output FILE"),
         (["a", "--output=/"], "is a folder"),
         (["nowhere"], "does not exist"),
     ],
