@@ -1,19 +1,19 @@
-"""From how long micro-batches took to which costs the shares of a step are computed from; pure, and knows no clock.
+"""Learns each rank's cost from measured micro-batch times, and decides which costs the shares are computed from. Pure.
 
-A rank learns its own cost: a `CostMeter` is fed its micro-batches of every step and believes neither a single slow
+A rank learns its own cost: a `CostMeter` observes its micro-batches in every step and trusts neither a single slow
 step nor the first micro-batches of a start. Shares hardly vary once they fit, and no line can be fitted to times of
-equal sizes. So the meter keeps two numbers, seconds per micro-batch and seconds per unit, and how sure it is of each:
-sizes that differ tell them apart, equal sizes move both together. That is a Kalman filter with two numbers.
+equal sizes. So the meter keeps two numbers, seconds per micro-batch and seconds per unit, with a variance for each:
+sizes that differ separate them, equal sizes move both together. That is a Kalman filter with two numbers.
 
-Two slow steps of a calm machine say that it has become slower. On a noisy one (`shares.NEGLIGIBLE_NOISE`) single steps
-prove nothing, and the mean of recent steps has to say so. A slowdown is believed only after it has lasted longer than
-another program's burst.
+On a calm machine two slow steps mean that it has become slower. On a noisy one (`shares.NEGLIGIBLE_NOISE`) single steps
+prove nothing, so the mean of recent steps decides. A slowdown is accepted only after it has lasted longer than a burst
+of another program.
 
-Which costs count is decided by all ranks alike: a `Balancer` on every rank is fed the same gathered rows, so all adopt
-the same table after the same step without a word more. It changes shares only for a gain it can be sure of.
+All ranks decide alike which costs apply: a `Balancer` on every rank observes the same gathered rows, so all adopt the
+same table after the same step without further communication. It changes shares only for a gain that is certain.
 
 The constants were chosen with the clusters of `tests/support/simulated.py`, where noise is 5 % and 3 % of all steps
-take four times as long; `tests/unit/balance/test_balanced_runs.py` says how close to the best shares they bring a run.
+take four times as long; `tests/unit/balance/test_balanced_runs.py` records how close a run comes to the best shares.
 """
 
 from __future__ import annotations
@@ -29,49 +29,49 @@ from hetseq.balance.shares import NEGLIGIBLE_NOISE, Cost, balance_shares, felt_n
 WARM_UP = 3  # micro-batches after a start, while caches, allocators and kernels are being set up
 VARIED = 1.5  # sizes that differ by this factor tell the fixed part of the time from the part per unit
 LEAST_SECONDS = 1e-9  # a step in less was not measured
-LEAST_BY_SIZE = 0.1  # of a micro-batch's time grows with its size: a rank believed to have less would be given all work
+LEAST_BY_SIZE = 0.1  # of a micro-batch's time grows with its size: a rank estimated below this would get all work
 
 # Noise, as a fraction of a time
-NOISE = 0.05  # of a step, until it has been measured
+NOISE = 0.05  # of a step, until measured
 LEAST_NOISE = 0.01
 WITHIN_STEP_NOISE = 0.03  # of one micro-batch against the others of its step, which share most of their noise
 NOISE_MEMORY_STEPS = 60
 SHARES_NOISE_MEMORY_STEPS = 200  # shares follow from it, so it must not waver
 LEAST_NOISE_STEPS = 5  # a slow moment among fewer would look like noise
-NOISE_PRIOR_STEPS = 12  # that NOISE weighs as many steps as
+NOISE_PRIOR_STEPS = 12  # weight of NOISE, in steps
 MEDIAN_GAP = 0.954  # the median difference of two errors, by their standard deviation
 
-# When a step is not noise
+# Limits beyond which a step is not noise
 ODD = 0.25  # off by more than this,
 ODD_DEVIATIONS = 4.0  # and by more than so many standard deviations
-JUMP_DOUBT = 0.15  # of a speed that has just come to be believed
-DRIFT = 0.0005  # how much a machine's speed wanders in a step: old steps count less and less
-SHIFT_MEMORY_STEPS = 4  # over which an error too small to be odd is looked for
+JUMP_DOUBT = 0.15  # of a speed that was just accepted
+DRIFT = 0.0005  # how much a machine's speed drifts per step: old steps count less and less
+SHIFT_MEMORY_STEPS = 4  # steps over which an error too small to be odd is averaged
 SHIFT_DEVIATIONS = 4.5
 OVERHEAD_STEPS = 9
-BURST_S = 6.0  # other programs take the cores of a machine for 1 to 5 s: no slowdown is believed before
+BURST_S = 6.0  # other programs take the cores of a machine for 1 to 5 s: no slowdown is accepted earlier
 
 # The same on a noisy machine
 NOISY_SHIFT_MEMORY_STEPS = 8
-SHIFT_OVER = 0.5  # of what begins a shift: less ends it
-FASTER_STEPS = 16  # nothing but noise makes a machine faster for a while: so many steps are enough
-SURE_STEPS = 400  # a speed is known no better than by the mean of so many
+SHIFT_OVER = 0.5  # of the error that begins a shift: less ends it
+FASTER_STEPS = 16  # only noise makes a machine faster for a while: this many steps are enough
+SURE_STEPS = 400  # the uncertainty of a speed does not fall below the mean of this many
 
-# When other shares are worth it, as fractions of a step
+# Gains that justify other shares, as fractions of a step
 GAIN_AT_ONCE = 0.1
-GAIN_IN_DOUBT = 0.0075  # less is what the noise of well-known costs promises
-MISSED = 0.06  # other shares would have gained so much by now
-MISSED_EARLY = 0.01  # or so much for each step observed yet: the first tables rest on a step or two
-NOISE_MISSED = 1.0  # of the noise of noisy machines is added to MISSED,
-NOISE_AT_ONCE = 0.5  # and so much of it to GAIN_AT_ONCE
-UNREST_MEMORY_STEPS = 50  # a change makes the next one dearer for so long
+GAIN_IN_DOUBT = 0.0075  # even well-known costs promise this much by noise
+MISSED = 0.06  # adopt once other shares would have gained this much
+MISSED_EARLY = 0.01  # or this much per step observed so far: the first tables rest on a step or two
+NOISE_MISSED = 1.0  # this fraction of noisy machines' noise is added to MISSED,
+NOISE_AT_ONCE = 0.5  # and this fraction to GAIN_AT_ONCE
+UNREST_MEMORY_STEPS = 50  # a change makes the next one more expensive for this long
 
-# A road back for ranks that get nothing
-TRIAL_STEPS = 50  # at least so many between two trials; doubled after each in vain
+# Trials for ranks that get nothing
+TRIAL_STEPS = 50  # least distance between two trials; doubled after each failed one
 MOST_TRIAL_STEPS = 800
-TRIAL_PRICE = 0.01  # of all time may go into trials that show nothing
-TRIAL_PART = 1 / 16  # of an equal share is enough,
-TRIAL_STEP_PART = 0.5  # or what takes half a step, if it is as slow as believed
+TRIAL_PRICE = 0.01  # of all time may go into failed trials
+TRIAL_PART = 1 / 16  # of an equal share,
+TRIAL_STEP_PART = 0.5  # or work for half a step at the estimated speed
 
 
 @dataclass(frozen=True)
@@ -85,20 +85,20 @@ class _Line:
     per_unit_variance: float
 
     def is_sound(self) -> bool:
-        """Whether a machine can be like this."""
+        """Whether a machine can have these numbers."""
         return self.fixed_s >= 0 and min(self.per_unit_s, self.fixed_variance, self.per_unit_variance) > 0
 
     def seconds(self, batches: float, units: float) -> float:
         return self.fixed_s * batches + self.per_unit_s * units
 
     def variance(self, batches: float, units: float) -> float:
-        """Of the seconds predicted for these."""
+        """The variance of the seconds predicted for these."""
         return (
             self.fixed_variance * batches**2 + 2 * self.covariance * batches * units + self.per_unit_variance * units**2
         )
 
     def corrected(self, batches: float, units: float, seconds: float, noise_s: float) -> _Line:
-        """This line after a measurement: each number moves as far as its doubt allows (the gain of a Kalman filter)."""
+        """This line after a measurement: each number moves as far as its variance allows (a Kalman gain)."""
         to_fixed = self.fixed_variance * batches + self.covariance * units
         to_unit = self.covariance * batches + self.per_unit_variance * units
         whole = to_fixed * batches + to_unit * units + noise_s**2
@@ -112,7 +112,7 @@ class _Line:
         )
 
     def scaled(self, factor: float, *, doubt: float) -> _Line:
-        """The same shape at another speed, of which this is sure but for the fraction `doubt`."""
+        """The same shape at another speed, with the fraction `doubt` as its uncertainty."""
         fixed_s, per_unit_s = self.fixed_s * factor, self.per_unit_s * factor
         return _Line(
             fixed_s,
@@ -123,7 +123,7 @@ class _Line:
         )
 
     def possible(self, units: float) -> _Line:
-        """This line, or the nearest a machine can have: no time below zero, and some that goes with the `units`."""
+        """This line, or the nearest possible one: no time below zero, and some time per unit."""
         if self.fixed_s < 0:
             slope = self.covariance / self.fixed_variance if self.fixed_variance > 0 else 0.0
             return replace(self, fixed_s=0.0, per_unit_s=self.per_unit_s - slope * self.fixed_s)
@@ -153,14 +153,14 @@ class _Step:
         return sum(self.times)
 
     def doubt(self, line: _Line) -> float:
-        """The deviation of what a line predicts for this step, as a fraction."""
+        """The standard deviation of a line's prediction for this step, as a fraction."""
         deviation_s = math.sqrt(max(0.0, line.variance(self.batches, self.units)))
         return deviation_s / line.seconds(self.batches, self.units)
 
     def first_line(self) -> _Line:
-        """In proportion to the size, but open to a fixed part, of which the deviation is half a micro-batch's time."""
+        """Proportional to size, with a deviation of half a micro-batch's time for a fixed part."""
         deviation_s = self.seconds / self.batches / 2
-        per_unit = self.batches / self.units  # what the fixed part gains the part per unit loses: the sum is known
+        per_unit = self.batches / self.units  # a larger fixed part means a smaller part per unit: the sum is known
         proportional = _Line(
             0.0,
             self.seconds / self.units,
@@ -173,11 +173,11 @@ class _Step:
     def shape(self, line: _Line) -> _Line:
         """The line after comparing these micro-batches with each other, if their sizes differ.
 
-        What they have in common, such as a slow moment of the machine, says nothing about the shape and cancels.
+        Common factors, such as a slow moment of the machine, carry no information about the shape and cancel.
         """
         if max(self.sizes) < VARIED * min(self.sizes):
             return line
-        # A smaller one cannot need longer than a larger one: if it did, it was disturbed.
+        # A smaller one cannot take longer than a larger one: if it did, it was disturbed.
         least_s, so_far_s = dict[int, float](), math.inf
         for size, time in sorted(zip(self.sizes, self.times), reverse=True):
             least_s[size] = so_far_s = min(so_far_s, time)
@@ -198,8 +198,8 @@ class _Step:
 class AtOnce:
     """The most that one forward of a rank takes, in the unit in which work is divided.
 
-    `is_filled`: a share is cut into micro-batches of just so many, and a last one. Tokens are not: a sample that does
-    not fit leaves room, so nobody knows how many micro-batches a share of tokens will be.
+    `is_filled`: a share is cut into micro-batches of exactly this size, and a last one. Not so for tokens: a sample
+    that does not fit leaves room, so the number of micro-batches in a share of tokens is unknown.
     """
 
     units: int
@@ -209,8 +209,8 @@ class AtOnce:
 class CostMeter:
     """One rank's own cost, learned from how long its own micro-batches took. Local to the rank.
 
-    A step that is far off is ignored if it was slow, and believed if the next ones are slow too, for BURST_S at least.
-    A fast one is believed at once: unless a machine is noisy, nothing makes a step faster by chance. What is believed
+    A step that is far off is ignored if it was slow, and accepted if the next ones are slow too, for BURST_S at least.
+    A fast step is accepted at once: unless a machine is noisy, nothing makes a step faster by chance. An accepted step
     changes the speed and keeps the shape.
     """
 
@@ -220,19 +220,19 @@ class CostMeter:
         self._has_warmed_up = False  # the line rests on more than the first micro-batches
         self._micro_batches = 0
         self._units = 0  # of the last step that had any
-        self._slow: float | None = None  # how many times slower than predicted the last step was, if that was odd
-        self._odd_s, self._odd_steps = 0.0, 0  # how long steps have been odd, one after the other
-        self._faster_s = math.inf  # for how long a higher speed has been believed, if the last change was to one
-        self._steps = 0  # that the speed rests on
+        self._slow: float | None = None  # factor by which the last step was slower than predicted, if odd
+        self._odd_s, self._odd_steps = 0.0, 0  # how long steps have been odd without a break
+        self._faster_s = math.inf  # how long a higher speed has been believed, if the last change was an increase
+        self._steps = 0  # on which the speed rests
         self._shift = 0.0  # how much slower than predicted recent steps were
-        self._latest = 0.0  # and fewer of them, on a noisy machine
+        self._latest = 0.0  # the same over fewer steps, on a noisy machine
         self._noise = _Noise()
         self._overheads: deque[float] = deque(maxlen=OVERHEAD_STEPS)
 
     def observe(self, sizes: Sequence[int], seconds: Sequence[float], *, overhead_s: float) -> None:
-        """Take in one step: units and seconds of each micro-batch in order, if any, and the busy seconds beside them.
+        """Observe one step: units and seconds of each micro-batch in order, if any, and the busy seconds besides.
 
-        `overhead_s` is what the step takes of this rank outside forward and backward: data, the optimizer. Raises
+        `overhead_s` is this rank's time in the step outside forward and backward: data, the optimizer. Raises
         ValueError for sizes below 1, for seconds that are negative or not finite, and for lists of unequal length.
         """
         if len(sizes) != len(seconds) or any(size < 1 for size in sizes):
@@ -251,10 +251,10 @@ class CostMeter:
             line, self._has_warmed_up = step.shape(step.first_line()), is_warm
         else:
             line = self._judged(self._line.scaled(1, doubt=DRIFT), step)
-        self._line = line if line.is_sound() else step.first_line()  # wild times have led it astray: begin anew
+        self._line = line if line.is_sound() else step.first_line()  # extreme times have made it invalid: begin anew
 
     def cost(self, at_once: AtOnce | None = None) -> Cost | None:
-        """What this rank needs for its share of a step, as far as is known; None until something was measured.
+        """The estimated cost of this rank's share of a step; None until a step was measured.
 
         `at_once` None: one forward takes the whole share.
         """
@@ -269,7 +269,7 @@ class CostMeter:
     def overhead_s(self) -> float:
         """How long this rank is busy in a step outside its micro-batches; 0 at first.
 
-        The median of recent steps, unless the last two agree that it has become far longer or shorter.
+        The median of recent steps, unless the last two agree on a far longer or shorter time.
         """
         median_s = sorted(self._overheads)[(len(self._overheads) - 1) // 2] if self._overheads else 0.0
         last_two = list(self._overheads)[-2:]
@@ -292,7 +292,7 @@ class CostMeter:
         return step.shape(judged.possible(step.units / step.batches))
 
     def _calm(self, line: _Line, step: _Step, ratio: float) -> _Line | None:
-        """The line that this step is to correct, where single steps tell; None for a step that may be a slow moment."""
+        """The line that this step corrects, on a calm machine; None for a step that may be a slow moment."""
         odd = max(ODD, ODD_DEVIATIONS * math.hypot(step.doubt(line), self._noise.deviation))
         if abs(ratio - 1) <= odd:
             self._odd_s = 0.0
@@ -307,14 +307,17 @@ class CostMeter:
 
     @property
     def _is_established(self) -> bool:
-        """Whether the speed has held for longer than a burst. A moment without other programs is no new speed, and
-        what ends it is no burst: slow steps are then believed as soon as fast ones."""
+        """Whether the speed has held for longer than a burst.
+
+        A moment without other programs is not a new speed, and its end is not a burst: until then slow steps are
+        believed as soon as fast ones.
+        """
         return self._faster_s >= BURST_S
 
     def _noisy(self, line: _Line, step: _Step, ratio: float) -> _Line | None:
-        """The same where only the mean of recent steps tells; None while they may be a burst."""
+        """The same on a noisy machine, by the mean of recent steps; None while they may be a burst."""
         deviation, known = self._noise.deviation, step.doubt(line)
-        least = deviation / math.sqrt(min(1 + self._steps, SURE_STEPS))  # a line of calmer days is not so sure any more
+        least = deviation / math.sqrt(min(1 + self._steps, SURE_STEPS))  # noise has made the line less certain
         if least > known:
             line = line.scaled(1, doubt=math.sqrt(least**2 - known**2))
         error = max(-ODD_DEVIATIONS * deviation, min(math.log(ratio), ODD_DEVIATIONS * deviation))
@@ -338,17 +341,17 @@ class CostMeter:
         return line
 
     def _jumped(self, line: _Line, step: _Step, ratio: float) -> _Line:
-        """The line at another speed, or the one before it if that fits: then it was two slow steps, not a machine."""
+        """The line at another speed, or the previous one if that fits: then only two steps were slow."""
         before, self._before, self._shift = self._before, line, 0.0
         self._steps = 0
         if before and abs(step.seconds / before.seconds(step.batches, step.units) - 1) < ODD:
             return before
         if self._slow and abs(ratio / self._slow - 1) < ODD:
-            return line.scaled(self._slow, doubt=self._noise.deviation)  # both steps say so: they count alike
+            return line.scaled(self._slow, doubt=self._noise.deviation)  # both steps agree: they count alike
         return line.scaled(min(ratio, self._slow or ratio), doubt=JUMP_DOUBT)
 
     def _shifted(self, line: _Line, error: float) -> _Line:
-        """The line, in doubt about its speed if recent steps were all slower than predicted, or all faster."""
+        """The line, with a less certain speed if recent steps were all slower than predicted, or all faster."""
         self._shift += (error - self._shift) / SHIFT_MEMORY_STEPS
         deviation = self._noise.deviation / math.sqrt(2 * SHIFT_MEMORY_STEPS - 1)  # of such a mean of noise
         if abs(self._shift) > SHIFT_DEVIATIONS * deviation:
@@ -359,8 +362,8 @@ class CostMeter:
 class _Noise:
     """The standard deviation of a rank's steps around their prediction, as a fraction.
 
-    Learned from how one error, a logarithm, differs from the last, because a prediction that stays wrong is not noise;
-    and from the median of that, because slow moments are not noise either.
+    Learned from the difference between successive errors, which are logarithms, because a prediction that stays wrong
+    is not noise; and from the median difference, because slow moments are not noise either.
     """
 
     def __init__(self, memory_steps: int = NOISE_MEMORY_STEPS) -> None:
@@ -384,34 +387,34 @@ class _Noise:
 
 
 class Balancer:
-    """Which costs the shares of coming steps are computed from; the same on every rank, since all feed it the same.
+    """Decides which costs the shares of coming steps are computed from; equal on every rank, with equal observations.
 
     `costs` is the adopted table, one cost per rank; None: shares are equal, as at first, and stay so for ranks that
-    differ by no more than noise. What other shares would have gained is added up, and a table adopted when enough was
-    missed: after one step if it is a tenth of it, after five or so if it is two hundredths. Early tables rest on a step
+    differ only by noise. The gains that other shares would have brought are summed, and a table is adopted when enough
+    was missed: after one step for a gain of a tenth, after about five for two hundredths. Early tables rest on a step
     or two and are replaced for less, so the first one is mostly adopted at once; shares that have just changed need
-    more, and so do those of noisy ranks. What is gained is gained in steps as noisy as these have been of late.
+    more, and so do shares of noisy ranks. Gains are computed for steps as noisy as recent ones.
     """
 
     def __init__(self, world_size: int) -> None:
         self.costs: tuple[Cost, ...] | None = None
-        self.noise = 0.0  # of a rank's time beside that of the others
-        self._fitted_noise = 0.0  # that of the adopted table
+        self.noise = 0.0  # of a rank's time relative to the other ranks
+        self._fitted_noise = 0.0  # the noise behind the adopted table
         self._noises = [_Noise(SHARES_NOISE_MEMORY_STEPS) for _ in range(world_size)]
         self._world_size = world_size
         self._observations = 0
         self._missed = 0.0  # in steps, since the table changed
-        self._unrest = 0.0  # changes of late
+        self._unrest = 0.0  # recent changes
         self._trials = _Trials(world_size)
 
     def observe(
         self, total: int, costs: Sequence[Cost | None], *, ratios: Sequence[float | None] = ()
     ) -> tuple[Cost, ...] | None:
-        """Take in the costs of all ranks; the new table if one is to be adopted from now on, else None.
+        """Observe the costs of all ranks; the new table if one is adopted from now on, else None.
 
-        `total` is how many units the step had; `ratios` how many times as long as its cost says each rank was busy in
-        it, None where it did nothing. A rank without a cost counts as the mean of those with one. Raises ValueError if
-        the limits hold fewer units than that.
+        `total` is the number of units in the step; `ratios` the busy time of each rank in it over the time that its
+        cost predicts, None for an idle rank. A rank without a cost counts as the mean of the others. Raises ValueError
+        if the limits hold fewer units than that.
         """
         newest = complete_costs(costs)
         if newest is None:
@@ -431,30 +434,30 @@ class Balancer:
         return self.costs
 
     def shares(self, total: int) -> tuple[int, ...]:
-        """Shares of a step of so many units by the adopted table; equal ones while there is none."""
+        """Shares of a step of `total` units by the adopted table; equal ones while there is none."""
         return balance_shares(total, self.fitted or (Cost(0.0, 1.0),) * self._world_size)
 
     @property
     def fitted(self) -> tuple[Cost, ...] | None:
-        """The adopted table as shares follow from it: `costs`, fitted to the noise of the ranks."""
+        """The table that gives the shares: `costs`, fitted to the noise of the ranks."""
         return self.costs and fit_to_noise(self.costs, self._fitted_noise)
 
     def _listen(self, ratios: Sequence[float | None]) -> None:
-        """Learn the noise of the ranks beside each other; what all have in common, such as longer samples, cancels."""
+        """Learn the noise of the ranks relative to each other; common factors, such as longer samples, cancel."""
         errors = [math.log(ratio) if ratio else None for ratio in ratios]
         known = [error for error in errors if error is not None]
         if len(known) < 2:
             return
-        middle, most = statistics.median(known), ODD_DEVIATIONS * max(NOISE, self.noise)  # a spike is nobody else's
+        middle, most = statistics.median(known), ODD_DEVIATIONS * max(NOISE, self.noise)  # spikes affect one rank only
         mean = middle + math.fsum(max(-most, min(error - middle, most)) for error in known) / len(known)
         for noise, error in zip(self._noises, errors):
             if error is not None:
                 noise.observe(error - mean)
         squares = [noise.deviation**2 for noise, error in zip(self._noises, errors) if error is not None]
-        self.noise = math.sqrt(math.fsum(squares) / (len(squares) - 1))  # the mean takes one of them with it
+        self.noise = math.sqrt(math.fsum(squares) / (len(squares) - 1))  # minus 1: the mean takes one degree of freedom
 
     def _is_worth_it(self, total: int, newest: Sequence[Cost]) -> bool:
-        """Whether the best shares by these costs are reason enough to leave those of now."""
+        """Whether the best shares by these costs gain enough to replace the present ones."""
         best_s = step_seconds(balance_shares(total, fit_to_noise(newest, self.noise)), newest, self.noise)
         shares = self.shares(total)
         if any(cost.limit is not None and share > cost.limit for share, cost in zip(shares, newest)):
@@ -470,18 +473,18 @@ class Balancer:
 
 
 class _Trials:
-    """Rarely, and for one step, a small share for a rank that gets nothing: it may have become faster meanwhile.
+    """Rarely, and for one step, gives a small share to a rank that gets nothing: it may have become faster.
 
-    A rank that is busy for longer than a whole step by its mere presence is tried more rarely still.
+    A rank whose mere presence takes longer than a whole step is tried even more rarely.
     """
 
     def __init__(self, world_size: int) -> None:
-        self.is_on = False  # the table adopted last is a trial
+        self.is_on = False  # the last adopted table is a trial
         self._idle_steps = [0] * world_size
         self._patience = [TRIAL_STEPS] * world_size
 
     def next(self, total: int, costs: Sequence[Cost], shares: Sequence[int]) -> tuple[Cost, ...] | None:
-        """The costs, changed such that a rank whose turn it is gets a little; None if it is nobody's."""
+        """The costs, changed so that the rank whose turn it is gets a little; None if no rank is due."""
         for rank, share in enumerate(shares):
             self._idle_steps[rank] = 0 if share else self._idle_steps[rank] + 1
             self._patience[rank] = TRIAL_STEPS if share else self._patience[rank]
@@ -491,19 +494,19 @@ class _Trials:
         units = units if cost.limit is None else min(units, cost.limit)
         if units == 0 or step_s == 0:
             return None
-        lost_steps = cost.seconds(units) / step_s - 1  # if it turns out to be as slow as believed
+        lost_steps = cost.seconds(units) / step_s - 1  # if it proves as slow as estimated
         if self._idle_steps[rank] < max(self._patience[rank], lost_steps / TRIAL_PRICE):
             return None
         self.is_on = True
         self._idle_steps[rank] = 0
         self._patience[rank] = min(2 * self._patience[rank], MOST_TRIAL_STEPS)
         least_s = min(other.slope_s for other in costs)
-        tried = Cost(0.0, min(least_s, step_s / (2 * units)), units)  # so cheap that it gets all of these, and no more
+        tried = Cost(0.0, min(least_s, step_s / (2 * units)), units)  # so cheap that it gets exactly these units
         return (*costs[:rank], tried, *costs[rank + 1 :])
 
 
 def complete_costs(costs: Sequence[Cost | None]) -> tuple[Cost, ...] | None:
-    """The costs, with the mean of those known in place of those unknown; None if all are unknown."""
+    """The costs, with the mean of the known ones for each unknown one; None if all are unknown."""
     known = [cost for cost in costs if cost is not None]
     if not known:
         return None

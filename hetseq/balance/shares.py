@@ -1,16 +1,16 @@
-"""From what ranks can do to how many units of a step each one takes: pure, exact, integer.
+"""Computes the integer shares of a step from the costs of the ranks: pure and exact.
 
-A unit is a sample, a token or a fixed micro-batch: this module does not care, nor does it know how a cost was measured.
+A unit is a sample, a token or a fixed micro-batch; this module does not care which, nor how a cost was measured.
 The shares of a step minimise the time of its slowest rank. Giving each unit in turn to the rank that would finish it
-first does that exactly, because no rank gets faster by doing more; whoever would get most units anyway is given them
-without counting. A rank that needs several micro-batches for its share has a cost of stairs: the first unit of one more
-is dear, and shares end where that is not worth it. With a cost proportional to the units, which is what fixed weights
-say, this is the highest-averages method of D'Hondt. All ranks call this with the same numbers and so get the same
+first does that exactly, because no rank gets faster by doing more; units whose rank is certain are assigned in bulk.
+A rank that needs several micro-batches for its share has a cost with jumps: the first unit of one more micro-batch is
+expensive, and a share ends before it if that is not worth it. With a cost proportional to the units, as for fixed
+weights, this is the highest-averages method of D'Hondt. All ranks call this with the same numbers and get the same
 shares.
 
-On noisy machines the slowest rank changes from step to step, and the mean of the slowest times is what counts. A unit
-that moves from a slow rank to a fast one shortens the time of the first by more than it lengthens that of the second.
-So slow ranks are planned to be done a little earlier: `fit_to_noise`.
+On noisy machines the slowest rank changes from step to step, and the mean of the slowest times matters. A unit that
+moves from a slow rank to a fast one shortens the time of the first by more than it lengthens the time of the second.
+So slow ranks are planned to finish a little earlier: `fit_to_noise`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-TURN_STEPS = 10  # of fixed weights that take turns
-NEGLIGIBLE_GAIN = 0.02  # of a step: less is not worth a word to the user
+TURN_STEPS = 10  # how long each of several fixed weights holds
+NEGLIGIBLE_GAIN = 0.02  # of a step: less is not worth telling the user
 NEGLIGIBLE_NOISE = 0.1  # standard deviation of a rank's steps: with 0.05, fitted shares of 4:1:1 would gain 1 %
 MOST_NOISE = 0.6  # more is not noise
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one rank needs for n units of a step, for 0 < n <= limit; without units it needs nothing.
+    """The time of one rank for n units of a step, for 0 < n <= limit; without units it is 0.
 
     That is fixed_s + per_unit_s * n seconds, and per_batch_s for each micro-batch of at most `batch` units: all are
     full but the last. `batch` None: there are none, or their number is in the other seconds. `limit` is the most units
@@ -54,21 +54,21 @@ class Cost:
 
     @property
     def slope_s(self) -> float:
-        """What one more unit costs on the whole, with its part of a micro-batch."""
+        """The average cost of one more unit, with its part of a micro-batch."""
         return self.per_unit_s + self.per_batch_s / self.batch if self.batch else self.per_unit_s
 
     def seconds(self, units: int) -> float:
-        """The time for so many units, 0 for none. Does not look at the limit."""
+        """The time for `units` units, 0 for none. Ignores the limit."""
         if not units:
             return 0.0
         return self.fixed_s + self.per_unit_s * units + self.per_batch_s * self.batches(units)
 
     def batches(self, units: int) -> int:
-        """How many micro-batches so many units are; 0 where that plays no part."""
+        """The number of micro-batches in `units` units; 0 without `batch`."""
         return -(-units // self.batch) if self.batch else 0
 
     def units_by(self, now_s: float, most: int) -> int:
-        """How many of `most` units it has done by then. Does not look at the limit."""
+        """How many of `most` units it has done by then. Ignores the limit."""
         left_s = now_s - self.fixed_s
         if left_s <= 0:
             return 0
@@ -81,21 +81,21 @@ class Cost:
         return min(most, int(full) * self.batch + int(max(0.0, rest_s - self.per_batch_s) / self.per_unit_s))
 
     def scaled(self, factor: float) -> Cost:
-        """That of a machine on which everything takes `factor` times as long; the limit and the micro-batch stay."""
+        """The cost on a machine that takes `factor` times as long for everything; limit and micro-batch stay."""
         return replace(
             self, fixed_s=self.fixed_s * factor, per_unit_s=self.per_unit_s * factor,
             per_batch_s=self.per_batch_s * factor,
         )  # fmt: skip
 
     def line(self, units: int) -> Cost:
-        """This cost without stairs, as it is about `units`: within one micro-batch, or from step to step of many.
+        """This cost without jumps, as a line around `units`: within one micro-batch, or across many.
 
-        About none it is as about the first one.
+        Around 0 units it is the line around the first one.
         """
         if self.batch is None:
             return self
         units = max(1, units)
-        if units <= self.batch and self.batch > 1:  # stairs of one unit are a line
+        if units <= self.batch and self.batch > 1:  # jumps at every unit are a line
             fixed_s, per_unit_s = self.fixed_s + self.per_batch_s, self.per_unit_s
         else:
             # not below 0, by rounding
@@ -104,7 +104,7 @@ class Cost:
 
 
 def assign_shares(total: int, weights: Sequence[float]) -> tuple[int, ...]:
-    """Integer shares of `total` samples in proportion to `weights`: the ones with the smallest max(share / weight).
+    """Integer shares of `total` samples in proportion to `weights`: those with the smallest max(share / weight).
 
     A rank of weight 0 gets nothing. Ties go to the lowest rank. Raises ValueError unless all weights are finite and
     some weight is above 0.
@@ -120,9 +120,9 @@ def assign_shares(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def balance_shares(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
-    """Integer shares of `total` units, one per rank: the ones with the smallest `step_seconds`, exactly.
+    """Integer shares of `total` units, one per rank, with the smallest `step_seconds`, exactly.
 
-    No rank gets more than its limit; one that would only hold the others up gets 0. Ties go to the lowest rank. The
+    No rank gets more than its limit; a rank that would only delay the others gets 0. Ties go to the lowest rank. The
     same floats give the same shares on every machine. Raises ValueError for a negative total, and when the limits
     together hold fewer units than that.
     """
@@ -137,10 +137,10 @@ def balance_shares(total: int, costs: Sequence[Cost]) -> tuple[int, ...]:
 
 
 def step_seconds(shares: Sequence[int], costs: Sequence[Cost], noise: float = 0.0) -> float:
-    """The time of the slowest rank; ranks without units do not count. 0 if nobody has any.
+    """The time of the slowest rank; ranks without units do not count. 0 if no rank has any.
 
-    With `noise`, the standard deviation of a rank's time as a fraction, it is the mean slowest time of ranks that are
-    each at times slower. It is exact but for a factor if times are Fréchet distributed, which resembles log-normal.
+    With `noise`, the standard deviation of a rank's time as a fraction, it is the mean slowest time of ranks that vary
+    by it. It is exact up to a factor if times are Fréchet distributed, which resembles log-normal.
     """
     times_s = [cost.seconds(units) for units, cost in zip(shares, costs, strict=True)]
     slowest_s, shape = max(times_s, default=0.0), _frechet_shape(noise)
@@ -150,31 +150,31 @@ def step_seconds(shares: Sequence[int], costs: Sequence[Cost], noise: float = 0.
 
 
 def fit_to_noise(costs: Sequence[Cost], noise: float) -> tuple[Cost, ...]:
-    """Costs that `balance_shares` makes the shares of the shortest noisy step of: `step_seconds` with that noise.
+    """Costs from which `balance_shares` makes the shares with the smallest `step_seconds` for that noise.
 
-    There a unit more costs as much on every rank: time_s ** (shape - 1) * slope_s is equal. So is its root, and that is
-    a cost times a factor.
+    There one more unit costs the same on every rank: time_s ** (shape - 1) * slope_s is equal. So is its root, which
+    is a cost times a factor.
     """
     shape = _frechet_shape(noise)
     return tuple(costs if shape == math.inf else (cost.scaled(cost.slope_s ** (1 / (shape - 1))) for cost in costs))
 
 
 def felt_noise(noise: float) -> float:
-    """What shares are fitted to: none where it is negligible, and from there on without a jump."""
+    """The noise that shares are fitted to: 0 while negligible, and continuous from there on."""
     return min(MOST_NOISE, math.sqrt(max(0.0, noise**2 - NEGLIGIBLE_NOISE**2)))
 
 
 def _frechet_shape(noise: float) -> float:
-    """Of the distribution whose logarithm has that standard deviation; infinite without noise."""
+    """The shape of the distribution whose logarithm has that standard deviation; infinite without noise."""
     felt = felt_noise(noise)
     return math.pi / math.sqrt(6) / felt if felt else math.inf
 
 
 def slowed_by(total: int, costs: Sequence[Cost], presence_s: Sequence[float]) -> list[tuple[int, float]]:
-    """The ranks without which a step of `total` units would be more than 2 % faster, and for how long each is awaited.
+    """The ranks without which a step of `total` units would be more than 2 % faster, and the wait for each.
 
     `presence_s` is how long each rank is busy in a step even without units: its copy of the optimizer's work, its data.
-    A rank is named if it is busy for longer than the ranks that are not named need for all the work; the seconds are
+    A rank is named if it is busy for longer than the other ranks need for all the work; the seconds are
     how much longer. Lowest rank first. Raises ValueError as `balance_shares` does.
     """
     staying = list(range(len(costs)))
@@ -182,14 +182,14 @@ def slowed_by(total: int, costs: Sequence[Cost], presence_s: Sequence[float]) ->
     for rank in sorted(staying, key=lambda rank: (-presence_s[rank], rank)):
         fewer = [other for other in staying if other != rank]
         if presence_s[rank] < step_s or not _can_take(total, [costs[other] for other in fewer]):
-            break  # nobody waits for its presence, or the others cannot do without it
+            break  # no rank waits for its presence, or the others cannot do without it
         staying, step_s = fewer, min(step_s, _step_with(fewer, total, costs, presence_s))
     late_s = [(rank, presence - step_s) for rank, presence in enumerate(presence_s)]
     return [(rank, late) for rank, late in late_s if late > NEGLIGIBLE_GAIN * before_s]
 
 
 def _step_with(ranks: Sequence[int], total: int, costs: Sequence[Cost], presence_s: Sequence[float]) -> float:
-    """The shortest step of these ranks, which ends for none of them before it has been there."""
+    """The shortest step of these ranks, at least as long as the presence of each."""
     chosen = [costs[rank] for rank in ranks]
     return max(step_seconds(balance_shares(total, chosen), chosen), *(presence_s[rank] for rank in ranks))
 
@@ -199,7 +199,7 @@ def _can_take(total: int, costs: Sequence[Cost]) -> bool:
 
 
 def _room(total: int, costs: Sequence[Cost]) -> list[int]:
-    """The most units each rank can take, without a limit all of them. Shape (world_size,)."""
+    """The most units each rank can take; without a limit all of them. Shape (world_size,)."""
     return [total if cost.limit is None else cost.limit for cost in costs]
 
 
@@ -209,10 +209,10 @@ def _units_by(now_s: float, costs: Sequence[Cost], room: Sequence[int]) -> list[
 
 
 def _units_to_start_with(total: int, costs: Sequence[Cost], room: Sequence[int]) -> list[int]:
-    """Units that every rank certainly gets, leaving about one per rank to be dealt out. Shape (world_size,)."""
+    """Units that every rank certainly gets, leaving about one per rank to deal out. Shape (world_size,)."""
     early_s, late_s = 0.0, max((cost.seconds(min(most, total)) for cost, most in zip(costs, room)), default=0.0)
     done = 0
-    for _ in range(100):  # halvings: some twenty are needed
+    for _ in range(100):  # bisection: about twenty are needed
         if total - done <= len(costs):
             break
         middle_s = (early_s + late_s) / 2
@@ -221,7 +221,7 @@ def _units_to_start_with(total: int, costs: Sequence[Cost], room: Sequence[int])
             early_s, done = middle_s, done_then
         else:
             late_s = middle_s
-    # A hair earlier, so that rounding cannot count a unit that another rank would have finished before it.
+    # Slightly earlier, so that rounding cannot count a unit that another rank would have finished first.
     return _units_by(early_s * (1 - 2**-40), costs, room)
 
 
@@ -230,7 +230,7 @@ def _deal(
 ) -> tuple[int, ...]:
     """Shares that add up: from `start`, each unit still missing goes to the rank with room that finishes it first.
 
-    `done_s(rank, units)` is when a rank is done with so many, and must not fall with their number.
+    `done_s(rank, units)` is the time when a rank has done that many, and must not fall with their number.
     """
     shares = list(start)
     finish = [(done_s(rank, shares[rank] + 1), rank) for rank in range(len(shares)) if shares[rank] < room[rank]]

@@ -1,15 +1,13 @@
-"""What a step costs on a cluster that need not exist: a model of its ranks and links, and a simulated clock. Pure.
+"""Predicts the step time of a cluster that need not exist: a model of ranks and links, and a simulated clock. Pure.
 
-Responsible for the arithmetic behind `hetseq plan` and `hetseq simulate`: ranks with costs go in, shares, seconds and
-efficiency come out. It knows no files, no runs and no torch; where the costs come from, and how the result is shown, is
-the affair of `commands.plan`.
+Responsible for the arithmetic behind `hetseq plan` and `hetseq simulate`: ranks with costs go in; shares, seconds and
+efficiency come out. It knows no files, no runs and no torch; `commands.plan` supplies the costs and shows the result.
 
 The one idea: in a step every rank computes its share, waits for the slowest, and then all exchange the gradient. So a
-step takes the time of the slowest rank, plus the part of the exchange that no computing hides. No machine is equally
-fast in every step, and which rank is the slowest changes: the more ranks, the longer the slowest of a step takes. So
-a rank may have its own noise, step by step as it was measured. A gradient of n bytes goes round a ring of W ranks in
-2 (W - 1) rounds, in each of which every rank sends n / W bytes over its own link; the slowest link sets the pace of a
-round.
+step takes the time of the slowest rank, plus the part of the exchange that computing does not hide. No machine is
+equally fast in every step, and the slowest rank changes: the more ranks, the longer the slowest of a step takes. So a
+rank may have its own noise, step by step as measured. A gradient of n bytes goes round a ring of W ranks in 2 (W - 1)
+rounds, in each of which every rank sends n / W bytes over its own link; the slowest link sets the pace of a round.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ Seconds = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RankModel:
-    """One rank: its cost in samples, the part of the fixed cost that it pays even with no samples, and its noise.
+    """One rank: its cost in samples, the part of the fixed cost that it pays even without samples, and its noise.
 
-    `noise` is by step how many times its usual time it took; the steps are those of the other ranks of the cluster,
+    `noise` holds for each step its time over its usual time; the steps are the same for all ranks of the cluster,
     whose `noise` is as long. Empty: it always takes its usual time.
     """
 
@@ -42,11 +40,11 @@ class RankModel:
     noise: tuple[float, ...] = ()
 
     def busy_s(self, samples: int) -> float:
-        """How long it is busy in a step in which it takes so many samples."""
+        """Its busy time in a step in which it takes this many samples."""
         return max(self.cost.seconds(samples), self.overhead_s)
 
     def own_per_s(self, samples: int) -> float:
-        """Its speed with this share if it waited for nobody; without a share, what it could do. 0: it can take none."""
+        """Its speed with this share without waiting; without a share, its possible speed. 0: it can take none."""
         return samples / self.busy_s(samples) if samples else 0.0 if self.cost.limit == 0 else 1 / self.cost.slope_s
 
     def alone_per_s(self, total: int) -> float:
@@ -56,36 +54,36 @@ class RankModel:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of one cluster: what each rank takes, and where the time goes. All lists are by rank.
+    """A step of one cluster: the shares of the ranks, and where the time goes. All lists are by rank.
 
-    `computing_s` is the mean over the ranks of the time they are busy, `waiting_s` the mean of what they then wait for
-    the slowest, `communication_s` what the exchange adds; the three together are `step_s`.
+    `computing_s` is the mean busy time of the ranks, `waiting_s` the mean of their wait for the slowest,
+    `communication_s` the time that the exchange adds; the three together are `step_s`.
     """
 
     shares: tuple[int, ...]
     computing_s: float
     waiting_s: float
     communication_s: float
-    own_per_s: float  # the ranks' own speeds with these shares, summed: samples per second if nobody waited
+    own_per_s: float  # the ranks' own speeds with these shares, summed: samples per second without waiting
 
     @property
     def step_s(self) -> float:
-        """From one step to the next."""
+        """Seconds from one step to the next."""
         return self.computing_s + self.waiting_s + self.communication_s
 
     @property
     def samples_per_s(self) -> float:
-        """Of the whole cluster."""
+        """The speed of the whole cluster."""
         return sum(self.shares) / self.step_s
 
     @property
     def efficiency(self) -> float:
-        """The cluster's speed over the sum of its ranks' own speeds: 1 if nobody waited for anything."""
+        """The cluster's speed over the sum of its ranks' own speeds: 1 if no rank waits."""
         return self.samples_per_s / self.own_per_s
 
 
 def predict(ranks: Sequence[RankModel], shares: Sequence[int], *, communication_s: float, scale: float = 1.0) -> Step:
-    """The step of these ranks with these shares: the median of their noisy ones; times are multiplied by `scale`."""
+    """The step of these ranks with these shares: the median over their noise; times are multiplied by `scale`."""
     busy = np.array([rank.busy_s(samples) for rank, samples in zip(ranks, shares, strict=True)])  # (ranks,)
     noise = np.ones((max(1, *(len(rank.noise) for rank in ranks)), len(ranks)))  # (steps, ranks)
     for at, rank in enumerate(ranks):
@@ -103,10 +101,10 @@ def predict(ranks: Sequence[RankModel], shares: Sequence[int], *, communication_
 
 
 def best_shares(ranks: Sequence[RankModel], total: int, unit: int = 1) -> tuple[int, ...]:
-    """The shares of `total` samples with which the slowest rank is done first, in steps as noisy as these ranks are.
+    """The shares of `total` samples with which the slowest rank finishes first, in steps as noisy as these ranks.
 
-    Raises ValueError as the limits say.
-    They are dealt in pieces of `unit` samples, of which the last one, of the last rank that has any, may be smaller.
+    The shares are dealt in pieces of `unit` samples; the last piece, on the last rank with any, may be smaller. Raises
+    ValueError as the limits say.
     """
     costs = fit_to_noise([rank.cost for rank in ranks], _noise_beside_others(ranks))
     if unit == 1:
@@ -118,7 +116,7 @@ def best_shares(ranks: Sequence[RankModel], total: int, unit: int = 1) -> tuple[
 
 
 def _noise_beside_others(ranks: Sequence[RankModel]) -> float:
-    """The standard deviation of a rank's steps beside those of the others, as a fraction; 0 if that is not known."""
+    """The standard deviation of a rank's steps relative to the other ranks, as a fraction; 0 if unknown."""
     noisy = [rank.noise for rank in ranks if rank.noise and min(rank.noise) > 0]
     if len(noisy) < 2 or len(noisy[0]) < 2:
         return 0.0
@@ -129,19 +127,19 @@ def _noise_beside_others(ranks: Sequence[RankModel]) -> float:
 
 
 def _by_the_piece(cost: Cost, unit: int) -> Cost:
-    """The cost of pieces of so many samples, each of which is computed by itself."""
+    """The cost of pieces of `unit` samples, each computed by itself."""
     limit = None if cost.limit is None else cost.limit // unit
     return Cost(cost.fixed_s, cost.slope_s * unit, limit)
 
 
 def ring_factor(world_size: int) -> float:
-    """How often a ring of so many ranks sends the bytes of the gradient over each link: 2 (W - 1) / W."""
+    """How many times a ring of `world_size` ranks sends the bytes of the gradient over each link: 2 (W - 1) / W."""
     return 2 * (world_size - 1) / world_size
 
 
 @dataclass(frozen=True)
 class Link:
-    """What connects one rank to the others: the same in both directions, and used by nobody else."""
+    """The connection of one rank to the others: equal in both directions, and used by no other rank."""
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -156,9 +154,9 @@ def ring_seconds(links: Iterable[Link], world_size: int, gradient_bytes: float) 
 
 @dataclass(frozen=True)
 class RankGroup:
-    """So many equal ranks. With n samples one of them computes for fixed_s + n / samples_per_s seconds.
+    """A number of equal ranks. With n samples one of them computes for fixed_s + n / samples_per_s seconds.
 
-    To that comes per_micro_batch_s for each micro-batch of at most `micro_batch` samples, None for any number.
+    Each micro-batch of at most `micro_batch` samples, None for any number, adds per_micro_batch_s.
     """
 
     name: str
@@ -195,7 +193,7 @@ class Cluster:
         return tuple(rank for group in self.groups for rank in (group.rank(),) * group.count)
 
     def communication_s(self) -> float:
-        """The exchange of one step, none of it hidden behind computing."""
+        """The time of the exchange of one step, with nothing hidden behind computing."""
         return ring_seconds((group.link for group in self.groups), self.world_size, self.gradient_bytes)
 
     def without(self, name: str) -> Cluster:
@@ -213,9 +211,9 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Clock:
-    """How long to simulate, and how uneven one and the same machine is from step to step.
+    """How long to simulate, and how much one machine varies from step to step.
 
-    `noise` is the standard deviation of a rank's time divided by its mean, drawn anew for every rank and step. Equal
+    `noise` is the standard deviation of a rank's time divided by its mean, drawn for every rank and step. Equal
     clocks draw equal noise, so that two ways to share are compared on the same steps.
     """
 
@@ -224,16 +222,16 @@ class Clock:
     seed: int = 0
 
     def draws(self, world_size: int) -> Iterable[Seconds]:
-        """For every step what the times of the ranks are multiplied by: (world_size,), above 0, with a mean of 1."""
+        """For every step the factors of the ranks' times: (world_size,), above 0, with a mean of 1."""
         generator = np.random.default_rng(self.seed)
-        # log-normal: never negative, and its long tail is on the slow side, as machines have it
+        # log-normal: never negative, and its long tail is on the slow side, as on real machines
         sigma = math.sqrt(math.log1p(self.noise**2))
         for _ in range(self.steps):
             yield np.exp(sigma * generator.standard_normal(world_size) - sigma**2 / 2)
 
 
 def equal_shares(cluster: Cluster, total: int) -> tuple[int, ...]:
-    """What a program that knows nothing of its machines gives them."""
+    """The shares from a program that does not know its machines."""
     return assign_shares(total, (1.0,) * cluster.world_size)
 
 
@@ -252,9 +250,9 @@ def run(cluster: Cluster, shares: Sequence[int], clock: Clock) -> Step:
 
 
 def learn(cluster: Cluster, total: int, clock: Clock) -> tuple[int, ...]:
-    """The shares that `--balance auto` has come to after the clock's steps, beginning with equal ones.
+    """The shares that `--balance auto` reaches after the clock's steps, beginning with equal ones.
 
-    Every rank computes its share in the fewest micro-batches; what they have no part in is timed beside them.
+    Every rank computes its share in the fewest micro-batches; the time independent of them is measured separately.
     """
     balancer, meters = Balancer(cluster.world_size), [CostMeter() for _ in cluster.ranks]
     most = [AtOnce(rank.cost.batch) if rank.cost.batch else None for rank in cluster.ranks]
@@ -277,7 +275,7 @@ def learn(cluster: Cluster, total: int, clock: Clock) -> tuple[int, ...]:
 
 
 def _micro_batches(samples: int, most: int | None) -> list[int]:
-    """The sizes of the micro-batches of a share: all full but the last; none for no samples."""
+    """The sizes of the micro-batches of a share: all full but the last; empty for no samples."""
     size = most or max(1, samples)
     full, rest = divmod(samples, size)
     return [size] * full + [rest] * (rest > 0)
