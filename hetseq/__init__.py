@@ -1,7 +1,7 @@
-"""HetSeq trains one PyTorch model on whatever machines there are, with the result of one big machine.
+"""HetSeq trains one PyTorch model on unequal machines, with the result of one big machine.
 
-The names below are the public surface, for tasks and scripts of your own. They are imported when they are first used,
-so that the command line can answer a mistyped option without loading torch.
+The names below are the public API, for tasks and scripts of your own. They are imported on first use, so that the
+command line can answer a mistyped option without loading torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The command line: `hetseq train` and the other commands, and nothing that imports torch before it must.
+"""The command line: `hetseq train` and the other commands; imports torch only when it must.
 
 `python train.py OPTIONS`, `hetseq train OPTIONS` and `python -m hetseq train OPTIONS` are the same. Each other command
-has its line, its help and its work in a module of its own (`command_line`). Whatever HetSeq refuses ends here as one
-message on standard error, which begins with the command, and the exit code that its exception stands for.
+has its line, its help and its work in a module of its own (`command_line`). Every error of HetSeq ends here as one
+message on standard error, which begins with the command, and with the exit code of its exception.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ if TYPE_CHECKING:
     from hetseq.cluster.membership.exit_status import Ending
     from hetseq.config.sections import Config
 
-_PATIENCE_S = 1.0  # with a terminal that takes nothing
+_PATIENCE_S = 1.0  # with a terminal that accepts no output
 
-#: command -> where its function is, which is given the words and a way to say a line; and what it is for
+#: command -> address of its function, which receives the words and a function to print a line; and its purpose
 COMMANDS = {
     "train": ("hetseq.cli:train", "train a task; `hetseq train --help` lists every option"),
     "evaluate": ("hetseq.commands.evaluate:run_evaluate", "evaluate a checkpoint of a run on a split"),
     "predict": (
         "hetseq.commands.evaluate:run_predict",
-        "write what a checkpoint of a run says of each sample of a split",
+        "write a checkpoint's prediction for each sample of a split",
     ),
     "plan": ("hetseq.commands.plan.command:run_plan", "how fast a run would be with other shares or other ranks"),
     "simulate": (
         "hetseq.commands.plan.command:run_simulate",
-        "how fast a cluster would be that is described in a YAML file",
+        "how fast a cluster described in a YAML file would be",
     ),
     "checkpoints": (
         "hetseq.commands.checkpoints.command:run",
         "list, show, verify, prune or export the checkpoints of a run",
     ),
     "report": ("hetseq.monitor.report.command:run", "write report.html of a run, or compare two runs"),
-    "doctor": ("hetseq.commands.doctor:run", "is this node fit for a training, and what to do about it"),
-    "top": ("hetseq.commands.top:run", "what a run does now: its step, its ranks, who is slow or gone"),
-    "drop": ("hetseq.commands.drop:run", "take a node out of a run that goes on without it"),
+    "doctor": ("hetseq.commands.doctor:run", "is this node ready to train, and what to fix if not"),
+    "top": ("hetseq.commands.top:run", "what a run does now: its step, its ranks, which of them are slow or gone"),
+    "drop": ("hetseq.commands.drop:run", "take a node out of a run, which continues without it"),
     "script": ("hetseq.commands.script.command:run", "a batch script for Slurm, Grid Engine, PBS, LSF or HTCondor"),
-    "ssh": ("hetseq.commands.ssh.command:run", "a run on several hosts by one command, over ssh"),
-    "selftest": ("hetseq.commands.selftest:run", "see whether a task of your own is exact on any shares"),
-    "demo": ("hetseq.commands.demo:run", "see unequal workers give the result of one machine, in a minute"),
+    "ssh": ("hetseq.commands.ssh.command:run", "start a run on several hosts over ssh"),
+    "selftest": ("hetseq.commands.selftest:run", "check whether your own task is exact on any shares"),
+    "demo": ("hetseq.commands.demo:run", "watch unequal workers give the result of one machine, in a minute"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; gives the exit code."""
+    """Run one command; returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"] and len(words) > 1:
         words = [words[1], "--help"]
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(request.text, end="" if request.text.endswith("\n") else "\n")
         return 0
     except HetSeqError as error:
-        # the reason why a run ends is told as every node of it tells it, without the command
+        # the reason why a run ends reads the same on every node, without the command
         who = "" if isinstance(error, CommandRefused) else "hetseq: " if name == "train" else f"hetseq {name}: "
         print(f"{who}{text_of(error)}", file=sys.stderr)
         return error.exit_code
@@ -120,14 +120,14 @@ def train(argv: Sequence[str], say: Callable[[str], None]) -> int:
         try:
             config = options.parse(argv)
             ending = _run(config)
-        except KeyboardInterrupt as signal:  # the launcher does not listen yet, or there is none
+        except KeyboardInterrupt as signal:  # the launcher does not handle signals yet, or there is none
             from hetseq.launch.launch import stopped_early
 
             ending = stopped_early(str(signal), config)
     if ending.message:
         from hetseq.monitor.progress import takes_text
 
-        with suppress(OSError):  # whoever read it has gone; the exit code is there all the same
+        with suppress(OSError):  # the reader has gone; the exit code still tells
             if takes_text(sys.stderr, patience_s=_PATIENCE_S):
                 print(f"hetseq: {ending.message}", file=sys.stderr)
     return ending.code
@@ -149,8 +149,8 @@ def _run(config: Config) -> Ending:
 
 
 def _say(line: str) -> None:
-    """One line of a command's answer, at once; a reader that has gone, as with `| head`, ends nothing."""
+    """Print one line of a command's answer at once; a closed pipe, as with `| head`, does not end the command."""
     try:
         print(line, flush=True)
-    except BrokenPipeError:  # what was begun is done all the same
+    except BrokenPipeError:  # the command still finishes its work
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,12 +1,12 @@
 """The exceptions a caller may catch, the exit code of each, and the codes at the end of messages.
 
-Every message says what was found, what was expected and what to do next; nothing here logs. The exit codes are those
-of the command line: 1 failed, 2 found by one node before the first step, 75 stopped with a commit to resume from, 78
-the nodes disagree, 130 stopped at once with nothing saved.
+Every message says what was found, what was expected and what to do next; nothing here logs. The exit codes of the
+command line: 1 failed, 2 refused by one node before the first step, 75 stopped with a commit to resume from, 78 the
+nodes disagree, 130 stopped at once with nothing saved.
 
 A code in brackets is part of the text of a message (`... choose another port [port-taken]`), because messages travel as
-texts, from a worker to its launcher and from node to node. It is at the end of the message, but before a command that
-is to be pasted. `docs/errors.md` has a section per code; a test holds page, list and messages to each other.
+text, from a worker to its launcher and from node to node. It is at the end of the message, but before a command to
+paste. `docs/errors.md` has a section per code; a test compares page, list and messages.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ EXIT_INTERRUPTED = 130
 
 
 class HetSeqError(Exception):
-    """Anything HetSeq refuses or gives up on; `exit_code` is what the process ends with.
+    """Base of the errors that HetSeq raises; the process ends with `exit_code`.
 
-    `slug`: the code (one of `CODES`) of messages of this kind that have none of their own.
+    `slug`: the code (one of `CODES`) for messages of this kind without one of their own.
     """
 
     exit_code = EXIT_FAILED
@@ -34,21 +34,21 @@ class HetSeqError(Exception):
 
 
 class ConfigError(HetSeqError):
-    """An option, a YAML file or a combination of them that cannot be meant."""
+    """An invalid option, YAML file or combination of them."""
 
     exit_code = EXIT_USAGE
     slug = "option-refused"
 
 
 class DataError(HetSeqError):
-    """A data file that is missing, empty, truncated or something else than it should be."""
+    """A data file that is missing, empty, truncated or of another kind."""
 
     exit_code = EXIT_USAGE
     slug = "data-unreadable"
 
 
 class MissingSplitError(DataError):
-    """A split that the data do not have; without it a run that did not ask for it goes on."""
+    """A split that the data do not have; a run that did not ask for it continues."""
 
 
 class TaskError(HetSeqError):
@@ -59,13 +59,13 @@ class TaskError(HetSeqError):
 
 
 class TaskFileError(TaskError):
-    """A task that cannot be found or imported, known before the first step."""
+    """A task that cannot be found or imported, found before the first step."""
 
     exit_code = EXIT_USAGE
 
 
 class RunDirectoryError(HetSeqError):
-    """A `--save-dir` that cannot be used: not writable, full, in use by another run, or somebody else's."""
+    """A `--save-dir` that cannot be used: not writable, full, in use by another run, or not yours."""
 
     exit_code = EXIT_USAGE
     slug = "save-dir-unusable"
@@ -78,7 +78,7 @@ class CheckpointError(HetSeqError):
 
 
 class CheckpointRefused(CheckpointError):
-    """A checkpoint that was asked for and is missing, damaged, too new, or of a kind that is never opened."""
+    """A checkpoint that was asked for and is missing, damaged, too new, or in a format that is never opened."""
 
     exit_code = EXIT_USAGE
 
@@ -90,11 +90,11 @@ class CheckpointMismatch(CheckpointError):
 
 
 class RendezvousError(HetSeqError):
-    """Peers that were never found."""
+    """Peers that were not found in time."""
 
 
 class DisagreementError(HetSeqError):
-    """Ranks that should hold the same configuration, plan or state and do not."""
+    """Ranks that should hold the same configuration, plan or state but do not."""
 
     exit_code = EXIT_DISAGREE
 
@@ -112,17 +112,17 @@ class NonFiniteError(HetSeqError):
 
 
 class DeviceMemoryError(HetSeqError):
-    """A device whose memory does not hold the smallest piece of work there is."""
+    """A device whose memory does not hold the smallest piece of work."""
 
     slug = "memory-exhausted"
 
 
 # Codes of messages.
 
-#: code -> what has happened; in the order of docs/errors.md
+#: code -> the error in one sentence; in the order of docs/errors.md
 CODES = {
     # the nodes do not meet
-    "head-unreachable": "Nobody answers at the address where the nodes are to meet.",
+    "head-unreachable": "No launcher answers at the address where the nodes meet.",
     "head-unknown": "This node knows no machine of that name.",
     "ranks-missing": "Not all ranks came within `--join-timeout`.",
     "port-taken": "Another program uses the port.",
@@ -168,7 +168,7 @@ _IN_TEXT = re.compile(rf" \[({'|'.join(CODES)})\]")
 
 
 def codes_in(message: str) -> list[str]:
-    """The codes that stand in a message, in order."""
+    """The codes in a message, in order."""
     return _IN_TEXT.findall(message)
 
 
@@ -178,12 +178,12 @@ def plain(message: str) -> str:
 
 
 def text_of(error: Exception) -> str:
-    """What an error says, with a code: that of the message, else that of its kind, where HetSeq has raised it."""
+    """The text of an error, with a code: the message's own, else its kind's, if HetSeq raised it."""
     text = str(error)
     return f"{text} [{error.slug}]" if isinstance(error, HetSeqError) and error.slug and not codes_in(text) else text
 
 
 def few(names: Sequence[str], *, most: int = 3) -> str:
-    """The first names of a list for a message, and how many more there are."""
+    """The first names of a list for a message, and the number of the others."""
     more = len(names) - most
     return (", ".join(names[:most]) or "nothing") + (f" and {more} more" if more > 0 else "")

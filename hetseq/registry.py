@@ -1,11 +1,11 @@
-"""From a name on the command line to the class or function it means.
+"""Finds the class or function for a name on the command line.
 
 A name is one of three: registered by a decorator, included with HetSeq, or an address (`package.module:Class`,
-`file.py:Class`). The included ones stand in a table of addresses and are imported when somebody asks for them, so this
-module imports neither torch nor a task. It knows no options and no configuration; what a task does is none of its
-business beyond being a `hetseq.Task`.
+`file.py:Class`). The included ones are in a table of addresses and are imported on demand, so this module imports
+neither torch nor a task. It knows no options and no configuration, and requires of a task only that it is a
+`hetseq.Task`.
 
-A file of the user's is imported once, under a name made from its full path: two files called `model.py` never meet.
+A user's file is imported once, under a name made from its full path, so two files called `model.py` do not collide.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from hetseq.system.module_names import bound_names
 
 Thing = TypeVar("Thing")
 
-#: what is included, by kind and name
+#: the included components, by kind and name
 _INCLUDED: dict[str, dict[str, str]] = {
     "task": {
         "bert": "hetseq.tasks.bert.task:BertTask",
@@ -57,7 +57,7 @@ _INCLUDED_OPTIONS = {
     "bert_ner": "hetseq.tasks.options:BertNerOptions",
     "gpt": "hetseq.tasks.options:GptOptions",
 }
-#: what of an included task's files is checked before there are workers, in a module without torch
+#: checks of an included task's files before workers start, in a module without torch
 _INCLUDED_CHECKS = {
     "bert": "hetseq.tasks.early_checks:check_bert",
     "bert_classify": "hetseq.tasks.early_checks:check_classify",
@@ -81,28 +81,28 @@ _registered: dict[str, dict[str, _Entry]] = {kind: {} for kind in _INCLUDED}
 
 
 def register_task(name: str, *, options: type | None = None) -> Callable[[Thing], Thing]:
-    """Decorator that makes a `Task` subclass known as `--task name`; `options` is a dataclass of its own flags.
+    """Decorator that registers a `Task` subclass as `--task name`; `options` is a dataclass of its own flags.
 
-    Raises ConfigError where the name belongs to something else already.
+    Raises ConfigError if the name is already taken.
     """
     return _register("task", name, options)
 
 
 def register_optimizer(name: str, *, options: type | None = None) -> Callable[[Thing], Thing]:
-    """Decorator for `builder(parameter_groups, config, options)`, known as `--optimizer name` from then on."""
+    """Decorator for `builder(parameter_groups, config, options)`, registered as `--optimizer name`."""
     return _register("optimizer", name, options)
 
 
 def register_lr_scheduler(name: str, *, options: type | None = None) -> Callable[[Thing], Thing]:
-    """Decorator for `builder(config, options)`, known as `--lr-scheduler name` from then on."""
+    """Decorator for `builder(config, options)`, registered as `--lr-scheduler name`."""
     return _register("lr_scheduler", name, options)
 
 
 def find_task(name: str, *, user_dir: str | None = None) -> type[Any]:
     """The `Task` subclass of `--task name`; imports it, and with it usually torch.
 
-    `name` is a registered or included name, `package.module:Class`, `file.py:Class`, or `file.py` where that defines
-    one task. Raises ConfigError for a name nobody knows and TaskFileError for an address that cannot be followed.
+    `name` is a registered or included name, `package.module:Class`, `file.py:Class`, or `file.py` if that defines one
+    task. Raises ConfigError for an unknown name and TaskFileError for an address that cannot be resolved.
     """
     import_user_dir(user_dir)
     address = _split_address(name)
@@ -123,7 +123,7 @@ def find_task(name: str, *, user_dir: str | None = None) -> type[Any]:
 def find_optimizer(name: str) -> Callable[..., Any]:
     """The builder of `--optimizer name`: `builder(parameter_groups, config, options)`.
 
-    Modules of the user's have been imported before, by `find_task`. Raises ConfigError for an unknown name.
+    `find_task` has imported the user's modules before. Raises ConfigError for an unknown name.
     """
     return _find_builder("optimizer", name)
 
@@ -136,9 +136,9 @@ def find_lr_scheduler(name: str) -> Callable[..., Any]:
 def options_of(kind: str, name: str, *, user_dir: str | None = None) -> type | None:
     """The dataclass of the flags that the named component brings along; None if it brings none.
 
-    Included names import no task; others import `user_dir` and the module of the address. A name that is
-    unknown afterwards has no options: `find_task` and the like say so. Raises ConfigError where `Options` is no
-    dataclass, and what `find_task` raises.
+    Included names import no task; others import `user_dir` and the module of the address. A name that is unknown
+    afterwards has no options: `find_task` and the others report it. Raises ConfigError if `Options` is not a
+    dataclass, and the errors of `find_task`.
     """
     if name in _INCLUDED[kind]:
         return _find_included_options(name) if kind == "task" and name in _INCLUDED_OPTIONS else None
@@ -160,7 +160,7 @@ def options_of(kind: str, name: str, *, user_dir: str | None = None) -> type | N
 
 
 def check_files(task: str, config: Any) -> None:
-    """Look for the files that an included task needs for this configuration; nothing for any other task.
+    """Check the files that an included task needs for this configuration; does nothing for other tasks.
 
     Imports no torch. Raises the ConfigError or DataError that the task itself would.
     """
@@ -170,10 +170,10 @@ def check_files(task: str, config: Any) -> None:
 
 
 def check_address(name: str) -> None:
-    """Refuse the file of `--task file.py:Class` where importing it would, as far as its text tells: nothing is run.
+    """Refuse a `--task file.py:Class` that cannot be imported, as far as its text shows it; runs nothing.
 
-    Raises the TaskFileError that `find_task` would. A class that may come about while the file runs passes, and so do
-    modules, which only an import finds.
+    Raises the TaskFileError that `find_task` would. Classes that may be created while the file runs are accepted, and
+    so are modules, which only an import finds.
     """
     address = _split_address(name)
     if address is None or not address[0].endswith(".py"):
@@ -189,13 +189,13 @@ def check_address(name: str) -> None:
 
 
 def check_user_dir(user_dir: str | None) -> None:
-    """Refuse what `import_user_dir` would, as far as the texts of the files tell: nothing is run."""
+    """Refuse a folder that `import_user_dir` would, as far as the text of its files shows it; runs nothing."""
     for path in _user_files(user_dir):
         _parsed(path)
 
 
 def included_options() -> dict[str, type]:
-    """The dataclasses of the flags that included tasks bring along, by the name of the task."""
+    """The dataclasses of included tasks' own flags, by the name of the task."""
     return {name: _find_included_options(name) for name in _INCLUDED_OPTIONS}
 
 
@@ -206,7 +206,7 @@ def _find_included_options(task: str) -> type:
 
 
 def is_included(kind: str, name: str) -> bool:
-    """Whether the name comes with HetSeq, so that nothing of the user's has to be imported to know it."""
+    """Whether the name comes with HetSeq, so that no module of the user's has to be imported to know it."""
     return name in _INCLUDED[kind]
 
 
@@ -216,8 +216,8 @@ def is_address(name: str) -> bool:
 
 
 def check_name(kind: str, name: str) -> None:
-    """Raise ConfigError, with the nearest known name, unless the name is included or registered by now."""
-    known = list(dict.fromkeys([*_INCLUDED[kind], *_registered[kind]]))  # included ones register too
+    """Raise ConfigError, with the nearest known name, unless the name is included or registered."""
+    known = list(dict.fromkeys([*_INCLUDED[kind], *_registered[kind]]))  # included ones are registered too
     if name in known:
         return
     guess = nearest(name, known)
@@ -230,10 +230,10 @@ def check_name(kind: str, name: str) -> None:
 
 
 def import_user_dir(user_dir: str | None) -> None:
-    """Import every `*.py` of the folder, in the order of their names, so that their decorators register.
+    """Import every `*.py` of the folder, in the order of their names, so that their decorators run.
 
-    Does nothing for None; a module that was imported before is not imported again. Raises ConfigError for a folder
-    that is none and TaskFileError for a file that cannot be imported.
+    Does nothing for None; a module that was imported before is not imported again. Raises ConfigError for a path that
+    is not a folder and TaskFileError for a file that cannot be imported.
     """
     for path in _user_files(user_dir):
         _load_file(path)
@@ -253,7 +253,7 @@ def _user_files(user_dir: str | None) -> list[Path]:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that `word` was probably meant to be, or None."""
+    """The entry of `known` that `word` probably means, or None."""
     folded = {name.casefold(): name for name in known}
     closest = difflib.get_close_matches(word.casefold(), folded, n=1)
     return folded[closest[0]] if closest else None
@@ -262,7 +262,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 def _register(kind: str, name: str, options: type | None) -> Callable[[Thing], Thing]:
     decorator = f"@register_{kind}"
     if not isinstance(name, str):
-        raise ConfigError(f'{decorator} stands without a name: write {decorator}("my_name")')
+        raise ConfigError(f'{decorator} needs a name: write {decorator}("my_name")')
     if not name or _split_address(name) is not None:
         raise ConfigError(f"{decorator}({name!r}): expected a plain name, without a colon and not ending in .py")
 
@@ -295,7 +295,7 @@ def _file_of(thing: object) -> str | None:
 
 
 def _place(thing: object) -> str:
-    """Where it is defined, for an error: the module, or the file if the module is a file of the user's."""
+    """The place of its definition, for an error: the module, or the user's file."""
     file, module = _file_of(thing), _module_of(thing)
     place = file if file is not None and module.startswith(_USER_PREFIX) else module
     return f"{place} ({getattr(thing, '__qualname__', thing)})"
@@ -304,7 +304,7 @@ def _place(thing: object) -> str:
 def _is_same(one: object, other: object) -> bool:
     if one is other:
         return True
-    # A file may be imported twice, by its path and as the neighbour that another file of the user's imports.
+    # A file may be imported twice: by its path, and by another of the user's files beside it.
     files = _file_of(one), _file_of(other)
     names = getattr(one, "__qualname__", None), getattr(other, "__qualname__", None)
     if _module_of(one) == _module_of(other) or None in files or None in names:
@@ -341,10 +341,10 @@ def _task_base() -> type:
 
 
 def _import_tasks(place: str) -> ModuleType:
-    """A module of our own."""
+    """Import a module of HetSeq."""
     try:
         return importlib.import_module(place)
-    except Exception as error:  # whatever a module may raise; told with its place
+    except Exception as error:  # a module may raise anything; reported with its place
         raise _import_failure(place, error) from error
 
 
@@ -354,7 +354,7 @@ def _import_module(place: str) -> ModuleType:
             f"--task {place}:...: expected package.module:Class, or a file whose name ends in .py, as in"
             " my_task.py:MyTask"
         )
-    # At the end, so that nothing that is installed is hidden: the console command does not look here by itself.
+    # At the end, so that no installed module is hidden: the console command does not look here by itself.
     _append_to_path(Path.cwd())
     try:
         return importlib.import_module(place)
@@ -367,7 +367,7 @@ def _import_module(place: str) -> ModuleType:
         raise _import_failure(place, error) from error
     except HetSeqError:
         raise
-    except (Exception, SystemExit) as error:  # whatever a user's module may raise; told with its place
+    except (Exception, SystemExit) as error:  # a user's module may raise anything; reported with its place
         raise _import_failure(place, error) from error
 
 
@@ -390,7 +390,7 @@ def _load_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise TaskFileError(f"{path}: expected a Python file")
     module = importlib.util.module_from_spec(spec)
-    # Before it runs: dataclasses, pickle and the loader's worker processes look their module up by name.
+    # Before it runs: dataclasses, pickle and the loader's worker processes look up their module by name.
     sys.modules[name] = module
     _append_to_path(path.parent)
     try:
@@ -408,17 +408,17 @@ def _parsed(path: Path) -> ast.Module:
     path = path.resolve()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the import tells them
+            warnings.simplefilter("ignore")  # the import shows them
             with open(path, "rb") as file:
                 source = file.read()
-            compile(source, path, "exec", dont_inherit=True)  # which finds more than the parser alone
+            compile(source, path, "exec", dont_inherit=True)  # it finds more errors than the parser alone
             return ast.parse(source)
     except (SyntaxError, ValueError, OSError) as error:
         raise _import_failure(str(path), error) from error
 
 
 def _forget(module_name: str) -> None:
-    """Undo a half import: a corrected file may be imported again, and registers its names again."""
+    """Undo a failed import: a corrected file may be imported again, and registers its names again."""
     del sys.modules[module_name]
     for entries in _registered.values():
         for name in [name for name, entry in entries.items() if _module_of(entry.thing) == module_name]:
@@ -469,7 +469,7 @@ def _only_task(module: ModuleType, place: str) -> type:
         for value in vars(module).values()
         if isinstance(value, type) and issubclass(value, base) and value.__module__ == module.__name__
     ]
-    tasks = list(dict.fromkeys(tasks))  # a second name for the same class is no second task
+    tasks = list(dict.fromkeys(tasks))  # a second name for the same class is not a second task
     if len(tasks) != 1:
         raise _not_one_task(place, [task.__name__ for task in tasks])
     return tasks[0]

@@ -1,11 +1,11 @@
-"""The run directory (`--save-dir`): what its files are called, whether it may be used, and who uses it now.
+"""The run directory (`--save-dir`): the names of its files, whether it may be used, and which run uses it now.
 
 Responsible for refusing a directory before the first step, with its path, what was found there and a remedy; for the
 marker and the run id in `config.yaml`; for the lock that keeps two runs apart; for `status/rank-N.json`. It knows
-nothing of what others write into the directory: rows are `metrics`' affair and checkpoints `checkpoint`'s.
+nothing of the content that other modules write: rows belong to `metrics`, checkpoints to `checkpoint`.
 
-The one idea: a directory is ours if the first line of its `config.yaml` says so. That line also carries the run id,
-so marker, id and configuration appear in one rename and an id survives every resume. A start that is refused leaves the
+The one idea: a directory is ours if the first line of its `config.yaml` says so. That line also carries the run id, so
+marker, id and configuration appear in one rename and an id survives every resume. A start that is refused leaves the
 `config.yaml` of an earlier one as it was: `adopt_config` replaces it once every rank is ready. A lock is `flock` on
 `.lock`: the kernel frees it however the launcher ends, so there are no stale locks to judge.
 """
@@ -42,7 +42,7 @@ _OUR_FILES = ("config.yaml", "metrics.jsonl", "events.jsonl", "checkpointHistori
 _PROBE_BYTES = 8192
 _STATUS_INTERVAL_S = 1.0
 
-#: errno -> (what it means in words, what to do); `{path}` is the run directory
+#: errno -> (meaning in words, remedy); `{path}` is the run directory
 _TROUBLES = {
     errno.EACCES: ("you may not write there", "choose another --save-dir, or ask for permission to write"),
     errno.EPERM: ("you may not write there", "choose another --save-dir, or ask for permission to write"),
@@ -63,11 +63,11 @@ class RunDirectory:
     """The paths of one run. `RunDirectory(path)` only names them; the launcher makes them with `prepare`."""
 
     path: Path
-    #: `config.yaml` as `prepare` left it, so that `lock` notices another run that prepared it in the same moment
+    #: `config.yaml` as `prepare` left it, so that `lock` notices another run that prepared it at the same time
     _prepared: bytes | None = field(default=None, repr=False, compare=False)
-    #: what `adopt_config` makes of it
+    #: the content that `adopt_config` writes
     _adopted: bytes | None = field(default=None, repr=False, compare=False)
-    #: the deepest folder of the path that was there before `prepare` made the others
+    #: the deepest folder of the path that existed before `prepare` made the others
     _standing: Path | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -102,17 +102,17 @@ class RunDirectory:
 
     @property
     def logs(self) -> Path:
-        """The directory of `rank-N.txt`, what each rank said."""
+        """The directory of `rank-N.txt`, the log of each rank."""
         return self.path / "log"
 
     @property
     def stacks(self) -> Path:
-        """The directory of `rank-N-step-S.txt`, what the threads of a rank did that stood still; made when one does."""
+        """The directory of `rank-N-step-S.txt`, the stacks of a stalled rank's threads; made for the first one."""
         return self.path / "stacks"
 
     @property
     def status(self) -> Path:
-        """The directory of `rank-N.json`, what each rank does now."""
+        """The directory of `rank-N.json`, the present status of each rank."""
         return self.path / "status"
 
     @property
@@ -135,7 +135,7 @@ class RunDirectory:
 
     @property
     def standing(self) -> Path:
-        """The deepest folder of this path that is older than this start, as far as it is known."""
+        """The deepest folder of this path that is older than this start, as far as known."""
         return self._standing or Path(self.path.anchor)
 
     @staticmethod
@@ -143,16 +143,16 @@ class RunDirectory:
         """Check or create the run directory; called once, by the launcher, before `lock`.
 
         A new directory gets its `config.yaml` here and mode 0700; an existing one keeps its mode, and its `config.yaml`
-        until `adopt_config`. Everything written is 0600 (0700 for folders).
-        `config_yaml` may begin with a marker line; it is replaced by one with the run id. Raises RunDirectoryError
-        where the path cannot be used, holds what is not ours, or is in use by another run.
+        until `adopt_config`. Every new file has mode 0600 (folders 0700). `config_yaml` may begin with a marker line,
+        which is replaced by one with the run id. Raises RunDirectoryError if the path cannot be used, holds files that
+        are not ours, or is in use by another run.
         """
         root = Path(os.path.abspath(path))
         standing = next((folder for folder in (root, *root.parents) if os.path.isdir(folder)), None)
         _make_root(root)
         owner_uid = _probe(root)
         if root.stat().st_uid != owner_uid:
-            # Compared with a file just made, not with the user id: mounts that squash or map ids stay usable.
+            # Compared with a new file, not with the user id, so that mounts that squash or map ids stay usable.
             raise RunDirectoryError(
                 f"--save-dir {root} belongs to {_user_name(root.stat().st_uid)}, not to you: choose a directory of your"
                 f" own, such as {root / 'my-run'}"
@@ -162,7 +162,7 @@ class RunDirectory:
             _refuse_foreign(root)
         known = _RUN_ID.match(first_line)
         text = _with_header(config_yaml, known.group(1) if known else secrets.token_hex(8)).encode()
-        # Held for this moment only, because the directory of a run that is going on is not ours to change.
+        # Held only for this moment: the directory of a run in progress must not be changed.
         with RunDirectory(root).lock():
             try:
                 if known is None:
@@ -174,10 +174,10 @@ class RunDirectory:
                 raise _trouble(root, error) from error
 
     def adopt_run_id(self, run_id: str) -> RunDirectory:
-        """The same directory as one of the run `run_id`, which its `config.yaml` says from now on.
+        """The same directory, with `run_id` as its run id, in `config.yaml` too.
 
         Called by the launcher that prepared it, while it holds the lock and before any rank reads the id; only for a
-        directory without a commit, since a checkpoint carries the id of its run. Raises RunDirectoryError where
+        directory without a commit, since a checkpoint carries the id of its run. Raises RunDirectoryError if
         `config.yaml` cannot be written.
         """
         if run_id == self.run_id:
@@ -192,10 +192,10 @@ class RunDirectory:
         return replace(self, _prepared=prepared, _adopted=adopted)
 
     def adopt_config(self) -> None:
-        """Replace the `config.yaml` of an earlier start by that of this one, once every rank has accepted to go on.
+        """Replace the `config.yaml` of an earlier start by this one's, once every rank has accepted the run.
 
-        Called by the launcher while it holds the lock; one that only shares the directory of another launcher, and made
-        it as `RunDirectory(path)`, changes nothing by it. Raises RunDirectoryError where it cannot be written.
+        Called by the launcher while it holds the lock; changes nothing if the launcher shares the directory of another
+        launcher and made it as `RunDirectory(path)`. Raises RunDirectoryError if it cannot be written.
         """
         if self._adopted is None or self._adopted == self._prepared:
             return
@@ -206,15 +206,15 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def restore(self, config_yaml: bytes) -> Iterator[None]:
-        """Make anew what `prepare` and `lock` had made, which was deleted; locked as long as the block lasts.
+        """Recreate the deleted files of `prepare` and `lock`; locked as long as the block lasts.
 
-        Called by the launcher that had made it. Raises RunDirectoryError where it cannot be, or is another run's now.
+        Called by the launcher that had made it. Raises RunDirectoryError if that fails or another run has the path now.
         """
         _make_root(self.path)
         with RunDirectory(self.path).lock():
             first_line = _first_line(self.config_file)
             if first_line and first_line != _first_line_of(config_yaml):
-                raise RunDirectoryError(f"{self.path} is another run's: stop one of the two")
+                raise RunDirectoryError(f"{self.path} belongs to another run now: stop one of the two")
             try:
                 for name in _SUBDIRECTORIES:
                     (self.path / name).mkdir(mode=0o700, exist_ok=True)
@@ -229,8 +229,8 @@ class RunDirectory:
         """Keep other runs out; held by the launcher for its life, and freed by the kernel however it ends.
 
         Children that exec do not inherit it; a child made by a bare fork would hold it as long as it lives. Raises
-        RunDirectoryError naming host and pid of the run that holds it. Where the file system has no locks a warning is
-        logged and the run goes on.
+        RunDirectoryError naming host and pid of the run that holds it. If the file system has no locks a warning is
+        logged and the run continues.
         """
         try:
             descriptor = open_private(self.path / ".lock", os.O_RDWR | os.O_CREAT)
@@ -242,7 +242,7 @@ class RunDirectory:
                 yield
             finally:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(descriptor, 0)  # nobody is named once the run has ended
+                    os.ftruncate(descriptor, 0)  # no holder is named once the run has ended
         finally:
             os.close(descriptor)
 
@@ -277,7 +277,7 @@ class RunDirectory:
 
 
 class StatusFile:
-    """`status/rank-N.json`: what one rank does now, for people and for `hetseq top`; written by that rank."""
+    """`status/rank-N.json`: the present state of one rank, for people and for `hetseq top`; written by that rank."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -291,17 +291,17 @@ class StatusFile:
     def write(self, now_s: float, *, force: bool = False, **fields: Any) -> None:
         """Replace the file by `fields`, at most once a second unless `force`; `now_s` is the caller's monotonic clock.
 
-        A reader sees the old content or the new one, never a part. Trouble with the file is warned about once.
+        A reader sees the old content or the new one, never a part. Logs one warning if the file cannot be written.
         """
         if not self.is_due(now_s) and not force:
             return
         self._next_s = now_s + _STATUS_INTERVAL_S
         try:
-            # Not durable: after a crash of the machine nobody asks what this rank was doing, and an fsync costs.
+            # Not durable: after a crash of the machine this status is not needed, and an fsync takes time.
             replace_file(self.path, json_line(fields), is_durable=False)
         except OSError as error:
             if not self._has_warned:
-                logger.warning("cannot write %s (%s): the run goes on without it", self.path, error.strerror)
+                logger.warning("cannot write %s (%s): the run continues without it", self.path, error.strerror)
             self._has_warned = True
 
 
@@ -332,7 +332,7 @@ def replace_file(path: Path, data: bytes, *, is_durable: bool) -> None:
             os.unlink(beside)
         raise
     if is_durable:
-        with contextlib.suppress(OSError):  # some file systems refuse to fsync a folder; the content is safe already
+        with contextlib.suppress(OSError):  # some file systems refuse to fsync a folder; the content is already safe
             folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(folder)
@@ -351,7 +351,7 @@ def utc_now() -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """As strict JSON has it: NaN and infinity as null, NumPy and tensors as numbers, anything else as text."""
+    """The value as strict JSON: NaN and infinity as null, NumPy and tensors as numbers, anything else as text."""
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, (str, bool, int)):
@@ -375,7 +375,7 @@ def _make_root(root: Path) -> None:
 
 
 def _probe(root: Path) -> int:
-    """Write a few kB for real, since a full disk or a quota shows only then; returns the user id of the new file."""
+    """Write a few kB, since only a real write shows a full disk or a quota; returns the user id of the new file."""
     name = root / f".probe-{secrets.token_hex(8)}"
     try:
         descriptor = open_private(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -398,17 +398,17 @@ def _refuse_foreign(root: Path) -> None:
     if pickles:
         raise RunDirectoryError(
             f"--save-dir {root} holds checkpoints of the HetSeq of 2020 ({_some(pickles)}): they are pickles, which can"
-            " run any code when loaded, so this HetSeq cannot go on from them. Choose another --save-dir"
+            " run any code when loaded, so this HetSeq cannot resume from them. Choose another --save-dir"
         )
-    # An empty folder is nobody's work: `mkdir -p RUN/log` in a job script is no reason to refuse.
+    # An empty folder is accepted: a job script may have run `mkdir -p RUN/log`.
     foreign = [name for name in _OUR_FILES if os.path.lexists(root / name)]
     foreign += [
         f"{name}/" for name in _SUBDIRECTORIES if os.path.lexists(root / name) and not _is_empty_folder(root / name)
     ]
     if foreign:
         raise RunDirectoryError(
-            f"--save-dir {root} holds {_some(foreign)}, but no config.yaml that begins with `{MARKER}`: somebody else's"
-            " files would be overwritten. Choose another --save-dir, or move them away"
+            f"--save-dir {root} holds {_some(foreign)}, but no config.yaml that begins with `{MARKER}`: files of"
+            " another program would be overwritten. Choose another --save-dir, or move them away"
         )
 
 
@@ -464,9 +464,9 @@ def _with_header(config_yaml: str, run_id: str) -> str:
 
 
 def _holder(descriptor: int) -> str:
-    """Who wrote `.lock`: host, pid and start time, in words."""
+    """The writer of `.lock`: host, pid and start time, in words."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
         return f"pid {holder['pid']} on {holder['host']}, started {holder['started']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "which has not said its name"
+        return "which is unknown"

@@ -1,8 +1,8 @@
-"""What a user subclasses to say what is trained: data, model, and a loss as sums with their counts.
+"""The base class of a user's task: data, model, and a loss as sums with their counts.
 
 A loss term is a *sum* over the samples (or tokens, or pixels) of a micro-batch, and its count is known from the
-collated batch before forward. HetSeq divides by the global count, so the gradient of a step is that of its global
-batch whatever shares the ranks have. A task knows no ranks, devices or steps.
+collated batch before forward. HetSeq divides by the global count, so the gradient of a step equals the gradient of its
+global batch for any shares of the ranks. A task knows no ranks, devices or steps.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ class TaskArguments(SimpleNamespace):
 
 
 def task_arguments(config: Config) -> TaskArguments:
-    """What a task is constructed with."""
+    """The arguments of a task's constructor."""
     return TaskArguments(**config.flat(), dict=config.task.vocab_file, config=config)
 
 
 class Task:
-    """Subclass this. `load_dataset` and `build_model` are required; `loss` nearly always.
+    """Base class of tasks. `load_dataset` and `build_model` are required; `loss` nearly always.
 
-    Tasks of 2020 keep working: `load_dataset` may fill `self.datasets`, `build_model` may take `args`, `collater`,
+    Tasks of 2020 still work: `load_dataset` may fill `self.datasets`, `build_model` may take `args`, `collater`,
     `num_tokens` and `set_epoch` may sit on the data set, and a model that returns its mean loss needs no `loss`.
     """
 
     #: weight of each loss term; terms that are not named here have weight 1
     term_weights: ClassVar[Mapping[str, float]] = {}
-    #: losses that are made of derivatives (forces, gradient penalties) need gradients in validation too
+    #: set it for losses made of derivatives (forces, gradient penalties), which need gradients in validation too
     needs_gradients_in_validation: ClassVar[bool] = False
     #: a dataclass of the task's own options; its fields become flags and attributes of `self.args`
     Options: ClassVar[type | None] = None
@@ -83,8 +83,8 @@ class Task:
         """The samples of `split`, a map-style data set; None or MissingSplitError if there is no such split.
 
         On several nodes HetSeq compares a few samples before the first step. A data set may have an attribute `files`,
-        a list of the paths that it reads: then names, sizes and blocks of these files are compared as well. One with
-        `vocabulary_digest`, text that says which word is which number, goes on from no checkpoint with another one.
+        a list of the paths that it reads: then names, sizes and blocks of these files are compared as well. With
+        `vocabulary_digest`, a text that identifies its vocabulary, it resumes from no checkpoint with another one.
         """
         raise TaskFileError(f"{type(self).__name__} has no load_dataset(split)")
 
@@ -103,8 +103,8 @@ class Task:
     def micro_step(self, model: torch.nn.Module, sample: Any, counts: Mapping[str, float]) -> Sums:
         """The sums of one micro-batch whose own counts are `counts`.
 
-        By default `loss(model, sample)`. A task without `loss` has a model that returns the mean of its samples, and
-        mean times count is their sum: exact for one term.
+        By default `loss(model, sample)`. The model of a task without `loss` returns the mean of its samples, and mean
+        times count is their sum: exact for one term.
         """
         if not is_overridden(self, "loss"):
             return {"loss": _call_model(model, sample) * counts["loss"]}
@@ -115,33 +115,33 @@ class Task:
         return {}
 
     def summarise(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-        """The figures of a split, by name, from what `metrics` gave, added up over all samples and ranks.
+        """The figures of a split, by name, from the sums of `metrics` over all samples and ranks.
 
-        By default each sum divided by its count, 0 where nothing was counted. Override it for a figure that is no
+        By default each sum divided by its count, 0 if nothing was counted. Override it for a figure that is not a
         quotient of sums, such as the mean of the F1 of several labels: `metrics` then gives the sums that it is made
         of. Every rank calls it with the same sums. The names must not depend on them.
         """
         return {name: total / count if count else 0.0 for name, (total, count) in sums.items()}
 
     def predictions(self, model: torch.nn.Module, sample: Any) -> list[str]:
-        """What the model says of each sample of the micro-batch, in its order: one line of text each.
+        """The prediction for each sample of the micro-batch, in its order: one line of text each.
 
-        `hetseq predict` calls it, in evaluation mode, and writes the lines; labels that `sample` may lack are not asked
-        for before.
+        `hetseq predict` calls it, in evaluation mode, and writes the lines; it does not use labels, which `sample` may
+        lack.
         """
         raise no_predictions(self)
 
     def update_step(self, num_updates: int) -> None:
         """Called on every rank after each optimizer step, and before the first one of a run or of a resumed run.
 
-        What a task remembers must follow from `num_updates`: no checkpoint holds its attributes.
+        The state of a task must follow from `num_updates`: no checkpoint holds its attributes.
         """
 
     def export(self, model: torch.nn.Module, folder: Path) -> None:
-        """Write the trained model into `folder`, an empty directory, as other programs open it.
+        """Write the trained model into `folder`, an empty directory, in a format that other programs open.
 
-        `hetseq checkpoints export RUN --format hf --to DIR` calls it, in one process, with what `build_model` made, in
-        evaluation mode, on the CPU, with the weights of the checkpoint. DIR appears when it returns. No data set is
+        `hetseq checkpoints export RUN --format hf --to DIR` calls it, in one process, with the model of `build_model`,
+        in evaluation mode, on the CPU, with the weights of the checkpoint. DIR appears when it returns. No data set is
         loaded before.
         """
         raise TaskFileError(f"{type(self).__name__} has no export(model, folder)")
@@ -157,12 +157,12 @@ def weights_of(task: Task, terms: Sequence[str]) -> tuple[float, ...]:
 
 
 def is_overridden(task: Task, name: str) -> bool:
-    """The task has a method `name` of its own."""
+    """Whether the task has its own method `name`."""
     return getattr(type(task), name) is not getattr(Task, name)
 
 
 def no_predictions(task: Task) -> TaskFileError:
-    """What to tell of a task that cannot predict."""
+    """The error for a task that cannot predict."""
     return TaskFileError(_NO_PREDICTIONS.format(name=type(task).__name__))
 
 
@@ -186,12 +186,12 @@ def build_model(task: Task) -> torch.nn.Module:
 
 
 def load_split(task: Task, split: str) -> Any:
-    """The data set of a split. Raises MissingSplitError where there is none, TaskFileError where it is no data set."""
+    """The data set of a split. Raises MissingSplitError if there is none, TaskFileError if it is no data set."""
     name = f"{type(task).__name__}.load_dataset({split!r})"
     try:
         loaded: Any = task.load_dataset(split)
     except FileNotFoundError as error:
-        raise MissingSplitError(f"{name} found no file {error.filename}: give --data what the task expects") from error
+        raise MissingSplitError(f"{name} found no file {error.filename}: set --data as the task expects") from error
     dataset = loaded if loaded is not None else task.datasets.get(split)
     if dataset is None:
         raise MissingSplitError(f"{name} gave no data set, neither returned nor in self.datasets[{split!r}]")
@@ -207,7 +207,7 @@ def load_split(task: Task, split: str) -> Any:
 
 
 def collater_of(task: Task, dataset: Any) -> Any:
-    """What turns a list of samples into a batch: the task's `collater`, else the data set's, else torch's."""
+    """The function that turns samples into a batch: the task's `collater`, else the data set's, else torch's."""
     return getattr(task, "collater", None) or getattr(dataset, "collater", None) or default_collate
 
 
@@ -251,7 +251,7 @@ def counts_of(task: Task, sample: Any, samples: int) -> dict[str, float]:
 
 
 def check_sums(task: Task, sums: Any, terms: Sequence[str]) -> Sums:
-    """What `loss` returned, if it has the terms of `count`, each a scalar tensor; else TaskError."""
+    """The result of `loss`, if it has the terms of `count`, each a scalar tensor; else raises TaskError."""
     name = type(task).__name__
     if not isinstance(sums, dict):
         raise TaskError(f"{name}.loss returned {type(sums).__name__}: expected a dict of term to summed loss")

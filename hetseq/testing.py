@@ -1,10 +1,10 @@
-"""Tools for tests of runs that lose processes, HetSeq's own and yours: which rank fails where, as a sentence.
+"""Fault injection for tests of runs, HetSeq's own and yours: which rank fails where, as a sentence.
 
     Faults().kill(rank=1).at(step=4, phase="reduce").stop(rank=2, seconds=3).at(step=6, phase="commit")
 
-Responsible for writing a schedule of faults and for drawing one by chance. Refuses to know how a fault happens
-(`hetseq.system.faults`) and what a run makes of it. The one idea: a schedule is a value; it travels in one environment
-variable, `environment()`, and what it prints is the expression that makes it, so a failure is replayed by pasting.
+Responsible for writing a schedule of faults and for drawing one at random. Refuses to know how a fault happens
+(`hetseq.system.faults`) and how a run reacts. The one idea: a schedule is a value; it travels in one environment
+variable, `environment()`, and its repr is the expression that makes it, so a failure is replayed by pasting.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from hetseq.system.faults import (
 
 @dataclass(frozen=True, repr=False)
 class Faults:
-    """A schedule of faults. Nothing changes it: each call gives a longer one.
+    """An immutable schedule of faults: each call returns a longer one.
 
-    `rank` is the slot: a rank of the first generation, and whichever process takes its place. A kind is followed by
-    `at`, which says where. Every method raises ValueError for what cannot be meant.
+    `rank` is the slot: a rank of the first generation, and any process that takes its place. A kind is followed by
+    `at`, which says where. Every method raises ValueError for invalid arguments.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -48,7 +48,7 @@ class Faults:
         return Aim(self, "kill", rank)
 
     def segv(self, *, rank: int) -> Aim:
-        """A crash: memory is read that is not there."""
+        """A crash: reads memory that does not exist."""
         return Aim(self, "segv", rank)
 
     def abort(self, *, rank: int) -> Aim:
@@ -60,7 +60,7 @@ class Faults:
         return Aim(self, "term", rank)
 
     def exit(self, *, rank: int) -> Aim:
-        """An end with exit code 3, without a word."""
+        """An end with exit code 3, without a message."""
         return Aim(self, "exit", rank)
 
     def raise_(self, *, rank: int) -> Aim:
@@ -68,11 +68,11 @@ class Faults:
         return Aim(self, "raise", rank)
 
     def stop(self, *, rank: int, seconds: float | None = None) -> Aim:
-        """SIGSTOP, and SIGCONT after `seconds`; with `math.inf` nobody sends it."""
+        """SIGSTOP, and SIGCONT after `seconds`; with `math.inf` it is never sent."""
         return Aim(self, "stop", rank, seconds)
 
     def sleep(self, *, rank: int, seconds: float | None = None) -> Aim:
-        """This thread sleeps for `seconds`; the others go on."""
+        """This thread sleeps for `seconds`; the others continue."""
         return Aim(self, "sleep", rank, seconds)
 
     def hog(self, *, rank: int, seconds: float | None = None) -> Aim:
@@ -95,11 +95,11 @@ class Faults:
 
     @classmethod
     def parse(cls, text: str) -> Faults:
-        """The schedule that has this text; an empty text is no fault."""
+        """The schedule with this text; an empty text is no fault."""
         return cls(*read_schedule(text))
 
     def environment(self) -> dict[str, str]:
-        """What a command's environment needs besides, for its run to meet these faults."""
+        """Environment variables that make a command's run meet these faults."""
         return {VARIABLE: self.text()}
 
     def __repr__(self) -> str:
@@ -109,7 +109,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Aim:
-    """A fault of which only the place is missing: `at` gives the schedule that has it."""
+    """A fault without its place; `at` returns the schedule that has it."""
 
     before: Faults = field(repr=False)
     kind: str
@@ -117,7 +117,7 @@ class Aim:
     seconds: float | None = None
 
     def at(self, *, phase: str, step: int | None = None, nth: int = 1, incarnation: int = 0) -> Faults:
-        """The nth time that the rank passes `phase` in this step, or in its whole life where no step is given.
+        """The nth time that the rank passes `phase` in this step, or in its whole life if no step is given.
 
         `incarnation` 0 is the first process in the rank's slot, 1 its first replacement.
         """
@@ -135,11 +135,11 @@ def random_faults(
     count: int,
     seconds: float = 1.0,
 ) -> Faults:
-    """`count` faults in different places, in the order of their steps: the same ones for the same arguments, anywhere.
+    """`count` faults in different places, in the order of their steps: equal arguments give equal faults anywhere.
 
     Phases that not every step passes (saving, regrouping, joining) come without a step: the first time. A rank that an
-    earlier fault has ended is met again as its next incarnation. `seconds` is for the kinds that take a time. Raises
-    ValueError where there are fewer places than faults, and for what cannot be meant.
+    earlier fault has ended is met again as its next incarnation. `seconds` is for kinds that take a time. Raises
+    ValueError if there are fewer places than faults, and for invalid arguments.
     """
     _check_choices(ranks, steps, phases, kinds)
     at_least("count", count, 0)
@@ -165,7 +165,7 @@ def random_faults(
 
 
 def _time_of(place: tuple[int, str, int | None]) -> tuple[float, int, int]:
-    """For sorting: loading first, then step by step, then what may happen at any time."""
+    """For sorting: loading first, then step by step, then faults without a step."""
     rank, phase, step = place
     when = 0 if phase == "loading" else math.inf if step is None else step
     return when, PHASES.index(phase), rank
@@ -186,7 +186,7 @@ def _check_choices(ranks: Sequence[int], steps: Sequence[int], phases: Sequence[
 
 
 def _sentence(fault: Fault) -> str:
-    """The two calls that make a fault, without what goes without saying."""
+    """The two calls that make a fault, without default arguments."""
     method = f"{fault.kind}_" if keyword.iskeyword(fault.kind) else fault.kind
     subject = f"rank={fault.slot}"
     if fault.seconds is not None:

@@ -1,8 +1,8 @@
-"""Whether a path that a command is given is the directory of a run.
+"""Checks that a path given to a command is the directory of a run.
 
-Responsible for the refusal of a path that is none, for all commands that look at a run. Opens nothing for writing, and
-refuses to judge what the files of a run say. The one idea: one file that only a run writes is enough, since a run may
-have lost the others, and a folder with files of another program is told apart by what is in them.
+Responsible for refusing any other path, for all commands that read a run. Opens nothing for writing, and does not
+judge the content of a run's files. The one idea: one file that only a run writes is enough, since a run may have lost
+the others; the content of a file tells a run's from another program's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROW = re.compile(rb'^{.*"step": ?[0-9]', re.MULTILINE)
 
 
 def existing_run(path: Path) -> RunDirectory:
-    """The directory of a run that is there. Raises ConfigError where it is none, or holds nothing a run has written."""
+    """An existing run directory. Raises ConfigError if the path is none, or holds no file written by a run."""
     try:
         is_there, is_folder = path.exists(), path.is_dir()
         is_run = is_folder and _is_run(path)
@@ -35,7 +35,7 @@ def existing_run(path: Path) -> RunDirectory:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a run has written one of the files that tell."""
+    """Whether a run has written one of the files that identify it."""
     if _head(folder / "config.yaml").startswith(MARKER.encode()):
         return True
     if any(any(folder.glob(pattern)) for pattern in ("status/rank-*.json", "checkpoints/step-*.*/")):

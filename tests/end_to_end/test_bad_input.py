@@ -163,8 +163,8 @@ def test_a_run_directory_that_is_no_directory(refuse: Refuse, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("config.yaml", ("somebody else's files would be overwritten", "config.yaml", "Choose another --save-dir")),
-        ("metrics.jsonl", ("somebody else's files would be overwritten", "metrics.jsonl", "Choose another")),
+        ("config.yaml", ("files of another program would be overwritten", "config.yaml", "Choose another --save-dir")),
+        ("metrics.jsonl", ("files of another program would be overwritten", "metrics.jsonl", "Choose another")),
         ("checkpoint_last.pt", ("HetSeq of 2020", "checkpoint_last.pt", "Choose another --save-dir")),
     ],
 )
@@ -407,7 +407,7 @@ def test_two_runs_on_one_directory(warm: WarmLauncher, tmp_path: Path) -> None:
 def test_a_foreign_directory_through_a_real_command(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("mine: 1\n")
     finished = run_command([*BASE, "--save-dir", tmp_path], is_cold=False)
-    check_refusal(finished, str(tmp_path), "somebody else's files", "Choose another --save-dir", within_s=COLD_S)
+    check_refusal(finished, str(tmp_path), "files of another program", "Choose another --save-dir", within_s=COLD_S)
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 

@@ -191,7 +191,7 @@ def test_files_of_somebody_else_under_our_names(tmp_path: Path, name: str) -> No
     foreign = tmp_path / name
     foreign.parent.mkdir(exist_ok=True)
     foreign.write_text("mine\n")
-    assert "somebody else's files would be overwritten" in refusal(tmp_path)
+    assert "files of another program would be overwritten" in refusal(tmp_path)
     assert foreign.read_text() == "mine\n"
     assert os.listdir(tmp_path) == [name.split("/")[0]]
 

@@ -134,7 +134,7 @@ def test_a_directory_that_another_run_has_taken_is_left_to_it_and_told_once(
             theirs = other.config_file.read_bytes()
             if is_locked:
                 closing.enter_context(other.lock())
-        words = "is in use by another run" if is_locked else "is another run's: stop one of the two"
+        words = "is in use by another run" if is_locked else "belongs to another run now: stop one of the two"
         assert words in told.wait()
         looks.more()
         assert run.config_file.read_bytes() == theirs
