@@ -128,7 +128,7 @@ CODES = {
     "port-taken": "Another program uses the port.",
     "link-blocked": "Two nodes reach the head, and one of them does not reach the other.",
     "directory-missing": "The shared directory does not exist on this node.",
-    "old-file": "A file of an earlier run stands where the nodes are to meet, so they meet beside it.",
+    "old-file": "A file of an earlier run is at the meeting place, so the nodes meet beside it.",
     "interface-unknown": "`GLOO_SOCKET_IFNAME` names an interface that this node does not have.",
     "interface-list": "`GLOO_SOCKET_IFNAME` holds a list in NCCL's manner, so another interface is used.",
     "loopback-name": "A name means 127.0.1.1 on its own machine, so another address of it is used.",

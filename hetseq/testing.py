@@ -146,7 +146,7 @@ def random_faults(
     with_step = len(set(phases) & set(STEP_PHASES))
     places = len(set(ranks)) * (with_step * len(set(steps)) + len(set(phases)) - with_step)
     if count > places:
-        raise ValueError(f"{count} faults in different places, where there are {places}")
+        raise ValueError(f"{count} faults in different places, but there are only {places}")
     chance = random.Random(seed)
     kind_at: dict[tuple[int, str, int | None], str] = {}
     while len(kind_at) < count:

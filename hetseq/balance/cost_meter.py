@@ -43,7 +43,7 @@ MEDIAN_GAP = 0.954  # the median difference of two errors, by their standard dev
 
 # Limits beyond which a step is not noise
 ODD = 0.25  # off by more than this,
-ODD_DEVIATIONS = 4.0  # and by more than so many standard deviations
+ODD_DEVIATIONS = 4.0  # and by more than this many standard deviations
 JUMP_DOUBT = 0.15  # of a speed that was just accepted
 DRIFT = 0.0005  # how much a machine's speed drifts per step: old steps count less and less
 SHIFT_MEMORY_STEPS = 4  # steps over which an error too small to be odd is averaged

@@ -47,7 +47,7 @@ def node_option(default: Any, help: str, **kind: Any) -> Any:
     return option(default, help, per_node=True, **kind)
 
 
-WITHOUT_END = 1_000_000  # steps of the decay of a run that has no end; every run had so many before 2026-11
+WITHOUT_END = 1_000_000  # decay steps of a run without an end; before 2026-11 of every run
 
 
 def flag(name: str) -> str:

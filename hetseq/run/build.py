@@ -120,7 +120,7 @@ class RankJob:
 
     @property
     def carried(self) -> KeptState | None:
-        """What this rank keeps from the previous generation."""
+        """The state that this rank keeps from the previous generation."""
         return self.succession.carried if self.succession is not None else None
 
     @property

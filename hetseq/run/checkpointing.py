@@ -363,7 +363,7 @@ def draw_nonce() -> int:
 def describe(
     state: TrainingState, provenance: Provenance, optimizer_numbers: Mapping[str, Any] | None, rows: Rows = ()
 ) -> dict[str, Any]:
-    """The content of `state.json`; `optimizer_numbers` is None where the optimizer's state is left out."""
+    """The content of `state.json`; `optimizer_numbers` is None if the optimizer's state is left out."""
     return {
         "state_version": STATE_VERSION,
         "step": state.position.step - 1,

@@ -32,7 +32,7 @@ def settled(config: OptimizationConfig, state: TrainingState, last_step: int | N
 
 
 def in_words(config: OptimizationConfig, state: TrainingState, last_step: int | None, *, is_resumed: bool) -> list[str]:
-    """What a start logs about its end, and about the decay if --total-num-update is not given."""
+    """The lines that a start logs about its end, and about the decay if --total-num-update is not given."""
     said = []
     if last_step is None and not has_end(config):
         said.append(

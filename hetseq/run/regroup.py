@@ -50,7 +50,7 @@ class PendingWork:
 
 @dataclass
 class KeptState:
-    """What a rank keeps when a generation ends; the model's tensors stay where they are."""
+    """The state that a rank keeps when a generation ends; the model's tensors stay in place."""
 
     optimizer: torch.optim.Optimizer
     state: TrainingState
@@ -88,7 +88,7 @@ def succession_by(record: Record, carried: KeptState | None) -> Regroup | None:
 
 @dataclass(frozen=True)
 class StartState:
-    """What all ranks of a generation begin with."""
+    """The state that all ranks of a generation begin with."""
 
     state: TrainingState
     provenance: Provenance
@@ -119,7 +119,7 @@ def hand_over(succession: Regroup, replica: Replica, provenance: Provenance, sha
 
 
 def _words(carried: KeptState | None) -> str:
-    """What the source sends besides the state; the words of other ranks are ignored."""
+    """The facts that the source sends besides the state; other ranks' ones are ignored."""
     if carried is None:
         return "{}"
     return json.dumps(

@@ -70,7 +70,7 @@ class Session:
         return Halt.STOPPED
 
     def carry(self, last: Update | None) -> KeptState:
-        """What the next generation receives, once this one is over; `last` is the update that led to its base.
+        """The state for the next generation, once this one is over; `last` is the update that led to its base.
 
         Closes the session.
         """

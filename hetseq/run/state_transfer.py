@@ -155,7 +155,7 @@ def _lines(path: Path, key: _Key) -> dict[Any, tuple[bytes, int]]:
 
 
 def _parse(text: bytes, key: _Key) -> dict[Any, tuple[bytes, int]]:
-    """Lines by key, each with its step (0 where it has none); other lines and a torn last line are left out."""
+    """Lines by key, each with its step (0 if it has none); other lines and a torn last line are left out."""
     found: dict[Any, tuple[bytes, int]] = {}
     *lines, _torn = text.split(b"\n")
     for place, line in enumerate(lines):

@@ -158,7 +158,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class RankContext:
-    """What a step needs from its process."""
+    """The facts that a step needs from its process."""
 
     memory: Callable[[], tuple[int, int]] = lambda: (0, 0)  # bytes in use, and the limit
     wish: Callable[[], Wish] = lambda: Wish.NONE

@@ -103,7 +103,7 @@ def scale_in_words(config: OptimizationConfig, batch: GlobalBatch, epoch: int) -
 def advice(
     config: OptimizationConfig, batch: GlobalBatch, course: Course, *, before: GlobalBatch, epoch_before: int
 ) -> str | None:
-    """What both rules would make of `--lr` for a run that resumes with another global batch than it had `before`.
+    """The `--lr` that both rules would give for a run that resumes with another global batch than it had `before`.
 
     None if the batch is the same, or the two cannot be compared. Only the user knows whether `--lr` was chosen for the
     former batch, and may have changed it with the batch.

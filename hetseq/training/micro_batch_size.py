@@ -41,7 +41,7 @@ class MicroBatchSizes:
         return replace(self.cap, is_ramp=True)
 
     def holds(self, samples: int, tokens: int = 0) -> bool:
-        """Whether a micro-batch of so many samples, and tokens if counted, may be tried."""
+        """Whether a micro-batch of this many samples, and tokens if counted, may be tried."""
         has_few_tokens = samples == 1 or self.cap.tokens is None or tokens <= self.cap.tokens
         return has_few_tokens and (self.cap.samples is None or samples <= self.cap.samples)
 

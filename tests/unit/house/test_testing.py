@@ -211,9 +211,9 @@ def test_every_place_can_be_drawn_and_no_more() -> None:
     few: dict[str, Any] = {"ranks": (0, 1), "steps": (3, 4), "phases": ("reduce", "regroup"), "kinds": ("kill",)}
     assert len(random_faults(1, count=6, **few).faults) == 6
     assert random_faults(1, count=0, **few) == Faults()
-    with pytest.raises(ValueError, match="7 faults in different places, where there are 6"):
+    with pytest.raises(ValueError, match="7 faults in different places, but there are only 6"):
         random_faults(1, count=7, **few)
-    with pytest.raises(ValueError, match="7 faults in different places, where there are 6"):
+    with pytest.raises(ValueError, match="7 faults in different places, but there are only 6"):
         random_faults(1, count=7, **{name: (*choices, *choices) for name, choices in few.items()})
 
 
