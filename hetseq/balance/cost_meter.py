@@ -55,7 +55,7 @@ BURST_S = 6.0  # other programs take the cores of a machine for 1 to 5 s: no slo
 NOISY_SHIFT_MEMORY_STEPS = 8
 SHIFT_OVER = 0.5  # of the error that begins a shift: less ends it
 FASTER_STEPS = 16  # only noise makes a machine faster for a while: this many steps are enough
-SURE_STEPS = 400  # the uncertainty of a speed does not fall below the mean of this many
+SURE_STEPS = 400  # a speed is never more certain than a mean of this many
 
 # Gains that justify other shares, as fractions of a step
 GAIN_AT_ONCE = 0.1
