@@ -1,7 +1,7 @@
-"""What a launcher checks of the files of an included task before it starts workers: that they are there, and which.
+"""Early checks: the launcher looks for the files of an included task before it starts workers.
 
-Each function is given the configuration of a run and raises what the task itself would, in its words, seconds later on
-every rank. Imports no torch, and reads no rows. What is not refused here is for the task to judge.
+Each function takes the configuration of a run, and raises the same error that the task would raise seconds later on
+every rank. Imports no torch, and reads no rows. The task itself makes all other checks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hetseq.tasks.rows.split_files import find_split
 
 
 def check_bert(config: Config) -> None:
-    """`--task bert`: configuration, vocabulary, the files of each split, and that there are weights."""
+    """`--task bert`: configuration, vocabulary, the files of each split, and whether there are weights."""
     files = BertFiles(config, _option(config, "init_from"))
     data = files.data
     files.network()
@@ -45,7 +45,7 @@ def check_bert(config: Config) -> None:
 
 
 def check_gpt(config: Config) -> None:
-    """`--task gpt`: as `check_bert`."""
+    """`--task gpt`: the same as `check_bert`."""
     files = GptFiles(config, _option(config, "init_from"))
     index, config_file = find_gpt_records(files.data), files.config_file()
     GptConfig.from_json_file(config_file)
@@ -55,12 +55,12 @@ def check_gpt(config: Config) -> None:
 
 
 def check_ner(config: Config) -> None:
-    """`--task bert_ner`: the file of each split, configuration, vocabulary, and that there are weights."""
+    """`--task bert_ner`: the file of each split, configuration, vocabulary, and whether there are weights."""
     _check_fine_tuning(config, tagged_words.SUFFIXES)
 
 
 def check_classify(config: Config) -> None:
-    """`--task bert_classify`: as `check_ner`."""
+    """`--task bert_classify`: the same as `check_ner`."""
     _check_fine_tuning(config, labelled_texts.SUFFIXES)
 
 
@@ -79,7 +79,7 @@ def check_mnist(config: Config) -> None:
 def _check_fine_tuning(config: Config, suffixes: tuple[str, ...]) -> None:
     data = config.data
     if data.data is None:
-        return  # the task says what it needs
+        return  # the task itself asks for --data
     folder, splits = Path(data.data).expanduser(), (data.train_subset, *data.valid_subsets)
     find_split(folder, data.train_subset, suffixes=suffixes, other_splits=splits)
     weights, config_file, _ = find_beginning(config, _option(config, "init_from"))
@@ -90,22 +90,22 @@ def _check_fine_tuning(config: Config, suffixes: tuple[str, ...]) -> None:
 
 
 def _option(config: Config, name: str) -> Any:
-    """An option of the task's own, None where none of them was given."""
+    """An option of the task, or None if the run has no options of the task."""
     return getattr(config.extras.get("task"), name, None)
 
 
 def _check_records(index: Index, split: str, config: Config) -> None:
-    """Refuse a split that the index does not have, and a file of it that is not there."""
+    """Raise MissingSplitError if the index has no such split, DataError if one of its files is missing."""
     files = index.split(split).files_up_to(config.data.num_file)
     if _option(config, "local_copy") is not None:
-        return  # the rows are read from copies, which may be there already
+        return  # the task reads copies of the files, which may exist already
     for file in files:
         if not file.path.exists():
-            open_shard(file, index.columns)  # which says so
+            open_shard(file, index.columns)  # raises DataError
 
 
 def _check_splits(config: Config, check: Callable[[str], object]) -> None:
-    """Check the splits of a run; like for a worker, the default one of validation may be absent."""
+    """Check the splits of a run. The default validation split may be missing, as it may for a worker."""
     check(config.data.train_subset)
     for split in () if config.validation.disable_validation else config.data.valid_subsets:
         try:

@@ -1,8 +1,7 @@
 """MNIST task: the 2020 network on the MNIST files, or a small one on the digits bundled with scikit-learn.
 
-Responsible for finding and checking the files under `--data`, for the two networks and for the summed loss; knows no
-ranks, batches or devices. The *name* of a file decides its half, train or test, and its *header* whether it holds
-images or labels; names of parent folders never matter. Nothing is written into `--data`.
+Responsible for reading and checking the files that `mnist_files` finds under `--data`, for the two networks and for the
+summed loss; knows no ranks, batches or devices. Nothing is written into `--data`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class MNISTTask(Task):
     """`--task mnist`: MNIST from `--data`, or the bundled 8x8 digits where `--data` is not given."""
 
     def load_dataset(self, split: str) -> ImageDataset:
-        """Train is the training half; test and valid are both the other one. Raises DataError."""
+        """Split "train" is the training half; "test" and "valid" are both the test half. Raises DataError."""
         half = half_of(split)
         data = self.config.data.data
         if data is None:

@@ -1,8 +1,7 @@
-"""The files of MNIST under `--data`: which there are, and what each holds by its name and its header.
+"""The files of MNIST under `--data`, found by their names and headers.
 
-Responsible for finding them and for opening one, packed or not; imports no torch. Which of two halves a file belongs to
-is judged by its *name*, whether it holds images or labels by its *header*, and the names of the folders above it never
-matter.
+Responsible for finding them and for opening one, compressed or not; imports no torch. The *name* of a file decides its
+half, its *header* decides between images and labels; names of parent folders never matter.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from typing import IO, cast
 
 from hetseq import DataError, MissingSplitError
 
-#: half of the data that each split takes; MNIST has no validation half of its own
+#: half of the data for each split; MNIST has no separate validation half
 _HALVES = {"train": "train", "valid": "test", "test": "test"}
-#: where the files may lie under --data, in the order in which they are looked for
+#: folders under --data that may hold the files, in search order
 _PLACES = (".", "MNIST/raw", "MNIST/processed", "raw", "processed")
 _NAME_WORDS = {"train": ("train",), "test": ("t10k", "test")}
 _IDX_NAMES = {
@@ -34,7 +33,7 @@ _REMEDY = (
 
 
 def half_of(split: str) -> str:
-    """The half that a split takes, "train" or "test". Raises DataError for one that MNIST does not have."""
+    """The half of the data for a split, "train" or "test". Raises DataError for an unknown split."""
     if split not in _HALVES:
         raise DataError(
             f"mnist has no split {split!r}: give --train-subset and --valid-subset one of {', '.join(_HALVES)}"
@@ -44,9 +43,9 @@ def half_of(split: str) -> str:
 
 
 def find_files(path: Path, half: str) -> tuple[Path, ...]:
-    """The two idx files of a half under `path`, images and labels, or the one file that torchvision wrote.
+    """The idx files of a half under `path`, images and labels, or its single .pt file.
 
-    Raises MissingSplitError where no file of that half is found, and DataError for one that is not what it should be.
+    Raises MissingSplitError if no file of that half is found, and DataError for an invalid file.
     """
     folder, seen = _folder_of(path), []
     for place in _PLACES:
@@ -87,7 +86,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _idx_files(folder: Path, names: list[str], half: str) -> dict[str, Path]:
-    """The idx files of a half by role, "images" and "labels"; of a file and its .gz the unpacked one."""
+    """The idx files of a half by role, "images" and "labels"; an unpacked file is preferred to its .gz."""
     found: dict[str, Path] = {}
     for name in names:  # sorted, so a plain file comes before the same one with .gz
         lowered = name.lower()
@@ -110,7 +109,7 @@ def _idx_files(folder: Path, names: list[str], half: str) -> dict[str, Path]:
 
 
 def _role_of(path: Path) -> str | None:
-    """What an idx file holds by its header, "images" or "labels"; None for a file that is not and need not be idx."""
+    """The role of an idx file by its header, "images" or "labels"; None for a file that is not idx and need not be."""
     name = path.name.lower()
     must_be_idx = re.search(r"idx|ubyte", name) is not None
     with reading(path) as file:
@@ -148,7 +147,7 @@ def _pair(folder: Path, files: dict[str, Path], half: str) -> tuple[Path, Path]:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, unpacked where its first two say gzip; raises DataError for what goes wrong meanwhile."""
+    """The bytes of a file, unpacked if its first two say gzip. Raises DataError for errors inside the block."""
     try:
         with path.open("rb") as raw:
             is_packed = raw.read(2) == b"\x1f\x8b"

@@ -1,6 +1,6 @@
-"""The shape of a BERT, and what a `bert_config.json` or `config.json` says of it.
+"""The configuration of a BERT, read from `bert_config.json` or `config.json`.
 
-Responsible for which shapes are possible and for reading the file; knows no tensors, and imports no torch.
+Responsible for valid values and for reading the file; knows no tensors, and imports no torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hetseq.tasks.nn.model_config import (
 
 _EXAMPLE = 'a JSON object such as {"vocab_size": 30522, "hidden_size": 256, ...}'
 
-#: keys that ask for another model unless they have one of these values -> what they would ask for
+#: keys that ask for a different model unless they have one of these values -> the model they ask for
 _OTHER_MODELS: OtherModels = {
     "model_type": (("bert",), "a model that is not BERT"),
     "position_embedding_type": (("absolute", None), "positions relative to each other"),
@@ -70,7 +70,7 @@ class BertConfig:
                 check_fraction(field.name, value, may_be_zero=field.name.endswith("_prob"))
                 object.__setattr__(self, field.name, float(value))  # 0 and 0.0 are the same configuration on all nodes
             elif field.type == "int":
-                # vocab_size is the first field, so it is a number by the time that pad_token_id is looked at
+                # vocab_size is the first field, so it is a valid number when pad_token_id is checked
                 low, high = (0, self.vocab_size - 1) if field.name == "pad_token_id" else (1, LARGEST_SIZE)
                 check_whole(field.name, value, low, MOST_LAYERS if field.name == "num_hidden_layers" else high)
         check_activation("hidden_act", self.hidden_act)
@@ -79,7 +79,7 @@ class BertConfig:
         )
         if self.parameters > MOST_PARAMETERS:
             sizes = self._sizes()
-            # the one without which the model would be smallest: a product has no largest term
+            # blame the key whose usual value would shrink the model most: a product has no largest term
             key = min(_USUAL_SIZES, key=lambda key: _count_parameters(**sizes | {key: _USUAL_SIZES[key]}))
             raise DataError(
                 f"{key} is {sizes[key]}: the model would have {self.parameters:,} parameters; expected at most"
@@ -88,7 +88,7 @@ class BertConfig:
 
     @property
     def parameters(self) -> int:
-        """How many numbers `BertForPreTraining` learns with this configuration, counted without making it."""
+        """The number of parameters of `BertForPreTraining` with this configuration, computed without building it."""
         return _count_parameters(**self._sizes())
 
     def _sizes(self) -> dict[str, int]:
@@ -96,10 +96,10 @@ class BertConfig:
 
     @classmethod
     def from_json_file(cls, path: str | Path) -> BertConfig:
-        """Read a file of Google, NVIDIA or Hugging Face, or one of your own with a few of the keys above.
+        """Read a Google, NVIDIA or Hugging Face file, or your own with some of the keys above.
 
-        Raises DataError naming file, key, what was found and what was expected; also for a key that is unknown, or that
-        asks for a model which this one is not.
+        Raises DataError naming file, key, the value found and the expected one; also for a key that is unknown or asks
+        for a different model.
         """
         try:
             return cls(**_own_keys(read_object(Path(path), _EXAMPLE)))
@@ -107,11 +107,11 @@ class BertConfig:
             raise DataError(f"{path}: {error}") from error
 
     def with_dropout(self, p: float) -> BertConfig:
-        """The same model with both its dropout rates `p`. Raises DataError outside 0 <= p < 1."""
+        """The same model with both dropout rates set to `p`. Raises DataError unless 0 <= p < 1."""
         return dataclasses.replace(self, hidden_dropout_prob=p, attention_probs_dropout_prob=p)
 
 
-#: the keys that the number of parameters depends on, as in BERT-base
+#: the keys that determine the number of parameters, with the values of BERT-base
 _USUAL_SIZES = {
     "vocab_size": 30522,
     "hidden_size": 768,
@@ -132,7 +132,7 @@ def _count_parameters(
 ) -> int:
     norm = 2 * hidden_size
     square = hidden_size * hidden_size + hidden_size  # a dense layer from the hidden size to the hidden size
-    between = 2 * hidden_size * intermediate_size + intermediate_size + hidden_size  # there and back
+    between = 2 * hidden_size * intermediate_size + intermediate_size + hidden_size  # both dense layers
     embeddings = (vocab_size + max_position_embeddings + type_vocab_size) * hidden_size + norm
     layer = 4 * square + norm + between + norm
     heads = square + norm + vocab_size + 2 * hidden_size + 2
@@ -140,7 +140,7 @@ def _count_parameters(
 
 
 def _own_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """The keys that `BertConfig` has, once all others are known to change nothing."""
+    """The keys that `BertConfig` has. Raises DataError unless all others have no effect."""
     fields = [field.name for field in dataclasses.fields(BertConfig)]
     own = own_keys(values, fields, other_models=_OTHER_MODELS, without_effect=_WITHOUT_EFFECT)
     if "vocab_size" not in own:

@@ -193,7 +193,7 @@ def load_records(
     expected = columns_of(index.vocab_tokens)
     if index.columns != expected:
         raise DataError(
-            f"{index.path} has the columns {_named(index.columns)}, expected those of BERT's rows,"
+            f"{index.path} has the columns {_named(index.columns)}, expected BERT's columns,"
             f" {_named(expected)}; {MAKE_RECORDS}"
         )
     longest, files = chosen.longest[IDS], chosen.files_up_to(num_file)

@@ -1,7 +1,7 @@
-"""Which files a run of the task `bert` reads: those of `--data`, the configuration, the vocabulary.
+"""The files that a run of the task `bert` reads: its data, its configuration and its vocabulary.
 
-Responsible for finding them by the options and by their names, and for the words where one is missing; what is in the
-rows is the affair of `dataset` and `hdf5_dataset`. Imports no torch: the launcher looks here before a worker does.
+Responsible for finding them by options and names, and for the error messages if one is missing; `dataset` and
+`hdf5_dataset` check the rows. Imports no torch: the launcher looks for the files before it starts a worker.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from hetseq.tasks.bert.vocab import check_same_vocab, check_vocab, find_vocab_in
 from hetseq.tasks.nn.init_from import init_config
 from hetseq.tasks.rows.record_index import AGAIN, INDEX, SUFFIX, VERSION, Index, read_index, version_of
 
-#: the name of the vocabulary in a folder of data
+#: file name of the vocabulary in a data folder
 VOCAB_NAME = "vocab.txt"
-#: the remedy where there are no folders of records
+#: the remedy if there is no such folder of records
 MAKE_RECORDS = "`python -m hetseq.preprocessing.convert_hdf5 --help` says how to make such a folder"
 
 _CONFIG_NAME = "bert_config.json"
@@ -35,9 +35,9 @@ _MAKE_DATA = (
 
 @dataclass(frozen=True)
 class BertFiles:
-    """The files that the options of a run name, or that are beside its data.
+    """The files named by a run's options, or found beside its data.
 
-    Each raises DataError where it is wrong, ConfigError where options contradict each other.
+    Each method raises DataError for an invalid file, ConfigError if options contradict each other.
     """
 
     config: Config
@@ -45,18 +45,18 @@ class BertFiles:
 
     @property
     def data(self) -> Path:
-        """What `--data` names."""
+        """The folder or file given as `--data`."""
         if self.config.data.data is None:
             raise DataError(f"the task bert needs --data, a folder of records or of HDF5 files: {_MAKE_DATA}")
         return Path(self.config.data.data).expanduser()
 
     @property
     def init_folder(self) -> Path | None:
-        """What `--init-from` names."""
+        """The directory given as `--init-from`."""
         return None if self.init_from is None else Path(self.init_from).expanduser()
 
     def config_file(self) -> Path:
-        """The configuration of the network."""
+        """The configuration file of the network."""
         given = self.config.task.config_file
         if self.init_folder is not None:
             return init_config(self.init_folder, given)
@@ -69,7 +69,7 @@ class BertFiles:
         return path
 
     def vocab_file(self) -> Path | None:
-        """The vocabulary, to compare with the configuration; training itself does without."""
+        """The vocabulary, to compare with the configuration; training on HDF5 files does not need it."""
         given = self.config.task.vocab_file
         path = folder_of(self.data) / VOCAB_NAME if given is None else Path(given).expanduser()
         found = path if given is not None or os.path.isfile(path) else None
@@ -81,7 +81,7 @@ class BertFiles:
         return own
 
     def network(self) -> BertConfig:
-        """What the configuration says, once the vocabulary fits it."""
+        """The configuration of the network, checked against the vocabulary."""
         path = self.config_file()
         config = BertConfig.from_json_file(path)
         file = self.vocab_file()
@@ -92,7 +92,7 @@ class BertFiles:
         return config
 
     def check_other_splits(self, files: Sequence[Path], split: str) -> None:
-        """Raise DataError for a file that would be both trained on and validated with."""
+        """Raise DataError for a file that would be used for both training and validation."""
         splits = {self.config.data.train_subset, *self.config.data.valid_subsets}
         for other in sorted(splits - {split}):
             both = [path for path in files if other in path.name]
@@ -104,13 +104,13 @@ class BertFiles:
 
 
 def folder_of(data: Path) -> Path:
-    """The folder of `--data`, which may name one file in it. Raises DataError where nothing can be read there."""
+    """The folder of `--data`, which may name one file in it. Raises DataError if it cannot be read."""
     with _reading(data):
         return data if stat.S_ISDIR(data.stat().st_mode) else data.parent
 
 
 def hdf5_names(data: Path) -> list[str]:
-    """The names of the HDF5 files in the folder `data`, in order; none where it is no folder. Raises DataError."""
+    """The sorted names of the HDF5 files in `data`; empty if it is not a folder. Raises DataError."""
     with _reading(data):
         if not stat.S_ISDIR(data.stat().st_mode):
             return []
@@ -118,16 +118,16 @@ def hdf5_names(data: Path) -> list[str]:
 
 
 def find_hdf5(data: Path, split: str) -> list[Path]:
-    """The files of a split by the order of their names. The names of folders never matter."""
+    """The files of a split, sorted by name. Folder names never matter."""
     with _reading(data):
-        mode = data.stat().st_mode  # is_dir() hides what stands in the way, in some versions of Python
+        mode = data.stat().st_mode  # is_dir() hides errors in some versions of Python
         if stat.S_ISDIR(mode):
             found = sorted(data.iterdir(), key=lambda path: path.name)
             files = [path for path in found if _is_hdf5_name(path.name) and path.is_file()]
         elif stat.S_ISREG(mode):
             if not _is_hdf5_name(data.name):
                 raise DataError(
-                    f"--data {data} is no HDF5 file by its name: expected *.hdf5, *.h5 or a folder with them; {MAKE}"
+                    f"--data {data} is not named like an HDF5 file: expected *.hdf5, *.h5 or a folder with them; {MAKE}"
                 )
             found = files = [data]
         else:
@@ -136,15 +136,15 @@ def find_hdf5(data: Path, split: str) -> list[Path]:
     if not chosen:
         raise MissingSplitError(
             f"--data {data} has no files of the split {split!r}: expected names that contain {split!r} and end in .hdf5"
-            f" or .h5 (the names of folders do not count), found {shown([path.name for path in found])}; give"
-            f" --train-subset and --valid-subset words that are in the names of your files; {MAKE}"
+            f" or .h5 (folder names do not count), found {shown([path.name for path in found])}; set --train-subset"
+            f" and --valid-subset to words in the names of your files; {MAKE}"
         )
     return chosen
 
 
 @contextlib.contextmanager
 def _reading(data: Path) -> Iterator[None]:
-    """Raises DataError for what stands in the way to `--data`."""
+    """Context that raises DataError if `--data` cannot be read."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -156,14 +156,14 @@ def _reading(data: Path) -> Iterator[None]:
 
 
 def _is_hdf5_name(name: str) -> bool:
-    # other systems leave ._name beside a copied file
+    # macOS leaves ._name beside a copied file
     return name.lower().endswith(_SUFFIXES) and not name.startswith(".")
 
 
 def find_records(data: Path, hdf5_files: Sequence[str]) -> Index | None:
-    """The index of `data` where that is a folder of records, None where it is none; `hdf5_files` are beside it.
+    """The index of `data` if it is a folder of records, otherwise None; `hdf5_files`: the HDF5 files in it.
 
-    Raises DataError for a folder that is of both kinds, of an unknown version, or of records without their index.
+    Raises DataError for a folder of both kinds, of an unknown version, or of records without their index.
     """
     if data.is_file():
         if data.name == INDEX or data.suffix == SUFFIX:

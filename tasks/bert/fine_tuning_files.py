@@ -1,4 +1,4 @@
-"""The files that fine-tuning of BERT begins with, by the options of a run. Imports no torch."""
+"""The files that fine-tuning of BERT starts from, found by the options of a run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hetseq.tasks.nn.init_from import init_config
 
 
 def find_files(config: Config, init_from: str | None) -> tuple[Path | None, Path, Path]:
-    """The folder of the weights, None for random ones; the configuration of the network; the vocabulary.
+    """The directory of the weights (None for random weights), the configuration file and the vocabulary.
 
-    Raises ConfigError where options contradict each other or leave something out, DataError for files that are wrong.
+    Raises ConfigError if options contradict each other or are missing, DataError for invalid files.
     """
     task = config.task
     folder = None if init_from is None else Path(init_from).expanduser()
@@ -20,8 +20,8 @@ def find_files(config: Config, init_from: str | None) -> tuple[Path | None, Path
         return folder, init_config(folder, task.config_file), _find_vocab(folder, task.vocab_file)
     if task.config_file is None or task.vocab_file is None:
         raise ConfigError(
-            f"--task {task.task} needs a network: give --init-from a directory of Hugging Face (`hetseq checkpoints"
-            " export RUN --format hf --to DIR` writes one), or --config-file and --dict for one with random weights"
+            f"--task {task.task} needs a network: give --init-from a Hugging Face directory (`hetseq checkpoints"
+            " export RUN --format hf --to DIR` writes one), or --config-file and --dict for random weights"
         )
     return None, Path(task.config_file).expanduser(), _find_vocab(None, task.vocab_file)
 
@@ -29,7 +29,7 @@ def find_files(config: Config, init_from: str | None) -> tuple[Path | None, Path
 def _find_vocab(folder: Path | None, given: str | None) -> Path:
     """The vocabulary of a directory for --init-from, else the one `given` as --dict.
 
-    Raises DataError where there is none, or where both are there and differ.
+    Raises DataError if there is none, or if both exist and differ.
     """
     named = None if given is None else Path(given).expanduser()
     inside = None if folder is None else find_vocab_in(folder)
@@ -39,6 +39,6 @@ def _find_vocab(folder: Path | None, given: str | None) -> Path:
     if found is None:
         raise DataError(
             f"{folder} has neither vocab.txt nor tokenizer.json: expected the vocabulary that its weights were trained"
-            " with, one token a line; give --dict FILE"
+            " with, one token per line; give --dict FILE"
         )
     return found

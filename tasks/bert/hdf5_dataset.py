@@ -1,8 +1,8 @@
 """BERT pre-training data from folders of HDF5 files, in the format of NVIDIA's scripts and the 2020 HetSeq.
 
-Responsible for finding the files of a split, for refusing invalid numbers, and for batches; knows no model, loss or
-ranks, and never writes into `--data`. `hdf5_reader` reads the rows. In a row, the first masked position 0 ends the list
-of masked tokens.
+Responsible for refusing invalid numbers and for batches; knows no model, loss or ranks, and never writes into `--data`.
+`files` finds the files of a split, `hdf5_reader` reads the rows. In a row, the first masked position 0 ends the list of
+masked tokens.
 
 The one idea: rows keep their small stored types until they become a batch, and both checking and batching are a few
 operations on whole arrays.

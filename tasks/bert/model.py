@@ -1,11 +1,10 @@
 """BERT with its two pre-training heads.
 
-Responsible for the arithmetic and for the names of the parameters; knows no files of data, losses or ranks, and leaves
-to `config` what `bert_config.json` may say. The one idea: only masked tokens are predicted, so only their rows reach
-the vocabulary head, which is 70 % of the arithmetic at 4 layers of 256 if every token goes through it, and only they
-and the first tokens go through the rest of the last layer, once they have looked at all others. Nothing in forward
-looks at a value, so nothing in it waits for a device. Batches are padded, or packed as `packing` does; the results are
-the same.
+Responsible for the arithmetic and for the names of the parameters; knows no data files, losses or ranks. `config`
+reads `bert_config.json`. The one idea: only masked tokens are predicted, so only their rows reach the vocabulary head,
+which would take 70 % of the arithmetic at 4 layers of 256 if every token did; and after attention in the last layer,
+only they and the first tokens are computed. Forward never reads a value, so it never waits for a device. Batches are
+padded, or packed by `packing`; the results are the same.
 
 Arithmetic and names equal Hugging Face's `BertForPreTraining`, except that the latter lists tied tensors under two
 further names, `TIED_NAMES`: leave them out when reading, and repeat the tensors when writing.
@@ -32,7 +31,7 @@ from hetseq.tasks.nn.vocabulary_loss import vocabulary_loss
 
 __all__ = ["TIED_NAMES", "BertConfig", "BertForPreTraining", "BertModel"]
 
-#: names in Hugging Face's state_dict that ours has not -> the name of the same tensor in both
+#: names in Hugging Face's state_dict that ours does not have -> the name of the same tensor in both
 TIED_NAMES = {
     "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
     "cls.predictions.decoder.bias": "cls.predictions.bias",

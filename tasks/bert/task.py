@@ -81,7 +81,7 @@ class BertTask(Task):
             dataset = self._records(index, split, config)
         vocab = self._files.vocab_file()
         dataset.vocabulary_digest = None if vocab is None else vocab_digest(read_vocab(vocab))
-        # for the nodes of a run to compare; what options name is compared by itself
+        # for the nodes of a run to compare; files named by options are compared separately
         own = [self._files.config_file() if self.config.task.config_file is None else None]
         own += [self._files.vocab_file() if self.config.task.vocab_file is None else None]
         own += [] if self._files.init_folder is None else read_files(self._files.init_folder)
@@ -90,7 +90,7 @@ class BertTask(Task):
         return dataset
 
     def build_model(self) -> nn.Module:
-        """The network of the configuration, or of the directory that `--init-from` names."""
+        """The network of the configuration, or the pre-trained one of `--init-from`."""
         config, rate = self._files.network(), self.config.task.dropout
         if self._files.init_folder is not None:
             model = read_bert(self._files.init_folder, heads_may_be_missing=True, dropout=rate)
@@ -138,12 +138,12 @@ class BertTask(Task):
         vocab = self._files.vocab_file()
         if vocab is None:
             raise DataError(
-                f"{index.path.parent} has no {VOCAB_NAME}, without which the words of records cannot be masked: give"
+                f"{index.path.parent} has no {VOCAB_NAME}, which is needed to mask the words of records: give"
                 " --dict FILE"
             )
         if config.type_vocab_size < 2:
             raise DataError(
-                f"{self._files.config_file()} has type_vocab_size {config.type_vocab_size}, and rows of records have"
+                f"{self._files.config_file()} has type_vocab_size {config.type_vocab_size}, but rows of records have"
                 " two segments: give a --config-file with 2 or more"
             )
         # validation data are masked identically in every run, whatever its options, so that runs are comparable

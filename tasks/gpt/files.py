@@ -1,7 +1,7 @@
-"""Which files a run of the task `gpt` reads: the index of its records, the configuration, the tokenizer.
+"""The files that a run of the task `gpt` reads: the index of its records, its configuration and its tokenizer.
 
-Responsible for finding them by the options, and for the words where one is missing; what is in the rows is the affair
-of `dataset`. Imports no torch: the launcher looks here before a worker does.
+Responsible for finding them by options, and for the error messages if one is missing; `dataset` checks the rows.
+Imports no torch: the launcher looks for the files before it starts a worker.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from hetseq import Config, ConfigError, DataError
 from hetseq.tasks.gpt.tokenizer import TOKENIZER
 from hetseq.tasks.rows.record_index import INDEX, SUFFIX, Index, read_index
 
-#: the remedy where there is no such folder
+#: the remedy if there is no such folder
 MAKE = (
     "`python -m hetseq.preprocessing.gpt_corpus --output DIR` makes such a folder, from your text with --input, else"
-    " from the text that comes with Python"
+    " from the text that ships with Python"
 )
 
 _CONFIG_NAME = "config.json"
@@ -24,9 +24,9 @@ _CONFIG_NAME = "config.json"
 
 @dataclass(frozen=True)
 class GptFiles:
-    """The files that the options of a run name, or that are beside its data.
+    """The files named by a run's options, or found beside its data.
 
-    Each raises ConfigError or DataError where it is wrong.
+    Each method raises DataError for an invalid file, ConfigError if options contradict each other.
     """
 
     config: Config
@@ -34,18 +34,18 @@ class GptFiles:
 
     @property
     def data(self) -> Path:
-        """What `--data` names."""
+        """The folder given as `--data`."""
         if self.config.data.data is None:
             raise DataError(f"the task gpt needs --data, a folder of records: {MAKE}")
         return Path(self.config.data.data).expanduser()
 
     def config_file(self) -> Path:
-        """The configuration of the network."""
+        """The configuration file of the network."""
         given, begin = self.config.task.config_file, self.init_from
         if begin is not None:
             if given is not None:
                 raise ConfigError(
-                    f"--config-file {given} and --init-from {begin} both say what the network is: give one of the two;"
+                    f"--config-file {given} and --init-from {begin} both define the network: give one of the two;"
                     f" the {_CONFIG_NAME} of the directory belongs to its weights"
                 )
             return Path(begin).expanduser() / _CONFIG_NAME
@@ -53,12 +53,12 @@ class GptFiles:
         if given is None and not path.is_file():
             raise DataError(
                 f"the task gpt needs the sizes of its network: give --config-file a {_CONFIG_NAME} of GPT-2 or Llama,"
-                f" or --init-from a directory of Hugging Face (there is none in {path.parent} either); {MAKE}"
+                f" or --init-from a Hugging Face directory (there is none in {path.parent} either); {MAKE}"
             )
         return path
 
     def tokenizer_file(self) -> Path | None:
-        """The tokenizer, to compare with the data and to go with the model; training itself does without."""
+        """The tokenizer, to compare with the data and to export with the model; training does not need it."""
         given, begin = self.config.task.vocab_file, self.init_from
         if given is not None:
             return Path(given).expanduser()
@@ -67,7 +67,7 @@ class GptFiles:
 
 
 def find_records(data: Path) -> Index:
-    """The index of `data`. Raises DataError for what is no folder of records."""
+    """The index of `data`. Raises DataError if it is not a folder of records."""
     if data.is_file():
         if data.name == INDEX or data.suffix == SUFFIX:
             raise DataError(f"--data {data} is one file of a folder of records: give the folder, {data.parent}")

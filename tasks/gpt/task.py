@@ -42,7 +42,7 @@ class GptTask(Task):
     Options = GptOptions
 
     def load_dataset(self, split: str) -> GptRecords:
-        """The rows of a split that the index names. Raises DataError and MissingSplitError."""
+        """The rows of a split in the index. Raises DataError and MissingSplitError."""
         index, config_file, tokenizer = (
             find_records(self._files.data),
             self._files.config_file(),
@@ -66,7 +66,7 @@ class GptTask(Task):
         return dataset
 
     def build_model(self) -> nn.Module:
-        """The network of the configuration; with `--init-from`, that of the directory, with its weights."""
+        """The network of the configuration; with `--init-from`, the pre-trained network of the directory."""
         rate, config_file = self.config.task.dropout, self._files.config_file()
         if self.options.init_from is not None:
             model = read_gpt(config_file.parent, dropout=rate)

@@ -1,4 +1,4 @@
-"""Activations of networks by the names that Hugging Face has for them."""
+"""Activation functions by their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _tanh_gelu(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-#: one for each of `model_config.ACTIVATION_NAMES`
+#: a function for each of `model_config.ACTIVATION_NAMES`
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": _tanh_gelu,

@@ -135,7 +135,7 @@ def write_pretrained(
         raise DataError(f"{folder} cannot be written: {error}; make room, or name another folder") from error
 
 
-#: without it transformers refuses a file
+#: transformers refuses a file without it
 _METADATA = {"format": "pt"}
 
 

@@ -1,9 +1,8 @@
 """Reading and checking the JSON configuration of a network.
 
-Responsible for reading such a file, for refusing keys that would make another network, and for the words in which a
-value is refused; knows no network, and imports no torch. The one idea: whatever a file says and we do not do is an
-error that names file, key and remedy, because a network that is trained for a week as another one than was meant costs
-that week.
+Responsible for reading such a file, for refusing keys that ask for a different network, and for the error messages;
+knows no network, and imports no torch. The one idea: any setting that HetSeq does not implement is an error that names
+file, key and remedy, because training the wrong network for a week costs that week.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hetseq import DataError
 OtherModels = Mapping[str, tuple[tuple[object, ...], str]]
 
 
-#: the names that Hugging Face has for activations, which `activations` has the functions of
+#: Hugging Face names of the activations, whose functions are in `activations`
 ACTIVATION_NAMES = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish")
 
 LARGEST_SIZE = 2**31 - 1

@@ -87,10 +87,10 @@ class Index:
     splits: dict[str, Split]
 
     def split(self, name: str) -> Split:
-        """One of `splits`. Raises MissingSplitError."""
+        """The split of this name. Raises MissingSplitError."""
         if name not in self.splits:
             raise MissingSplitError(
-                f"{self.path} has no split {name!r}: expected one of {', '.join(self.splits) or 'those that it lists'};"
+                f"{self.path} has no split {name!r}: expected one of {', '.join(self.splits) or 'its splits (none)'};"
                 " give --train-subset and --valid-subset"
             )
         return self.splits[name]

@@ -15,7 +15,7 @@ from hetseq import DataError
 from hetseq.tasks.rows.split_files import read_lines
 
 OUTSIDE = "O"
-#: how the names of such files end
+#: suffixes of such files
 SUFFIXES = (".txt", ".conll", ".tsv", ".bio", ".iob", ".iob2")
 
 _EXPECTED = "columns separated by tabs or spaces, the word first and its tag last, and a blank line after each sentence"
