@@ -49,7 +49,7 @@ COMMANDS = {
     ),
     "report": ("hetseq.monitor.report.command:run", "write report.html of a run, or compare two runs"),
     "doctor": ("hetseq.commands.doctor:run", "is this node ready to train, and what to fix if not"),
-    "top": ("hetseq.commands.top:run", "what a run does now: its step, its ranks, any that are slow or gone"),
+    "top": ("hetseq.commands.top:run", "what a run does now: its step, its ranks, any slow or gone"),
     "drop": ("hetseq.commands.drop:run", "take a node out of a run, which continues without it"),
     "script": ("hetseq.commands.script.command:run", "a batch script for Slurm, Grid Engine, PBS, LSF or HTCondor"),
     "ssh": ("hetseq.commands.ssh.command:run", "start a run on several hosts over ssh"),
