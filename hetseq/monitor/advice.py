@@ -1,10 +1,10 @@
-"""Sentences below the table of the ranks, each about something that its reader can change: pure.
+"""Performance advice below the table of ranks; each sentence names something the user can change. Pure.
 
-Responsible for what is worth a sentence and which option or command would help. It takes the medians of some steps (see
-`rank_table`) and knows no clock, file or rank. What another cluster would do is predicted as `hetseq plan` does it.
+Decides what is worth a sentence and which option or command would help. It takes the medians of some steps (see
+`rank_table`) and knows no clock, file or rank. Other clusters are predicted with the model of `hetseq plan`.
 
-The one idea: whoever follows an advice has work with it, so each has a limit below which nothing is said. A sentence
-that stands is withdrawn at four fifths of its limit only, as one that comes and goes cannot be believed.
+The one idea: following advice costs work, so each kind has a threshold below which nothing is said. A sentence that is
+shown is withdrawn only at four fifths of its threshold, because advice that comes and goes is not believed.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from hetseq.balance.simulation import RankModel, best_shares, predict, ring_fact
 from hetseq.monitor.rank_table import RankSummary
 from hetseq.monitor.step_time import TOLD, TOLD_OF_STAIRS, known_cost
 
-ADVICE_STEPS = 20  # that an advice rests upon: the first shares of a run, and one slow read, are behind it then
+ADVICE_STEPS = 20  # per judgement: enough to leave the first shares of a run, and one slow read, behind
 
-_DATA = 0.05  # of a step that a rank waits for its data
-_MEMORY = 0.95  # of what there is
-_STAYS = 0.8  # of a limit, for a sentence that stands
+_DATA = 0.05  # fraction of a step that a rank waits for its data
+_MEMORY = 0.95  # fraction of the memory limit
+_STAYS = 0.8  # fraction of a limit, for a sentence that is already shown
 _MOST_SENTENCES = 3
-_MOST_JUDGED = 8  # nodes that are taken away on paper, the slowest; each costs the time of a rebalance
+_MOST_JUDGED = 8  # nodes removed in prediction, the slowest first; each costs the time of a rebalance
 
 
 @dataclass(frozen=True)
 class AdviceSetting:
-    """What an advice needs to know of the options: `run` as a user writes it.
+    """The options that advice depends on: `run` as a user writes it.
 
-    `unit` is how many samples are dealt as one piece, 0 where something else is dealt (tokens). `is_arranged`: who does
-    how much was decided by the user (fixed shares, --throttle) or by where the data are, and is not to be talked about.
+    `unit` is how many samples are dealt as one piece, 0 if something else is dealt (tokens). `is_arranged`: the user
+    (fixed shares, --throttle) or the place of the data decides the shares, so no advice is given about them.
     """
 
     run: str
@@ -51,14 +51,14 @@ class Advice:
 
 
 class Adviser:
-    """Remembers which sentences stand."""
+    """Remembers which sentences are shown."""
 
     def __init__(self, setting: AdviceSetting) -> None:
         self._setting = setting
         self._standing: tuple[Advice, ...] = ()
 
     def look(self, summary: RankSummary | None) -> tuple[Advice, ...]:
-        """The sentences that stand after these steps; the same as before where they are too few to judge by."""
+        """The sentences to show after these steps; unchanged if there are too few steps to judge by."""
         if summary is not None and summary.steps >= ADVICE_STEPS:
             keys = frozenset(advice.key for advice in self._standing)
             self._standing = advise(summary, self._setting, standing=keys)
@@ -68,7 +68,7 @@ class Adviser:
 def advise(
     summary: RankSummary, setting: AdviceSetting, *, standing: frozenset[str] = frozenset()
 ) -> tuple[Advice, ...]:
-    """At most three sentences about these steps, the most urgent first; `standing` are the keys of those before."""
+    """At most three sentences about these steps, the most urgent first; `standing`: the keys shown so far."""
     if not summary.step_s or len(summary.share) < 1:
         return ()
     found = [*_about_memory(summary, standing), *_about_data(summary, standing)]
@@ -81,7 +81,7 @@ def advise(
 
 
 def _about_memory(summary: RankSummary, standing: frozenset[str]) -> Iterator[Advice]:
-    """A GPU has its own; the ranks on CPUs of a node share what the node has."""
+    """A GPU has its own memory; the CPU ranks of a node share the memory of the node."""
     nodes, devices = _nodes(summary), _devices(summary)
     used: dict[str, float] = {}
     for rank, node in enumerate(nodes):
@@ -118,7 +118,7 @@ def _about_data(summary: RankSummary, standing: frozenset[str]) -> Iterator[Advi
 def _about_ranks(
     summary: RankSummary, models: Sequence[RankModel], setting: AdviceSetting, standing: frozenset[str]
 ) -> Iterator[Advice]:
-    """Nodes, and ranks of a node, without which a step would be shorter, by more than steps differ anyway."""
+    """Nodes, and ranks of a node, whose removal would shorten a step by more than the spread between steps."""
     if len(models) < 2 or summary.communication_s is None:
         return
     total = _total(summary)
@@ -141,14 +141,14 @@ def _about_ranks(
         else:
             place = node if len(group) > 1 else _named(summary, group[0])
             yield Advice(key, f"{place} costs {gain:.0%} of a step: a start without it (--devices) would be faster")
-        return  # the worst; after it everything is another cluster
+        return  # only the worst: without it, the predictions are for another cluster
 
 
-# what the sentences are made of
+# helpers of the sentences
 
 
 def _most_gain(summary: RankSummary, group: Sequence[int]) -> float:
-    """What a step can be shorter by at most without these ranks: the others compute what they do now, and more."""
+    """Upper bound of the gain without these ranks: the others compute at least as much as they do now."""
     others = [rank for rank in range(len(summary.share)) if rank not in group]
     return 1 - float(np.nan_to_num(summary.compute_s[others]).max(initial=0.0)) / _step_s(summary)
 
@@ -166,8 +166,8 @@ def _total(summary: RankSummary) -> int:
 
 
 def _models(summary: RankSummary) -> list[RankModel]:
-    """The ranks as the planner sees them; one whose cost nobody knows, as it has had nothing to do, takes nothing."""
-    # as lists: NumPy's numbers one by one took half of the time of an advice on 256 ranks, 13 of 26 ms
+    """The ranks as the planner sees them; a rank that had no work has no known cost and is given no samples."""
+    # as lists: NumPy scalars, one by one, took half of the time of an advice on 256 ranks, 13 of 26 ms
     told = {
         name: [None if math.isnan(number) else number for number in getattr(summary, name).tolist()]
         for name in (*TOLD, *TOLD_OF_STAIRS)
@@ -187,7 +187,7 @@ def _best_step_s(models: Sequence[RankModel], total: int, communication_s: float
 
 
 def _judged(summary: RankSummary) -> list[tuple[str, tuple[int, ...]]]:
-    """Nodes with their ranks, then single ranks of nodes that have several, the slowest first."""
+    """Nodes with their ranks, and single ranks of nodes that have several, the slowest first."""
     nodes = _nodes(summary)
     by_node = {node: tuple(rank for rank, own in enumerate(nodes) if own == node) for node in dict.fromkeys(nodes)}
     groups = list(by_node.items()) if len(by_node) > 1 else []

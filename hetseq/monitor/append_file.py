@@ -1,7 +1,7 @@
-"""A file of rows that only grows, and outlives trouble with its file system.
+"""An append-only file of records that survives trouble with its file system.
 
-Responsible for whole records at its end, for what a killed writer has left of one, and for keeping in memory what
-cannot be written now. It belongs to one thread.
+Appends whole records, cuts the torn record of a killed writer, and keeps in memory the records that cannot be written
+now. It belongs to one thread.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from hetseq.system.files import write_all
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING_BYTES = 50_000_000  # what a hanging file system may cost in memory: 100,000 rows of one rank
+MOST_WAITING_BYTES = 50_000_000  # memory that a hanging file system may cost: 100,000 rows of one rank
 TAIL_BYTES = 65536
 _LINES_PER_WRITE = 1000
 
 
 class AppendFile:
-    """A file that grows by whole records, and keeps in memory what the file system does not take yet.
+    """A file that grows by whole records and keeps in memory the records that cannot be written yet.
 
-    A record is a line of JSON, or where `is_lines` is false a record of TensorBoard. A file of lines that was deleted
-    is begun anew.
+    A record is a line of JSON, or a TensorBoard record if `is_lines` is false. A file of lines that was deleted is
+    created again.
     """
 
     def __init__(self, path: Path, *, is_lines: bool = True) -> None:
@@ -42,7 +42,7 @@ class AppendFile:
         self._has_warned = False
 
     def append(self, records: Iterable[bytes]) -> None:
-        """Write `records` after those still pending; trouble is warned about once and tried again next time."""
+        """Write the pending records, then `records`; a failed write warns once and is tried again next time."""
         for record in records:
             self._pending.append(record)
             self._pending_bytes += len(record)
@@ -53,8 +53,8 @@ class AppendFile:
         except OSError as error:
             if not self._has_warned:
                 logger.warning(
-                    "cannot write %s (%s): the run goes on, and the last rows (up to %d MB) are written once this works"
-                    " again",
+                    "cannot write %s (%s): training continues; up to %d MB of the last rows wait in memory until it"
+                    " can be written again",
                     self.path,
                     error.strerror,
                     MOST_WAITING_BYTES // 1_000_000,
@@ -74,7 +74,7 @@ class AppendFile:
 
     def _write_pending(self) -> None:
         if self._descriptor is not None and self._is_lines and not self._is_there(self._descriptor):
-            self._close_descriptor()  # somebody has deleted the file, or put another one in its place
+            self._close_descriptor()  # the file was deleted or replaced
         if self._descriptor is None:
             self._descriptor = open_private(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             self._cut_torn_tail(self._descriptor)
@@ -94,7 +94,7 @@ class AppendFile:
         self._pending_bytes -= len(self._pending.popleft())
 
     def _write(self, descriptor: int, data: bytes) -> None:
-        """Append all of `data` or nothing of it."""
+        """Append all of `data` or none of it."""
         start = os.lseek(descriptor, 0, os.SEEK_END)
         try:
             write_all(descriptor, data)
@@ -105,7 +105,7 @@ class AppendFile:
         self._good_bytes = start + len(data)
 
     def _cut_torn_tail(self, descriptor: int) -> None:
-        """Cut what a killed writer, or a failed write, left of a record at the end."""
+        """Cut the partial record that a killed writer, or a failed write, left at the end."""
         size = os.fstat(descriptor).st_size
         good = _end_of_last_line(descriptor, size) if self._is_lines else min(self._good_bytes, size)
         if good < size:

@@ -1,31 +1,31 @@
-"""The numbers of a run: `metrics.jsonl`, `events.jsonl`, TensorBoard, and the display of the steps.
+"""Metrics of a run: `metrics.jsonl`, `events.jsonl`, TensorBoard, and the display of the steps.
 
-Responsible for every number that leaves the run while it goes on. It computes none of them and talks to no other rank:
-the controller hands it finished rows, and only one rank of each run directory writes. How rows are shown is
-`progress`' affair.
+Writes and shows every number that a run reports while it trains. It computes none of them and talks to no other rank:
+the controller hands it finished rows, and only one rank of each run directory writes. `progress` decides how rows are
+shown.
 
 The one idea: a step never waits for a file system. `step` turns the row into a line of text and puts it into a queue;
 one helper thread writes the lines. A disk that hangs or is full delays rows, and they are written when it recovers.
 
 A row of a step has the keys `step, epoch, loss, terms, counts, samples, lr, grad_norm, seconds, generation, world_size,
 shares`: `loss` in nats at the parameters before the update (null, with `skipped: true`, for a skipped step); `terms`
-each term's sum divided by its global denominator, which stands in `counts`, without the terms that no sample had (count
-0); `samples` of this step over all ranks, `shares` of each; with fp16 `loss_scale`, that of the next step.
+each term's sum divided by its global denominator, which is in `counts`, without the terms that no sample had (count 0);
+`samples` of this step over all ranks, `shares` of each; with fp16 `loss_scale`, the scale of the next step.
 
 With more than one rank a row also has
-* `efficiency`: global speed / sum of what the ranks do alone; null while that is not known;
-* `pace`: the rank that the others wait for, as it waits least; null if that is unclear;
-* `communication_s`: what every rank spent in communication that computing did not hide, the least wait of all;
+* `efficiency`: global speed / sum of the ranks' speeds alone; null while it is unknown;
+* `pace`: the rank that the others wait for, which waits least; null if that is unclear;
+* `communication_s`: time that every rank spent in communication not hidden by computing, the least wait of all;
 * `ranks`, lists by rank: `names` (node/device); of this step the seconds `compute_s` (without any wait for peers),
   `data_s` (waiting for the loader), `wait_s` (for slower peers), `overhead_s` (optimizer, reporting and the like); the
-  cost that is reckoned with, `fixed_s` of a step, `per_sample_s`, and `per_micro_batch_s` of each micro-batch of at
-  most `micro_batch` samples (null while not known; `micro_batch` also where the other two say all);
-  `memory_bytes` in use and `memory_limit_bytes` (0: not known).
+  cost used for the shares, `fixed_s` of a step, `per_sample_s`, and `per_micro_batch_s` of each micro-batch of at
+  most `micro_batch` samples (null while unknown; `micro_batch` is also given if the other two are the whole cost);
+  `memory_bytes` in use and `memory_limit_bytes` (0: unknown).
 
-A row that has `ranks` needs no other row to be understood, so rows may be lost, repeated and handed over one by one. In
-a world of more than 64 ranks only every tenth step has them.
+A row with `ranks` can be read without any other row, so rows may be lost, repeated and handed over one by one. In a
+world of more than 64 ranks only every tenth step has them.
 
-A row of a validation has `step, epoch`, keys that begin with `valid_` (`valid_loss`, `valid_accuracy`), and if need be
+A validation row has `step, epoch`, keys that begin with `valid_` (`valid_loss`, `valid_accuracy`), and optionally
 `subset` (default `valid`) and `best`; it has no `loss`.
 """
 
@@ -55,7 +55,7 @@ from hetseq.run_directory import RunDirectory, json_line, utc_now
 
 logger = logging.getLogger(__name__)
 
-_MOST_RANKS_IN_FILE = 64  # with more, only every tenth step tells of each rank
+_MOST_RANKS_IN_FILE = 64  # with more, only every tenth step has the numbers of each rank
 _THINNING = 10
 _REMEMBERED = 20
 _CLOSE_DEADLINE_S = 10.0
@@ -63,7 +63,7 @@ _CLOSE_DEADLINE_S = 10.0
 
 @dataclass(frozen=True)
 class Recording:
-    """What a writer writes: the files of `directory` (None: no files), and TensorBoard's with `hparams`."""
+    """The files that a writer writes: those in `directory` (None: no files), and TensorBoard's with `hparams`."""
 
     directory: RunDirectory | None
     has_tensorboard: bool = True
@@ -72,7 +72,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Display:
-    """How steps are shown: in the form that `config` names, on `stream` (default: standard output).
+    """How steps are shown: in the format given by `config`, on `stream` (default: standard output).
 
     `total_steps` is None while it is unknown. `now` is the clock in seconds.
     """
@@ -84,10 +84,10 @@ class Display:
 
 
 class Metrics:
-    """Takes the rows of a run. Every rank makes one and calls it alike; a writer sends them to files and the display.
+    """Takes the rows of a run. Every rank makes one and calls it alike; a writer sends rows to files and the display.
 
-    A run in several directories has a writer for each, and only one of these has `has_display` (default: every
-    writer). Close it on both roads out, or use it as a context manager.
+    A run in several directories has one writer for each, and only one of them has `has_display` (default: every
+    writer). Close it after success and failure, or use it as a context manager.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Metrics:
         self.lead(is_writer=is_writer, has_display=has_display)
 
     def lead(self, *, is_writer: bool, has_display: bool | None = None) -> None:
-        """Begin or end to write and to show: another rank may do so from the next generation on."""
+        """Start or stop writing and showing: the next generation may have another writer."""
         has_display = is_writer if has_display is None else has_display
         if has_display and self._progress is None:
             stream, now = self._display.stream or sys.stdout, self._display.now
@@ -121,7 +121,7 @@ class Metrics:
         self._sinks: list[_Sink] = [sink for sink in (self._recorder, self._progress) if sink is not None]
 
     def set_total(self, steps: int | None) -> None:
-        """How many steps the run has, once that is known; for the display."""
+        """Set the number of steps of the run, once it is known; for the display."""
         self._total_steps = steps
         if self._progress is not None:
             self._progress.set_total(steps)
@@ -133,11 +133,11 @@ class Metrics:
             sink.step(row)
 
     def last_rows(self) -> tuple[Row, ...]:
-        """The last rows, without what each rank did, for a writer that follows one that died before it wrote them."""
+        """The last rows, without the numbers of each rank, for the successor of a writer that died."""
         return tuple(self._last)
 
     def complete(self, rows: Sequence[Row]) -> None:
-        """Remember the last rows, and write those that the file lacks: its writer may have died before it had."""
+        """Remember the last rows and write those missing in the file: its writer may have died before writing them."""
         known = {row_key(row) for row in self._last}
         self._last.extend(row for row in rows if row_key(row) not in known)
         self._last = deque(sorted(self._last, key=row_key), maxlen=_REMEMBERED)
@@ -149,7 +149,7 @@ class Metrics:
                     (self._recorder.step if "loss" in row else self._recorder.validation)(row)
 
     def saving(self, progress: tuple[int, float] | None) -> None:
-        """Show from the next step on how far the save of a step is, from 0 to 1; None: no save is under way."""
+        """Show the progress (step, 0 to 1) of a save from the next step on; None: no save is in progress."""
         if self._progress is not None:
             self._progress.saving = progress
 
@@ -160,12 +160,12 @@ class Metrics:
             sink.validation(row)
 
     def event(self, name: str, **fields: Any) -> None:
-        """Record that something happened to the run: a join, death, retry, rebalance or save."""
+        """Record an event of the run: a join, death, retry, rebalance or save."""
         if self._recorder is not None:
             self._recorder.event(name, fields)
 
     def advise(self, advice: Sequence[Advice], *, step: int) -> None:
-        """Show the advice that stands after `step`; what was not said before is logged, and becomes an event."""
+        """Show `advice` after `step`; advice that is new is also logged and recorded as an event."""
         if self._progress is not None:
             self._progress.advice = tuple(one.text for one in advice)
         for one in advice:
@@ -175,7 +175,7 @@ class Metrics:
                 logger.warning("advice: %s", one.text)
 
     def close(self, *, deadline_s: float = _CLOSE_DEADLINE_S) -> None:
-        """Write what is waiting, for `deadline_s` seconds at most, and end the display; may be called twice."""
+        """Write the queued rows, for `deadline_s` seconds at most, and end the display; may be called twice."""
         try:
             if self._progress is not None:
                 self._progress.close()
@@ -193,9 +193,9 @@ class Metrics:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a `metrics.jsonl` by step, also while it is being written.
+    """The rows of a `metrics.jsonl` by step; the run may still be writing it.
 
-    A torn last line is left out. A step has one row, the later of two; a validation has its own, after the step's.
+    A torn last line is left out. Of two rows of a step the later counts; a validation's row follows that step's row.
     Raises OSError if the file cannot be read.
     """
     rows: dict[tuple[int, str], dict[str, Any]] = {}
@@ -208,14 +208,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def row_key(row: Row) -> tuple[int, str]:
-    """What there is one row of: a step, and for a validation its subset; sorts as rows are read."""
+    """The identity of a row: its step, and the subset of a validation; sorts in the order of reading."""
     is_validation = any(key.startswith("valid_") for key in row)
     # "" sorts before every subset, so that a step comes before its validations
     return row["step"], str(row.get("subset", "valid")) if is_validation else ""
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """The rows of an `events.jsonl` in the order of writing, without a torn last line; raises OSError."""
+    """The rows of an `events.jsonl` in file order, without a torn last line; raises OSError."""
     return list(_read_lines(path))
 
 
@@ -233,7 +233,7 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _last_keys(path: Path) -> set[tuple[int, str]]:
-    """Of the last lines of a `metrics.jsonl`; of none where none can be read."""
+    """The keys of the last lines of a `metrics.jsonl`; empty if it cannot be read."""
     found = set()
     with contextlib.suppress(OSError), path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _REMEMBERED * TAIL_BYTES))
@@ -250,7 +250,7 @@ class _Sink(Protocol):
 
 
 class _Recorder:
-    """The queue and the one thread behind the files."""
+    """The queue and the thread that writes the files."""
 
     def __init__(self, directory: RunDirectory, recording: Recording) -> None:
         self._directory = directory
@@ -261,7 +261,7 @@ class _Recorder:
         self._waiting_bytes = 0
         self._is_closing = False
         self._lost = 0
-        # A daemon, because a thread inside a hanging write can be neither ended nor waited for.
+        # A daemon, because a thread inside a hanging write can be neither stopped nor joined.
         self._thread = threading.Thread(target=self._run, name="hetseq-metrics", daemon=True)
         self._thread.start()
 
@@ -289,7 +289,7 @@ class _Recorder:
             )
 
     def _put(self, kind: str, row: Row) -> None:
-        line = json_line(row)  # here and not in the thread, so that the caller may go on changing its row
+        line = json_line(row)  # not in the thread, because the caller may change its row afterwards
         with self._wakeup:
             is_full = self._waiting_bytes + len(line) > MOST_WAITING_BYTES
             if not is_full:
@@ -333,6 +333,6 @@ class _Recorder:
 
 
 def _thinned(row: Row) -> Row:
-    """`row`, in most steps of a very large world without what each rank did: 1,000 ranks take 140 kB."""
+    """`row`, without the numbers of each rank in most steps of a very large world: 1,000 ranks take 140 kB."""
     is_left_out = "ranks" in row and len(row["shares"]) > _MOST_RANKS_IN_FILE and row["step"] % _THINNING
     return {key: value for key, value in row.items() if key != "ranks"} if is_left_out else row

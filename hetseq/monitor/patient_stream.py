@@ -1,8 +1,8 @@
-"""Standard output and standard error of a rank, which do not wait for whoever reads them.
+"""Standard output and standard error of a rank that never block for long on a stalled reader.
 
-A terminal that is stopped (Ctrl-S) and a pipe that is full make a write wait, for hours, in the middle of a step. Here
-a write waits a second at most; from then on, until the reader takes text again, it goes elsewhere at once. What C code
-and other programs write does not pass here.
+A stopped terminal (Ctrl-S) or a full pipe blocks a write for hours, in the middle of a step. Here a write waits one
+second at most; after that, text goes elsewhere at once until the reader takes text again. Writes of C code and of other
+programs do not pass through here.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-_PATIENCE_S = 1.0  # with a reader that takes nothing; less than any deadline of a step
-_PIECE_BYTES = 256  # of a write that might wait: a terminal that has room at all has mostly room for that
+_PATIENCE_S = 1.0  # with a stalled reader; less than any deadline of a step
+_PIECE_BYTES = 256  # of a write that might block: a terminal with any room mostly has room for this much
 
 
 class PatientWriter(io.RawIOBase):
-    """Bytes for the descriptor of a standard stream; `spill` gets what its reader does not take."""
+    """Writes bytes to the descriptor of a standard stream; `spill` gets the bytes that its reader does not take."""
 
     def __init__(self, descriptor: int, spill: Callable[[bytes], None]) -> None:
         self._descriptor, self._spill = descriptor, spill
         self._is_stuck, self._closing = False, ExitStack()
         self._send = _without_waiting(descriptor, self._closing)
-        self.is_in_file = False  # the descriptor leads to a file meanwhile, and not to where it led at first
+        self.is_in_file = False  # the descriptor is redirected to a file for now
 
     def write(self, data: ReadableBuffer) -> int:
-        """Write all of it, or give the rest to `spill`. Raises OSError for a reader that has gone."""
+        """Write all of `data`, or give the rest to `spill`. Raises OSError if the reader is gone."""
         left = memoryview(data).cast("B")
         size, deadline = len(left), time.monotonic() + _PATIENCE_S
         while left:
@@ -49,7 +49,7 @@ class PatientWriter(io.RawIOBase):
         return size
 
     def close(self) -> None:
-        """Give back what was opened here; the descriptor stays open."""
+        """Close what this writer opened; the descriptor stays open."""
         self._closing.close()
         super().close()
 
@@ -64,7 +64,7 @@ class PatientWriter(io.RawIOBase):
 
 
 def patient(stream: TextIO, writer: PatientWriter) -> TextIO:
-    """A text stream in place of `stream` that writes by `writer`, line by line."""
+    """A text stream in place of `stream` that writes through `writer`, line by line."""
     stream.flush()
     return io.TextIOWrapper(
         io.BufferedWriter(writer), encoding=stream.encoding, errors=stream.errors, line_buffering=True
@@ -72,14 +72,14 @@ def patient(stream: TextIO, writer: PatientWriter) -> TextIO:
 
 
 def _without_waiting(descriptor: int, closing: ExitStack) -> Callable[[memoryview], int]:
-    """What writes to where a descriptor leads, and raises BlockingIOError where that would wait."""
+    """A function that writes to the file behind a descriptor, and raises BlockingIOError instead of waiting."""
     kind = os.fstat(descriptor).st_mode
     if stat.S_ISREG(kind):
         return lambda data: _to_file(descriptor, data)
     if stat.S_ISSOCK(kind):
         line = closing.enter_context(socket.socket(fileno=os.dup(descriptor)))
         return lambda data: line.send(data, socket.MSG_DONTWAIT)
-    with suppress(OSError):  # opened anew: whether writes wait is said of each opening, and others share the first one
+    with suppress(OSError):  # opened again: O_NONBLOCK belongs to an opening, and other processes share the first one
         own = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         closing.callback(os.close, own)
         return lambda data: os.write(own, data)
@@ -87,7 +87,7 @@ def _without_waiting(descriptor: int, closing: ExitStack) -> Callable[[memoryvie
 
 
 def _to_file(descriptor: int, data: memoryview) -> int:
-    with suppress(OSError):  # a full disk is no reason to end a rank that prints
+    with suppress(OSError):  # a full disk must not end a rank that prints
         return os.write(descriptor, data)
     return len(data)
 

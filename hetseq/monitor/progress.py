@@ -1,12 +1,12 @@
-"""What a person at the terminal, or the reader of a batch job's output, sees of the training steps.
+"""Progress display of the training steps, on a terminal or in the output of a batch job.
 
-Responsible for one live line on a terminal and the table of the ranks below it, for a few plain lines everywhere else,
-and for log records that do not garble what is live. It knows nothing of files, and nothing of training beyond the keys
-of a row (see `metrics`); what the table says is `rank_table`'s affair.
+Draws one live line on a terminal with the table of ranks below it, writes a few plain lines everywhere else, and keeps
+log records from garbling the live line. It knows nothing of files, and nothing of training beyond the keys of a row
+(see `metrics`); `rank_table` makes the table.
 
-The one idea: the line shows the numbers of one step, never running means, so that it and the row of that step in
-`metrics.jsonl` agree. The clock is passed in; a stream that breaks (a closed terminal, `| head`) ends the display,
-never the run, and a terminal that takes no text for now (Ctrl-S) is not waited for.
+The one idea: the line shows the numbers of one step, never running means, so that it agrees with the row of that step
+in `metrics.jsonl`. The clock is passed in; a stream that breaks (a closed terminal, `| head`) ends the display, never
+the run, and the display does not wait for a terminal that takes no text (Ctrl-S).
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from hetseq.monitor.rank_table import (
     table_lines,
 )
 
-if TYPE_CHECKING:  # rich is imported where there is a terminal to draw on
+if TYPE_CHECKING:  # rich is imported only if there is a terminal to draw on
     from rich.console import Console, RenderableType
     from rich.live import Live
 
 logger = logging.getLogger(__name__)
 
 _PLAIN_INTERVAL_S = 10.0
-_PATIENCE_S = 1.0  # with a reader that takes nothing; less than any deadline of a step
+_PATIENCE_S = 1.0  # with a stalled reader; less than any deadline of a step
 _REFRESH_INTERVAL_S = 0.1
 _TABLE_INTERVAL_S = 0.5  # numbers in columns are read more slowly than a line
-_CHOICE_INTERVAL_S = 5.0  # how long the same ranks stay in a table that has no room for all
-_PART_ABOVE = 6  # one line in so many of the terminal stays free for log records above a long table
-_ADVICE_PART = 4  # one line in so many may be advice
+_CHOICE_INTERVAL_S = 5.0  # how long a table without room for all ranks keeps the same ones
+_PART_ABOVE = 6  # one line in six of the terminal stays free for log records above a long table
+_ADVICE_PART = 4  # one line in four may be advice
 _PLAIN_WIDTH, _PLAIN_RANKS = 100, 16  # of the table at the end of a batch job's output
 _ETA_STEPS = 50  # the time left is predicted from the pace of this many steps
 _BAR_WIDTH = 20
@@ -58,20 +58,20 @@ class Progress(Protocol):
     """Shows rows; used by rank zero."""
 
     def step(self, row: Row) -> None:
-        """Show a training step, or not, as its turn comes."""
+        """Show a training step if it is due."""
 
     def validation(self, row: Row) -> None:
         """Show the result of a validation."""
 
     def close(self) -> None:
-        """Show what is left to show and leave the terminal as it was."""
+        """Show the last step and restore the terminal."""
 
 
 class PlainProgress:
     """Lines for pipes, files and batch jobs: never a carriage return, and few enough to read.
 
-    A line every `every_steps` steps (`math.inf`: none); without it one at most every 10 s, and the first and the last
-    step. Validations always have their line. With several ranks their table comes once, at the end.
+    A line every `every_steps` steps (`math.inf`: none); without it at most one every 10 s, and the first and the last
+    step. Every validation has its line. With several ranks, their table is written once, at the end.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class PlainProgress:
         self._recent: deque[Row] = deque(maxlen=MEDIAN_STEPS)
         self._guard = _StreamGuard()
         self.saving: tuple[int, float] | None = None  # shown on a terminal only
-        self.advice: tuple[str, ...] = ()  # likewise; elsewhere the log says it once
+        self.advice: tuple[str, ...] = ()  # likewise; the log has it once
 
     def set_total(self, steps: int | None) -> None:
         """How many steps the run has; None if that is not known."""
         self._total_steps = steps
 
     def step(self, row: Row) -> None:
-        """Write the step's line if its turn has come."""
+        """Write the step's line if it is due."""
         self._recent.append(row)
         if self._every_steps is not None:
             if _is_due(row, self._every_steps):
@@ -135,11 +135,11 @@ class PlainProgress:
 
 
 class LiveProgress:
-    """One line at the bottom of a terminal that follows the steps; everything else scrolls above it.
+    """A line at the bottom of a terminal that follows the steps; all other output scrolls above it.
 
-    With several ranks their table stands below it: as many as the terminal has lines for. `every_steps`
-    (`--log-interval`) also leaves a plain line above every so many steps. The cursor is hidden from the first step to
-    `close`, which also runs at the interpreter's exit.
+    With several ranks their table is below it, with as many ranks as fit. `every_steps` (`--log-interval`) also leaves
+    a plain line above it every so many steps. The cursor is hidden from the first step to `close`, which also runs at
+    the interpreter's exit.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class LiveProgress:
 
     @property
     def is_live(self) -> bool:
-        """Whether a line stands on the terminal that other output must not run into."""
+        """Whether the terminal has a live line that other output must not run into."""
         return self._live is not None and not self._guard.is_broken
 
     def set_total(self, steps: int | None) -> None:
@@ -217,7 +217,7 @@ class LiveProgress:
     def _start(self) -> Live:
         from rich.live import Live
 
-        # No refresh thread: the step redraws. A user's print goes above the line; what is redirected to a file stays.
+        # No refresh thread: the step redraws. A user's print goes above the line, unless it is redirected to a file.
         self._live = Live(
             console=self._console,
             auto_refresh=False,
@@ -236,7 +236,7 @@ class LiveProgress:
         live.update(line if table is None else Group(line, table), refresh=True)
 
     def _table(self) -> RenderableType | None:
-        """The table of as many ranks as the terminal has lines for; None for a single rank, or if it has none."""
+        """The table of as many ranks as fit on the terminal; None for a single rank, or if none fits."""
         from rich.text import Text
 
         height = self._console.height
@@ -252,7 +252,7 @@ class LiveProgress:
         return Text("\n", no_wrap=True, overflow="crop").join(styled)
 
     def _choose(self, summary: RankSummary, room: int) -> Sequence[int]:
-        """The ranks of the table, the same ones for a while: lines that come and go cannot be read."""
+        """The ranks of the table, kept for a while: lines that come and go cannot be read."""
         size = len(summary.share)
         is_stale = len(self._chosen) != min(room, size) or self._chosen[-1] >= size
         is_pace_missing = summary.pace is not None and summary.pace not in self._chosen
@@ -280,7 +280,7 @@ class LiveProgress:
         return line
 
     def _left_s(self, row: Row) -> float | None:
-        """Seconds to the last step at the pace of the latest steps, pauses included; None if that is unknown."""
+        """Seconds to the last step at the pace of the latest steps, pauses included; None if unknown."""
         if self._total_steps is None or len(self._times_s) < 2:
             return None
         pace_s = (self._times_s[-1] - self._times_s[0]) / (len(self._times_s) - 1)
@@ -288,9 +288,9 @@ class LiveProgress:
 
 
 class ProgressHandler(logging.Handler):
-    """Log records for people: above the live line while there is one, else on standard error.
+    """Writes log records above the live line while there is one, else to standard error.
 
-    Installed by the worker as it sets up logging; `progress` may be None on ranks that show none, and may change.
+    The worker installs it when it sets up logging; `progress` is None on ranks without a display, and may change.
     """
 
     def __init__(self, progress: Progress | None) -> None:
@@ -299,11 +299,11 @@ class ProgressHandler(logging.Handler):
         self._pid = os.getpid()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write the record; trouble is logging's to handle, as in every handler."""
+        """Write the record; errors go to `handleError`, as in every handler."""
         try:
             text = self.format(record)
             live = self.progress
-            # A forked loader process has a copy of the line, and of locks that nobody will ever release.
+            # A forked loader process has a copy of the line, and of locks that are never released.
             is_here = os.getpid() == self._pid
             if isinstance(live, LiveProgress) and live.is_live and is_here and sys.stderr.isatty():
                 live.message(text)
@@ -317,7 +317,7 @@ class ProgressHandler(logging.Handler):
 def progress_for(
     config: LogConfig, stream: TextIO, *, total_steps: int | None, now: Callable[[], float]
 ) -> PlainProgress | LiveProgress:
-    """The display that fits the options and the stream: a live line needs a terminal that can move its cursor."""
+    """The display for these options and this stream: a live line needs a terminal that can move its cursor."""
     if config.log_format == "none":
         return PlainProgress(stream, total_steps=total_steps, every_steps=math.inf, now=now)
     if stream.isatty() and not config.no_progress_bar:
@@ -328,7 +328,7 @@ def progress_for(
 
 
 def terminal(stream: TextIO, **settings: Any) -> Console:
-    """A rich console that reports a reader that went away; rich's own would end the process then."""
+    """A rich console that raises BrokenPipeError if its reader is gone; rich's own ends the process."""
     from rich.console import Console
 
     class Terminal(Console):
@@ -341,7 +341,7 @@ def terminal(stream: TextIO, **settings: Any) -> Console:
 def step_text(row: Row, total_steps: int | None, *, with_efficiency: bool = True) -> str:
     """`step 120/938 epoch 1 loss 0.2134 lr 0.01 grad_norm 1.2 samples/s 5321`; the loss is the step's own, in nats.
 
-    Several ranks add ` efficiency 0.93`, and every run ` noise_scale 210 (batch 64)`, in samples, once that is known.
+    Several ranks add ` efficiency 0.93`, and every run adds ` noise_scale 210 (batch 64)`, in samples, once known.
     """
     words = [f"step {row.get('step')}" + (f"/{total_steps}" if total_steps is not None else "")]
     if "epoch" in row:
@@ -382,7 +382,7 @@ def validation_numbers(row: Row) -> Iterator[tuple[str, Any]]:
 
 
 def samples_per_second(row: Row) -> float | None:
-    """The step's own pace, or None if the row does not tell."""
+    """The speed of this one step, or None if the row lacks it."""
     samples, seconds = row.get("samples"), row.get("seconds")
     return float(samples) / float(seconds) if samples is not None and seconds else None
 
@@ -395,28 +395,28 @@ def _number(value: Any, digits: int) -> str:
     return f"{value:.{digits}g}" if isinstance(value, (int, float)) else str(value)
 
 
-_STUCK: set[int] = set()  # descriptors that had no room when text was for them last
+_STUCK: set[int] = set()  # descriptors that had no room for the last text
 
 
 def takes_text(stream: IO[str], *, patience_s: float = 0.0) -> bool:
-    """Whether a write returns at once, now or within `patience_s`, as far as that is known.
+    """Whether a write would not block, now or within `patience_s`, as far as that is known.
 
-    It does not where a terminal is stopped (Ctrl-S), or its reader is. Files hold what is not shown, so a run does not
-    wait for that: only the first text that finds no room has patience, later ones have none until there is room again.
+    A write blocks if the terminal (Ctrl-S) or its reader is stopped. Files hold the text that is not shown, so a run
+    does not wait: the first text that finds no room waits `patience_s`, later ones do not, until there is room again.
     """
     poller = select.poll()
     try:
         poller.register(stream, select.POLLOUT)
         descriptor = stream.fileno()
         has_room = bool(poller.poll(0 if descriptor in _STUCK else 1000 * patience_s))
-    except (OSError, ValueError):  # no descriptor, or a closed one: the write will tell
+    except (OSError, ValueError):  # no descriptor, or a closed one: the write itself will raise
         return True
     (_STUCK.discard if has_room else _STUCK.add)(descriptor)
     return has_room
 
 
 class _StreamGuard:
-    """Ends a display whose stream has gone (EPIPE, EIO, closed), and says so once."""
+    """Ends a display whose stream is gone (EPIPE, EIO, closed), and logs that once."""
 
     def __init__(self) -> None:
         self.is_broken = False
@@ -428,4 +428,4 @@ class _StreamGuard:
         except (OSError, ValueError) as error:
             if not self.is_broken:
                 self.is_broken = True
-                logger.warning("the progress display ended (%s): the run goes on", error)
+                logger.warning("the progress display ended (%s): training continues", error)

@@ -1,8 +1,8 @@
-"""A bar with the time left for work that takes long, on a terminal; elsewhere nothing is seen of it.
+"""Progress bar with the time left, for long work on a terminal; elsewhere nothing is shown.
 
-Responsible for when a bar is shown, and that it is gone before a command says its answer. It stands on standard error,
-so whatever reads the answer never sees it. rich draws it, and is imported for work that lasts; without it there is no
-bar.
+Decides when a bar is shown, and removes it before a command prints its answer. The bar is on standard error, so a
+program that reads the answer never sees it. rich draws it, and is imported only for work that lasts; without rich there
+is no bar.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-#: so much more is done
+#: called with the amount of work done since the last call
 Advance = Callable[[int], None]
 
-_SHORT_S = 1.0  # work that is over by then has none
+_SHORT_S = 1.0  # shorter work has no bar
 
 
 def nobody(_: int) -> None:
-    """For work that nobody watches."""
+    """An `Advance` for work without a bar."""
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def bar(
     stream: TextIO | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> Iterator[Advance]:
-    """Gives what moves the bar of a piece of work, of which `total` is all, in pieces or in bytes."""
+    """Yields a function that moves the bar of a task of size `total`, in pieces or in bytes."""
     shown, begun_s, done = _Shown(what, total, in_bytes, sys.stderr if stream is None else stream), now(), 0
 
     def advance(count: int) -> None:
@@ -62,7 +62,7 @@ class _Shown:
         if self._progress is None:
             self._progress = self._drawn()
         if self._progress is not None:
-            with suppress(OSError):  # a terminal that has gone
+            with suppress(OSError):  # the terminal is gone
                 self._progress.update(self._progress.task_ids[0], completed=done)
 
     def end(self) -> None:

@@ -1,9 +1,9 @@
-"""What one rank lets be seen: its log file, its lines on the terminal, and what the user's code prints.
+"""Output of one rank: its log file, its lines on the terminal, and the prints of the user's code.
 
-Responsible for: who of many ranks speaks. Everything goes into `log/rank-N.txt`; the terminal gets the lines of rank
-zero and the warnings of all, the user's prints once. What does not go there goes to `log/rank-N.out`: the prints of the
-other ranks, and what a terminal that is not read does not take. Refuses to know what is said. The one idea: who is rank
-zero changes with the generations, so it can be asked for again and again.
+Decides which of many ranks writes to the terminal. All log records go to `log/rank-N.txt`; the terminal gets the lines
+of rank zero, the warnings of all ranks, and the user's prints once. `log/rank-N.out` gets the prints of the other
+ranks, and the text that a stalled terminal does not take. The one idea: rank zero changes with the generations, so
+`show` may be called again and again.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hetseq.run_directory import RunDirectory, open_appending, open_private, rep
 
 logger = logging.getLogger(__name__)
 
-_MOST_BYTES = 8 << 20  # of a file of prints; there are two of them at most
+_MOST_BYTES = 8 << 20  # of a file of prints; there are at most two
 _UNREAD = "---- the terminal takes no text; what follows was for it\n"
 
 
 class RankOutput:
-    """The outputs of the rank in this slot; `log_to` before anything is logged."""
+    """The outputs of the rank in this slot; call `log_to` before anything is logged."""
 
     def __init__(self, directory: RunDirectory, slot: int) -> None:
         self._log, self._prints = directory.logs / f"rank-{slot}.txt", directory.logs / f"rank-{slot}.out"
@@ -38,7 +38,7 @@ class RankOutput:
         self._spilt = -1
 
     def log_to(self, terminal: logging.Handler, closing: ExitStack) -> None:
-        """Log into the file, and to the terminal by this handler, until `closing` is closed."""
+        """Log to the file, and to the terminal through this handler, until `closing` is closed."""
         root, to_file = logging.getLogger(), _LogFile(self._log)
         closing.callback(to_file.close)
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -51,7 +51,7 @@ class RankOutput:
             closing.callback(root.removeHandler, handler)
 
     def show(self, is_shown: bool) -> None:
-        """Let the terminal have all, or warnings alone."""
+        """Send everything to the terminal, or only warnings."""
         self._terminal.setLevel(logging.INFO if is_shown else logging.WARNING)
         if is_shown == self._is_shown:
             return
@@ -68,13 +68,13 @@ class RankOutput:
             os.dup2(file.fileno(), 1)
 
     def wait_for_no_reader(self) -> None:
-        """From now on no print of this process waits for a terminal that is not read. Before the first `show`."""
+        """From now on no print of this process waits for a stalled terminal. Call it before the first `show`."""
         self._writer = PatientWriter(1, self._spill)
         sys.stdout = patient(sys.stdout, self._writer)
         sys.stderr = patient(sys.stderr, PatientWriter(2, self._spill))
 
     def limit_prints(self) -> None:
-        """Keep the file of prints small; to be called about once a second, by any thread."""
+        """Keep the file of prints small; call it about once a second, from any thread."""
         with suppress(OSError):
             if self._prints.stat().st_size > _MOST_BYTES:
                 _rotate(self._prints)
@@ -87,22 +87,22 @@ class RankOutput:
             os.write(self._spilt, data)
 
     def write_last_words(self, text: str) -> None:
-        """Say why this rank is over in its log alone: the terminal hears from its launcher what all died of."""
+        """Log why this rank ends in its own file only: the launcher tells the terminal why all ranks ended."""
         self._terminal.setLevel(logging.CRITICAL)
         logger.error("this rank is over: %s", text)
 
 
 def _rotate(path: Path) -> None:
-    """Move what a file of prints holds into one older file, the newest part if it is much.
+    """Move the content of a file of prints, or the newest part of it, into one older file.
 
-    The file itself stays and is emptied: processes that the task has started hold it open too.
+    The file itself stays and is emptied, because processes that the task started hold it open too.
     """
     older = path.with_name(f"{path.name}.1")
     file = open_private(path, os.O_RDWR | os.O_APPEND)
     try:
         end = os.fstat(file).st_size
         replace_file(older, os.pread(file, _MOST_BYTES, max(0, end - _MOST_BYTES)), is_durable=False)
-        since = os.pread(file, _MOST_BYTES, end)  # was printed meanwhile
+        since = os.pread(file, _MOST_BYTES, end)  # printed in the meantime
         os.ftruncate(file, 0)
         os.write(file, f"---- earlier prints: the last {_MOST_BYTES >> 20} MiB of them are in {older.name}\n".encode())
         os.write(file, since)
@@ -111,19 +111,19 @@ def _rotate(path: Path) -> None:
 
 
 class _LogFile(logging.handlers.WatchedFileHandler):
-    """A log file with mode 0600 that is made anew if it was deleted; trouble with it is nobody's trouble."""
+    """A log file with mode 0600 that is created again if it was deleted; its errors are ignored."""
 
     def _open(self) -> Any:
         return open_appending(Path(self.baseFilename))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record, or not."""
+        """Write one record, if that is possible."""
         with suppress(OSError):
             super().emit(record)
 
 
 class _TerminalFormatter(logging.Formatter):
-    """Plain lines, with rank and node before a warning."""
+    """Plain lines; a warning begins with rank and node."""
 
     def __init__(self, where: str) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""The table of the ranks: which of them, which columns and which words fit into so many lines of so many characters.
+"""Table of ranks: chooses the ranks and columns that fit into the given lines and characters.
 
-Responsible for the text under the live line of a terminal and at the end of a batch job's output, and for what a rank's
-speed is. Pure: rows of steps go in (see `metrics`), lines go out; it knows no terminal, no clock and no file.
+Makes the text below the live line of a terminal and at the end of a batch job's output, and defines the speed of a
+rank. Pure: rows of steps go in (see `metrics`), lines come out; it knows no terminal, no clock and no file.
 
-The one idea: a row tells of one step, and single steps flicker, so what is made for eyes is the median of the last few.
+The one idea: a row describes one step, and single steps flicker, so the table shows the medians of the last few.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import numpy.typing as npt
 Row = Mapping[str, Any]
 Numbers = npt.NDArray[np.float64]  # (world_size,), NaN where a number is not known
 
-MEDIAN_STEPS = 5  # steady to the eye, and still half a second behind a change where steps take 0.2 s
+MEDIAN_STEPS = 5  # steady to the eye, and only half a second behind a change if steps take 0.2 s
 
 _GIB = 2**30
 _GAP = 2  # characters between columns
-_LEAST_NAME = 8  # characters of a shortened name that are still worth their place
+_LEAST_NAME = 8  # fewest characters of a shortened name that is still useful
 
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What the ranks did in the last steps, as a person reads it: medians, but for memory, the newest."""
+    """The work of the ranks in the last steps, for people to read: medians; memory is the newest."""
 
     steps: int
     names: tuple[str, ...]
-    slots: tuple[int, ...]  # by rank: what it is called
+    slots: tuple[int, ...]  # by rank: the number shown for it
     share: Numbers
     samples_per_s: Numbers
     compute_s: Numbers
@@ -42,13 +42,13 @@ class RankSummary:
     busy_s: Numbers
     memory_bytes: Numbers
     memory_limit_bytes: Numbers
-    efficiency: float | None  # global speed / sum of what each rank does alone
+    efficiency: float | None  # global speed / sum of the speeds of each rank alone
     communication_s: float | None
     pace: int | None  # the rank that the others waited for in most of these steps; None if there is no such rank
     step_s: float | None
-    step_spread: float  # between the quartiles of the seconds of these steps, as a part of their median
+    step_spread: float  # interquartile range of the seconds of these steps / their median
     overhead_s: Numbers
-    fixed_s: Numbers  # the cost that shares are reckoned with, of a step
+    fixed_s: Numbers  # the cost that the shares are computed from: of a step
     per_sample_s: Numbers  # of each of its samples
     per_micro_batch_s: Numbers  # and of each micro-batch
     micro_batch: Numbers  # the most samples of one
@@ -56,14 +56,14 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class Signs:
-    """What a table has besides where it is made from files: by rank, what it says it does, and how old that is."""
+    """Signs of life that a table made from status files adds: the state of each rank, and the age of that report."""
 
     states: tuple[str, ...]
     age_s: Numbers
 
 
 def busy_seconds(row: Row) -> Numbers:
-    """Seconds of a step that each rank waited for nobody: data, computing, and what comes with a step."""
+    """Seconds of a step in which each rank did not wait for peers: data, computing and overhead."""
     size = len(row["shares"])
     kinds = ("compute_s", "data_s", "overhead_s")
     busy_s: Numbers = np.sum([_numbers(row["ranks"].get(kind), size) for kind in kinds], axis=0)
@@ -71,7 +71,7 @@ def busy_seconds(row: Row) -> Numbers:
 
 
 def rank_speeds(row: Row) -> Numbers:
-    """Samples per second of each rank in one step, taken by itself: its share over its own work, without waiting."""
+    """Samples per second of each rank alone in one step: its share / its busy seconds, without waiting for peers."""
     busy_s = busy_seconds(row)
     speeds = np.full(len(busy_s), np.nan)
     np.divide(row["shares"], busy_s, out=speeds, where=busy_s > 0)
@@ -79,7 +79,7 @@ def rank_speeds(row: Row) -> Numbers:
 
 
 def summarise(rows: Iterable[Row]) -> RankSummary | None:
-    """What `rows` (oldest first) tell of the ranks; None if the newest tells of none, as in a world of 1."""
+    """Summarise the ranks from `rows` (oldest first); None if the newest row has no `ranks`, as in a world of 1."""
     rows = _of_one_world(list(rows))
     if not rows:
         return None
@@ -123,13 +123,13 @@ def _spread(rows: Sequence[Row]) -> float:
 
 
 def with_present_micro_batches(rows: Sequence[Row]) -> list[Row]:
-    """Of rows with `ranks`, oldest first, those with the micro-batches of the newest: costs of others are others."""
+    """The rows (with `ranks`, oldest first) that have the micro-batches of the newest: others have other costs."""
     newest = rows[-1]["ranks"].get("micro_batch")
     return [row for row in rows if row["ranks"].get("micro_batch") == newest]
 
 
 def ranks_that_matter(summary: RankSummary, count: int) -> list[int]:
-    """At most `count` ranks, in their order: who sets the pace, then in turn the busiest and those who wait most."""
+    """At most `count` ranks, ascending: the one that sets the pace, then in turn the busiest and longest waiting."""
     size = len(summary.share)
     busiest = np.argsort(-np.nan_to_num(summary.busy_s), kind="stable").tolist()
     waiting = np.argsort(-np.nan_to_num(summary.wait_s), kind="stable").tolist()
@@ -139,7 +139,7 @@ def ranks_that_matter(summary: RankSummary, count: int) -> list[int]:
 
 
 def with_slots(summary: RankSummary, names: Mapping[int, str]) -> RankSummary:
-    """`summary` in the order of the slots, with those of `names` that it lacks: of these nothing else is known."""
+    """`summary` in the order of the slots, plus the slots of `names` that it lacks, whose numbers are NaN."""
     slots = sorted({*summary.slots, *names})
     place = {slot: slots.index(slot) for slot in summary.slots}
     changes: dict[str, Any] = {}
@@ -154,12 +154,12 @@ def with_slots(summary: RankSummary, names: Mapping[int, str]) -> RankSummary:
 
 
 def table_lines(summary: RankSummary, chosen: Sequence[int], *, width: int, signs: Signs | None = None) -> list[str]:
-    """The table of the `chosen` ranks: a title, the names of the columns, a line each, and a line about all.
+    """The table of the `chosen` ranks: a title, the column names, a line for each rank, and a line about all.
 
-    With `signs` of life it also tells the part of each share in per cent, the state and the age.
+    With `signs` of life it also has each share in per cent, the state and the age.
 
-    Ranks that were not chosen are counted in a line of their own, and columns that do not fit into `width` characters
-    are left out, the least important first. `OVERHEAD_LINES` is how many lines come to those of the ranks.
+    A line counts the ranks that were not chosen. Columns that do not fit into `width` characters are left out, the
+    least important first. `OVERHEAD_LINES` is the number of lines besides the ranks' own.
     """
     columns = _columns_that_fit(_columns(summary, chosen, signs), width)
     lines = [_title(summary)]
@@ -167,11 +167,11 @@ def table_lines(summary: RankSummary, chosen: Sequence[int], *, width: int, sign
     left_out = len(summary.share) - len(chosen)
     if left_out:
         lines.append(f"... and {left_out} more")
-    about_all = _about_all(summary) if signs is None else ""  # a reader of files has it beside the step
+    about_all = _about_all(summary) if signs is None else ""  # `hetseq top` shows it beside the step
     return [line[:width] for line in (*lines, about_all) if line]
 
 
-#: lines of a table besides those of the ranks: title, columns, how many more, about all
+#: lines of a table besides the ranks' own: title, columns, how many more, about all
 OVERHEAD_LINES = 4
 
 
@@ -179,7 +179,7 @@ OVERHEAD_LINES = 4
 
 
 def _numbers(values: Any, size: int) -> Numbers:
-    """One kind of number by rank, as floats; NaN for what is null or missing."""
+    """One kind of number by rank, as floats; NaN if it is null or missing."""
     found = np.full(size, np.nan)
     if values is not None:
         given = np.asarray(values, float)[:size]  # None becomes NaN
@@ -188,7 +188,7 @@ def _numbers(values: Any, size: int) -> Numbers:
 
 
 def _of_one_world(rows: Sequence[Row]) -> list[Row]:
-    """The newest rows that tell of the same ranks as the newest one."""
+    """The newest rows that have the same ranks as the newest one."""
     same: list[Row] = []
     for row in reversed(rows):
         if not row.get("ranks") or not row.get("shares") or (same and _who(row) != _who(same[0])):
@@ -211,7 +211,7 @@ def _names(row: Row) -> tuple[str, ...]:
 
 
 def _medians(by_step: Sequence[Numbers]) -> Numbers:
-    """By rank, of what is known; of an even number the lower, so that it is a number that was."""
+    """Medians of the known numbers by rank; of an even count the lower, so that it is a measured number."""
     ordered = np.sort(np.stack(by_step), axis=0)  # (steps, world_size), NaN last
     known = np.sum(~np.isnan(ordered), axis=0)
     return np.asarray(np.take_along_axis(ordered, np.maximum(known - 1, 0)[None] // 2, axis=0)[0])
@@ -235,8 +235,8 @@ def _usual_pace(rows: Sequence[Row]) -> int | None:
 class _Column:
     head: str
     cells: list[str]
-    least_width: int  # what usual cells take: a column that breathes with its numbers flickers
-    importance: float  # 0 stays longest
+    least_width: int  # of usual cells: a column whose width follows its numbers flickers
+    importance: float  # 0 is kept longest
     is_name: bool = False
 
     @property
@@ -279,7 +279,7 @@ def _age(age_s: float) -> str:
 
 
 def _columns_that_fit(columns: Sequence[_Column], width: int) -> list[_Column]:
-    """The columns with room, in their order; the name takes what the others leave, and is shortened to it."""
+    """The columns that fit, in their order; the name is shortened to the room that the others leave."""
     kept: list[_Column] = []
     left = width + _GAP
     for column in sorted(columns, key=lambda column: column.importance):
@@ -297,13 +297,13 @@ def _shortened(column: _Column, left: int) -> _Column:
 
 
 def _shorten(name: str, width: int) -> str:
-    """`node/device` in `width` characters: without the node's domain, then from its front, as its number is last."""
+    """`node/device` in `width` characters: drops the domain first, then the front, because a node's number is last."""
     if len(name) <= width:
         return name
     node, slash, device = name.rpartition("/")
     node, rest = (node, slash + device) if slash else (device, "")
     short, dot, _ = node.partition(".")
-    if dot and not short.isdigit():  # an address stays as it is
+    if dot and not short.isdigit():  # an IP address is kept
         node = short
     if len(node + rest) <= width:
         return node + rest
@@ -345,7 +345,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _three_digits(number: float) -> str:
-    """Three digits, but never more than two behind the point: what is smaller is noise."""
+    """Three digits, but at most two decimals: the rest is noise."""
     decimals = 2 if number < 9.995 else 1 if number < 99.95 else 0
     return f"{number:.{decimals}f}"
 

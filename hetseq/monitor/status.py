@@ -1,10 +1,10 @@
-"""What the newest steps say of a whole run, small enough for one status file: rows in, an object out, and back.
+"""Status of a whole run, made from its newest steps for one status file: rows in, an object out, and back.
 
-Responsible for the key `run` in the `status/rank-N.json` of the rank that writes the rows: where the run is, its pace,
-its last checkpoint, the medians of its table, the advice. Pure: files are `run_directory`'s, the clock is passed in.
+Makes the key `run` in the `status/rank-N.json` of the rank that writes the rows: the step and pace of the run, its last
+checkpoint, the medians of its table, the advice. Pure: `run_directory` handles the files, and the clock is passed in.
 
-The one idea: every rank has all numbers of a step after its commit, so one file can tell of all ranks, and the others
-need only say that they are alive. A reader that comes late sees what a reader from the start sees.
+The one idea: every rank has all numbers of a step after its commit, so one file can describe all ranks, and the other
+files only show that their ranks are alive. A reader that starts late sees the same as a reader from the start.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ADVICE_INTERVAL_S = 5.0
 _ETA_STEPS = 50  # as in the live line
 _SPREAD = 2.0  # standard errors of the pace on either side
 _DIGITS = 5
-_MOST = 1e15  # of a number that is meant; NaN is none
+_MOST = 1e15  # of a valid number; NaN is not valid
 _Number = TypeVar("_Number", int, float)
 
 _OF_STEP = ("step", "epoch", "loss", "samples", "seconds", "skipped", "generation")
@@ -41,25 +41,25 @@ class RunStatus:
         self._adviser = Adviser(setting)
         self._rows: deque[Row] = deque(maxlen=ADVICE_STEPS)
         self._times_s: deque[float] = deque(maxlen=_ETA_STEPS + 1)
-        self._saved: tuple[int, float | None] | None = None  # the last checkpoint, and when it was new
+        self._saved: tuple[int, float | None] | None = None  # step of the last checkpoint, and when it was new
         self._advice: tuple[Advice, ...] = ()
         self._next_advice_s = -math.inf
 
     def step(self, row: Row, now_s: float, *, saved_step: int) -> None:
-        """Take the row of a step, which has `ranks`, and the newest step of which there is a checkpoint (0: none)."""
+        """Take the row of a step, which has `ranks`, and the step of the newest checkpoint (0: none)."""
         self._rows.append(row)
         self._times_s.append(now_s)
         if saved_step and self._saved is None:
-            self._saved = (saved_step, None)  # that of an earlier start: nobody here knows when
+            self._saved = (saved_step, None)  # the checkpoint of an earlier start: its time is unknown here
         self.saved(saved_step, now_s)
 
     def saved(self, step: int, now_s: float) -> None:
-        """There is a checkpoint of `step`."""
+        """Note that there is a checkpoint of `step`."""
         if step and (self._saved is None or self._saved[0] < step):
             self._saved = (step, now_s)
 
     def advise(self, now_s: float) -> tuple[Advice, ...]:
-        """What is to be said now; judged anew every few seconds."""
+        """The advice to show now; computed again every few seconds."""
         if now_s >= self._next_advice_s and len(self._rows) == ADVICE_STEPS:
             self._next_advice_s = now_s + _ADVICE_INTERVAL_S
             self._advice = self._adviser.look(summarise(self._rows))
@@ -82,7 +82,7 @@ class RunStatus:
         }
 
     def _eta_s(self, step: int) -> list[float] | None:
-        """Least and most seconds to the last step, from the spread of the latest steps; None if it is not known."""
+        """Least and most seconds to the last step, from the spread of the latest steps; None if unknown."""
         times = list(self._times_s)
         if self.total_steps is None or len(times) < 3:
             return None
@@ -94,7 +94,7 @@ class RunStatus:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a reader finds under `run`: the newest step, and the medians of its ranks; None where it is not told."""
+    """The content of `run` for a reader: the newest step and the medians of its ranks; None if unknown."""
 
     row: Mapping[str, Any]
     summary: RankSummary | None
@@ -106,7 +106,7 @@ class RunFacts:
 
 
 def read_facts(told: Any) -> RunFacts | None:
-    """What `RunStatus.told` had said, from JSON; None for what is not that, as another version may write it."""
+    """Read the object of `RunStatus.told` from JSON; None if it is malformed, e.g. written by another version."""
     try:
         eta = told["eta_s"]
         row = {key: told[key] for key in _OF_STEP if key in told}
@@ -141,7 +141,7 @@ def _or_none(kind: Callable[[Any], _Number], value: Any) -> _Number | None:
 
 
 def _packed(summary: RankSummary) -> dict[str, Any]:
-    """As few digits as eyes and advice need, because it is written once a second."""
+    """The summary as JSON, with only the digits that people and advice need: it is written once a second."""
     packed = {field.name: getattr(summary, field.name) for field in fields(summary)}
     return {name: _short(values) if name in _BY_RANK else values for name, values in packed.items()}
 

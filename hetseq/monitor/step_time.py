@@ -1,10 +1,10 @@
-"""Where the time of a step went, rank by rank, from the rows that all ranks brought to its commit: pure.
+"""Time breakdown of a step by rank, from the rows that all ranks brought to its commit. Pure.
 
-A step is as long as its slowest rank and what travels after it. Every rank is busy for a while (data, forward and
-backward, its update), then idle. The rank that is idle least was awaited by all others, and its idle time is what
-communication took; whatever another one was idle for longer than that, it waited for its peers.
+A step lasts as long as its slowest rank plus the communication after it. Every rank is busy for a while (data, forward
+and backward, its update), then idle. All others waited for the rank that is idle least, and its idle time is the time
+of communication; the rest of another rank's idle time is its wait for peers.
 
-Whoever reads such a row later has the cost of a rank back from it here.
+`known_cost` gives a later reader of such a row the cost of a rank.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 from hetseq.balance.shares import Cost
 from hetseq.cluster.membership.step_commit import CommitRow, Measured
 
-#: what a row of `metrics.jsonl` tells of each rank that its cost is made of (see `known_cost`), by their names there
+#: keys of each rank in a row of `metrics.jsonl` from which `known_cost` makes its cost
 TOLD = ("compute_s", "overhead_s", "fixed_s", "per_sample_s")
-#: and what rows of older versions do not tell, whose costs are straight ones
+#: and keys that rows of older versions lack, whose costs are linear
 TOLD_OF_STAIRS = ("per_micro_batch_s", "micro_batch")
 
 
 def busy_s(measured: Measured) -> float:
-    """How long a rank worked in a step, waiting for nobody but its data."""
+    """Seconds that a rank worked in a step, including the wait for its data but not for peers."""
     return measured.compute_s + measured.data_s + measured.overhead_s
 
 
 def account(rows: Sequence[CommitRow], *, shares: Sequence[int], work: int, seconds: float) -> dict[str, Any]:
-    """What `metrics.jsonl` tells of the ranks: `communication_s`, `efficiency`, `pace` and `ranks`, lists by rank.
+    """The keys of `metrics.jsonl` about the ranks: `communication_s`, `efficiency`, `pace` and `ranks`, lists by rank.
 
-    `work` is what the samples of the step weighed together where they were divided. The efficiency is the speed of the
-    run by the sum of the speeds that its ranks would have on their own, at their shares; None where one is not known.
+    `work` is the total weight of the step's samples when they were divided. The efficiency is the speed of the run /
+    the sum of the speeds that its ranks would have on their own, at their shares; None if one of them is unknown.
     """
     samples, measured = sum(shares), [row.measured for row in rows]
     costs = [_in_samples(one.cost, share, work / samples) for share, one in zip(shares, measured)]
@@ -59,10 +59,10 @@ def account(rows: Sequence[CommitRow], *, shares: Sequence[int], work: int, seco
 
 
 def known_cost(share: float, told: Mapping[str, float | None]) -> Cost:
-    """What samples cost a rank of which `TOLD`, and perhaps `TOLD_OF_STAIRS`, are told; None: not known.
+    """The cost of samples on a rank, from its values of `TOLD` and possibly `TOLD_OF_STAIRS`; None: unknown.
 
-    Where the parts of its cost are not known, all it computed was for its `share` of samples; a rank that has had none
-    can be given none.
+    If the parts of the cost are unknown, all computing time counts for its `share` of samples; a rank that has had no
+    samples can be given none.
     """
     overhead_s, compute_s = told["overhead_s"] or 0.0, told["compute_s"]
     fixed_s, per_sample_s, micro_batch = told["fixed_s"], told["per_sample_s"], told.get("micro_batch")
@@ -75,7 +75,7 @@ def known_cost(share: float, told: Mapping[str, float | None]) -> Cost:
 
 
 def _in_samples(cost: Cost | None, share: int, work_per_sample: float) -> Cost | None:
-    """A cost by work as one by samples: as it is where a sample is a unit, else the straight one about the share."""
+    """A cost by work as a cost by samples: unchanged if a sample is one unit, else linear around the share."""
     if cost is None or work_per_sample == 1:
         return cost
     line = cost.line(round(share * work_per_sample))
@@ -83,7 +83,7 @@ def _in_samples(cost: Cost | None, share: int, work_per_sample: float) -> Cost |
 
 
 def _solo_speed(share: int, measured: Measured, work_per_sample: float) -> float | None:
-    """Samples per second of a rank on its own; None if it had nothing to do and nobody knows what it could."""
+    """Samples per second of a rank on its own; None if it had no work and its cost is unknown."""
     if share:
         return share / busy_s(measured) if busy_s(measured) > 0 else None
     return 1 / (measured.cost.slope_s * work_per_sample) if measured.cost and work_per_sample else None

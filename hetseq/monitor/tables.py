@@ -1,4 +1,4 @@
-"""Rows of cells as lines of text, for commands that tell of several things of a kind."""
+"""Text tables for commands that list several things of a kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Cells = tuple[str, ...]
 
 
 def table(rows: Sequence[Cells], *, left: Sequence[int]) -> Iterator[str]:
-    """Lines with the cells under each other; columns in `left` begin at their left, the others end at their right."""
+    """Lines with aligned cells; columns in `left` are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         cells = [cell.ljust(width) if place in left else cell.rjust(width)

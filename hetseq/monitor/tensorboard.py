@@ -1,7 +1,7 @@
-"""The TensorBoard log of a run: the rows of `metrics.jsonl` once more, for those who look at curves there.
+"""The TensorBoard log of a run: the rows of `metrics.jsonl` as TensorBoard curves.
 
-Responsible for TensorBoard's files and for surviving its absence; it belongs to the thread that writes the rows. What
-happened to the run stands there as text, and its options as hyperparameters, by which TensorBoard compares runs.
+Writes TensorBoard's files, and does without if TensorBoard is missing; it belongs to the thread that writes the rows.
+Events of the run are logged as text, and its options as hyperparameters, by which TensorBoard compares runs.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from hetseq.monitor.rank_table import Row, rank_speeds
 
 logger = logging.getLogger(__name__)
 
-_MOST_RANKS = 8  # with more, only every tenth step tells of each rank
+_MOST_RANKS = 8  # with more, only every tenth step has the numbers of each rank
 _THINNING = 10
-_UNTOLD = frozenset({"save", "versions"})  # the history of checkpoints and the report list them
+_UNTOLD = frozenset({"save", "versions"})  # the checkpoint history and the report list them
 
 
 @dataclass(frozen=True)
 class Hyperparameters:
-    """What TensorBoard's HPARAMS tab shows of a run: its options by name (None: not given), and tags of two curves."""
+    """The content of TensorBoard's HPARAMS tab: the options by name (None: not given), and the tags of two curves."""
 
     options: Mapping[str, bool | float | str | None]
     metrics: tuple[str, ...]
 
 
 def hyperparameters(config: Config) -> Hyperparameters:
-    """The options that say what is trained; where it runs and where it is kept make no other training of it.
+    """The options that define the training, without the options for where it runs and where it is saved.
 
-    The metrics are the loss and what makes a checkpoint the best one, of the first validation split.
+    The metrics are the loss and the metric of the best checkpoint, of the first validation split.
     """
     sections = (config.task, config.data, config.validation, config.optimization, *config.extras.values())
     options = {name: _plain(value) for section in sections for name, value in asdict(section).items()}
@@ -59,7 +59,7 @@ def _plain(value: Any) -> bool | float | str | None:
 
 
 class Opening:
-    """A thread that opens the TensorBoard log: its import takes seconds, for which no row is to wait."""
+    """A thread that opens the TensorBoard log: its import takes seconds, and no row waits for it."""
 
     def __init__(self, folder: Path, hparams: Hyperparameters | None = None) -> None:
         self._found: list[Board | None] = []
@@ -73,13 +73,13 @@ class Opening:
         return not self._thread.is_alive()
 
     def board(self) -> Board | None:
-        """The log; waits for it. None where there is none."""
+        """Wait for the log and return it; None if it could not be opened."""
         self._thread.join()
         return self._found[0] if self._found else None
 
 
 def open_board(folder: Path, hparams: Hyperparameters | None = None) -> Board | None:
-    """A TensorBoard log, or None with a line that says why not; takes the time of an import."""
+    """A TensorBoard log, or None after a warning that says why; takes the time of an import."""
     try:
         return Board(folder, hparams)
     except ImportError as error:
@@ -100,9 +100,9 @@ def add_to_board(board: Board, batch: list[tuple[str, bytes]]) -> bool:
 
 
 class Board:
-    """One event file, in TensorBoard's own record format, through the same writer as the rows.
+    """One event file in TensorBoard's own record format, written like the rows.
 
-    Not `SummaryWriter`: it starts a thread of its own, which a full disk ends for good. Raises ImportError.
+    Not `SummaryWriter`, which starts its own thread that a full disk ends for good. Raises ImportError.
     """
 
     def __init__(self, folder: Path, hparams: Hyperparameters | None = None) -> None:
@@ -113,7 +113,7 @@ class Board:
         self._event, self._session, self._records = event_pb2.Event, event_pb2.SessionLog, RecordWriter
         self._summaries, self._tensors, self._types = summary_pb2, tensor_pb2, types_pb2
         self._api, self._plugin_data = api_pb2, plugin_data_pb2
-        # TensorBoard looks for this form and reads the files of a run in the order of their names.
+        # TensorBoard looks for names of this form, and reads the files of a run in the order of their names.
         name = f"events.out.tfevents.{time.time():017.6f}.{socket.gethostname()}.{os.getpid()}"
         self.file = AppendFile(folder / name, is_lines=False)
         self._hparams = hparams
@@ -122,7 +122,7 @@ class Board:
         self._last_step = 0
 
     def add(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
-        """Add `rows`, each with its kind: the numbers of steps and validations, the words of events."""
+        """Add `rows`, each with its kind: steps and validations as numbers, events as text."""
         events: list[Any] = []
         rows = [(kind, row) for kind, row in rows if kind != "event" or row["event"] not in _UNTOLD]
         if rows and self._is_new:
@@ -133,7 +133,7 @@ class Board:
         for kind, row in rows:
             self._last_step = row.get("step", self._last_step)
             if kind == "step" and not self._has_steps:
-                # Tells TensorBoard to forget what an earlier start of this run logged from here on.
+                # Tells TensorBoard to drop the steps from here on that an earlier start of this run logged.
                 session = self._session(status=self._session.START)
                 events.append(self._event(wall_time=time.time(), step=row["step"], session_log=session))
                 self._has_steps = True
@@ -153,7 +153,7 @@ class Board:
         return self._event(wall_time=time.time(), step=step, summary=self._summaries.Summary(value=values))
 
     def _text(self, tag: str, words: str) -> Any:
-        """One text, which the TEXT tab shows as Markdown."""
+        """One text; the TEXT tab shows it as Markdown."""
         return self._value(
             tag, self._tensors.TensorProto(dtype=self._types.DT_STRING, string_val=[words.encode()]), "text", b""
         )
@@ -192,7 +192,7 @@ class Board:
         ]
 
     def _value(self, tag: str, tensor: Any, plugin: str, content: bytes) -> Any:
-        """A tensor that a plugin of TensorBoard shows."""
+        """A tensor for a plugin of TensorBoard."""
         data = self._summaries.SummaryMetadata.PluginData(plugin_name=plugin, content=content)
         metadata = self._summaries.SummaryMetadata(plugin_data=data)
         return self._summaries.Summary.Value(tag=tag, tensor=tensor, metadata=metadata)
@@ -204,13 +204,13 @@ class Board:
 
 
 def _step_numbers(row: Row) -> Iterator[tuple[str, Any]]:
-    """Tags and numbers of a step; a term that no sample had (count 0) has no number to show."""
+    """Tags and numbers of a step, without the terms that no sample had (count 0)."""
     for key in ("loss", "lr", "grad_norm", "loss_scale", "noise_scale"):
         yield f"train/{key}", row.get(key)
     yield "train/samples_per_s", samples_per_second(row)
     terms, counts = row.get("terms") or {}, row.get("counts") or {}
     for term, number in terms.items():
-        if term != "loss" and counts.get(term) != 0:  # a term called loss is the loss
+        if term != "loss" and counts.get(term) != 0:  # a term named loss is shown above
             yield f"train/{term}", number
     for key in ("efficiency", "communication_s"):
         yield f"train/{key}", row.get(key)
@@ -219,7 +219,7 @@ def _step_numbers(row: Row) -> Iterator[tuple[str, Any]]:
 
 
 def _rank_numbers(row: Row) -> Iterator[tuple[str, Any]]:
-    """Tags and numbers of each rank; what is not known has no number to show."""
+    """Tags and numbers of each rank; None if a number is unknown."""
     ranks = row["ranks"]
     size = len(row["shares"])
     unknown = [None] * size
@@ -239,26 +239,26 @@ def _validation_numbers(row: Row) -> Iterator[tuple[str, Any]]:
 
 
 def _words(row: Mapping[str, Any]) -> str:
-    """An event as Markdown: a sentence, or what else was told of it."""
+    """An event as Markdown: a sentence, or a list of its fields."""
     event = row["event"]
     if event == "advice":
         return str(row["text"])
     if event == "generation":
         took = "" if row.get("seconds") is None else f", after {row['seconds']:.2f} s"
         story = row.get("story") or "a step could not be finished in time"
-        return f"{story}: ranks {_listed(row['ranks'])} go on{took} (generation {row['generation']})"
+        return f"{story}: ranks {_listed(row['ranks'])} continue{took} (generation {row['generation']})"
     if event == "rebalance":
         before_s, after_s = row["predicted_seconds_before"], row["predicted_seconds"]
         return (
-            f"from step {row['first_step']} on shares {_listed(row['shares'])}, before {_listed(row['shares_before'])};"
-            f" predicted: {after_s:.4g} s for a step, before {before_s:.4g} s"
+            f"shares {_listed(row['shares'])} from step {row['first_step']} on, before: {_listed(row['shares_before'])}"
+            f"; predicted step time: {after_s:.4g} s, before: {before_s:.4g} s"
         )
     if event == "save_failed":
         return f"the checkpoint of step {row['step']} could not be saved: {row['error']}"
     if event == "resume":
         source = "the memory of the ranks" if row.get("path") is None else f"`{row['path']}`"
         refused = row.get("refused")
-        return f"goes on after step {row['step']} from {source}" + (f"; refused: {_listed(refused)}" if refused else "")
+        return f"resumed after step {row['step']} from {source}" + (f"; refused: {_listed(refused)}" if refused else "")
     told = {key: value for key, value in row.items() if key not in ("time_utc", "event", "step")}
     return "\n".join(f"* {key}: {json.dumps(value)}" for key, value in told.items())
 

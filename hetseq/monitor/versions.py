@@ -1,10 +1,10 @@
-"""What software and hardware each rank of a run has: asked of its own process, gathered, and kept with the run.
+"""Software and hardware versions of each rank, read in its own process, gathered, and kept with the run.
 
-Responsible for the names of the facts and for asking torch, the driver and a git checkout for them. Refuses to compare:
-what has to be equal is the contract's (`cluster.contract`), and what merely differs is for a report to show.
+Names the facts and reads them from torch, the driver and a git checkout. It compares nothing: the contract
+(`cluster.contract`) requires equal versions where that matters, and the report shows the other differences.
 
-The one idea: whoever computes says what it has. A launcher knows no torch, and another process of the same node may
-have been started in another environment.
+The one idea: the process that computes reports its own versions. A launcher knows no torch, and another process of the
+same node may have been started in another environment.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import torch
 import hetseq
 from hetseq.comm.group import RowTransport
 
-#: what a rank tells of its software, in the order in which it is shown; what there is none of is left out
+#: the software of a rank, in the order of display; software that a rank does not have is left out
 NAMES = ("hetseq", "commit", "python", "torch", "numpy", "cuda", "rocm", "cudnn", "nccl", "driver")
 
-_BYTES = 8192  # of what one rank tells: all of it as JSON, be every character of every name escaped
+_BYTES = 8192  # of one rank's facts as JSON: enough even if every character of every name is escaped
 _LONGEST = 64  # characters of one version
 _DRIVER = Path("/proc/driver/nvidia/version")
 _COMMIT = re.compile(r"[0-9a-f]{40,64}")
 
 
 def torch_build() -> dict[str, str]:
-    """What torch was built with, empty where it was not: its version, and those of CUDA, ROCm and NCCL."""
+    """The versions of torch, and of the CUDA, ROCm and NCCL it was built with; empty if it was built without."""
     return {
         "version": str(torch.__version__), "cuda": torch.version.cuda or "", "rocm": torch.version.hip or "",
         "nccl": _nccl(),
@@ -43,7 +43,7 @@ def torch_build() -> dict[str, str]:
 
 
 def versions_of(device: torch.device) -> dict[str, str]:
-    """The versions of this process, which computes on `device`, by `NAMES`."""
+    """The versions of this process, which computes on `device`, by their `NAMES`."""
     build = torch_build()
     found = {
         **build,
@@ -60,9 +60,9 @@ def versions_of(device: torch.device) -> dict[str, str]:
 
 @functools.cache
 def commit_of(checkout: Path) -> str:
-    """The commit that a git checkout has, 12 digits; empty where there is none. It does not tell what was edited since.
+    """The commit of a git checkout, 12 digits; "" if there is none. Uncommitted edits are not visible in it.
 
-    Read from the files of git, since a node may have none installed: gitrepository-layout(5).
+    Read from the files of the repository, since git may not be installed on a node: gitrepository-layout(5).
     """
     with suppress(OSError):
         folder = checkout / ".git"
@@ -86,7 +86,7 @@ def _commit_of_reference(folder: Path, name: str) -> str:
 
 
 def driver_version() -> str:
-    """Of the NVIDIA driver that this kernel has loaded; empty if there is none."""
+    """The version of the loaded NVIDIA kernel driver; "" if there is none."""
     with suppress(OSError):
         found = re.search(r"\s(\d+(?:\.\d+)+)\s", _DRIVER.read_text())
         return found.group(1) if found else ""
@@ -96,9 +96,9 @@ def driver_version() -> str:
 def gather_versions(
     group: RowTransport, device: torch.device, slots: Sequence[int]
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """What all ranks have, for `events.jsonl`: one entry for those that have the same on one node. Collective.
+    """The versions of all ranks, for `events.jsonl`: one entry for ranks of a node with the same versions. Collective.
 
-    An entry has `node`, `ranks` (their slots), `devices` (what each is called) and the versions.
+    An entry has `node`, `ranks` (their slots), `devices` (their names) and the versions.
     """
     about = {"node": socket.gethostname()[:200], "device": _name_of(device)[:100], "versions": versions_of(device)}
     text = json.dumps(about).encode().ljust(_BYTES)
@@ -107,7 +107,7 @@ def gather_versions(
 
 
 def by_node(told: Sequence[Mapping[str, Any]], slots: Sequence[int]) -> list[dict[str, Any]]:
-    """What each rank told, put together by node and versions, in the order of the ranks."""
+    """The facts of the ranks, grouped by node and versions, in the order of the ranks."""
     found: dict[str, dict[str, Any]] = {}
     for about, slot in zip(told, slots, strict=True):
         key = json.dumps([about["node"], about["versions"]])
@@ -131,7 +131,7 @@ def _cpu_name() -> str:
 
 
 def _nccl() -> str:
-    """Its version; empty where this torch was built without it."""
+    """The version of NCCL; "" if this torch was built without it."""
     if not (torch.version.cuda or torch.version.hip):
         return ""
     try:

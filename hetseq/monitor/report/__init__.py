@@ -1,5 +1,5 @@
-"""`report.html` and `hetseq report`: what a run was, as one file that opens from the shared file system.
+"""Run reports: `report.html` and `hetseq report`, one file that opens from the shared file system.
 
-`page` holds its content, `charts` draws, `event_text` puts events into words, `compare` compares two runs, `command`
-writes the file. All of it reads `recorded` and imports no torch. Nothing here is called in a step.
+`page` has the content, `charts` draws, `event_text` puts events into words, `compare` compares two runs, `command`
+writes the file. They all read `recorded` and import no torch. No step calls this package.
 """

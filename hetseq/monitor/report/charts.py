@@ -1,11 +1,10 @@
-"""Curves and bars as inline SVG that stays sharp at any width: no script, no fonts of its own, light and dark.
+"""Line and bar charts as inline SVG: sharp at any width, light and dark, without scripts or fonts.
 
-Responsible for where numbers go on the paper; it knows nothing of what they mean. Pure: arrays in, text out, and every
-word that comes from elsewhere is escaped.
+Places numbers on the page and does not know their meaning. Pure: arrays in, text out; text from elsewhere is escaped.
 
-The one idea: places along the x axis are percentages of the width there is, so letters keep their size at 480 and at
-1280 pixels; only the curves lie in a box of 1000 x 1000 that is stretched, with strokes that are not. A curve of more
-points than the paper has columns is drawn as the lowest and the highest value of each column, so no peak is lost.
+The one idea: places along the x axis are percentages of the available width, so letters keep their size at 480 and at
+1280 pixels. Only the curves are in a box of 1000 x 1000 that is stretched, and their strokes are not. A curve with more
+points than columns is drawn as the lowest and the highest value of each column, so no peak is lost.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ COLUMNS = 400  # of a curve
 COLOURS = 8  # classes c0 to c7
 _BOX = 1000.0
 _HEIGHT = 220  # pixels, of the axes
-_BELOW = 22  # for the numbers of the x axis
+_BELOW = 22  # pixels, for the numbers of the x axis
 _TICKS = 7  # at most
-_MOST_DOTS = 60  # more of them would be a band
-_BARS_OF_A_PICTURE = 16  # paper cuts a picture that is longer than a page
+_MOST_DOTS = 60  # more dots would merge into a band
+_BARS_OF_A_PICTURE = 16  # a printer cuts a picture that is longer than a page
 
-#: for whatever holds these pictures; colours have 4.5:1 on their paper as letters, 3:1 as lines
+#: for every page with these charts; the contrast of colours is 4.5:1 as letters, 3:1 as lines
 STYLE = """
 :root{--paper:#fff;--ink:#1c2024;--soft:#596068;--rule:#d9dde2;--band:#f3e3cf;--tile:#f4f6f8;
 --c0:#1f6fb4;--c1:#c2410c;--c2:#2e7d32;--c3:#8e3fae;--c4:#8a6500;--c5:#0e7490;--c6:#be185d;--c7:#626a73}
@@ -59,20 +58,20 @@ i.c5{color:var(--c5)}i.c6{color:var(--c6)}i.c7{color:var(--c7)}i.band{color:var(
 
 @dataclass(frozen=True)
 class Curve:
-    """Points in the order of x, and what they are called; a gap of NaN interrupts the line."""
+    """Points in the order of x, and their name; NaN interrupts the line."""
 
     name: str
     x: npt.NDArray[Any]  # (n,)
     y: npt.NDArray[Any]  # (n,)
     colour: int = 0
     has_dots: bool = False
-    is_pale: bool = False  # behind another one that says more
+    is_pale: bool = False  # behind a curve that matters more
     is_named: bool = True  # in the legend
 
 
 @dataclass(frozen=True)
 class Band:
-    """A stretch of the x axis, and what was special there."""
+    """A range of the x axis, and a title that says why it is marked."""
 
     first: float
     last: float
@@ -81,7 +80,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar of several parts, (what it is, how much), in the order of the kinds."""
+    """One bar of several parts, in the order of the kinds."""
 
     name: str
     parts: Sequence[float]
@@ -92,7 +91,7 @@ def line_chart(
     title: str, curves: Sequence[Curve], *, unit: str = "", x_title: str = "step", bands: Sequence[Band] = (),
     band_name: str = "", marks: Sequence[Band] = (), columns: int = COLUMNS,
 ) -> str:  # fmt: skip
-    """A figure with one pair of axes, its legend above it; "" where no curve has a point."""
+    """A figure with one pair of axes and its legend above it; "" if no curve has a point."""
     kept = [(curve, *known) for curve in curves if len((known := _known(curve))[0])]
     if not kept:
         return ""
@@ -187,7 +186,7 @@ def path_of(
 ) -> str:  # fmt: skip
     """The path of a curve in the box: (0, 0) is `first` and `high`, (1000, 1000) is `last` and `low`.
 
-    Points are thinned as `thinned` does. NaN interrupts the line where it lasts for more than a column.
+    Points are thinned by `thinned`. A gap of NaN interrupts the line if it is wider than a column.
     """
     places = np.flatnonzero(np.isfinite(x) & np.isfinite(y))
     x, y = x[places].astype(np.float64), y[places].astype(np.float64)
@@ -204,7 +203,7 @@ def path_of(
 
 
 def thinned(x: Floats, y: Floats, columns: int) -> npt.NDArray[np.int64]:
-    """Which points to draw: of each of `columns` equal parts of the x axis the lowest, the highest, and the last."""
+    """The points to draw: the lowest and the highest in each of `columns` equal parts of the x axis, and both ends."""
     if len(x) <= 2 * columns:
         return np.arange(len(x))
     column = np.minimum((x - x[0]) / ((x[-1] - x[0]) or 1.0) * columns, columns - 1).astype(np.int64)
@@ -215,7 +214,7 @@ def thinned(x: Floats, y: Floats, columns: int) -> npt.NDArray[np.int64]:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high`, some five of them; one where there is but one number."""
+    """About five round numbers from `low` to `high`; only `low` if both are equal."""
     room = high - low
     if not room > 0:
         return [low]
@@ -226,7 +225,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def labelled(places: Sequence[float]) -> list[tuple[float, str]]:
-    """Ticks with their words, with as many decimals as tell them apart."""
+    """Ticks with their labels, with enough decimals to tell them apart."""
     step = places[1] - places[0] if len(places) > 1 else 0.0
     decimals = max(0, -math.floor(math.log10(step) + 1e-9)) if step > 0 else 0
     most = max(map(abs, places), default=0.0)
@@ -236,7 +235,7 @@ def labelled(places: Sequence[float]) -> list[tuple[float, str]]:
 
 
 def number(value: float) -> str:
-    """A number as it stands on an axis: `100,000`, `0.25`, `3e-07`."""
+    """A number as an axis shows it: `100,000`, `0.25`, `3e-07`."""
     if not math.isfinite(value):
         return "-"
     if value == round(value) and abs(value) < 1e7:
@@ -252,7 +251,7 @@ def _known(curve: Curve) -> tuple[Floats, Floats]:
 
 
 def _range(low: float, high: float) -> tuple[float, float]:
-    """The y axis: from 0 where that is near, and at least a hundredth of the numbers high: noise is to look small."""
+    """The range of the y axis: from 0 if that is near, and at least 1 % of the numbers, so that noise looks small."""
     if 0 <= low <= 0.4 * high:
         low = 0.0
     lacking = 0.01 * max(abs(low), abs(high)) - (high - low)
@@ -263,7 +262,7 @@ def _range(low: float, high: float) -> tuple[float, float]:
 
 def _band(band: Band, across: Any, kind: str) -> str:
     begin, end = max(0.0, across(band.first)), min(1.0, across(band.last))
-    # a band of one step among 100,000 is still to be seen
+    # a band of one step among 100,000 stays visible
     width = max(end - begin, 0.003)
     return (
         f'<rect class="{kind}" x="{begin:.2%}" y="0" width="{width:.2%}" height="{_HEIGHT}">'

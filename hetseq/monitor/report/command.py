@@ -1,11 +1,11 @@
-"""The file of a report: written at the end of a run by its launcher, and on demand by `hetseq report`.
+"""Writing the report: by the launcher at the end of a run, and on demand by `hetseq report`.
 
-Responsible for when there is something to report, for the file, and for the command line. Its one promise to the
-launcher: whatever goes wrong here is a line of warning, never an exit code, and takes no longer than a deadline.
+Decides whether there is something to report, writes the file, and reads the command line. In a launcher, a failure here
+is only ever a warning: it never changes the exit code and never takes longer than a deadline.
 
-The one idea: a launcher reports on the run directory that it has made and locked, so of the nodes that share one only
-one writes, and only if rows or events have come since it began. If it was lost, the lock is free: whoever comes to the
-end of the run writes in its place.
+The one idea: a launcher reports on the run directory that it has created and locked, so only one of the nodes that
+share a directory writes, and only if rows or events are new since it began. If that launcher was lost, the lock is
+free, and a launcher that reaches the end of the run writes in its place.
 """
 
 from __future__ import annotations
@@ -27,25 +27,27 @@ from hetseq.run_directory import RunDirectory, replace_file, utc_now
 
 COMMAND = Command(
     "report",
-    "What a run was, as one page that any browser opens, without a server; or two runs compared.",
+    "Write a report of a run as one HTML file for any browser, without a server; or compare two runs.",
     usage=("RUN [RUN2] [--output FILE]",),
     words=(
-        Argument("RUN", "the --save-dir of a run, finished or not; its report.html is written anew"),
+        Argument("RUN", "the --save-dir of a run, finished or not; its report.html is overwritten"),
         Argument(
             "RUN2", "another run: both curves, their largest difference, and the options that differ", is_optional=True
         ),
-        CommandOption("--output", "where to; default: RUN/report.html, and RUN/comparison.html for two runs", "FILE"),
+        CommandOption(
+            "--output", "file to write; default: RUN/report.html, or RUN/comparison.html for two runs", "FILE"
+        ),
     ),
     examples=("hetseq report runs/mnist", "hetseq report runs/first runs/second --output comparison.html"),
 )
 
 _PATIENCE_S = 60.0  # 10,000 steps of 64 ranks, 109 MB, take 2.4 s; a file system may hang
 _PACKAGES = ("torch", "numpy")
-_NOT_NEEDED = "somebody else reports"
+_NOT_NEEDED = "another launcher reports"
 
 
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """`hetseq report`: write the page, say where it is; gives the exit code. Errors as of `load_run`."""
+    """`hetseq report`: write the page and print its path; returns the exit code. Raises as `load_run` does."""
     runs, output = _parse(words)
     first = load_run(runs[0])
     if len(runs) == 1:
@@ -71,9 +73,9 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 @contextmanager
 def reporting(directory: RunDirectory, tell: Callable[[str], None]) -> Iterator[None]:
-    """Write `report.html` when the block ends, however it ends; `tell` is called with the line that says where it is.
+    """Write `report.html` when the block ends or raises; `tell` gets a line with its path.
 
-    For the launcher that has made and locked the directory. It raises nothing of its own.
+    For the launcher that has created and locked the directory. It raises nothing of its own.
     """
     before = written(directory)
     try:
@@ -86,8 +88,8 @@ def reporting(directory: RunDirectory, tell: Callable[[str], None]) -> Iterator[
 def report_if_nobody_does(
     directory: RunDirectory, tell: Callable[[str], None], *, before: list[tuple[int, int]]
 ) -> None:  # fmt: skip
-    """Write `report.html` if rows or events have come since they were as `before`, and the launcher whose affair it is
-    has gone without: nobody holds the lock, and no report is as new as they are.
+    """Write `report.html` if rows or events are new since `before` and the launcher responsible for it is gone without
+    writing it: the lock is free, and no report is as new as they are.
 
     For a launcher that shares the directory of another one, at the end of the run. It raises nothing of its own.
     """
@@ -101,7 +103,7 @@ def _report_in_place(directory: RunDirectory, outcome: list[str]) -> None:
             if not _is_new(directory):
                 _report(directory, outcome)
                 return
-    except RunDirectoryError:  # somebody keeps it, and reports
+    except RunDirectoryError:  # another launcher holds the lock, and reports
         pass
     outcome.append(_NOT_NEEDED)
 
@@ -120,12 +122,12 @@ def _report_within(
     patience_s: float,
     report: Callable[[RunDirectory, list[str]], None] | None = None,
 ) -> None:
-    # in a thread, since a file system that hangs may hold that, and is not to hold the launcher
+    # in a thread, because a file system that hangs must not block the launcher
     outcome: list[str] = []
     writing = threading.Thread(target=report or _report, args=(directory, outcome), name="report", daemon=True)
     writing.start()
     writing.join(patience_s)
-    by_hand = f"`hetseq report {directory.path}` makes it"
+    by_hand = f"`hetseq report {directory.path}` writes it"
     if not outcome:
         tell(f"warning: the report took longer than {patience_s:g} s: {by_hand}")
     elif outcome[0] == _NOT_NEEDED:
@@ -142,14 +144,14 @@ def _report(directory: RunDirectory, outcome: list[str]) -> None:
         replace_file(directory.report, text.encode(), is_durable=False)
     except OSError as error:
         outcome.append(f"{directory.report}: {error.strerror}")
-    except Exception as error:  # the run is over, and how it ended is not for its report to change
+    except Exception as error:  # the run is over, and its report must not change how it ended
         outcome.append(f"{type(error).__name__}: {error}")
     else:
         outcome.append("")
 
 
 def written(directory: RunDirectory) -> list[tuple[int, int]]:
-    """What tells whether a run has written rows or events: size and time of their files."""
+    """Size and time of the files of rows and events, to tell whether the run has written any."""
     found = []
     for path in (directory.metrics, directory.events):
         try:
@@ -161,7 +163,7 @@ def written(directory: RunDirectory) -> list[tuple[int, int]]:
 
 
 def _facts() -> list[tuple[str, str]]:
-    """Who has written the report: the versions are those of this machine."""
+    """Time, host and versions of the process that writes the report."""
     versions = [f"Python {platform.python_version()}"]
     for package in _PACKAGES:
         try:

@@ -1,7 +1,7 @@
-"""Two runs side by side: how far their curves are apart, and in what their configurations differ.
+"""Comparison of two runs: the difference of their curves and of their configurations.
 
-Pure: two `RecordedRun`s go in, facts and a page come out. The one idea: runs are compared step by step, since step k of
-both took the same samples if they had the same data, seed and global batch; steps that only one of them has are counted
+Pure: two `RecordedRun`s go in, facts and a page come out. The one idea: runs are compared step by step, because step k
+of both took the same samples if they had the same data, seed and global batch. Steps that only one run has are counted
 and not compared.
 """
 
@@ -19,9 +19,9 @@ from hetseq.monitor.report.charts import Curve, line_chart, number
 from hetseq.monitor.report.page import document, section, table
 from hetseq.monitor.report.recorded import Floats, Integers, RecordedRun
 
-#: keys that say where a run lives, not what it computes
+#: keys for the place of a run, which do not change its numbers
 _OWN_PLACE = ("save_dir",)
-#: keys that say which samples a step takes, and those that do without --global-batch-size
+#: keys that decide which samples a step takes, and more of them without --global-batch-size
 _OF_THE_SAMPLES = (
     "task", "data", "train_subset", "seed", "global_batch_size", "max_tokens", "shuffle_block", "curriculum",
     "data_by_host",
@@ -32,15 +32,15 @@ _ROUNDING = 1e-3  # of a loss; equal curves in fp32 have been seen 6e-4 apart fo
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """What two runs have in common and what not."""
+    """What two runs have in common, and where they differ."""
 
     first: RecordedRun
     second: RecordedRun
     #: (k,) the steps that both have, with a loss in both
     steps: Integers
-    #: (k,) the loss of the second less that of the first
+    #: (k,) the loss of the second run minus the loss of the first
     difference: Floats
-    #: steps that only the first and only the second has
+    #: number of steps that only the first run has, and only the second
     alone: tuple[int, int]
     #: (subset, figure, step, of the first, of the second): the last validation that both have
     validations: tuple[tuple[str, str, int, float, float], ...]
@@ -49,7 +49,7 @@ class Comparison:
 
     @property
     def largest(self) -> tuple[float, int] | None:
-        """The largest absolute difference of the losses and its step; None without a common step."""
+        """The largest absolute difference of the losses, and its step; None without a common step."""
         if not len(self.steps):
             return None
         place = int(np.argmax(np.abs(self.difference)))
@@ -61,7 +61,7 @@ class Comparison:
             unknown = len(self.first.steps) - self.alone[0]
             if unknown:
                 return f"{_counted(unknown, 'step', 'steps')} in common, of which none has a loss in both"
-            return f"no step in common: {_size(self.first)} in the one, {_size(self.second)} in the other"
+            return f"no step in common: {_size(self.first)} in the first run, {_size(self.second)} in the second"
         most, step = self.largest
         found = (
             f"all losses are equal in {len(self.steps):,} common steps" if most == 0 else
@@ -71,7 +71,7 @@ class Comparison:
 
 
 def compare(first: RecordedRun, second: RecordedRun) -> Comparison:
-    """What the records of two runs say of each other."""
+    """Compare the records of two runs."""
     common, at, other = np.intersect1d(first.steps, second.steps, assume_unique=True, return_indices=True)
     with np.errstate(invalid="ignore"):  # of two that are infinite
         difference = second.loss[other] - first.loss[at]
@@ -97,7 +97,7 @@ def comparison_page(found: Comparison) -> str:
         "".join(f"<p>{escape(line)}</p>" for line in _remarks(found)),
         line_chart("Loss", curves, unit="nats"),
         line_chart(
-            f"Difference of the losses, {names[1]} less {names[0]}",
+            f"Difference of the losses, {names[1]} minus {names[0]}",
             [Curve("difference", found.steps, found.difference, 3)], unit="nats",
         ),
     ]  # fmt: skip
@@ -117,9 +117,7 @@ def _remarks(found: Comparison) -> list[str]:
     remarks = []
     for run, alone in zip((found.first, found.second), found.alone):
         if alone:
-            remarks.append(
-                f"{_counted(alone, 'step', 'steps')} of {run.path.name} have no partner and are not compared."
-            )
+            remarks.append(f"{_counted(alone, 'step', 'steps')} only in {run.path.name}, not compared.")
     seconds = [float(run.elapsed_s[-1]) if len(run.steps) else math.nan for run in (found.first, found.second)]
     if all(second > 0 for second in seconds):
         remarks.append(f"Time in steps: {number(round(seconds[0], 3))} s and {number(round(seconds[1], 3))} s.")
@@ -128,15 +126,15 @@ def _remarks(found: Comparison) -> list[str]:
     others = [key for key, _, _ in found.options if key in deciding]
     if others and found.largest is not None:
         remarks.append(
-            f"A step of the one need not have taken the samples of that step of the other: {', '.join(others)}"
-            f" {'differs' if len(others) == 1 else 'differ'}. If so, compare where the curves lie, not step by step."
+            f"The same step may have taken different samples in the two runs: {', '.join(others)}"
+            f" {'differs' if len(others) == 1 else 'differ'}. If so, compare the curves as a whole, not single steps."
         )
         return remarks
     has_units = all(run.config.get("unit_size") for run in (found.first, found.second))
     if found.largest is not None and found.largest[0] > _ROUNDING and not has_units:
         remarks.append(
-            "This is more than rounding in fp32. With dropout, ranks draw by micro-batch unless both runs have the same"
-            " --unit-size; other causes are among the options that differ."
+            "This is more than rounding in fp32. With dropout, masks depend on the micro-batches unless both runs have"
+            " the same --unit-size; other causes are among the options that differ."
         )
     return remarks
 
@@ -165,7 +163,7 @@ def _text(options: Mapping[str, Any], key: str) -> str:
 
 
 def _names(found: Comparison) -> tuple[str, str]:
-    """What the runs are called: the last folder, or the whole path where that is the same."""
+    """The names of the runs: the last folder, or the whole path if both have the same."""
     one, other = found.first.path, found.second.path
     return (one.name, other.name) if one.name != other.name else (str(one), str(other))
 

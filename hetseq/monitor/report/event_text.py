@@ -1,7 +1,7 @@
-"""What the events of a run mean for whoever reads its report: a sentence of what happened, and one of what to do.
+"""Events of a run in words for its report: a sentence about what happened, and one about what to do.
 
-Pure: a row of `events.jsonl` goes in. It refuses to guess: an event it does not know is told as it was written, and
-what needs no action says so.
+Pure: a row of `events.jsonl` goes in. It does not guess: an unknown event is shown as it was written, and an event that
+needs no action says so.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from typing import Any
 
 Event = Mapping[str, Any]
 
-#: events that have a place of their own in the report, and are no incidents
+#: events that have their own place in the report and are not incidents
 ROUTINE = ("rebalance", "save", "versions")
 
-_NOTHING = "Nothing: the step was done again with the same samples."
-#: words of a story -> what to do; the first that fits
+_NOTHING = "Nothing: the step was repeated with the same samples."
+#: words of a story -> what to do; the first match counts
 _STORIES = (
     (
         "with the fork server of its node",
-        "Nothing, if a queue or a person killed it: all workers of that node came back. If memory ran out (`dmesg` on"
-        " that node says so): fewer workers there, or a smaller --max-sentences.",
+        "Nothing, if a queue or a person killed it: all workers of that node came back. If memory ran out (check"
+        " `dmesg` on that node): fewer workers there, or a smaller --max-sentences.",
     ),
     (
         "as the kernel does when memory runs out",
-        "Nothing, if a queue or a person killed it. If memory ran out (`dmesg` on that node says so): a smaller"
+        "Nothing, if a queue or a person killed it. If memory ran out (check `dmesg` on that node): a smaller"
         " --max-sentences there, or fewer --num-workers.",
     ),
     ("crashed", "Read log/rank-N.txt of that rank; a second crash in the same step ends the run."),
     (
         "its device failed",
-        "Nothing if it comes back; else see to the device: nvidia-smi, and the traceback in its log.",
+        "Nothing if it comes back; otherwise check the device with nvidia-smi, and the traceback in its log.",
     ),
     (
         "fell silent",
-        "See what that node was doing: a stalled disk, a frozen machine, its network; a file in stacks/ has the calls"
-        " that did not come back. --step-deadline S allows longer steps.",
+        "Check that node for a stalled disk, a frozen machine or a broken network; a file in stacks/ has the calls"
+        " that did not return. --step-deadline S allows longer steps.",
     ),
     (
         "kept the others waiting",
-        "Nothing, if it was once: the step was done again. Else see what held it, in stacks/; --step-deadline S allows"
-        " longer steps.",
+        "Nothing, if it happened once: the step was repeated. Otherwise look in stacks/ for what blocked it;"
+        " --step-deadline S allows longer steps.",
     ),
     ("without a reason", "Read log/rank-N.txt of that rank."),
-    ("is gone", "If it should come back: the same command on that node."),
-    ("has left", "Nothing: it was asked to. The same command on that node takes part again."),
+    ("is gone", "To bring it back, run the same command on that node."),
+    ("has left", "Nothing: it was asked to leave. To bring it back, run the same command on that node."),
     ("is back", "Nothing."),
     ("has come", "Nothing."),
 )
@@ -75,8 +75,8 @@ def skipped_steps(steps: list[int]) -> Incident:
     few = ", ".join(f"{step:,}" for step in steps[:5]) + (", ..." if len(steps) > 5 else "")
     what = f"{len(steps):,} steps were skipped because their gradient was not finite: {few}"
     remedy = (
-        "A few at the start of fp16 are usual. Else a smaller --lr, a longer --warmup-updates, or look at the samples"
-        " that the warnings in log/ name."
+        "A few at the start of fp16 are usual. Otherwise try a smaller --lr or a longer --warmup-updates, or look at"
+        " the samples that the warnings in log/ name."
     )
     return Incident("", f"{steps[0]:,}", what, remedy)
 
@@ -84,7 +84,7 @@ def skipped_steps(steps: list[int]) -> Incident:
 def _generation(event: Event) -> tuple[str, str]:
     story = str(event.get("story") or "a step could not be finished in time")
     ranks = event.get("ranks")
-    who = f"{len(ranks)} {'rank goes' if len(ranks) == 1 else 'ranks go'} on" if isinstance(ranks, list) else ""
+    who = f"{len(ranks)} {'rank continues' if len(ranks) == 1 else 'ranks continue'}" if isinstance(ranks, list) else ""
     seconds = event.get("seconds")
     took = f" after {seconds:.2f} s without training" if isinstance(seconds, (int, float)) else ""
     return f"{story}: {who}{took}", next((remedy for words, remedy in _STORIES if words in story), _NOTHING)
@@ -97,24 +97,24 @@ def _save_failed(event: Event) -> tuple[str, str]:
             f"a checkpoint could not be saved: {error}",
             "Free some space: df -h, df -i, quota -s, or `hetseq checkpoints prune`.",
         )
-    return f"a checkpoint could not be saved: {error}", "See to the file system of --save-dir; older checkpoints stay."
+    return f"a checkpoint could not be saved: {error}", "Check the file system of --save-dir; older checkpoints remain."
 
 
 def _resume(event: Event) -> tuple[str, str]:
     path, refused = event.get("path"), event.get("refused") or ()
-    what = f"went on from {path}" if path else "went on from the state in memory"
+    what = f"resumed from {path}" if path else "resumed from the state in memory"
     if not refused:
         return what, "Nothing."
     number = len(refused) if isinstance(refused, (list, tuple)) else 1
     return (
         f"{what}; newer checkpoints that were damaged or incomplete and refused: {number}",
-        "`hetseq checkpoints verify RUN` says what is wrong with them. If it happens again, have the disk looked at.",
+        "`hetseq checkpoints verify RUN` says what is wrong with them. If it happens again, check the disk.",
     )
 
 
 def _replicas_differ(event: Event) -> tuple[str, str]:
     ranks = event.get("ranks")
-    who = f"rank {', '.join(map(str, ranks))}" if ranks and isinstance(ranks, list) else "no rank could be believed"
+    who = f"rank {', '.join(map(str, ranks))}" if ranks and isinstance(ranks, list) else "no rank could be trusted"
     what = f"the copies of the model differed ({event.get('cause', 'cause unknown')}): {who}"
     if event.get("source") is not None:
         what += f"; made equal to rank {event['source']}"
@@ -127,12 +127,12 @@ def _loss_not_finite(event: Event) -> tuple[str, str]:
     more = event.get("steps")
     often = f", {more:,} times so far" if isinstance(more, int) and more > 1 else ""
     what = f"the loss was not finite, though its gradient was{often}: {event.get('what', 'no rank was named')}"
-    return what, "Look at these samples, and at what of the loss has no gradient."
+    return what, "Look at these samples, and at the parts of the loss that have no gradient."
 
 
 def _gradient_zero(event: Event) -> tuple[str, str]:
     what = "the gradient was exactly 0 on all ranks, so nothing was learned"
-    return what, "Look for what cuts the loss off from the parameters: detach, no_grad, a count of 0."
+    return what, "Look for code that cuts the loss off from the parameters: detach, no_grad, a count of 0."
 
 
 def _unknown(event: Event) -> tuple[str, str]:

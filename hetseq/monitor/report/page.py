@@ -1,7 +1,7 @@
-"""The report of one run: what its files say, as one HTML file that needs no server, no script and no other file.
+"""The report of one run as one HTML file that needs no server, no script and no other file.
 
-Responsible for which pictures, tables and sentences stand where. Pure: a `RecordedRun` goes in, text comes out; every
-word of a file passes `html.escape`.
+Arranges the charts, tables and sentences. Pure: a `RecordedRun` goes in, text comes out; every word from a file passes
+`html.escape`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST_ROWS = 60  # of a table: the first ones and the last ones
 _MOST_BARS = 64
 _LONGEST_NAME = 48  # characters beside a bar
 _MOST_BANDS = 400
-_MANY_STEPS = 50  # a curve of so many has a smoother one before it
+_MANY_STEPS = 50  # a curve of this many has a smoothed one in front of it
 _POINTS_OF_RANKS = 12_800  # of all curves of a chart by rank together
 _KINDS = (("compute", 0), ("data", 4), ("overhead", 7), ("wait", 1), ("communication", 3))
 _PAGE_STYLE = """
@@ -52,9 +52,9 @@ td::before{content:attr(data-head) " ";color:var(--soft)}}
 
 
 def report_page(run: RecordedRun, *, facts: Sequence[tuple[str, str]] = (), has_ended: bool = False) -> str:
-    """The report as the text of an HTML file; `facts` are lines of its footer, as the versions of those who write it.
+    """The report as the text of an HTML file; `facts` are lines of its footer, such as the versions of its writer.
 
-    `has_ended`: the launcher of the run writes it, so it is not under way.
+    `has_ended`: the launcher of the run writes it, so the run is over.
     """
     parts = [
         f'<h1>{escape(run.path.name)}</h1><p class="soft">{escape(str(run.path))}'
@@ -91,7 +91,7 @@ def document(title: str, body: str) -> str:
 
 
 def notebook_view(run: RecordedRun) -> str:
-    """The curve of the loss and one line about the run, for a notebook; styles hold inside its own box alone."""
+    """The loss curve and one line about the run, for a notebook; its styles apply only inside its own box."""
     scoped = STYLE.replace(":root", ".hetseq-run")
     last = f"{len(run.steps):,} steps, last loss {number(_last(run.loss))}" if len(run.steps) else "no step yet"
     return (
@@ -101,29 +101,29 @@ def notebook_view(run: RecordedRun) -> str:
 
 
 def state_of(run: RecordedRun, *, has_ended: bool = False) -> str:
-    """How far the run is, in a sentence, as far as its files say."""
+    """The state of the run in a sentence, as far as its files show it."""
     states = set(run.states.values()) - {"gone"}
     if states == {"done"}:
         return "Finished: all steps are done."
     if states == {"stopped"}:
-        return "Stopped before its end; the same command goes on from the newest checkpoint."
+        return "Stopped before its end; the same command resumes from the newest checkpoint."
     if has_ended:
         return (
-            "Ended before all steps were done; log/rank-N.txt says why. If there is a checkpoint, the same command goes"
-            " on from it."
+            "Ended before all steps were done; log/rank-N.txt says why. If there is a checkpoint, the same command"
+            " resumes from it."
         )
     if not states and not len(run.steps):
-        return "It has not begun."
-    return "Under way, or it ended without a word; log/rank-N.txt says which."
+        return "It has not started."
+    return "In progress, or it ended without recording it; log/rank-N.txt says which."
 
 
 def section(title: str, content: str) -> str:
-    """A part of the page under its heading; nothing where there is no content."""
+    """A part of the page under its heading; "" if there is no content."""
     return f"<section><h2>{escape(title)}</h2>\n{content}</section>\n" if content else ""
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; a head that begins with `>` has numbers under it, one with `*` text that is to be wrapped."""
+    """A table; a head that begins with `>` is over numbers, and one with `*` over text that wraps."""
     kinds = ["n" if head[:1] == ">" else "w" if head[:1] == "*" else "t" for head in heads]
     top = "".join(f'<th class="{kind}">{escape(head.lstrip(">*"))}</th>' for kind, head in zip(kinds, heads))
     lines = [
@@ -139,7 +139,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def aligned(values: Floats) -> list[str]:
-    """The cells of a column of numbers: the same decimals in all, enough for three digits of the largest."""
+    """The cells of a column of numbers: all with the same decimals, enough for three digits of the largest."""
     known = np.abs(values[np.isfinite(values)])
     most = float(known.max()) if len(known) else 0.0
     is_whole = bool((known == np.round(known)).all())
@@ -148,7 +148,7 @@ def aligned(values: Floats) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as people say them: `1 d 3 h`, `4 min 10 s`, `12.3 s`, `8.1 ms`."""
+    """Seconds in readable units: `1 d 3 h`, `4 min 10 s`, `12.3 s`, `8.1 ms`."""
     if not math.isfinite(seconds):
         return "-"
     if seconds < 1:
@@ -164,7 +164,7 @@ def duration(seconds: float) -> str:
 
 
 def loss_chart(run: RecordedRun, title: str, *, by_time: bool = False) -> str:
-    """The loss of every step and the validations, with the stretches in which ranks were missing."""
+    """The loss of every step and the validations, with bands where ranks were missing."""
     x = run.elapsed_s if by_time else run.steps.astype(np.float64)
     scale, x_title = _time_axis(x) if by_time else (1.0, "step")
     curves = [Curve("each step", x / scale, run.loss, is_pale=True)]
@@ -190,7 +190,7 @@ def loss_chart(run: RecordedRun, title: str, *, by_time: bool = False) -> str:
 
 
 def bands_of(run: RecordedRun) -> list[Band]:
-    """The stretches of steps with fewer ranks than the most there were, with who was missing."""
+    """The ranges of steps with fewer ranks than the largest world, and the missing ranks."""
     if not run.slots.size or not len(run.steps):
         return []
     is_there, most = np.isfinite(run.shares), int(run.world_size.max())
@@ -248,7 +248,7 @@ def _validation(run: RecordedRun) -> str:
 
 def _ranks(run: RecordedRun) -> str:
     if len(run.slots) < 2:
-        return "<p>One rank: there is nobody to share with or to wait for.</p>"
+        return "<p>One rank: it shares with no other rank and waits for none.</p>"
     names = names_of(run)
     is_few = len(run.slots) <= COLOURS
     nodes = sorted({name.rpartition("/")[0] for name in run.names})
@@ -282,7 +282,7 @@ def _times(run: RecordedRun, names: Sequence[str]) -> str:
     if len(means) > _MOST_BARS:
         by_wait = np.argsort(means[:, 3])
         chosen = np.sort(np.concatenate([by_wait[: _MOST_BARS // 2], by_wait[-(_MOST_BARS // 2) :]]))
-        left = f"<p class=soft>Of {len(means):,} ranks those {_MOST_BARS} that wait least and most.</p>"
+        left = f"<p class=soft>{_MOST_BARS} of {len(means):,} ranks: those that wait least and most.</p>"
     bars = [
         Bar(_shortened(names[int(at)]), [float(value) * 1000 for value in means[at]], duration(means[at].sum()))
         for at in chosen
@@ -295,8 +295,8 @@ def _times(run: RecordedRun, names: Sequence[str]) -> str:
     ]  # fmt: skip
     heads = [">rank", "where", ">share", ">samples/s", *(f">{kind} ms" for kind, _ in _KINDS)]
     explained = (
-        "<p class=soft>Means over the steps in which the rank took part. Wait is for slower ranks: a better split would"
-        " save it. Data is for the loader: more --num-workers may help.</p>"
+        "<p class=soft>Means over the steps in which the rank took part. Wait: for slower ranks; a better split would"
+        " save it. Data: for the loader; more --num-workers may help.</p>"
     )
     chart = bar_chart("A step, rank by rank", _KINDS, bars, unit="ms")
     return chart + table(heads, rows) + left + explained
@@ -340,8 +340,8 @@ def _checkpoints(run: RecordedRun) -> str:
          str(save["result"]) + (f": {save['error']}" if save["error"] else "")]
         for save, step, *cells in zip(shown, *figures)
     ]  # fmt: skip
-    heads = ["time (UTC)", ">step", "why", ">MB", ">duration s", ">training stood s", ">MB/s", "*result"]
-    told = f"<p>{len(saves):,} saves, {failed} of them failed; training stood still for {duration(stall)} in all.</p>"
+    heads = ["time (UTC)", ">step", "why", ">MB", ">duration s", ">stall s", ">MB/s", "*result"]
+    told = f"<p>{len(saves):,} saves, {failed} of them failed; they stalled training for {duration(stall)} in all.</p>"
     return told + chart + table(heads, rows) + _left_out(len(saves))
 
 
@@ -357,7 +357,7 @@ def _incidents(run: RecordedRun) -> str:
 
 
 def versions_table(versions: Mapping[int, Mapping[str, str]]) -> str:
-    """What software the ranks had, a row for those that had the same on one node; nothing where none was recorded."""
+    """The software of the ranks, one row for ranks of a node with the same versions; "" if none was recorded."""
     found = software(versions)
     if found is None:
         return ""
@@ -368,9 +368,9 @@ def versions_table(versions: Mapping[int, Mapping[str, str]]) -> str:
 def _repeat(run: RecordedRun) -> str:
     lines = "\n".join(repeat_lines(run))
     return (
-        "<p>The curve does not depend on the cluster: the same samples in the same steps on one device give the same"
-        " losses up to rounding; with dropout that takes --unit-size N, or --dropout 0, in both runs. To see it,"
-        " repeat on one device and compare:</p>"
+        "<p>The curve does not depend on the cluster: one device takes the same samples in the same steps and gets the"
+        " same losses up to rounding. With dropout, both runs need --unit-size N, or --dropout 0. To check it, repeat"
+        " the run on one device and compare:</p>"
         f"<pre>{escape(lines)}</pre>"
     )
 
@@ -380,7 +380,7 @@ def repeat_lines(run: RecordedRun) -> Iterator[str]:
     path, config = str(run.path), run.config
     other, file = shlex.quote(f"{path}-one"), shlex.quote(f"{path}/config.yaml")
     if config.get("join") or config.get("distributed_init_method"):
-        # a place where nodes meet cannot be taken back by a flag
+        # no flag can undo the options for the rendezvous of nodes
         keys = "join|distributed_init_method|distributed_rank|distributed_gpus|min_ranks|max_ranks"
         yield f"grep -vE '^({keys}):' {file} > one-device.yaml"
         file = "one-device.yaml"
@@ -425,7 +425,7 @@ def _time_axis(seconds: Floats) -> tuple[float, str]:
 
 
 def _smooth(values: Floats) -> Floats:
-    """The mean of each value and its neighbours, a fiftieth of all together; NaN where the value is."""
+    """The mean of each value and its neighbours, in a window of 2 % of all values; NaN where the value is NaN."""
     half = max(1, len(values) // 100)
     is_there = np.isfinite(values)
     total = np.cumsum(np.append(0.0, np.where(is_there, values, 0.0)))
@@ -448,7 +448,7 @@ def _median(values: Floats) -> float:
 
 
 def _mean_of_columns(values: Any) -> Floats:
-    """(m,) the mean of what is known in each column of (n, m), 0 where nothing is."""
+    """(m,) the mean of the known values in each column of (n, m), 0 if none is known."""
     is_there = np.isfinite(values)
     means: Floats = np.where(is_there, values, 0.0).sum(axis=0, dtype=np.float64) / np.maximum(is_there.sum(axis=0), 1)
     return means

@@ -1,11 +1,11 @@
-"""A run as arrays: what its run directory has recorded, step by step and rank by rank, for notebooks and reports.
+"""The records of a run as NumPy arrays, by step and by rank, for notebooks and reports.
 
-Responsible for `load_run`: rows, events and saves of a run directory, finished or under way, in NumPy arrays. It
-changes no file, follows no run and imports no torch.
+`load_run` reads the rows, events and saves of a run directory, finished or in progress. It changes no file, does not
+follow a run and imports no torch.
 
-The one idea: a file is read line by line straight into flat columns, so a run of 100,000 steps on 64 ranks never
-stands in memory as Python objects. What is absent is NaN or empty, never an error: the last line of a run under way is
-torn, a run of one rank tells nothing of ranks, and of two rows of a step the later counts.
+The one idea: a file is read line by line straight into flat columns, so a run of 100,000 steps on 64 ranks is never in
+memory as Python objects. A missing value is NaN or empty, never an error: the last line of a run in progress is torn, a
+run of one rank has no `ranks`, and of two rows of a step the later counts.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _NOT_NUMBERS = ("time_utc", "run", "tier", "kinds", "result", "error")
 
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
-    """What a run directory has recorded; `hetseq.load_run` makes it.
+    """The records of a run directory, as returned by `hetseq.load_run`.
 
-    With n steps and m slots (places of workers; a worker that takes the place of another has its slot) arrays of steps
-    are (n,) and those of steps and slots (n, m). Seconds are seconds, NaN is "not known" or "not there".
+    With n steps and m slots (places of workers; a worker that replaces another has its slot), arrays by step are (n,)
+    and arrays by step and slot (n, m). Durations are in seconds; NaN means unknown or absent.
     """
 
     path: Path
-    #: 16 hexadecimal digits, "" where config.yaml is absent
+    #: 16 hexadecimal digits, "" if config.yaml is absent
     run_id: str
-    #: the options of `config.yaml` as YAML has them, by their keys
+    #: the options of `config.yaml` by their keys, as YAML loads them
     config: Mapping[str, Any]
-    #: `config.yaml` as it is
+    #: the text of `config.yaml`
     config_text: str
     #: (n,) the numbers of the steps, ascending
     steps: Integers
@@ -63,7 +63,7 @@ class RecordedRun:
     epoch: Floats
     #: (n,) nats, before the update; NaN where the step was skipped because its gradient was not finite
     loss: Floats
-    #: by loss term: (n,) its sum by its count, NaN where no sample had it
+    #: by loss term: (n,) its sum / its count, NaN where no sample had it
     terms: Mapping[str, Floats]
     #: (n,)
     lr: Floats
@@ -73,17 +73,17 @@ class RecordedRun:
     samples: Floats
     #: (n,) seconds of the step
     seconds: Floats
-    #: (n,) seconds in steps up to and with this one: without validations, saves that were waited for, and pauses
+    #: (n,) seconds in steps up to and including this one: without validations, blocking saves, and pauses
     elapsed_s: Floats
     #: (n,) counts the memberships of the run since it was started
     generation: Floats
     #: (n,) seconds that every rank spent in communication without computing
     communication_s: Floats
-    #: (n,) the speed of the run by the sum of what its ranks do alone
+    #: (n,) the speed of the run / the sum of the speeds of its ranks alone
     efficiency: Floats
     #: (m,) the slots that ever took part, ascending
     slots: Integers
-    #: by slot: node and device it had last, "" where no row says
+    #: by slot: its last node and device, "" if no row has them
     names: tuple[str, ...]
     #: (n, m) samples of each slot, NaN where it did not take part
     shares: Floats32
@@ -97,7 +97,7 @@ class RecordedRun:
     overhead_s: Floats32
     #: by subset: `step` (v,) and each figure without its `valid_` (v,)
     validation: Mapping[str, Mapping[str, Floats]]
-    #: by slot: what its rank did last by `status/`: start, train, done, stopped or gone
+    #: by slot: the last state of its rank in `status/`: start, train, done, stopped or gone
     states: Mapping[int, str]
     #: rows of `events.jsonl` as they were written
     events: tuple[Mapping[str, Any], ...] = field(repr=False)
@@ -112,7 +112,7 @@ class RecordedRun:
 
     @property
     def versions(self) -> dict[int, dict[str, str]]:
-        """By slot: `node`, `device`, and what software its rank had when it came last, as `torch` and `driver`."""
+        """By slot: `node`, `device`, and the software of its rank when it last joined, such as `torch` and `driver`."""
         found: dict[int, dict[str, str]] = {}
         for event in self.events:
             nodes = event.get("nodes") if event.get("event") == "versions" else None
@@ -124,16 +124,16 @@ class RecordedRun:
         return dict(sorted(found.items()))
 
     def _repr_html_(self) -> str:
-        """The curve of the loss as a picture, for notebooks."""
+        """The loss curve as a picture, for notebooks."""
         from hetseq.monitor.report.page import notebook_view
 
         return notebook_view(self)
 
 
 def load_run(directory: str | os.PathLike[str]) -> RecordedRun:
-    """What a run directory (`--save-dir`) has recorded, in NumPy arrays; the run may be under way.
+    """Load the records of a run directory (`--save-dir`) into NumPy arrays; the run may be in progress.
 
-    Raises ConfigError where there is no such directory, or no run has written into it, or it cannot be read.
+    Raises ConfigError if the directory does not exist, has no run in it, or cannot be read.
     """
     run = existing_run(Path(os.path.abspath(directory)))
     try:
@@ -196,7 +196,7 @@ class _Columns:
         ranks = row.get("ranks")
         if not isinstance(ranks, dict):
             ranks = {}
-        if size == 1 and not ranks:  # one rank waits for nobody, and what it does not compute is not told apart
+        if size == 1 and not ranks:  # a single rank never waits, and its row does not break the step down
             ranks = {"compute_s": [row.get("seconds")]}
         for key, column in self._of_ranks.items():
             values = ranks.get(key)
@@ -250,7 +250,7 @@ class _Columns:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file of JSON lines, one after the other; none of an absent file, and not a torn last line."""
+    """The rows of a file of JSON lines, without a torn last line; none if the file is absent."""
     if not path.is_file():
         return
     broken = 0
@@ -267,7 +267,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             else:
                 broken += 1
     if broken:
-        logger.warning("%s: %d lines are no rows and are left out", path, broken)
+        logger.warning("%s: %d lines are not rows and are left out", path, broken)
 
 
 def _states(folder: Path) -> dict[int, str]:
@@ -279,7 +279,7 @@ def _states(folder: Path) -> dict[int, str]:
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
-    """A whole number from 0 that a column can hold."""
+    """Whether this is a whole number >= 0 that a column can hold."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
@@ -310,5 +310,5 @@ def _options(text: str) -> dict[str, Any]:
 
 
 def names_of(run: RecordedRun) -> Sequence[str]:
-    """What the slots of a run are called: `rank 2, labB/cpu`."""
+    """The names of the slots of a run: `rank 2, labB/cpu`."""
     return [f"rank {slot}, {name}" if name else f"rank {slot}" for slot, name in zip(run.slots, run.names)]

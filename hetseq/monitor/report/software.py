@@ -1,7 +1,7 @@
-"""What software the ranks of a run had, as rows of a table, and in which of it they were not alike. Pure.
+"""Software versions of the ranks of a run as a table, with the versions that differ marked. Pure.
 
-The one idea: what a run refuses (other versions of HetSeq or torch) never comes to a report; what it bears, as another
-Python, numpy, build of torch or driver, is where people look when numbers or speeds differ between nodes.
+The one idea: a run refuses other versions of HetSeq or torch, so they never appear in a report. It accepts another
+Python, numpy, build of torch or driver, and people look there when numbers or speeds differ between nodes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST = 8  # nodes named for one version
 
 @dataclass(frozen=True)
 class Software:
-    """The heads and rows of the table, and a sentence for each column in which the ranks are not alike."""
+    """The heads and rows of the table, and a sentence for each column in which the ranks differ."""
 
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -30,9 +30,9 @@ class Software:
 
 
 def software(versions: Mapping[int, Mapping[str, str]]) -> Software | None:
-    """From what `RecordedRun.versions` has; None where there is nothing.
+    """The table of `RecordedRun.versions`; None if there are none.
 
-    What only some devices have (CUDA, its libraries, the driver) is compared among those that have it.
+    Software that only some devices have (CUDA, its libraries, the driver) is compared among the ranks that have it.
     """
     names = [name for name in _HEADS if any(name in told for told in versions.values())]
     if not names:

@@ -68,7 +68,7 @@ def test_a_line_that_is_no_row_is_left_out_with_a_warning(tmp_path: Path, caplog
         file.write("\0\0\0\n[1]\n" + '{"step": "x"}\n{"step": 2, "loss": 0.5, "shares": [1, 2], "slots": [1]}\n')
     run = hetseq.load_run(path)
     assert run.loss.tolist() == [1.0, 0.5]
-    assert "metrics.jsonl: 2 lines are no rows" in caplog.text
+    assert "metrics.jsonl: 2 lines are not rows" in caplog.text
 
 
 def test_a_skipped_step_has_no_loss_but_its_place(tmp_path: Path) -> None:

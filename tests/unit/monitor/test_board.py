@@ -146,13 +146,13 @@ def test_what_happened_to_a_run_stands_at_its_step(tmp_path: Path) -> None:
         metrics.event("generation", generation=1, step=4, ranks=[0, 2], story="rank 1 (b) is gone", seconds=None)
         metrics.event("replicas_differ", step=4, ranks=[1], cause="fault")
     assert words_of(tmp_path) == {
-        "events/resume": [(2, "goes on after step 2 from `runs/a/3`")],
+        "events/resume": [(2, "resumed after step 2 from `runs/a/3`")],
         "events/rebalance": [
-            (3, "from step 5 on shares 6, 2, before 4, 4; predicted: 0.25 s for a step, before 0.5 s")
+            (3, "shares 6, 2 from step 5 on, before: 4, 4; predicted step time: 0.25 s, before: 0.5 s")
         ],
         "events/save_failed": [(4, "the checkpoint of step 4 could not be saved: No space left on device")],
         "events/advice": [(4, "raise --num-workers")],
-        "events/generation": [(4, "rank 1 (b) is gone: ranks 0, 2 go on (generation 1)")],
+        "events/generation": [(4, "rank 1 (b) is gone: ranks 0, 2 continue (generation 1)")],
         "events/replicas_differ": [(4, '* ranks: [1]\n* cause: "fault"')],
     }
 

@@ -231,7 +231,7 @@ def test_a_disk_that_is_full_and_recovers_loses_no_row(
     metrics.close()
     lines = directory.metrics.read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]  # no torn line between them
-    assert caplog.text.count("the run goes on") == 1
+    assert caplog.text.count("training continues") == 1
     assert "No space left on device" in caplog.text
 
 

@@ -425,7 +425,7 @@ def test_a_reader_that_went_away_ends_the_display_and_not_the_run(kind: str, cap
     progress.validation({"step": 3, "valid_loss": 2.0})
     progress.close()
     assert [record.message for record in caplog.records] == [
-        "the progress display ended ([Errno 32] Broken pipe): the run goes on"
+        "the progress display ended ([Errno 32] Broken pipe): training continues"
     ]
     assert (sys.stdout, sys.stderr) == (stdout, stderr)
 

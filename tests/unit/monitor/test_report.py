@@ -117,7 +117,7 @@ def test_a_thousand_ranks_make_a_small_page_too() -> None:
     shares = np.random.default_rng(0).random((2000, 1000), np.float32)
     page = report_page(made_up(shares[:, 0].astype(np.float64), shares))
     assert len(page.encode()) <= 2_000_000
-    assert "Of 1,000 ranks those 64 that wait least and most" in page
+    assert "64 of 1,000 ranks: those that wait least and most" in page
 
 
 @pytest.mark.slow  # 6.4 million numbers
@@ -212,10 +212,10 @@ def test_bands_are_where_ranks_were_missing(lossy: RecordedRun) -> None:
     ("states", "has_ended", "words"),
     [
         ({0: "done", 1: "gone"}, True, "Finished"),
-        ({0: "stopped"}, True, "the same command goes on"),
+        ({0: "stopped"}, True, "the same command resumes"),
         ({0: "train"}, True, "Ended before all steps were done"),
-        ({0: "train"}, False, "Under way, or"),
-        ({}, False, "It has not begun"),
+        ({0: "train"}, False, "In progress, or"),
+        ({}, False, "It has not started"),
     ],
 )
 def test_the_report_says_how_far_the_run_is(
@@ -230,14 +230,14 @@ def test_the_report_says_how_far_the_run_is(
     [
         (
             {"event": "generation", "story": "rank 1 crashed (SIGSEGV)", "ranks": [0]},
-            "1 rank goes on",
+            "1 rank continues",
             "log/rank-N.txt",
         ),
-        ({"event": "generation", "story": "rank 1 on b is back", "ranks": [0, 1]}, "2 ranks go on", "Nothing"),
+        ({"event": "generation", "story": "rank 1 on b is back", "ranks": [0, 1]}, "2 ranks continue", "Nothing"),
         ({"event": "generation", "story": None}, "a step could not be finished in time", "Nothing"),
         ({"event": "save_failed", "error": "No space left on device"}, "could not be saved", "df -h"),
         ({"event": "save_failed", "error": "Input/output error"}, "could not be saved", "file system"),
-        ({"event": "resume", "path": "/x", "refused": []}, "went on from /x", "Nothing"),
+        ({"event": "resume", "path": "/x", "refused": []}, "resumed from /x", "Nothing"),
         ({"event": "resume", "path": None, "refused": ["/y"]}, "refused: 1", "checkpoints verify"),
         ({"event": "replicas_differ", "cause": "fault", "ranks": [3], "source": 0}, "rank 3", "memory"),
         ({"event": "replicas_differ", "cause": "rounding", "ranks": [3], "source": 0}, "equal to rank 0", "Nothing"),
@@ -296,14 +296,14 @@ def test_two_runs_are_compared_step_by_step(tmp_path: Path) -> None:
     page = comparison_page(found)
     Reading(page)
     assert "Largest loss difference 0.75 at step 3" in page
-    assert "1 step of a have no partner" in page
+    assert "1 step only in a, not compared." in page
 
 
 def test_equal_runs_are_called_equal_and_strangers_strangers(tmp_path: Path) -> None:
     one = hetseq.load_run(write_run(tmp_path / "a", [step_row(1)]))
     other = hetseq.load_run(write_run(tmp_path / "b", [step_row(7)]))
     assert compare(one, one).sentence() == "all losses are equal in 1 common steps; 0 options differ"
-    assert compare(one, other).sentence() == "no step in common: 1 step in the one, 1 step in the other"
+    assert compare(one, other).sentence() == "no step in common: 1 step in the first run, 1 step in the second"
     Reading(comparison_page(compare(one, other)))
 
 
@@ -313,7 +313,7 @@ def test_runs_whose_steps_took_other_samples_are_not_compared_step_by_step(tmp_p
         for name, loss in (("a", 1.0), ("b", 2.0))
     )
     page = comparison_page(compare(one, other))
-    assert "need not have taken the samples of that step of the other: seed differs. If so" in page
+    assert "may have taken different samples in the two runs: seed differs. If so" in page
     assert "more than rounding" not in page
 
 
@@ -322,7 +322,7 @@ def test_a_run_with_data_in_parts_took_other_samples(tmp_path: Path) -> None:
         hetseq.load_run(write_run(tmp_path / name, [step_row(1, 1.0)], config=CONFIG + f"data_by_host: {name}\n"))
         for name in ("true", "false")
     )
-    assert "samples of that step of the other: data_by_host differs. If so" in comparison_page(compare(one, other))
+    assert "different samples in the two runs: data_by_host differs. If so" in comparison_page(compare(one, other))
 
 
 @pytest.mark.parametrize(("batch", "is_other"), [("60", False), ("null", True)])
@@ -490,7 +490,7 @@ def test_a_file_system_that_hangs_does_not_hold_the_launcher(tmp_path: Path, mon
     monkeypatch.setattr(writing, "_PATIENCE_S", 0.01)
     (told,) = end_of_run(path, row='{"step": 2}\n')
     is_over.set()
-    assert told == f"warning: the report took longer than 0.01 s: `hetseq report {path}` makes it"
+    assert told == f"warning: the report took longer than 0.01 s: `hetseq report {path}` writes it"
     for thread in threading.enumerate():
         if thread.name == "report":
             thread.join(10)
