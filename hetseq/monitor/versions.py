@@ -1,7 +1,7 @@
 """Software and hardware versions of each rank, read in its own process, gathered, and kept with the run.
 
-Names the facts and reads them from torch, the driver and a git checkout. It compares nothing: the contract
-(`cluster.contract`) requires equal versions where that matters, and the report shows the other differences.
+Names the facts and reads them from torch, the driver and a git checkout. It compares nothing: a run refuses unequal
+versions where they matter (`cluster.membership.compatibility`), and the report shows the other differences.
 
 The one idea: the process that computes reports its own versions. A launcher knows no torch, and another process of the
 same node may have been started in another environment.
