@@ -1,1 +1,1 @@
-"""The commands of `hetseq` beside `train`: one module or package for each."""
+"""The commands of `hetseq` other than `train`: one module or package for each."""

@@ -1,7 +1,7 @@
-"""`hetseq drop RUN NODE`: take a node out of a run that goes on without it.
+"""`hetseq drop RUN NODE`: take a node out of a run, which continues without it.
 
-Responsible for the command line, and for finding the node among those that train. The request is a file
-(`launch.leave_request`); leaving is the launcher's affair.
+Parses the command line and looks the node up among the nodes that train. The request is a file
+(`launch.leave_request`); the launcher of that node handles it.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from hetseq.which_run import existing_run
 
 COMMAND = Command(
     "drop",
-    "Take a node out of a run that goes on without it.",
+    "Take a node out of a run, which continues without it.",
     usage=("RUN NODE",),
     words=(
-        Argument("RUN", "the --save-dir of a run that is under way"),
-        Argument("NODE", "the name of a node, as status/rank-N.json and the table of the ranks have it"),
+        Argument("RUN", "the --save-dir of a run in progress"),
+        Argument("NODE", "the name of a node, as in status/rank-N.json and in the table of ranks"),
     ),
     examples=("hetseq drop runs/mnist labB",),
     notes=(
-        "The node finishes its step, leaves, and ends with exit code 0; the others go on. The node that was first of"
-        " all takes the run with it, and so does one without which fewer than --min-ranks would be left: all stop after"
-        " a checkpoint. The same command on that node takes part again.",
+        "The node finishes its step, leaves, and ends with exit code 0; the others continue. If it is the first node of"
+        " the run, or fewer than --min-ranks would be left without it, all nodes stop after a checkpoint. To let the"
+        " node join again, run its `hetseq train` command again.",
     ),
 )
 
 
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """`hetseq drop RUN NODE`: ask a node of a run to leave; gives the exit code. Errors as of `drop`."""
+    """`hetseq drop RUN NODE`: ask a node of a run to leave; returns the exit code. Raises as `drop` does."""
     say(drop(words))
     return 0
 
 
 def drop(words: Sequence[str]) -> str:
-    """Ask a node to leave; a sentence for the user. Raises ConfigError for a run or a node that is not there."""
+    """Ask a node to leave; returns a sentence for the user. Raises ConfigError for an unknown run or node."""
     given = COMMAND.read(words)
     directory, node = existing_run(Path(given["RUN"])), given["NODE"]
     nodes = living_nodes(directory)
     if not nodes:
-        raise ConfigError(f"{directory.path} is no run that is under way: its status/ names no living rank")
+        raise ConfigError(f"{directory.path} is not a run in progress: its status/ has no living rank")
     if node not in nodes:
         raise ConfigError(f"no rank of this run is on {node}: its nodes are {', '.join(sorted(nodes))}")
     leave_request.ask(directory, node)
@@ -55,7 +55,7 @@ def drop(words: Sequence[str]) -> str:
 
 
 def living_nodes(directory: RunDirectory) -> dict[str, list[int]]:
-    """The nodes that train in a run, each with its ranks, by the files in `status/`."""
+    """The nodes that train in a run, each with its ranks, from the files in `status/`."""
     found: dict[str, list[int]] = {}
     for path in directory.status.glob("rank-*.json"):
         with suppress(OSError, ValueError, KeyError, TypeError):

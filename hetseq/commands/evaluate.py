@@ -1,11 +1,11 @@
-"""`hetseq evaluate RUN` and `hetseq predict RUN`: a checkpoint of a run on splits, by all ranks of this node.
+"""`hetseq evaluate RUN` and `hetseq predict RUN`: apply a checkpoint of a run to splits, on all ranks of this node.
 
-The run's own `config.yaml` says what task, data and model it is; options on the command line win. Nothing in the run
-directory is changed, so a run may be evaluated while it goes on.
+The run's own `config.yaml` defines task, data and model; options on the command line override it. Nothing in the run
+directory is changed, so a run may be evaluated while it trains.
 
-Responsible for the two command lines, for a folder in which the ranks keep their logs as long as the command lasts, and
-for the file of predictions, which is complete under its name or not there. The one idea: such a command is a run that
-trains nothing. `launch` starts and watches its ranks as those of any run, and they do their errand (`run.inference`).
+Parses the two command lines, makes a temporary folder for the logs of the ranks, and publishes the file of predictions
+complete or not at all. The one idea: such a command is a run that trains nothing. `launch` starts and watches its ranks
+like the ranks of any run, and `run.inference` is their job.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from hetseq.system.files import sync_directory
 from hetseq.system.processes import interrupting_on_signals
 from hetseq.which_run import existing_run
 
-_RUN = Argument("RUN", "the --save-dir of a run, under way or not; nothing in it is changed")
+_RUN = Argument("RUN", "the --save-dir of a run, in progress or not; nothing in it is changed")
 _RESTORE_FILE = CommandOption(
-    "--restore-file", "latest (the default), best, the number of a step, or the path of a checkpoint", "WHICH",
+    "--restore-file", "latest (the default), best, a step number, or the path of a checkpoint", "WHICH",
     is_passed_on=True,
 )  # fmt: skip
 _NOTES = (
-    "One rank per visible GPU, else one on the CPU; --distributed-world-size N or --devices D,D for others, on this"
-    " node. The results are the same on any number. Options of `hetseq train`, such as --data, win over those of the"
-    " run.",
+    "Runs one rank per visible GPU, else one on the CPU; change that with --distributed-world-size N or --devices D,D,"
+    " on this node. The results are the same for any number of ranks. Options of `hetseq train`, such as --data,"
+    " override those of the run.",
 )
 
 COMMANDS = {
     "evaluate": Command(
         "evaluate",
-        "What a checkpoint of a run is worth on a split.",
+        "Evaluate a checkpoint of a run on a split.",
         usage=("RUN [options] [options of hetseq train]",),
         words=(
             _RUN,
             CommandOption(
                 "--subset",
-                "splits, separated by commas; default: those that the run validates (also --valid-subset)",
+                "splits, separated by commas; default: the validation splits of the run (also --valid-subset)",
                 "NAMES",
             ),
             _RESTORE_FILE,
-            CommandOption("--json", "a line of JSON per split, in full precision, named as in metrics.jsonl"),
+            CommandOption("--json", "print a line of JSON per split, in full precision, named as in metrics.jsonl"),
         ),
         examples=("hetseq evaluate runs/mnist --subset test", "hetseq evaluate runs/mnist --restore-file best --json"),
         notes=_NOTES,
@@ -66,13 +66,13 @@ COMMANDS = {
     ),
     "predict": Command(
         "predict",
-        "What a checkpoint of a run says of each sample of a split, as a file of lines.",
+        "Write the predictions of a checkpoint for a split, one line per sample.",
         usage=("RUN --subset NAME --output FILE [options]",),
         words=(
             _RUN,
             CommandOption("--subset", "the split (also --valid-subset)", "NAME"),
             CommandOption(
-                "--output", "where to: one line per sample, in the order of the split; there once it is complete",
+                "--output", "file to write: one line per sample, in the order of the split; it appears when complete",
                 "FILE", is_needed=True,
             ),
             CommandOption("--overwrite", "replace FILE if it exists"),
@@ -84,7 +84,7 @@ COMMANDS = {
     ),
 }  # fmt: skip
 
-#: what the run says of its own cluster and start, and nothing of this command's
+#: options about the run's own cluster and start, which do not apply to this command
 _OF_THE_RUN = frozenset(field.name for field in dataclasses.fields(DistributedConfig)) - {"cpu"} | {
     "restore_file", "disable_validation", "local_copy", "compile",
 }  # fmt: skip
@@ -92,7 +92,7 @@ _OF_THE_RUN = frozenset(field.name for field in dataclasses.fields(DistributedCo
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What was asked for: of a run, with these options, numbers or a file of predictions."""
+    """A request for the numbers of a run with these options, or for a file of predictions."""
 
     run: Path
     config: Config
@@ -102,12 +102,12 @@ class EvaluationRequest:
 
 
 def run_evaluate(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """`hetseq evaluate RUN`: say the numbers of each split; gives the exit code. Raises HetSeqError."""
+    """`hetseq evaluate RUN`: print the numbers of each split; returns the exit code. Raises HetSeqError."""
     return _do("evaluate", words, say)
 
 
 def run_predict(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """`hetseq predict RUN`: write a line per sample of a split; gives the exit code. Raises HetSeqError."""
+    """`hetseq predict RUN`: write a line per sample of a split; returns the exit code. Raises HetSeqError."""
     return _do("predict", words, say)
 
 
@@ -125,15 +125,15 @@ def _do(command: str, words: Sequence[str], say: Callable[[str], None]) -> int:
 
 
 def parse(command: str, argv: Sequence[str]) -> EvaluationRequest:
-    """The words after `hetseq evaluate` or `hetseq predict`.
+    """Parse the words after `hetseq evaluate` or `hetseq predict`.
 
-    Raises ConfigError, CheckpointError where there is no checkpoint, HelpRequested.
+    Raises ConfigError, CheckpointError if there is no checkpoint, HelpRequested.
     """
     line = COMMANDS[command]
     given = line.read(argv)
     directory = existing_run(Path(os.path.abspath(given["RUN"])))
     if not directory.config_file.is_file():
-        raise ConfigError(f"{directory.path} has no config.yaml, which says what was trained: name another run")
+        raise ConfigError(f"{directory.path} has no config.yaml, which defines what was trained: name another run")
     named = [] if given["--subset"] is None else ["--valid-subset", given["--subset"]]
     rest = [*named, *given.rest]
     names_devices = any(word.partition("=")[0] == "--devices" for word in rest)
@@ -141,20 +141,20 @@ def parse(command: str, argv: Sequence[str]) -> EvaluationRequest:
     words = ["--config", str(directory.config_file), *rest, "--save-dir", str(directory.path)]
     config = options.parse(words, leave_out=leave_out, also=line.flags)
     if config.distributed.meeting_url is not None:
-        raise ConfigError(f"the ranks of this node alone are used: leave {config.distributed.meeting_url} out")
+        raise ConfigError(f"this command uses only the ranks of this node: leave out {config.distributed.meeting_url}")
     if config.validation.disable_validation:
-        raise ConfigError("--disable-validation: leave it out, there would be nothing to do")
+        raise ConfigError("--disable-validation: leave it out, otherwise there is nothing to do")
     if config.checkpoint.restore_file == type(config.checkpoint).restore_file and not has_commits(directory):
-        raise CheckpointError(f"{directory.path} holds no checkpoint: train it first")
+        raise CheckpointError(f"{directory.path} has no checkpoint: train it first")
     if command == "evaluate":
         return EvaluationRequest(directory.path, config, wants_json=given["--json"])
     return EvaluationRequest(directory.path, config, _output(given, config), given["--overwrite"])
 
 
 def _output(given: Given, config: Config) -> Path:
-    """The file to write, if it can be. Raises ConfigError."""
+    """The file to write. Raises ConfigError if it cannot be written."""
     if len(config.data.valid_subsets) != 1:
-        raise ConfigError(f"one split is written, and found {config.data.valid_subset!r}: name one with --subset")
+        raise ConfigError(f"expected one split, found {config.data.valid_subset!r}: name one with --subset")
     output = Path(os.path.abspath(given["--output"]))
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.parent}; make it first")
@@ -172,7 +172,7 @@ def _exists(output: Path) -> ConfigError:
 
 
 def run(request: EvaluationRequest) -> Ending:
-    """Do it, on as many ranks as the configuration asks for; the message is what to print. Raises HetSeqError."""
+    """Run the request on the ranks of the configuration; the caller prints the message. Raises HetSeqError."""
     with tempfile.TemporaryDirectory(prefix="hetseq-") as folder, _written_beside(request.output) as beside:
         config = dataclasses.replace(
             request.config, checkpoint=dataclasses.replace(request.config.checkpoint, save_dir=f"{folder}/ranks")
@@ -182,7 +182,7 @@ def run(request: EvaluationRequest) -> Ending:
         with interrupting_on_signals():
             try:
                 ending = of_errand(start(config, errand))
-            except KeyboardInterrupt as signal:  # the launcher does not listen yet, or there is none
+            except KeyboardInterrupt as signal:  # before the launcher listens, or without a launcher
                 ending = of_errand(stopped_early(str(signal), None))
         if ending.code == EXIT_DONE and beside is not None and request.output is not None:
             _publish(beside, request.output, is_overwriting=request.is_overwriting)
@@ -191,7 +191,7 @@ def run(request: EvaluationRequest) -> Ending:
 
 @contextmanager
 def _written_beside(output: Path | None) -> Iterator[Path | None]:
-    """A name beside a file for what will become it; nothing stays there, however the block is left."""
+    """A temporary name beside a file; nothing is left there when the block ends or raises."""
     if output is None:
         yield None
         return
@@ -204,7 +204,7 @@ def _written_beside(output: Path | None) -> Iterator[Path | None]:
 
 
 def _publish(beside: Path, output: Path, *, is_overwriting: bool) -> None:
-    """Give a file that is complete and on the disk its name. Raises ConfigError where there is one by now."""
+    """Rename a file that is complete and on the disk. Raises ConfigError if the name has been taken meanwhile."""
     if is_overwriting:
         os.replace(beside, output)
     else:
@@ -216,5 +216,5 @@ def _publish(beside: Path, output: Path, *, is_overwriting: bool) -> None:
             if os.path.lexists(output):
                 raise _exists(output) from None
             os.replace(beside, output)
-    with suppress(OSError):  # some file systems refuse to; the content is safe already
+    with suppress(OSError):  # some file systems refuse it; the content is safe already
         sync_directory(output.parent)

@@ -1,10 +1,10 @@
-"""`hetseq top RUN`: what a run does now, from any machine that sees its directory.
+"""`hetseq top RUN`: live view of a run, from any machine that sees its directory.
 
-Responsible for reading `status/`, for judging who is gone or silent and whether the run has ended, and for showing it
-again and again. It opens nothing for writing, takes no lock and asks no rank: a run does not notice that it is watched.
+Reads `status/`, decides which ranks are gone or silent and whether the run has ended, and refreshes the view. It opens
+nothing for writing, takes no lock and asks no rank: a run does not notice that it is watched.
 
-The one idea: clocks of machines differ, so how long a rank has been silent is measured here, from the moment in which
-its file last changed under our eyes. Only for what was there at the first look the time of the file has to do.
+The one idea: clocks of machines differ, so the silence of a rank is measured here, from the moment at which a look
+found its file changed. Only at the first look the file's own time must serve.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from hetseq.which_run import existing_run
 
 _LIVE_S, _PLAIN_S, _LEAST_S = 1.0, 10.0, 0.1
 _SILENT_S, _SILENT_STEPS = 10.0, 5  # a rank writes once a second, and at the end of a step
-_ENDED_S = 3.0  # how old the last sign of life is before a run without a launcher counts as over
+_ENDED_S = 3.0  # age of the last sign of life after which a run without a launcher counts as over
 _PLAIN_RANKS = 64
 _MOST_NOTES = 6
 
 COMMAND = Command(
     "top",
-    "What a run does now: its step, its ranks, who is slow, silent or gone.",
+    "Show the state of a run: its step, its ranks, and which are slow, silent or gone.",
     usage=("RUN [--once] [--interval S]",),
     words=(
-        Argument("RUN", "the --save-dir of a run; from any machine that sees it, nothing in it is changed"),
-        CommandOption("--once", "show it once, as plain text"),
+        Argument("RUN", "the --save-dir of a run, on any machine that sees it; nothing in it is changed"),
+        CommandOption("--once", "show the state once, as plain text"),
         CommandOption(
-            "--interval", "look every S seconds; default: 1 on a terminal, 10 elsewhere", "S", read=seconds(_LEAST_S)
+            "--interval", "refresh every S seconds; default: 1 on a terminal, 10 elsewhere", "S", read=seconds(_LEAST_S)
         ),
     ),
     examples=("hetseq top runs/mnist", "hetseq top runs/mnist --interval 5", "hetseq top runs/mnist --once"),
@@ -66,7 +66,7 @@ COMMAND = Command(
 
 @dataclass(frozen=True)
 class TopArguments:
-    """`hetseq top RUN --once --interval S`; the interval is None where none is given."""
+    """`hetseq top RUN --once --interval S`; the interval is None if not given."""
 
     run: Path
     is_once: bool = False
@@ -75,7 +75,7 @@ class TopArguments:
 
 @dataclass(frozen=True)
 class RankSign:
-    """What one status file says, and how long ago it was written."""
+    """The content of one status file, and its age."""
 
     slot: int
     told: dict[str, Any]
@@ -88,19 +88,19 @@ class RankSign:
 
     @property
     def is_living(self) -> bool:
-        """Whether it said, last of all, that it goes on."""
+        """Whether the rank was still running according to its last report."""
         return self.told.get("pid") is not None and self.told.get("state") in ("start", "train")
 
 
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """`hetseq top RUN`: show a run until it has ended or q is pressed; gives 0. Raises ConfigError."""
+    """`hetseq top RUN`: show a run until it has ended or q is pressed; returns 0. Raises ConfigError."""
     arguments = parse(words)
     existing_run(arguments.run)
     look = Lookout(arguments.run)
     signs = look.signs()
     if not signs:
         raise ConfigError(
-            f"{arguments.run} is no run that has begun: its status/ names no rank; expected the --save-dir of one"
+            f"{arguments.run} is not a run that has started: its status/ has no rank; expected the --save-dir of one"
         )
     with suppress(KeyboardInterrupt):
         if arguments.is_once:
@@ -113,7 +113,7 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 
 def parse(words: Sequence[str]) -> TopArguments:
-    """The command line. Raises ConfigError, HelpRequested."""
+    """Parse the command line. Raises ConfigError, HelpRequested."""
     given = COMMAND.read(words)
     return TopArguments(Path(given["RUN"]), given["--once"], given["--interval"])
 
@@ -135,7 +135,7 @@ class Lookout:
         self._seen: dict[int, tuple[int, dict[str, Any], float]] = {}  # by slot: its time, content, when it changed
 
     def signs(self) -> list[RankSign]:
-        """What all ranks say now, by slot; a file that cannot be read just now is as it was."""
+        """The reports of all ranks, by slot; a file that cannot be read keeps its last content."""
         now_s = self._now()
         for path in self._path.glob("status/rank-*.json"):
             number = path.stem.partition("-")[2]
@@ -151,14 +151,14 @@ class Lookout:
         return [RankSign(slot, told, now_s - since_s) for slot, (_, told, since_s) in sorted(self._seen.items())]
 
     def has_launcher(self) -> bool:
-        """Whether `.lock` names the launcher that holds this directory: it is emptied when a run ends."""
+        """Whether `.lock` names a launcher of this directory: it is emptied when a run ends."""
         try:
             return (self._path / ".lock").stat().st_size > 0
         except OSError:
-            return True  # not known
+            return True  # unknown
 
     def is_dead(self, sign: RankSign) -> bool:
-        """Whether the process of a rank has gone, as far as this machine can tell."""
+        """Whether the process of a rank is gone, as far as this machine can tell."""
         pid = sign.told.get("pid")
         if sign.age_s < _ENDED_S or sign.told.get("node") != socket.gethostname()[:200] or not isinstance(pid, int):
             return False
@@ -166,13 +166,13 @@ class Lookout:
             os.kill(pid, 0)
         except ProcessLookupError:
             return True
-        except OSError:  # somebody else's
+        except OSError:  # the process of another user
             return False
         return False
 
 
 def _sound(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What a status file says, without what it cannot mean: another program or version may have written it."""
+    """A status file without values of the wrong type: another program or version may have written it."""
     kinds = {"pid": int, "step": int, "share": int, "state": str, "node": str, "device": str}
     return {key: value for key, value in told.items() if key not in kinds or type(value) is kinds[key] or value is None}
 
@@ -182,14 +182,14 @@ def _sound(told: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class View:
-    """The lines of one look, and how the run has ended; None while it goes on."""
+    """The lines of one look, and how the run has ended; None while it runs."""
 
     lines: tuple[str, ...]
     ending: str | None
 
 
 def view(run: Path, signs: Sequence[RankSign], look: Lookout, *, width: int, height: int | None = None) -> View:
-    """What is to be shown of these signs; as many ranks as fit into `height` lines (None: 64)."""
+    """The view of these reports, with as many ranks as fit into `height` lines (None: 64)."""
     teller, facts = _teller(signs)
     step_s = facts.summary.step_s if facts is not None and facts.summary is not None else None
     silent_s = max(_SILENT_S, _SILENT_STEPS * (step_s or 0.0))
@@ -198,13 +198,13 @@ def view(run: Path, signs: Sequence[RankSign], look: Lookout, *, width: int, hei
     head = _run_lines(run, facts, teller, width)
     foot = _wrapped([*_notes(signs, states, silent_s), *([] if ending is None else [ending])], width)
     tail = [*_wrapped([] if facts is None or ending is not None else facts.advice, width), *foot]
-    if height is not None:  # one rank stays, and who is in trouble comes before advice
+    if height is not None:  # keep one rank; notes about ranks in trouble come before advice
         most = max(1, height - len(head) - OVERHEAD_LINES)
         tail = (tail if len(tail) <= most else foot)[-most:]
     summary = with_slots(_summary(signs, facts), {sign.slot: sign.name for sign in signs})
     room = _PLAIN_RANKS if height is None else max(1, height - len(head) - len(tail) - OVERHEAD_LINES)
     lines = [*head, *_table(summary, signs, states, room, width), *tail]
-    # a name is somebody else's: no byte of it is to reach the terminal as a command
+    # names come from other machines: none of their bytes may control the terminal
     return View(tuple("".join(c if c.isprintable() else "?" for c in line)[:width] for line in lines), ending)
 
 
@@ -214,7 +214,7 @@ def _wrapped(texts: Sequence[str], width: int) -> list[str]:
 
 
 def _teller(signs: Sequence[RankSign]) -> tuple[RankSign | None, RunFacts | None]:
-    """The rank that tells of all, and what; the newest where several do, as after the death of one."""
+    """The rank that reports for the whole run, and its report; the newest if several do, as after a death."""
     found = [(sign, facts) for sign in signs if (facts := read_facts(sign.told.get("run"))) is not None]
     if not found:
         return None, None
@@ -237,19 +237,19 @@ def _ending(signs: Sequence[RankSign], states: dict[int, str], look: Lookout, fa
     step = max((int(sign.told.get("step") or 0) for sign in signs), default=0)
     goes_on = [sign for sign in here if sign.is_living and states[sign.slot] != "dead"]
     if not goes_on and "done" in states.values():
-        return f"the run has ended: all is done after step {step}"
+        return f"the run has ended: finished after step {step}"
     if not goes_on and "stopped" in states.values():
-        return f"the run was stopped after step {step}: the same command goes on with it"
+        return f"the run was stopped after step {step}: the same command resumes it"
     is_left = not look.has_launcher() and all(sign.age_s > _ENDED_S for sign in goes_on)
     if goes_on and not is_left:
         return None
     saved = facts.checkpoint if facts is not None else None
-    back = f"; its last checkpoint is that of step {saved}" if saved else ""
-    return f"the run has ended before its end, after step {step}: the last lines of log/rank-N.txt say why{back}"
+    back = f"; its last checkpoint is of step {saved}" if saved else ""
+    return f"the run ended early, after step {step}: the last lines of log/rank-N.txt say why{back}"
 
 
 def _notes(signs: Sequence[RankSign], states: dict[int, str], silent_s: float) -> list[str]:
-    """Who stands still, is gone, dead or silent; of many the first few."""
+    """Notes about ranks that hang, or are gone, dead or silent; only the first few of many."""
     notes = [note for sign in signs if states[sign.slot] in ("start", "train") and (note := _standing(sign, silent_s))]
     living = [sign for sign in signs if states[sign.slot] in ("start", "train", "silent")]
     silent = [sign for sign in living if states[sign.slot] == "silent"]
@@ -266,23 +266,23 @@ def _notes(signs: Sequence[RankSign], states: dict[int, str], silent_s: float) -
         return notes
     return [
         *notes[: _MOST_NOTES - 1],
-        f"and {len(notes) - _MOST_NOTES + 1} more ranks are gone, dead or silent, or stand still",
+        f"and {len(notes) - _MOST_NOTES + 1} more ranks are gone, dead, silent or stuck",
     ]
 
 
 def _standing(sign: RankSign, silent_s: float) -> str:
-    """What a rank has been at for long, as its process says although the step does not go on; empty if it moves."""
+    """The phase in which a living rank has been stuck for long; empty if it makes progress."""
     phase, seconds = sign.told.get("phase"), sign.told.get("phase_s")
     if not isinstance(phase, str) or not isinstance(seconds, (int, float)) or not math.isfinite(seconds):
         return ""
     if sign.told.get("waits"):
         return ""
     lasts_s = seconds + sign.age_s
-    return f"{_who(sign)} stands still: {phase[:80]} for {_lasting(lasts_s)}" if lasts_s > silent_s else ""
+    return f"{_who(sign)} is stuck: {phase[:80]} for {_lasting(lasts_s)}" if lasts_s > silent_s else ""
 
 
 def _why(sign: RankSign) -> str:
-    """What this machine knows of the process of a silent rank, if that is one of its own."""
+    """The state of a silent rank's process, if it runs on this machine."""
     pid = sign.told.get("pid")
     if sign.told.get("node") != socket.gethostname()[:200] or not isinstance(pid, int):
         return ""
@@ -298,7 +298,7 @@ def _who(sign: RankSign) -> str:
 
 
 def _summary(signs: Sequence[RankSign], facts: RunFacts | None) -> RankSummary:
-    """The medians, or, before the first step, the shares alone."""
+    """The medians, or before the first step only the shares."""
     if facts is not None and facts.summary is not None:
         return facts.summary
     here = [sign for sign in signs if sign.told.get("pid") is not None] or signs
@@ -313,7 +313,7 @@ def _summary(signs: Sequence[RankSign], facts: RunFacts | None) -> RankSummary:
 
 
 def _table(summary: RankSummary, signs: Sequence[RankSign], states: dict[int, str], room: int, width: int) -> list[str]:
-    """The table, first of all with the ranks that are in trouble."""
+    """The table; ranks in trouble are chosen first."""
     ages = {sign.slot: sign.age_s for sign in signs}
     told = Signs(
         tuple(states.get(slot, "?") for slot in summary.slots),
@@ -327,7 +327,7 @@ def _table(summary: RankSummary, signs: Sequence[RankSign], states: dict[int, st
 
 
 def _run_lines(run: Path, facts: RunFacts | None, teller: RankSign | None, width: int) -> list[str]:
-    """Where the run is, in as many lines as it takes."""
+    """Step, speed, time left and last checkpoint, in as many lines as needed."""
     name = run.resolve().name
     if facts is None or teller is None:
         return [f"{name}  no step yet"]
@@ -337,7 +337,7 @@ def _run_lines(run: Path, facts: RunFacts | None, teller: RankSign | None, width
     first += [f"epoch {row['epoch']}"] if "epoch" in row else []
     loss = row.get("loss")
     first += ["skipped"] if row.get("skipped") else [f"loss {loss:.4g}"] if isinstance(loss, (int, float)) else []
-    # of a narrow terminal the loss is worth more than the name
+    # on a narrow terminal the loss matters more than the name
     fitting = (kept for kept in (first, [first[0], *first[-1:]], [first[0].removeprefix(name).strip(), *first[-1:]])
                if len("  ".join(kept)) <= width)  # fmt: skip
     now, later = ["  ".join(next(fitting, first[:1]))], list[str]()
@@ -356,7 +356,7 @@ def _run_lines(run: Path, facts: RunFacts | None, teller: RankSign | None, width
             f"checkpoint {facts.checkpoint:,}" + ("" if age_s is None else f", {_lasting(age_s + teller.age_s)} ago")
         )
     lines = list[str]()
-    for parts in (now, later):  # never on one line: with each digit more or less the table would move
+    for parts in (now, later):  # never on one line: the table would move whenever a number gains or loses a digit
         for place, part in enumerate(parts):
             if place and len(lines[-1]) + len(part) + 5 <= width:
                 lines[-1] += f"  |  {part}"
@@ -366,7 +366,7 @@ def _run_lines(run: Path, facts: RunFacts | None, teller: RankSign | None, width
 
 
 def _lasting(seconds: float) -> str:
-    """A duration as one says it: `45 s`, `12 min`, `3 h 20 min`, `1 d 3 h`."""
+    """A duration in readable units: `45 s`, `12 min`, `3 h 20 min`, `1 d 3 h`."""
     minutes = round(seconds / 60)
     if seconds < 99.5:
         return f"{seconds:.0f} s"
@@ -391,7 +391,7 @@ def _watch_plain(arguments: TopArguments, look: Lookout, say: Callable[[str], No
 
 
 def _can_draw(say: Callable[[str], None]) -> bool:
-    """Whether there is what draws on this terminal; without rich a line says so."""
+    """Whether rich can draw on this terminal; if rich is missing, a line says so."""
     try:
         return not terminal(sys.stdout).is_dumb_terminal
     except ImportError as error:
@@ -417,7 +417,7 @@ def _watch_live(arguments: TopArguments, look: Lookout, say: Callable[[str], Non
                     if seen.ending is None and is_quit(interval_s):
                         break
         finally:
-            if seen is not None:  # what was on the other screen stays readable
+            if seen is not None:  # leave the last view readable after the other screen
                 say("\n".join(seen.lines))
 
 

@@ -148,14 +148,14 @@ def test_a_command_that_is_interrupted_leaves_no_file(run: Path, tmp_path: Path,
 BAD = {
     "no run": (["/nowhere"], "/nowhere does not exist: expected the --save-dir of a run"),
     "no word": ([], "expected one RUN, found none"),
-    "no checkpoint at all": (["BARE"], "holds no checkpoint: train it first"),
+    "no checkpoint at all": (["BARE"], "has no checkpoint: train it first"),
     "no such checkpoint": (["RUN", "--restore-file", "77"], "77"),
     "no split": (["RUN", "--subset", "gone", "--task", "TASK"], "Toy.load_dataset('gone') gave no data set"),
     "mistyped": (["RUN", "--subst", "valid"], "unknown option --subst: did you mean --subset?"),
     "no value": (["RUN", "--subset"], "--subset has no value"),
     "several nodes": (
         ["RUN", "--distributed-init-method", "tcp://127.0.0.1:1"],
-        "of this node alone are used",
+        "only the ranks of this node",
     ),
     "no such device": (["RUN", "--devices", "cuda:99"], "--devices cuda:99 asks for cuda:99"),
     "ranks that are not there": (["RUN", "--balance", "3,1", *on(3)], "--balance"),
@@ -164,7 +164,7 @@ BAD_OUTPUT = {
     "none": ([], "--output FILE is missing"),
     "no folder": (["--output", "HERE/gone/out.txt"], "there is no folder HERE/gone; make it first"),
     "a folder": (["--output", "HERE"], "is a folder"),
-    "two splits": (["--output", "HERE/out.txt", "--subset", "valid,test"], "one split is written, and found"),
+    "two splits": (["--output", "HERE/out.txt", "--subset", "valid,test"], "expected one split, found"),
     "no predictions": (["--output", "HERE/out.txt", "--task", "MUTE", *on(2)], "Toy has no predictions(model, sample)"),
 }
 

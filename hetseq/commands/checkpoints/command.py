@@ -1,12 +1,12 @@
-"""`hetseq checkpoints ACTION RUN`: what checkpoints a run has, what is in them, whether they are whole, and their end.
+"""`hetseq checkpoints ACTION RUN`: list, show, verify, prune and export the checkpoints of a run.
 
-Responsible for the command line of the five actions, for the choice of what `prune` removes, and for the words. What
-the files mean, whether they can be believed and how they are removed is `checkpoint/`'s affair; that package imports
-torch, so it is imported once the command line is known to be right.
+Parses the command line of the five actions, chooses the checkpoints that `prune` removes, and words the output. The
+package `checkpoint/` reads, verifies and removes the files; it imports torch, so it is imported only after the command
+line has been checked.
 
-The one idea: every action gives its lines as it finds them out, and ends with an exception where a script is to notice
-it by the exit code. Only `prune` changes a run, under the lock that keeps other runs out; the others may look at a run
-that goes on, whose old checkpoints may vanish under their eyes.
+The one idea: every action yields its lines as it finds them, and raises at the end if a script must notice a failure by
+the exit code. Only `prune` changes a run, under the lock that keeps other runs out. The other actions may read a run in
+progress, whose old checkpoints may disappear meanwhile.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FORMS = ("safetensors", "torch", "dcp", "hf")
 
 @dataclass(frozen=True)
 class CheckpointArguments:
-    """One action on the checkpoints of one run; `which` is "latest", "best" or a step, None where none was named."""
+    """One action on the checkpoints of one run; `which` is "latest", "best" or a step, None if none was given."""
 
     action: str
     run: Path
@@ -53,14 +53,14 @@ class CheckpointArguments:
 
 
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """`hetseq checkpoints ACTION RUN`: say what was found or done, line by line; gives 0. Errors as of `answer`."""
+    """`hetseq checkpoints ACTION RUN`: print the result line by line; returns 0. Raises as `answer` does."""
     for line in answer(parse(words)):
-        say(line)  # reading every byte takes its time, and each line is news
+        say(line)  # at once, because reading every byte takes long
     return 0
 
 
 def parse(argv: Sequence[str]) -> CheckpointArguments:
-    """The command line of `hetseq checkpoints`. Raises ConfigError, HelpRequested."""
+    """Parse the command line of `hetseq checkpoints`. Raises ConfigError, HelpRequested."""
     if not argv or argv[0] not in ACTIONS:
         raise _no_action(argv)
     command = ACTIONS[argv[0]]
@@ -88,19 +88,19 @@ def _which(text: str) -> str:
     if text in ("latest", "best"):
         return text
     if not re.fullmatch(r"[0-9]{1,19}", text):
-        raise ValueError("expected the number of a step, latest or best, as in --step 500")
+        raise ValueError("expected a step number, latest or best, as in --step 500")
     return str(int(text))
 
 
 def _keep(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) == 0:
-        raise ValueError("expected how many of the newest checkpoints stay, 1 or more; the newest is never removed")
+        raise ValueError("expected the number of newest checkpoints to keep, at least 1; the newest is never removed")
     return int(text)
 
 
-_RUN = Argument("RUN", "the --save-dir of a run, under way or not; nothing in it is changed")
-_STEP = CommandOption("--step", "the number of a step, latest or best; default: latest", "STEP", read=_which)
-_JSON = CommandOption("--json", "one line for scripts")
+_RUN = Argument("RUN", "the --save-dir of a run, in progress or not; nothing in it is changed")
+_STEP = CommandOption("--step", "a step number, latest or best; default: latest", "STEP", read=_which)
+_JSON = CommandOption("--json", "print one line of JSON, for scripts")
 
 #: option -> field of `CheckpointArguments`
 _FIELDS = {
@@ -111,62 +111,62 @@ _FIELDS = {
 ACTIONS = {
     "list": Command(
         "checkpoints list",
-        "What checkpoints a run has, the newest first.",
+        "List the checkpoints of a run, the newest first.",
         usage=("RUN [--json]",),
         words=(_RUN, _JSON),
         examples=("hetseq checkpoints list runs/mnist",),
     ),
     "show": Command(
         "checkpoints show",
-        "What is in a checkpoint: its step, its files, its largest tensors.",
+        "Show a checkpoint: its step, its files, its largest tensors.",
         usage=("RUN [--step STEP] [--tensors] [--json]",),
         words=(_RUN, _STEP, CommandOption("--tensors", "all tensors with type and shape, not only the largest"), _JSON),
         examples=("hetseq checkpoints show runs/mnist --step best",),
     ),
     "verify": Command(
         "checkpoints verify",
-        "Whether checkpoints are as they were written; ends with 1 where anything is damaged.",
+        "Verify that checkpoints are as they were written; ends with 1 if one is damaged.",
         usage=("RUN [--step STEP] [--shallow]",),
         words=(
             _RUN,
             CommandOption(
-                "--step", "the number of a step, latest or best; default: all checkpoints", "STEP", read=_which
+                "--step", "a step number, latest or best; default: all checkpoints", "STEP", read=_which
             ),
-            CommandOption("--shallow", "check the small files and all sizes, do not read the tensors"),
+            CommandOption("--shallow", "check the small files and all sizes, without reading the tensors"),
         ),
         examples=("hetseq checkpoints verify runs/mnist", "hetseq checkpoints verify runs/mnist --step latest"),
     ),
     "prune": Command(
         "checkpoints prune",
-        "Remove old checkpoints of a run that nobody uses now.",
+        "Remove old checkpoints of a run that is not in use.",
         usage=("RUN --keep N [--drop-best] [--dry-run]",),
         words=(
             Argument("RUN", "the --save-dir of a run; refused while a run is using it"),
             CommandOption(
-                "--keep", "the newest N stay, the newest that verifies, and the best", "N", read=_keep, is_needed=True
+                "--keep", "keep the newest N, the newest that verifies, and the best", "N", read=_keep, is_needed=True
             ),
-            CommandOption("--drop-best", "the best may go like any other"),
-            CommandOption("--keep-best", "the best stays; this is the default"),
-            CommandOption("--dry-run", "say what would go, remove nothing"),
+            CommandOption("--drop-best", "treat the best like any other"),
+            CommandOption("--keep-best", "keep the best; this is the default"),
+            CommandOption("--dry-run", "only print what would be removed"),
         ),
         examples=("hetseq checkpoints prune runs/mnist --keep 3 --dry-run",),
     ),
     "export": Command(
         "checkpoints export",
-        "A checkpoint in a form for other programs.",
+        "Export a checkpoint in a format for other programs.",
         usage=("RUN --format FORM --to PATH [--step STEP]",),
         words=(
             _RUN,
             CommandOption(
                 "--format",
                 "safetensors (a folder), torch (a .pt file), dcp (a folder of torch.distributed.checkpoint) or hf (a"
-                " folder that transformers opens, where the run's task writes one, as bert does)",
+                " folder that transformers opens, if the run's task writes one, as bert does)",
                 "FORM",
                 among=FORMS,
                 is_needed=True,
             ),
             CommandOption(
-                "--to", "where to (--output says the same); nothing is overwritten", "PATH", read=Path,
+                "--to", "path to write (--output is the same); nothing is overwritten", "PATH", read=Path,
                 also=("--output",), is_needed=True,
             ),
             _STEP,
@@ -188,15 +188,15 @@ COMMAND = Command(
 
 
 def answer(arguments: CheckpointArguments) -> Iterator[str]:
-    """The lines of one action, as they are found out.
+    """The lines of one action, as they are found.
 
-    Raises ConfigError, RunDirectoryError or CheckpointRefused where there is nothing to act on, and CheckpointError at
-    the end where something is damaged or could not be removed.
+    Raises ConfigError, RunDirectoryError or CheckpointRefused if there is nothing to act on, and CheckpointError at
+    the end if something is damaged or could not be removed.
     """
     existing_run(arguments.run)
     try:
         for line in _ACTIONS[arguments.action](arguments):
-            # what stands in the files of others must not steer a terminal
+            # text from other people's files must not control the terminal
             yield "".join(letter if letter.isprintable() else "?" for letter in line)
     except OSError as error:
         raise CheckpointError(f"{error.filename or arguments.run}: {error.strerror or error}") from error
@@ -241,8 +241,8 @@ def _verify(arguments: CheckpointArguments) -> Iterator[str]:
     if damaged:
         count = len(found.commits) + len(found.refused)
         raise CheckpointError(
-            f"{len(damaged)} of {counted(count, 'checkpoint')} of {arguments.run} cannot be believed"
-            f" ({', '.join(damaged)}): a run passes over them; restore them from a copy, or remove them"
+            f"{len(damaged)} of {counted(count, 'checkpoint')} of {arguments.run} cannot be trusted"
+            f" ({', '.join(damaged)}): a run skips them; restore them from a copy, or remove them"
         )
 
 
@@ -263,12 +263,12 @@ def _pruned(arguments: CheckpointArguments) -> Iterator[str]:
 
     commits = _committed(arguments.run).commits
     whole = None
-    if len(commits) > arguments.keep:  # reading every byte of a checkpoint takes its time
+    if len(commits) > arguments.keep:  # only then, because reading every byte of a checkpoint takes long
         whole = next((at for at, commit in enumerate(commits) if _is_whole(commit)), None)
         if whole is None:
             raise CheckpointError(
-                f"nothing was removed: no checkpoint of {arguments.run} verifies, and an older one may be the only"
-                " help; `hetseq checkpoints verify` says what is wrong"
+                f"nothing was removed: no checkpoint of {arguments.run} verifies, and you may still need an older one;"
+                " `hetseq checkpoints verify` says what is wrong"
             )
     stays = kept([commit.kinds for commit in commits], arguments.keep, whole=whole, keeps_best=not arguments.drops_best)
     freed, remaining, stuck = [], [], []
@@ -276,15 +276,15 @@ def _pruned(arguments: CheckpointArguments) -> Iterator[str]:
         described = f"step {commit.identity.step} ({', '.join(commit.kinds)}), {size_text(commit.size_bytes)}"
         if index in stays:
             remaining.append(commit)
-            yield f"stays: {described}: {stays[index]}"
+            yield f"kept: {described}: {stays[index]}"
         elif arguments.is_dry_run or remove_all([commit.path]) or not commit.path.exists():
             freed.append(commit.size_bytes)
-            yield f"{'would go' if arguments.is_dry_run else 'removed'}: {described}"
+            yield f"{'would be removed' if arguments.is_dry_run else 'removed'}: {described}"
         else:
             stuck.append(commit.path.name)
     done = "would be removed" if arguments.is_dry_run else "removed"
     yield (
-        f"{counted(len(freed), 'checkpoint')}, {size_text(sum(freed))} {done}; {len(remaining)} stay,"
+        f"{counted(len(freed), 'checkpoint')}, {size_text(sum(freed))} {done}; {len(remaining)} kept,"
         f" {size_text(sum(commit.size_bytes for commit in remaining))}"
     )
     if stuck:
@@ -301,9 +301,9 @@ def _is_whole(commit: Commit) -> bool:
 def kept(
     kinds: Sequence[Sequence[str]], keep: int, *, whole: int | None = None, keeps_best: bool = True
 ) -> dict[int, str]:
-    """Which checkpoints stay, and why: positions in `kinds`, which is newest first.
+    """The checkpoints to keep, by position in `kinds` (newest first), each with the reason.
 
-    The newest `keep` stay, the one at `whole` (the newest every byte of which verifies), and the newest of kind best.
+    Keeps the newest `keep`, the one at `whole` (the newest of which every byte verifies), and the newest of kind best.
     """
     best = next((at for at, names in enumerate(kinds) if "best" in names), None) if keeps_best else None
     stays = {}
@@ -345,7 +345,7 @@ _ACTIONS: dict[str, Callable[[CheckpointArguments], Iterator[str]]] = {
 }
 
 
-# which run, which checkpoints
+# choice of the checkpoints
 
 
 def _committed(run: Path) -> Scan:
@@ -358,7 +358,7 @@ def _committed(run: Path) -> Scan:
 
 
 def _wanted(arguments: CheckpointArguments) -> Scan:
-    """The checkpoints that `verify` reads: all, or those of one step."""
+    """The checkpoints that `verify` reads: all of them, or one step."""
     from hetseq.checkpoint import Scan, choose, step_of
 
     found = _committed(arguments.run)
@@ -379,7 +379,7 @@ def _wanted(arguments: CheckpointArguments) -> Scan:
 
 
 def _inspected(run: Path, which: str) -> tuple[Inspected, list[str]]:
-    """The checkpoint that is meant, its small files checked; and what was passed over on the way to the newest."""
+    """The chosen checkpoint, with its small files checked, and a line for each newer one that was skipped."""
     from hetseq.checkpoint import choose, inspect
 
     _committed(run)

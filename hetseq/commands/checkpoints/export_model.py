@@ -1,8 +1,8 @@
-"""A checkpoint of a run in the form that the run's own task writes: `--format hf`.
+"""Export of a checkpoint by the run's own task: `--format hf`.
 
-Responsible for the task and the model of a run, made from its `config.yaml`, and for the weights in it. Refuses to know
-what the task writes. The one idea: what others open is the task's affair (`Task.export`), so the framework knows no
-architecture; that the directory is there complete or not at all is the affair of `checkpoint.exporting`.
+Builds the task and the model of a run from its `config.yaml`, and loads the weights. The one idea: the task decides
+which files it writes for other programs (`Task.export`), so the framework knows no architecture. `checkpoint.export`
+makes the directory appear complete or not at all.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from hetseq.training.precision import PRECISIONS
 
 
 def export_model(run: Path, commit: Commit, target: Path, *, advance: Callable[[int], None]) -> Path:
-    """Have the task of a run write its model, with the weights of one of its checkpoints; the path of the directory.
+    """Have the task of a run write its model with the weights of a checkpoint; returns the path of the directory.
 
-    Loads no data set, but what the task's `build_model` reads must still be there. Raises ConfigError for a run without
-    config.yaml and for a task that writes nothing; CheckpointError as `export` does, and for another model; and what
-    the task raises. `advance` is called with the bytes that have been read, now and then.
+    Loads no data set, but the files that the task's `build_model` reads must still exist. Raises ConfigError for a run
+    without config.yaml and for a task without `export`; CheckpointError as `export` does, and for another model; and
+    whatever the task raises. `advance` is called now and then with the number of bytes read.
     """
     config_file = run / "config.yaml"
     if not config_file.is_file():
         raise ConfigError(
-            f"{run} has no config.yaml, which says what model it is: export with --format safetensors, which needs none"
+            f"{run} has no config.yaml, which defines its model: export with --format safetensors, which needs none"
         )
     config = options.complete(options.parse(["--config", str(config_file), "--save-dir", str(run)]))
     task = make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)

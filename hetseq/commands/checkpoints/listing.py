@@ -1,8 +1,8 @@
-"""What checkpoints a run has and what is in them, as facts, in words and as JSON: `hetseq checkpoints list` and `show`.
+"""Checkpoints of a run as facts, text and JSON, for `hetseq checkpoints list` and `show`.
 
-Responsible for looking at a run directory without changing it, and for how checkpoints are told of. Refuses to know
-which of them a person asked for. The one idea: what is listed as a checkpoint has small files and sizes that all
-agree, so the table promises no more than was looked at; whether the bytes are right is for `verify` to say.
+Reads a run directory without changing it, and formats its checkpoints; `command` chooses which. The one idea: the small
+files and all sizes of a listed checkpoint agree, so the table promises no more than was checked; `verify` checks the
+bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hetseq.monitor.tables import Cells, table
 from hetseq.run_directory import RunDirectory, json_line
 
 _SHOWN_TENSORS = 5
-#: entries of state.json that `show` names, if they are there
+#: entries of state.json that `show` prints, if present
 _STATE_WORDS = {
     "epoch": "epoch",
     "samples_consumed": "samples consumed",
@@ -36,12 +36,12 @@ _STATE_WORDS = {
 }
 
 
-# what a run has
+# reading a run
 
 
 @dataclass(frozen=True)
 class Contents:
-    """The checkpoints of a run: usable ones, newest first; why other folders are none; saves that failed at the end."""
+    """The checkpoints of a run: usable ones, newest first; why others are refused; saves that failed at the end."""
 
     run: Path
     usable: tuple[Inspected, ...]
@@ -51,7 +51,7 @@ class Contents:
 
 
 def read_contents(run: Path) -> Contents:
-    """What checkpoints a run directory has; OSError where it cannot be read."""
+    """Read the checkpoints of a run directory; raises OSError if it cannot be read."""
     root = RunDirectory(run).checkpoints
     found = scan(root)
     usable, refused = [], {path: str(error) for path, error in found.refused.items()}
@@ -59,14 +59,14 @@ def read_contents(run: Path) -> Contents:
         try:
             usable.append(inspect(commit))
         except (CheckpointError, OSError) as error:
-            if is_committed(commit.path):  # else a run that goes on has removed it since
+            if is_committed(commit.path):  # else a run in progress has removed it since
                 refused[commit.path] = str(error)
     uncommitted = tuple(path for path in attempts(root) if not is_committed(path))
     return Contents(run, tuple(usable), refused, uncommitted, tuple(_failed_saves(run)))
 
 
 def _failed_saves(run: Path) -> list[dict[str, str]]:
-    """The lines of the history after the last save that succeeded."""
+    """The lines of the history after the last successful save."""
     try:
         rows = read_history(RunDirectory(run).history)
     except (OSError, csv.Error):
@@ -79,11 +79,11 @@ def _failed_saves(run: Path) -> list[dict[str, str]]:
     return failed[::-1]
 
 
-# words and JSON
+# text and JSON
 
 
 def list_text(contents: Contents) -> Iterator[str]:
-    """What a person reads of all checkpoints."""
+    """All checkpoints as text."""
     commits = [inspected.commit for inspected in contents.usable]
     if commits:
         yield from table(list(_list_rows(contents)), left=(2, 6))
@@ -94,11 +94,11 @@ def list_text(contents: Contents) -> Iterator[str]:
     for path, reason in contents.refused.items():
         yield f"cannot be used: {path.name}: {reason}"
     for path in contents.uncommitted:
-        yield f"never committed: {path.name}: it is being written, or its run was killed; the next start sees to it"
+        yield f"never committed: {path.name}: it is being written, or its run was killed; the next start cleans up"
     if contents.failed_saves:
         last, count = contents.failed_saves[-1], len(contents.failed_saves)
         more = f" ({count} saves in a row)" if count > 1 else ""
-        yield f"last save failed at step {last.get('step')}{more}: {last.get('error') or 'no reason is known'}"
+        yield f"last save failed at step {last.get('step')}{more}: {last.get('error') or 'unknown reason'}"
 
 
 def _list_rows(contents: Contents) -> Iterator[Cells]:
@@ -115,13 +115,13 @@ def _list_rows(contents: Contents) -> Iterator[Cells]:
 
 
 def _marks(commits: Sequence[Commit]) -> list[list[str]]:
-    """Which is the newest, and which the best; newest first."""
+    """Marks of the newest and the best checkpoint; newest first."""
     best = next((commit for commit in commits if "best" in commit.kinds), None)
     return [["newest"] * (at == 0) + ["best"] * (commit is best) for at, commit in enumerate(commits)]
 
 
 def _epoch(inspected: Inspected) -> int | None:
-    """The epoch of its last step; a state at the end of one is that of the next epoch, of which nothing was taken."""
+    """The epoch of its last step; a state saved at the end of an epoch names the next one, with no samples taken."""
     epoch, state = inspected.state.get("epoch"), inspected.state
     if not isinstance(epoch, int):
         return None
@@ -129,12 +129,12 @@ def _epoch(inspected: Inspected) -> int | None:
 
 
 def _kinds(commit: Commit, *, is_newest: bool) -> list[str]:
-    """Its kinds; the end of a run that went on is not final any more."""
+    """Its kinds, without "final" if the run was continued afterwards."""
     return [kind for kind in commit.kinds if kind != "final" or is_newest]
 
 
 def list_json(contents: Contents) -> str:
-    """What a script reads of all checkpoints: one line."""
+    """All checkpoints as one line of JSON, for scripts."""
     marks = _marks([inspected.commit for inspected in contents.usable])
     return _json({
         "run": str(contents.run),
@@ -173,7 +173,7 @@ def _facts(inspected: Inspected) -> dict[str, Any]:
 
 
 def show_text(inspected: Inspected, passed_over: Sequence[str], *, every_tensor: bool) -> Iterator[str]:
-    """What a person reads of one checkpoint, after what was passed over to get to it."""
+    """One checkpoint as text, after the newer ones that were skipped."""
     commit, state = inspected.commit, inspected.state
     yield from passed_over
     yield str(commit.path)
@@ -210,7 +210,7 @@ def show_text(inspected: Inspected, passed_over: Sequence[str], *, every_tensor:
 
 
 def show_json(inspected: Inspected, passed_over: Sequence[str]) -> str:
-    """What a script reads of one checkpoint: one line."""
+    """One checkpoint as one line of JSON, for scripts."""
     return _json({
         **_facts(inspected),
         "state": inspected.state,
@@ -228,7 +228,7 @@ def show_json(inspected: Inspected, passed_over: Sequence[str]) -> str:
 
 
 def _groups(inspected: Inspected) -> list[tuple[str, int, int, int]]:
-    """Name, tensors, elements and bytes of the model's tensors, the optimizer's, and any others."""
+    """Name, tensors, elements and bytes of each group: model, optimizer, and other tensors."""
     words = {"model": "model", "optim": "optimizer"}
     sums: dict[str, tuple[int, int, int]] = {}
     for spec in inspected.specs:
@@ -239,7 +239,7 @@ def _groups(inspected: Inspected) -> list[tuple[str, int, int, int]]:
 
 
 def _batch(batch: Any) -> str:
-    """The global batch of a state.json: samples or tokens of a step, or how many micro-batches each rank takes."""
+    """The global batch of a state.json: samples or tokens per step, or the number of micro-batches of each rank."""
     given = batch if isinstance(batch, dict) else {}
     for unit in ("samples", "tokens"):
         if given.get(unit):
@@ -254,12 +254,12 @@ def _value(value: Any) -> str:
 
 
 def _time(created: str) -> str:
-    """ "2026-01-31T12:00:00Z" as people write it."""
+    """ "2026-01-31T12:00:00Z" in readable form."""
     return created.replace("T", " ").removesuffix("Z")
 
 
 def size_text(count: int) -> str:
-    """Bytes as people say them, in powers of ten: 1.2 MB."""
+    """Bytes in readable units, in powers of ten: 1.2 MB."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

@@ -1,7 +1,7 @@
-"""`hetseq doctor`: is this node, or this cluster, fit for a training, and what should be done about it?
+"""`hetseq doctor`: checks whether this node, or a whole cluster, is ready to train, and what to fix.
 
-Responsible for the command line; `collect` asks the machine, `node_findings` and `forecast` judge, `report` writes. The
-one idea: facts first, judgements after, so that every sentence can be tested without a broken machine.
+Parses the command line; `collect` reads the machine, `node_findings` and `forecast` judge, `report` writes. The one
+idea: facts first, judgements after, so that every sentence can be tested without a broken machine.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ _MOST_NODES = 256
 
 COMMAND = Command(
     "doctor",
-    "Is this node, or this cluster, fit for a training, and what should be done about it?",
+    "Check whether this node, or the whole cluster, is ready to train, and what to fix.",
     usage=("[options]", "--join URL --min-nodes N [options]"),
     words=(
-        CommandOption("--dir", "a directory that the nodes share: try what its file system promises", "DIR"),
+        CommandOption("--dir", "a directory that the nodes share: test its file system", "DIR"),
         CommandOption(
-            "--seconds", "burn-in of each device, and a forecast from it; default 5, 0 leaves it out", "S",
+            "--seconds", "burn-in of each device, and a forecast from it; default 5, 0 skips it", "S",
             read=seconds(0, _LONGEST_S), default=5.0,
         ),
-        CommandOption("--secret-file", "look at this file of the secret in place of ~/.hetseq/secret", "FILE"),
+        CommandOption("--secret-file", "check this secret file instead of ~/.hetseq/secret", "FILE"),
         CommandOption(
             "--join",
-            "meet the doctors of other nodes there, started with the same line: tcp://HOST:PORT or file:///PATH",
+            "meet the doctors of other nodes there, started with the same command: tcp://HOST:PORT or file:///PATH",
             "URL",
         ),
-        CommandOption("--min-nodes", "with --join: how many nodes there are", "N", read=whole_number(2, _MOST_NODES)),
+        CommandOption("--min-nodes", "with --join: the number of nodes", "N", read=whole_number(2, _MOST_NODES)),
         CommandOption(
-            "--join-timeout", "with --join: wait so many seconds for the others; default 600", "S",
+            "--join-timeout", "with --join: seconds to wait for the others; default 600", "S",
             read=seconds(1, _LONGEST_WAIT_S),
         ),
-        CommandOption("--json", "write what was found to FILE, without names, addresses and paths", "FILE"),
+        CommandOption("--json", "write the findings to FILE, without names, addresses and paths", "FILE"),
     ),
     examples=(
         "hetseq doctor --dir /shared/runs --json doctor.json",
         "hetseq doctor --join tcp://labA:29400 --min-nodes 2 --dir /shared/runs",
     ),
     notes=(
-        "Each finding is ok, a note, a warning or a problem, with what to do about it. Ends with 1 where anything is a"
+        "Each finding is ok, a note, a warning or a problem, and says what to do about it. Ends with 1 if there is a"
         " problem.",
     ),
 )  # fmt: skip
@@ -69,7 +69,7 @@ class DoctorArguments:
 
 
 def parse(words: Sequence[str]) -> DoctorArguments:
-    """The command line of `hetseq doctor`. Raises ConfigError, HelpRequested."""
+    """Parse the command line of `hetseq doctor`. Raises ConfigError, HelpRequested."""
     given = COMMAND.read(words)
     for flag in ("--min-nodes", "--join-timeout"):
         if given[flag] is not None and given["--join"] is None:
@@ -96,9 +96,9 @@ def _nodes(given: Given) -> int:
 
 
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """Examine this node, or all nodes together; gives the exit code, 1 where anything is a problem.
+    """Examine this node, or all nodes together; returns the exit code, 1 if there is a problem.
 
-    Raises ConfigError, and RendezvousError and its kind where the other nodes are not found.
+    Raises ConfigError, and RendezvousError or a subclass if the other nodes are not found.
     """
     try:
         return _examine(words, say)
@@ -129,7 +129,7 @@ def _examine(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 
 def _meeting(arguments: DoctorArguments) -> DistributedConfig | None:
-    """Where to meet, in the words of a run. Raises ConfigError for a URL that is none."""
+    """The rendezvous options, as a run has them. Raises ConfigError for an invalid URL."""
     if arguments.join is None:
         return None
     usual = DistributedConfig()
@@ -148,7 +148,7 @@ def _together(
     words: Sequence[str],
     say: Callable[[str], None],
 ) -> int:
-    """The examination of all nodes, told where it is led."""
+    """The examination of all nodes; the head prints the findings."""
     from hetseq.commands.doctor.cluster_findings import Examination, compare, side_by_side
     from hetseq.commands.doctor.coordinator import examine_together
     from hetseq.commands.doctor.forecast import foresee
@@ -185,15 +185,15 @@ def _together(
         judge=judge_all,
     )
     if not is_head:
-        say(f"all nodes together: {'not fit' if code else 'fit'}; the node that leads says why")
+        say(f"all nodes together: {'not ready' if code else 'ready'}; see the findings on the head node")
     return code
 
 
 def write(path: Path, content: object) -> None:
-    """A file of JSON. Raises ConfigError where it cannot be written."""
+    """Write a JSON file. Raises ConfigError if it cannot be written."""
     try:
         path.write_text(json.dumps(content, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(
-            f"--json {path} cannot be written ({error.strerror}): name a file in a directory of yours"
+            f"--json {path} cannot be written ({error.strerror}): name a file in a directory you may write to"
         ) from error

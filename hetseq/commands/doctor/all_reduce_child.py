@@ -1,10 +1,10 @@
-"""One node's rank in the all-reduce of the doctors: a process of its own, because gloo may abort the one that it is in.
+"""One node's rank in the doctors' all-reduce, in its own process because gloo may abort the process it runs in.
 
-Responsible for meeting the others as the ranks of a run do, and for a line of JSON after each piece of work. It refuses
-to judge, and to outlive its doctor.
+Meets the other ranks as in a run, and prints a line of JSON after each piece of work. It judges nothing, and does not
+outlive its doctor.
 
-The one idea: it stands to its doctor as a worker to its launcher. The store by which ranks meet, and the word that
-somebody is lost, come to it on stdin, and what it puts into the store leaves on stdout.
+The one idea: it is to its doctor what a worker is to its launcher. The store through which ranks meet, and the news
+that a rank is lost, arrive on stdin; its own entries to the store leave on stdout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hetseq.system.processes import die_with_pipe
 
 CONNECT_S, DEADLINE_S = 30.0, 20.0
 _LONGEST_S = 8.0  # a size that would take longer is left out
-_ENOUGH_S, _MOST = 1.0, 9  # per size: so long, or so often
+_ENOUGH_S, _MOST = 1.0, 9  # per size: total seconds, or repetitions
 _PART_S = 600.0  # the doctor asks sooner, or ends
 
 Record = dict[str, Any]
@@ -37,7 +37,7 @@ Say = Callable[..., None]
 
 
 class ChildPipe:
-    """The pipes to the doctor, and with them the store of the ranks; `cut` is called when one of them is lost."""
+    """The pipes to the doctor, which carry the store of the ranks; the group is severed when a rank is lost."""
 
     def __init__(self, source: IO[bytes], sink: IO[bytes]) -> None:
         self._source, self._sink = source, sink
@@ -50,13 +50,13 @@ class ChildPipe:
         threading.Thread(target=self._listen, name="doctor-line", daemon=True).start()
 
     def say(self, kind: str, **facts: object) -> None:
-        """A record to the doctor."""
+        """Send a record to the doctor."""
         with self._sending:
             self._sink.write(json.dumps({"kind": kind, **facts}).encode() + b"\n")
             self._sink.flush()
 
     def part(self) -> Record:
-        """What this rank is to be, as soon as the doctor says so."""
+        """Wait until the doctor assigns this rank its part, and return it."""
         return self._parts.get(timeout=_PART_S)
 
     def set(self, key: str, value: bytes) -> None:
@@ -76,7 +76,7 @@ class ChildPipe:
             raise PeerLostError("another node was lost")
 
     def begin(self, group: Group) -> None:
-        """From now on this group is cut when a rank is lost."""
+        """Sever this group as soon as a rank is lost."""
         self.group = group
         if self._is_gone:
             group.sever()
@@ -105,7 +105,7 @@ class ChildPipe:
 
 
 def main(words: list[str]) -> None:
-    """Take part once, and end. `words[0]` is the descriptor of a pipe whose other end the doctor holds."""
+    """Take part once, then exit. `words[0]` is the descriptor of a pipe whose other end the doctor holds."""
     die_with_pipe(int(words[0]))
     line = ChildPipe(sys.stdin.buffer, sys.stdout.buffer)
     line.say("ready")
@@ -117,11 +117,11 @@ def main(words: list[str]) -> None:
         line.say("trouble", trouble=f"{type(error).__name__}: {error}".partition("\n")[0], is_secondary=False)
     else:
         line.say("end")
-    os._exit(0)  # threads of the transport that still wait for somebody would abort an orderly end
+    os._exit(0)  # transport threads that still wait for a peer would abort a normal exit
 
 
 def take_part(part: Record, line: ChildPipe) -> None:
-    """Meet the other ranks and measure. Raises PeerLostError and RendezvousError for what may be another's fault."""
+    """Meet the other ranks and measure. Raises PeerLostError and RendezvousError if another rank may be at fault."""
     meeting = GroupMeeting(line, part["name"], bytes.fromhex(part["key"]), part["host"], tuple(part["sources"]))
     group = connect(rank=part["rank"], world_size=part["world_size"], meeting=meeting, timeout_s=CONNECT_S)
     group.deadline_s = DEADLINE_S
@@ -131,16 +131,16 @@ def take_part(part: Record, line: ChildPipe) -> None:
 
 
 def measure(group: Group, device: torch.device, say: Say, sizes: tuple[int, ...] = SIZES) -> None:
-    """Tell the seconds of an all-reduce of each size, the median of some; every rank calls it, and tells the same.
+    """Report the median seconds of an all-reduce of each size; every rank calls it and reports the same numbers.
 
-    A size that would take too long, by what the last one took, is left out, and so are larger ones.
+    A size that would take too long, judging by the last one, is left out, and so are larger ones.
     """
     per_byte_s = 0.0
     for size in sizes:
         if size * per_byte_s > _LONGEST_S:
             return
         tensor = group.zeros(size // 4, torch.float32, device)
-        _timed(group, tensor, say)  # memory is touched and connections are warm afterwards
+        _timed(group, tensor, say)  # warm-up: touches the memory and opens the connections
         times: list[float] = []
         while not times or (sum(times) < _ENOUGH_S and len(times) < _MOST):
             times.append(_timed(group, tensor, say))
@@ -150,8 +150,8 @@ def measure(group: Group, device: torch.device, say: Say, sizes: tuple[int, ...]
 
 
 def _timed(group: Group, tensor: torch.Tensor, say: Say) -> float:
-    """Seconds of one all-reduce, on the rank where it took longest: the same number on every rank."""
-    gather_floats(group, [0.0])  # all begin together
+    """Seconds of one all-reduce on the slowest rank: the same number on every rank."""
+    gather_floats(group, [0.0])  # so that all ranks begin together
     begin = time.perf_counter()
     group.all_reduce_sum(tensor).wait()
     if tensor.is_cuda:

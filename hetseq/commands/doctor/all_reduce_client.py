@@ -1,10 +1,10 @@
-"""The doctor's end of its rank in the all-reduce: a child process that may hang, be killed, or be aborted by gloo.
+"""The doctor's side of its all-reduce rank, a child process that may hang, be killed, or be aborted by gloo.
 
-Responsible for an answer before a deadline, whatever becomes of the child, and for carrying its words to the head and
-back. It refuses to know what is measured.
+Gives an answer before a deadline, whatever happens to the child, and relays messages between the child and the head. It
+does not know what is measured.
 
-The one idea: the answer says whose fault it is. A child that lost its peers tells so itself and is not to blame; one
-that is killed, or stands still when it has been told that somebody is lost, is.
+The one idea: the answer says which node is at fault. A child that lost its peers reports it and is not to blame. A
+child that is killed, or hangs after it was told that a rank is lost, is to blame.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import IO, Any
 Record = dict[str, Any]
 
 READY_S = 90.0  # to import torch from a slow disk
-#: longer than any wait of the child, which ends those itself
+#: longer than any wait of the child, which has its own deadlines
 SILENCE_S = 40.0
-#: for a child to end that was told of a loss; it does so in milliseconds
+#: for the child to end after it was told of a lost rank; it needs milliseconds
 GRACE_S = 5.0
 _ALIVE_S, _TURN_S = 2.0, 0.5
 _END_S = 2.0
@@ -44,7 +44,7 @@ class Participant:
         with contextlib.ExitStack() as files:
             self._errors = files.enter_context(tempfile.TemporaryFile())
             self._files = files.pop_all()
-        held, self._leash = os.pipe()  # the kernel kills the child when this process, which holds the other end, ends
+        held, self._leash = os.pipe()  # the child is killed when this process, which holds the other end, ends
         try:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", module, str(held)],
@@ -65,7 +65,7 @@ class Participant:
             thread.start()
 
     def await_ready(self, limit_s: float = READY_S) -> Record:
-        """An empty record when the child waits for its part, or its trouble."""
+        """An empty record once the child is ready for its part, or its trouble."""
         deadline = time.monotonic() + limit_s
         while True:
             try:
@@ -78,16 +78,16 @@ class Participant:
                 return {}
 
     def pass_on(self, record: Record) -> None:
-        """A word of the head to the child; never waits."""
+        """Relay a message of the head to the child; never waits."""
         if record["kind"] == "gone" and self._gone_at is None:
             self._gone_at = time.monotonic()
         self._said.put(record)
 
     def take_part(self, part: Record, say: Callable[[Record], None]) -> Record:
-        """Have the child take part; its answer, or what became of it. `say` carries words to the head meanwhile.
+        """Have the child take part; returns its answer, or how it failed. `say` relays its messages to the head.
 
-        The answer has `measured`, the seconds by bytes, and where it failed `trouble` and `is_secondary`. A child that
-        has failed may go on: `close` ends it.
+        The answer has `measured`, the seconds by bytes, and after a failure `trouble` and `is_secondary`. A child that
+        has failed may still run: `close` ends it.
         """
         self.pass_on({"kind": "part", **part})
         measured: dict[str, float] = {}
@@ -98,7 +98,7 @@ class Participant:
                 say({"kind": "alive"})
                 said_at = now
             if self._gone_at is not None and now > self._gone_at + GRACE_S:
-                return _fault_here("its process stood still", measured)
+                return _fault_here("its process hung", measured)
             if now > heard_at + SILENCE_S:
                 return _fault_here(f"its process said nothing for {SILENCE_S:.0f} s", measured)
             try:
@@ -118,7 +118,7 @@ class Participant:
                 return {"measured": measured}
 
     def close(self) -> None:
-        """End the child, if it still runs; one that is stuck in a driver is left behind. May be called twice."""
+        """End the child if it still runs; a child stuck in a driver is left behind. May be called twice."""
         if self._child.poll() is None:
             self._child.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -132,11 +132,11 @@ class Participant:
             self._files.close()
 
     def _end_of_child(self) -> str:
-        """How a child ended that has closed its end of the pipe."""
+        """How the child ended, after it has closed its end of the pipe."""
         try:
             code = self._child.wait(_END_S)
         except subprocess.TimeoutExpired:
-            return "its process closed its output and goes on"
+            return "its process closed its output and still runs"
         if code < 0:
             with contextlib.suppress(ValueError):
                 return f"its process was ended by {signal.Signals(-code).name}"
@@ -151,7 +151,7 @@ class Participant:
     def _listen(self, source: IO[bytes]) -> None:
         with source:
             for line in iter(source.readline, b""):
-                with contextlib.suppress(ValueError):  # what a library prints
+                with contextlib.suppress(ValueError):  # output of a library
                     record = json.loads(line)
                     if isinstance(record, dict) and "kind" in record:
                         self._heard.put(record)

@@ -1,7 +1,6 @@
-"""Several nodes side by side: what differs, who reaches whom, what their shared directory does. Pure.
+"""Findings about several nodes: version differences, the network between them, their shared directory. Pure.
 
-Responsible for findings about more than one node. It refuses to talk to any. The one idea: a node is a place in the
-sentence, `<node2>`; the terminal fills in its name.
+It talks to no node. The one idea: a sentence has a placeholder for a node, `<node2>`; the terminal fills in its name.
 """
 
 from __future__ import annotations
@@ -17,31 +16,31 @@ from hetseq.commands.doctor.node_findings import Finding, size
 from hetseq.monitor.tables import table
 
 _UNEVEN = 0.5  # of the median stream
-_SLOW_BYTES_PER_S = 100e6  # a gigabit
+_SLOW_BYTES_PER_S = 100e6  # somewhat less than gigabit Ethernet
 _LATE_S = 1.0
-_COLUMNS = 8  # of the table of ways
+_COLUMNS = 8  # of the table of links
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What the nodes found together; nodes by number from 0, ways and delays by (from, to)."""
+    """The results of the common examination; nodes by number from 0, `ways` (links) and delays by (from, to)."""
 
     names: tuple[str, ...]
     facts: tuple[Facts, ...]
-    fields: tuple[Mapping[str, str], ...]  # what a run refuses to differ in
+    fields: tuple[Mapping[str, str], ...]  # a run refuses nodes that differ in these
     ways: Mapping[tuple[int, int], Way] = field(default_factory=dict)
     delays_s: Mapping[tuple[int, int], float | None] = field(default_factory=dict)  # None: never seen
-    lost: Mapping[int, str] = field(default_factory=dict)  # nodes that left on the way, and what was heard of them
+    lost: Mapping[int, str] = field(default_factory=dict)  # nodes that left, and the reason
     all_reduce: AllReduce | None = None
-    addresses: tuple[str, ...] = ()  # at which the nodes were reached; by how they met it may be another than alone
+    addresses: tuple[str, ...] = ()  # at which the nodes were reached; may differ from the one a node chooses alone
 
     @property
     def places(self) -> dict[str, str]:
-        """For the sentences: node1 is the first name."""
+        """The values of the placeholders: node1 is the first name."""
         return {f"node{number}": name for number, name in enumerate(self.names, 1)}
 
     def candidates(self) -> list[Candidate]:
-        """The devices of all nodes, each with the slowest of the ways from its node, as the all-reduce met it."""
+        """The devices of all nodes, each with the slowest link from its node, corrected by the all-reduce."""
         links = slowest_ways(self.ways)
         burns = [burn for facts in self.facts for burn in facts.torch.burns]
         if self.all_reduce is not None and burns:
@@ -54,7 +53,7 @@ class Examination:
 
 
 def compare(examined: Examination) -> Iterator[Finding]:
-    """All findings on the nodes together."""
+    """All findings about the nodes together."""
     yield from _lost(examined)
     yield from _contract(examined)
     yield from _builds(examined)
@@ -65,7 +64,7 @@ def compare(examined: Examination) -> Iterator[Finding]:
 
 
 def side_by_side(examined: Examination) -> Iterator[str]:
-    """A line per node, then the megabytes per second from each to each, eight to a table."""
+    """A line per node, then tables of megabytes per second between all nodes, eight columns each."""
     rows = [("", "node", "devices", "cores", "memory", "torch", "address")]
     addresses = examined.addresses or [facts.network.chosen for facts in examined.facts]
     for number, (name, facts, address) in enumerate(zip(examined.names, examined.facts, addresses), 1):
@@ -93,7 +92,7 @@ def _lost(examined: Examination) -> Iterator[Finding]:
     for number, trouble in examined.lost.items():
         yield Finding(
             "problem", "nodes", f"<node{number + 1}> left the examination: <trouble>",
-            f"see what <node{number + 1}> says in its own terminal, and start all doctors again",
+            f"read the terminal of <node{number + 1}>, and start all doctors again",
             {**examined.places, "trouble": trouble},
         )  # fmt: skip
 
@@ -124,7 +123,7 @@ def _builds(examined: Examination) -> Iterator[Finding]:
         if len(set(values)) > 1:
             listed = ", ".join(f"<node{number}> {value}" for number, value in enumerate(values, 1))
             yield Finding(
-                "note", "contract", f"{name} differs: {listed}", "nothing to do: a run bears that", examined.places
+                "note", "contract", f"{name} differs: {listed}", "nothing to do: a run accepts that", examined.places
             )
 
 
@@ -143,7 +142,7 @@ def _ways(examined: Examination) -> Iterator[Finding]:
     median = statistics.median(way.bytes_per_s for way in open_ways)
     latency_ms = 1000 * statistics.median(way.latency_s for way in open_ways)
     yield Finding(
-        "ok", "network", f"{len(open_ways)} of {len(examined.ways)} ways open, in the median {median / 1e6:,.0f} MB/s"
+        "ok", "network", f"{len(open_ways)} of {len(examined.ways)} links open, median {median / 1e6:,.0f} MB/s"
         f" and {latency_ms:.2f} ms, all sending at once"
     )  # fmt: skip
     for (source, target), way in examined.ways.items():
@@ -152,7 +151,7 @@ def _ways(examined: Examination) -> Iterator[Finding]:
             yield Finding(
                 "warning", "network",
                 f"<node{source + 1}> sends {way.bytes_per_s / 1e6:,.0f} MB/s to <node{target + 1}>",
-                "look at cables and at the interface chosen there; the slowest way sets the pace of every step",
+                "check the cables and the interface chosen there; the slowest link sets the pace of every step",
                 examined.places,
             )  # fmt: skip
 
@@ -161,15 +160,15 @@ def _directory(examined: Examination) -> Iterator[Finding]:
     for (source, target), delay_s in examined.delays_s.items():
         if delay_s is None:
             yield Finding(
-                "problem", "directory", f"<node{target + 1}> does not see what <node{source + 1}> writes in --dir",
-                "name a directory of one network mount that all nodes have, or let them meet at tcp://HOST:PORT",
+                "problem", "directory", f"<node{target + 1}> does not see files of <node{source + 1}> in --dir",
+                "name a directory on a network mount that all nodes have, or let them meet at tcp://HOST:PORT",
                 examined.places,
             )  # fmt: skip
     seen = [delay_s for delay_s in examined.delays_s.values() if delay_s is not None]
     if seen and max(seen) > _LATE_S:
         yield Finding(
-            "note", "directory", f"a new file shows on another node after up to {max(seen):.1f} s",
-            "nothing to do: a meeting at file:// takes that much longer, and heartbeats go over the network",
+            "note", "directory", f"a new file is visible on another node after up to {max(seen):.1f} s",
+            "nothing to do: a rendezvous at file:// takes that much longer, and heartbeats use the network",
         )  # fmt: skip
     elif seen:
-        yield Finding("ok", "directory", f"a new file shows on another node after {max(seen):.2f} s at most")
+        yield Finding("ok", "directory", f"a new file is visible on another node after {max(seen):.2f} s at most")

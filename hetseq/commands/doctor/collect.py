@@ -1,9 +1,9 @@
-"""Asks this machine for the facts: kernel, environment, name server, and a child process that imports torch.
+"""Collects the facts of this machine: kernel, environment, name server, and a child process that imports torch.
 
-Responsible for getting an answer or a trouble before a deadline, whatever hangs: a GPU driver, a name server, a network
-mount. It refuses to judge.
+Gets an answer or an error before a deadline, whatever hangs: a GPU driver, a name server, a network mount. It judges
+nothing.
 
-The one idea: what may hang is asked in a thread or a process that is left behind when its time is over.
+The one idea: a question that may hang is asked in a thread or a process that is left behind after its deadline.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ TORCH_S = 90.0  # to import it from a slow disk and to start the drivers of all 
 DIRECTORY_S = 60.0
 _NAME_S = 8.0
 _END_S = 2.0
-_MOST_DEVICES = 16  # that may burn one after the other before the child counts as stuck
+_MOST_DEVICES = 16  # burn-ins one after the other before the child counts as stuck
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
 _NET = Path("/sys/class/net")
 _T = TypeVar("_T")
 
 
 def gather(*, directory: Path | None, seconds: float, secret: str | None) -> Facts:
-    """The facts of this node. `seconds` of burn-in per device; `secret` is the file that --secret-file names."""
-    load = os.getloadavg()[0]  # first: the burn-in would be in it
+    """The facts of this node. `seconds` of burn-in per device; `secret` is the file given by --secret-file."""
+    load = os.getloadavg()[0]  # first, because the burn-in would raise it
     facts = Facts(
         hetseq=hetseq.__version__,
         python=platform.python_version(),
@@ -70,7 +70,7 @@ def gather(*, directory: Path | None, seconds: float, secret: str | None) -> Fac
 
 
 def within(limit_s: float, work: Callable[[], _T]) -> _T | None:
-    """What `work` gives within so many seconds; None for one that takes longer, which is left behind, or raises."""
+    """The result of `work`; None if it raises OSError, or takes more than `limit_s` seconds and is left behind."""
     found: list[_T] = []
 
     def run() -> None:
@@ -84,7 +84,7 @@ def within(limit_s: float, work: Callable[[], _T]) -> _T | None:
 
 
 def examine_in_time(path: Path) -> Directory:
-    """The trials of a directory, or that its mount hangs."""
+    """The tests of a directory, or a trouble that says its mount hangs."""
     found = within(DIRECTORY_S, lambda: examine(path))
     return found or Directory(str(path), trouble=f"did not answer within {DIRECTORY_S:.0f} s")
 
@@ -95,7 +95,7 @@ def examine_in_time(path: Path) -> Directory:
 def ask_torch(
     *, seconds: float, threads: int, limit_s: float = TORCH_S, module: str = "hetseq.commands.doctor.torch_child"
 ) -> Torch:
-    """What a child process tells before `limit_s` and the time of its burn-in have passed."""
+    """The facts that a child process prints before `limit_s` plus the time of its burn-in."""
     words = [sys.executable, "-m", module, f"{seconds:g}", str(threads)]
     limit_s += 2 * _MOST_DEVICES * seconds
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
@@ -104,14 +104,14 @@ def ask_torch(
             code = child.wait(limit_s)
             trouble = "" if code == 0 else _last_line(errors) or f"ended with code {code}"
         except subprocess.TimeoutExpired:
-            trouble = f"said nothing more for {limit_s:.0f} s"
+            trouble = f"did not finish within {limit_s:.0f} s"
         finally:
             _end(child)
         return read_torch(_lines(out), trouble)
 
 
 def read_torch(lines: list[str], trouble: str) -> Torch:
-    """The facts from the lines of the child, and in which piece of work it ended where it did not finish."""
+    """The facts from the lines of the child, and the piece of work in which it failed, if it did."""
     told: dict[str, object] = {}
     for line in lines:
         with contextlib.suppress(ValueError):
@@ -123,7 +123,7 @@ def read_torch(lines: list[str], trouble: str) -> Torch:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Kill a child that still runs; one that is stuck in a driver cannot be killed, and is left behind."""
+    """Kill a child that still runs; a child stuck in a driver cannot be killed, and is left behind."""
     if child.poll() is None:
         child.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -143,7 +143,7 @@ def _last_line(file: IO[bytes]) -> str:
 
 
 def limits() -> Limits:
-    """Of this process."""
+    """The limits of this process."""
     shm = within(_NAME_S, lambda: os.statvfs("/dev/shm"))
     machine = host_memory.machine_bytes()
     limit, _ = host_memory.group_memory()
@@ -168,7 +168,7 @@ def _soft(number: int) -> int | None:
 
 
 def _quota() -> float | None:
-    """Cores that the control groups leave; None for no limit."""
+    """Cores that the control groups allow; None for no limit."""
     found = []
     for file in host_memory.group_files("cpu", "cpu.max", "cpu.cfs_quota_us"):
         with contextlib.suppress(OSError, ValueError):
@@ -180,7 +180,7 @@ def _quota() -> float | None:
 
 
 def _is_clock_kept() -> bool | None:
-    """Whether the kernel's clock follows an NTP server, by adjtimex(2), which changes nothing if asked for nothing."""
+    """Whether the kernel's clock follows an NTP server, by adjtimex(2), which only reads if modes is 0."""
     adjtimex = getattr(ctypes.CDLL(None), "adjtimex", None)
     if adjtimex is None:
         return None
@@ -192,7 +192,7 @@ def _is_clock_kept() -> bool | None:
 
 
 def network() -> Network:
-    """Addresses, and which one HetSeq would tell the others."""
+    """Addresses of this node, and the one that HetSeq would give to other nodes."""
     wish = os.environ.get(VARIABLE, "")
     told: list[str] = []
     default, trouble = outward_address(), ""
@@ -218,7 +218,7 @@ def network() -> Network:
 
 
 def kind_of(name: str, address: str) -> str:
-    """What an interface is, by the kernel's folder and by the names that systems give."""
+    """The kind of an interface, by the kernel's folder and by the usual names."""
     folder = _NET / name
     if is_loopback(address):
         return "loopback"
@@ -234,7 +234,7 @@ def kind_of(name: str, address: str) -> str:
 
 
 def _speed(name: str) -> int | None:
-    """Megabits per second; None where the kernel does not know, as for virtual interfaces."""
+    """Megabits per second; None if the kernel does not know, as for virtual interfaces."""
     text = _text(_NET / name / "speed")
     return int(text) if text.isdigit() and int(text) else None
 
@@ -247,7 +247,7 @@ def _text(file: Path) -> str:
 
 
 def secret_state(path: str | None) -> str:
-    """`usable`, `missing`, or why the file of the secret cannot be used; its content stays in this function."""
+    """`usable`, `missing`, or why the secret file cannot be used; its content does not leave this function."""
     try:
         if not os.path.lexists(secret_file(path)):
             return "missing"

@@ -1,10 +1,10 @@
-"""Doctors of several nodes meet, and the head leads them through the common examination.
+"""Coordinator of the doctors of several nodes: they meet, and the head leads the common examination.
 
-Responsible for the meeting, and for who does what when; each node's part is `node_agent`'s, and what is thought of it
-`cluster_findings`'s. It refuses to start ranks.
+Runs the rendezvous and sends the requests; `node_agent` does the work of a node, and `cluster_findings` judges the
+results. It starts no ranks of a run.
 
-The one idea: the head treats itself as one of the nodes. A request goes out to several at once, and each answer has a
-deadline; a node that lets it pass, or leaves, is out of what follows, and is a finding.
+The one idea: the head treats itself as one of the nodes. A request goes to several nodes at once, and each answer has a
+deadline. A node that misses it, or leaves, gets no further requests and becomes a finding.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hetseq.config.sections import Config, DistributedConfig
 from hetseq.errors import RendezvousError
 
 PROTOCOL = 2
-#: of what a run refuses to differ in: the options of a doctor are nobody's
+#: the fields of a run's contract that matter here: a doctor has no options of a run
 _FIELDS = ("protocol", "hetseq", "torch", "source of hetseq")
 _ANSWER_S = 2 * MARK_S
 _TURN_S, _WELCOME_S = 0.5, 30.0
-_LIFE_S, _QUIET_S = 5.0, 60.0  # the head says so often that it lives; one that is silent for so long is lost
-_SILENT_S = 15.0  # during an all-reduce a doctor says every two seconds that it lives
+_LIFE_S, _QUIET_S = 5.0, 60.0  # interval of the head's heartbeats; a head that is silent for longer is lost
+_SILENT_S = 15.0  # during an all-reduce a doctor sends a heartbeat every two seconds
 _ALL_REDUCE_S = 300.0
 _MOST_NODES = 256
 _TELL_EVERY_S = 10.0
@@ -46,7 +46,7 @@ Record = dict[str, Any]
 
 
 def fields() -> dict[str, str]:
-    """What this node has to have in common with the others."""
+    """The facts in which all nodes must be equal."""
     return {name: value for name, value in node_fields(Config()).items() if name in _FIELDS}
 
 
@@ -61,10 +61,10 @@ def examine_together(
     tell: Tell,
     judge: Callable[[Examination], int],
 ) -> tuple[int, bool]:
-    """The exit code of the common examination of `nodes` nodes, and whether this node led it; every node calls it.
+    """The exit code of the common examination of `nodes` nodes, and whether this node is the head; every node calls it.
 
-    `judge` is called on the head alone, prints, and gives the code that all end with. Raises RendezvousError and its
-    kind where the others are not found in --join-timeout, or the head is lost.
+    `judge` is called only on the head, prints, and returns the code that all nodes end with. Raises RendezvousError or
+    a subclass if the others are not found within --join-timeout, or the head is lost.
     """
     with ExitStack() as closing:
         meeting = meet(config, pause=time.sleep, tell=tell, command=command, interface=interface, name="doctor")
@@ -86,12 +86,12 @@ def examine_together(
 
 
 def _follow(channel: Channel, helper: Helper, hello: Record) -> int:
-    """Do what the head asks until it says how all end."""
+    """Handle the head's requests until it sends the exit code."""
     try:
         ask_when_idle(channel.fileno())
         channel.send(hello)
         if channel.receive(_WELCOME_S).get("kind") != "welcome":
-            raise ChannelClosed("it answers as no doctor does")
+            raise ChannelClosed("it does not answer like a doctor")
         while True:
             request = channel.receive(_QUIET_S)
             if request.get("kind") == "end":
@@ -100,8 +100,8 @@ def _follow(channel: Channel, helper: Helper, hello: Record) -> int:
                 helper.take(request, channel.send)
     except (ChannelError, KeyError) as error:
         raise RendezvousError(
-            f"the head of the examination is lost, or is no doctor ({error}): start hetseq doctor with the same line on"
-            " all nodes again, and no hetseq train at this address meanwhile"
+            f"the head of the examination is lost, or is not a doctor ({error}): run the same hetseq doctor command on"
+            " all nodes again, and do not start hetseq train at this address meanwhile"
         ) from error
 
 
@@ -113,7 +113,7 @@ class _Node(Protocol):
 
 
 class _Here:
-    """The head's own node: a thread does the work, so that it goes on beside that of the others."""
+    """The head's own node: a thread does its work, in parallel with the other nodes."""
 
     def __init__(self, helper: Helper) -> None:
         self._helper = helper
@@ -126,7 +126,7 @@ class _Here:
         try:
             return self._answers.get(timeout=timeout_s)
         except queue.Empty:
-            raise ChannelTimeout(f"nothing came of it for {timeout_s:.0f} s") from None
+            raise ChannelTimeout(f"no answer within {timeout_s:.0f} s") from None
 
 
 class _There:
@@ -153,7 +153,7 @@ class _Head:
         self._life_at = time.monotonic()
 
     def gather(self, nodes: int, *, timeout_s: float, command: str) -> None:
-        """Wait until so many nodes are there; raises RendezvousError at the end of the time."""
+        """Wait until `nodes` nodes have come; raises RendezvousError after `timeout_s`."""
         begin = told = time.monotonic()
         while len(self._nodes) < nodes:
             waited_s = time.monotonic() - begin
@@ -180,19 +180,19 @@ class _Head:
         try:
             hello = channel.receive(_TURN_S * 10)
             if hello.get("kind") != "doctor" or hello.get("protocol") != PROTOCOL or len(self._nodes) >= _MOST_NODES:
-                raise ValueError("no doctor")
+                raise ValueError("not a doctor")
             from_json(hello["facts"])
             channel.send({"kind": "welcome"})
             ask_when_idle(channel.fileno())
         except (ChannelError, KeyError, TypeError, ValueError) as error:
             channel.close()
-            self._tell(f"{channel.host} came and is no doctor of this version ({error}): it was sent away")
+            self._tell(f"{channel.host} connected but is not a doctor of this version ({error}): it was rejected")
             return
         self._nodes.append(_There(channel))
         self._hellos.append(hello)
 
     def examine(self, *, with_directory: bool) -> Examination:
-        """All rounds; what came of them."""
+        """Run all rounds and return their results."""
         session, count = secrets.token_hex(8), len(self._nodes)
         self._ask({number: {"kind": "begin", "session": session, "number": number} for number in range(count)})
         ways: dict[tuple[int, int], Way] = {}
@@ -220,13 +220,13 @@ class _Head:
         )
 
     def end(self, code: int) -> None:
-        """Tell all how it ends."""
+        """Send the exit code to all nodes."""
         for node in self._others():
-            with suppress(ChannelError):  # who has gone is told nothing
+            with suppress(ChannelError):  # the node is gone
                 node.channel.send({"kind": "end", "code": code})
 
     def close(self) -> None:
-        """Close the channels; what was said arrives before."""
+        """Close the channels after their last messages have arrived."""
         for node in self._others():
             node.channel.close(linger_s=0.5)
 
@@ -237,7 +237,7 @@ class _Head:
         return {name: self._hellos[number][name] for name in ("address", "port")}
 
     def _try_directory(self) -> dict[tuple[int, int], float | None]:
-        """Each node writes a file once; the others, who look for it already, see it after so many seconds, or never."""
+        """Each node writes a file once; returns the seconds until each other node sees it, None if never."""
         delays_s: dict[tuple[int, int], float | None] = {}
         for source in range(len(self._nodes)):
             mark = {"mark": source, "content": secrets.token_hex(16)}
@@ -254,7 +254,7 @@ class _Head:
         return delays_s
 
     def _all_reduce(self, session: str) -> AllReduce:
-        """All nodes that are left, as the ranks of a run: their processes meet through the head, and add up."""
+        """An all-reduce over the remaining nodes as ranks of a run: their processes meet through the head."""
         nodes = [number for number in range(len(self._nodes)) if number not in self._lost]
         prepared = self._ask({number: {"kind": "prepare all-reduce"} for number in nodes}, READY_S + _SILENT_S)
         troubles = {
@@ -273,7 +273,7 @@ class _Head:
         return AllReduce.of(tuple(nodes), dict(answers))
 
     def _carry(self, number: int, nodes: Sequence[int], answers: dict[int, Record]) -> None:
-        """Pass on what a node puts into the store of the ranks, until it answers, and to all that somebody is lost."""
+        """Relay a node's entries to the ranks' store until it answers; if it is lost, tell the others."""
         others = [other for other in nodes if other != number]
         while True:
             record = self._try(number, lambda node: node.finish(_SILENT_S))
@@ -289,12 +289,12 @@ class _Head:
             return
 
     def _ask(self, requests: Mapping[int, Record], timeout_s: float = _ANSWER_S) -> dict[int, tuple[Record, float]]:
-        """The answers of those who gave one, and when they came; the others are lost from now on."""
+        """The answers, and when they came; nodes without an answer count as lost from now on."""
         self._start(requests)
         return self._finish(list(requests), timeout_s)
 
     def _show_life(self) -> None:
-        """To the others, and to those who look into a shared directory; called about twice a second."""
+        """Send heartbeats to the nodes, and in a shared directory; called about twice a second."""
         if self._meeting.attempt is not None:
             self._meeting.attempt.show_life()
         if time.monotonic() > self._life_at + _LIFE_S:
@@ -346,7 +346,7 @@ def _way(answer: Record) -> Way:
 
 
 def name_of(hellos: Sequence[Record]) -> list[str]:
-    """A name for each node: its host, with a number where several doctors are on one."""
+    """A name for each node: its host, with a number if several doctors run on one host."""
     names: list[str] = []
     for hello in hellos:
         host = str(hello["facts"]["network"]["host"])

@@ -1,9 +1,10 @@
-"""Trials in a directory that nodes share: does its file system keep the promises that meetings and checkpoints need?
+"""Tests of a shared directory: does its file system keep the promises that rendezvous and checkpoints need?
 
-Responsible for files of its own in a new folder, removed afterwards, and for facts about them. It refuses to judge, and
-touches no file that was there. A mount that hangs is the caller's affair: all of this may block.
+Writes its own files in a new folder, removes them afterwards, and returns facts. It judges nothing, and touches no
+other file. The caller handles a mount that hangs: everything here may block.
 
-The one idea: a promise of a file system is tried by breaking it (make a file that exists, read while it is renamed).
+The one idea: a promise of a file system is tested by trying to break it (create an existing file, read during a
+rename).
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ _READ_S = 5.0
 
 
 def examine(path: Path) -> Directory:
-    """All trials in `path`; what fails on the way is told as `trouble`, with what was found before it."""
+    """Run all tests in `path`; a failure becomes `trouble`, beside the facts found before it."""
     found = Directory(str(path))
     if not path.is_dir():
-        return replace(found, trouble="is no directory" if path.exists() else "does not exist")
+        return replace(found, trouble="is not a directory" if path.exists() else "does not exist")
     found = replace(found, kind=file_system_kind(path), is_local=lies_on_local_disk(path))
     try:
         about = os.stat(path)
@@ -79,13 +80,13 @@ def _is_refused(work: Callable[[], None]) -> bool:
 
 
 def _try_create(folder: Path, found: Directory) -> Directory:
-    """Only one makes a file; it is listed at once; its mode is kept; its time is that of this node's clock."""
+    """An exclusive create succeeds once; the file is listed at once; its mode is kept; its time follows our clock."""
     file = folder / "created"
     before_s = time.time()
     _write(file, b"one")
     after_s = time.time()
     about = os.stat(file)
-    # the time of the file lies between two looks at our clock, if the two clocks agree
+    # if the two clocks agree, the time of the file is between two readings of our clock
     ahead_s = max(0.0, about.st_mtime - after_s) or min(0.0, about.st_mtime - before_s)
     return replace(
         found,
@@ -97,7 +98,7 @@ def _try_create(folder: Path, found: Directory) -> Directory:
 
 
 def _try_links(folder: Path, found: Directory) -> Directory:
-    """A second name for a file, unless the name is taken."""
+    """A hard link gets a new name, and fails if the name is taken."""
     draft, name = folder / "draft", folder / "linked"
     _write(draft, b"one")
     try:
@@ -108,7 +109,7 @@ def _try_links(folder: Path, found: Directory) -> Directory:
 
 
 def _try_renames(folder: Path, found: Directory) -> Directory:
-    """Whoever opens a name meets the old content or the new one, while others are put in its place."""
+    """A reader sees the old content or the new one, while other files are renamed to the name."""
     name, contents = folder / "renamed", (b"a" * 4096, b"b" * 4096)
     _write(name, contents[0])
     is_over, faults = threading.Event(), []
@@ -135,7 +136,7 @@ def _try_renames(folder: Path, found: Directory) -> Directory:
 
 
 def _try_sync(folder: Path, found: Directory) -> Directory:
-    """How long 1 MiB takes to the disk."""
+    """The median time to write 1 MiB to the disk."""
     times = []
     for number in range(_SYNCS):
         begin = time.perf_counter()

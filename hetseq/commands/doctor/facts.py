@@ -1,7 +1,7 @@
-"""What the doctor knows of one node: frozen records, as they travel between nodes, without a judgement. Pure.
+"""Facts about one node: frozen records that nodes send to each other, without judgement. Pure.
 
-Responsible for the names and units of the facts, and for turning them into JSON and back. It refuses to ask a machine
-(`collect`, `torch_child`, `directory_trial`) and to judge (`node_findings`).
+Defines the names and units of the facts, and converts them to JSON and back. `collect`, `torch_child` and
+`directory_trial` read the machine, `node_findings` judges.
 
 The one idea: a finding is a function of these records alone, so each is tested with a bad fact and with a good one.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Device:
-    """A device that ranks compute on, as torch sees it; `capability` is empty for a CPU."""
+    """A device for ranks, as torch sees it; `capability` is empty for a CPU."""
 
     device: str  # cpu, cuda:0
     name: str
@@ -28,19 +28,19 @@ class Device:
 
 @dataclass(frozen=True)
 class Burn:
-    """How one device computed for some seconds: a small network in training, cost of a step by its samples."""
+    """Burn-in of one device: the cost of a training step of a small network, fixed and per sample."""
 
     device: str
     fixed_s: float
     per_sample_s: float
-    tflops: float  # of products of matrices in float32
-    fade: float  # speed of the last third over that of the first third
+    tflops: float  # of float32 matrix multiplication
+    fade: float  # speed of the last third / speed of the first third
     gradient_bytes: int
 
 
 @dataclass(frozen=True)
 class Torch:
-    """What a child process told of torch before its deadline; `trouble` is why it told no more."""
+    """Facts about torch that a child process reported before its deadline; `trouble`: why some are missing."""
 
     version: str = ""
     cuda: str = ""
@@ -54,7 +54,7 @@ class Torch:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of this process: cores it may use, memory it may take, files and processes it may have; None for no limit."""
+    """Limits of this process: cores, memory, files and processes; None for no limit."""
 
     cores: int  # of the machine
     affinity: int
@@ -71,7 +71,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class NamedAddress:
-    """An address of this machine; `kind` is what may be told of the interface to strangers."""
+    """An address of this machine; `kind` describes the interface without its name, so it may be published."""
 
     interface: str
     address: str
@@ -81,21 +81,21 @@ class NamedAddress:
 
 @dataclass(frozen=True)
 class Network:
-    """Addresses of this node and the one that others are told."""
+    """Addresses of this node, and the one that other nodes get."""
 
     host: str
     addresses: tuple[NamedAddress, ...]
-    chosen: str  # the address; empty where there is none
+    chosen: str  # the address; empty if there is none
     wish: str = ""  # GLOO_SOCKET_IFNAME
-    told: str = ""  # what HetSeq says of the wish
-    trouble: str = ""  # why the wish cannot be fulfilled
+    told: str = ""  # HetSeq's message about it
+    trouble: str = ""  # why it cannot be used
     host_means: tuple[str, ...] = ()  # the addresses of this host's own name
     nccl_wish: str = ""  # NCCL_SOCKET_IFNAME
 
 
 @dataclass(frozen=True)
 class Directory:
-    """Trials in the directory that nodes share; None for a trial that was not reached."""
+    """Results of the tests in the shared directory; None for a test that was not reached."""
 
     path: str
     trouble: str = ""
@@ -109,7 +109,7 @@ class Directory:
     keeps_modes: bool | None = None
     sees_at_once: bool | None = None  # a new file is in the listing
     fsync_s: float | None = None  # of 1 MiB, the median of five
-    ahead_s: float | None = None  # clock of the file system minus that of this node
+    ahead_s: float | None = None  # clock of the file system minus clock of this node
     free_bytes: int | None = None
     free_files: int | None = None
 
@@ -126,18 +126,18 @@ class Facts:
     network: Network
     secret: str  # usable, missing, or why it cannot be used
     wall_clock_s: float
-    code_s: float  # when the youngest file of hetseq was written
-    is_clock_kept: bool | None  # by NTP; None where the kernel does not tell
+    code_s: float  # when the newest file of hetseq was written
+    is_clock_kept: bool | None  # by NTP; None if the kernel does not tell
     omp: str = ""  # OMP_NUM_THREADS
-    threads: int = 1  # of each worker, as HetSeq would have it
-    load: float = 0.0  # processes that ran or wanted to, over the minute before the burn-in
+    threads: int = 1  # per worker, as HetSeq would choose
+    load: float = 0.0  # load average over the minute before the burn-in
     visible: str | None = None  # CUDA_VISIBLE_DEVICES
-    gpus_of_driver: int = 0  # whatever torch makes of them
+    gpus_of_driver: int = 0  # including GPUs that torch does not see
     directory: Directory | None = None
 
     @property
     def gpus(self) -> tuple[Device, ...]:
-        """The devices that are no CPU."""
+        """The devices other than the CPU."""
         return tuple(device for device in self.torch.devices if device.device != "cpu")
 
     @property
@@ -147,12 +147,12 @@ class Facts:
 
     @property
     def idle_gpus(self) -> int:
-        """GPUs that the driver has and this process does not see, where it sees one."""
+        """GPUs that the driver has but this process does not see, if it sees any."""
         return max(0, self.gpus_of_driver - len(self.gpus)) if self.gpus else 0
 
     @property
     def usable_cores(self) -> float:
-        """What the scheduler and the control group leave."""
+        """Cores allowed by the CPU affinity and the control group."""
         limits = self.limits
         return limits.affinity if limits.quota is None else min(limits.affinity, limits.quota)
 
@@ -163,7 +163,7 @@ def to_json(facts: Facts) -> dict[str, Any]:
 
 
 def from_json(record: Mapping[str, Any]) -> Facts:
-    """What `to_json` gave; raises KeyError or TypeError for what it cannot have given."""
+    """The inverse of `to_json`; raises KeyError or TypeError for any other record."""
     rest = dict(record)
     directory = rest.pop("directory")
     return Facts(

@@ -1,9 +1,9 @@
-"""What the burn-in says of a training: shares, step time, efficiency, and who is worth having. Pure.
+"""Forecast from the burn-in: shares, step time, efficiency, and which devices are worth using. Pure.
 
-Responsible for turning burns into ranks of `hetseq.balance.simulation`, whose arithmetic it uses, and for sentences. It
-refuses to measure. The figures are those of a small network: a task of one's own has others, in like proportions.
+Turns burn-ins into ranks of `hetseq.balance.simulation`, whose arithmetic it uses, and words the findings. It measures
+nothing. The numbers are for a small network; your own task has others, in similar proportions.
 
-The one idea: an advice is another cluster. It is forecast as this one is, and given if its step is shorter.
+The one idea: advice is another cluster. Its step is forecast like the present one, and advised if it is shorter.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hetseq.commands.doctor.node_findings import Finding
 
 SAMPLES_PER_RANK = 64
 _HALF = 0.5
-_MANY, _NOTHING = 3.0, 0.001  # changes that no percentage is told of
-_FACTORS = (2, 4, 8, 16, 32, 64)  # by which a batch may grow
+_MANY, _NOTHING = 3.0, 0.001  # changes beyond these are not given in per cent
+_FACTORS = (2, 4, 8, 16, 32, 64)  # of larger batches
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A device that may be a rank: its node, what it did, and the link of its node (None: to nobody but itself).
+    """A device that may become a rank: its node, its burn-in, and the link of its node (None: a single node).
 
-    `cores` are those of its node, for all of its ranks together; `idle_gpus` are GPUs there that the doctor did not
+    `cores` are the cores of its node, for all of its ranks together; `idle_gpus` are GPUs there that the doctor did not
     see.
     """
 
@@ -40,14 +40,14 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """For the sentences."""
+        """The name in the sentences."""
         return f"{self.node} {self.burn.device}"
 
     def rank(self, neighbours: int) -> RankModel:
-        """In the model's words, as one of so many ranks of its node.
+        """The model of this device as one of `neighbours` ranks of its node.
 
-        What a step of a GPU costs whatever its samples is work of its process: with fewer cores than processes they
-        take turns. A CPU was measured with all cores.
+        The fixed cost of a GPU's step is CPU work of its process: with fewer cores than processes, they take turns. A
+        CPU was measured with all cores.
         """
         turns = 1.0 if self.burn.device == "cpu" else max(1.0, neighbours / self.cores)
         return RankModel(self.name, Cost(self.burn.fixed_s * turns, self.burn.per_sample_s))
@@ -59,7 +59,7 @@ def candidates_of(node: str, facts: Facts, link: Link | None = None) -> list[Can
 
 
 def forecast(candidates: Sequence[Candidate], total: int) -> Step:
-    """The step of `total` samples that these would share in the best way."""
+    """The step of `total` samples with the best shares for these devices."""
     counts = Counter(candidate.node for candidate in candidates)
     ranks = [candidate.rank(counts[candidate.node]) for candidate in candidates]
     links = [candidate.link for candidate in candidates if candidate.link is not None]
@@ -70,7 +70,7 @@ def forecast(candidates: Sequence[Candidate], total: int) -> Step:
 
 
 def foresee(candidates: Sequence[Candidate]) -> Iterator[Finding]:
-    """Findings on these devices as the ranks of one run; nothing for none."""
+    """Findings about these devices as ranks of one run; none without devices."""
     if not candidates:
         return
     total = SAMPLES_PER_RANK * len(candidates)
@@ -95,10 +95,10 @@ def foresee(candidates: Sequence[Candidate]) -> Iterator[Finding]:
     best = min(nodes, key=lambda node: forecast(own[node], total).step_s)
     is_best_alone = forecast(own[best], total).step_s <= step.step_s * (1 + NEGLIGIBLE_GAIN)
     for number, node in enumerate(nodes, 1):
-        if not (is_best_alone and node == best):  # which stays, whoever is left out
+        if not (is_best_alone and node == best):  # a node that is best alone always stays
             rest = [candidate for candidate in candidates if candidate.node != node]
             yield _worth(f"node{number}", node, candidates, rest, total, step.step_s)
-    if len(nodes) > 2:  # of two the other one has just been told
+    if len(nodes) > 2:  # with two nodes, the finding above has said it
         yield from _fewer(own, total)
     yield from _idle(own, step, total)
     yield from _in_one_node(f"node{nodes.index(best) + 1}", own[best], candidates, total)
@@ -113,7 +113,7 @@ def _nodes(candidates: Sequence[Candidate]) -> list[str]:
 
 
 def _crowded(nodes: Sequence[str], candidates: Sequence[Candidate], step: Step, total: int) -> Iterator[Finding]:
-    """Whose ranks wait for a core."""
+    """Nodes whose ranks wait for a core."""
     for number, node in enumerate(nodes, 1):
         own = [candidate for candidate in candidates if candidate.node == node]
         if len(own) <= own[0].cores:
@@ -124,15 +124,15 @@ def _crowded(nodes: Sequence[str], candidates: Sequence[Candidate], step: Step, 
             yield Finding(
                 "warning", "forecast",
                 f"{len(own)} ranks of <node{number}> take turns on {own[0].cores:g} cores: a step takes"
-                f" {_ms(step.step_s)}, with a core for each {_ms(roomy_s)}, and data need cores besides",
-                f"ask the queue for {len(own)} cores on <node{number}> at least, better for {2 * len(own)} (in Slurm"
+                f" {_ms(step.step_s)}, with a core for each {_ms(roomy_s)}, and data loading needs more cores",
+                f"ask the queue for at least {len(own)} cores on <node{number}>, better {2 * len(own)} (in Slurm"
                 " --cpus-per-task)",
                 {f"node{number}": node},
             )  # fmt: skip
 
 
 def _least(candidates: Sequence[Candidate]) -> float:
-    """The gain, as a part of a step, from which on one of these is worth having: half of what its equals bring."""
+    """The smallest gain, as a fraction of a step, that makes one of these worth using: half an equal part."""
     nodes = len(_nodes(candidates))
     return min(NEGLIGIBLE_GAIN, _HALF / (nodes if nodes > 1 else len(candidates)))
 
@@ -140,7 +140,7 @@ def _least(candidates: Sequence[Candidate]) -> float:
 def _worth(
     place: str, name: str, candidates: Sequence[Candidate], rest: Sequence[Candidate], total: int, step_s: float
 ) -> Finding:
-    """What a node, or a device of the only one, is worth to the others."""
+    """The gain from a node, or from a device of the only node."""
     without_s, least = forecast(rest, total).step_s, _least(candidates)
     change, private = step_s / without_s - 1, {place: name}
     times = f"{_ms(step_s)}, without it {_ms(without_s)}"
@@ -150,14 +150,14 @@ def _worth(
         return Finding("warning", "forecast", f"<{place}> makes a step {much}: {times}", remedy, private)
     if change > -least:
         much = f"{change:+.1%}" if abs(change) >= _NOTHING else f"less than {_NOTHING:.1%}"
-        text = f"<{place}> changes a step by {much}, hardly at all: {times}"
-        return Finding("note", "forecast", text, f"it may be left out; {_larger(candidates, rest, total)}", private)
-    text = f"<{place}> is worth having, a step is {-change:.0%} shorter: {times}"
+        text = f"<{place}> hardly changes a step ({much}): {times}"
+        return Finding("note", "forecast", text, f"you may leave it out; {_larger(candidates, rest, total)}", private)
+    text = f"<{place}> is worth using, a step is {-change:.0%} shorter: {times}"
     return Finding("ok", "forecast", text, "", private)
 
 
 def _larger(candidates: Sequence[Candidate], rest: Sequence[Candidate], total: int) -> str:
-    """From which batch on all of them are faster than the rest, or what is in the way."""
+    """The batch from which on all of them are faster than the rest, or the reason that there is none."""
     least = _least(candidates)
 
     def is_faster(every: Sequence[Candidate], factor: int) -> bool:
@@ -165,16 +165,16 @@ def _larger(candidates: Sequence[Candidate], rest: Sequence[Candidate], total: i
 
     if is_faster(candidates, _FACTORS[-1]):
         factor = next(factor for factor in _FACTORS if is_faster(candidates, factor))
-        return f"from {factor} times the batch on (--update-freq {factor}) it is worth having"
+        return f"from {factor} times the batch on (--update-freq {factor}) it is worth using"
     unlinked = [replace(candidate, link=None) for candidate in candidates]
-    why = "only a faster network would" if is_faster(unlinked, _FACTORS[-1]) else "it is too slow beside the others"
-    return f"{_FACTORS[-1]} times the batch would not change that: {why}"
+    why = "only a faster network would" if is_faster(unlinked, _FACTORS[-1]) else "it is too slow for the others"
+    return f"even {_FACTORS[-1]} times the batch would not change that: {why}"
 
 
 def _fewer(own: Mapping[str, Sequence[Candidate]], total: int) -> Iterator[Finding]:
-    """Fewer nodes that are as fast as all: the fewest of those that are left if the least useful one goes in turn.
+    """The fewest nodes that are as fast as all: removes the least useful node again and again.
 
-    Of many nodes an eighth goes at once: one by one, 128 took 8 s.
+    Of many nodes, an eighth is removed at a time: one by one, 128 nodes took 8 s.
     """
 
     def step_s(nodes: Sequence[str]) -> float:
@@ -202,7 +202,7 @@ def _fewer(own: Mapping[str, Sequence[Candidate]], total: int) -> Iterator[Findi
 
 
 def _idle(own: Mapping[str, Sequence[Candidate]], step: Step, total: int) -> Iterator[Finding]:
-    """A node whose idle GPUs would serve better than the other nodes do."""
+    """A node whose idle GPUs would help more than the other nodes."""
     for number, (node, mine) in enumerate(own.items(), 1):
         fuller = [*mine, *(mine[0] for _ in range(mine[0].idle_gpus))]
         fuller_s = forecast(fuller, total).step_s
@@ -210,7 +210,7 @@ def _idle(own: Mapping[str, Sequence[Candidate]], step: Step, total: int) -> Ite
             yield Finding(
                 "note", "forecast",
                 f"<node{number}> has {mine[0].idle_gpus} more GPUs that the doctor did not see; with all {len(fuller)}"
-                f" it would take {_ms(fuller_s)} alone, all nodes as they are take {_ms(step.step_s)}",
+                f" it would take {_ms(fuller_s)} alone; all nodes as they are take {_ms(step.step_s)}",
                 f"use those GPUs of <node{number}> before you add nodes, if they are yours to use"
                 " (CUDA_VISIBLE_DEVICES, --gres)",
                 {f"node{number}": node},
@@ -220,7 +220,7 @@ def _idle(own: Mapping[str, Sequence[Candidate]], step: Step, total: int) -> Ite
 def _in_one_node(
     place: str, own: Sequence[Candidate], candidates: Sequence[Candidate], total: int
 ) -> Iterator[Finding]:
-    """Whether as many devices in one node would serve better, where the network takes most of a step."""
+    """Whether as many devices in one node would be faster, if the network takes most of a step."""
     step = forecast(candidates, total)
     device = min(own, key=lambda candidate: candidate.rank(1).busy_s(total))
     together_s = forecast([device] * len(candidates), total).step_s

@@ -1,10 +1,9 @@
-"""What the nodes do together over the network: ways from one to another, and an all-reduce of all. Pure.
+"""Network measurements between nodes: streams from one node to another, and an all-reduce of all. Pure.
 
-Responsible for what was measured, for findings on the all-reduce, and for links as a forecast takes them. It refuses to
-measure.
+Holds the measurements, the findings about the all-reduce, and the links for a forecast. It measures nothing.
 
-The one idea: the ways say what the network can do, the all-reduce what a step gets of it. What it takes beyond the
-slowest way is lost in the nodes, and stays lost whoever is left out.
+The one idea: a `Way` shows what the network can do, the all-reduce what a step gets of it. Time beyond the slowest link
+is lost in the nodes, and leaving a node out does not win it back.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from hetseq.commands.doctor.facts import Facts
 from hetseq.commands.doctor.node_findings import MIB, Finding
 
 SIZES = (1 << 20, 16 << 20, 64 << 20)  # bytes
-_FAR = 3.0  # times what the slowest way explains
-_PLENTY = 1e9  # bytes per second of bus bandwidth, beyond which cores are the limit as a rule
+_FAR = 3.0  # times as long as the slowest link explains
+_PLENTY = 1e9  # bytes per second of bus bandwidth; beyond it cores are usually the limit
 
 
 @dataclass(frozen=True)
 class Way:
-    """From one node to another: what a stream measured, or why there was none."""
+    """The link from one node to another: the measurement of a stream, or why there is none."""
 
     bytes_per_s: float = 0.0
     latency_s: float = 0.0
@@ -34,7 +33,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why a node did not finish the all-reduce; `is_secondary`: it lost the others, and is not to blame by itself."""
+    """Why a node did not finish the all-reduce; `is_secondary`: it only lost the others."""
 
     text: str
     is_secondary: bool = False
@@ -46,12 +45,12 @@ class AllReduce:
 
     nodes: tuple[int, ...] = ()
     seconds: Mapping[int, float] = field(default_factory=dict)
-    troubles: Mapping[int, Trouble] = field(default_factory=dict)  # by node, the first that was heard of first
-    reason: str = ""  # why none was tried
+    troubles: Mapping[int, Trouble] = field(default_factory=dict)  # by node, in the order of arrival
+    reason: str = ""  # why it was not tried
 
     @staticmethod
     def of(nodes: tuple[int, ...], answers: Mapping[int, Mapping[str, Any]]) -> AllReduce:
-        """What the participants of these nodes answered; a size that one of them tells was done by all."""
+        """The result from the answers of these nodes; if one node reports a size, all have done it."""
         troubles = {
             number: Trouble(str(answer["trouble"]), bool(answer["is_secondary"]))
             for number, answer in answers.items()
@@ -61,14 +60,14 @@ class AllReduce:
         return AllReduce(nodes, {size: told[str(size)] for size in SIZES if str(size) in told}, troubles)
 
     def bus_bytes_per_s(self, size: int) -> float:
-        """Bytes per second over each link of a ring: those of the tensor over the time, times 2 (n - 1) / n.
+        """Bytes per second over each link of a ring: bytes of the tensor / seconds * 2 (n - 1) / n.
 
         Source: nccl-tests, doc/PERFORMANCE.md, "Bus Bandwidth".
         """
         return size / self.seconds[size] * ring_factor(len(self.nodes))
 
     def seconds_of(self, size: float) -> float:
-        """Seconds for a tensor of so many bytes: on the line through the two measured sizes beside it."""
+        """Seconds for a tensor of `size` bytes, interpolated between the two measured sizes next to it."""
         known = sorted(self.seconds.items())
         if len(known) == 1:
             return known[0][1] * size / known[0][0]
@@ -79,7 +78,7 @@ class AllReduce:
         return max(line_s, low_s * min(1.0, size / low), 1e-9)
 
     def link(self, size: float) -> Link:
-        """The link that each rank of a ring would need for a tensor of `size` bytes to take as long as it did here."""
+        """The link for each rank of a ring with which a tensor of `size` bytes would take as long as measured."""
         count, whole_s = len(self.nodes), self.seconds_of(size)
         slope = (self.seconds_of(2 * size) - whole_s) / size
         start_s = whole_s - slope * size
@@ -89,10 +88,10 @@ class AllReduce:
 
 
 def why_not(facts: Sequence[Facts], ways: Mapping[tuple[int, int], Way], lost: Mapping[int, str]) -> str:
-    """Why an all-reduce cannot be tried, with places; empty if it can."""
+    """Why an all-reduce cannot be tried, with placeholders; empty if it can."""
     left = [number for number in range(len(facts)) if number not in lost]
     if len(left) < 2:
-        return "one node is left"
+        return "only one node is left"
     for number in left:
         if facts[number].torch.trouble or not facts[number].torch.has_gloo:
             return f"torch or gloo does not work on <node{number + 1}>"
@@ -103,7 +102,7 @@ def why_not(facts: Sequence[Facts], ways: Mapping[tuple[int, int], Way], lost: M
 
 
 def slowest_ways(ways: Mapping[tuple[int, int], Way]) -> dict[int, Link]:
-    """For each node the slowest of the ways that lead from it."""
+    """The slowest outgoing link of each node."""
     found: dict[int, Link] = {}
     for (source, _), way in ways.items():
         if not way.trouble and (source not in found or way.bytes_per_s < found[source].bytes_per_s):
@@ -112,9 +111,9 @@ def slowest_ways(ways: Mapping[tuple[int, int], Way]) -> dict[int, Link]:
 
 
 def corrected(links: Mapping[int, Link], all_reduce: AllReduce, size: float) -> dict[int, Link]:
-    """The same links such that a ring over all of them takes as long for `size` bytes as the all-reduce did.
+    """The same links, corrected so that a ring over all of them takes as long for `size` bytes as the all-reduce.
 
-    What that took longer than the slowest link explains is added to each link; what it was faster, each link is.
+    If it took longer than the slowest link explains, the excess is added to each link; if less, each link is sped up.
     """
     if not all_reduce.seconds or not links:
         return dict(links)
@@ -131,13 +130,13 @@ def corrected(links: Mapping[int, Link], all_reduce: AllReduce, size: float) -> 
 def judge_all_reduce(
     all_reduce: AllReduce, ways: Mapping[tuple[int, int], Way], lost: Collection[int], places: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Findings on it: a line for each size, whether the ways explain it, or who broke it off.
+    """Findings about the all-reduce: a line for each size, whether the links explain it, or which node broke it off.
 
-    `lost` are nodes that left the examination, each of which has a finding of its own.
+    `lost` are nodes that left the examination, each of which has its own finding.
     """
     if all_reduce.reason:
         yield Finding(
-            "note", "all-reduce", f"none was tried: {all_reduce.reason}", "mend that, and start all doctors again",
+            "note", "all-reduce", f"not tried: {all_reduce.reason}", "fix that, and start all doctors again",
             places,
         )  # fmt: skip
         return
@@ -153,8 +152,8 @@ def judge_all_reduce(
         yield Finding(
             "problem",
             "all-reduce",
-            f"it broke off, because {listed} left",
-            "see above, and start all doctors again: it takes all nodes",
+            f"it broke off because {listed} left",
+            "see above, and start all doctors again: it needs all nodes",
             places,
         )
     elif all_reduce.troubles:
@@ -168,8 +167,8 @@ def _broken(all_reduce: AllReduce, places: Mapping[str, str]) -> Iterator[Findin
     guilty = {number: trouble for number, trouble in all_reduce.troubles.items() if not trouble.is_secondary}
     for number, trouble in guilty.items():
         yield Finding(
-            "problem", "all-reduce", f"it broke off, because of <node{number + 1}>: <trouble>",
-            f"look on <node{number + 1}> at what ends or stops processes (memory, limits of the queue), and start all"
+            "problem", "all-reduce", f"it broke off because of <node{number + 1}>: <trouble>",
+            f"check on <node{number + 1}> what ends or stops processes (memory, limits of the queue), and start all"
             " doctors again",
             {**places, "trouble": trouble.text},
         )  # fmt: skip
@@ -177,7 +176,7 @@ def _broken(all_reduce: AllReduce, places: Mapping[str, str]) -> Iterator[Findin
         number, trouble = next(iter(all_reduce.troubles.items()))
         yield Finding(
             "problem", "all-reduce", f"it broke off: <node{number + 1}> lost the others: <trouble>",
-            "look for a firewall or a tunnel that lets connections begin and then stops them; a run would lose its"
+            "look for a firewall or a tunnel that allows new connections and then blocks them; a run would lose its"
             " nodes the same way",
             {**places, "trouble": trouble.text},
         )  # fmt: skip
@@ -192,7 +191,7 @@ def _left_out(all_reduce: AllReduce) -> Iterator[Finding]:
 def _explained(
     all_reduce: AllReduce, ways: Mapping[tuple[int, int], Way], places: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Whether the slowest way is why it takes so long."""
+    """Whether the slowest link explains the time."""
     among = {pair: way for pair, way in ways.items() if set(pair) <= set(all_reduce.nodes)}
     links, size = slowest_ways(among), max(all_reduce.seconds)
     if not links:
@@ -202,18 +201,18 @@ def _explained(
     factor, bus = all_reduce.seconds[size] / explained_s, all_reduce.bus_bytes_per_s(size)
     way = f"<node{source + 1}> to <node{target + 1}>, {slowest.bytes_per_s / 1e6:,.0f} MB/s"
     long = f"{factor:.1f} times as long as" if factor > 1 else "no longer than"
-    said = f"{size // MIB} MiB take {long} the slowest way explains ({way})"
+    said = f"{size // MIB} MiB take {long} the slowest link explains ({way})"
     if factor < _FAR:
         yield Finding("ok", "all-reduce", said, private=places)
     elif bus > _PLENTY:
         yield Finding(
             "note", "all-reduce", said,
-            "nothing to do at the network: gloo copies and adds on the CPU, and cores are the limit here", places,
+            "nothing to fix in the network: gloo copies and adds on the CPU, and cores are the limit here", places,
         )  # fmt: skip
     else:
         yield Finding(
             "warning", "all-reduce", said,
-            "see with top what else runs on the nodes, and whether each has a core to spare: gloo copies and adds on"
-            " the CPU; if they are idle, look at the switch, which carries both directions of all nodes at once",
+            "check with top what else runs on the nodes, and whether each has a free core: gloo copies and adds on the"
+            " CPU; if they are idle, check the switch, which carries both directions of all nodes at once",
             places,
         )  # fmt: skip

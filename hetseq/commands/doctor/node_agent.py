@@ -1,11 +1,10 @@
-"""One node's part in the common examination: it does what the head asks, and answers in one record.
+"""Agent of one node in the common examination: it handles the head's requests, each with one record as answer.
 
-Responsible for a door at which streams of other nodes arrive, for streams to theirs, for marks in the shared directory,
-and for this node's `all_reduce_client` in an all-reduce. It refuses to decide anything: who does what when is the
-head's affair (`coordinator`).
+Listens for streams of other nodes, sends streams to theirs, writes marks in the shared directory, and runs this node's
+`all_reduce_client`. It decides nothing: the head (`coordinator`) sends every request.
 
-The one idea: both ends of a stream prove the meeting's key for this pair and this meeting, and then bytes flow as in a
-ring of ranks: every node sends to one and receives from one at the same time.
+The one idea: both ends of a stream prove that they know the key for this pair and this rendezvous. Then bytes flow as
+in a ring of ranks: every node sends to one node and receives from one at the same time.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from hetseq.commands.doctor.all_reduce_client import Participant
 STREAM_S, STREAM_BYTES = 0.5, 256 << 20
 DIAL_S, MARK_S = 8.0, 15.0
 _PROOF_BYTES, _CHUNK = 32, bytes(1 << 20)
-_HELLO = struct.Struct("!I32s")  # the number of the node that comes, and its proof
+_HELLO = struct.Struct("!I32s")  # the number of the connecting node, and its proof
 _RECEIVED = struct.Struct("!Qd")  # bytes, seconds
 _TURN_MS, _HELLO_S, _STREAM_END_S, _POLL_S = 200, 2.0, 20.0, 0.01
 _TRIPS = 5
@@ -49,14 +48,14 @@ _PONG = b"."
 
 @dataclass(frozen=True)
 class Stream:
-    """What one stream measured: the receiver's figure, and half the time of a round trip."""
+    """The measurement of one stream: the speed at the receiver, and half the round-trip time."""
 
     bytes_per_s: float
     latency_s: float
 
 
 class Door:
-    """Listens at `address` until `close`, in a thread; takes one stream after the other."""
+    """A listener at `address`, in a thread, until `close`; takes one stream after the other."""
 
     def __init__(self, address: str, key: bytes) -> None:
         self._socket = bind(address, 0)
@@ -67,7 +66,7 @@ class Door:
         self._thread.start()
 
     def expect(self, session: str, number: int) -> None:
-        """From now on this is node `number` of that meeting."""
+        """Accept streams to node `number` of this session from now on."""
         self._session, self._number = session, number
 
     def close(self) -> None:
@@ -113,7 +112,7 @@ class Door:
 
 
 def _drain(connection: socket.socket) -> int:
-    """Bytes that are there now."""
+    """Read and count the bytes that have arrived."""
     count = 0
     with contextlib.suppress(BlockingIOError):
         while chunk := connection.recv(len(_CHUNK)):
@@ -122,12 +121,12 @@ def _drain(connection: socket.socket) -> int:
 
 
 def proof(key: bytes, session: str, source: int, target: int, role: str) -> bytes:
-    """What only a node of this meeting can show, for this direction of this pair."""
+    """A proof that only a node of this session can give, for this direction of this pair."""
     return hmac.digest(key, f"doctor {session} {source} {target} {role}".encode(), "sha256")
 
 
 def stream_to(address: str, port: int, key: bytes, session: str, source: int, target: int) -> Stream:
-    """Half a second of bytes to a door. Raises UnreachableError, OSError, DeadlinePassed, or ForeignBytes."""
+    """Send bytes to a `Door` for half a second. Raises UnreachableError, OSError, DeadlinePassed, or ForeignBytes."""
     deadline = time.monotonic() + DIAL_S
     with dial(address, port, deadline) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -158,7 +157,7 @@ def _round_trip(connection: socket.socket, deadline: float) -> float:
 
 
 class Helper:
-    """Answers the head's records on this node. `device` is the one whose memory an all-reduce adds up: cpu, cuda:0."""
+    """Answers the head's requests on this node. `device` holds the tensors of the all-reduce: cpu, cuda:0."""
 
     def __init__(self, address: str, key: bytes, directory: Path | None, device: str = "cpu") -> None:
         self.door = Door(address, key)
@@ -167,7 +166,7 @@ class Helper:
         self._participant: Participant | None = None
 
     def take(self, request: Mapping[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
-        """Do what the head asks; answers, and words on the way to one, go to `say`, from another thread perhaps."""
+        """Handle a request; `say` gets the answer and earlier messages, possibly from another thread."""
         if request.get("kind") in ("value", "gone"):
             if self._participant is not None:
                 self._participant.pass_on(dict(request))
@@ -177,13 +176,13 @@ class Helper:
             say(self.answer(request))
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """What came of a request; `trouble` says what went wrong."""
+        """The answer to a request; `trouble` says what went wrong."""
         try:
             return _ANSWERS[str(request["kind"])](self, request)
         except UnreachableError as error:
             return {"trouble": _CAUSES.get(error.reason, str(error))}
         except DeadlinePassed:
-            return {"trouble": "it accepts the connection and says nothing"}
+            return {"trouble": "it accepts the connection but does not answer"}
         except ForeignBytes as error:
             return {"trouble": str(error)}
         except OSError as error:
@@ -200,7 +199,7 @@ class Helper:
         return self._participant.await_ready()
 
     def _all_reduce(self, request: Mapping[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
-        """The answer of this node's participant; a head that is gone is the main thread's to notice."""
+        """The answer of this node's participant; the main thread notices a lost head."""
         if self._participant is None:
             answer: dict[str, Any] = {
                 "measured": {},
@@ -247,7 +246,7 @@ class Helper:
         return {}
 
     def _mark(self, request: Mapping[str, Any]) -> Path:
-        """The file of a mark; only its number comes from elsewhere."""
+        """The file of a mark; only its number comes from the head."""
         if self._directory is None:
             raise OSError("no --dir was given here")
         return self._directory / f".hetseq-doctor-{self._session}-{int(request['mark'])}"
@@ -263,6 +262,6 @@ _ANSWERS = {
 }
 _CAUSES = {
     "refused": "connection refused, although it listens there",
-    "timeout": "no answer, what is sent there is dropped",
-    "route": "no route leads there, or a firewall refuses",
+    "timeout": "no answer, packets are dropped on the way",
+    "route": "no route to it, or a firewall refuses",
 }

@@ -1,9 +1,9 @@
-"""From the facts of a node to findings: each ok, a note, a warning or a problem, with one sentence of remedy. Pure.
+"""Findings about a node from its facts: each ok, a note, a warning or a problem, with a remedy. Pure.
 
-Responsible for what counts as bad and for the words. It refuses to ask the machine anything, and to format.
+Decides what counts as bad, and words it. It reads nothing from the machine, and formats nothing.
 
-The one idea: a sentence is written with places, `<host>`, for what is nobody else's business. The terminal fills them
-in, the file for others has them as they stand here; so nothing private has to be found and cut out.
+The one idea: a sentence has placeholders such as `<host>` for private values. The terminal fills them in, and the JSON
+file to pass on keeps them, so nothing private has to be found and removed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FADES = 0.85
 
 @dataclass(frozen=True)
 class Finding:
-    """`text` says what is, `remedy` what to do about it; `private` fills the places in both."""
+    """`text` is the observation, `remedy` what to do about it; `private` fills the placeholders in both."""
 
     level: str
     topic: str
@@ -39,7 +39,7 @@ class Finding:
     private: Mapping[str, str] = field(default_factory=dict)
 
     def filled(self) -> tuple[str, str]:
-        """Text and remedy for the eyes of the user."""
+        """Text and remedy for the user's terminal."""
         text, remedy = self.text, self.remedy
         for place, value in self.private.items():
             text, remedy = text.replace(f"<{place}>", value), remedy.replace(f"<{place}>", value)
@@ -55,12 +55,12 @@ def judge(facts: Facts) -> list[Finding]:
 
 
 def exit_code(findings: list[Finding]) -> int:
-    """0 where nothing is a problem, else 1."""
+    """1 if there is a problem, else 0."""
     return int(any(finding.level == "problem" for finding in findings))
 
 
 def size(count: float) -> str:
-    """Bytes for people: 1.5 GiB."""
+    """Bytes in readable units: 1.5 GiB."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.0f} MiB"
 
 
@@ -74,7 +74,7 @@ def _torch(torch: Torch) -> Iterator[Finding]:
             "problem",
             "torch",
             "torch does not work here: <trouble>",
-            "if a driver hangs, look whether nvidia-smi answers and have the node restarted; else install torch anew",
+            "if a driver hangs, check whether nvidia-smi answers, and restart the node; otherwise reinstall torch",
             {"trouble": torch.trouble},
         )
     if not torch.version:
@@ -84,13 +84,13 @@ def _torch(torch: Torch) -> Iterator[Finding]:
     yield Finding("ok", "torch", f"torch {torch.version} ({built}{nccl})")
     if not torch.has_gloo:
         yield Finding(
-            "problem", "torch", "this torch is built without gloo, by which ranks talk to each other",
-            "install a torch from pytorch.org, whose builds for Linux have it",
+            "problem", "torch", "this torch is built without gloo, through which ranks communicate",
+            "install torch from pytorch.org; its builds for Linux have it",
         )  # fmt: skip
     numbers = torch.version.split("+")[0].split(".")[:2]
     if all(number.isdigit() for number in numbers) and tuple(map(int, numbers)) < _OLDEST_TORCH:
         yield Finding(
-            "problem", "torch", f"torch {torch.version} is older than 2.10, the oldest that HetSeq works with",
+            "problem", "torch", f"torch {torch.version} is older than 2.10, the oldest that HetSeq supports",
             "pip install --upgrade torch, on all nodes",
         )  # fmt: skip
 
@@ -111,14 +111,14 @@ def _devices(facts: Facts) -> Iterator[Finding]:
         if device.free_bytes < device.memory_bytes / 2:
             yield Finding(
                 "warning", "devices", f"{device.device}: another program holds more than half of its memory",
-                "see which with nvidia-smi, or leave the device out with --devices",
+                "find it with nvidia-smi, or leave the device out with --devices",
             )  # fmt: skip
     if facts.gpus_of_driver and facts.torch.devices and not facts.gpus:
         why = "this torch is built for CPUs" if not facts.torch.cuda else "torch sees none of them"
         remedy = (
-            "install a torch built for CUDA" if not facts.torch.cuda else "look at CUDA_VISIBLE_DEVICES and nvidia-smi"
+            "install a torch built for CUDA" if not facts.torch.cuda else "check CUDA_VISIBLE_DEVICES and nvidia-smi"
         )
-        yield Finding("warning", "devices", f"the driver has {facts.gpus_of_driver} GPUs, and {why}", remedy)
+        yield Finding("warning", "devices", f"the driver has {facts.gpus_of_driver} GPUs, but {why}", remedy)
     for burn in facts.torch.burns:
         speed = 256 / (burn.fixed_s + 256 * burn.per_sample_s)
         yield Finding(
@@ -126,8 +126,8 @@ def _devices(facts: Facts) -> Iterator[Finding]:
         )
         if burn.fade < _FADES:
             yield Finding(
-                "warning", "burn-in", f"{burn.device}: it ended at {burn.fade:.0%} of the speed it began with",
-                "look at its temperature, its power limit and what else runs there; --balance auto follows its speed",
+                "warning", "burn-in", f"{burn.device}: it ended at {burn.fade:.0%} of its initial speed",
+                "check its temperature, its power limit and other programs on it; --balance auto follows its speed",
             )  # fmt: skip
 
 
@@ -141,24 +141,24 @@ def _cores(facts: Facts) -> Iterator[Finding]:
     yield Finding("ok", "cores", f"{usable:g} usable of {limits.cores} ({limits.affinity} by affinity{quota})")
     if facts.load > usable:
         yield Finding(
-            "warning", "cores", f"others use this machine: load {facts.load:.1f} in a minute on {usable:g} cores",
-            "see to them with top; until then speeds here are not its own, and --balance auto follows what is left",
+            "warning", "cores", f"other programs use this machine: load {facts.load:.1f} on {usable:g} cores",
+            "find them with top; until they end, the measured speeds are too low, and --balance auto adapts to them",
         )  # fmt: skip
     if facts.gpus and usable < _CORES_PER_GPU * len(facts.gpus):
         yield Finding(
             "warning", "cores", f"{usable:g} cores for {len(facts.gpus)} GPUs: fewer than {_CORES_PER_GPU} each",
-            f"ask the queue for {_CORES_PER_GPU * len(facts.gpus)} cores (in Slurm --cpus-per-task); data come late",
+            f"ask the queue for {_CORES_PER_GPU * len(facts.gpus)} cores (in Slurm --cpus-per-task), or data come late",
         )  # fmt: skip
     workers = max(1, len(facts.torch.devices))
     if facts.omp and not (facts.omp.isdigit() and int(facts.omp)):
         yield Finding(
-            "warning", "cores", "OMP_NUM_THREADS is no number above 0, and HetSeq passes it by",
-            f"set it to {facts.threads}, or leave it out",
+            "warning", "cores", "OMP_NUM_THREADS is not a number above 0, and HetSeq ignores it",
+            f"set it to {facts.threads}, or unset it",
         )  # fmt: skip
     elif facts.omp and int(facts.omp) * workers > usable:
         yield Finding(
             "warning", "cores", f"OMP_NUM_THREADS {facts.omp} times {workers} workers is more than {usable:g} cores",
-            "leave it out: HetSeq divides the usable cores among the workers",
+            "unset it: HetSeq divides the usable cores among the workers",
         )  # fmt: skip
     else:
         who = "by OMP_NUM_THREADS" if facts.omp else "the usable cores divided among the workers"
@@ -166,7 +166,7 @@ def _cores(facts: Facts) -> Iterator[Finding]:
     if limits.quota is not None and not facts.omp and facts.threads * workers > usable:
         yield Finding(
             "warning", "cores",
-            f"the control group leaves {usable:g} cores, HetSeq would start {facts.threads * workers} threads",
+            f"the control group allows {usable:g} cores, but HetSeq would start {facts.threads * workers} threads",
             f"export OMP_NUM_THREADS={max(1, int(usable / workers))}",
         )  # fmt: skip
 
@@ -176,20 +176,20 @@ def _memory(limits: Limits) -> Iterator[Finding]:
     yield Finding("ok", "memory", f"{size(limits.available_bytes)} available of {size(limits.memory_bytes)}{group}")
     if limits.available_bytes < _MEMORY_LITTLE:
         yield Finding(
-            "warning", "memory", "less than 2 GiB of memory are available",
-            "ask the queue for more (in Slurm --mem), or end what else runs here",
+            "warning", "memory", "less than 2 GiB of memory is available",
+            "ask the queue for more (in Slurm --mem), or end other programs here",
         )  # fmt: skip
     if limits.shm_bytes is None:
         yield Finding(
-            "problem", "memory", "there is no /dev/shm, through which loader processes give their batches",
-            "have the administrator mount a tmpfs there, or start with --num-workers 0 and --memory-buffer-size 0",
+            "problem", "memory", "there is no /dev/shm, through which loader processes pass their batches",
+            "ask the administrator to mount a tmpfs there, or use --num-workers 0 and --memory-buffer-size 0",
         )  # fmt: skip
         return
     yield Finding("ok", "memory", f"/dev/shm {size(limits.shm_free_bytes)} free of {size(limits.shm_bytes)}")
     if limits.shm_free_bytes < _SHM_LITTLE:
         yield Finding(
-            "warning", "memory", "less than 1 GiB is free in /dev/shm, where checkpoints and batches pass through",
-            "start the container with --shm-size 8g, remove what ended programs left there, or --num-workers 0",
+            "warning", "memory", "less than 1 GiB is free in /dev/shm, which checkpoints and batches pass through",
+            "start the container with --shm-size 8g, remove left-over files there, or use --num-workers 0",
         )  # fmt: skip
 
 
@@ -203,17 +203,17 @@ def _limits(limits: Limits, *, has_gpu: bool) -> Iterator[Finding]:
     if limits.open_files is not None and limits.open_files < _OPEN_FILES:
         yield Finding(
             "warning", "limits", f"a process may have {limits.open_files} open files, fewer than {_OPEN_FILES}",
-            "ulimit -n 4096 before the command, or ask the administrator for more",
+            "run ulimit -n 4096 before the command, or ask the administrator for more",
         )  # fmt: skip
     if limits.processes is not None and limits.processes < _PROCESSES:
         yield Finding(
             "warning", "limits", f"you may have {limits.processes} processes and threads, fewer than {_PROCESSES}",
-            "ulimit -u 4096 before the command, or ask the administrator for more",
+            "run ulimit -u 4096 before the command, or ask the administrator for more",
         )  # fmt: skip
     if has_gpu and limits.locked_bytes is not None and limits.locked_bytes < _LOCKED:
         yield Finding(
-            "note", "limits", f"{locked} of memory may be locked, which InfiniBand's libraries may find too little",
-            "ulimit -l unlimited, where the administrator lets you; HetSeq itself locks none",
+            "note", "limits", f"{locked} of memory may be locked, possibly too little for the libraries of InfiniBand",
+            "run ulimit -l unlimited, if the administrator allows it; HetSeq itself locks none",
         )  # fmt: skip
 
 
@@ -222,9 +222,9 @@ def _network(network: Network) -> Iterator[Finding]:
     kind = chosen.kind if chosen else "loopback" if is_loopback(network.chosen) else "unknown"
     speed = f", {chosen.mbit_per_s} Mbit/s" if chosen and chosen.mbit_per_s else ""
     is_wished = network.wish and not network.trouble and not network.wish.startswith("^")
-    why = "as GLOO_SOCKET_IFNAME says" if is_wished else "the way of the default route"
+    why = "chosen by GLOO_SOCKET_IFNAME" if is_wished else "chosen by the default route"
     private = {"interface": chosen.interface if chosen else "-", "address": network.chosen, "host": network.host}
-    yield Finding("ok", "network", f"others are told <address> of <interface> ({kind}{speed}), {why}", private=private)
+    yield Finding("ok", "network", f"other nodes use <address> of <interface> ({kind}{speed}), {why}", private=private)
     yield from _wish(network, private)
     others = [one for one in network.addresses if one.address != network.chosen and one.kind != "loopback"]
     if others:
@@ -233,55 +233,55 @@ def _network(network: Network) -> Iterator[Finding]:
         yield Finding("ok", "network", f"other addresses ({kinds}): <others>", private={"others": listed})
     if kind == "loopback":
         yield Finding(
-            "warning", "network", "this node has no address that another one reaches",
-            "connect it to the others' network, or set GLOO_SOCKET_IFNAME to its interface; alone it can train",
+            "warning", "network", "this node has no address that another node can reach",
+            "connect it to the others' network, or set GLOO_SOCKET_IFNAME to its interface; it can train alone",
         )  # fmt: skip
     elif kind in ("wireless", "containers", "tunnel"):
         yield Finding(
-            "warning", "network", f"the way to the others is <interface>, and that is {_WAYS[kind]}",
+            "warning", "network", f"the other nodes are reached through <interface>, which is {_WAYS[kind]}",
             "set GLOO_SOCKET_IFNAME to a wired interface that the other nodes reach", private,
         )  # fmt: skip
     elif chosen and chosen.mbit_per_s and chosen.mbit_per_s < _SLOW_LINK:
         yield Finding(
             "warning", "network", f"<interface> runs at {chosen.mbit_per_s} Mbit/s, less than 1000",
-            "look at its cable and its switch, or set GLOO_SOCKET_IFNAME to a faster interface", private,
+            "check its cable and its switch, or set GLOO_SOCKET_IFNAME to a faster interface", private,
         )  # fmt: skip
     if network.nccl_wish and not network.wish:
         yield Finding(
-            "note", "network", "NCCL_SOCKET_IFNAME is set, and ranks of HetSeq talk by gloo, which does not read it",
-            "set GLOO_SOCKET_IFNAME to one name if you mean to choose an interface",
+            "note", "network", "NCCL_SOCKET_IFNAME is set, but ranks of HetSeq use gloo, which does not read it",
+            "set GLOO_SOCKET_IFNAME to one name to choose an interface",
         )  # fmt: skip
     if not network.host_means:
         yield Finding(
-            "note", "network", "this host's own name <host> is unknown here",
-            "let nodes meet at an IP address, in place of this name", private,
+            "note", "network", "this host's own name <host> does not resolve here",
+            "let nodes meet at an IP address instead of this name", private,
         )  # fmt: skip
     elif all(map(is_loopback, network.host_means)):
         yield Finding(
-            "note", "network", "this host's own name <host> means <meaning>, which no other machine reaches",
-            "HetSeq tells others <address> in its place; in --join give an IP address if they cannot reach that",
+            "note", "network", "this host's own name <host> means <meaning>, which no other machine can reach",
+            "HetSeq gives others <address> instead; use an IP address in --join if they cannot reach that",
             {**private, "meaning": network.host_means[0]},
         )  # fmt: skip
 
 
 def _wish(network: Network, private: Mapping[str, str]) -> Iterator[Finding]:
-    """What is wrong with GLOO_SOCKET_IFNAME."""
+    """Mistakes in GLOO_SOCKET_IFNAME."""
     names = list(dict.fromkeys(one.interface for one in network.addresses))
     places = {**private, "wish": network.wish, "interfaces": ", ".join(names)}
     if network.trouble:
         yield Finding(
             "problem", "network",
             "GLOO_SOCKET_IFNAME <wish>: no such interface with an address; there are <interfaces>",
-            "set it to <interface>, which leads to the default route, or leave it out", places,
+            "set it to <interface>, which has the default route, or unset it", places,
         )  # fmt: skip
     elif network.wish.startswith("^"):
         yield Finding(
-            "warning", "network", "GLOO_SOCKET_IFNAME <wish>: gloo takes one name, lists with ^ are for NCCL alone",
-            "leave it out, or set it to <interface>, which is used now", places,
+            "warning", "network", "GLOO_SOCKET_IFNAME <wish>: gloo takes one name; only NCCL takes lists with ^",
+            "unset it, or set it to <interface>, which is used now", places,
         )  # fmt: skip
     elif network.told:
         yield Finding(
-            "note", "network", "GLOO_SOCKET_IFNAME <wish>: of several names the first one counts",
+            "note", "network", "GLOO_SOCKET_IFNAME <wish>: only the first of several names counts",
             "set it to <interface>, which is used now", places,
         )  # fmt: skip
 
@@ -291,16 +291,16 @@ _WAYS = {"wireless": "a radio link", "containers": "a bridge of containers", "tu
 
 def _secret(facts: Facts) -> Iterator[Finding]:
     if facts.secret == "usable":
-        yield Finding("ok", "secret", "the file of the secret is there, and yours alone")
+        yield Finding("ok", "secret", "the secret file exists, and only you can read it")
     elif facts.secret == "missing":
         yield Finding(
-            "note", "secret", "there is no file of the secret yet",
-            "the first start of several nodes makes it; without a shared home, copy it to the other nodes with scp",
+            "note", "secret", "there is no secret file yet",
+            "the first start of several nodes creates it; without a shared home, copy it to the other nodes with scp",
         )  # fmt: skip
     else:
         yield Finding(
             "problem", "secret", "the secret cannot be used: <trouble>",
-            "make it a file of your own with mode 600, or name another one with --secret-file",
+            "make it a file owned by you with mode 600, or name another one with --secret-file",
             {"trouble": facts.secret},
         )  # fmt: skip
 
@@ -310,15 +310,15 @@ def _clock(facts: Facts) -> Iterator[Finding]:
         behind = (facts.code_s - facts.wall_clock_s) / 60
         yield Finding(
             "warning", "clock", f"the clock is {behind:.0f} minutes behind the files of HetSeq",
-            "have the clock set; times in logs and names of runs will be wrong until then",
+            "set the clock; until then, times in logs and names of runs are wrong",
         )  # fmt: skip
     elif facts.is_clock_kept is False:
         yield Finding(
-            "note", "clock", "no time server keeps this clock",
-            "have ntpd or chrony started; HetSeq compares no two clocks, but logs are easier to read then",
+            "note", "clock", "this clock is not synchronised with a time server",
+            "start ntpd or chrony; HetSeq never compares two clocks, but logs are easier to read",
         )  # fmt: skip
     else:
-        kept = "a time server keeps it" if facts.is_clock_kept else "the kernel does not say who keeps it"
+        kept = "synchronised with a time server" if facts.is_clock_kept else "the kernel does not say if synchronised"
         yield Finding("ok", "clock", f"plausible; {kept}")
 
 
@@ -333,37 +333,37 @@ def _directory(directory: Directory) -> Iterator[Finding]:
     if directory.mode is None:
         return
     kind = directory.kind or "a file system of unknown kind"
-    yield Finding("ok", "directory", f"<dir> lies on {kind}, mode {directory.mode:04o}", private=private)
+    yield Finding("ok", "directory", f"<dir> is on {kind}, mode {directory.mode:04o}", private=private)
     if directory.is_local:
         yield Finding(
-            "note", "directory", f"<dir> lies on a file system of this node alone ({directory.kind})",
-            "for several nodes name a directory of a network mount that all of them have", private,
+            "note", "directory", f"<dir> is on a local file system of this node ({directory.kind})",
+            "for several nodes, name a directory on a network mount that all of them have", private,
         )  # fmt: skip
     if directory.mode & 0o022 and not directory.mode & 0o1000:
         yield Finding(
-            "warning", "directory", "others may write to <dir>, and so remove what HetSeq puts there",
+            "warning", "directory", "other users may write to <dir>, and so remove the files of HetSeq there",
             "chmod go-w <dir>, or use a directory inside it with mode 700", private,
         )  # fmt: skip
     promises = (
         (directory.has_one_creator, "problem", "an exclusive create of a file succeeded twice", _ELSEWHERE),
-        (directory.has_whole_renames, "problem", "a file was half or absent while another took its place", _ELSEWHERE),
+        (directory.has_whole_renames, "problem", "a file was incomplete or absent while it was replaced", _ELSEWHERE),
         (directory.has_links, "note", "it has no hard links that fail when the name is taken", _NO_LINKS),
         (directory.keeps_modes, "warning", "it does not keep the mode of a file", _NO_MODES),
-        (directory.sees_at_once, "note", "a file that this node has just made is not listed at once", _LATE),
+        (directory.sees_at_once, "note", "a file that this node has just created is not listed at once", _LATE),
     )
     for is_kept, level, text, remedy in promises:
         if is_kept is False:
             yield Finding(level, "directory", f"<dir>: {text}", remedy, private)
     if all(is_kept for is_kept, *_ in promises):
         yield Finding(
-            "ok", "directory", "exclusive create, hard links, renames, modes and listings are as they should be"
+            "ok", "directory", "exclusive create, hard links, renames, modes and listings work as they should"
         )
     yield from _directory_numbers(directory, private)
 
 
-_ELSEWHERE = "let nodes meet at tcp://HOST:PORT in place of file://, and keep --save-dir on another file system"
-_NO_LINKS = "nothing to do: HetSeq meets by mkdir there; a meeting at tcp://HOST:PORT needs neither"
-_NO_MODES = "keep the file of the secret elsewhere (--secret-file), and let nobody else mount this file system"
+_ELSEWHERE = "let nodes meet at tcp://HOST:PORT instead of file://, and keep --save-dir on another file system"
+_NO_LINKS = "nothing to do: HetSeq uses mkdir there; a rendezvous at tcp://HOST:PORT needs neither"
+_NO_MODES = "keep the secret file elsewhere (--secret-file), and let no other user mount this file system"
 _LATE = "expect nodes to find each other some seconds later there, or let them meet at tcp://HOST:PORT"
 
 
@@ -372,16 +372,16 @@ def _directory_numbers(directory: Directory, private: Mapping[str, str]) -> Iter
         level = "problem" if directory.free_bytes < _DISK_FULL else "warning"
         if directory.free_bytes < _DISK_LITTLE:
             yield Finding(
-                level, "directory", f"{size(directory.free_bytes)} are free in <dir>",
-                "make room for three checkpoints at least (hetseq checkpoints prune RUN --keep N removes old ones)",
+                level, "directory", f"only {size(directory.free_bytes)} free in <dir>",
+                "make room for at least three checkpoints (hetseq checkpoints prune RUN --keep N removes old ones)",
                 private,
             )  # fmt: skip
         else:
             yield Finding("ok", "directory", f"{size(directory.free_bytes)} free")
     if directory.free_files is not None and directory.free_files < _FILES_LITTLE:
         yield Finding(
-            "warning", "directory", f"{directory.free_files} more files fit into <dir>",
-            "remove files that nobody needs, or ask for a larger quota of files", private,
+            "warning", "directory", f"only {directory.free_files} more files fit into <dir>",
+            "remove unneeded files, or ask for a larger quota of files", private,
         )  # fmt: skip
     if directory.fsync_s is not None:
         is_slow = directory.fsync_s > _SYNC_SLOW_S
@@ -396,8 +396,8 @@ def _directory_numbers(directory: Directory, private: Mapping[str, str]) -> Iter
         if far > _AHEAD_S:
             yield Finding(
                 "warning" if far > _AHEAD_FAR_S else "note", "directory",
-                f"the clock of the file system is {far:.0f} s {where} that of this node",
-                "have both clocks kept by a time server; HetSeq compares them nowhere, make and people do",
+                f"the clock of the file system is {far:.0f} s {where} the clock of this node",
+                "synchronise both with a time server; HetSeq never compares them, but make and people do",
             )  # fmt: skip
         else:
-            yield Finding("ok", "directory", "its clock agrees with that of this node within a second")
+            yield Finding("ok", "directory", "its clock agrees with this node's within a second")

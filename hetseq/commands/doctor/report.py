@@ -1,7 +1,7 @@
-"""Findings as text of at most 100 columns, and as a file that may be shown to anybody.
+"""Findings as text of at most 100 columns, and as a JSON file that is safe to publish.
 
-Responsible for the two forms. It refuses to judge. The one idea of the file: nothing is taken out of the facts, a few
-of them are put in: numbers, versions, kinds, and findings with their places unfilled. Nodes are node1, node2.
+It judges nothing. The one idea of the file: instead of removing private facts, it includes only a few: numbers,
+versions, kinds, and findings with their placeholders unfilled. Nodes are node1, node2.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hetseq.commands.doctor.node_findings import LEVELS, Finding
 COLUMNS = 100
 FORMAT_VERSION = 1
 _MARGIN = 20
-_GLUE, _BEFORE_UNIT = "\xa0", re.compile(r"(?<=\d) (?=(?:ms|s|MB/s|GiB|MiB|Mbit/s)\b)")  # a line does not end there
+_GLUE, _BEFORE_UNIT = "\xa0", re.compile(r"(?<=\d) (?=(?:ms|s|MB/s|GiB|MiB|Mbit/s)\b)")  # no line break there
 
 
 def text(findings: Sequence[Finding]) -> Iterator[str]:
-    """A line or more per finding, and a last one that counts."""
+    """One or more lines per finding, and a summary as the last line."""
     topic = ""
     for finding in findings:
         said, remedy = finding.filled()
@@ -38,10 +38,10 @@ def text(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """How many there are of each kind that is worth a look."""
+    """The verdict, and the numbers of problems, warnings and notes."""
     counted = Counter(finding.level for finding in findings)
     parts = [f"{counted[level]} {level}{'s' if counted[level] != 1 else ''}" for level in reversed(LEVELS[1:])]
-    verdict = "not fit" if counted["problem"] else "fit"
+    verdict = "not ready" if counted["problem"] else "ready"
     return f"{verdict}: {', '.join(parts)}"
 
 
@@ -71,7 +71,7 @@ def document(nodes: Sequence[Facts], findings: Sequence[Sequence[Finding]]) -> d
 def cluster_document(
     examined: Examination, each: Sequence[Sequence[Finding]], common: Sequence[Finding]
 ) -> dict[str, Any]:
-    """The same for several nodes, with what was found about them together."""
+    """The same for several nodes, with the findings about them together."""
     return {
         **document(examined.facts, each),
         "together": [_public_finding(finding) for finding in common],

@@ -1,9 +1,9 @@
-"""What only a process with torch can tell: versions, devices, and how fast they compute. The doctor's child process.
+"""The doctor's child process that imports torch: versions, devices, and the speed of each device.
 
-Responsible for one line of JSON after each piece of work, at once, so that whoever started it knows in which one a
-driver hangs. It refuses to judge and to last: the parent ends it at its deadline.
+Prints a line of JSON after each piece of work, at once, so that the parent knows in which one a driver hangs. It judges
+nothing, and the parent kills it at its deadline.
 
-The one idea: two sizes of batch give the two numbers of the cost model, seconds per step and seconds per sample.
+The one idea: two batch sizes give the two numbers of the cost model, seconds per step and seconds per sample.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _AT_ONCE = 5
 
 
 def main(words: list[str]) -> None:
-    """Tell of torch, of its devices, and of `words[0]` seconds of burn-in on each; `words[1]` are threads of a CPU."""
+    """Report torch, its devices, and `words[0]` seconds of burn-in on each; `words[1]`: number of CPU threads."""
     seconds, threads = float(words[0]), int(words[1])
     _tell(**torch_build(), has_gloo=has_gloo())
     torch.set_num_threads(threads)
     if not torch.cuda.device_count():
-        products.multiply_by_the_faster_library()  # as a worker of a training does
+        products.multiply_by_the_faster_library()  # as a worker of a run does
     devices = [gpu(index) for index in range(torch.cuda.device_count())] or [_cpu()]
     _tell(devices=[dataclasses.asdict(device) for device in devices])
     burns = []
@@ -66,7 +66,7 @@ def gpu(index: int) -> Device:
 
 
 def burn(device: torch.device, seconds: float) -> Burn:
-    """A quarter of the time products of matrices, the rest training steps of both sizes in turn."""
+    """Burn-in: matrix products for a quarter of the time, then training steps of both sizes in turn."""
     side = _MATRIX[device.type]
     left, right = (torch.randn(side, side, device=device) for _ in range(2))
     products = _timed(lambda: left @ right, device, seconds / 4)
@@ -99,7 +99,7 @@ def _step(network: nn.Module, batch: torch.Tensor) -> Callable[[], object]:
 
 
 def _timed(work: Callable[[], object], device: torch.device, seconds: float) -> list[float]:
-    """Seconds of each call, again and again for about so long, once at least; the first is not counted."""
+    """Seconds of each call, repeated for about `seconds`, at least once; the first call is not counted."""
     times: list[float] = []
     work()
     end = time.monotonic() + seconds

@@ -1,1 +1,1 @@
-"""`hetseq plan`: what a step would cost on given machines."""
+"""`hetseq plan` and `hetseq simulate`: predict the step time on other machines."""

@@ -1,8 +1,8 @@
-"""A cluster that need not exist, from YAML: the file of `hetseq simulate`.
+"""Cluster file of `hetseq simulate`: a hypothetical cluster in YAML.
 
-Responsible for reading it, and for saying in the user's words what is wrong with it: file, line, key, what was found
-and what was expected. It simulates nothing. The one idea: a value is text with a place until its key says what it
-should be, so `440e6` is a number here, which it is not to YAML 1.1.
+Reads the file and reports its mistakes by file, line and key, with the found and the expected value. It simulates
+nothing. The one idea: a value is text with a position until its key decides its type, so `440e6` is a number here,
+although YAML 1.1 reads it as text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hetseq.balance.simulation import Clock, Cluster, Link, RankGroup
 from hetseq.errors import ConfigError
 from hetseq.registry import nearest
 
-# Whoever means more than this has mistyped, and would wait for minutes or meet numbers that are infinite.
+# Larger numbers are typing errors: they would take minutes, or become infinite.
 _MOST_RANKS = 100_000
 _MOST_STEPS = 100_000
 _MOST_SAMPLES = 10**12
@@ -29,7 +29,7 @@ _LINK = ("mbit_per_s", "latency_ms")
 
 @dataclass(frozen=True)
 class Experiment:
-    """What a file asks for: a cluster, how long to watch it, and global batches, the one in question first."""
+    """The content of a file: a cluster, how long to simulate it, and global batches, the main one first."""
 
     cluster: Cluster
     clock: Clock
@@ -37,14 +37,14 @@ class Experiment:
 
 
 def read_experiment(file: Path) -> Experiment:
-    """The experiment that a YAML file describes. Raises ConfigError that names file, line and key."""
+    """Read the experiment from a YAML file. Raises ConfigError with file, line and key."""
     top = _Table(file, "", _compose(file), _TOP)
     groups = [_group(_Table(file, key, node, _GROUP)) for key, node in top.entries("groups")]
     names = [group.name for group in groups]
     for place, name in enumerate(names):
         if name in names[:place]:
             raise ConfigError(
-                f"{file}: groups[{place}].name: found {name!r} again, expected a name of its own per group"
+                f"{file}: groups[{place}].name: found {name!r} again, expected a different name for each group"
             )
     cluster = Cluster(tuple(groups), top.number("gradient_bytes", least=0))
     if cluster.world_size > _MOST_RANKS:
@@ -84,7 +84,7 @@ def _compose(file: Path) -> Any:
         return yaml.compose(file.read_text(encoding="utf-8-sig"), Loader=yaml.SafeLoader)
     except FileNotFoundError:
         raise ConfigError(
-            f"{file}: there is no such file, seen from {Path.cwd()}; expected the YAML of a cluster"
+            f"{file}: there is no such file, relative to {Path.cwd()}; expected the YAML of a cluster"
         ) from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}; expected the YAML of a cluster") from None
@@ -99,7 +99,7 @@ def _compose(file: Path) -> Any:
 
 
 class _Table:
-    """A mapping of the file, at `path` (as in `groups[1].link`, "" for the whole file), with keys that are known."""
+    """A mapping in the file, at `path` (such as `groups[1].link`, "" for the whole file), with known keys only."""
 
     def __init__(self, file: Path, path: str, node: Any, known: Sequence[str]) -> None:
         self._file, self._path, self._node = file, path, node
@@ -107,7 +107,7 @@ class _Table:
             self._refuse(path or "the file", node, f"a mapping with the keys {', '.join(known)}")
         self._values: dict[str, Any] = {}
         for key, value in node.value:
-            name = key.value if key.id == "scalar" else "a key that is no name"
+            name = key.value if key.id == "scalar" else "a key that is not a name"
             if name in self._values:
                 raise ConfigError(f"{self._place(key)}: {self._full(name)} is there twice: keep one of them")
             if name not in known:
@@ -126,7 +126,7 @@ class _Table:
         return str(node.value)
 
     def number(self, key: str, *, least: float, most: float = _MOST, default: float | None = None) -> float:
-        """The number of a key, `default` where it is not there; None: it must be."""
+        """The number of a key, or `default` if the key is absent; None: it is required."""
         if default is not None and key not in self._values:
             return default
         expected = f"a number from {least:g} to {most:g}"
@@ -137,7 +137,7 @@ class _Table:
         return value
 
     def whole(self, key: str, *, least: int, most: int, default: int | None = None) -> int:
-        """The whole number of a key, `default` where it is not there; None: it must be."""
+        """The whole number of a key, or `default` if the key is absent; None: it is required."""
         if default is not None and key not in self._values:
             return default
         return self.read_whole(self._full(key), self._get(key, _whole(least, most)), least, most)
@@ -176,7 +176,7 @@ class _Table:
 
 
 def _number(node: Any) -> float:
-    """The number that a node stands for, NaN for anything else."""
+    """The number in a node, NaN if it has none."""
     try:
         return float(node.value) if node.id == "scalar" else math.nan
     except ValueError:

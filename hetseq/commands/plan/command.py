@@ -1,11 +1,11 @@
-"""`hetseq plan RUN` and `hetseq simulate FILE`: what another cluster would make of a training, before anybody has it.
+"""`hetseq plan RUN` and `hetseq simulate FILE`: predict the speed of a training on another cluster.
 
-Responsible for the two command lines, for which clusters are compared, and for the words. What a run has measured is
-read by `measured_run`, a cluster on paper by `cluster_file`; the arithmetic of a step is `simulation`'s. Nothing is
-started, and nothing in a run directory is changed.
+Parses the two command lines, chooses the clusters to compare, and words the output. `measured_run` reads the
+measurements of a run, `cluster_file` a hypothetical cluster; `simulation` computes a step. Nothing is started, and
+nothing in a run directory is changed.
 
-The one idea of `plan`: a run has measured what each of its ranks costs, so a rank can be taken away or added on paper.
-What the model gets wrong about the step that was measured, it is taken to get wrong by the same factor elsewhere.
+The one idea of `plan`: a run has measured the cost of each of its ranks, so the model can remove or add a rank. The
+error of the model for the measured step is assumed to be the same factor elsewhere.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hetseq.run_directory import RunDirectory
 
 _MOST_TIMES = 1e6
 _LEARNED, _LEAST_LEARNED = 60_000, 10
-_LATER = 7  # steps by which the noise of an added rank comes after that of the rank it is like
+_LATER = 7  # steps by which the noise of an added rank is shifted against the rank it copies
 _SHOWN_SHARES = 12  # ranks whose shares are listed one by one
 
 # the command lines
@@ -39,7 +39,7 @@ _SHOWN_SHARES = 12  # ranks whose shares are listed one by one
 
 @dataclass(frozen=True)
 class Addition:
-    """A rank that is not there: its speed alone, in samples per second or as a multiple of the fastest rank's."""
+    """A hypothetical rank: its speed alone, in samples per second or as a multiple of the fastest rank's."""
 
     name: str
     speed: float
@@ -68,21 +68,21 @@ class SimulateArguments:
 
 
 def run_plan(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """`hetseq plan RUN`: say how fast it would be on another cluster; gives 0. Raises ConfigError."""
+    """`hetseq plan RUN`: print how fast it would be on another cluster; returns 0. Raises ConfigError."""
     arguments = parse_plan(words)
     say((plan_json if arguments.wants_json else plan_text)(make_plan(arguments)))
     return 0
 
 
 def run_simulate(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """`hetseq simulate FILE`: say how fast a cluster on paper would be; gives 0. Raises ConfigError."""
+    """`hetseq simulate FILE`: print how fast a hypothetical cluster would be; returns 0. Raises ConfigError."""
     arguments = parse_simulate(words)
     say((simulation_json if arguments.wants_json else simulation_text)(compare(arguments)))
     return 0
 
 
 def parse_plan(argv: Sequence[str]) -> PlanArguments:
-    """The command line of `hetseq plan`. Raises ConfigError, HelpRequested."""
+    """Parse the command line of `hetseq plan`. Raises ConfigError, HelpRequested."""
     given = PLAN.read(argv)
     return PlanArguments(
         run=Path(given["RUN"]),
@@ -93,14 +93,14 @@ def parse_plan(argv: Sequence[str]) -> PlanArguments:
 
 
 def parse_simulate(argv: Sequence[str]) -> SimulateArguments:
-    """The command line of `hetseq simulate`. Raises ConfigError, HelpRequested."""
+    """Parse the command line of `hetseq simulate`. Raises ConfigError, HelpRequested."""
     given = SIMULATE.read(argv)
     return SimulateArguments(Path(given["FILE"]), wants_json=given["--json"])
 
 
 def _rank_number(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,9}", text):
-        raise ValueError("expected the number of a rank, as in --without 1; give the flag once per rank")
+        raise ValueError("expected a rank number, as in --without 1; give the flag once per rank")
     return int(text)
 
 
@@ -121,7 +121,7 @@ def _addition(text: str) -> Addition:
 
 PLAN = Command(
     "plan",
-    "How fast a run would be with the best shares, without a rank, or with another one.",
+    "Predict how fast a run would be with the best shares, without a rank, or with another one.",
     usage=("RUN [--without RANK]... [--add NAME:SPEED]... [--json]",),
     words=(
         Argument("RUN", "the --save-dir of a run, finished or not; nothing in it is changed"),
@@ -131,24 +131,24 @@ PLAN = Command(
         ),
         CommandOption(
             "--add",
-            "predict the step with one rank more: gpu3:2.0 is twice as fast as the fastest rank of the run, gpu3:120/s"
+            "predict the step with one more rank: gpu3:2.0 is twice as fast as the fastest rank of the run, gpu3:120/s"
             " makes 120 samples per second alone; give it once per rank",
             "NAME:SPEED",
             read=_addition,
             is_many=True,
         ),
-        CommandOption("--json", "one line for scripts"),
+        CommandOption("--json", "print one line of JSON, for scripts"),
     ),
     examples=("hetseq plan runs/mnist", "hetseq plan runs/mnist --without 1 --add gpu3:2.0"),
 )  # fmt: skip
 
 SIMULATE = Command(
     "simulate",
-    "How fast a cluster would be that is described in a YAML file.",
+    "Predict how fast a cluster described in a YAML file would be.",
     usage=("FILE [--json]",),
     words=(
         Argument("FILE", "YAML: groups of ranks, their speeds and links, a global batch"),
-        CommandOption("--json", "one line for scripts"),
+        CommandOption("--json", "print one line of JSON, for scripts"),
     ),
     examples=("hetseq simulate cluster.yaml",),
     notes=("The keys of the file are in docs/planning.md.",),
@@ -160,7 +160,7 @@ SIMULATE = Command(
 
 @dataclass(frozen=True)
 class Scenario:
-    """One cluster and its step. `ranks` are the run's own numbers of its ranks, None for one that was added."""
+    """One cluster and its step. `ranks` are the run's own rank numbers, None for an added rank."""
 
     title: str
     ranks: tuple[int | None, ...]
@@ -170,7 +170,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """What `hetseq plan` found: the run as it is, with the best shares, with other ranks; and advice."""
+    """The result of `hetseq plan`: the run as it is, with the best shares, with other ranks; and advice."""
 
     measured: MeasuredRun
     now: Scenario
@@ -180,12 +180,12 @@ class ClusterPlan:
 
 
 def make_plan(arguments: PlanArguments) -> ClusterPlan:
-    """The answer to `hetseq plan`. Raises ConfigError for a run without measurements or such a rank."""
+    """The answer to `hetseq plan`. Raises ConfigError for a run without measurements, or an unknown rank."""
     options = _options_of(arguments.run)
     if options.get("data_by_host"):
         raise ConfigError(
-            f"{arguments.run} trains with --data-by-host: which host has what data says who does how much, and hetseq"
-            " plan predicts for ranks that can do each other's work"
+            f"{arguments.run} trains with --data-by-host: the data on each host decide its share, but hetseq plan"
+            " predicts for ranks that can do each other's work"
         )
     unit = options.get("unit_size")
     measured = replace(read_measured(arguments.run), unit=unit if isinstance(unit, int) and unit > 0 else 1)
@@ -204,7 +204,7 @@ def make_plan(arguments: PlanArguments) -> ClusterPlan:
     best = _scenario(measured, "with the best shares")
     step = predict(measured.ranks, measured.shares, communication_s=measured.communication_s, scale=measured.scale)
     now = replace(best, title="now, as measured", step=step)
-    if best.step.step_s > now.step.step_s:  # noise has no part in how shares are dealt, but it has in the step
+    if best.step.step_s > now.step.step_s:  # noise is part of the step, but not of the choice of shares
         best = replace(best, step=step)
     return ClusterPlan(
         measured=measured,
@@ -216,7 +216,7 @@ def make_plan(arguments: PlanArguments) -> ClusterPlan:
 
 
 def _options_of(run: Path) -> dict[str, Any]:
-    """What the run was started with, by name; nothing where that cannot be read, as what was measured is enough."""
+    """The options of the run by name; empty if they cannot be read, because the measurements are enough."""
     try:
         options = yaml.safe_load(RunDirectory(run).config_file.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -225,9 +225,9 @@ def _options_of(run: Path) -> dict[str, Any]:
 
 
 def _added_rank(measured: MeasuredRun, addition: Addition, at: int) -> RankModel:
-    """A rank that differs from the fastest of the run by a factor, in everything; `at`: how many were added before.
+    """A rank with all costs of the fastest rank times a factor; `at`: the number of ranks added before it.
 
-    It is as noisy as the fastest one, but at other times.
+    It is as noisy as the fastest rank, but at other times.
     """
     fastest = max(measured.ranks, key=lambda rank: rank.alone_per_s(measured.total))
     factor = addition.speed
@@ -250,7 +250,7 @@ def _scenario(
     ranks = [*(measured.ranks[rank] for rank in staying), *added]
     if all(rank.cost.limit == 0 for rank in ranks):
         raise ConfigError(
-            f"{title}: nobody is left whose speed is known; expected at least one rank of {measured.run} that has had"
+            f"{title}: no rank with a known speed is left; expected at least one rank of {measured.run} that has had"
             " samples, or one from --add"
         )
     step = predict(
@@ -263,7 +263,7 @@ def _scenario(
 
 
 def _advice(measured: MeasuredRun, now: Step, best: Step) -> list[str]:
-    """What the prediction means for this run, a sentence each."""
+    """Advice from the prediction for this run, one sentence each."""
     busy = [rank.busy_s(share) for rank, share in zip(measured.ranks, measured.shares)]
     lines = [f"{_named(measured, [busy.index(max(busy))])} sets the pace"] if len(busy) > 1 else []
     if best.step_s < (1 - NEGLIGIBLE_GAIN) * now.step_s:
@@ -273,7 +273,7 @@ def _advice(measured: MeasuredRun, now: Step, best: Step) -> list[str]:
         )
     names = [rank.name.rpartition("/")[2].partition(":")[0] for rank in measured.ranks]
     beside_gpu = [rank for rank, device in enumerate(names) if device == "cpu" and set(names) != {"cpu"}]
-    # A rank that has work can only be in the way of the exchange, and of nine ranks one makes less than 2 % of that.
+    # A rank with work can only slow the exchange, and one rank of nine accounts for less than 2 % of that.
     single = [rank for rank, share in enumerate(best.shares) if len(names) <= 8 or share == 0 or rank in beside_gpu]
     judged = [[rank] for rank in single] + [beside_gpu] * (len(beside_gpu) > 1)
     for group in judged:
@@ -312,7 +312,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class ClusterComparison:
-    """What `hetseq simulate` found: equal shares, fitting ones, fitting ones of other global batches; in words too."""
+    """The result of `hetseq simulate`: equal shares, the best shares, also for other global batches; and advice."""
 
     experiment: Experiment
     trials: tuple[Trial, ...]
@@ -320,12 +320,12 @@ class ClusterComparison:
 
     @property
     def balanced(self) -> Step:
-        """The step of the global batch in question with fitting shares."""
+        """The step of the main global batch with the best shares."""
         return self.trials[1].step
 
 
 def compare(arguments: SimulateArguments) -> ClusterComparison:
-    """The answer to `hetseq simulate`. Raises ConfigError for a file that describes no cluster."""
+    """The answer to `hetseq simulate`. Raises ConfigError for an invalid file."""
     experiment = read_experiment(arguments.file)
     cluster, clock, total = experiment.cluster, experiment.clock, experiment.global_batches[0]
     trials = [
@@ -336,7 +336,7 @@ def compare(arguments: SimulateArguments) -> ClusterComparison:
         ),
     ]
     balanced = trials[1].step
-    # learning is done in plain Python: about two seconds for so many micro-batches
+    # learning is plain Python: about two seconds for `_LEARNED` micro-batches
     computed = sum(max(1, rank.cost.batches(share)) for share, rank in zip(balanced.shares, cluster.ranks))
     watched = min(clock.steps, _LEARNED // computed)
     if watched >= _LEAST_LEARNED:
@@ -352,11 +352,11 @@ def compare(arguments: SimulateArguments) -> ClusterComparison:
     return ClusterComparison(experiment, tuple(trials), tuple(advice))
 
 
-# words and JSON
+# text and JSON
 
 
 def plan_text(plan: ClusterPlan) -> str:
-    """What a person reads."""
+    """The plan as text."""
     measured = plan.measured
     has_stairs = any(model.cost.batch for model in measured.ranks)
     heads = ("fixed", "per sample", *(("per micro-batch",) if has_stairs else ()), "alone, samples/s")
@@ -384,7 +384,7 @@ def plan_text(plan: ClusterPlan) -> str:
 
 
 def plan_json(plan: ClusterPlan) -> str:
-    """What a script reads: one line."""
+    """The plan as one line of JSON."""
     measured = plan.measured
     return json.dumps(
         {
@@ -405,7 +405,7 @@ def plan_json(plan: ClusterPlan) -> str:
 
 
 def simulation_text(comparison: ClusterComparison) -> str:
-    """What a person reads."""
+    """The comparison as text."""
     cluster, clock = comparison.experiment.cluster, comparison.experiment.clock
     trials: list[Cells] = [
         ("", "samples a step", "step", "computing", "waiting", "exchange", "samples/s", "efficiency")
@@ -431,7 +431,7 @@ def simulation_text(comparison: ClusterComparison) -> str:
 
 
 def simulation_json(comparison: ClusterComparison) -> str:
-    """What a script reads: one line."""
+    """The comparison as one line of JSON."""
     cluster = comparison.experiment.cluster
     return json.dumps(
         {
@@ -482,7 +482,7 @@ def _speed(per_s: float) -> str:
 
 
 def _s(seconds: float) -> str:
-    """Seconds with three digits that matter, as one says them."""
+    """Seconds with three significant digits, in readable units."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:,.3g} {unit}"
@@ -490,7 +490,7 @@ def _s(seconds: float) -> str:
 
 
 def _shares_text(shares: Sequence[int], *, shown: int = _SHOWN_SHARES) -> str:
-    """Shares one by one, or from least to most where there are many."""
+    """Shares one by one, or from least to most if there are many."""
     if len(shares) <= shown:
         return ",".join(map(str, shares))
     least, most = min(shares), max(shares)

@@ -1,8 +1,8 @@
-"""What a run has found out about its ranks: the last steady steps of its `metrics.jsonl`, as a model of the cluster.
+"""Cost model of a run's ranks, from the last steady steps of its `metrics.jsonl`.
 
-Responsible for choosing the steps to judge by, and for saying what is missing in them. It reads one file and predicts
-nothing. The one idea: a run may have been resumed elsewhere, may have changed its shares, and ends its epochs with odd
-steps, so only steps of the present ranks with the same shares count, and of those the median.
+Chooses the steps to use, and reports missing measurements. It reads one file and predicts nothing. The one idea: a run
+may have been resumed elsewhere, may have changed its shares, and ends its epochs with odd steps. So only steps of the
+present ranks with the same shares count, and the median of these.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hetseq.monitor.rank_table import with_present_micro_batches
 from hetseq.monitor.step_time import TOLD, TOLD_OF_STAIRS, known_cost
 from hetseq.which_run import existing_run
 
-_ROWS = 50  # how many of the last steps are looked at
-_SETTLING = 5  # the first steps of a run: caches, connections, shares that are not yet known
-_ENOUGH = 5  # steps with equal shares of which the median is believed
+_ROWS = 50  # last steps to look at
+_SETTLING = 5  # first steps of a run: caches, connections, shares that are not yet known
+_ENOUGH = 5  # steps with equal shares for a reliable median
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What the last steady steps of a run say: medians over `steps` steps; lists by rank."""
+    """Measurements of the last steady steps of a run: medians over `steps` steps; lists by rank."""
 
     run: Path
     steps: int
@@ -48,17 +48,17 @@ class MeasuredRun:
 
     @property
     def scale(self) -> float:
-        """What the model's times are multiplied by, so that it gives the measured step."""
+        """The factor from the model's times to the measured step."""
         return self.step_s / predict(self.ranks, self.shares, communication_s=self.communication_s).step_s
 
     def communication_of(self, world_size: int) -> float:
-        """The exchange with so many ranks: the measured one, in proportion to the bytes each link carries in a ring."""
+        """Seconds of the exchange between `world_size` ranks, scaled by the bytes that each link carries in a ring."""
         measured = ring_factor(len(self.ranks))
         return self.communication_s * ring_factor(world_size) / measured if measured else 0.0
 
 
 def read_measured(run: Path) -> MeasuredRun:
-    """The last steady steps in the `metrics.jsonl` of a run directory. Raises ConfigError where they are missing."""
+    """Read the last steady steps in the `metrics.jsonl` of a run directory. Raises ConfigError if there are none."""
     path = existing_run(run).metrics
     try:
         rows = read_rows(path)
@@ -74,30 +74,30 @@ def read_measured(run: Path) -> MeasuredRun:
     step_s = statistics.median(row["seconds"] for row in steady)
     telling = [
         row for row in steady if row.get("ranks") and row.get("communication_s") is not None
-    ]  # of many ranks: some
+    ]  # in a large world, only some rows have them
     ranks: tuple[RankModel, ...]
     notes: tuple[str, ...]
     if world_size == 1 and "ranks" not in steady[-1]:
         noise = tuple(row["seconds"] / step_s for row in steady)
         ranks = (RankModel("", Cost(0.0, step_s / shares[0]), noise=noise),)
-        notes = ("one rank: its fixed cost per step is not known and is taken as none",)
+        notes = ("one rank: its fixed cost per step is unknown and assumed to be 0",)
         communication_s = 0.0
     elif not telling:
         raise ConfigError(
-            f"{path}: the steps up to {steady[-1]['step']} do not say what each rank costs (no `ranks` in their rows):"
-            " an older HetSeq wrote them; go on with the run for a few steps with this one, and ask again"
+            f"{path}: the steps up to {steady[-1]['step']} lack the cost of each rank (no `ranks` in their rows): an"
+            " older HetSeq wrote them; continue the run for a few steps with this version, and try again"
         )
     else:
         telling = with_present_micro_batches(telling)
         ranks, notes = _rank_models(path, telling, shares)
         communication_s = statistics.median(row["communication_s"] for row in telling)
     if world_size == 1:
-        notes += ("one rank exchanges nothing: the exchange with more of them is not known and is taken as none",)
+        notes += ("one rank exchanges nothing: the exchange between several is unknown and assumed to take 0 s",)
     return MeasuredRun(run, len(steady), steady[-1]["step"], shares, step_s, ranks, communication_s, notes)
 
 
 def _steady(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The steps to judge by: the last ones of the present membership, all with the same shares."""
+    """The steps to use: the last ones of the present membership, all with the same shares."""
     names = next((names for row in reversed(steps) if (names := _names(row)) is not None), None)
     recent = list[Mapping[str, Any]]()
     for row in reversed(steps):
@@ -116,14 +116,14 @@ def _steady(steps: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _names(row: Mapping[str, Any]) -> list[str] | None:
-    """Where the ranks are; None in a row that does not say."""
+    """Node and device of the ranks; None if the row lacks them."""
     return (row.get("ranks") or {}).get("names")
 
 
 def _rank_models(
     path: Path, rows: Sequence[Mapping[str, Any]], shares: Sequence[int]
 ) -> tuple[tuple[RankModel, ...], tuple[str, ...]]:
-    """The ranks of these rows, and what had to be assumed of them."""
+    """The ranks of these rows, and notes about assumptions."""
     models, notes = [], []
     keys = (*TOLD, *(key for key in TOLD_OF_STAIRS if key in rows[-1]["ranks"]))
     for rank, share in enumerate(shares):
@@ -131,32 +131,32 @@ def _rank_models(
         name = str((_names(rows[-1]) or [""] * len(shares))[rank])
         cost = known_cost(share, told)
         if cost.limit == 0:
-            notes.append(f"{named(rank, name)} has had no samples yet: its speed is not known, and it is given none")
+            notes.append(f"{named(rank, name)} has had no samples yet: its speed is unknown, and it gets none")
         elif not told["per_sample_s"]:
-            notes.append(f"{named(rank, name)}: its fixed and its per-sample cost are not told apart yet")
+            notes.append(f"{named(rank, name)}: its fixed and its per-sample cost cannot be separated yet")
         models.append(RankModel(name, cost, told["overhead_s"] or 0.0, _noise(rows, rank, told["compute_s"])))
     return tuple(models), tuple(notes)
 
 
 def _noise(rows: Sequence[Mapping[str, Any]], rank: int, usual_s: float | None) -> tuple[float, ...]:
-    """By row how long the rank computed over how long it usually does; none for a rank that computes nothing."""
+    """By row, the computing time of the rank / its usual time; empty for a rank that computes nothing."""
     times = [row["ranks"]["compute_s"][rank] for row in rows]
     return tuple(time / usual_s for time in times) if usual_s and None not in times else ()
 
 
 def named(rank: int, name: str) -> str:
-    """A rank in words: `rank 2 (labB/cpu)`, or `rank 2` where no row says where it is."""
+    """A rank in words: `rank 2 (labB/cpu)`, or `rank 2` without a name."""
     return f"rank {rank} ({name})" if name else f"rank {rank}"
 
 
 def _median(path: Path, rows: Sequence[Mapping[str, Any]], key: str, rank: int) -> float | None:
-    """The middle of what the rows say of a rank; None if none of them knows it."""
+    """The median of a rank's known values in the rows; None if none is known."""
     try:
         values = [row["ranks"][key][rank] for row in rows]
     except (KeyError, IndexError):
         raise ConfigError(
-            f"{path}: the rows do not say {key} of rank {rank}: another version of HetSeq wrote them; go on with the"
-            " run for a few steps with this one, and ask again"
+            f"{path}: the rows lack {key} of rank {rank}: another version of HetSeq wrote them; continue the run for a"
+            " few steps with this version, and try again"
         ) from None
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None

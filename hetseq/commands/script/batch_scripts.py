@@ -1,13 +1,12 @@
-"""Batch scripts, as text: what each scheduler calls nodes, time and memory, and how one command reaches each node.
+"""Batch scripts for Slurm, Grid Engine, PBS, LSF and HTCondor, as text.
 
-Responsible for scripts that a person can read, change and keep, and for nothing else: no file is written, no program of
-a scheduler is called, no scheduler's list of nodes is read before the job runs. What trains, and whether it may, is
-known to `command`.
+Makes scripts that a person can read, change and keep, and nothing else: it writes no file, calls no program of a
+scheduler, and reads no list of nodes before the job runs. `command` checks the options of the run.
 
-The one idea: `hetseq train` is the same line on every node, so a script writes that line once, into a small file beside
-the run (a file, because some schedulers let two shells read the words of a command), and has it run once per node by
-the scheduler's own means. The nodes meet in a directory named after the job, which takes no port. Slurm signals all
-nodes itself. Elsewhere only the first node is sure to hear a signal, so it leaves a file that the others look for.
+The one idea: `hetseq train` is the same command on every node, so a script writes it once into a small file beside the
+run (a file, because some schedulers pass a command through two shells), and runs that once per node by the scheduler's
+own means. The nodes meet in a directory named after the job, which takes no port. Slurm signals all nodes itself.
+Elsewhere only the first node is sure to get a signal, so it leaves a file that the others look for.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
-#: before the end of the job's time, for the step under way and the checkpoint
+#: before the end of the job's time, for the current step and the checkpoint
 WARNING_S = 120
 _WIDTH = 100
 _END = "END_OF_NODE"
@@ -24,10 +23,10 @@ _END = "END_OF_NODE"
 
 @dataclass(frozen=True)
 class Job:
-    """What a script asks a queue for, and what it runs.
+    """The resources that a script asks a queue for, and the command it runs.
 
-    `words` are the options of `hetseq train`. The nodes of a job that `meets` are told where; `min_ranks` is None where
-    `words` say it. `setup` are lines of shell. `shared` is an existing or future folder that all nodes see.
+    `words` are the options of `hetseq train`. If `meets`, the script adds --join; `min_ranks` is None if it is in
+    `words`. `setup` are lines of shell. `shared` is an existing or future folder that all nodes see.
     """
 
     name: str
@@ -56,7 +55,7 @@ def clock(seconds: int) -> str:
 
 
 def slurm(job: Job) -> str:
-    """For `sbatch`: a step of one task per node. Signals, exit codes and lost nodes are those of `srun`."""
+    """For `sbatch`: a step of one task per node. `srun` handles signals, exit codes and lost nodes."""
     wants = [
         f"--job-name={job.name}", f"--nodes={job.nodes}", "--ntasks-per-node=1", f"--cpus-per-task={job.cpus}",
         job.gpus and f"--gpus-per-node={job.gpus}", job.memory and f"--mem={job.memory}",
@@ -66,13 +65,13 @@ def slurm(job: Job) -> str:
         "--no-kill",
     ]  # fmt: skip
     again = (
-        "# 75: stopped before the end, with a checkpoint to go on from\n"
+        "# 75: stopped before the end, with a checkpoint to resume from\n"
         'if [ "$code" -eq 75 ]; then\n    scontrol requeue "$SLURM_JOB_ID"\nfi\n'
     )
     return (
         _head(job, "sbatch", [f"#SBATCH {want}" for want in wants if want])
-        + f"\n# USR1 comes {WARNING_S} s before the end of the time: every node finishes its step and saves.\n"
-        + "# The run goes on without a node that fails or leaves (--no-kill, --wait, --kill-on-bad-exit).\n"
+        + f"\n# USR1 comes {WARNING_S} s before the time limit: every node finishes its step and saves.\n"
+        + "# The run continues without a node that fails or leaves (--no-kill, --wait, --kill-on-bad-exit).\n"
         + _prologue(job, "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}", _node(job, is_watched=False))
         + f"srun --ntasks-per-node=1 --cpus-per-task={job.cpus} --kill-on-bad-exit=0 --wait=0 --no-kill \\\n"
         + '    bash "$node" "$meeting"\ncode=$?\nrm -f "$node"\n'
@@ -90,9 +89,9 @@ def sge(job: Job) -> str:
         job.time_s and f"-l h_rt={clock(job.time_s)}", job.queue and f"-q {job.queue}",
         job.account and f"-P {job.account}", "-r y" if job.is_requeued else "-r n",
     ]  # fmt: skip
-    note = "# Whether GPUs and memory count per slot or per host is the site's choice: qconf -sc\n"
+    note = "# Whether GPUs and memory count per slot or per host depends on the site: qconf -sc\n"
     again = (
-        "# 75: stopped before the end, with a checkpoint to go on from; a job that ends with 99 is queued again\n"
+        "# 75: stopped before the end, with a checkpoint to resume from; a job that ends with 99 is queued again\n"
         'if [ "$code" -eq 75 ]; then\n    exit 99\nfi\n'
     )
     return (
@@ -112,10 +111,10 @@ def pbs(job: Job) -> str:
         job.account and f"-A {job.account}", "-r n",
     ]  # fmt: skip
     torque = f"nodes={job.nodes}:ppn={job.cpus}" + (f":gpus={job.gpus}" if job.gpus else "")
-    note = f"# Torque has another line for select and place: #PBS -l {torque}\n"
+    note = f"# On Torque, replace the lines with select and place by: #PBS -l {torque}\n"
     again = (
-        "# 75: stopped before the end, with a checkpoint to go on from; PBS has no code for that, so it is submitted\n"
-        "# anew (where nodes may not do so: by hand)\n"
+        "# 75: stopped before the end, with a checkpoint to resume from; PBS has no code for that, so the script\n"
+        "# submits itself again (by hand, if nodes may not submit)\n"
         f'if [ "$code" -eq 75 ]; then\n    cd {shlex.quote(job.directory)} && qsub {file_name("pbs", job)}\nfi\n'
     )
     reach = '"${reach[@]}" "$host"'
@@ -138,8 +137,8 @@ def lsf(job: Job) -> str:
         job.queue and f"-q {job.queue}", job.account and f"-P {job.account}", f"-o {job.name}-%J.log",
         job.is_requeued and '-Q "75"',
     ]  # fmt: skip
-    again = "# 75: stopped before the end, with a checkpoint to go on from; -Q has LSF queue such a job again\n"
-    note = "# Whether memory counts per host or per slot is the site's choice: bparams -a\n"
+    again = "# 75: stopped before the end, with a checkpoint to resume from; with -Q, LSF queues such a job again\n"
+    note = "# Whether memory counts per host or per slot depends on the site: bparams -a\n"
     return (
         _head(job, "bsub <", [f"#BSUB {want}" for want in wants if want])
         + (note if job.memory else "")
@@ -148,7 +147,7 @@ def lsf(job: Job) -> str:
 
 
 def condor(job: Job) -> str:
-    """For `condor_submit`: as many jobs of the vanilla universe as nodes; they meet, and may come and go."""
+    """For `condor_submit`: one job of the vanilla universe per node; they meet, and may come and go."""
     steps = [f"mkdir -p {shlex.quote(job.shared)}", f"cd {shlex.quote(job.directory)}", *job.setup]
     join = ["--join", f"file://{job.shared}/meeting-\0"] if job.meets else []
     join += ["--min-ranks", str(job.min_ranks)] if job.min_ranks else []
@@ -161,19 +160,19 @@ def condor(job: Job) -> str:
         "transfer_executable = false",
         f'arguments = "-c {_condor_quoted(shell)}"',
         f"initialdir = {_condor_text(job.directory)}",
-        "# all nodes have to see the folder of the run",
+        "# all nodes must see the folder of the run",
         "should_transfer_files = NO",
         f"request_cpus = {job.cpus}",
         *([f"request_gpus = {job.gpus}"] if job.gpus else []),
         *([f"request_memory = {job.memory}"] if job.memory else []),
         *([f"accounting_group = {job.account}"] if job.account else []),
-        "# a job that has to go finishes its step first, and saves",
+        "# an evicted job finishes its step first, and saves",
         "kill_sig = SIGTERM",
         f"job_max_vacate_time = {WARNING_S}",
     ]
     if job.is_requeued:
         lines += [
-            "# 75: stopped before the end, or taken out of a run that goes on: back into the queue",
+            "# 75: stopped before the end, or taken out of a run that continues: back into the queue",
             "on_exit_remove = (ExitBySignal == True) || (ExitCode != 75)",
         ]
     lines += [f"{kind} = {log}-$(Process).{kind[:3]}" for kind in ("output", "error")]
@@ -182,13 +181,13 @@ def condor(job: Job) -> str:
     return begin + "\n".join(lines) + "\n"
 
 
-#: what to type for each
+#: by name of the scheduler
 SYSTEMS: dict[str, Callable[[Job], str]] = {"slurm": slurm, "sge": sge, "pbs": pbs, "lsf": lsf, "condor": condor}
 _SUBMIT = {"slurm": "sbatch", "sge": "qsub", "pbs": "qsub", "lsf": "bsub <", "condor": "condor_submit"}
 
 
 def file_name(system: str, job: Job) -> str:
-    """The name under which the script is to be saved."""
+    """The file name for the script."""
     return f"{job.name}.{'sub' if system == 'condor' else 'sh'}"
 
 
@@ -203,7 +202,7 @@ def _head(job: Job, submit: str, directives: list[str]) -> str:
 
 
 def _train(job: Job) -> str:
-    """The command of a node, an option or several to a line; `$1` is where the nodes meet."""
+    """The command of a node, with one or more options per line; `$1` is where the nodes meet."""
     lines = [shlex.join([job.python, "-m", "hetseq", "train"])]
     groups: list[list[str]] = []
     for word in job.words:
@@ -223,7 +222,7 @@ def _train(job: Job) -> str:
 
 
 def _node(job: Job, *, is_watched: bool) -> str:
-    """What runs on each node. Where signals do not reach it, it looks for the file that the first node leaves."""
+    """The script of each node. If signals do not reach it, it looks for the file that the first node leaves."""
     lines = [f"cd {shlex.quote(job.directory)} || exit", *(f"{line} || exit" for line in job.setup)]
     if not is_watched:
         return "\n".join([*lines, f"exec {_train(job)}"])
@@ -231,7 +230,7 @@ def _node(job: Job, *, is_watched: bool) -> str:
         [
             *lines,
             "heard=no",
-            "trap 'heard=yes' USR1 TERM INT  # then the command below has heard it as well",
+            "trap 'heard=yes' USR1 TERM INT  # then the command below gets the signal as well",
             f"{_train(job)} < /dev/null &",
             "train=$!",
             'while kill -0 "$train" 2> /dev/null; do',
@@ -254,7 +253,7 @@ def _prologue(job: Job, number: str, node: str) -> str:
 
 
 def _fan_out(job: Job, number: str, hosts: str, reach: str, again: str, *, before: str = "") -> str:
-    """The body of a script that reaches the other nodes by itself: this node's command, and the others' beside it."""
+    """The body of a script that starts the other nodes itself: their commands, and this node's own."""
     lines = [
         'rm -f "$meeting.stop"',
         "trap 'touch \"$meeting.stop\"' USR1 USR2 TERM INT",
@@ -270,10 +269,10 @@ def _fan_out(job: Job, number: str, hosts: str, reach: str, again: str, *, befor
     if job.time_s:
         left = max(job.time_s - WARNING_S, job.time_s // 2)
         lines += [f'    [ "$SECONDS" -lt {left} ] || touch "$meeting.stop"  # the time is nearly over']
-    lines += ["    sleep 1", "done", 'wait "$first"', "code=$?  # that of the run: all nodes end with the same one"]
+    lines += ["    sleep 1", "done", 'wait "$first"', "code=$?  # of the run: all nodes end with the same one"]
     if job.nodes > 1:
         lines += [
-            'case "$code" in 1 | 2 | 78) touch "$meeting.stop" ;; esac  # nobody is to wait for a node that has failed',
+            'case "$code" in 1 | 2 | 78) touch "$meeting.stop" ;; esac  # the others must not wait for a failed node',
             "wait",
         ]
     lines += ['rm -f "$meeting.stop" "$node"']
@@ -288,10 +287,10 @@ def _fan_out(job: Job, number: str, hosts: str, reach: str, again: str, *, befor
 
 
 def _condor_text(text: str) -> str:
-    """Text in which HTCondor is to see no macro."""
+    """Text in which HTCondor expands no macro."""
     return text.replace("$", "$(DOLLAR)")
 
 
 def _condor_quoted(shell: str) -> str:
-    """One argument of HTCondor's newer syntax: in '' and in "", each doubled; \\0 stands for the cluster's id."""
+    """One argument in HTCondor's newer syntax: in '' and in "", each doubled; \\0 becomes the cluster's id."""
     return "'" + _condor_text(shell).replace('"', '""').replace("'", "''").replace("\0", "$(ClusterId)") + "'"

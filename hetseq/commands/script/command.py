@@ -1,8 +1,7 @@
-"""`hetseq script SYSTEM`: a batch script for a run on the nodes of a queue, to read, to change and to submit.
+"""`hetseq script SYSTEM`: write a batch script for a run on the nodes of a queue, to read, change and submit.
 
-Responsible for the command line, and for finding before the queue what would fail after it: the options of the run are
-read by the parser of `hetseq train`. It submits nothing and writes no file. What the script says is known to
-`batch_scripts`.
+Parses the command line, and finds mistakes before the job waits in the queue: the parser of `hetseq train` reads the
+options of the run. It submits nothing and writes no file. `batch_scripts` makes the text.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from hetseq.config.sections import Config
 from hetseq.errors import ConfigError
 
 _CPUS_PER_WORKER = 4
-#: what a directive may hold, in which the shell quotes nothing
+#: characters allowed in a directive, where the shell's quotes do not work
 _PLAIN = re.compile(r"[\w.,:@/+-]+")
 _NAME = re.compile(r"[A-Za-z][\w-]*")
-#: options of one scheduler alone, or that one does not know
+#: options that only some schedulers have
 _ONLY = {
     "--parallel-environment": ("sge",),
     "--time": ("slurm", "sge", "pbs", "lsf"),
@@ -35,43 +34,43 @@ def _seconds(text: str) -> int:
     """HH:MM:SS in seconds."""
     found = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", text)
     if found is None or not any(map(int, found.groups())):
-        raise ValueError("expected HH:MM:SS, as 24:00:00")
+        raise ValueError("expected HH:MM:SS, such as 24:00:00")
     hours, minutes, seconds = map(int, found.groups())
     return hours * 3600 + minutes * 60 + seconds
 
 
 COMMAND = Command(
     "script",
-    "A batch script for a run on the nodes of a queue, to read, to change and to submit. Nothing is submitted.",
+    "Write a batch script for a run on the nodes of a queue, to read, change and submit. Nothing is submitted.",
     usage=("SYSTEM [options] -- OPTIONS OF hetseq train",),
     words=(
         Argument("SYSTEM", "the scheduler: slurm, sge, pbs, lsf or condor", among=tuple(SYSTEMS)),
-        CommandOption("--nodes", "nodes; default 1", "N", read=whole_number(1), default=1),
+        CommandOption("--nodes", "number of nodes; default 1", "N", read=whole_number(1), default=1),
         CommandOption(
             "--gpus-per-node",
-            "GPUs of each, and so workers; default 0: one worker on the CPU, or --distributed-gpus",
+            "GPUs per node, one worker each; default 0: one worker on the CPU, or --distributed-gpus",
             "G",
             read=whole_number(0),
             default=0,
         ),
-        CommandOption("--cpus-per-node", "cores of each; default 4 per worker", "C", read=whole_number(1)),
+        CommandOption("--cpus-per-node", "cores per node; default 4 per worker", "C", read=whole_number(1)),
         CommandOption(
             "--time", "time limit; 2 minutes before it the run saves and ends with 75", "HH:MM:SS", read=_seconds
         ),
         CommandOption("--queue", "queue; for Slurm the partition (also --partition)", "Q", also=("--partition",)),
         CommandOption("--account", "account or project", "A"),
-        CommandOption("--memory", "memory of each node, as 64G", "M"),
+        CommandOption("--memory", "memory per node, such as 64G", "M"),
         CommandOption("--name", "name of the job; default: the last part of --save-dir", "NAME"),
         CommandOption(
-            "--setup", "shell before the run on each node, as 'module load cuda'; may be given several times", "LINE",
+            "--setup", "shell command before the run on each node, such as 'module load cuda'; may be repeated", "LINE",
             is_many=True,
         ),
-        CommandOption("--requeue", "after exit code 75 the job goes back into the queue"),
+        CommandOption("--requeue", "put the job back into the queue after exit code 75"),
         CommandOption("--python", "the Python that has hetseq; default: the one that runs this command", "PY"),
         CommandOption(
-            "--parallel-environment", "Grid Engine's, needed for several nodes; qconf -spl lists them", "P"
+            "--parallel-environment", "of Grid Engine, needed for several nodes; qconf -spl lists them", "P"
         ),
-        CommandOption("--gpu-resource", "Grid Engine's name of GPUs; default gpu", "NAME", default="gpu"),
+        CommandOption("--gpu-resource", "Grid Engine's name for GPUs; default gpu", "NAME", default="gpu"),
     ),
     examples=(
         "hetseq script slurm --nodes 2 --gpus-per-node 4 --time 24:00:00 -- --task mnist --global-batch-size 64"
@@ -83,7 +82,7 @@ COMMAND = Command(
 
 
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """Say the script line by line, and on standard error how to submit it; the exit code. Errors as of `parse`."""
+    """Print the script, and on standard error how to submit it; returns the exit code. Raises as `parse` does."""
     system, job = parse(words)
     for line in SYSTEMS[system](job).splitlines():
         say(line)
@@ -92,12 +91,12 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 
 def parse(words: Sequence[str]) -> tuple[str, Job]:
-    """The scheduler and what is asked of it. Raises ConfigError for what no queue could mend."""
+    """The scheduler and the job. Raises ConfigError for mistakes that would fail after the queue."""
     asked = COMMAND.read(words)
     system, train = asked["SYSTEM"], asked.rest
     for name, systems in _ONLY.items():
         if system not in systems and asked[name] is not None:
-            raise COMMAND.refusal(f"{name} means nothing to {system}: leave it out")
+            raise COMMAND.refusal(f"{name} does not apply to {system}: leave it out")
     meets = asked["--nodes"] > 1 and not _has(train, "--join")
     config = _checked(train, asked["--nodes"], meets=meets)
     workers = _workers(config, asked["--gpus-per-node"])
@@ -131,11 +130,11 @@ def _has(train: Sequence[str], option: str) -> bool:
 
 
 def _checked(train: Sequence[str], nodes: int, *, meets: bool) -> Config:
-    """The options of the run as they will be read on each node."""
+    """The options of the run, as each node will read them."""
     if any(_has(train, f"--distributed-{name}") for name in ("init-method", "world-size", "rank")) and nodes > 1:
         raise ConfigError(
-            "a script for several nodes has them meet by --join, which gives the ranks out: leave"
-            " --distributed-init-method, --distributed-world-size and --distributed-rank out"
+            "a script for several nodes uses --join, which assigns the ranks: leave out --distributed-init-method,"
+            " --distributed-world-size and --distributed-rank"
         )
     least = [] if _has(train, "--min-ranks") else ["--min-ranks", "1"]
     config = options.parse([*train, "--join", "file:///meeting", *least] if meets else train)
@@ -148,8 +147,8 @@ def _checked(train: Sequence[str], nodes: int, *, meets: bool) -> Config:
         )
     if config.data.global_batch_size is None:
         raise ConfigError(
-            f"--nodes {nodes} needs --global-batch-size N behind -- (samples of a step over all ranks): how many nodes"
-            " come in time is not to change the step"
+            f"--nodes {nodes} needs --global-batch-size N after -- (samples per step over all ranks): otherwise the"
+            " batch size would depend on how many nodes start in time"
         )
     return config
 
@@ -161,14 +160,14 @@ def _workers(config: Config, gpus: int) -> int:
 
 
 def _own_words(config: Config, gpus: int) -> list[str]:
-    """What has the node start a worker for each GPU asked for, and say so where it shows fewer."""
+    """The option that makes the node start a worker per requested GPU, and complain if it has fewer."""
     cluster = config.distributed
     says = cluster.devices or cluster.distributed_gpus or cluster.distributed_world_size or cluster.distributed_no_spawn
     return [] if says or cluster.cpu or not gpus else ["--distributed-gpus", str(gpus)]
 
 
 def _check(system: str, job: Job) -> None:
-    """Refuse what would break the script."""
+    """Refuse values that would break the script."""
     if not _NAME.fullmatch(job.name):
         raise ConfigError(f"--name {job.name}: expected a letter, then letters, digits, _ and -")
     for name in ("queue", "account", "memory", "parallel_environment", "gpu_resource"):
@@ -177,13 +176,13 @@ def _check(system: str, job: Job) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: expected letters, digits and . , : @ / + _ -")
     if system == "sge" and job.nodes > 1 and job.parallel_environment is None:
         raise ConfigError(
-            f"--nodes {job.nodes} needs --parallel-environment NAME: Grid Engine's sites name them, and"
+            f"--nodes {job.nodes} needs --parallel-environment NAME: each site of Grid Engine has its own, and"
             " qconf -spl lists them"
         )
     if not _PLAIN.fullmatch(job.shared):
         raise ConfigError(
             f"--save-dir is in {job.shared}, where the nodes would meet, and schedulers pass such a name on unquoted:"
-            " choose a folder with letters, digits and . , : @ / + _ - alone"
+            " choose a folder with only letters, digits and . , : @ / + _ -"
         )
     if any("\n" in line for line in (*job.setup, *job.words)):
-        raise ConfigError("a line break in --setup or behind --: give --setup once for each line")
+        raise ConfigError("a line break in --setup or after --: give --setup once for each line")

@@ -1,6 +1,6 @@
-"""What a self-test asks of a task besides its terms: its data, forward twice, metrics, predictions, saved weights.
+"""Checks of a self-test besides the loss terms: data, repeated forward, metrics, predictions, saved weights.
 
-Responsible for one question each, answered with findings. Refuses to compare cuts, which `examine` does.
+Each function answers one question with findings. `examine` compares the cuts of a step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PAGE = "docs/exactness.md"
 
 
 def of_reading(reader: Reader, samples: int) -> SelftestFinding | None:
-    """Samples that are others when they are read again, or after others."""
+    """A finding if samples change when they are read again, or after others."""
     few = range(min(samples, _FEW))
     first = [reader.samples([position]) for position in few]
     again = {position: reader.samples([position]) for position in reversed(few)}
@@ -36,25 +36,25 @@ def of_reading(reader: Reader, samples: int) -> SelftestFinding | None:
         if difference(*pair) is None:
             return SelftestFinding(
                 "data order", name,
-                f"what it gives for an index ({at}) depends on what was read before",
-                "Let __getitem__(index) follow from the index alone: every rank reads other samples in another order",
+                f"the sample for an index ({at}) depends on the samples read before",
+                "Let __getitem__(index) depend on the index alone: every rank reads other samples in another order",
             )  # fmt: skip
         return SelftestFinding(
             "random data", name,
-            f"a sample is another one when it is read twice with the same seed ({at})",
-            "Draw from torch's, NumPy's or Python's generator, which HetSeq seeds by sample, not from one of its own",
+            f"a sample changes when it is read again with the same seed ({at})",
+            "Draw from torch's, NumPy's or Python's generator, which HetSeq seeds by sample, not from your own",
         )  # fmt: skip
     return None
 
 
 def of_batches(reader: Reader, samples: int, *, unit: int | None) -> SelftestFinding | str | None:
-    """Random numbers that are drawn for a whole micro-batch; a note where they are drawn for each sample."""
+    """A finding if random numbers are drawn for a whole micro-batch, a note if they are drawn for each sample."""
     few = range(min(samples, _FEW))
     seeds = reader.seed, derive_seed(reader.seed, 1)
     if (at := difference(*(reader.batch(few) for _ in range(2)))) is not None:
         return SelftestFinding(
             "random batches", "collater",
-            f"the same samples give another micro-batch the second time, with the same seed ({at})",
+            f"the same samples give a different micro-batch the second time, with the same seed ({at})",
             "Draw in __getitem__ from torch's, NumPy's or Python's generator, which HetSeq seeds by sample",
         )  # fmt: skip
     if (at := difference(*(reader.batch(few, seed=seed) for seed in seeds))) is None:
@@ -66,10 +66,10 @@ def of_batches(reader: Reader, samples: int, *, unit: int | None) -> SelftestFin
             seed_everything(seed)
             batches.append(reader.collate(list(kept)))
         if difference(*batches) is None:
-            return f"samples are random ({at}), seeded by sample: the same ones on any shares"
+            return f"samples are random ({at}), seeded by sample: the same on any shares"
     who = f"{type(reader.dataset).__name__}.__getitems__" if reader.reads_together else "collater"
     if unit:
-        return f"{who} draws random numbers for a micro-batch ({at}); with --unit-size {unit} the same on any ranks"
+        return f"{who} draws random numbers for a micro-batch ({at}); with --unit-size {unit} the same on any shares"
     return SelftestFinding(
         "random batches", who,
         f"it draws random numbers for a whole micro-batch ({at}), so a sample depends on how the step is cut",
@@ -78,55 +78,51 @@ def of_batches(reader: Reader, samples: int, *, unit: int | None) -> SelftestFin
 
 
 def of_one_sample(bench: Bench) -> SelftestFinding | None:
-    """A collater or loss that needs company."""
+    """A finding if the collater or the loss fails for a single sample."""
     for hook, ask in (("collater", bench.reader.batch), ("loss", bench.piece)):
         try:
             ask([0])
         except Exception as error:  # the user's code may raise anything
             try:
                 ask([0, 1])
-            except Exception:  # it does not work at all: told where everything is measured
+            except Exception:  # it does not work at all: the measurement reports that
                 return None
             return SelftestFinding(
                 "one sample", hook,
-                f"works for two samples and not for one ({type(error).__name__}: {error})",
-                "A share, or what is left of one, may be one sample: keep the first dimension, avoid squeeze()",
+                f"works for two samples but not for one ({type(error).__name__}: {error})",
+                "A share, or the rest of one, may be one sample: keep the first dimension, avoid squeeze()",
             )  # fmt: skip
     return None
 
 
 def of_repeating(bench: Bench, samples: int, *, tolerance: float, mode: str = "") -> Iterator[SelftestFinding]:
-    """Forward twice of the same micro-batch in the model's present mode, for which there may be words."""
+    """Findings if two forwards of a micro-batch differ in the model's present mode; `mode` names it in the text."""
     few = range(min(samples, _FEW))
     before = {name: buffer.clone() for name, buffer in bench.model.named_buffers()}
     first, again = (bench.piece(few) for _ in range(2))
-    # not to the bit: parallel sums may come in another order
+    # not bitwise: parallel sums may be added in another order
     changed = next((name for name, buffer in bench.model.named_buffers() if difference(before[name], buffer)), None)
     for term in bench.terms:
         a, b = first.sums[term], again.sums[term]
         if not first.counts[term] or abs(a - b) <= tolerance * max(abs(a), abs(b)) or not math.isfinite(a - b):
             continue
-        what = (
-            f"buffer {changed} of the model" if changed else "an attribute of task or model, or a generator of its own"
-        )
+        what = f"buffer {changed} of the model" if changed else "an attribute of task or model, or its own generator"
         yield SelftestFinding(
             "state", term,
             f"{mode}the same micro-batch gives {a:.6g} and then {b:.6g}: forward changes {what}",
-            "Compute what a task remembers in update_step(num_updates), from num_updates; draw from torch's generator",
+            "Compute the task's state in update_step(num_updates), from num_updates; draw from torch's generator",
             b, a,
         )  # fmt: skip
 
 
 def of_finite(bench: Bench, step: MeasuredStep, positions: range) -> Iterator[SelftestFinding]:
-    """Terms of a step in one piece whose sum or gradient is not finite, with the first sample that is to blame."""
+    """Terms of a step in one piece whose sum or gradient is not finite, with the first sample that causes it."""
     for term in bench.terms:
         total = step.sum(term)
         if not step.count(term) or (math.isfinite(total) and bool(step.gradients[term].isfinite().all())):
             continue
         broken = next((place for place in positions if not _is_finite(bench, term, place)), None)
-        who = (
-            "only together" if broken is None else f"first of all with sample {bench.reader.index(broken)} of the data"
-        )
+        who = "only together" if broken is None else f"first with sample {bench.reader.index(broken)} of the data"
         what = f"its sum over {len(positions)} samples is {total}" if not math.isfinite(total) else (
             f"its sum over {len(positions)} samples is {total:.6g}, but their gradient is not finite"
         )  # fmt: skip
@@ -142,31 +138,31 @@ def _is_finite(bench: Bench, term: str, position: int) -> bool:
     done = MeasuredStep()
     try:
         bench.add_(done, [position], has_gradients=True)
-    except Exception:  # one sample alone may be refused, which is a finding of its own
+    except Exception:  # a single sample may be refused, which has its own finding
         return True
     return not done.count(term) or bool(math.isfinite(done.sum(term)) and done.gradients[term].isfinite().all())
 
 
 def of_nothing(bench: Bench, steps: Sequence[MeasuredStep]) -> Iterator[SelftestFinding]:
-    """Terms that nothing counts for, and a loss from which no weight learns."""
+    """Terms whose count is always 0, and a loss without any gradient."""
     for term in bench.terms:
         if not any(step.count(term) for step in steps):
             yield SelftestFinding(
                 "count", term,
-                f"count gives 0 in all {len(steps)} steps: nothing is learnt from the term",
-                "Count what the loss adds up over: samples, or labels that are not ignored",
+                f"count gives 0 in all {len(steps)} steps: nothing is learned from the term",
+                "Count the items that the loss sums over: samples, or labels that are not ignored",
             )  # fmt: skip
     live = [gradient for step in steps for gradient in step.gradients.values()]
     if live and not any(bool(gradient.any()) for gradient in live):
         yield SelftestFinding(
             "no gradient", ", ".join(bench.terms),
-            "no parameter has a gradient: nothing is learnt",
-            "Look for detach(), item(), torch.no_grad() or requires_grad = False on the way to the loss",
+            "no parameter has a gradient: nothing is learned",
+            "Look for detach(), item(), torch.no_grad() or requires_grad = False before the loss",
         )  # fmt: skip
 
 
 def of_drift(bench: Bench, samples: int) -> Iterator[SelftestFinding]:
-    """A buffer that forward changes a little, and that the loss depends on: it advances once for each micro-batch."""
+    """Buffers that affect the loss and that each forward changes a little: they advance once per micro-batch."""
     few, buffers = range(min(samples, _FEW)), _Buffers(bench)
     first = bench.forward(few, seed=1)[1]
     changed = buffers.first_changed()
@@ -180,21 +176,21 @@ def of_drift(bench: Bench, samples: int) -> Iterator[SelftestFinding]:
             a, b = first[term].item(), after[term].item()
             yield SelftestFinding(
                 "state", term,
-                f"in training the same micro-batch gives {a:.6g}, and the next time {abs(a - b):.1e} beside it: forward"
-                f" changes buffer {changed} of the model, once for each micro-batch",
-                "The curve depends on shares, --max-sentences and --unit-size. Change the buffer in update_step, or do"
-                " without: a parametrization such as spectral_norm moves by a little, so the difference is small",
+                f"in training the same micro-batch gives {a:.6g}, and differs by {abs(a - b):.1e} the next time:"
+                f" forward changes buffer {changed} of the model, once per micro-batch",
+                "The curve depends on shares, --max-sentences and --unit-size. Change the buffer in update_step, or"
+                " remove it: a parametrization such as spectral_norm moves only a little, so the difference is small",
                 b, a,
             )  # fmt: skip
 
 
 def draws_random(bench: Bench, samples: int) -> bool:
-    """Two forwards of the same micro-batch from the same buffers with different seeds differ."""
+    """Whether two forwards of the same micro-batch, from the same buffers, differ with the seed."""
     return _seeds_differ(bench, samples, is_still=False)
 
 
 def draws_although_still(bench: Bench, samples: int) -> bool:
-    """Two forwards with different seeds differ although torch's draws are constants: somebody else draws."""
+    """Whether two forwards differ with the seed although torch's draws are constant: another generator draws."""
     return _seeds_differ(bench, samples, is_still=True)
 
 
@@ -208,26 +204,26 @@ def _seeds_differ(bench: Bench, samples: int, *, is_still: bool) -> bool:
 
 
 class _Buffers:
-    """The buffers of the model as they are now."""
+    """A copy of the model's present buffers."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._before = {name: buffer.clone() for name, buffer in bench.model.named_buffers()}
 
     def first_changed(self) -> str | None:
-        """The name of the first one that is another one now."""
+        """The name of the first buffer that has changed since."""
         named = self._bench.model.named_buffers()
         return next((name for name, buffer in named if not torch.equal(self._before[name], buffer)), None)
 
     def restore_(self) -> None:
-        """Give each the bits that it had."""
+        """Restore the values of all buffers."""
         with torch.no_grad():
             for name, buffer in self._bench.model.named_buffers():
                 buffer.copy_(self._before[name])
 
 
 def of_metrics(bench: Bench, samples: int, *, tolerance: float, has_singles: bool) -> Iterator[SelftestFinding]:
-    """Sums with counts, which add up; `has_singles`: one sample alone works."""
+    """Findings about metrics whose sums or counts do not add up; `has_singles`: single samples work."""
     if not is_overridden(bench.task, "metrics"):
         return
     half = max(samples // 3, 1)
@@ -250,26 +246,26 @@ def of_metrics(bench: Bench, samples: int, *, tolerance: float, has_singles: boo
             yield SelftestFinding(
                 "metric", name,
                 f"metrics gives {pair} for {samples} samples, and one number that is not finite spoils a whole split",
-                "Leave out the samples without a value, and let them not count",
+                "Leave out the samples without a value, and do not count them",
             )  # fmt: skip
             return
     if any(part.keys() != whole.keys() for part in parts):
         yield SelftestFinding(
             "metric", "metrics",
             f"the names depend on the samples: {sorted(whole)} and {sorted(set(parts[0]) ^ set(whole))}",
-            "Give the same names for every micro-batch, with count 0 where there is nothing to count",
+            "Give the same names for every micro-batch, with count 0 if there is nothing to count",
         )  # fmt: skip
         return
     for name, pair in whole.items():
         for place, what in enumerate(("sum", "count")):
             added, scale = sum(part[name][place] for part in parts), sum(abs(part[name][place]) for part in parts)
-            # a sum is compared as the parameters are, since an argmax has no rounding of its own
+            # the tolerance of a sum is that of the parameters, since an argmax adds no rounding
             if abs(added - pair[place]) > tolerance * max(scale, abs(pair[place])):
                 yield SelftestFinding(
                     "metric", name,
-                    f"its {what} does not add up: {pair[place]:.6g} for {samples} samples, {added:.6g} for its two"
+                    f"its {what} does not add up: {pair[place]:.6g} for {samples} samples, {added:.6g} for their two"
                     " parts",
-                    "metrics gives (sum, count) over the samples of the micro-batch, not a mean; summarise divides",
+                    "metrics must give (sum, count) over the samples of the micro-batch, not a mean; summarise divides",
                     added, pair[place],
                 )  # fmt: skip
                 break
@@ -279,7 +275,7 @@ def of_metrics(bench: Bench, samples: int, *, tolerance: float, has_singles: boo
 
 
 def _of_summary(bench: Bench, sums: Sequence[dict[str, tuple[float, float]]]) -> Iterator[SelftestFinding]:
-    """What validation makes of the sums, also of a split of one sample, in which some things are not counted."""
+    """Findings about `summarise`, also for the sums of a single sample, in which some counts are 0."""
     for given in sums:
         try:
             figures: Any = bench.task.summarise(given)
@@ -313,7 +309,7 @@ def _is_pair(pair: Any) -> bool:
 
 
 def of_predictions(bench: Bench, samples: int) -> SelftestFinding | None:
-    """One line of text for each sample, in their order."""
+    """A finding unless `predictions` gives one line of text per sample, in order."""
     if not is_overridden(bench.task, "predictions"):
         return None
     few, given = min(samples, _FEW), list[list[str]]()
@@ -323,15 +319,15 @@ def of_predictions(bench: Bench, samples: int) -> SelftestFinding | None:
         with held_still(), torch.no_grad():
             lines: Any = bench.task.predictions(bench.model, batch)
         if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-            return SelftestFinding("predictions", "predictions", "it gives something else than a list of str", remedy)
+            return SelftestFinding("predictions", "predictions", "it does not give a list of str", remedy)
         if len(lines) != len(positions) or any("\n" in line for line in lines):
-            text = f"{len(lines)} lines for {len(positions)} samples, or lines of several lines"
+            text = f"{len(lines)} lines for {len(positions)} samples, or lines with line breaks"
             return SelftestFinding("predictions", "predictions", text, remedy, float(len(lines)), float(len(positions)))
         given.append(lines)
     if sorted(given[0]) == sorted(singly := [line for lines in given[1:] for line in lines]) and given[0] != singly:
         return SelftestFinding(
             "predictions", "predictions",
-            "the lines of a micro-batch are those of its samples in another order, as where a collater sorts them",
+            "the lines of a micro-batch are in another order than its samples, for example sorted by a collater",
             remedy,
         )  # fmt: skip
     return None
@@ -339,7 +335,7 @@ def of_predictions(bench: Bench, samples: int) -> SelftestFinding | None:
 
 @torch.no_grad()
 def _stir_(model: torch.nn.Module) -> None:
-    """Other weights than those of `build_model`, as after training."""
+    """Change the weights from those of `build_model`, as training does."""
     seed_everything(1)
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -347,7 +343,7 @@ def _stir_(model: torch.nn.Module) -> None:
 
 
 def of_saved_weights(bench: Bench, samples: int, *, seed: int, tolerance: float) -> Iterator[SelftestFinding]:
-    """A model built anew with the weights of this one must have its losses. Changes the bench's weights."""
+    """Findings unless a new model with these weights has the same losses. Changes the weights of the bench."""
     few = range(min(samples, _FEW))
     model = bench.model
     _stir_(model)
@@ -361,8 +357,8 @@ def of_saved_weights(bench: Bench, samples: int, *, seed: int, tolerance: float)
     except RuntimeError as error:
         yield SelftestFinding(
             "state_dict", "the model",
-            f"a model built anew does not take its weights: {str(error).splitlines()[-1].strip()}",
-            "Make all parameters and buffers in build_model, with the same names and shapes each time",
+            f"a newly built model does not load its weights: {str(error).splitlines()[-1].strip()}",
+            "Create all parameters and buffers in build_model, with the same names and shapes each time",
         )  # fmt: skip
         return
     bench.model = fresh
@@ -375,8 +371,8 @@ def of_saved_weights(bench: Bench, samples: int, *, seed: int, tolerance: float)
         if expected.counts[term] and abs(a - b) > tolerance * max(abs(a), abs(b)):
             yield SelftestFinding(
                 "state_dict", term,
-                f"a model with the same state_dict gives {b:.6g} in place of {a:.6g}: a checkpoint does not hold"
-                " all that the loss needs",
-                "Register every tensor as parameter or buffer, and compute nothing from weights once and for all",
+                f"a model with the same state_dict gives {b:.6g} instead of {a:.6g}: a checkpoint lacks part of the"
+                " state that the loss needs",
+                "Register every tensor as parameter or buffer, and cache nothing that is computed from weights",
                 b, a,
             )  # fmt: skip

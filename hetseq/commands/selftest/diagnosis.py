@@ -1,8 +1,8 @@
-"""Why a term depends on the cut: from two measured steps that should be equal and are not, to one finding.
+"""Diagnosis of a term that depends on the cut: from two measured steps that should be equal to one finding.
 
-Responsible for telling the usual faults apart by small experiments: a mean, a count that does not add up, a penalty on
-the weights, a divisor of its own, padding, samples that are mixed. The one idea: each fault has one experiment of a few
-samples that only it fails, and the most special is tried first.
+Distinguishes the usual faults by small experiments: a mean, a count that does not add up, a penalty on the weights, a
+divisor other than the count, padding, mixed samples. The one idea: each fault fails one experiment on a few samples
+that the others pass, and the most specific experiment is tried first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hetseq.task import is_overridden
 
 _PAGE = "docs/exactness.md"
 _MOST = 12  # samples of an experiment with pairs
-_APART = 1e-3  # relative: samples that are nearer do not tell their weights
+_APART = 1e-3  # relative: the weights of samples with closer losses cannot be found
 
 
 class Diagnosis:
@@ -40,18 +40,18 @@ class Diagnosis:
 
     @cached_property
     def doubles(self) -> list[StepPiece]:
-        """Each of them beside itself."""
+        """Each of them twice in one micro-batch."""
         return [self.bench.piece([position, position]) for position in self.positions[:_MOST]]
 
     @cached_property
     def pairs(self) -> list[StepPiece]:
-        """Each of them beside its neighbour; one fewer."""
+        """Each of them with its next neighbour; one fewer."""
         return [self.bench.piece([position, position + 1]) for position in self.positions[: _MOST - 1]][
             : len(self.positions) - 1
         ]
 
     def of_term(self, term: str, whole: MeasuredStep, cut: MeasuredStep) -> SelftestFinding:
-        """The reason why a term of the two is not the same."""
+        """The reason why a term differs between the two."""
         found = self._of_counts(term, whole, cut) or self._of_mean(term, whole, cut)
         if found is None and self._least == 1:
             found = (
@@ -76,25 +76,25 @@ class Diagnosis:
                 "count of padding", term,
                 f"count gives {expected:g} for the step in one piece and {found:g} for its micro-batches together: it"
                 " counts padding, and each micro-batch is padded to its own longest sample",
-                "Count what is there: a mask's sum, or the labels that are not ignored, never the size of a tensor",
+                "Count real tokens: the sum of a mask, or the labels that are not ignored, never the size of a tensor",
                 found, expected,
             )  # fmt: skip
         sizes = {piece.counts[term] for piece in pieces}
         if len(sizes) == 1:
             text, remedy = (
                 f"count gives {expected:g} for a micro-batch of any size, so it does not add up",
-                "Give the number of samples (or tokens) of the micro-batch; with it loss must be their sum",
+                "Give the number of samples (or tokens) of the micro-batch; then loss must be the sum over them",
             )
         else:
             text, remedy = (
                 f"count gives {expected:g} for the step in one piece and {found:g} for its micro-batches together",
-                "Let count be a sum over samples: of two micro-batches together it is the sum of theirs; a collater"
-                " that drops or cuts samples by what else is there must not",
+                "Let count be a sum over samples: for two micro-batches together it is the sum of their counts; a"
+                " collater must not drop or cut samples depending on the others",
             )
         return SelftestFinding("count", term, text, remedy, found, expected)
 
     def _of_mean(self, term: str, whole: MeasuredStep, cut: MeasuredStep) -> SelftestFinding | None:
-        """A mean over the count, or over the samples, of whole and pieces."""
+        """A mean over the count, or over the samples, in the whole and in the pieces."""
         pieces = [piece for piece in cut.pieces if piece.counts[term]]
         together, added = whole.sum(term), cut.sum(term)
         scale = sum(abs(piece.sums[term]) for piece in pieces) / max(len(pieces), 1)
@@ -107,14 +107,14 @@ class Diagnosis:
                     "mean", term,
                     f"loss gives a mean, not a sum: {together:.6g} for the step in one piece, {added:.6g} for its"
                     f" {len(pieces)} micro-batches added up",
-                    f"Use reduction='sum' (or mean * count); HetSeq divides by the count of all ranks, here"
+                    f"Use reduction='sum' (or mean * count); HetSeq divides by the count over all ranks, here"
                     f" {whole.count(term):g}",
                     added, together,
                 )  # fmt: skip
         return None
 
     def _of_repetition(self, term: str) -> SelftestFinding | None:
-        """A mean of whatever: a sample twice gives what it gives once, and two something in between."""
+        """A mean over anything: the same sample twice gives the same as once, and two samples a value in between."""
         known = [
             (once.sums[term], twice.sums[term]) for once, twice in zip(self.singles, self.doubles) if once.counts[term]
         ]  # fmt: skip
@@ -123,18 +123,18 @@ class Diagnosis:
         for pair, *two in zip(self.pairs, self.singles, self.singles[1:]):
             low, high = sorted(each.sums[term] for each in two)
             if all(each.counts[term] for each in two) and not low < pair.sums[term] < high:
-                return None  # as the largest of all
+                return None  # not a mean, for example a maximum
         once, twice = known[0]
         return SelftestFinding(
             "mean", term,
             f"loss gives a mean, not a sum: one sample gives {once:.6g}, and the same sample twice {twice:.6g},"
             f" expected {2 * once:.6g}",
-            "Use reduction='sum', and give as count what the mean divided by; HetSeq divides by the count of all ranks",
+            "Use reduction='sum', and give the mean's divisor as count; HetSeq divides by the count over all ranks",
             twice, 2 * once,
         )  # fmt: skip
 
     def _of_penalty(self, term: str) -> SelftestFinding | None:
-        """The same number on top of each micro-batch: two samples together lack it once."""
+        """A constant added to each micro-batch: two samples together have it once, separately twice."""
         trios = [*zip(self.pairs, self.singles, self.singles[1:]), *zip(self.doubles, self.singles, self.singles)]
         trios = [trio for trio in trios if all(piece.counts[term] for piece in trio)]
         lacking = [first.sums[term] + second.sums[term] - pair.sums[term] for pair, first, second in trios]
@@ -143,19 +143,19 @@ class Diagnosis:
             return None
         return SelftestFinding(
             "penalty", term,
-            f"it adds {lacking[0]:.6g} to each micro-batch, however many samples are in it, as a penalty on weights",
-            "Multiply that part by count, by which HetSeq divides; for an L2 penalty give --weight-decay",
+            f"it adds {lacking[0]:.6g} to each micro-batch, for any number of samples, like a penalty on weights",
+            "Multiply that part by count, because HetSeq divides by it; for an L2 penalty use --weight-decay",
         )  # fmt: skip
 
     def _of_quotient(self, term: str, whole: MeasuredStep) -> SelftestFinding | None:
-        """A quotient times the samples: two samples show how much each weighs, which foretells one of them twice."""
+        """A weighted mean times the samples: two samples show their weights, which predict one of them twice."""
         told: list[SelftestFinding] = []
         for place, (first, second) in enumerate(pairwise(self.singles)):
             if not first.counts[term] or not second.counts[term]:
                 continue
             a, b, pair = first.sums[term], second.sums[term], self.pairs[place].sums[term]
             if self.is_close(a + b, pair) or abs(a - b) <= _APART * max(abs(a), abs(b)):
-                continue  # they say nothing of their weights
+                continue  # their weights cannot be found
             weight = (pair / 2 - b) / (a - b)  # of the first
             begin = self.positions[place]
             trio = self.bench.piece([begin, begin, begin + 1]).sums[term] / 3
@@ -165,17 +165,17 @@ class Diagnosis:
             told.append(
                 SelftestFinding(
                     "mean", term,
-                    f"it is divided by something of the micro-batch other than count, as by its number of tokens: two"
-                    f" samples give {a:.6g} and {b:.6g} one by one, and {pair:.6g} together",
-                    "Give the sum alone, and as count what it was divided by; HetSeq divides by the count of all"
-                    f" ranks, here {whole.count(term):g}",
+                    f"it is divided by another quantity of the micro-batch than count, such as its tokens: two samples"
+                    f" give {a:.6g} and {b:.6g} one by one, and {pair:.6g} together",
+                    "Give only the sum, and the divisor as count; HetSeq divides by the count over all ranks, here"
+                    f" {whole.count(term):g}",
                     pair, a + b,
                 )
             )  # fmt: skip
         return told[0] if len(told) > 1 else None
 
     def _of_padding(self, term: str, whole: MeasuredStep, cut: MeasuredStep) -> SelftestFinding | None:
-        """Samples alike in width add up, and others do not."""
+        """Samples of equal width add up, and others do not."""
         if len({piece.widths for piece in (*whole.pieces, *cut.pieces)}) < 2:
             return None
         alike: list[tuple[StepPiece, StepPiece, StepPiece]] = []
@@ -183,10 +183,10 @@ class Diagnosis:
         for pair, first, second in zip(self.pairs, self.singles, self.singles[1:]):
             wide = first.widths == second.widths == pair.widths
             (alike if wide else others).append((pair, first, second))
-        for twice, single in zip(self.doubles, self.singles):  # a sample beside itself is as wide as it is
+        for twice, single in zip(self.doubles, self.singles):  # the same sample twice has the same width
             if twice.widths == single.widths:
                 alike.append((twice, single, single))
-        # the gap of the mean losses, not of the sums: a count may see padding too
+        # the difference of the mean losses, not of the sums: a count may include padding too
         broken = next((trio for trio in others if not self._adds_up(term, *trio)), None)
         if broken is None or not all(self._adds_up(term, *trio) for trio in alike):
             return None
@@ -196,7 +196,7 @@ class Diagnosis:
             "padding", term,
             f"the loss sees padding: two samples of different lengths give {added:.6g} one by one and"
             f" {pair.sums[term]:.6g} together, where the shorter one is padded",
-            "Leave padding out: ignore_index or a mask in the loss, and an attention mask in the model",
+            "Exclude padding: ignore_index or a mask in the loss, and an attention mask in the model",
             pair.sums[term], added,
         )  # fmt: skip
 
@@ -220,7 +220,7 @@ class Diagnosis:
                 "mean", term,
                 f"the model's loss is not the mean over the samples: times their number it is {together:.6g} for the"
                 f" step in one piece, and {added:.6g} for its micro-batches added up",
-                "Write loss and count: the sum, and what it is divided by, as masked words (docs/custom-task.md)",
+                "Write loss and count: the sum, and its divisor, such as masked words (docs/custom-task.md)",
                 added, together,
             )  # fmt: skip
         where = f"{module} mixes" if module else "the loss mixes"
@@ -229,25 +229,25 @@ class Diagnosis:
             "mixing", term,
             f"{where} the samples of a micro-batch: {together:.6g} for the step in one piece, {added:.6g} for its"
             f" micro-batches added up{clue}",
-            f"Let each sample's loss depend on that sample alone, or give --unit-size N, which makes every micro-batch"
+            f"Let each sample's loss depend on that sample alone, or give --unit-size N, so that every micro-batch has"
             f" the same N samples on any ranks ({_PAGE})",
             added, together,
         )  # fmt: skip
 
     def _clue(self, term: str) -> str:
-        """What a sample beside itself tells of a loss that mixes."""
+        """A hint about a loss that mixes, from the same sample twice."""
         once, twice = self.singles[0], self.doubles[0]
         if not once.counts[term] or self._adds_up(term, twice, once, once):
             return ""
         return (
-            f" (one sample gives {once.sums[term]:.6g}, and the same sample twice {twice.sums[term]:.6g}: a part of it"
-            " is a mean, or is added once for each micro-batch)"
+            f" (one sample gives {once.sums[term]:.6g}, and the same sample twice {twice.sums[term]:.6g}: part of it"
+            " is a mean, or is added once per micro-batch)"
         )
 
 
 def mixing_module(bench: Bench, positions: Sequence[int], *, tolerance: float) -> str | None:
-    """The first module, by the end of its call, whose rows for some samples depend on which others are there although
-    those that it was given do not; as `encoder.1 (BatchNorm1d)`. None if none does, or where rows cannot be told apart.
+    """The first module, by the end of its call, whose output rows depend on the other samples although its input rows
+    do not, such as `encoder.1 (BatchNorm1d)`. None if there is none, or if rows cannot be assigned to samples.
     """
     half = len(positions) // 2
     if half < 2:
@@ -257,7 +257,7 @@ def mixing_module(bench: Bench, positions: Sequence[int], *, tolerance: float) -
     def differ(rows: torch.Tensor | None, parts: Sequence[torch.Tensor | None]) -> bool:
         known = [part for part in parts if part is not None and rows is not None and part.shape[1:] == rows.shape[1:]]
         if rows is None or len(known) < 2 or not sum(map(len, known)) == len(rows) == len(positions):
-            return False  # not to be told apart
+            return False  # rows cannot be assigned to samples
         return not float((torch.cat(known) - rows).norm()) <= tolerance * float(rows.norm())
 
     for name in [name for name in together if name in first and name in second]:
@@ -271,7 +271,7 @@ _Call = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def _calls(bench: Bench, positions: Sequence[int]) -> dict[str, _Call]:
-    """What each module was given first of all, and gave, by name, in the order in which calls end."""
+    """Input and output of each module's first call, by name, in the order in which the calls end."""
     found: dict[str, _Call] = {}
     with _watched(bench.model, found):
         bench.forward(positions)
@@ -301,7 +301,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _grows_with_width(term: str, pieces: Sequence[StepPiece]) -> bool:
-    """Counts are samples times one of the widths, which differs from piece to piece."""
+    """Whether counts are proportional to samples times one of the widths, which differs between pieces."""
     places = min((len(piece.widths) for piece in pieces), default=0)
     for place in range(places):
         sizes = [piece.widths[place] for piece in pieces]

@@ -1,8 +1,8 @@
-"""A task, examined: from a configuration to a report. What is asked, in which order, and what follows from it.
+"""Examination of a task by a self-test: from a configuration to a report.
 
-Responsible for building task, data and model as a run does, and for the two passes over random cuts: in evaluation
-mode, which shows the task's own faults, and in training mode, which adds those of layers that mix samples. The one
-idea: a step in one micro-batch is the truth, and every cut of it has to agree.
+Builds task, data and model as a run does, and makes two passes over random cuts: in evaluation mode, which shows the
+task's own faults, and in training mode, which also shows layers that mix samples. The one idea: a step in one
+micro-batch is the reference, and every cut of it must agree with it.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 def tolerance_of(dtype: torch.dtype) -> float:
     """The largest relative difference that counts as equal: half of the digits of the type.
 
-    The other half is room for sums in another order; what is wrong with a task shows in the first digits.
+    The other half allows for sums in another order; faults of a task show in the first digits.
     """
     return float(torch.finfo(dtype).eps ** 0.5)
 
 
 def examine(config: Config, *, rounds: int, samples: int, other: Answer | None = None) -> SelftestReport:
-    """Everything that a self-test asks, also of `other`, which has loaded the task in another process.
+    """Run all checks of a self-test; `other` gives the answer of another process that has loaded the task.
 
-    Raises HetSeqError for what cannot even be built, as a run would.
+    Raises HetSeqError if the task cannot be built, as a run would.
     """
     device = torch.device(config.distributed.devices[0] if config.distributed.devices else "cpu")
     task = make_task(registry.find_task(config.task.task, user_dir=config.task.user_dir), config)
@@ -65,7 +65,7 @@ def examine(config: Config, *, rounds: int, samples: int, other: Answer | None =
         type(task).__name__, min(samples, len(dataset)), len(dataset), rounds, "fp64", 0.0, str(device)
     )  # fmt: skip
     with _raising_into(report, task):
-        own = presented(config, task, dataset) if other is not None else {}  # before anything is read again
+        own = presented(config, task, dataset) if other is not None else {}  # before any data are read again
         _examine_data(report, reader, unit=config.data.unit_size)
         terms = probe.find_terms(task, dataset, collate)
         task.update_step(0)
@@ -76,7 +76,7 @@ def examine(config: Config, *, rounds: int, samples: int, other: Answer | None =
                 SelftestFinding(
                     "too few samples", config.data.train_subset,
                     "the data set has one sample, so no step can be cut: nothing was compared",
-                    "Give more data; 4 samples show what a layer mixes, 32 are the default of --samples",
+                    "Use more data; 4 samples show whether a layer mixes samples, 32 are the default of --samples",
                 )
             )  # fmt: skip
             return report
@@ -84,15 +84,13 @@ def examine(config: Config, *, rounds: int, samples: int, other: Answer | None =
         if other is not None:
             _compare_processes(report, own, other())
     if config.data.max_tokens:
-        report.note("--max-tokens makes no difference here: cuts of any size were tried")
+        report.note("--max-tokens makes no difference here: cuts of all sizes were tried")
     return report
 
 
 def _compare_processes(report: SelftestReport, own: Mapping[str, str], others: Mapping[str, str] | str) -> None:
     if isinstance(others, str):
-        report.note(
-            f"whether another process has the same data was not compared: it could not load the task ({others})"
-        )
+        report.note(f"the data were not compared with another process, which could not load the task ({others})")
     else:
         report.add(*of_processes(own, others))
 
@@ -104,7 +102,7 @@ def _raising_into(report: SelftestReport, task: Task) -> Iterator[None]:
         yield
     except TaskError as error:
         report.add(
-            SelftestFinding("refused", type(task).__name__, str(error), "A run would refuse it in the same words")
+            SelftestFinding("refused", type(task).__name__, str(error), "A run would refuse it with the same message")
         )
     except Exception as error:  # the user's code may raise anything
         place = _own_line(error)
@@ -113,13 +111,13 @@ def _raising_into(report: SelftestReport, task: Task) -> Iterator[None]:
             SelftestFinding(
                 "raised", type(task).__name__,
                 f"it raised {type(error).__name__}: {error}",
-                f"See {place}; `hetseq train` would end there too" if place else "`hetseq train` would end there too",
+                f"See {place}; `hetseq train` would fail there too" if place else "`hetseq train` would fail there too",
             )
         )  # fmt: skip
 
 
 def _own_line(error: Exception) -> str | None:
-    """The last line of the traceback that is neither ours nor of an installed library."""
+    """The last line of the traceback that is neither in HetSeq nor in an installed library."""
     here = str(Path(__file__).resolve().parents[2])
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__)
@@ -129,14 +127,14 @@ def _own_line(error: Exception) -> str | None:
 
 
 def _examine_data(report: SelftestReport, reader: Reader, *, unit: int | None) -> None:
-    """Whether samples are the same whenever and with whomever they are read."""
+    """Check that samples do not depend on when, and with which others, they are read."""
     finding = checks.of_reading(reader, report.samples)
     if finding is not None:
         report.add(finding)
         if reader.reads_together:
             report.note("the terms are compared on samples that differ each time they are read")
         else:
-            reader.keep()  # the terms are examined all the same
+            reader.keep()  # so that the terms can still be examined
     elif (batches := checks.of_batches(reader, report.samples, unit=unit)) is not None:
         report.note(batches) if isinstance(batches, str) else report.add(batches)
 
@@ -144,7 +142,7 @@ def _examine_data(report: SelftestReport, reader: Reader, *, unit: int | None) -
 def _bench(
     report: SelftestReport, task: Task, reader: Reader, terms: tuple[str, ...], *, device: torch.device, seed: int
 ) -> Bench:
-    """In fp64 where forward and backward of two samples work in it, else in fp32."""
+    """A bench in fp64 if forward and backward of two samples work in it, else in fp32."""
 
     def build(dtype: torch.dtype) -> Bench:
         seed_everything(seed)
@@ -158,7 +156,7 @@ def _bench(
         bench.measure(whole(min(2, report.samples)))
     except TaskError:
         raise
-    except Exception as error:  # the user's code may raise anything, and in fp32 something else
+    except Exception as error:  # the user's code may raise anything, also in fp64 only
         report.precision, bench = "fp32", build(torch.float32)
         bench.measure(whole(min(2, report.samples)))
         report.note(f"compared in fp32, because in fp64 the task raised {type(error).__name__}: {error}")
@@ -167,12 +165,12 @@ def _bench(
         bench.piece(range(min(2, report.samples)))
     if narrowing.is_seen:
         report.precision = "fp32"
-        report.note("compared by the digits of fp32, because forward makes fp32 or less of what it is given in fp64")
+        report.note("compared with the tolerance of fp32, because forward converts fp64 to fp32 or less")
     return bench
 
 
 class _Examination:
-    """The questions about the terms, in order."""
+    """The checks of the terms, in order."""
 
     def __init__(self, report: SelftestReport, bench: Bench, config: Config, *, rounds: int) -> None:
         self.report, self.bench, self.rounds = report, bench, rounds
@@ -182,7 +180,7 @@ class _Examination:
         self._least = 1  # samples of a micro-batch
 
     def run(self) -> None:
-        """Everything; findings and rows go into the report."""
+        """Run all checks; findings and rows go into the report."""
         report, bench = self.report, self.bench
         if (alone := checks.of_one_sample(bench)) is not None:
             report.add(alone)
@@ -199,11 +197,11 @@ class _Examination:
         )  # fmt: skip
         if alone_works and (lines := checks.of_predictions(bench, report.samples)) is not None:
             report.add(lines)
-        if is_repeatable:  # else it would be blamed on the weights
+        if is_repeatable:  # else the weights would be blamed for it
             report.add(*checks.of_saved_weights(bench, report.samples, seed=self.seed, tolerance=report.tolerance))
 
     def _pass(self) -> list[MeasuredStep]:
-        """All rounds in the model's present mode, until each term has its finding; the steps in one piece."""
+        """Compare all rounds in the model's present mode; returns the steps in one piece."""
         truths = []
         with bar("steps tried", self.rounds) as advance:
             for number in range(self.rounds):
@@ -217,7 +215,7 @@ class _Examination:
         return truths
 
     def _first_of(self, number: int) -> int:
-        """Where in the epoch the step of a round begins; small data sets begin again."""
+        """The first position of a round's step in the epoch; small data sets start over."""
         steps = max(self.report.of // self.report.samples, 1)
         return (number % steps) * self.report.samples
 
@@ -239,7 +237,7 @@ class _Examination:
                 self._explain(term, truth, cut, first)
 
     def _explain(self, term: str, truth: MeasuredStep, cut: MeasuredStep, first: int) -> None:
-        """One reason for each term: the first that is known of it."""
+        """Add one reason for each term, the first that is found."""
         report = self.report
         if any(finding.name == term or finding.kind.startswith("random") for finding in report.findings):
             return
@@ -248,8 +246,8 @@ class _Examination:
                 SelftestFinding(
                     "random loss", term,
                     "it draws for a whole micro-batch from NumPy's or Python's generator, or within an operator, and"
-                    " cannot be held still",
-                    "Draw with torch, a number for each sample, or give --unit-size N (docs/exactness.md)",
+                    " cannot be made constant",
+                    "Draw with torch, one number per sample, or give --unit-size N (docs/exactness.md)",
                 )
             )  # fmt: skip
             return
@@ -264,12 +262,12 @@ class _Examination:
             self.report.terms.append(TermRow(term, first.count(term), first.loss(term), *gaps, is_exact=is_exact))
 
     def _training_mode(self) -> None:
-        """The same in training mode: what only layers do that mix samples there."""
+        """The same in training mode, to find layers that mix samples only there."""
         report, bench = self.report, self.bench
         if report.findings:
-            return  # a second opinion on a task that has none of its own
+            return  # only for a task without other findings
         if report.samples < 4:
-            report.leave_out("that takes 4 samples, since layers that mix need company")
+            report.leave_out("that takes at least 4 samples")
             return
         bench.model.train()
         try:
@@ -286,11 +284,11 @@ class _Examination:
                 return
             if checks.draws_random(bench, report.samples):
                 report.note(
-                    "the loss is random in training (dropout, noise), held still here; a run draws for each"
-                    " micro-batch, so with other shares the curve is as good but another, unless --unit-size is given"
+                    "the loss is random in training (dropout, noise), made constant here; a run draws per micro-batch,"
+                    " so other shares give a different, equally good curve, unless --unit-size is given"
                 )
             if checks.draws_although_still(bench, report.samples):
-                report.leave_out("draws of NumPy, Python or an operator are not held still")
+                report.leave_out("random draws of NumPy, Python or an operator cannot be made constant")
                 return
             before = dict(self._worst)
             norms = [name for name, module in bench.model.named_modules() if isinstance(module, _BatchNorm)]
@@ -324,7 +322,7 @@ class _Examination:
             SelftestFinding(
                 "batch statistics", module or term,
                 f"in training it mixes the samples of a micro-batch: {term} is {expected:.6g} for the step in one piece"
-                f" and {found:.6g} cut over ranks",
+                f" and {found:.6g} split over ranks",
                 "Use GroupNorm or LayerNorm, or give --unit-size N: see `Batch normalisation` in docs/exactness.md",
                 found, expected,
             )

@@ -1,6 +1,6 @@
-"""What a self-test has found, as facts, as lines for people, and as a line for scripts.
+"""Results of a self-test as facts, as text, and as a line of JSON.
 
-Responsible for the words of the table and the verdict. Refuses to know how anything was measured. No torch.
+Words the table and the verdict, and measures nothing. No torch.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from hetseq.monitor.tables import table
 
 @dataclass(frozen=True)
 class SelftestFinding:
-    """One fault: its kind, the term, metric or module that it is about, what was seen, and what to do.
+    """One fault: its kind, the name of the term, metric or module, the observation, and the remedy.
 
-    `found` and `expected` are the two numbers that contradict each other, where there are two.
+    `found` and `expected` are the two contradicting numbers, if there are two.
     """
 
     kind: str
@@ -30,8 +30,8 @@ class SelftestFinding:
 
 @dataclass(frozen=True)
 class TermRow:
-    """What was measured of one term: its count and mean loss in the first step, and the largest relative differences
-    of loss and gradient between a step in one piece and the same step cut over ranks."""
+    """Measurements of one term: its count and mean loss in the first step, and the largest relative differences of
+    loss and gradient between a step in one piece and the same step split over ranks."""
 
     name: str
     count: float
@@ -55,14 +55,14 @@ class SelftestReport:
     terms: list[TermRow] = field(default_factory=list)
     findings: list[SelftestFinding] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    not_compared: str = ""  # why training mode was not
+    not_compared: str = ""  # why training mode was not compared
 
     @property
     def is_exact(self) -> bool:
         return not self.findings
 
     def add(self, *findings: SelftestFinding) -> None:
-        """Keep findings; of one kind about one thing only the first."""
+        """Add findings; of each kind and name only the first."""
         known = {(finding.kind, finding.name) for finding in self.findings}
         for finding in findings:
             if (finding.kind, finding.name) not in known:
@@ -70,12 +70,12 @@ class SelftestReport:
                 self.findings.append(finding)
 
     def note(self, text: str) -> None:
-        """Keep what is worth knowing and no fault, once."""
+        """Add a remark that is not a fault, once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def leave_out(self, why: str) -> None:
-        """Training mode cannot be compared; then the verdict is about evaluation mode alone."""
+        """Note why training mode cannot be compared; the verdict is then only about evaluation mode."""
         self.not_compared = why
 
     def verdict(self) -> str:
@@ -86,7 +86,7 @@ class SelftestReport:
                 return f"exact in evaluation mode ({terms}); not compared in training: {self.not_compared}"
             return f"exact: {self.task} gives the same sums and gradients on any shares ({terms})"
         names = ", ".join(dict.fromkeys(finding.name for finding in self.findings))
-        return f"not exact: {self.task} depends on how a step is cut, or is not whole ({names})"
+        return f"not exact: {self.task} depends on how a step is split, or is incomplete ({names})"
 
     def lines(self) -> Iterator[str]:
         """Table, findings, notes and verdict."""
@@ -94,7 +94,7 @@ class SelftestReport:
             f"{self.task}: {self.rounds} steps of {self.samples} of {self.of} samples, on 1, 2 and 3 emulated ranks,"
             f" {self.device}, {self.precision}"
         )
-        yield f"equal: relative difference up to {self.tolerance:.1e}, half of the digits of {self.precision}"
+        yield f"equal: relative difference up to {self.tolerance:.1e}, half the digits of {self.precision}"
         yield ""
         if self.terms:
             head = ("term", "count", "loss", "difference", "of gradient", "")
@@ -115,7 +115,7 @@ class SelftestReport:
         yield self.verdict()
 
     def json(self) -> str:
-        """One line; numbers that are not finite are null."""
+        """One line of JSON; numbers that are not finite are null."""
         exact = "exact in evaluation" if self.not_compared else "exact"
         facts = {"verdict": exact if self.is_exact else "not exact", **asdict(self)}
         return json.dumps(_plain(facts))

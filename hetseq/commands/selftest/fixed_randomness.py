@@ -1,8 +1,8 @@
-"""Randomness held still, and samples compared: what keeps dropout from being taken for a fault.
+"""Constant random numbers, and comparison of samples, so that dropout is not reported as a fault.
 
-Within `held_still` every draw of torch gives the same number for each element, whatever the shape: dropout keeps all, a
-normal variable lies half a deviation above its mean. What is random per sample is then the same for a sample in any
-micro-batch, and a loss with noise can be compared as one without. Draws of NumPy and of Python are only seeded.
+Within `held_still` every draw of torch gives the same number for each element, for any shape: dropout keeps all, a
+normal variable is half a deviation above its mean. A draw per sample is then the same in any micro-batch, so a loss
+with noise can be compared like one without. Draws of NumPy and Python are only seeded.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: where in the range of a uniform variable, and how many deviations above the mean of a normal one
+#: the quantile of a uniform variable, and the number of deviations above the mean of a normal one
 _PLACE = 0.5
 
 
 @contextmanager
 def held_still() -> Iterator[None]:
-    """Within it draws of torch are constants."""
+    """A context in which draws of torch are constants."""
     with _Still():  # type: ignore[no-untyped-call]
         yield
 
@@ -28,7 +28,7 @@ def held_still() -> Iterator[None]:
 class _Still(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, dict(kwargs or {})
-        if name.startswith("_scaled_dot_product"):  # its dropout is drawn inside of it
+        if name.startswith("_scaled_dot_product"):  # it draws its dropout inside
             args, kwargs = _without_dropout(func, args, kwargs)
         drawn = func(*args, **kwargs)
         if name == "native_dropout":  # (input, p, train) to (output, mask)
@@ -68,14 +68,14 @@ def _normal(drawn: torch.Tensor, told: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _integer(drawn: torch.Tensor, told: Mapping[str, Any]) -> torch.Tensor:
-    """The middle of what torch.randint and tensor.random_ choose from; 0 where they are drawn for their bits."""
+    """The middle of the range of torch.randint and tensor.random_; 0 if they draw random bits."""
     low, high = told.get("low", told.get("from")) or 0, told.get("high", told.get("to"))
-    # bits may be seen as several narrower numbers, which have to be alike
+    # bits may be viewed as several narrower numbers, which must be equal
     return drawn.fill_(0 if high is None else (low + high - 1) // 2)
 
 
 def _order(drawn: torch.Tensor, told: Mapping[str, Any]) -> torch.Tensor:
-    """Backwards: an order of samples that is no order would hide that they are mixed."""
+    """Reversed order: the identity would hide that samples are mixed."""
     return drawn.copy_(torch.arange(len(drawn) - 1, -1, -1))
 
 
@@ -108,7 +108,7 @@ _CONSTANTS: dict[str, Any] = {
 
 
 class Narrowing(TorchDispatchMode):
-    """Within it `is_seen` becomes true when a number of 64 bits is made one of fewer."""
+    """A context that sets `is_seen` if an operator converts fp64 to a narrower floating-point type."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -123,7 +123,7 @@ class Narrowing(TorchDispatchMode):
 
 
 def difference(first: Any, second: Any, path: str = "") -> str | None:
-    """Where two samples or batches differ, as in `['input_ids']` or `[0]`; None if they are the same."""
+    """Where two samples or batches differ, such as `['input_ids']` or `[0]`; None if they are equal."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         is_same = first.shape == second.shape and first.dtype == second.dtype and _equal(first, second)
         return None if is_same else path or "the sample"
@@ -144,7 +144,7 @@ def difference(first: Any, second: Any, path: str = "") -> str | None:
 
 
 def _difference_of_others(first: Any, second: Any, path: str) -> str | None:
-    """NumPy arrays by their numbers; objects by what they hold; what holds nothing is taken for the same."""
+    """Compares NumPy arrays by their numbers, and objects by their attributes; objects without any count as equal."""
     if hasattr(first, "__array__"):
         return difference(torch.as_tensor(first), torch.as_tensor(second), path)
     held = getattr(first, "__dict__", None)
@@ -170,5 +170,5 @@ def tensors_of(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def widths(batch: Any) -> tuple[int, ...]:
-    """The sizes of all dimensions but the first of the tensors of a batch: what padding changes."""
+    """The sizes of all dimensions but the first, of all tensors of a batch: padding changes them."""
     return tuple(size for tensor in tensors_of(batch) for size in tensor.shape[1:])

@@ -1,7 +1,7 @@
-"""Sums, counts and gradients of a task's terms over a step that is cut in some way: the measuring of a self-test.
+"""Measurements of a self-test: sums, counts and gradients of a task's terms over a step with a given cut.
 
-Responsible for reading samples as a run reads them, and for forward and backward micro-batch by micro-batch, each term
-for itself. Refuses to judge. It shares no code with the step of a run but the contract of tasks, as an oracle should.
+Reads samples as a run does, and runs forward and backward for each micro-batch and each term. It judges nothing. As an
+oracle it shares no code with the step of a run except the contract of tasks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EPOCH = 1
 
 
 class Reader:
-    """Collated micro-batches of positions of the first epoch, with the random numbers that a run gives them."""
+    """Reads collated micro-batches by positions in the first epoch, with the same random numbers as a run."""
 
     def __init__(self, dataset: Any, collate: Any, order: Order, *, seed: int) -> None:
         self.dataset, self.order, self.seed = dataset, order, seed
@@ -37,11 +37,11 @@ class Reader:
 
     @property
     def reads_together(self) -> bool:
-        """The data set answers whole batches."""
+        """Whether the data set reads whole batches at once."""
         return hasattr(self.dataset, "__getitems__")
 
     def samples(self, positions: Sequence[int], *, seed: int | None = None) -> Any:
-        """What the data set gives for these positions."""
+        """The samples of the data set at these positions."""
         return self._fetch(self._indices(positions), self.seed if seed is None else seed)
 
     def batch(self, positions: Sequence[int], *, seed: int | None = None) -> Any:
@@ -51,7 +51,7 @@ class Reader:
         indices = self._indices(positions)
         for index in set(indices.tolist()) - self._kept.keys():
             self._kept[index] = self._fetch(np.array([index]), self.seed)[0]
-        # a copy, because a collater may change what it is given
+        # a copy, because a collater may change its input
         kept = [copy.deepcopy(self._kept[index]) for index in indices.tolist()]
         seed_everything(derive_seed(self.seed if seed is None else seed, _EPOCH, int(indices[-1])))
         return self.collate(kept)
@@ -61,7 +61,7 @@ class Reader:
         return int(self._indices([position])[0])
 
     def keep(self) -> None:
-        """From now on each sample is read once; only where samples are read one by one."""
+        """Read each sample only once from now on; only if samples are read one by one."""
         self._kept = {}
 
     def _fetch(self, indices: Indices, seed: int) -> Any:
@@ -74,7 +74,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class StepPiece:
-    """One micro-batch: its samples, how wide its tensors are, counts and sums by term."""
+    """One micro-batch: its number of samples, the widths of its tensors, counts and sums by term."""
 
     samples: int
     widths: tuple[int, ...]
@@ -84,38 +84,38 @@ class StepPiece:
 
 @dataclass
 class MeasuredStep:
-    """A step that was cut in some way; gradients of the sums, flat, by term."""
+    """A measured step with some cut; `gradients` of the sums, flat, by term."""
 
     pieces: list[StepPiece] = field(default_factory=list)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-    lengths: dict[str, float] = field(default_factory=dict)  # the norms of the pieces' gradients, added up
+    lengths: dict[str, float] = field(default_factory=dict)  # sum of the norms of the pieces' gradients
 
     def count(self, term: str) -> float:
         return sum(piece.counts[term] for piece in self.pieces)
 
     def sum(self, term: str) -> float:
-        """Over the micro-batches in which the term is counted: elsewhere it may be 0/0."""
+        """The sum over the micro-batches with a count: the term may be 0/0 in others."""
         return sum(piece.sums[term] for piece in self.pieces if piece.counts[term])
 
     def loss(self, term: str) -> float:
-        """The sum divided by the count; 0 where nothing was counted."""
+        """The sum divided by the count; 0 if the count is 0."""
         return self.sum(term) / self.count(term) if self.count(term) else 0.0
 
 
 def loss_difference(whole: MeasuredStep, cut: MeasuredStep, term: str) -> float:
-    """How far the mean losses of a term are apart, relative to the larger of them and of the pieces' parts."""
+    """The difference of a term's mean losses, relative to the mean loss or the sum of the pieces' absolute parts."""
     parts = sum(abs(piece.sums[term]) for piece in cut.pieces if piece.counts[term])
     scale = max(abs(whole.loss(term)), parts / cut.count(term) if cut.count(term) else 0.0)
     return _relative(abs(whole.loss(term) - cut.loss(term)), scale)
 
 
 def gradient_difference(whole: MeasuredStep, cut: MeasuredStep, term: str) -> float:
-    """The norm of the difference of the gradients of the mean loss, relative to the larger one or to the pieces'."""
+    """The norm of the difference of the mean loss's gradients, relative to the whole's norm or the pieces' norms."""
     counts = whole.count(term), cut.count(term)
     if not all(counts):
         return 0.0
     first, second = whole.gradients[term] / counts[0], cut.gradients[term] / counts[1]
-    # what cancels out among the pieces leaves its rounding
+    # gradients that cancel between the pieces leave rounding errors
     scale = max(float(first.norm()), cut.lengths[term] / counts[1])
     return _relative(float((first - second).norm()), scale)
 
@@ -138,20 +138,20 @@ class Bench:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def measure(self, cut: Cut, first: int = 0, *, has_gradients: bool = True) -> MeasuredStep:
-        """The step of the positions from `first` on, micro-batch by micro-batch."""
+        """Measure the step of the positions from `first` on, micro-batch by micro-batch."""
         done = MeasuredStep()
         for start, stop in micro_batches(cut):
             self.add_(done, range(first + start, first + stop), has_gradients=has_gradients)
         return done
 
     def piece(self, positions: Sequence[int]) -> StepPiece:
-        """One micro-batch without its gradients."""
+        """Measure one micro-batch without gradients."""
         done = MeasuredStep()
         self.add_(done, positions, has_gradients=False)
         return done.pieces[0]
 
     def add_(self, done: MeasuredStep, positions: Sequence[int], *, has_gradients: bool) -> None:
-        """Forward and backward of one micro-batch; its part is added to `done`."""
+        """Forward and backward of one micro-batch, added to `done`."""
         counts, sums, sizes = self.forward(positions)
         done.pieces.append(
             StepPiece(len(positions), sizes, counts, {term: float(total.detach()) for term, total in sums.items()})
@@ -166,7 +166,7 @@ class Bench:
     def forward(
         self, positions: Sequence[int], *, seed: int = 0, is_still: bool = True
     ) -> tuple[dict[str, float], dict[str, torch.Tensor], tuple[int, ...]]:
-        """Counts and sums of one micro-batch, and how wide its tensors are; every one is seeded alike."""
+        """Counts, sums and tensor widths of one micro-batch; every micro-batch gets the same seed."""
         batch = self.reader.batch(positions)
         counts = counts_of(self.task, batch, len(positions))
         if set(counts) != set(self.terms):
@@ -181,7 +181,7 @@ class Bench:
         return counts, sums, widths(batch)
 
     def _gradient(self, total: torch.Tensor) -> torch.Tensor:
-        """Flat, in fp64, zeros where a parameter has no part in it; the graph stays for the next term."""
+        """The gradient, flat, in fp64, zeros for unused parameters; the graph is kept for the next term."""
         for parameter in self.parameters:
             parameter.grad = None
         if total.requires_grad:

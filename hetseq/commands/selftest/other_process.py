@@ -1,12 +1,11 @@
-"""Another process that loads the same task: what of it depends on the process.
+"""A second process that loads the same task, to find data and weights that depend on the process.
 
-Responsible for starting it with the same options, and for findings where it sees other samples or other first weights.
-Refuses to judge what differs: both present what the ranks of a run present to each other (`fingerprint`), and
-`cluster.contract` compares it.
+Starts it with the same options, and makes findings if it has other samples or other initial weights. It compares
+nothing itself: both processes present the fingerprint that ranks of a run present (`run.fingerprint`), and
+`cluster.membership.compatibility` compares them.
 
-The one idea: each process of Python has another order of its sets of strings, another id and another time. A list of
-classes that comes from a set is the same list all day within one process, and another one on the next node, or when the
-run goes on tomorrow.
+The one idea: each Python process has its own order of sets of strings, its own id and time. A list of classes made from
+a set is always the same within one process, but differs on the next node, or when the run resumes tomorrow.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ if TYPE_CHECKING:  # it imports torch
     from hetseq.task import Task
 
 _MARK = "hetseq elsewhere: "
-_PATIENCE_S = 300.0  # for an import of torch over a network mount, and data that take minutes
+_PATIENCE_S = 300.0  # for importing torch from a network mount, and for data that take minutes
 _WEIGHTS = ("initial values", "parameters", "buffers")
 
-#: gives what the other process presents, or in words why it could not
+#: returns the fingerprint of the other process, or the reason why it failed
 Answer = Callable[[], Mapping[str, str] | str]
 
 
 @contextmanager
 def another_process(words: Sequence[str]) -> Iterator[Answer]:
-    """Starts it with the options of `hetseq train`, at once; it ends with the block."""
+    """Start the process at once, with the options of `hetseq train`; it ends with the block."""
     me = os.getpid()
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -59,9 +58,9 @@ def another_process(words: Sequence[str]) -> Iterator[Answer]:
 
 
 def presented(config: Config, task: Task, train: Any) -> Mapping[str, str]:
-    """What a rank of a run would present of this task, its data and a model that is built for it.
+    """The fingerprint that a rank of a run would present for this task, its data and a new model.
 
-    Of the training data too where each host would have a part of its own: both processes are on one.
+    It includes the training data even with --data-by-host, because both processes are on one host.
     """
     from dataclasses import replace
     from types import SimpleNamespace
@@ -78,7 +77,7 @@ def presented(config: Config, task: Task, train: Any) -> Mapping[str, str]:
 
 
 def of_processes(own: Mapping[str, str], other: Mapping[str, str]) -> Iterator[SelftestFinding]:
-    """What the two do not have in common."""
+    """Findings about the differences between the two."""
     from hetseq.cluster.membership.compatibility import difference
 
     for name in [name for name in own if name in other]:
@@ -87,9 +86,9 @@ def of_processes(own: Mapping[str, str], other: Mapping[str, str]) -> Iterator[S
             continue
         yield SelftestFinding(
             "process", name,
-            f"it is another one in another process: {said.splitlines()[1].strip().removeprefix(f'{name}: ')}",
+            f"it differs in another process: {said.splitlines()[1].strip().removeprefix(f'{name}: ')}",
             "Draw weights from torch's generator, which HetSeq seeds" if name in _WEIGHTS else
-            "Sort what comes from a set, a directory or a clock, and give what is shuffled a seed: sorted(names)",
+            "Sort lists from a set or a directory, as in sorted(names), use no clock, and seed every shuffle",
         )  # fmt: skip
 
 
@@ -98,7 +97,7 @@ def _last_line(text: str) -> str:
 
 
 def main() -> int:
-    """The other process: the options of `hetseq train` as its words, what it presents on standard output."""
+    """The other process: takes the options of `hetseq train`, and prints its fingerprint on standard output."""
     from hetseq import config as options
     from hetseq import registry
     from hetseq.task import load_split, make_task

@@ -1,7 +1,7 @@
-"""How the samples of a step are cut over emulated ranks: pure functions over integers, NumPy only.
+"""Cuts of a step's samples over emulated ranks: pure functions over integers, NumPy only.
 
-A cut says for each rank which runs of the step's samples it takes, one micro-batch each. Ranks take neighbouring
-slices, as in training. Nothing here knows data or torch.
+A cut has, for each rank, the ranges of the step's samples that it takes, one micro-batch each. Ranks take neighbouring
+slices, as in training. It knows neither data nor torch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def random_cut(
 ) -> Cut:
     """Ranks with unequal random shares, in micro-batches of several sizes.
 
-    With three ranks or more the first has `least` samples. With a `unit` shares are whole units, a micro-batch each.
-    No micro-batch has fewer than `least` samples where the step has so many; a rank may have none where it has few.
+    With three or more ranks the first has `least` samples. With a `unit`, shares are whole units, a micro-batch each.
+    No micro-batch has fewer than `least` samples unless the whole step has; in a small step a rank may have none.
     """
     grid = unit or least
     places = max(samples // grid, 1)
@@ -70,7 +70,7 @@ def _steps(start: int, stop: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _random_steps(start: int, stop: int, generator: np.random.Generator, *, least: int) -> Iterator[tuple[int, int]]:
-    """At least two micro-batches where there is room, of random sizes."""
+    """At least two micro-batches if they fit, of random sizes."""
     while start < stop:
         left = stop - start
         size = int(generator.integers(least, max(least, left // 2) + 1))

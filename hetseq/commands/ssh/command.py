@@ -1,11 +1,11 @@
-"""`hetseq ssh`: one command that starts a run on several hosts, shows what they say, and ends them together.
+"""`hetseq ssh`: start a run on several hosts with one command, show their output, and stop them together.
 
-Responsible for the command line, for the connections (the user's own `ssh`, which knows his keys and jumps), for whose
-port and secret the nodes use, and for passing stop signals on. What happens on a host is `remote`'s.
+Parses the command line, opens the connections (with the user's own `ssh`, which knows their keys and jump hosts),
+chooses the port and secret for the nodes, and forwards stop signals. `remote` runs on each host.
 
-The one idea: nothing trains before every host has answered. Each is connected, reads the options with its own parser,
-and says how many workers it has; only then all are told where to meet. So a host that is off, or a folder that is
-missing there, ends the command at once and leaves nothing running.
+The one idea: no host trains before every host has answered. Each host reads the options with its own parser, and
+reports its number of workers; only then all hosts get the rendezvous URL. So a host that is off, or a missing folder,
+ends the command at once and leaves nothing running.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, Co
 from hetseq.system.processes import ECHO_S, first_stop_signal, ringing_on_signals
 
 _HOST = re.compile(r"(?P<name>(?:[\w.-]+@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:]+\]))(?::(?P<count>\d+))?")
-_ANSWER_S = 120.0  # for a connection, and for a cold import of torch over a network mount
-_SAID_S = 10.0  # after so long without an answer it is said who is waited for
+_ANSWER_S = 120.0  # for a connection, and for a cold import of torch from a network mount
+_SAID_S = 10.0  # without an answer, until the silent hosts are named
 _LOOK_S = 0.5
 _LAST_S = 10.0  # after a second signal, for the hosts to end
-_HANG_UP_S = 5.0  # for ssh to end with its pipes
-_CONNECT_S = 20  # of ssh itself
+_HANG_UP_S = 5.0  # for ssh to end after its pipes are closed
+_CONNECT_S = 20  # ConnectTimeout of ssh
 _SSH_FAILED = 255
-#: a run that has begun goes on without a host; one that has not would wait for it
+#: codes that stop the others: a host that ends with them never starts, and a run that has not begun would wait for it
 _FAILED = (EXIT_USAGE, EXIT_DISAGREE)
 
 
 COMMAND = Command(
     "ssh",
-    "A run on several hosts by one command, over ssh.",
+    "Start a run on several hosts with one command, over ssh.",
     usage=("--hosts LIST [options] -- OPTIONS OF hetseq train",),
     words=(
         CommandOption(
             "--hosts",
-            "hosts as ssh knows them, each with its workers, as labA:2,ada@labB; without a number one per GPU it shows",
+            "hosts as ssh knows them, each with its number of workers, as in labA:2,ada@labB; default: one per GPU",
             "LIST",
             is_needed=True,
         ),
         CommandOption("--ssh", "default ssh; with options as in 'ssh -p 2222'", "COMMAND", default="ssh"),
         CommandOption(
-            "--directory", "where the run begins on each host; default: this directory, by the same path", "DIR"
+            "--directory", "working directory on each host; default: the path of the current directory", "DIR"
         ),
         CommandOption(
-            "--python", "the Python there that has hetseq; default: the path of the one that runs this command", "PY"
+            "--python", "Python on the hosts that has hetseq; default: the path of the one that runs this command", "PY"
         ),
-        CommandOption("--env-setup", "shell before it, as 'module load cuda'", "LINE"),
-        CommandOption("--address", "how the hosts call the first one; default: its name in --hosts", "ADDR"),
+        CommandOption("--env-setup", "shell command before it, such as 'module load cuda'", "LINE"),
+        CommandOption("--address", "address of the first host for the others; default: its name in --hosts", "ADDR"),
         CommandOption(
-            "--port", "a port of the first host at which they meet; default: one that is free there", "P",
+            "--port", "port of the first host at which they meet; default: a free one", "P",
             read=whole_number(1, 65535),
         ),
     ),
@@ -73,8 +73,8 @@ COMMAND = Command(
         "hetseq ssh --hosts labA:2,labB:4 -- --task mnist --global-batch-size 64 --save-dir runs/digits",
     ),
     notes=(
-        "Every line of output begins with its host. Ctrl-C stops all after their step, a second one at once. The exit"
-        " code is the first that is not 0, in the order of the hosts; 255 is ssh's own.",
+        "Every line of output begins with its host. Ctrl-C stops all hosts after their step, a second Ctrl-C at once."
+        " The exit code is the first nonzero one in the order of the hosts; 255 comes from ssh itself.",
     ),
     train="behind",
 )  # fmt: skip
@@ -82,7 +82,7 @@ COMMAND = Command(
 
 @dataclass(frozen=True)
 class SshRequest:
-    """What was asked for: `hosts` with their workers (None: those that the host counts), and what each of them runs."""
+    """The request: `hosts` with their workers (None: as many as the host reports), and the command for each of them."""
 
     hosts: tuple[tuple[str, int | None], ...]
     words: tuple[str, ...]
@@ -97,7 +97,7 @@ class SshRequest:
 
 
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """Run on all hosts until all have ended; the exit code. Raises ConfigError as `parse`, RendezvousError."""
+    """Run on all hosts until all have ended; returns the exit code. Raises ConfigError as `parse`, RendezvousError."""
     request = parse(words)
     with ringing_on_signals() as bell:
         hosts = FanOut(request, bell, say)
@@ -108,7 +108,7 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
 
 
 def parse(words: Sequence[str]) -> SshRequest:
-    """The words after `hetseq ssh`. Raises ConfigError, also for options of the run that no host would take."""
+    """Parse the words after `hetseq ssh`. Raises ConfigError, also for invalid options of the run."""
     asked = COMMAND.read(words)
     train, hosts = asked.rest, tuple(_host(text) for text in asked["--hosts"].split(","))
     if len({name for name, _ in hosts}) < len(hosts):
@@ -118,13 +118,13 @@ def parse(words: Sequence[str]) -> SshRequest:
     meeting = ["--join", f"tcp://{address}:{asked['--port'] or 1}", *([] if has_min_ranks else ["--min-ranks", "1"])]
     config = options.parse([*train, *meeting])
     if config.distributed.join != meeting[1]:
-        raise ConfigError("where the nodes meet is said by this command: leave --join out (--address, --port)")
+        raise ConfigError("this command sets --join itself: leave it out (--address and --port change it)")
     if config.distributed.distributed_gpus is not None or config.distributed.devices:
         raise ConfigError(
-            "--hosts says how many workers a host has, as in labA:2: leave --distributed-gpus and --devices out"
+            "--hosts sets the workers of each host, as in labA:2: leave out --distributed-gpus and --devices"
         )
     if config.data.global_batch_size is None:
-        raise ConfigError("several nodes need --global-batch-size N behind -- (samples of a step over all ranks)")
+        raise ConfigError("several nodes need --global-batch-size N after -- (samples per step over all ranks)")
     return SshRequest(
         hosts, train, tuple(shlex.split(asked["--ssh"])), asked["--directory"] or os.getcwd(),
         asked["--python"] or sys.executable,
@@ -135,12 +135,12 @@ def parse(words: Sequence[str]) -> SshRequest:
 def _host(text: str) -> tuple[str, int | None]:
     found = _HOST.fullmatch(text)
     if found is None or found["count"] == "0":
-        raise ConfigError(f"--hosts: {text!r} is no host; expected NAME, USER@NAME or NAME:WORKERS, as labA:2")
+        raise ConfigError(f"--hosts: {text!r} is not a host; expected NAME, USER@NAME or NAME:WORKERS, such as labA:2")
     return found["name"], int(found["count"]) if found["count"] else None
 
 
 class _Host:
-    """One host: its connection, what it has said of itself, and its end."""
+    """One host: its connection, the facts it has reported, and its exit code."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name = name
@@ -149,7 +149,7 @@ class _Host:
         self.last_words = ""  # on standard error
         self.rest = {"out": b"", "err": b""}
         try:
-            # a session of its own: Ctrl-C in the terminal is passed on once, and politely
+            # its own session: this command forwards Ctrl-C itself, once
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
                 start_new_session=True,
@@ -158,7 +158,7 @@ class _Host:
             raise ConfigError(f"--ssh {command[0]} cannot be started: {error.strerror}") from error
 
     def tell(self, **word: Any) -> None:
-        """A word to the far end; one that is gone hears nothing."""
+        """Send a message to the host; ignored if the connection is gone."""
         assert self.process.stdin is not None
         with suppress(OSError, ValueError):
             self.process.stdin.write(json.dumps(word).encode() + b"\n")
@@ -176,8 +176,8 @@ class FanOut:
         self._hosts: list[_Host] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(bell, selectors.EVENT_READ)
-        self._asked_s: float | None = None  # when a stop was passed on first
-        self._last_s: float | None = None  # when the connections are cut
+        self._asked_s: float | None = None  # when the first stop was forwarded
+        self._last_s: float | None = None  # when the connections will be cut
 
     def run(self) -> int:
         """Connect, agree, begin, wait. Raises RendezvousError for secrets that differ."""
@@ -199,12 +199,12 @@ class FanOut:
             waited_s, names = time.monotonic() - begun_s, ", ".join(host.name for host in silent)
             if silent and waited_s > self._answer_s:
                 raise RendezvousError(
-                    f"{names} did not answer within {self._answer_s:g} s over ssh; the other hosts are stopped. See"
-                    f" what `{self._trial(silent[0])}` does: a machine that hangs, a network disk, a shell that asks"
+                    f"{names} did not answer within {self._answer_s:g} s over ssh; the other hosts are stopped. Try"
+                    f" `{self._trial(silent[0])}`: the machine or a network disk may hang, or its shell may prompt"
                 )
             if silent and waited_s > self._said_s and not is_said:
                 is_said = True
-                self._tell(f"no answer from {names} yet; they have {self._answer_s:g} s in all")
+                self._tell(f"no answer from {names} yet; the time limit is {self._answer_s:g} s")
         self._begin()
         told: set[str] = set()
         while any(host.code is None for host in self._hosts):
@@ -217,19 +217,19 @@ class FanOut:
         return next((host.code for host in self._hosts if host.code), EXIT_DONE)
 
     def _tell_of_lost_(self, told: set[str]) -> None:
-        """Say once of each host that it has ended too early."""
+        """Report each host that has ended too early, once."""
         for host in self._hosts:
             if host.code not in (None, EXIT_DONE, *_FAILED) and host.name not in told and self._asked_s is None:
                 told.add(host.name)
                 why = (
-                    "the connection to it is lost, and what runs there stops" if host.code == _SSH_FAILED else
+                    "the connection is lost, and its launcher stops" if host.code == _SSH_FAILED else
                     f"it ended with {host.code}"
                 )  # fmt: skip
-                rest = "go on if --min-ranks are left" if self._request.has_min_ranks else "wait for it"
+                rest = "continue if --min-ranks are left" if self._request.has_min_ranks else "wait for it"
                 self._tell(f"{host.name}: {why}; the others {rest}. Ctrl-C ends the run")
 
     def close(self) -> None:
-        """Hang up; whatever still runs over there is asked to stop by that."""
+        """Close the connections, which asks every launcher that still runs to stop."""
         for host in self._hosts:
             for stream in (host.process.stdin, host.process.stdout, host.process.stderr):
                 assert stream is not None
@@ -246,13 +246,13 @@ class FanOut:
         request = self._request
         steps = [f"cd {shlex.quote(request.directory)}", *([request.env_setup] if request.env_setup else [])]
         steps.append(f"exec {shlex.quote(request.python)} -m hetseq.commands.ssh.remote")
-        # sh, because the user's own shell over there may be another one
+        # sh, because the user's login shell there may be a different one
         remote = f"exec sh -c {shlex.quote(' && '.join(steps))}"
         flags = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "-o", "ServerAliveInterval=15"]
         return [*request.ssh, *flags, name.strip("[]"), remote]
 
     def _begin(self) -> None:
-        """Tell all hosts where they meet, and those without the secret what it is."""
+        """Send the rendezvous URL to all hosts, and the secret to the hosts without it."""
         facts = {host.name: host.facts or {} for host in self._hosts}
         total = sum(fact["workers"] for fact in facts.values())
         url = f"tcp://{self._request.address}:{self._request.port or facts[self._hosts[0].name]['port']}"
@@ -265,16 +265,16 @@ class FanOut:
             host.tell(words=words, secret=secret if is_lacking else None)
 
     def _trial(self, host: _Host) -> str:
-        """What tells whether ssh itself works."""
+        """A command that tests ssh itself."""
         return shlex.join([*self._request.ssh, "-o", "BatchMode=yes", host.name, "true"])
 
     def _refuse(self, host: _Host) -> int:
-        """Say why a host cannot take part; the others end with the connection."""
+        """Report why a host cannot take part; closing the connections ends the others."""
         here = f"`{self._trial(host)}`"
         if host.code == _SSH_FAILED:
-            remedy = f"{here} has to work without a question: is the name right, the machine on, your key there?"
+            remedy = f"{here} must work without a prompt: check the name, that the machine is on, and your key there"
         elif host.code == EXIT_USAGE and host.last_words.startswith("hetseq: "):
-            remedy = "what it says is about that host"
+            remedy = "the message is about that host"
         else:
             remedy = (
                 f"it needs the folder {self._request.directory} (--directory) and {self._request.python} with hetseq"
@@ -287,7 +287,7 @@ class FanOut:
         return host.code or EXIT_STOPPED
 
     def _turn(self) -> None:
-        """Pass on what has come, in either direction."""
+        """Forward messages and output in both directions."""
         was_heard = set()
         for key, _ in self._selector.select(_LOOK_S):
             if key.data is None:
@@ -306,7 +306,7 @@ class FanOut:
         for host in self._hosts:
             if host.code is None and host.name not in was_heard:
                 code = host.process.poll()
-                host.code = code if code is None or code >= 0 else 128 - code  # as a shell counts a signal
+                host.code = code if code is None or code >= 0 else 128 - code  # like a shell after a signal
         if self._last_s is not None and time.monotonic() > self._last_s:
             for host in self._hosts:
                 if host.code is None:
@@ -343,21 +343,21 @@ class FanOut:
 
     @staticmethod
     def _tell(text: str) -> None:
-        with suppress(OSError):  # a reader that went away is no reason to stop
+        with suppress(OSError):  # a closed terminal must not stop the run
             sys.stderr.write(f"{text}\n")
 
 
 def _secret_for(tags: dict[str, str | None], path: str) -> str | None:
-    """The secret as digits, where a host lacks it; it is this machine's. Raises RendezvousError where two differ."""
+    """This machine's secret as digits if a host lacks it, else None. Raises RendezvousError if two secrets differ."""
     held = {tag for tag in tags.values() if tag is not None}
     if None not in tags.values() and len(held) == 1:
         return None
-    # only the default's folder is made where it is missing
+    # only the default file's folder is created if missing
     secret = load_secret(None if path == DistributedConfig.secret_file else path)
     for name, tag in tags.items():
         if tag not in (None, tag_of(secret)):
             raise RendezvousError(
-                f"{name} holds another secret than this machine, in {path}: copy the file of one to the others,"
-                " or remove it where this machine's is to go"
+                f"{name} has another secret than this machine, in {path}: copy the file of one host to the others, or"
+                " remove it there to use the one of this machine"
             )
     return secret.hex()

@@ -1,11 +1,11 @@
-"""What `hetseq ssh` starts on each host: the launcher there, and somebody who listens to the near end.
+"""The program that `hetseq ssh` starts on each host; it starts the launcher there and listens to `hetseq ssh`.
 
-Responsible for a node's own facts (how many workers it has, a free port, whether it holds the secret), for starting
-`hetseq train` with what the near end makes of them, and for its end. It chooses no option of the run.
+Reports facts about the node (number of workers, a free port, whether it has the secret), starts `hetseq train` with the
+options it gets back, and stops it. It chooses no option of the run. Messages call `hetseq ssh` the near end.
 
-The one idea: the connection is the leash. Words come as lines of JSON over standard input, which ssh closes however the
-near end goes: killed, cut off, asleep for good. Then the launcher is asked to stop, as by a signal. A terminal
-(`ssh -tt`) would hang up as well, but mixes the two outputs, turns lines into live ones, and knows no polite stop.
+The one idea: the launcher stops when the connection closes. Messages are lines of JSON on standard input, which ssh
+closes however the near end ends: killed, disconnected, suspended for good. Then the launcher is asked to stop, as by a
+signal. A terminal (`ssh -tt`) would also hang up, but mixes the two outputs, turns on the live display, and cannot ask.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from hetseq.run_directory import open_private
 from hetseq.system.files import write_all
 from hetseq.system.processes import die_with_parent, first_stop_signal, ringing_on_signals
 
-#: begins the one line of standard output that is meant for the near end
+#: prefix of the one line on standard output that is for the near end
 MARK = "hetseq far end: "
 _LOOK_S = 0.2
-_IMPATIENT_S = 120.0  # after the near end is gone, for the step under way and its checkpoint
+_IMPATIENT_S = 120.0  # after the near end is gone, for the current step and its checkpoint
 
 
 def main() -> int:
-    """Say hello, wait for the word to begin, train, stop when asked or left alone; the launcher's exit code."""
+    """Report facts, wait for the start, train, stop on request or disconnection; returns the launcher's exit code."""
     with ringing_on_signals() as bell:
         near = _Near(bell)
         try:
@@ -63,18 +63,18 @@ def main() -> int:
 
 
 def tag_of(secret: bytes) -> str:
-    """Tells whether two nodes hold the same secret, and nothing else of it."""
+    """A tag that tells whether two nodes have the same secret, and reveals nothing else about it."""
     return derive_key(secret, "hetseq ssh", "the same?").hex()
 
 
 class _Near:
-    """The near end, as lines on standard input; None once it is gone, and a stop where a signal came in its place."""
+    """Messages from the near end as lines on standard input; None once it is gone, and a stop for a local signal."""
 
     def __init__(self, bell: int) -> None:
         self._bell, self._rest, self._is_gone = bell, b"", False
 
     def look(self, timeout_s: float) -> list[dict[str, Any] | None]:
-        """What has come within that time."""
+        """The messages that arrive within that time."""
         sources = [self._bell] if self._is_gone else [self._bell, 0]
         readable, _, _ = select.select(sources, [], [], timeout_s)
         found: list[dict[str, Any] | None] = []
@@ -90,14 +90,14 @@ class _Near:
         return found
 
     def next(self) -> dict[str, Any] | None:
-        """The next word; the near end has a deadline of its own, at which it hangs up."""
+        """The next message; the near end has its own deadline, at which it closes the connection."""
         while True:
             for word in self.look(_LOOK_S):
                 return word
 
 
 def _facts(words: Sequence[str]) -> dict[str, Any]:
-    """What the near end has to know of this host. Raises ConfigError for options, SecretError for a bad secret."""
+    """The facts about this host for the near end. Raises ConfigError for options, SecretError for a bad secret."""
     from hetseq.launch.launch import local_devices
 
     config = _parsed(words)
@@ -112,7 +112,7 @@ def _facts(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _parsed(words: Sequence[str]) -> Config:
-    """The options of the run, as with the place where the nodes meet, which is not known yet. Raises ConfigError."""
+    """The options of the run, with a placeholder for the unknown rendezvous URL. Raises ConfigError."""
     has_min_ranks = any(word.partition("=")[0] == "--min-ranks" for word in words)
     return options.parse([*words, "--join", "tcp://127.0.0.1:1", *([] if has_min_ranks else ["--min-ranks", "1"])])
 
@@ -129,7 +129,7 @@ def _keep(digits: str, path: str) -> None:
         return
     except OSError as error:
         raise RendezvousError(
-            f"{file} cannot be made on {socket.gethostname()}: {error.strerror}; copy the secret by hand and name it"
+            f"{file} cannot be created on {socket.gethostname()}: {error.strerror}; copy the secret by hand and name it"
             " with --secret-file"
         ) from error
     try:
@@ -139,7 +139,7 @@ def _keep(digits: str, path: str) -> None:
 
 
 def _look_after(child: subprocess.Popen[bytes], near: _Near) -> int:
-    """Pass stops on until the launcher has ended."""
+    """Forward stops until the launcher has ended."""
     alone_s: float | None = None
     while child.poll() is None:
         for word in near.look(_LOOK_S):
@@ -150,7 +150,7 @@ def _look_after(child: subprocess.Popen[bytes], near: _Near) -> int:
                 child.send_signal(word["stop"])
         if alone_s is not None and time.monotonic() - alone_s > _IMPATIENT_S:
             alone_s = None
-            child.send_signal(signal.SIGTERM)  # the second one, which stops at once
+            child.send_signal(signal.SIGTERM)  # the second signal stops it at once
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 

@@ -83,14 +83,14 @@ def fail_a_save(run: Path, step: int, error: str) -> None:
         ("prune RUN", "hetseq checkpoints prune: --keep N is missing, as in: hetseq checkpoints prune"),
         ("prune RUN --keep", "--keep has no value: expected --keep N, as in: hetseq checkpoints prune"),
         ("prune RUN --keep --dry-run", "--keep has no value"),
-        ("prune RUN --keep 0", "--keep 0: expected how many"),
-        ("prune RUN --keep -1", "--keep -1: expected how many"),
-        ("prune RUN --keep some", "--keep some: expected how many"),
+        ("prune RUN --keep 0", "--keep 0: expected the number"),
+        ("prune RUN --keep -1", "--keep -1: expected the number"),
+        ("prune RUN --keep some", "--keep some: expected the number"),
         ("prune RUN --keep 1 --keep 2", "--keep is given twice: give it once"),
         ("prune RUN --keep 1 --drop-best --keep-best", "exclude each other"),
         ("prune RUN --keep 1 --dry-run=yes", "--dry-run takes no value"),
-        ("show RUN --step first", "--step first: expected the number of a step, latest or best"),
-        ("show RUN --step -3", "--step -3: expected the number of a step"),
+        ("show RUN --step first", "--step first: expected a step number, latest or best"),
+        ("show RUN --step -3", "--step -3: expected a step number"),
         ("export RUN --to x", "--format FORM is missing"),
         ("export RUN --format torch", "--to PATH is missing"),
         ("export RUN --format torch --to=", "--to has no value"),
@@ -216,7 +216,7 @@ def test_what_is_no_checkpoint_is_told_below_with_its_reason(run: Path) -> None:
         [
             "never committed",
             attempt_name(9, 1),
-            "it is being written, or its run was killed; the next start sees to it",
+            "it is being written, or its run was killed; the next start cleans up",
         ],
     ]
     record = asked_json("list", run)
@@ -349,7 +349,7 @@ def test_one_flipped_bit_is_found_and_only_by_who_reads_every_byte(
     told = capsys.readouterr()
     assert [": ok, " in line for line in told.out.splitlines()] == [True, False, True, True]
     assert "part-00000.safetensors" in told.out.splitlines()[1]
-    assert f"1 of 4 checkpoints of {run} cannot be believed ({folder(run, 3).name})" in told.err
+    assert f"1 of 4 checkpoints of {run} cannot be trusted ({folder(run, 3).name})" in told.err
     assert main(["checkpoints", "verify", str(run), "--shallow"]) == 0
     assert main(["checkpoints", "verify", str(run), "--step", "3"]) == 1
     assert main(["checkpoints", "verify", str(run), "--step", "4"]) == 0
@@ -419,9 +419,9 @@ def test_the_newest_the_best_and_the_newest_that_verifies_stay() -> None:
 def test_older_checkpoints_go_and_the_best_stays_unless_it_may_go(run: Path) -> None:
     lines = ask("prune", run, "--keep", "1")
     assert [line.split(" (")[0] for line in lines[:-1]] == [
-        "removed: step 1", "stays: step 2", "removed: step 3", "stays: step 4"
+        "removed: step 1", "kept: step 2", "removed: step 3", "kept: step 4"
     ]  # fmt: skip
-    assert lines[-1] == "2 checkpoints, 9.4 kB removed; 2 stay, 9.4 kB"
+    assert lines[-1] == "2 checkpoints, 9.4 kB removed; 2 kept, 9.4 kB"
     assert contents(run) == {folder(run, step).name for step in (2, 4)}
     assert (loaded_step(run), loaded_step(run, "best")) == (4, 2)
     ask("prune", run, "--keep", "1", "--drop-best")
@@ -441,7 +441,7 @@ def test_the_newest_that_verifies_stays_though_newer_ones_count(run: Path) -> No
     damage(run, 4)
     lines = ask("prune", run, "--keep", "1", "--drop-best")
     assert steps(run) == [4, 3]
-    assert any(line.startswith("stays: step 3") and "the newest that verifies" in line for line in lines)
+    assert any(line.startswith("kept: step 3") and "the newest that verifies" in line for line in lines)
     assert loaded_step(run) == 3
 
 
@@ -458,7 +458,7 @@ def test_where_nothing_is_to_go_nothing_is_read(run: Path, monkeypatch: pytest.M
         raise AssertionError("read for nothing")
 
     monkeypatch.setattr(hetseq.checkpoint, "verify", never)
-    assert ask("prune", run, "--keep", "4")[-1].startswith("0 checkpoints, 0 B removed; 4 stay")
+    assert ask("prune", run, "--keep", "4")[-1].startswith("0 checkpoints, 0 B removed; 4 kept")
     with pytest.raises(AssertionError, match="read for nothing"):
         ask("prune", run, "--keep", "3")
 

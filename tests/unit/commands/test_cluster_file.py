@@ -85,7 +85,7 @@ def test_learning_is_left_out_where_micro_batches_are_too_many_to_count(tmp_path
         ("samples_per_s: 10,", "samples_per_s: 0,", "line 6: groups[1].samples_per_s: found '0', expected a number"),
         ("samples_per_s: 10,", "", "line 6: groups[1].samples_per_s is missing: expected a number from 1e-09"),
         ("name: cpu", "name: ''", "line 6: groups[1].name: found nothing, expected a name"),
-        ("name: cpu", "name: gpu", "groups[1].name: found 'gpu' again, expected a name of its own per group"),
+        ("name: cpu", "name: gpu", "groups[1].name: found 'gpu' again, expected a different name for each group"),
         ("fixed_s", "fixd_s", "line 5: unknown key groups[0].fixd_s: did you mean fixed_s?"),
         ("fixed_s: 0.01", "count: 3", "line 5: groups[0].count is there twice"),
         ("8000, latency_ms: 0.1}}\n  -", "0}}\n  -", "line 5: groups[0].link.mbit_per_s: found '0', expected a"),
@@ -114,7 +114,7 @@ def test_what_is_wrong_in_a_file_is_told_with_its_place(tmp_path: Path, old: str
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", str(tmp_path / "none.yaml")]) == 2
-    assert "none.yaml: there is no such file, seen from" in capsys.readouterr().err
+    assert "none.yaml: there is no such file, relative to" in capsys.readouterr().err
     assert main(["simulate", str(tmp_path)]) == 2
     assert "cannot be read: Is a directory" in capsys.readouterr().err
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")

@@ -50,7 +50,7 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("facts", (GOOD, replace(GOOD, numpy="2.1.0")), "note", "numpy differs"),
     ("ways", {**WAYS, (0, 1): Way(trouble="no answer")}, "problem", "labA does not reach labB: no answer"),
     ("ways", {**WAYS, (1, 0): Way(2e7, 1e-4)}, "warning", "labB sends 20 MB/s to labA"),
-    ("delays_s", {(0, 1): None, (1, 0): 0.1}, "problem", "labB does not see what labA writes"),
+    ("delays_s", {(0, 1): None, (1, 0): 0.1}, "problem", "labB does not see files of labA"),
     ("delays_s", {(0, 1): 3.1, (1, 0): 0.1}, "note", "after up to 3.1 s"),
     ("lost", {1: "it closed the connection"}, "problem", "labB left the examination: it closed the connection"),
 ]
@@ -344,7 +344,7 @@ def test_who_is_no_doctor_is_sent_away_and_the_others_meet(url: str, tmp_path: P
     doctors.start(GOOD)
     doctors.wait()
     assert sorted(doctors.ends) == [(0, False), (0, True)]  # type: ignore[type-var]
-    assert any("is no doctor of this version" in line for line in doctors.told)
+    assert any("is not a doctor of this version" in line for line in doctors.told)
     assert doctors.examined[0].lost == {}
 
 
@@ -360,7 +360,7 @@ def test_a_head_that_is_no_doctor_is_told_from_one(url: str, tmp_path: Path) -> 
             channel.send({"kind": "ending", "code": 1})
             doctors.wait()
     (error,) = doctors.ends
-    assert "is no doctor (it answers as no doctor does)" in str(error)
+    assert "is not a doctor (it does not answer like a doctor)" in str(error)
 
 
 def test_a_head_says_that_it_lives_while_others_are_awaited(
@@ -392,7 +392,7 @@ def test_a_head_that_is_silent_is_lost(url: str, tmp_path: Path, monkeypatch: py
             channel.send({"kind": "alive"})
             doctors.wait()
     (error,) = doctors.ends
-    assert "the head of the examination is lost, or is no doctor (nothing from 127.0.0.1" in str(error)
+    assert "the head of the examination is lost, or is not a doctor (nothing from 127.0.0.1" in str(error)
 
 
 def test_a_head_to_whom_nobody_comes_says_what_to_type_elsewhere(url: str, tmp_path: Path) -> None:

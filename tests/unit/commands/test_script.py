@@ -186,13 +186,13 @@ def test_condor_s_arguments_say_the_command() -> None:
         ("slurm --time 24h -- --task mnist", "--time 24h: expected HH:MM:SS"),
         ("slurm -- --task mnist --learning-rat 1", "--learning-rat"),
         ("slurm --nodes 2 -- --task mnist", "--nodes 2 needs --global-batch-size N"),
-        ("slurm --nodes 2 -- --task mnist --distributed-world-size 4", "leave --distributed-init-method"),
+        ("slurm --nodes 2 -- --task mnist --distributed-world-size 4", "leave out --distributed-init-method"),
         ("slurm --name 'a b' -- --task mnist", "--name a b: expected a letter"),
         ("slurm --queue 'a b' -- --task mnist", "--queue a b: expected letters"),
-        ("condor --time 1:00:00 -- --task mnist", "--time means nothing to condor"),
-        ("slurm --parallel-environment mpi -- --task mnist", "--parallel-environment means nothing to slurm"),
+        ("condor --time 1:00:00 -- --task mnist", "--time does not apply to condor"),
+        ("slurm --parallel-environment mpi -- --task mnist", "--parallel-environment does not apply to slurm"),
         ("sge --nodes 2 -- --task mnist --global-batch-size 8", "needs --parallel-environment NAME"),
-        ("sge -- --task mnist --save-dir 'a b/c'", "choose a folder with letters"),
+        ("sge -- --task mnist --save-dir 'a b/c'", "choose a folder with only letters"),
     ],
 )
 def test_what_no_queue_could_mend_is_refused_before_it(words: str, said: str) -> None:

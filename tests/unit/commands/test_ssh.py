@@ -44,12 +44,12 @@ def test_hosts_are_names_with_or_without_their_workers() -> None:
     ("line", "said"),
     [
         ("--hosts a:2", "hetseq ssh: expected the options of hetseq train after --"),
-        ("--hosts a:0 -- --task mnist", "'a:0' is no host"),
-        ("--hosts=-oProxyCommand=x -- --task mnist", "is no host"),
+        ("--hosts a:0 -- --task mnist", "'a:0' is not a host"),
+        ("--hosts=-oProxyCommand=x -- --task mnist", "is not a host"),
         ("--hosts a,a -- --task mnist", "names a host twice"),
         ("--hosts a:1,b:1 -- --task mnist --learning-rat 1", "--learning-rat"),
         ("--hosts a:1,b:1 -- --task mnist", "need --global-batch-size N"),
-        ("--hosts a:1 -- --task mnist --global-batch-size 8 --distributed-gpus 2", "--hosts says how many workers"),
+        ("--hosts a:1 -- --task mnist --global-batch-size 8 --distributed-gpus 2", "--hosts sets the workers"),
         ("--host a:1 -- --task mnist", "unknown option --host: did you mean --hosts?"),
         ("-- --task mnist", "--hosts LIST is missing"),
         ("--hosts a:1 --task mnist -- --lr 1", "--task is an option of hetseq train: write it after --"),
@@ -116,7 +116,7 @@ def test_a_host_that_ends_in_the_middle_is_told_and_the_others_stay(fan: Fan, ho
 def test_a_host_that_never_answers_is_named_twice(fan: Fan) -> None:
     with pytest.raises(RendezvousError, match=r"mute did not answer within 0.3 s over ssh; .* -o BatchMode=yes mute"):
         fan.run("mute", answer_s=0.3, said_s=0.0)
-    assert fan.err == ["no answer from mute yet; they have 0.3 s in all"]
+    assert fan.err == ["no answer from mute yet; the time limit is 0.3 s"]
     assert fan.out == []
 
 

@@ -92,10 +92,10 @@ def test_a_rank_that_stands_still_is_named_with_what_it_is_at(tmp_path: Path) ->
     write(tmp_path, 1, phase="reading data (loader)", phase_s=34.2, waits=False)
     write(tmp_path, 2, phase="reduction", phase_s=34.1, waits=True)
     lines = shown(tmp_path)
-    assert "rank 1 (lab1/cpu) stands still: reading data (loader) for 34 s" in lines
-    assert lines.count("stands still") == 1
+    assert "rank 1 (lab1/cpu) is stuck: reading data (loader) for 34 s" in lines
+    assert lines.count("is stuck") == 1
     write(tmp_path, 1, phase="reading data (loader)", phase_s=5.0, waits=False)
-    assert "stands still" not in shown(tmp_path)
+    assert "is stuck" not in shown(tmp_path)
 
 
 def test_a_silent_rank_of_this_machine_is_told_to_be_stopped(tmp_path: Path) -> None:
@@ -132,9 +132,7 @@ def test_while_a_rank_stands_still_its_file_says_so_once_a_second_at_most(
     assert (writes[1]["phase"], writes[1]["waits"]) == ("reading data (loader)", False)
 
 
-@pytest.mark.parametrize(
-    ("state", "words"), [("done", "all is done after step 8"), ("stopped", "stopped after step 8")]
-)
+@pytest.mark.parametrize(("state", "words"), [("done", "finished after step 8"), ("stopped", "stopped after step 8")])
 def test_a_run_that_has_ended_says_how(tmp_path: Path, state: str, words: str) -> None:
     for slot in range(2):
         write(tmp_path, slot, state=state)
@@ -150,7 +148,7 @@ def test_a_run_without_a_launcher_has_ended_once_nobody_lives(tmp_path: Path) ->
     now[0] = 5.0
     assert view(tmp_path, look.signs(), look, width=80).ending is None
     (tmp_path / ".lock").touch()
-    assert "before its end, after step 8" in (view(tmp_path, look.signs(), look, width=80).ending or "")
+    assert "ended early, after step 8" in (view(tmp_path, look.signs(), look, width=80).ending or "")
 
 
 def test_a_process_of_this_machine_that_has_gone_is_dead(tmp_path: Path) -> None:
@@ -234,7 +232,7 @@ def test_of_many_ranks_that_are_gone_the_first_are_named(tmp_path: Path) -> None
         write(tmp_path, slot, pid=None, state="gone")
     lines = shown(tmp_path, width=80, height=24).splitlines()
     assert len(lines) <= 24
-    assert lines[-1] == "and 55 more ranks are gone, dead or silent, or stand still"
+    assert lines[-1] == "and 55 more ranks are gone, dead, silent or stuck"
     assert "rank 4 (lab4/cpu) is gone" in lines[-6]
 
 
@@ -247,7 +245,7 @@ def test_without_rich_the_view_is_plain_and_a_line_says_why(tmp_path: Path, monk
     assert run([str(tmp_path)], said.append) == 0
     assert said[0].startswith("hetseq top: no live view, because rich cannot be imported (")
     assert said[0].endswith("): pip install rich")
-    assert "all is done after step 8" in said[1]
+    assert "finished after step 8" in said[1]
 
 
 def test_nothing_in_the_run_directory_is_changed(tmp_path: Path) -> None:

@@ -162,4 +162,4 @@ def test_the_view_ends_with_the_run(watched: Watched, tmp_path: Path) -> None:
     write(tmp_path, "done")
     assert watched.ends() == 0
     assert is_sane(watched)
-    assert b"all is done after step 8" in watched.screen.rpartition(OWN_SCREEN)[2]
+    assert b"finished after step 8" in watched.screen.rpartition(OWN_SCREEN)[2]

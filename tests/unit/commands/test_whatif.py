@@ -358,7 +358,7 @@ def row(step: int, shares: Sequence[int]) -> dict[str, Any]:
 def test_a_run_of_one_rank_can_be_given_another(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, [row(step, [10]) for step in range(1, 9)], "--add", "twin:1")
     assert step_s(plan.others[0]) == pytest.approx(0.25)
-    assert "the exchange with more of them is not known" in plan_text(plan)
+    assert "the exchange between several is unknown" in plan_text(plan)
 
 
 def test_a_rank_that_never_had_samples_is_given_none(tmp_path: Path) -> None:
@@ -368,7 +368,7 @@ def test_a_rank_that_never_had_samples_is_given_none(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, rows)
     assert plan.best.step.shares == (32, 0)
     assert "note: rank 1 (node1/cpu) has had no samples yet" in plan_text(plan)
-    with pytest.raises(ConfigError, match="nobody is left whose speed is known"):
+    with pytest.raises(ConfigError, match="no rank with a known speed is left"):
         plan_of(tmp_path, rows, "--without", "0")
 
 
@@ -503,7 +503,7 @@ def test_the_command_line_is_read_in_any_order() -> None:
         ("a b", "expected one RUN, found a b"),
         ("a --witout 1", "unknown option --witout: did you mean --without?"),
         ("a --without", "--without has no value"),
-        ("a --without -1", "--without -1: expected the number of a rank"),
+        ("a --without -1", "--without -1: expected a rank number"),
         ("a --without 1,2", "give the flag once per rank"),
         ("a --json=yes", "--json takes no value"),
         ("a --add gpu3", "--add gpu3: expected NAME:SPEED"),
@@ -526,12 +526,12 @@ def test_a_run_that_cannot_be_judged_is_refused_in_words(tmp_path: Path) -> None
     for rows, words, message in (
         ([], (), "has no step yet"),
         ([{"step": 1, "valid_loss": 1.0}], (), "has no step yet"),
-        (old, (), "an older HetSeq wrote them; go on with the run"),
-        (unfinished, (), "do not say compute_s of rank 0"),
+        (old, (), "an older HetSeq wrote them; continue the run"),
+        (unfinished, (), "lack compute_s of rank 0"),
         (PAIR.rows((20, 12)), ("--add", "x:1e-320"), "expected from 1e-06 to 1e+06 times"),
         (PAIR.rows((20, 12)), ("--add", "x:1e9/s"), "1.1e+07 times as fast as the fastest rank of"),
         (PAIR.rows((20, 12)), ("--without", "2"), "--without 2: expected a rank of"),
-        (PAIR.rows((20, 12)), ("--without", "0", "--without", "1"), "nobody is left whose speed is known"),
+        (PAIR.rows((20, 12)), ("--without", "0", "--without", "1"), "no rank with a known speed is left"),
     ):
         with pytest.raises(ConfigError) as refusal:
             plan_of(tmp_path, rows, *words)

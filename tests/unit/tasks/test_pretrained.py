@@ -494,7 +494,7 @@ def test_what_cannot_be_exported_leaves_nothing(run: Path, tmp_path: Path) -> No
     refused(DataError, r"vocab\.txt")
     (tmp_path / "data" / "vocab.txt").unlink()
     (run / "config.yaml").unlink()
-    refused(ConfigError, "has no config.yaml, which says what model it is")
+    refused(ConfigError, "has no config.yaml, which defines its model")
 
 
 def test_an_export_of_another_error_leaves_nothing_either(
