@@ -1,5 +1,5 @@
-"""How the launchers of several nodes find, know and talk to each other.
+"""Communication between the launchers of a run: rendezvous, control channels and membership.
 
-One launcher per node keeps one authenticated control channel to the launcher of the head. `rendezvous` builds it,
-`membership` decides who takes part. Neither imports torch.
+The launcher of each node keeps one authenticated control channel to the launcher of the head. `rendezvous` opens it,
+`membership` decides which nodes take part. Neither imports torch.
 """

@@ -242,7 +242,7 @@ def test_world_size(nodes: Nodes, where: str) -> None:
 def test_a_rank_claimed_twice(nodes: Nodes, where: str) -> None:
     place = PLACES[where](nodes.folder)
     ranks(nodes, place, (4, 0, 2), (4, 1, 2))
-    check_refused(nodes, "rank 1 is claimed twice", "rank 3 is claimed by nobody", *names(nodes))
+    check_refused(nodes, "rank 1 is claimed twice", "rank 3 is not claimed yet", *names(nodes))
     assert place.leftovers() == []
 
 
@@ -251,7 +251,7 @@ def test_a_rank_that_nobody_brings_is_named_at_once_and_awaited(nodes: Nodes) ->
     nodes.prepare(2)
     ranks(nodes, tcp(), (4, 0, 1), (4, 2, 2), timeout_s=10)
     for node in nodes.started:
-        assert nodes.wait_until_said(node, "rank 1 is claimed by nobody", within_s=PROMISE_S)
+        assert nodes.wait_until_said(node, "rank 1 is not claimed yet", within_s=PROMISE_S)
     first, second = nodes.finish()
     for ended in (first, second):
         assert ended.code == EXIT_DISAGREE, nodes.story()

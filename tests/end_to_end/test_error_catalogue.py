@@ -241,7 +241,7 @@ MORE_STEPS: list[Words] = [["--max-update", 6, "--step-deadline", 2]] * 2
 NO_HEAD = "tcp://no-such-head.invalid:29400"
 CASES = [
     Case("1", "head-unreachable", (EXIT_FAILED,), (HERE, "refused", "Start it with: ", "gave up"), given((1, 2))),
-    Case("2", "ranks-missing", (EXIT_FAILED,), (HERE, "rank 1 is claimed by nobody", "paste there"), given((0, 2))),
+    Case("2", "ranks-missing", (EXIT_FAILED,), (HERE, "rank 1 is not claimed yet", "paste there"), given((0, 2))),
     Case("3", "port-taken", (EXIT_USAGE,), (HERE, f"pid {os.getpid()}", "another port"), taken),
     Case("4", "rank-claimed-twice", (EXIT_DISAGREE,) * 2, (HERE, "rank 0", "use --join"), given((0, 2), (0, 2))),
     Case("5", "rank-claimed-twice", (EXIT_DISAGREE,) * 3, (HERE, "rank 1"), given((0, 3), (1, 3), (1, 3))),

@@ -110,8 +110,8 @@ def predict_otherwise(warm: WarmLauncher, run: Path, tmp_path: Path, at_seven: s
 @pytest.mark.parametrize(
     ("at_seven", "code", "says"),
     [
-        ("import os; os.kill(os.getpid(), 9)", 1, ("rank 1 was killed (SIGKILL", "give the command again")),
-        (f"import os; {STOPS}", 1, ("rank 1 fell silent", "give the command again")),
+        ("import os; os.kill(os.getpid(), 9)", 1, ("rank 1 was killed (SIGKILL", "run the command again")),
+        (f"import os; {STOPS}", 1, ("rank 1 fell silent", "run the command again")),
         ("import ctypes; ctypes.string_at(0)", 1, ("rank 1 crashed (SIGSEGV)",)),
         (f"raise torch.OutOfMemoryError({OUT_OF_MEMORY!r})", 1, ("rank 1: the memory of cpu does not hold",)),
         ('return ["a\\nb"] * 5', 2, ("rank 1: Toy.predictions gave", "for sample 5: expected one line")),
@@ -141,7 +141,7 @@ def test_a_command_that_is_interrupted_leaves_no_file(run: Path, tmp_path: Path,
         os.kill(command.pid, number)
         finished = command.finish(timeout_s=20)
     assert finished.code == 130, finished
-    assert f"stopped by {signal.Signals(number).name}; give the command again" in finished.err
+    assert f"stopped by {signal.Signals(number).name}; run the command again" in finished.err
     assert list(output.iterdir()) == []
 
 

@@ -177,8 +177,8 @@ def test_a_directory_that_each_host_has_to_itself(nodes: Nodes, lab: Lab) -> Non
     for host in lab.hosts:
         host.run("mkdir", str(lab.local / "meeting"))
     one, other = lab.start(nodes, f"file://{lab.local / 'meeting'}")
-    nodes.wait_until_said(one, "1 of 2 ranks are here: labA (1)", "rank 1 is claimed by nobody")
-    nodes.wait_until_said(other, "1 of 2 ranks are here: labB (1)", "rank 0 is claimed by nobody")
+    nodes.wait_until_said(one, "1 of 2 ranks are here: labA (1)", "rank 1 is not claimed yet")
+    nodes.wait_until_said(other, "1 of 2 ranks are here: labB (1)", "rank 0 is not claimed yet")
     for node in (one, other):
         assert "shared" in node.out + node.err, nodes.story()
         node.signal(signal.SIGTERM)

@@ -110,12 +110,12 @@ def test_a_name_that_nobody_knows(nodes: Nodes) -> None:
 def test_missing_ranks_are_named_with_what_to_type_there(nodes: Nodes, where: str) -> None:
     place = PLACES[where](nodes.folder)
     head = nodes.start(*words(place, rank=0, world=3))
-    nodes.wait_until_said(head, f"1 of 3 ranks are here: {HERE} (1)", "ranks 1-2 are claimed by nobody")
+    nodes.wait_until_said(head, f"1 of 3 ranks are here: {HERE} (1)", "ranks 1-2 are not claimed yet")
     second = nodes.start(*words(place, rank=1, world=3))
-    nodes.wait_until_said(head, "2 of 3 ranks", "rank 2 is claimed by nobody")
-    nodes.wait_until_said(second, "2 of 3 ranks", "rank 2 is claimed by nobody")
+    nodes.wait_until_said(head, "2 of 3 ranks", "rank 2 is not claimed yet")
+    nodes.wait_until_said(second, "2 of 3 ranks", "rank 2 is not claimed yet")
     for node in (head, second):
-        line = [line for line in (node.out + node.err).splitlines() if "rank 2 is claimed" in line][-1]
+        line = [line for line in (node.out + node.err).splitlines() if "rank 2 is not claimed" in line][-1]
         pasted = shlex.split(line.partition("paste there: ")[2])
         assert pasted[pasted.index("--distributed-rank") + 1] == "2"
         assert pasted[pasted.index("--distributed-init-method") + 1] == place.url

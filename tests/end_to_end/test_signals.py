@@ -374,7 +374,7 @@ def test_a_worker_that_leaves_without_a_word_is_a_failure(tmp_path: Path) -> Non
     words = _planned(tmp_path, {"40": "exit"}, "--distributed-world-size", 2, "--save-interval-updates", 1)
     finished = run_trial(words, tmp_path / "run")
     assert finished.code == 1
-    assert re.search(r"hetseq: rank \d left with exit code 3 without a reason", finished.err)
+    assert re.search(r"hetseq: rank \d exited with code 3 without a reason", finished.err)
 
 
 @pytest.mark.alone

@@ -1,1 +1,1 @@
-"""Who takes part in a run: admission, the verdict on each step, the next generation of ranks."""
+"""Membership of a run: admission, the verdict on each step, and the next generation of ranks."""

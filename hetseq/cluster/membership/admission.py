@@ -1,11 +1,11 @@
-"""The roster of a start: which launcher brings which ranks, and whether together they make a world.
+"""Admission roster: which launcher brings which ranks, and whether their claims together fill the world.
 
-Responsible for admitting claims one by one, for refusing at once what no later node can mend (a rank claimed twice, two
-world sizes, ranks given here and given out there), and for saying who is awaited. No clock, no network, no files: the
-head asks it and acts.
+Admits claims one by one, reports which ranks are still missing, and refuses at once a claim that no later node can
+correct: a rank claimed twice, two world sizes, fixed ranks mixed with --join. No clock, network or files: the head
+calls it and acts on the answers.
 
-The one idea: a hole between claimed ranks is no fault yet, because a node that is still to come may fill it; two claims
-of one rank are one for ever.
+The one idea: a gap between claimed ranks is no error yet, because a later node may fill it. A rank claimed twice stays
+claimed twice.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 from hetseq.config.sections import DistributedConfig
 
 _LONGEST_HOST = 255
-_MOST = 2**20  # ranks; a claim beyond is nonsense, and nobody is to count that far for it
+_MOST = 2**20  # ranks; a larger claim is nonsense, and enumerating its ranks would take too long
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a launcher says of its node: with given ranks `rank` and `world_size`, with --join `min_ranks`.
+    """What one launcher brings to the run: `rank` and `world_size` with fixed ranks, `min_ranks` with --join.
 
-    `max_ranks` (None: any number) is of --join too. The contract sees to it that all nodes were told the same.
+    `max_ranks` (None: no limit) applies to --join only. The compatibility check ensures that all nodes agree.
     """
 
     host: str
@@ -55,12 +55,12 @@ class Claim:
             _require_number("world_size", self.world_size, 1, _MOST)
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The claim as a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_record(cls, record: object) -> Claim:
-        """The claim in a record of a peer; ValueError for anything else."""
+        """The claim in a record from a peer. Raises ValueError if it is not a valid one."""
         names = {"host", "pid", "workers", "rank", "world_size", "min_ranks", "max_ranks"}
         if not isinstance(record, Mapping) or set(record) != names:
             raise ValueError(f"no claim: {str(record)[:200]}")
@@ -73,11 +73,11 @@ class Claim:
 
     @property
     def ranks(self) -> range:
-        """The ranks that were given to this node; none with --join."""
+        """The ranks assigned to this node by its options; empty with --join."""
         return range(0) if self.rank is None else range(self.rank, self.rank + self.workers)
 
     def too_many(self, here: int) -> str | None:
-        """Why this node cannot come where `here` ranks are; None where it can."""
+        """Why this node cannot join a run that has `here` ranks, or None if it can."""
         if self.max_ranks is None or here + self.workers <= self.max_ranks:
             return None
         return (
@@ -87,13 +87,13 @@ class Claim:
 
     @property
     def wanted(self) -> int:
-        """How many of its workers a run can wait for: none of a node whose ranks reach beyond the world."""
+        """How many of its workers the run can wait for; 0 if the node's ranks exceed the world size."""
         return self.workers if self.world_size is None or self.ranks.stop <= self.world_size else 0
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a member sits once the roster is complete."""
+    """The ranks of one member in a complete roster."""
 
     member: int
     host: str
@@ -108,16 +108,16 @@ class Seat:
 
 
 class Roster:
-    """The members that were admitted so far; member 0 is the head's own launcher."""
+    """The members admitted so far; member 0 is the head's own launcher."""
 
     def __init__(self) -> None:
         self._claims: dict[int, Claim] = {}  # member -> claim, in order of admission
 
     def admit(self, member: int, claim: Claim) -> str | None:
-        """None if the member is one of the run now; else why there can be no run with it, with both hosts and a remedy.
+        """Admit a member. Returns None, or why it cannot take part, naming both hosts and a remedy.
 
-        A refused claim leaves the roster as it was. One that comes when the roster is complete is refused too, and then
-        the others go on without it.
+        A refused claim leaves the roster unchanged. A claim that arrives after the roster is complete is refused too,
+        and the other members continue without it.
         """
         if member in self._claims:
             return f"{claim.name} claimed its ranks a second time"
@@ -127,12 +127,12 @@ class Roster:
         return reason
 
     def remove(self, member: int) -> None:
-        """Forget a member that left before the start; nothing for one that was never admitted."""
+        """Remove a member that left before the start; does nothing if it was never admitted."""
         self._claims.pop(member, None)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all ranks are claimed; with --join, whether `min_ranks` or more are here, the head's among them."""
+        """Whether all ranks are claimed; with --join, whether at least `min_ranks` are here, including the head's."""
         first = self._first
         if first is None:
             return False
@@ -142,27 +142,27 @@ class Roster:
 
     @property
     def world_size(self) -> int | None:
-        """Ranks of the run; with --join None until the roster is complete."""
+        """Ranks of the run; None with --join until the roster is complete."""
         first = self._first
         if first is None or first.min_ranks is None:
             return None if first is None else first.world_size
         return self._here if self.is_complete else None
 
     def seats(self) -> list[Seat]:
-        """Of a complete roster, by first rank. With --join the head sits first, the others in order of admission."""
+        """Seats of a complete roster, by first rank. With --join the head is first, then in order of admission."""
         if not self.is_complete:
-            raise RuntimeError("a roster that is not complete has no seats")
-        members = sorted(self._claims, key=lambda member: member != 0)  # stable: admission decides among the others
+            raise RuntimeError("the roster is not complete, so it has no seats yet")
+        members = sorted(self._claims, key=lambda member: member != 0)  # stable: keeps the others in admission order
         begins = itertools.accumulate((self._claims[member].workers for member in members), initial=0)
         seats = []
-        for member, begin in zip(members, begins, strict=False):  # one begin more, behind the last
+        for member, begin in zip(members, begins, strict=False):  # begins has one extra entry, after the last member
             claim = self._claims[member]
             first_rank = begin if claim.rank is None else claim.rank
             seats.append(Seat(member, claim.host, claim.pid, first_rank, claim.workers))
         return sorted(seats, key=lambda seat: seat.first_rank)
 
     def waiting(self, *, left_s: float, paste: str) -> str:
-        """One line: who is here, what is missing, how long it is waited for, and what to type on the nodes to come."""
+        """One line: the ranks that are here, the missing ones, the time left, and the command for the other nodes."""
         first = self._first
 
         def ending(command: str) -> str:
@@ -175,16 +175,16 @@ class Roster:
         if first.min_ranks is not None:
             wanted = first.min_ranks
             missing = max(0, wanted - self._here)
-            lack = f"{missing} missing" if missing else "the head's own are missing"
+            lack = f"{missing} missing" if missing else "the head's own ranks are missing"
         else:
             wanted, absent = first.world_size or 0, self._missing(first)
-            lack = f"{_by_nobody(absent)} so far"
+            lack = _by_nobody(absent)
             deadline = ending(command_of_rank(paste, absent[0]) if absent else paste)
         return f"waiting: {self._here} of {wanted} ranks are here: {here}; {lack}" + deadline
 
     @property
     def has_hole(self) -> bool:
-        """Whether a rank is claimed by nobody that lies below one that is."""
+        """Whether an unclaimed rank lies below a claimed one."""
         first = self._first
         if first is None or first.min_ranks is not None:
             return False
@@ -218,12 +218,12 @@ class Roster:
             twice = sorted(set(other.ranks) & set(claim.ranks))
             if twice:
                 missing = self._missing(claim, claim)
-                lack = f"; {_by_nobody(missing)} so far" if missing else ""
+                lack = f"; {_by_nobody(missing)}" if missing else ""
                 verb = "is" if len(twice) == 1 else "are"
                 return (
-                    f"{_ranks(twice)} {verb} claimed twice ({other.name}, {claim.name}){lack}; use --join, which gives"
-                    " ranks out, or set --distributed-rank to another number on one of them, or, if these are two runs,"
-                    " let each meet at a place of its own [rank-claimed-twice]"
+                    f"{_ranks(twice)} {verb} claimed twice ({other.name}, {claim.name}){lack}; use --join, which"
+                    " assigns ranks itself, or change --distributed-rank on one of them, or, if these are two runs,"
+                    " give each its own meeting place [rank-claimed-twice]"
                 )
         return None
 
@@ -236,7 +236,7 @@ class Roster:
 
 
 def command_of_rank(command: str, rank: int) -> str:
-    """The command line with another `--distributed-rank`; with --join, where all type the same, as it is."""
+    """The command line with another `--distributed-rank`; unchanged with --join, where all nodes type the same."""
     if re.search(r"--join[= ]", command):
         return command
     changed, count = re.subn(r"(--distributed[-_]rank[= ]\s*)\d+", rf"\g<1>{rank}", command)
@@ -244,7 +244,7 @@ def command_of_rank(command: str, rank: int) -> str:
 
 
 def why_ranks_do_not_fit(config: DistributedConfig, workers: int) -> str | None:
-    """What is wrong with the ranks of this node's `workers` in the world that it was told; None where nothing is."""
+    """Why the ranks of this node's `workers` do not fit its configured world size, or None if they do."""
     world_size, first = config.distributed_world_size, config.distributed_rank
     if config.meeting_url is None or config.join is not None or world_size is None or first + workers <= world_size:
         return None
@@ -255,7 +255,7 @@ def why_ranks_do_not_fit(config: DistributedConfig, workers: int) -> str | None:
 
 
 def _difference(first: Claim, claim: Claim) -> str | None:
-    """What two nodes were told differently."""
+    """What two nodes were configured with differently."""
     if (first.min_ranks is None) != (claim.min_ranks is None):
         joins, given = (claim, first) if first.min_ranks is None else (first, claim)
         return (
@@ -284,7 +284,7 @@ def _beyond(world_size: int) -> str:
 
 def _by_nobody(ranks: Iterable[int]) -> str:
     ranks = list(ranks)
-    return f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} claimed by nobody"
+    return f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} not claimed yet"
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -1,6 +1,7 @@
-"""What a launcher tells a worker: its place in the run, the ranks of a generation, and a job other than training.
+"""Worker assignments, sent by the launcher: slot and device, ranks of a generation, or an inference job.
 
-No torch, because launchers have none. `run.inference` does the jobs of `hetseq evaluate` and `hetseq predict`.
+Launchers do not import torch, so neither does this module. `run.inference` runs the jobs of `hetseq evaluate` and
+`hetseq predict`.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class GenerationRanks:
-    """The ranks of one generation. A slot is a place that a worker is given once: its files and options go by it.
+    """The ranks of one generation, and the slot of each.
 
-    A worker that takes the place of another has its slot; a rank is the position among the slots that are taken.
+    A slot is a worker's permanent place: its files and options are named after it, and a replacement inherits it. A
+    rank is the position among the occupied slots.
     """
 
     generation: int
     slots: tuple[int, ...]  # by rank
     nodes: tuple[str, ...]  # host name of each rank
     parts: tuple[tuple[int, ...], ...] = ()  # the ranks that share a run directory; empty: all share one
-    is_only_node: bool = False  # one launcher has started all ranks
-    addresses: tuple[str, ...] = ()  # of the nodes; empty: those that the placement names
+    is_only_node: bool = False  # one launcher started all ranks
+    addresses: tuple[str, ...] = ()  # of the nodes; empty: the ones in the placement
 
     @property
     def world_size(self) -> int:
@@ -33,11 +35,11 @@ class GenerationRanks:
         return self.slots.index(slot)
 
     def writer_of(self, rank: int) -> int:
-        """The rank that writes into the run directory which `rank` uses."""
+        """The rank that writes into the run directory used by `rank`."""
         return next((part[0] for part in self.parts if rank in part), 0)
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The ranks as a JSON object."""
         return asdict(self)
 
     @classmethod
@@ -51,34 +53,34 @@ class GenerationRanks:
 
 
 def lonely_crew() -> GenerationRanks:
-    """The crew of a run with one rank."""
+    """The ranks of a single-rank run."""
     return GenerationRanks(0, (0,), ("",), is_only_node=True)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Where a worker computes, and how it meets its peers."""
+    """Where a worker computes, and how it connects to its peers."""
 
     slot: int
     device: str
     threads: int
     crew: GenerationRanks = field(
         default_factory=lonely_crew
-    )  # the first one; with `is_replacement` the run has another one now
+    )  # of the first generation; with `is_replacement` the run has moved on to a later one
     host: str = "127.0.0.1"  # the address of this node's interface
     sources: tuple[str, ...] = ()  # addresses from which the other nodes connect
-    name: str = ""  # of the run's groups
-    key: bytes = field(default=b"", repr=False)  # that only ranks of this run hold
-    incarnation: str = ""  # of this process: no other one is ever called so
-    starts: int = 0  # how often a process of this slot was started before
-    is_replacement: bool = False  # the run has begun without it
-    faults: str = ""  # that happen to it on purpose (`faults`)
+    name: str = ""  # of the run's process groups
+    key: bytes = field(default=b"", repr=False)  # shared by the ranks of this run only
+    incarnation: str = ""  # name of this process, never reused
+    starts: int = 0  # number of earlier processes in this slot
+    is_replacement: bool = False  # the run began without this process
+    faults: str = ""  # faults to inject on purpose (`faults`)
 
 
 @dataclass(frozen=True)
 class InferenceJob:
-    """Take a checkpoint of the run in `run`, an absolute path; the configuration says which one and which splits."""
+    """Run inference on a checkpoint of the run in `run`, an absolute path; the config selects checkpoint and splits."""
 
     run: str
-    output: str | None = None  # a file that is not there yet, for rank zero to write predictions into; None: evaluate
+    output: str | None = None  # a new file into which rank zero writes predictions; None: evaluate
     wants_json: bool = False

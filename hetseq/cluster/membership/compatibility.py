@@ -1,13 +1,13 @@
-"""What all parts of a run must have in common: collected as short texts by name, compared, a difference put into words.
+"""Compatibility check: the fields that must be equal on all nodes, their comparison, and the message on a difference.
 
-Responsible for the fields that a node can tell before it has a model (versions, HetSeq's source, options, the content
-of files whose paths may differ), and for `difference`, which compares these and the fields that each rank adds
-(`hetseq.run.fingerprint`). It imports no torch and refuses to know who talks to whom.
+`node_fields` collects what a node knows before it has a model: versions, HetSeq's source, options, and the content of
+files whose paths may differ. `difference` compares these and the fields that each rank adds (`hetseq.run.fingerprint`).
+Imports no torch and does not know how the fields travel.
 
-The one idea: a contract is a flat table of texts, as in `--lr` to `0.1`, so that it travels as JSON and is shown as it
-is. Equal means equal text, except where the *name* of a field says what is in it (`_KINDS`): several lines are a list,
-of which the first entry that differs is told; a file is `NAME: DIGEST` and only its digest counts, since paths are each
-node's own; a sample may end in numbers, which agree to within a tolerance, because another CPU rounds otherwise.
+The one idea: the fields are a flat table of texts, such as `--lr` to `0.1`, sent as JSON and shown unchanged. Two
+fields are equal if their texts are equal, unless the *name* of the field selects another comparison (`_KINDS`). For
+several lines, the first entry that differs is shown. For a file, written `NAME: DIGEST`, only the digest counts, since
+paths differ between nodes. For a sample, trailing numbers may differ within a tolerance, since CPUs round differently.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from hetseq.config.sections import (
 )
 from hetseq.errors import few
 
-#: what has to be equal, by name
+#: name of each compared field, and its text
 Fields = dict[str, str]
 
-#: of this table's names and forms; nodes of different ones cannot compare
+#: version of the field names and formats; nodes with different versions cannot be compared
 PROTOCOL = "1"
-#: how the value of a field begins that this party could not tell; it equals whatever the others say
+#: prefix of a value that this party could not determine; it matches any value
 NOT_COMPARED = "not compared"
-PART = "part of the training data"  # which of several a rank reads: the field that may differ, see `data_by_host`
-LOSS = "loss of the first two samples"  # the mean of each term, and what may be another one all the same
+PART = "part of the training data"  # which part this rank reads; this field may differ, see `data_by_host`
+LOSS = "loss of the first two samples"  # the mean of each term, with its tolerances
 DIGEST_DIGITS = 12
 
 _NOT_GIVEN, _ABSENT = "(not given)", "(nothing)"
 _MOST_FIELDS, _MOST_NAMES, _LONGEST_SHOWN = 8, 3, 160
 _MOST_FILES = 1000
-_SMALLEST = 1e-30  # of two numbers, what lies below this is zero
+_SMALLEST = 1e-30  # when comparing two numbers, a smaller difference counts as zero
 
 
 def node_fields(config: Config) -> Fields:
-    """What a launcher presents for its node; needs no task, no data and no torch.
+    """The fields that a launcher presents for its node; needs no task, no data and no torch.
 
-    A file that cannot be read is no error here but a value: it differs from the others', or the task will say so.
+    An unreadable file is a value here, not an error: it differs from the other nodes' value, or the task reports it.
     """
     fields = {
         "protocol": PROTOCOL,
@@ -74,10 +74,10 @@ def node_fields(config: Config) -> Fields:
 
 
 def option_fields(sections: Iterable[Any]) -> Fields:
-    """The options of these dataclasses, by flag, as they are meant: an option at its default equals one that says so.
+    """The options of these dataclasses, by flag. An omitted option equals its default given explicitly.
 
-    Left out are those that are each node's own affair, those without effect, and `--lr` at its default, which depends
-    on the optimizer: a rank knows it.
+    Leaves out options that each node sets for itself, retired ones, and `--lr` at its default, which depends on the
+    optimizer: the ranks add it.
     """
     fields = {}
     for section in sections:
@@ -90,26 +90,26 @@ def option_fields(sections: Iterable[Any]) -> Fields:
 
 
 def build_tag() -> str:
-    """Torch's local version on this node, such as `+cpu` or `+cu126`, or ""; nodes may differ in it."""
+    """The local version of torch on this node, such as `+cpu` or `+cu126`, or ""; it may differ between nodes."""
     _, plus, tag = _torch_version().partition("+")
     return plus + tag
 
 
 def difference(parties: Sequence[tuple[str, Mapping[str, str]]]) -> str | None:
-    """What the parties, each a name and its fields, do not have in common, with a remedy; None if they agree.
+    """How the parties, each a name and its fields, differ, with a remedy; None if they agree.
 
-    The parties stand in the order of their ranks; the first one that tells a field is the one others are held against.
+    Parties are in rank order. The first party that has a field is the reference for the others.
     """
     names = dict.fromkeys(name for _, fields in parties for name in fields)
     found = [(_kind_of(name), line) for name in names if (line := _compare(name, parties)) is not None]
     if not found:
         return None
-    found.sort(key=lambda entry: _KINDS.index(entry[0]))  # stable: within a kind as the parties list them
+    found.sort(key=lambda entry: _KINDS.index(entry[0]))  # stable: keeps the parties' order within a kind
     lines = [f"  {line}" for _, line in found[:_MOST_FIELDS]]
     if len(found) > _MOST_FIELDS:
         lines.append(f"  and {len(found) - _MOST_FIELDS} more")
     remedies = list(dict.fromkeys(kind.remedy for kind, _ in found))[:2]
-    lines.append(f"To go on: {'; '.join(remedies)} [{found[0][0].code}]")
+    lines.append(f"To fix this: {'; '.join(remedies)} [{found[0][0].code}]")
     return "\n".join(["the nodes do not agree, so nothing was trained:", *lines])
 
 
@@ -119,12 +119,12 @@ def digest(content: bytes) -> str:
 
 
 def listed(entries: Iterable[str]) -> str:
-    """The value of a field that is a list: an entry a line."""
+    """The value of a list field: one entry per line."""
     return "\n".join(map(printable, entries))
 
 
 def file_state(path: Path) -> str:
-    """The digest of a regular file's content, or why there is none."""
+    """The digest of a regular file's content, or why it cannot be read."""
     try:
         if not path.is_file():
             return "cannot be read (no such file)"
@@ -138,7 +138,7 @@ def file_state(path: Path) -> str:
 
 
 def listed_files(states: Iterable[tuple[str, str]]) -> str:
-    """The value of a field that is (name, state) of files; files of one name are numbered."""
+    """The value of a field that lists files as (name, state); files with the same name are numbered."""
     entries: list[str] = []
     seen: dict[str, int] = {}
     for name, state in sorted(states):
@@ -148,15 +148,15 @@ def listed_files(states: Iterable[tuple[str, str]]) -> str:
 
 
 def printable(text: str) -> str:
-    """The text without what would move a terminal's cursor or begin another entry."""
+    """The text with unprintable characters replaced, so that it cannot move the cursor or start another entry."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-# What a node can tell
+# Fields that a node knows
 
 
 def _torch_version() -> str:
-    """Without importing it. The file knows the build tag, which the metadata of wheels from PyPI lack."""
+    """The version of torch, without importing it. The build tag is in version.py, but not in PyPI wheel metadata."""
     spec = importlib.util.find_spec("torch")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         try:
@@ -174,7 +174,7 @@ def _torch_version() -> str:
 
 
 def source_below(folder: Path) -> str:
-    """All Python files of a package, with their digests; the folders that links in it lead to belong to it."""
+    """All Python files of a package, with their digests; follows links to folders."""
     found = (Path(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names)
     files = [path for path in found if path.suffix == ".py" and not path.name.startswith(".")]
     return listed_files((path.relative_to(folder).as_posix(), file_state(path)) for path in files)
@@ -198,7 +198,7 @@ def _file_or_folder(name: str | None) -> str:
     return listed_files((file.relative_to(path).as_posix(), file_state(file)) for file in files) or "an empty folder"
 
 
-# What an option means
+# Normalized option values
 
 
 def _plain(section: Any, value: Any) -> str:
@@ -239,7 +239,7 @@ def _splits(section: Any, value: str) -> str:
 
 
 def _which_checkpoint(section: Any, value: str) -> str:
-    """The word; of a path only that it is one: checkpoints are compared by their content, elsewhere."""
+    """The keyword, or `a path` for any path: checkpoints are compared by content elsewhere."""
     if value in (CheckpointConfig.restore_file, "latest"):
         return "latest"
     if value.isascii() and value.isdigit():
@@ -247,7 +247,7 @@ def _which_checkpoint(section: Any, value: str) -> str:
     return value if value in ("best", "none") else "a path"
 
 
-#: options whose text is not simply their value; None: a rank will tell
+#: options whose text is not simply their value; a function returns None if the ranks add the field
 _MEANINGS: dict[tuple[type, str], Callable[[Any, Any], str | None]] = {
     (DataConfig, "valid_subset"): _splits,
     (OptimizationConfig, "lr"): _given,
@@ -259,7 +259,7 @@ _MEANINGS: dict[tuple[type, str], Callable[[Any, Any], str | None]] = {
 }
 
 
-# How two values compare: None, or what to show of each
+# Comparisons of two values: None if equal, else the text to show for each
 
 Shown = tuple[str, str] | None
 
@@ -289,7 +289,7 @@ def _entry(entries: list[str], at: int) -> str:
 
 
 def _files(one: str, other: str) -> Shown:
-    """By name; differences of names alone do not count."""
+    """Compare files by content: a different name alone does not count."""
     mine, theirs = _states(one), _states(other)
     return None if sorted(mine.values()) == sorted(theirs.values()) else _named_files(one, other)
 
@@ -299,7 +299,7 @@ def _named_files(one: str, other: str) -> Shown:
     names = [name for name in dict.fromkeys([*mine, *theirs]) if mine.get(name) != theirs.get(name)]
     if not names:
         return None
-    # a file that both have and that differs says more than one that only one of them has
+    # a changed file that both have says more than a file that one of them lacks
     name = next((name for name in names if name in mine and name in theirs), next(filter(None, names), ""))
     more = f" (and {len(names) - 1} more)" if len(names) > 1 and len(mine) + len(theirs) > 2 else ""
     return _state(mine, name, names, more), _state(theirs, name, names, more)
@@ -307,13 +307,13 @@ def _named_files(one: str, other: str) -> Shown:
 
 def _state(states: dict[str, str], name: str, differing: list[str], more: str) -> str:
     only = next(iter(states)) if len(states) == 1 else name
-    if name not in states and only in differing:  # a file of another name, or, without one, why there is none
+    if name not in states and only in differing:  # the file has another name, or no name but the reason it is missing
         name = only
     return f"{name} {states[name]}{more if name else ''}".strip() if name in states else f"no {name}"
 
 
 def _common_files(one: str, other: str) -> Shown:
-    """By name, where both have one: what is imported may depend on a node's devices."""
+    """Compare the files that both have, by name: imports may depend on a node's devices."""
     mine, theirs = _states(one), _states(other)
     names = [name for name in mine if name in theirs]
     pick = [listed_files((name, states[name]) for name in names) for states in (mine, theirs)]
@@ -326,7 +326,7 @@ def _states(value: str) -> dict[str, str]:
 
 
 def _samples(one: str, other: str) -> Shown:
-    """Entries `NAME: DIGEST | TOLERANCE NUMBER NUMBER NORM | ...`, by name, where both have one."""
+    """Compare entries `NAME: DIGEST | TOLERANCE NUMBER NUMBER NORM | ...` that both have, by name."""
     if one == other:
         return None
     mine, theirs = _states(one), _states(other)
@@ -353,7 +353,7 @@ def _is_close(one: str, other: str) -> bool:
         return False
     if len(mine) != 4 or len(theirs) != 4:
         return False
-    # the norm is the scale of all of them: a sum of numbers that cancel has none of its own
+    # the norm sets the scale for all numbers: a sum whose terms cancel has no scale of its own
     limit = max(mine[0], theirs[0]) * max(mine[3], theirs[3]) + _SMALLEST
     return all(not abs(left - right) > limit for left, right in zip(mine[1:], theirs[1:]))
 
@@ -364,9 +364,9 @@ def is_same_sample(one: str, other: str) -> bool:
 
 
 def _losses(one: str, other: str) -> Shown:
-    """A line on the buffers, then entries `TERM: RELATIVE ABSOLUTE MEAN`, by term, where both have one.
+    """Compare entries `TERM: RELATIVE ABSOLUTE MEAN` that both have, by term; the first line describes the buffers.
 
-    With other buffers, losses may be others: rank zero gives its buffers to all before the first step.
+    Losses may differ if the buffers do: rank zero sends its buffers to all ranks before the first step.
     """
     (mine, _, my_terms), (theirs, _, their_terms) = one.partition("\n"), other.partition("\n")
     if _measured(mine, theirs) is not None:
@@ -389,9 +389,9 @@ def _is_near(one: str, other: str) -> bool:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Fields of these names, or that begin so where one ends in a space or is `--`.
+    """Fields with these names; a name that ends in a space or is `--` is a prefix.
 
-    `is_optional`: who does not tell it agrees with everybody.
+    `is_optional`: a party without this field agrees with all others.
     """
 
     names: tuple[str, ...]
@@ -401,25 +401,25 @@ class _Kind:
     is_optional: bool = False
 
 
-_COPY_TASK = "have the same files of the task on all nodes"
+_COPY_TASK = "copy the same task files to all nodes"
 _COPY_DATA = (
-    "have the same data on all nodes (copy the files from one of them), or, where each host is to have a part of the"
-    " training data of its own, give --data-by-host"
+    "use the same data on all nodes (copy the files from one of them), or give --data-by-host if each host is to have"
+    " its own part of the training data"
 )
-_SAME_COMMIT = "have the same HetSeq on all nodes (the same commit, without changes of one)"
+_SAME_COMMIT = "install the same HetSeq on all nodes (the same commit, without local changes)"
 _SAME_MODEL = "build the same model, with the same settings and in the same order, on all nodes"
-_SAME_VOCABULARY = "have data on all nodes that were made with one vocabulary"
-_SAME_ORDER = "have the data set list its samples in the same order on all nodes"
+_SAME_VOCABULARY = "use data made with the same vocabulary on all nodes"
+_SAME_ORDER = "make the data set list its samples in the same order on all nodes"
 _INSTALL = "install the same versions on all nodes (only torch's build tag, as in +cpu, may differ)"
 
-#: the most telling first: what stands below may only follow from what stands above
+#: the most telling kinds first: a later difference may be the consequence of an earlier one
 _KINDS = (
     _Kind(("protocol", "hetseq", "torch"), _texts, _INSTALL, "versions-differ"),
     _Kind(("source of hetseq",), _files, _SAME_COMMIT, "code-differs"),
     _Kind(("--lr",), _texts, "give all nodes the same options", "options-differ", is_optional=True),
     _Kind(("--",), _texts, "give all nodes the same options", "options-differ"),
     _Kind(("file of --task",), _files, _COPY_TASK, "code-differs", is_optional=True),
-    _Kind(("file of ", "modules of --user-dir"), _files, "have files of the same content on all nodes", "code-differs"),
+    _Kind(("file of ", "modules of --user-dir"), _files, "use files of the same content on all nodes", "code-differs"),
     _Kind(("task",), _texts, "name the same --task on all nodes", "options-differ"),
     _Kind(("source of the task",), _files, _COPY_TASK, "code-differs"),
     _Kind(("modules of the task",), _common_files, _COPY_TASK, "code-differs"),
@@ -435,14 +435,14 @@ _KINDS = (
     _Kind(
         ("initial values",),
         _samples,
-        "begin with the same model on all nodes: the same file of weights, and no randomness but that of --seed",
+        "start from the same model on all nodes: the same weights file, and no randomness besides --seed",
         "model-differs",
     ),
     _Kind(
         (LOSS,),
         _losses,
-        "make equal on all nodes what the loss depends on besides parameters and data: a factor in forward, environment"
-        " variables, files that the task reads itself",
+        "make the other inputs of the loss equal on all nodes, such as a factor in forward, environment variables, or"
+        " files that the task reads itself",
         "loss-differs",
         is_optional=True,
     ),

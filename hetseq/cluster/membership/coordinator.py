@@ -1,13 +1,13 @@
-"""The head of a run: it admits nodes, has them prove that they agree, lets them start, and says how the run ended.
+"""Coordinator of a run: admits nodes, checks that they agree, starts them together, and decides how the run ended.
 
-Pure: records of members go in, records for members come out of `outbox`; no sockets, no clock (`now_s` is passed in).
-Members are the launchers, the head's own being member 0; a run on one node is a hub with one member. Ranks speak to
-their launcher alone, and the small store over which they find each other is kept here.
+Pure: records from members go in, records for members come out of `outbox`; no sockets, no clock (`now_s` is passed in).
+The members are the launchers, and the head's own launcher is member 0. A run on one node has a coordinator with one
+member. Ranks talk to their launcher only; the small store through which they find each other is kept here.
 
-The one idea: a start is a row of phases that all members pass together, and each has a deadline. Whatever cannot be
-mended ends the run on every node with the same code and reason; after the start `worker_roster` leads the ranks from
-generation to generation, the ends of all workers are collected until everybody has reported, and judged once
-(`ending.judge`).
+The one idea: a start is a sequence of phases, each with a deadline, and all members pass each phase together. A fatal
+error ends the run on every node with the same code and reason. After the start, `worker_roster` leads the ranks from
+generation to generation. The ends of all workers are collected until every member has reported, then judged once
+(`exit_status.judge`).
 
     member: claim              reached  owned | seen            present, set, get      ready           end, over
     hub:            reach               own | see       begin                    go           begun       ebb  ending
@@ -34,38 +34,38 @@ from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED
 logger = logging.getLogger(__name__)
 
 _REACH_S = 30.0  # a probe gives up after 8 s
-_DIRECTORY_S = 60.0  # one answer; a look at a network file system takes 15 s
-_LOAD_S = 1800.0  # data may take minutes to read; a worker that dies meanwhile is reported
+_DIRECTORY_S = 60.0  # per answer; looking for a mark on a network file system takes 15 s
+_LOAD_S = 1800.0  # loading data may take minutes; a worker that dies meanwhile is reported
 _LINGER_S = 3.0
-_CUT_S = 20.0  # after an end that was none in peace: launchers wait 5 s for their workers
-_END_S = 90.0  # after the first end, for the others to finish their step and their save
+_CUT_S = 20.0  # after an abnormal end: launchers wait 5 s for their workers
+_END_S = 90.0  # after the first normal end, for the others to finish their step and their save
 
 
 _BEFORE_WORKERS = (StartPhase.GATHERING, StartPhase.REACHING, StartPhase.DIRECTORIES)
 
 
 class Coordinator(Latecomers):
-    """All decisions of a start and of an end. `outbox` holds (member, record) for the caller to send, in order."""
+    """All decisions at the start and at the end. `outbox` holds (member, record) for the caller to send, in order."""
 
     def __init__(self, *, join_timeout_s: float, paste: str, now_s: float, hint: str = "", min_ranks: int = 1) -> None:
         super().__init__(now_s=now_s, patience_s=join_timeout_s)
         self.ending: Ending | None = None
-        self._wanted = 0  # ranks, as the first node has it
-        self.sent_away = 0  # times that somebody with another secret was; the caller counts
-        self._hint = hint  # where to look if a node waits elsewhere
+        self._wanted = 0  # ranks, as the first node's options say
+        self.sent_away = 0  # how often a node with another secret was rejected; the caller counts
+        self._hint = hint  # where to look if nodes wait in another place
         self._min_ranks, self._join_timeout_s, self._paste = min_ranks, join_timeout_s, paste
-        self._is_polite = True  # the end, if it has begun
+        self._is_polite = True  # whether the ranks may finish their work, once the run is ending
         self._roster = Roster()
         self._presented: dict[int, Mapping[str, str]] = {}  # rank -> contract
         self._store: dict[str, str] = {}
-        self._awaited: dict[str, list[tuple[int, int]]] = {}  # key -> (member, rank) that wait for it
+        self._awaited: dict[str, list[tuple[int, int]]] = {}  # key -> (member, rank) waiting for it
         self._ends: list[WorkerEnd] = []
         self._silent: list[int] = []
         self._cut_short, self._has_commit = "", False
         self._lost: list[str] = []
 
     def handle(self, member: int, record: Record, now_s: float) -> None:
-        """Take in what a member says. What no launcher would say ends the run with the record's kind in the reason."""
+        """Handle a record from a member. A malformed record ends the run, and the reason names the record's kind."""
         self._now_s = now_s
         known = member in self._members
         kind = record.get("kind")
@@ -78,14 +78,14 @@ class Coordinator(Latecomers):
         except SplitBrainError as error:
             self._end(Ending(EXIT_FAILED, str(error)))
         except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
-            if not known:  # whoever says so is none of this run, but for example another version
+            if not known:  # the sender is not part of this run; it may have another HetSeq version
                 text = f"the head cannot read what this node claims ({error!r}): install the same HetSeq on both"
                 self._send(member, "ending", code=EXIT_DISAGREE, message=text)
                 return
-            self._end(Ending(EXIT_FAILED, f"{self._name(member)} sent a {kind!r} that cannot be: {error!r}"))
+            self._end(Ending(EXIT_FAILED, f"{self._name(member)} sent an invalid {kind!r} record: {error!r}"))
 
     def gone(self, member: int, why: str, now_s: float) -> None:
-        """The channel to a member has ended; nothing for one that never claimed or has reported everything."""
+        """The channel to a member ended. Ignored if the member never claimed or has reported everything."""
         self._now_s = now_s
         self._early.pop(member, None)
         if member not in self._members or self._members[member].is_gone or self.phase is StartPhase.OVER:
@@ -102,7 +102,7 @@ class Coordinator(Latecomers):
             self._end(Ending(EXIT_FAILED, f"{self._name(member)} left before the start ({why})"))
             return
         if self._members[member].is_heard and self.phase is StartPhase.RUNNING:
-            return  # it had told that it has nothing left to do
+            return  # it has reported that it has nothing left to do
         if member in self._late:
             self._late.discard(member)
             return
@@ -120,13 +120,13 @@ class Coordinator(Latecomers):
 
     @property
     def linger_s(self) -> float:
-        """How long the hub is still wanted after the end: for nodes on their way, when the run was refused early."""
+        """How long to keep the coordinator after an early refusal, so that nodes still on their way hear the reason."""
         here = sum(member.wanted for member in self._members.values())
         is_early = self.ending is not None and self.ending.code == EXIT_DISAGREE and not self._seats
         return _LINGER_S if is_early and here < self._wanted else 0.0
 
     def tick(self, now_s: float) -> float:
-        """Do what time has made due; gives the seconds until there may be something again."""
+        """Act on everything due at `now_s`; returns the seconds until the next call."""
         self._now_s = now_s
         if self.phase in _BEFORE_WORKERS and self._members and now_s >= self._next_word_s:
             self._next_word_s = now_s + TELL_EVERY_S
@@ -144,7 +144,7 @@ class Coordinator(Latecomers):
         if self.phase is StartPhase.GATHERING:
             if self._hint:
                 self._send_all("tell", text=self._hint)
-            self._hint = ""  # once will do
+            self._hint = ""  # tell it only once
             text = self._roster.waiting(left_s=self._deadline_s - self._now_s, paste=self._paste)
         self._send_all("tell", text=text)
 
@@ -152,12 +152,12 @@ class Coordinator(Latecomers):
 
     def _claim(self, member: int, record: Record) -> None:
         claim = Claim.from_record(record["claim"])
-        # a refusal holds for who comes a moment later, be it the head's own launcher
+        # a refusal also applies to nodes that arrive a moment later, including the head's own launcher
         if self.ending is not None and not self._seats:
             self._send(member, "ending", code=self.ending.code, message=self.ending.message)
             return
         if self.phase in (StartPhase.ENDING, StartPhase.OVER):
-            self._send(member, "tell", text="a run is ending there; waiting for its place")
+            self._send(member, "tell", text="a run is still ending there; waiting for it to finish")
             return
         if self.phase is not StartPhase.GATHERING and self._crews is not None and self._is_training:
             self._claim_late(member, claim, self._member_of(claim, record))
@@ -196,7 +196,7 @@ class Coordinator(Latecomers):
             return
         self._enter(StartPhase.REACHING, _REACH_S)
         for member in self._order:
-            # in both directions: which rank of a pair connects is gloo's choice
+            # in both directions: gloo chooses which rank of a pair connects
             others = [self._members[other] for other in self._order if other != member]
             peers = [{"host": peer.host, "address": peer.address, "port": peer.door} for peer in others]
             self._send(member, "reach", peers=peers)
@@ -215,11 +215,11 @@ class Coordinator(Latecomers):
     def _begin_directories(self) -> None:
         self._enter(StartPhase.DIRECTORIES, _DIRECTORY_S)
         for member in self._members.values():
-            member.is_heard = True  # nobody owes an answer before he is asked
+            member.is_heard = True  # a member owes no answer until it is asked
         self._settle_next_directory()
 
     def _settle_next_directory(self) -> None:
-        """The first node without a directory prepares its own, and those who could share it look for it there."""
+        """Have the first node without a directory prepare one; nodes that may share it then look for it."""
         self._deadline_s = self._now_s + _DIRECTORY_S
         homeless = [member for member in self._order if self._members[member].place is None]
         if homeless:
@@ -247,7 +247,7 @@ class Coordinator(Latecomers):
             self._settle_next_directory()
 
     def _may_look(self, member: int, place: ParticipantPlace) -> bool:
-        """The run directory is looked for by all; one of a group, by those whose own has the same path."""
+        """All nodes look for the first run directory; for a later one, only nodes whose own path is the same."""
         looker = self._members[member]
         return looker.place is None and (place is self._places[0] or looker.save_dir == place.path)
 
@@ -269,7 +269,7 @@ class Coordinator(Latecomers):
         if refusal is not None:
             self._end(Ending(EXIT_DISAGREE, refusal))
             return
-        # alone a node needs no limit: its launcher sees a worker that dies
+        # a single node needs no limit: its launcher notices when a worker dies
         self._enter(StartPhase.STARTING, _LOAD_S if len(self._seats) > 1 else float("inf"))
         parts = [self._ranks_at(place) for place in self._places]
         nodes = [self._members[seat.member].host for seat in self._seats for _ in seat.ranks]
@@ -334,11 +334,11 @@ class Coordinator(Latecomers):
 
     @property
     def _is_training(self) -> bool:
-        """Whether a rank that is lost is one that the others can do without."""
+        """Whether the others can continue without a rank that is lost."""
         return self.phase is StartPhase.RUNNING or (self.phase is StartPhase.ENDING and self._is_polite)
 
     def _of_crews(self, member: int, record: Record) -> None:
-        """What a rank says of generations."""
+        """Handle what a rank says about generations."""
         rank = self._own_rank(member, record)
         if self._crews is not None and self._is_training:
             self._crews.handle(rank, record, self._now_s)
@@ -347,7 +347,7 @@ class Coordinator(Latecomers):
             self._send(member, "dismiss", rank=rank, why="the run is ending")
 
     def _leave(self, member: int, record: Record) -> None:
-        """A rank is asked to go, or a node is to be taken away. The head's own takes the hub with it: all stop."""
+        """A rank is asked to leave, or a node is taken away. Taking the head away ends the coordinator: all stop."""
         if self._crews is not None:
             is_rank = "rank" in record
             slots = [self._own_rank(member, record)] if is_rank else list(self._ranks(member))
@@ -355,14 +355,14 @@ class Coordinator(Latecomers):
             self._after_crews()
 
     def _after_crews(self) -> None:
-        """Send what `worker_roster` has to say, and see whether anybody is left."""
+        """Send the records of `worker_roster`, and end the run if no worker is left or it cannot continue."""
         assert self._crews is not None
         while self._crews.outbox:
             rank, kind, facts = self._crews.outbox.pop(0)
             if kind == "record" and self._crews.is_hopeless:
                 kind, facts = "dismiss", {"starts": facts["starts"], "why": "a step has crashed two processes"}
             elif kind == "record":
-                self._ends = [end for end in self._ends if not end.is_loss]  # the run has survived the others
+                self._ends = [end for end in self._ends if not end.is_loss]  # the run survived these losses
                 self._lost.clear()
             member = next((seat.member for seat in self._seats if rank in seat.ranks), None)
             if member is not None and not self._members[member].is_gone:
@@ -388,13 +388,13 @@ class Coordinator(Latecomers):
             self._crews.left(end, starts, is_restarting=record["is_restarting"], now_s=self._now_s)
             self._after_crews()
         else:
-            self._ends = [known for known in self._ends if not known.is_loss]  # which the run was about to survive
+            self._ends = [known for known in self._ends if not known.is_loss]  # the run was about to survive these
             self._begin_ending(is_polite=False)
 
     def _over(self, member: int, record: Record) -> None:
         self._members[member].is_heard = True
         is_last = all(self._is_excused(other) for other in self._members)
-        is_head = member == 0 and bool(record["cut_short"])  # the hub goes with it
+        is_head = member == 0 and bool(record["cut_short"])  # the coordinator ends with it
         if self.phase is not StartPhase.RUNNING or is_last or is_head or self._crews is None:
             self._begin_ending(is_polite=not record["cut_short"])
             self._members[member].is_heard = True
@@ -413,7 +413,7 @@ class Coordinator(Latecomers):
         self._end_if_all_are_heard()
 
     def _refused(self, member: int, record: Record) -> None:
-        """A member cannot take part, for a reason that it has found by itself."""
+        """A member cannot take part, for a reason that it found itself."""
         where = f"{self._name(member)}: " if len(self._members) > 1 else ""
         if member in self._late:
             self._send(member, "ending", code=int(record["code"]), message=str(record["message"]))
@@ -424,7 +424,7 @@ class Coordinator(Latecomers):
             self._end(Ending(int(record["code"]), where + str(record["message"])))
 
     def _begin_ending(self, *, is_polite: bool) -> None:
-        """Tell all that somebody has ended: `is_polite` if the others may finish what they do in peace."""
+        """Tell all members that the run is ending; with `is_polite` their workers may finish their work first."""
         if self.phase in (StartPhase.ENDING, StartPhase.OVER):
             return
         over = [
@@ -465,14 +465,14 @@ class Coordinator(Latecomers):
             text = f"the other nodes did not come in time [ranks-missing]: {waiting}"
             if self.sent_away:
                 text += f"; {self.sent_away} times a node with another secret was sent away"
-            # numbers that fit nobody, or a node that could not prove itself: it is not that nobody came
+            # numbers that do not fit, or a node that could not prove itself: not the same as no node arriving
             is_disagreement = self._roster.has_hole or self.sent_away
             self._end(Ending(EXIT_DISAGREE if is_disagreement else EXIT_FAILED, text))
         elif self.phase is StartPhase.ENDING:
             self._lost.extend(f"{name} did not say how it ended" for name in silent)
             self._judge()
         elif self.phase is not StartPhase.OVER:
-            who = ", ".join(silent) or "nobody"
+            who = ", ".join(silent) or "no node"
             text = f"{who} did not answer in time while {self.phase.value}: is a machine stopped, or a disk stuck?"
             self._end(Ending(EXIT_FAILED, text))
 
@@ -483,7 +483,7 @@ class Coordinator(Latecomers):
 
 _BEFORE = (StartPhase.GATHERING, StartPhase.REACHING, StartPhase.DIRECTORIES, StartPhase.STARTING)
 _AT_WORK = (StartPhase.STARTING, StartPhase.RUNNING)
-#: how a record of each kind is taken in, and in which phases; in others it comes too late to matter
+#: the handler of each kind of record, and the phases in which it applies; in other phases the record is ignored
 _HANDLERS: dict[Any, tuple[Callable[[Coordinator, int, Record], None], tuple[StartPhase, ...]]] = {
     "claim": (Coordinator._claim, tuple(StartPhase)),
     "refused": (Coordinator._refused, (*_BEFORE, StartPhase.RUNNING)),

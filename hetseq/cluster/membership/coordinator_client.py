@@ -1,6 +1,6 @@
-"""A launcher's place in its run: the channel to the hub, the hub itself if this launcher is the head, and its address.
+"""Coordinator client: a launcher's channel to the coordinator, the coordinator itself on the head, and its address.
 
-Responsible for opening all of it and closing it in the right order. A run on one node opens no socket.
+Opens all of them, and closes them in the right order. A run on one node opens no socket.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CLOSE_S = 10.0
 
 @dataclass
 class Member:
-    """One launcher of a run; `channel` leads to the hub."""
+    """One launcher of a run; `channel` connects it to the coordinator."""
 
     channel: RecordChannel
     address: str  # of this node's interface, for the ranks
@@ -43,50 +43,50 @@ class Member:
     _door: Doorstep | None
     _secret_file: Path
     _closing: ExitStack = field(repr=False)
-    sources: tuple[str, ...] = ()  # addresses from which the other nodes came to the door, once that is closed
+    sources: tuple[str, ...] = ()  # addresses from which the other nodes connected to the door; set when it closes
 
     @property
     def door(self) -> int:
-        """The port where other nodes try to reach this one; 0 where there are none."""
+        """The port that other nodes probe; 0 if it is closed or the run has one node."""
         return 0 if self._door is None else self._door.port
 
     def send(self, kind: str, **facts: Any) -> None:
         self.channel.send({"kind": kind, **facts})
 
     def key_of(self, name: str) -> bytes:
-        """The key that only the ranks of the run of that name hold."""
+        """The key shared by the ranks of the run with this name only."""
         return hmac.digest(self._key, b"ranks\0" + name.encode(), "sha256")
 
     def try_peers(self, peers: list[dict[str, Any]]) -> list[str]:
-        """Connect to each of the peers as gloo will; one sentence for each that cannot be reached."""
+        """Connect to each peer as gloo will. Returns one sentence for each peer that cannot be reached."""
         return probe([Peer(**peer) for peer in peers], self._key, secret_file=self._secret_file) if peers else []
 
     def become_head(self, hub: Coordinator, meeting: Meeting | None, tell: Callable[[str], None]) -> None:
-        """From now on talk to a hub in this process: the one before is gone. With a meeting others may come to it."""
+        """Replace a lost coordinator with `hub`, in this process. With a `meeting` other nodes can join it."""
         if meeting is not None:
             self._closing.callback(_in_time, meeting.close)
         self.channel, self.is_head = _start(hub, meeting, self._secret_file, self._closing, tell), True
 
     def ask_when_idle(self) -> None:
-        """From now on notice it too when the head's machine is silent while nothing is said to it."""
+        """Enable TCP keepalive, so that a silent head is noticed even while this launcher sends nothing."""
         if not self.is_head:
             ask_when_idle(self.channel.fileno())
 
     def close_door(self) -> None:
-        """Once all have tried, nobody is to knock any more."""
+        """Close the probe port, once all nodes have tried it."""
         if self._door is not None:
             self.sources = tuple(sorted(self._door.visitors))
             self._door.close()
             self._door = None
 
     def close(self) -> None:
-        """Leave; may be called twice. The head's leaving ends the run for all."""
+        """Leave the run; may be called twice. When the head leaves, the run ends for all."""
         self.close_door()
         self._closing.close()
 
 
 def claim_of(config: DistributedConfig, workers: int) -> Claim:
-    """What this node brings, as the options say it."""
+    """The claim of this node, from its options."""
     host, pid = socket.gethostname(), os.getpid()
     if config.join is not None:
         return Claim(host, pid, workers, None, None, config.min_ranks, config.max_ranks)
@@ -101,9 +101,9 @@ def join(
     pause: Callable[[float], None],
     tell: Callable[[str], None],
 ) -> Member:
-    """Find the run and take a place in it, as its head or as a follower; the arguments are those of `meet`.
+    """Find the run and join it, as its head or as a follower; takes the same arguments as `meet`.
 
-    Raises RendezvousError and its kind where the others cannot be found.
+    Raises RendezvousError or a subclass if the other nodes cannot be found.
     """
     if config.meeting_url is None:
         closing = ExitStack()
@@ -111,7 +111,7 @@ def join(
         return Member(channel, "127.0.0.1", True, secrets.token_bytes(32), None, Path(), closing)
     secret = secret_file(config.secret_file)
     meeting = meet(config, pause=pause, tell=tell, command=command, interface=interface)
-    with ExitStack() as closing:  # what is open, should the next thing not open
+    with ExitStack() as closing:  # closes everything opened so far if a later step fails
         closing.callback(_in_time, meeting.close)
         door = Doorstep(meeting.address, meeting.key, secret)
         closing.callback(door.close)
@@ -126,37 +126,37 @@ def join(
 
 
 def _show_life(attempt: MeetingAttempt, server: HubServer, secret: Path, tell: Callable[[str], None]) -> None:
-    """What the head of a shared directory does twice a second."""
+    """Write the heartbeat and report rejected nodes; the head in a shared directory does this twice a second."""
     attempt.show_life()
     for host in attempt.strangers():
         server.notes += 1
         tell(
-            f"a node {host} was sent away: it holds another secret (here: {secret}). If it is one of this run, type"
-            f" there: {copy_command(socket.gethostname(), secret)}"
+            f"node {host} was sent away: it has another secret (here: {secret}). If it belongs to this run, type there:"
+            f" {copy_command(socket.gethostname(), secret)}"
         )
 
 
 def _in_time(close: Callable[[], None]) -> None:
-    """Close in a thread that is waited for some seconds: a file system that hangs is not to keep the launcher."""
+    """Close in a thread, and wait for it at most `_CLOSE_S`: a hanging file system must not block the launcher."""
     closing = threading.Thread(target=close, name="closing", daemon=True)
     closing.start()
     closing.join(_CLOSE_S)
 
 
 def _hint_of(url: str) -> str:
-    """What to ask oneself when nobody comes to a directory."""
+    """What to check if no other node appears in a directory."""
     if not url.startswith("file://"):
         return ""
     path = url.removeprefix("file://")
     if lies_on_local_disk(Path(path)):
-        return f"{path} lies on a disk of {socket.gethostname()}: is it shared with the other nodes?"
-    return f"{path} has to be shared by all nodes: one that waits there and is not named below sees another directory"
+        return f"{path} is on a local disk of {socket.gethostname()}: is it shared with the other nodes?"
+    return f"{path} must be shared by all nodes: a node that waits there and is not named below sees another directory"
 
 
 def _serve(
     config: DistributedConfig, command: str, meeting: Meeting | None, closing: ExitStack, tell: Callable[[str], None]
 ) -> RecordChannel:
-    """Start the hub of the run in this process; gives this launcher's own end."""
+    """Start the coordinator in this process; returns this launcher's end of the channel to it."""
     hint = _hint_of(config.meeting_url or "")
     hub = Coordinator(
         join_timeout_s=config.join_timeout, paste=command, now_s=time.monotonic(), hint=hint,

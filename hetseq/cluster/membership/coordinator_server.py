@@ -1,10 +1,9 @@
-"""The hub at work: a thread of the head's launcher that owns the listener and the channels to all members.
+"""Coordinator server: the thread in the head's launcher that owns the listener and the channels to all members.
 
-Responsible for taking records in, in the order in which they come, and handing the hub's answers out; for telling the
-hub when a channel ends and when time has passed. It decides nothing. The head's own launcher is member 0, over a
-channel within the process (`local_pair`).
+Passes records to the coordinator in order of arrival, sends its answers, and tells it when a channel ends and when
+time has passed. Makes no decisions. The head's own launcher is member 0, over an in-process channel (`local_pair`).
 
-A peer that has proven the key and then sends half a record holds the thread for `_PATIENCE_S` at most.
+A peer that has proven the key and then sends half a record can block the thread for at most `_PATIENCE_S`.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from hetseq.errors import EXIT_FAILED
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 10.0
-_LAST_WORDS_S = 1.0  # for a peer to read them
+_LAST_WORDS_S = 1.0  # time for a peer to read the last records
 _BEAT_S = 0.5
-_MOST_AT_ONCE = 100  # rounds of listening, until the clock is looked at all the same
+_MOST_AT_ONCE = 100  # rounds of listening before the clock is checked in any case
 
 
 class RecordChannel(Protocol):
-    """What a launcher and its hub need of a channel: `cluster.channel.Channel`, or one end of `local_pair`."""
+    """The channel interface used here: `cluster.rendezvous.channel.Channel`, or one end of `local_pair`."""
 
     def send(self, record: Mapping[str, Any], *, timeout_s: float = ...) -> None: ...
 
@@ -47,7 +46,7 @@ class RecordChannel(Protocol):
 
 
 class _Tray:
-    """Records on their way to one end of a local channel; `bell` is readable while `take` has something to say."""
+    """Queue of records to one end of a local channel; `bell` is readable while `take` would return or raise."""
 
     def __init__(self) -> None:
         self._records: deque[str] = deque()
@@ -75,10 +74,10 @@ class _Tray:
             return text
 
     def shut(self, *, is_gone: bool = False) -> None:
-        """Take in nothing more; with `is_gone` nobody takes anything out any more either."""
+        """Accept no more records; with `is_gone` no reader is left either."""
         with self._turn:
             if not (self._is_shut or self._records):
-                os.write(self._hammer, b"!")  # and stays there
+                os.write(self._hammer, b"!")  # left in the pipe, so the bell stays readable
             self._is_shut = True
             if is_gone and not self._is_gone:
                 self._is_gone = True
@@ -87,7 +86,7 @@ class _Tray:
 
 
 class LocalChannel:
-    """One end of a channel within this process; raises what `Channel` raises. Sending never waits: a pipe would, and
+    """One end of a channel within this process; raises the same errors as `Channel`. Sending never blocks: with a pipe,
     each end could wait for the other to read."""
 
     def __init__(self, inbox: _Tray, outbox: _Tray) -> None:
@@ -109,30 +108,30 @@ class LocalChannel:
 
 
 def local_pair() -> tuple[LocalChannel, LocalChannel]:
-    """Two ends of one channel."""
+    """The two ends of one in-process channel."""
     one, other = _Tray(), _Tray()
     return LocalChannel(one, other), LocalChannel(other, one)
 
 
 class HubServer:
-    """Runs `hub` in a thread of its own, from `start` to `close`; `own` is the hub's end of the pair with member 0.
+    """Runs the coordinator in a thread of its own, from `start` to `close`; `own` is its end of member 0's channel.
 
-    `beat`, if it is set before the start, is called about twice a second: other machines are to see this head live.
+    `beat`, if set before `start`, is called about twice a second, as a heartbeat for other machines.
     """
 
     def __init__(self, hub: Coordinator, own: RecordChannel, *, listener: Listener | None = None) -> None:
         self._hub, self._listener = hub, listener
         self.beat: Callable[[], None] | None = None
-        #: how sure it is that nobody else leads; set before the start where a directory may elect somebody
+        #: whether another node may lead; set before the start if a directory may elect another head
         self.standing: Callable[[], Standing] | None = None
         self._channels: dict[int, RecordChannel] = {0: own}
-        self.notes = 0  # that nodes with another secret have left in the shared directory
-        self._count = 0  # of the members that ever came from elsewhere
+        self.notes = 0  # left in the shared directory by nodes with another secret
+        self._count = 0  # of remote members, ever
         self._admitted: list[RecordChannel] = []
         self._is_open, self._is_over = True, threading.Event()
-        self._left_s = 0.0  # until the hub has to be told what time it is
+        self._left_s = 0.0  # until the next `tick`
         self._bell, self._hammer = os.pipe()
-        # apart from the others and waited for by nobody: a file system that hangs cannot be waited for
+        # in its own thread, which is never joined: a hanging file system may block it for ever
         self._beating = threading.Thread(target=self._keep_beating, name="hub's heart", daemon=True)
         self._threads = [threading.Thread(target=self._serve, name="hub", daemon=True)]
         if listener is not None:
@@ -145,9 +144,9 @@ class HubServer:
             self._beating.start()
 
     def close(self) -> None:
-        """End both threads and every channel. The listener is closed; members have read what was sent before.
+        """Stop the coordinator's threads, and close every channel and the listener. Sent records are still delivered.
 
-        Takes a few seconds where nodes that are on their way are to hear why the run was refused.
+        Takes a few seconds if nodes on their way must still hear why the run was refused.
         """
         if self._listener is not None and self._threads[0].is_alive():
             self._threads[0].join(self._hub.linger_s)
@@ -185,7 +184,7 @@ class HubServer:
             logger.error("the head's own part failed:\n%s", traceback.format_exc())
             for channel in self._channels.values():
                 with contextlib.suppress(ChannelError):
-                    text = "the head's own part failed; its launcher has told more"
+                    text = "the coordinator failed; its launcher has logged the error"
                     channel.send({"kind": "ending", "code": EXIT_FAILED, "message": text}, timeout_s=1.0)
         closing = [threading.Thread(target=_say_goodbye, args=(channel,)) for channel in self._channels.values()]
         for thread in closing:
@@ -194,7 +193,7 @@ class HubServer:
             thread.join()
 
     def _turn(self) -> None:
-        # first all that has come: who has answered is not to be taken for silent because this thread was held up
+        # read all records first: a member that has answered must not count as silent because this thread was delayed
         left_s = self._left_s
         for _ in range(_MOST_AT_ONCE):
             if not self._hear(left_s):
@@ -209,7 +208,7 @@ class HubServer:
         self._deliver()
 
     def _hear(self, timeout_s: float) -> bool:
-        """A record of each member that has something to say, and new members; whether there was anything."""
+        """Read one record from each ready member, and accept new members; returns whether there was anything."""
         by_descriptor = {channel.fileno(): number for number, channel in self._channels.items()}
         ready = wait([self._bell, *by_descriptor], timeout=timeout_s)
         if self._bell in ready:
@@ -238,7 +237,7 @@ class HubServer:
                 continue
             try:
                 self._channels[member].send(record, timeout_s=_PATIENCE_S)
-            except (ChannelError, ValueError) as error:  # gone, or a record too long for it
+            except (ChannelError, ValueError) as error:  # disconnected, or the record is too long
                 self._drop(member, str(error))
 
     def _drop(self, member: int, why: str) -> None:

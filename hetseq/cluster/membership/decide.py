@@ -1,15 +1,15 @@
-"""Who makes up the run, and what it goes on from: makes the next generation from the reports of those who are left.
+"""Next generation: its roster and the state it starts from, decided from the reports of the surviving ranks.
 
-A generation is one fixed membership. When it has lost somebody, or is to change, its members freeze: for each of them
-it is over, and no later result of it counts. Each then reports what it holds, and `decide` turns the reports into the
-record of the next generation. Pure: no clock, no network, no torch.
+A generation is one fixed membership. When a member is lost, or the membership is to change, the members freeze: the
+generation is over for them, and none of its later results count. Each member then reports which state it holds, and
+`decide` turns the reports into the record of the next generation. Pure: no clock, no network, no torch.
 
-The one idea: a report says which updates a state contains (its lineage) and which complete gradient lies beside it, and
-never "how far" a rank is. Members are never more than one update apart, as the commit of the next step needs a row of
-everybody. So the longest lineage is the base; who is one update behind and holds exactly that gradient makes the update
-too; whoever else is given the state by a survivor. If nobody saw the commit, nobody is behind, and the step is computed
-anew from the same samples. The rules, and a counterexample to each protocol that lacks one of them, were found by
-searching all interleavings of a model of it; docs/design/membership.md tells.
+The one idea: a report gives the updates in a state (its lineage) and the complete gradient next to it, never "how far"
+a rank has got. Members are at most one update apart, because committing the next step needs a row from every rank. So
+the longest lineage is the base. A rank that is one update behind and holds exactly that gradient applies the update
+too; any other rank receives the state from a survivor. If no rank saw the commit, no rank is behind, and the step is
+computed again from the same samples. These rules, and a counterexample for each protocol that lacks one of them, come
+from a search over all interleavings of a model; see docs/design/membership.md.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hetseq.errors import HetSeqError
 
 
 class SplitBrainError(HetSeqError):
-    """Two states of equal length and different history: no protocol can mend that, so nobody goes on."""
+    """Two states of equal length with different histories. No protocol can repair this, so the run stops."""
 
 
 @dataclass(frozen=True)
 class Tag:
-    """Which all-reduces a gradient, or an outcome, comes from."""
+    """The all-reduces that produced a gradient or an outcome."""
 
     step: int
     generation: int
@@ -38,8 +38,8 @@ class Tag:
 
 @dataclass(frozen=True)
 class Update:
-    """The outcome of a step that ended: `rows` are the commit's, as all ranks saw them, in the form their controllers
-    read. They are all that somebody who holds the gradient needs to make the update as well."""
+    """The outcome of a step that ended. `rows` are the rows of the commit, as all ranks saw them, serialized as the
+    controllers read them. A rank that holds the gradient needs nothing else to apply the update."""
 
     tag: Tag
     verdict: Verdict
@@ -48,22 +48,22 @@ class Update:
 
 @dataclass(frozen=True)
 class Report:
-    """What a frozen worker holds; an incarnation is one start of one process."""
+    """The state of a frozen worker; an incarnation is one start of one process."""
 
     incarnation: str
-    generation: int  # the newest record that it has adopted
-    lineage: Lineage | None = None  # None: it holds no state, or not a whole one
-    gradient: Tag | None = None  # complete in its memory, and of a step that it has not seen the end of
-    last: Update | None = None  # the update by which it came to its lineage; None: it has made none itself
+    generation: int  # the newest record it has adopted
+    lineage: Lineage | None = None  # None: it holds no state, or an incomplete one
+    gradient: Tag | None = None  # complete in its memory, of a step whose end it has not seen
+    last: Update | None = None  # the update that led to its lineage; None: it applied none itself
     cost: Cost | None = None  # of its shares
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The report as a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Report:
-        """The inverse of `to_record`. Raises KeyError, TypeError or ValueError for anything else."""
+        """The inverse of `to_record`. Raises KeyError, TypeError or ValueError if the record is not valid."""
         return cls(
             str(record["incarnation"]), _whole(record["generation"]), _lineage(record["lineage"]),
             _tag(record["gradient"]), _update(record["last"]),
@@ -73,28 +73,28 @@ class Report:
 
 @dataclass(frozen=True)
 class Record:
-    """One generation, as it is agreed upon before it begins; never changed."""
+    """One generation, agreed before it begins; never changed."""
 
     generation: int
-    roster: tuple[str, ...]  # incarnations in the order of their ranks
-    base: Lineage | None = None  # the state it begins with; None: the newest checkpoint, or nothing
-    last: Update | None = None  # the update that made the base, for those who have yet to make it
-    fresh: frozenset[str] = frozenset()  # who is given the state
-    costs: tuple[Cost | None, ...] = ()  # by rank, as far as they are known; the shares follow
-    is_last: bool = False  # too few are left: save the state, and stop
+    roster: tuple[str, ...]  # incarnations, in rank order
+    base: Lineage | None = None  # the state it starts from; None: the newest checkpoint, or the initial values
+    last: Update | None = None  # the update that led to the base, for members that have yet to apply it
+    fresh: frozenset[str] = frozenset()  # the members that receive the state
+    costs: tuple[Cost | None, ...] = ()  # by rank, where known; they determine the shares
+    is_last: bool = False  # too few ranks are left: save the state, and stop
 
     @property
     def donors(self) -> tuple[str, ...]:
-        """Who holds the state, in the order of their ranks."""
+        """The members that hold the state, in rank order."""
         return tuple(member for member in self.roster if member not in self.fresh)
 
     def to_record(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The record as a JSON object."""
         return {**asdict(self), "fresh": sorted(self.fresh)}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Record:
-        """The inverse of `to_record`. Raises KeyError, TypeError or ValueError for anything else."""
+        """The inverse of `to_record`. Raises KeyError, TypeError or ValueError if the record is not valid."""
         return cls(
             int(record["generation"]), tuple(map(str, record["roster"])), _lineage(record["base"]),
             _update(record["last"]), frozenset(map(str, record["fresh"])),
@@ -110,17 +110,17 @@ def decide(
     *,
     order: Mapping[str, int],
 ) -> Record:
-    """The generation after `newest`, from the reports of its members that are left and from those who wish to join.
+    """The generation after `newest`, from the reports of its surviving members and the newcomers.
 
-    `order` gives a sort key for each incarnation: ranks follow it. No report, no place: whoever has not reported for
-    exactly this generation is a newcomer at best, whatever else is known of it. Raises SplitBrainError where two
-    states are equally long and differ, ValueError where nobody would be left.
+    `order` gives a sort key for each incarnation; ranks follow it. A member that has not reported for exactly this
+    generation has no place in the next, except as a newcomer. Raises SplitBrainError if two states are equally long
+    but differ, ValueError if no member would be left.
     """
     voters = {name: reports[name] for name in newest.roster if name in reports}
     voters = {name: report for name, report in voters.items() if report.generation == newest.generation}
     roster = sorted({*voters, *newcomers}, key=lambda name: order[name])
     if not roster:
-        raise ValueError(f"nobody is left after generation {newest.generation}")
+        raise ValueError(f"no member is left after generation {newest.generation}")
     record = Record(newest.generation + 1, tuple(roster), costs=_costs(roster, reports))
     holders = [name for name, report in voters.items() if report.lineage is not None]
     if not holders:
@@ -131,21 +131,21 @@ def decide(
 
 
 def _longest(reports: Sequence[Report]) -> tuple[Lineage, Update | None]:
-    """The longest lineage, and the update that made it, if one of those who hold it has made that itself."""
+    """The longest lineage, and the update that led to it if a member that holds it applied that update itself."""
     held = [report for report in reports if report.lineage is not None]
     base = max((report.lineage for report in held if report.lineage is not None), key=lambda lineage: lineage.step)
     those = [report for report in held if report.lineage is not None and report.lineage.step == base.step]
     if any(report.lineage != base for report in those):
         sides = ", ".join(f"{report.incarnation}: {report.lineage}" for report in those)
         raise SplitBrainError(
-            f"the ranks hold different histories of step {base.step} ({sides}), so none can be believed: start again"
-            " from the newest checkpoint, and report this"
+            f"the ranks hold different histories of step {base.step} ({sides}), so none can be trusted: restart from"
+            " the newest checkpoint, and report this"
         )
     return base, next((report.last for report in those if report.last is not None), None)
 
 
 def _reaches(report: Report, base: Lineage, last: Update | None) -> bool:
-    """Whether a voter holds the base, or all that it takes to make the one update that it lacks."""
+    """Whether a voter holds the base, or everything needed to apply the one update that it lacks."""
     if report.lineage is None or report.lineage == base:
         return report.lineage == base
     if last is None or last.tag.step != report.lineage.step + 1:

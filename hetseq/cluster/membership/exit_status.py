@@ -1,7 +1,7 @@
-"""What the ends of all workers mean: one exit code and at most one reason, the same on every node.
+"""Exit status of a run: one exit code and at most one reason, the same on every node, from the ends of all workers.
 
-Pure: the head of a run collects how the workers ended, in that order, and `judge` finds the root cause among them. A
-launcher that has lost its head judges what it has seen itself.
+Pure: the head collects how the workers ended, in order, and `judge` finds the root cause. A launcher that has lost its
+head judges the ends that it has seen itself.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from dataclasses import dataclass
 
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
 
-#: signals that a program earns by itself; a queue that restarts it would see them again
+#: signals that the program itself causes; they would recur after a restart
 _OWN_FAULTS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
 
-TOO_EARLY = "before the first step"  # as a launcher says when it was stopped
+TOO_EARLY = "before the first step"  # words of a launcher that was stopped
 _LAST_WORDS = re.compile(r"; its last words are in log/rank-\d+\.txt")
 _NOTHING_SAVED = "nothing had been saved yet"
 
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How one worker ended: what it reported, if it still could, and what the kernel says."""
+    """How one worker ended: its own report, if it still could send one, and the kernel's exit status."""
 
     rank: int
-    exit_code: int  # negative: killed by that signal
-    code: int | None = None  # as reported
+    exit_code: int  # negative: killed by this signal
+    code: int | None = None  # as reported by the worker
     message: str = ""
     is_secondary: bool = False  # it ended because another rank did
-    has_left: bool = False  # it was asked to, and the others go on
-    has_lost_device: bool = False  # an error after which the device is of no use to that process any more
-    server: int | None = None  # pid of the fork server that it ended with, if that was killed or has crashed
+    has_left: bool = False  # it was asked to leave, and the others continue
+    has_lost_device: bool = False  # after this error the process can no longer use its device
+    server: int | None = None  # pid of its fork server, if the worker ended because that was killed or crashed
 
     @property
     def is_own_fault(self) -> bool:
-        """A crash, or an end without a word: whoever does the same work may well end so too."""
+        """Whether it crashed, or exited without a report: another worker may well fail on the same work."""
         has_crashed = self.code is None and (self.exit_code >= 0 or -self.exit_code in _OWN_FAULTS)
         return has_crashed or self.has_lost_device
 
     @property
     def is_peaceful(self) -> bool:
-        """It has done all there was to do, or has stopped with all others."""
+        """Whether it finished all its work, or stopped together with all other ranks."""
         return self.code == EXIT_DONE or (self.code == EXIT_STOPPED and not self.is_secondary and not self.has_left)
 
     @property
     def is_loss(self) -> bool:
-        """It ended of what happened to its process, or was asked to leave: the same work may well go on elsewhere."""
+        """Whether only its process was lost, or it was asked to leave: the same work can continue elsewhere."""
         return self.code is None or self.is_secondary or self.has_left or self.has_lost_device
 
 
@@ -69,17 +69,17 @@ def judge(
 ) -> Ending:
     """One exit code and one reason for the ends of all workers, in the order in which they ended.
 
-    The root cause is the first failure that is not the mere loss of a peer. A lost machine ends with 75 if there is a
-    commit to go on from; what would fail again in the same way never does. `cut_short`: why a launcher ended the
-    workers itself, if it did. `silent`: ranks that still ran when the others had long noticed that one was missing.
-    `hosts`: of each rank, where a run has several.
+    The root cause is the first failure other than the loss of a peer. The loss of a machine gives 75 if there is a
+    commit to resume from; a failure that would recur never gives 75. `cut_short`: why a launcher ended the workers
+    itself, if it did. `silent`: ranks that still ran long after the others noticed that a rank was missing. `hosts`:
+    the host of each rank, in a run with several nodes.
     """
     called = _Names(hosts or {})
     if cut_short:
         return stopped(cut_short, has_commit)
     killed = [end for end in ends if end.code is None]
     failed = [end for end in ends if end.code not in (None, EXIT_DONE, EXIT_STOPPED) and not end.is_secondary]
-    # A rank that the launcher had to end because another one failed is no cause.
+    # A rank that the launcher ended because another one failed is not the root cause.
     first = next((end for end in ends if end in killed or end in failed), None)
     if first is None:
         bereaved = next((end for end in ends if end.is_secondary), None)
@@ -96,7 +96,7 @@ def judge(
 
 
 def how_it_ended(end: WorkerEnd, hosts: Mapping[int, str]) -> str:
-    """The end of one worker as a sentence, for a run that goes on without it."""
+    """The end of one worker as a sentence, for a run that continues without it."""
     who = _Names(hosts).rank(end.rank)
     if end.code is None:
         return _of_process(end, who)
@@ -108,11 +108,11 @@ def _of_process(end: WorkerEnd, who: str) -> str:
     if end.server is not None:
         return (
             f"{who} ended with the fork server of its node (pid {end.server}), from which all workers there are forked:"
-            " that was killed, by the kernel when memory runs out or by a person, or it crashed; `dmesg` on that node"
-            " tells which, and if it was memory, give it fewer workers or a smaller --max-sentences [worker-died]"
+            " the server was killed, by the kernel when memory ran out or by a person, or it crashed; `dmesg` on that"
+            " node shows which, and if memory ran out, give it fewer workers or a smaller --max-sentences [worker-died]"
         )
     if number <= 0:
-        return f"{who} left with exit code {end.exit_code} without a reason [worker-died]"
+        return f"{who} exited with code {end.exit_code} without a reason [worker-died]"
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if number in _OWN_FAULTS:
         return f"{who} crashed ({name}); its last words are in log/rank-{end.rank}.txt [worker-died]"
@@ -123,24 +123,24 @@ def _of_process(end: WorkerEnd, who: str) -> str:
 def lost(reason: str, has_commit: bool) -> Ending:
     """The end of a run that was interrupted, not one that failed."""
     if has_commit:
-        return Ending(EXIT_STOPPED, f"{reason}; the same command goes on from the newest checkpoint")
+        return Ending(EXIT_STOPPED, f"{reason}; the same command resumes from the newest checkpoint")
     return Ending(EXIT_FAILED, f"{reason}; {_NOTHING_SAVED}")
 
 
 def stopped(reason: str, has_commit: bool) -> Ending:
-    """The end of a run that a person or a queue has stopped at once."""
+    """The end of a run that a person or a queue stopped immediately."""
     ending = lost(reason, has_commit)
     return ending if has_commit else Ending(EXIT_INTERRUPTED, ending.message)
 
 
 def of_errand(ending: Ending) -> Ending:
-    """The same end where nothing was to be trained or saved: what was interrupted can be done again."""
-    words = ending.message.replace(f" {TOO_EARLY}", "").replace(_NOTHING_SAVED, "give the command again")
+    """The same end for a command that trains and saves nothing: it can simply be run again."""
+    words = ending.message.replace(f" {TOO_EARLY}", "").replace(_NOTHING_SAVED, "run the command again")
     return Ending(ending.code, _LAST_WORDS.sub("", words))
 
 
 class _Names:
-    """What ranks are called in messages: with their host where a run has several nodes."""
+    """Names of ranks in messages, with the host if the run has several nodes."""
 
     def __init__(self, hosts: Mapping[int, str]) -> None:
         self._hosts = hosts
@@ -149,8 +149,8 @@ class _Names:
         return f"rank {rank} on {self._hosts[rank]}" if rank in self._hosts else f"rank {rank}"
 
     def reason(self, end: WorkerEnd, ends: Sequence[WorkerEnd]) -> str:
-        """The reason of a failure, with the rank where it is one rank's own."""
-        # What rank zero found reaches the others in a row of fixed size, so their copies may be cut short.
+        """The reason for a failure, with the rank if only one rank failed."""
+        # Rank zero's message reaches the others in a row of fixed size, so their copies may be truncated.
         same = [other for other in ends if other is end or _is_cut_from(end.message, other.message)]
         message = max((other.message for other in same), key=len)
         if self._hosts:

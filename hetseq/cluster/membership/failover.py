@@ -1,9 +1,10 @@
-"""What is left of a run on one node when the node with the hub is gone: a hub of its own, for its own ranks.
+"""Coordinator failover: a new coordinator for the ranks of one node, after the node with the old one is lost.
 
-Pure. The new hub is an ordinary one, in the middle of a run. Where the nodes meet in a directory, the directory elects
-its launcher among all that are left, and it goes on; the others come to it late, as anybody would. Over TCP alone
-nobody can know whether the hub's side still trains, and two sides that both go on would be two runs of one name: so
-each side makes the step that is under way, saves, and stops (exit code 75), for to its hub too few ranks are left.
+Pure. The new coordinator is an ordinary one that starts in the middle of a run. If the nodes meet in a directory, the
+directory elects one of the remaining launchers, which continues the run; the others rejoin it as late nodes. Over TCP
+alone a node cannot know whether the old coordinator's side still trains, and two sides that continue would be two runs
+with one name. So each side finishes the current step, saves and stops (exit code 75): its own coordinator demands more
+ranks than it can ever have.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ _NEVER_ENOUGH = 2**31  # ranks
 
 @dataclass(frozen=True)
 class Orphans:
-    """The workers of a node as their launcher knows them, and the run."""
+    """The workers of a node that lost its coordinator, as their launcher knows them, and the run."""
 
     host: str
     pid: int
     address: str  # of its interface
-    fields: Mapping[str, str]  # what all nodes have to have in common
-    starts: Mapping[int, int]  # by slot: how often it was started before
-    started: Mapping[int, int]  # the same of all slots of the run, as the newest generation began
-    presented: Mapping[int, Mapping[str, str]]  # by slot: what it trains
-    parts: Collection[str]  # of the training data, that the run has begun with
+    fields: Mapping[str, str]  # of the compatibility check
+    starts: Mapping[int, int]  # by slot: the number of earlier starts
+    started: Mapping[int, int]  # the same for all slots of the run, when the newest generation began
+    presented: Mapping[int, Mapping[str, str]]  # by slot: the fields it presented at its start
+    parts: Collection[str]  # of the training data, at the start of the run
     path: str  # of the run directory
     run_id: str
-    name: str  # of the run's groups
+    name: str  # of the run's process groups
 
 
 def orphaned_hub(
     orphans: Orphans, newest: Record, *, now_s: float, mark: Mark | None = None, min_ranks: int = 1, wait_s: float = 0.0
 ) -> Coordinator:
-    """A hub in the middle of a run whose newest generation was `newest`: only these workers are left of it.
+    """A coordinator for a run whose newest generation was `newest` and of which only these workers are left.
 
-    With a `mark` in the run directory others may come, and the run goes on; without one it saves and stops.
+    With a `mark` in the run directory other nodes can join, and the run continues; without one it saves and stops.
     """
     enough, wait_s = (min_ranks, wait_s) if mark is not None else (_NEVER_ENOUGH, 0.0)
     hub = Coordinator(join_timeout_s=wait_s, paste="", now_s=now_s, min_ranks=enough)
@@ -64,5 +65,5 @@ def orphaned_hub(
         parts=orphans.parts,
     )  # fmt: skip
     hub.go_on(member, seat, place, crews, name=orphans.name, run_id=orphans.run_id, now_s=now_s)
-    crews.bereave(slots, "the node that the others call is gone", now_s)
+    crews.bereave(slots, "the head node is gone", now_s)
     return hub

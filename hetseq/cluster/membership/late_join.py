@@ -1,10 +1,11 @@
-"""Nodes that come when the run has begun: back after a loss, or for the first time.
+"""Late join: nodes that arrive after the run has begun, either back after a loss or for the first time.
 
-Pure, a part of the hub. A latecomer passes what the others have passed together, alone: its claim, the contract, the
-run directory. It then starts its workers as replacements, and `worker_roster` takes them in like any other newcomer.
+Pure, part of the coordinator. A late node passes the same checks that the others passed together: its claim, the
+compatibility check, the run directory. It then starts its workers as replacements, and `worker_roster` admits them like
+any other newcomers.
 
-The one idea: a slot is empty when nobody trains in it and nobody is on the way to it. With given ranks a node gets
-those it claims, if they are empty; with --join the first empty ones that lie together, else new ones.
+The one idea: a slot is empty when no worker trains in it or is on the way to it. With fixed ranks, a node gets the
+slots it claims if they are empty; with --join, the first contiguous empty slots, or else new ones.
 """
 
 from __future__ import annotations
@@ -18,34 +19,34 @@ from hetseq.cluster.rendezvous.leader_election import Standing
 from hetseq.errors import EXIT_DISAGREE, EXIT_FAILED
 
 _DEPOSED = (
-    "other nodes are out of reach, and so is the shared directory, where they elect another head, or they have done so:"
-    " this side stops, and the same command takes part again"
+    "other nodes are unreachable, and so is the shared directory, where they elect another head, or they have already"
+    " elected one: this side stops, and the same command joins the run again"
 )
 
 
 class Latecomers(Assembly):
-    """The part of the hub that takes in nodes while the others train."""
+    """The part of the coordinator that admits nodes while the others train."""
 
     def __init__(self, *, now_s: float, patience_s: float) -> None:
         super().__init__(now_s=now_s, patience_s=patience_s)
-        self._crews: Crews | None = None  # once they train
+        self._crews: Crews | None = None  # None until training begins
         self._places: list[ParticipantPlace] = []
         self._run_name = ""
         self._run_id = ""
-        self._late: set[int] = set()  # members that have yet to begin
-        self._early: dict[int, Record] = {}  # claims of nodes that came while others were starting
+        self._late: set[int] = set()  # late members whose workers have yet to start
+        self._early: dict[int, Record] = {}  # claims of nodes that came while the others were starting
 
     def go_on(
         self, member: Participant, seat: Seat, place: ParticipantPlace, crews: Crews, *,
         name: str, run_id: str, now_s: float,
     ) -> None:  # fmt: skip
-        """Be the hub of a run that trains already; `member` is its only one."""
+        """Become the coordinator of a run that is already training; `member` is its only member."""
         self._now_s, self._members, self._seats, self._crews = now_s, {0: member}, [seat], crews
         self._places, self._run_name, self._run_id = [place], name, run_id
         self._enter(StartPhase.RUNNING, float("inf"))
 
     def stand(self, standing: Standing) -> None:
-        """Be told, again and again, how sure it is that no other node leads this run; a `tick` follows."""
+        """Update how sure this node is that no other node leads the run; called repeatedly, before each `tick`."""
         if self._crews is not None and self._crews.stand(standing, self._now_s):
             self._send_all("tell", text=_DEPOSED)
 
@@ -56,7 +57,7 @@ class Latecomers(Assembly):
         )  # fmt: skip
 
     def _claim_late(self, member: int, claim: Claim, new: Participant) -> None:
-        """Give a latecomer its slots, or send it away with the reason."""
+        """Give a late node its slots, or reject it with the reason."""
         assert self._crews is not None
         self._members[member] = new
         living = next(other for other in self._order if not self._members[other].is_gone)
@@ -71,24 +72,24 @@ class Latecomers(Assembly):
         self._seats = [seat for seat in self._seats if not set(seat.ranks) & set(slots)]
         self._seats.append(Seat(member, claim.host, claim.pid, first, claim.workers))
         self._late.add(member)
-        self._send(member, "tell", text=f"the run has begun; {claim.host} joins it as it goes on")
+        self._send(member, "tell", text=f"the run has begun; {claim.host} joins while it trains")
         self._send(member, "see", mark=self._places[0].mark)
 
     def _claim_early(self, member: int, claim: Claim, record: Record) -> None:
-        """A node comes while others are starting: with --join it waits until they train. With ranks given by hand the
-        run has all that it is to have, so this node can only be one too many."""
+        """Handle a node that comes while the others are starting. With --join it waits until they train. With fixed
+        ranks the run is complete, so the node is rejected."""
         if claim.min_ranks is not None:
             self._early[member] = record
-            self._send(member, "tell", text=f"the others are starting; {claim.host} joins them when they train")
+            self._send(member, "tell", text=f"the others are starting; {claim.host} joins once they train")
             return
         here = ", ".join(f"{seat.host} ({seat.workers})" for seat in self._seats)
         self._send(member, "ending", code=EXIT_FAILED, message=(
-            f"{claim.host} came while {here} are starting, without it: give the command again in a minute, when"
+            f"{claim.host} came while {here} are starting, without it: run the command again in a minute, when"
             " they train"
         ))  # fmt: skip
 
     def _find_slots(self, claim: Claim) -> tuple[int | None, str]:
-        """The first slot for a claim; or None and why there is none."""
+        """The first slot for a claim, or None and the reason."""
         assert self._crews is not None
         taken = self._crews.taken | {
             slot for seat in self._seats if seat.member in self._late for slot in seat.ranks
@@ -98,8 +99,8 @@ class Latecomers(Assembly):
             if busy:
                 who = next(seat.host for seat in self._seats if busy[0] in seat.ranks)
                 return None, (
-                    f"{claim.host} claims rank {busy[0]}, which trains on {who}: give --distributed-rank of a rank that"
-                    " is gone (status/ in the run directory tells), or stop that one first"
+                    f"{claim.host} claims rank {busy[0]}, which trains on {who}: set --distributed-rank to a rank that"
+                    " is gone (see status/ in the run directory), or stop that rank first"
                 )
             return claim.rank, ""
         refusal = claim.too_many(len(taken))
@@ -111,12 +112,12 @@ class Latecomers(Assembly):
         return first, ""
 
     def _cuts_a_node(self, first: int, workers: int, taken: set[int]) -> bool:
-        """Whether these slots are only some of those of a node of which others train."""
+        """Whether these slots include some of a node's slots while its other workers train."""
         wanted = set(range(first, first + workers))
         return any(set(seat.ranks) & wanted and set(seat.ranks) & taken for seat in self._seats)
 
     def _seen_late(self, member: int, record: Record) -> None:
-        """It has looked for the run directory of the others; one that does not see it makes its own."""
+        """A late node has looked for the shared run directory; if it does not see it, it makes its own."""
         if record["is_shared"] is True:
             self._settle_late(member, self._places[0])
         else:
@@ -135,7 +136,7 @@ class Latecomers(Assembly):
         self._settle_late(member, place)
 
     def _settle_late(self, member: int, place: ParticipantPlace) -> None:
-        """Everything is known: its workers may start."""
+        """The run directory is known: tell the node to start its workers."""
         assert self._crews is not None
         known, seat = self._members[member], next(seat for seat in self._seats if seat.member == member)
         self._late.discard(member)

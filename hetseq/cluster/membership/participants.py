@@ -1,6 +1,6 @@
-"""Who takes part in a start, what they are called, and what is said to them: what every phase of the hub needs.
+"""Participants of a run: the members, their names, and the messages to them, for all phases of the coordinator.
 
-Pure, like the hub, which is made of it. It decides nothing.
+Pure, as the base class of the coordinator. Makes no decisions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TELL_EVERY_S = 10.0
 
 
 class StartPhase(enum.Enum):
-    """What the members are doing together."""
+    """Phase that all members are in together."""
 
     GATHERING = "waiting for the nodes"
     REACHING = "trying the connections between the nodes"
@@ -32,24 +32,24 @@ class StartPhase(enum.Enum):
 
 @dataclass
 class Participant:
-    """One launcher, as far as it has told."""
+    """One launcher, and what it has reported."""
 
     host: str
     pid: int
-    wanted: int  # of its workers, those that the run waits for
-    address: str  # of its interface, and the port where it lets its peers knock
-    door: int
+    wanted: int  # how many of its workers the run waits for
+    address: str  # of its interface
+    door: int  # port on which its peers probe it
     fields: Mapping[str, str]
     build: str
     save_dir: str
     place: ParticipantPlace | None = None  # the run directory it uses
-    is_heard: bool = False  # in this phase
+    is_heard: bool = False  # it has answered in this phase
     is_gone: bool = False
 
 
 @dataclass
 class ParticipantPlace:
-    """A run directory, and the members that use it; its owner, the first of them, made it."""
+    """A run directory and the members that use it; the first member made it and owns it."""
 
     path: str
     mark: Any
@@ -58,7 +58,7 @@ class ParticipantPlace:
 
 
 class Assembly:
-    """The members of a run in their phase, and its deadline; `outbox` holds (member, record) for the caller to send."""
+    """The members of a run, their phase and its deadline; `outbox` holds (member, record) for the caller to send."""
 
     def __init__(self, *, now_s: float, patience_s: float) -> None:
         self.outbox: list[tuple[int, Record]] = []
@@ -70,7 +70,7 @@ class Assembly:
 
     @property
     def _order(self) -> list[int]:
-        """The members in the order of their ranks."""
+        """The members in rank order; unseated ones last."""
         seated = [seat.member for seat in self._seats]
         return seated + [member for member in self._members if member not in seated]
 
@@ -85,7 +85,7 @@ class Assembly:
         return next(seat.ranks for seat in self._seats if seat.member == member)
 
     def _slots_of(self, member: int) -> set[int]:
-        """The ranks that sit with a member; none if another one has taken its place."""
+        """The ranks of a member; empty if another member has taken its place."""
         return {rank for seat in self._seats if seat.member == member for rank in seat.ranks}
 
     def _own_rank(self, member: int, record: Record) -> int:
@@ -95,7 +95,7 @@ class Assembly:
         return rank
 
     def _name(self, member: int) -> str:
-        """`labA`, with what tells it from another launcher of that host."""
+        """`labA`, with its ranks or pid if the host has another launcher."""
         if member not in self._members:
             return f"member {member}"
         host = self._members[member].host

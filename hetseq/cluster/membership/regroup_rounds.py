@@ -1,14 +1,13 @@
-"""The rounds by which a run goes from one generation to the next: who is asked, who is waited for, and for how long.
+"""Regroup rounds: how a run moves from one generation to the next, which members it asks, and how long it waits.
 
-Pure: what workers say and how they end goes in with the time, orders to workers come out of `outbox`. It knows
-incarnations (one start of one process each) and the slots they sit in, and nothing of nodes, sockets or steps. What the
-reports mean is for `membership.decide`.
+Pure: reports, ends of workers and the time go in, orders to workers come out of `outbox`. It knows incarnations (one
+start of one process each) and their slots, but no nodes, sockets or steps. `membership.decide` interprets the reports.
 
-A round begins with the first report, with the end of a member, or with a wish that has ridden on a commit, which shows
-as reports too. All members are told to freeze. A live process answers that at once, whatever its training thread does;
-who does not answer is stopped or cut off, so the round does not wait for it. A record is answered as well, by the
-launcher: whoever can be heard and does not hear, as in a network that is cut in one direction, is as good as silent.
-Who is left out is fenced: its launcher ends the process before it can take part in anything again.
+A round begins with the first report or the end of a member; a wish that was carried by a commit shows up as reports
+too. All members are told to freeze. A live process answers at once, whatever its training thread does. A process that
+does not answer is stopped or cut off, so the round does not wait for it. Launchers acknowledge each record: a member
+that can send but not receive, as in a network cut in one direction, counts as silent. A member that is left out is
+fenced: its launcher ends the process before it can take part in anything again.
 """
 
 from __future__ import annotations
@@ -22,23 +21,22 @@ from hetseq.cluster.rendezvous.leader_election import Standing
 
 Order = dict[str, Any]
 
-ANSWER_S = 1.5  # for a process to show that it lives
-HEARD_S = 3.0  # for a record to arrive, and the word that it has; the kernel repeats both three times by then
-_BARREN = 2  # generations that are not formed, until those who came last are left out
-_HOPELESS = 6  # ... until only one node goes on, if nobody came last
-_REPLACED_S = 1800.0  # a replacement may take to load its data, from the last that was heard of anybody
+ANSWER_S = 1.5  # for a process to show that it is alive
+HEARD_S = 3.0  # for a record to arrive and be acknowledged; the kernel retransmits both three times in that time
+_BARREN = 2  # failed attempts to form a generation before the newest members are left out
+_HOPELESS = 6  # ... before only one node continues, if no member is newer than the others
+_REPLACED_S = 1800.0  # for a replacement to load its data, since any process last arrived or ended
 _SLACK_S = 0.5  # after the deadline of a collective, for its failure to be reported
 
 
 class Generations:
-    """The generations of one run, from the first one on.
+    """The generations of one run.
 
-    `slots` are those of the first roster. `min_ranks`: with fewer the run waits for newcomers, `wait_s` at most, and
-    then stops with what it has; so it does where nobody is left with one of the `parts` of the data that the run has
-    begun with, by default those of the first roster. `part` and `home` tell of a slot, for whoever sits in it now, what
-    it reads and where it is: who is at one place reaches each other most likely.
-    `outbox` holds (incarnation, order) for the caller to send, in order: `freeze`,
-    `record`, `wish`, and for the launcher of a worker `fence`.
+    `slots` maps the first roster to its slots. With fewer than `min_ranks`, or without one of the data `parts` that the
+    run began with (default: the parts of the first roster), the run waits for newcomers for at most `wait_s`, then
+    saves and stops. `part` and `home` give, for the current worker of a slot, the data part that it reads and its
+    node; workers on one node can most likely reach each other. `outbox` holds (incarnation, order) for the caller to
+    send, in order: `freeze`, `record`, `wish`, and `fence` for the launcher of a worker.
     """
 
     def __init__(
@@ -54,31 +52,31 @@ class Generations:
     ) -> None:
         self.newest = first
         self.outbox: list[tuple[str, Order]] = []
-        self.slots = dict(slots)  # of everybody who ever came
+        self.slots = dict(slots)  # of all members ever, including ended ones
         self._min_ranks, self._wait_s, self._home, self._part = min_ranks, wait_s, home, part
         self._parts = frozenset(map(part, self.slots.values()) if parts is None else parts)
         self._alive = set(first.roster)
-        self._newcomers: list[str] = []  # ready to take part, in the order of their coming
+        self._newcomers: list[str] = []  # ready to take part, in order of arrival
         self._expected: set[int] = set()  # slots whose replacement is being started
         self._reports: dict[str, Report] = {}
-        self._patience: dict[str, float] = {}  # of members that have answered: until when they are waited for
-        self._unheard: dict[str, float] = {}  # members that may lack the newest record: until when they are waited for
-        self._began_s: float | None = None  # of the round that is open
+        self._patience: dict[str, float] = {}  # of members that have answered: deadline for their report
+        self._unheard: dict[str, float] = {}  # of members that may lack the newest record: deadline to acknowledge it
+        self._began_s: float | None = None  # of the open round
         self._has_wished = False
-        self._has_lost = False  # somebody, since the newest record
-        self._has_finished = False  # somebody, with all that there was to do
-        #: how sure it is that nobody else leads this run
+        self._has_lost = False  # a member was lost since the newest record
+        self._has_finished = False  # a member finished all its work
+        #: how sure it is that no other coordinator leads this run
         self.standing = Standing.SURE
-        self._out_of_reach: set[int] = set()  # slots of members that fell silent: they may live, and be led elsewhere
-        self._barren = 0  # generations in a row that were never formed although all their members live
-        self._barren_with_late = 0  # of them, with somebody who was given the state
-        self._counted = 0  # the newest generation of which that is known
-        self._heard_s = 0.0  # when somebody ended or came, last
-        self._is_stopping = False  # nobody is waited for any more
+        self._out_of_reach: set[int] = set()  # slots of silent members: they may be alive and led by another head
+        self._barren = 0  # consecutive generations that never formed although all members were alive
+        self._barren_with_late = 0  # the same, of generations in which some member had to receive the state
+        self._counted = 0  # the newest generation that these two counters include
+        self._heard_s = 0.0  # when a process last ended or arrived
+        self._is_stopping = False  # stop waiting for newcomers
 
     @property
     def is_open(self) -> bool:
-        """Whether a round is under way: the run does not train."""
+        """Whether a round is open, so that the run is not training."""
         return self._began_s is not None
 
     @property
@@ -87,7 +85,7 @@ class Generations:
         return [name for name in self.newest.roster if name in self._alive]
 
     def is_member(self, name: str) -> bool:
-        """Whether it takes part in the newest generation, and has not ended."""
+        """Whether a process takes part in the newest generation and has not ended."""
         return name in self._alive and name in self.newest.roster
 
     @property
@@ -97,43 +95,43 @@ class Generations:
 
     @property
     def waiting(self) -> list[str]:
-        """Those that wait to be taken in."""
+        """Processes that wait to be admitted."""
         return list(self._newcomers)
 
     @property
     def awaited_until_s(self) -> float | None:
-        """Until when the run waits for newcomers, if that is all it waits for."""
+        """Until when the run waits for newcomers; None if it also waits for something else, or for nothing."""
         if self._began_s is None or self._missing() or not self._is_waiting_for_more:
             return None
         return self._began_s + self._wait_s
 
     @property
     def lacking(self) -> int:
-        """How many more ranks are waited for; 0 where only data are."""
+        """How many more ranks the run waits for; 0 if only a data part is missing."""
         return max(0, self._min_ranks - len(self._reports) - len(self._newcomers))
 
     @property
     def is_extinct(self) -> bool:
-        """Nobody is left, and nobody is on the way."""
+        """Whether no worker is left or on the way."""
         return not (self.members or self._newcomers or self._expected)
 
     @property
     def has_yielded(self) -> bool:
-        """Whether others may train without this side by now, or soon: nothing is to be committed here any more."""
+        """Whether other nodes may already, or soon, train without this side: it must not commit any more."""
         may_lead = self.standing is Standing.OVERDUE and bool(self._out_of_reach)
         return may_lead or self.standing is Standing.REPLACED
 
     def heard_of(self, slot: int) -> None:
-        """The launcher of this slot is in reach."""
+        """The launcher of this slot is reachable."""
         self._out_of_reach.discard(slot)
 
     def reported(self, report: Report, now_s: float) -> None:
-        """A frozen worker says what it holds."""
+        """A frozen worker reports the state it holds."""
         name = report.incarnation
         if name not in self._alive:
             return
         if report.generation < self.newest.generation and name in self.newest.roster:
-            self._send_record(name)  # it has not heard of it
+            self._send_record(name)  # it has not received the newest one
         elif report.generation == self.newest.generation and name in self.newest.roster:
             self._unheard.pop(name, None)
             self._reports[name] = report
@@ -141,7 +139,7 @@ class Generations:
             self._close_if_possible(now_s)
 
     def answered(self, name: str, patience_s: float, now_s: float) -> None:
-        """The process of a member lives, and its training thread is to be waited for so long at most."""
+        """The process of a member is alive; wait at most `patience_s` for its training thread."""
         if self._began_s is not None and name in self._alive:
             self._patience[name] = now_s + patience_s + _SLACK_S
 
@@ -173,12 +171,12 @@ class Generations:
         self._close_if_possible(now_s)
 
     def stop(self, now_s: float) -> None:
-        """All are asked to stop: with too few the run saves what it has now, and waits for nobody."""
+        """All ranks are asked to stop: with too few ranks the run saves its state now, without waiting for more."""
         self._is_stopping = True
         self._close_if_possible(now_s)
 
     def finished(self, name: str) -> None:
-        """The process has done all there was to do: nobody misses it, and nobody begins anew without a state."""
+        """A process finished all its work: that is no loss, and from now on no generation starts without a state."""
         self._has_finished = True
         self._alive.discard(name)
         self._unheard.pop(name, None)
@@ -198,14 +196,14 @@ class Generations:
         self._close_if_possible(now_s)
 
     def tick(self, now_s: float) -> float:
-        """Do what time has made due; gives the seconds until there may be something again."""
+        """Act on everything due at `now_s`; returns the seconds until the next call."""
         self._leave_the_deaf(now_s)
         self._close_if_possible(now_s)
         heard_s = min((until_s for until_s in self._unheard.values() if until_s > now_s), default=now_s + 60.0)
         return max(0.0, min(self._next_s(now_s), heard_s) - now_s)
 
     def _next_s(self, now_s: float) -> float:
-        """When time makes something of the round due, if there is one."""
+        """When the open round is next due; a minute from now if there is none."""
         if self._began_s is None:
             return now_s + 60.0
         wait_until_s = self._began_s + self._wait_s
@@ -214,8 +212,8 @@ class Generations:
         return wait_until_s if self._is_waiting_for_more and wait_until_s > now_s else now_s + 60.0
 
     def _leave_the_deaf(self, now_s: float) -> None:
-        """Begin a round without the members that the newest record has not reached in time, if the others have all it
-        takes. Else the record may have arrived: who has heard it, and needs nobody, would train on beside the others.
+        """Begin a round without the members that did not acknowledge the newest record in time, if one of the others
+        holds the state. If none does, wait: a silent member may have the record, and would train on separately.
         """
         deaf = [name for name, until_s in self._unheard.items() if now_s >= until_s]
         hearing = set(self.members) - self._unheard.keys()
@@ -243,7 +241,7 @@ class Generations:
 
     @property
     def _is_waiting_for_more(self) -> bool:
-        """Fewer than `min_ranks` would be left, or a part of the data would lie with nobody."""
+        """Whether fewer than `min_ranks` would be left, or a part of the data would be on no rank."""
         here = [*self._reports, *self._newcomers]
         return len(here) < self._min_ranks or not self._parts <= {self._part(self.slots[name]) for name in here}
 
@@ -258,10 +256,10 @@ class Generations:
             return
         if not has_state and self._expected:
             if now_s < self._heard_s + _REPLACED_S:
-                return  # all begin from the newest checkpoint, so nobody hurries
+                return  # all would start from the newest checkpoint, so wait for the replacements
             self._expected.clear()
         if self._out_of_reach and self.standing is Standing.UNSURE:
-            return  # a moment later it is known: sure again, or overdue
+            return  # a moment later the standing is known: sure again, or overdue
         is_late = now_s >= self._began_s + self._wait_s or self.has_yielded or self._is_stopping
         is_last = self._is_waiting_for_more or self.has_yielded
         if not (self._reports or self._newcomers) or (is_last and not is_late):
@@ -277,11 +275,11 @@ class Generations:
         self.outbox.append((name, {"kind": "fence"}))
 
     def _drop_the_unreachable(self) -> None:
-        """Go on without some, where a generation cannot be formed again and again and nobody has died: not all can
-        reach all others. Without those who came last; if all did, or none, with one node; then with one rank, which has
-        nobody to reach."""
+        """Drop members if a generation repeatedly fails to form although all are alive: some cannot reach each other.
+        First drop the newest members. If all are new, or none, keep only one node; then only one rank, which needs no
+        peer."""
         self._count_barren()
-        here = [name for name in self.slots if name in self._reports]  # in the order of their coming
+        here = [name for name in self.slots if name in self._reports]  # in order of arrival
         late = [name for name in here if name in self.newest.fresh]
         if 0 < len(late) < len(here):
             is_enough, dropped = self._barren_with_late >= _BARREN, late
@@ -295,7 +293,7 @@ class Generations:
             self._barren = self._barren_with_late = 0
 
     def _count_barren(self) -> None:
-        """Whether the newest generation came to nothing, once for each: a round may stay open for long."""
+        """Count the newest generation if it never made a step; once each, since a round may stay open for long."""
         if self._counted < self.newest.generation:
             self._counted = self.newest.generation
             is_same = all(report.lineage in (self.newest.base, None) for report in self._reports.values())
@@ -316,7 +314,7 @@ class Generations:
         self.outbox.append((name, {"kind": "record", "record": self.newest.to_record()}))
 
     def _wish(self) -> None:
-        """Have the members stop after a step, since somebody wants to join; one is asked, all see it in the commit."""
+        """Have the members stop after a step to admit a newcomer; one is asked, and all see the wish in the commit."""
         if self._began_s is None and self._newcomers and self.members and not self._has_wished:
             self._has_wished = True
             self.outbox.append((self.members[0], {"kind": "wish", "generation": self.newest.generation}))

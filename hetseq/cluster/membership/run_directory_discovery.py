@@ -1,12 +1,12 @@
-"""Whose run directory is used by whom: found out by launchers before any worker starts.
+"""Run directory discovery: which launchers share a run directory, found out before any worker starts.
 
-Responsible for telling whether two launchers mean the same directory by a path, and for the one run id of all run
-directories. It refuses to move anything: what a directory lacks the ranks give each other (`comm.directory_groups`).
+Tells whether a path is the same directory for two launchers, and chooses one run id for all run directories. It moves
+no files: the ranks send each other what a directory lacks (`comm.directory_groups`).
 
-The one idea: equal paths prove nothing and different mounts may be one, so the owner of a directory leaves a file with
-a random name and random content in it, and whoever can open that file under the same absolute path shares it. On a
-network file system a new file may show late, so a launcher looks again for some seconds; not, though, where the path
-lies on a file system of this node alone, or where a folder is missing that had been there before this start.
+The one idea: equal paths prove nothing, and different mounts may be the same directory. So the owner leaves a file with
+a random name and random content, and every launcher that can open it under the same absolute path shares the
+directory. A network file system may show a new file late, so a launcher retries for some seconds, except when the path
+is on a local file system, or when a folder of it that existed before this start is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _POLL_S = 0.25
 _MARK = re.compile(r"\.mark-[0-9a-f]{32}")
 _COMMITTED = re.compile(r"step-(\d{9,19})\.[0-9a-f]{16}")
 _MOUNTS = Path("/proc/self/mountinfo")
-# File systems that one node has for itself. What is not named here may be shared: then patience costs some seconds.
+# File systems that are local to one node. Any other may be shared; if it is not, waiting for it costs some seconds.
 _LOCAL = frozenset(
     (
         *("bcachefs", "btrfs", "ecryptfs", "exfat", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "ntfs", "ntfs3"),
@@ -43,18 +43,18 @@ _LOCAL = frozenset(
 
 @dataclass(frozen=True)
 class Mark:
-    """A file by which other launchers recognise a run directory; every field is text, so that it travels as JSON."""
+    """A file by which other launchers recognise a run directory; all fields are text, sent as JSON."""
 
     path: str  # of the run directory, absolute
     name: str
     content: str
-    standing: str  # a folder of the path that was there before this start, so that no cache can hide it
+    standing: str  # a folder of the path that existed before this start, so that no cache hides it
 
 
 def leave_mark(directory: RunDirectory, *, is_owner: bool = True) -> Mark:
     """Write a mark into a run directory. Raises OSError.
 
-    An owner, the launcher that holds the directory's lock, removes the marks that a killed one has left there.
+    The owner, which holds the lock of the directory, first removes marks left by killed launchers.
     """
     with contextlib.suppress(OSError):
         for name in filter(_MARK.fullmatch, os.listdir(directory.path) if is_owner else ()):
@@ -72,7 +72,7 @@ def leave_mark(directory: RunDirectory, *, is_owner: bool = True) -> Mark:
 
 
 def remove_mark(mark: Mark) -> None:
-    """Remove what `leave_mark` wrote; it may be gone already."""
+    """Remove a mark written by `leave_mark`; it may be gone already."""
     with contextlib.suppress(OSError):
         os.unlink(os.path.join(mark.path, mark.name))
 
@@ -82,7 +82,7 @@ def sees(
 ) -> bool:
     """Whether this node sees the directory of `mark` under the same path, and may write there.
 
-    `pause` waits some seconds. A mark that names no file of ours is not looked for.
+    `pause` sleeps for the given seconds. A mark with an invalid path or name is not looked for.
     """
     folder = Path(mark.path)
     if not folder.is_absolute() or not _MARK.fullmatch(mark.name):
@@ -96,19 +96,19 @@ def sees(
 
 
 def may_show_late(mark: Mark) -> bool:
-    """Whether a directory that is not seen here may be seen in some seconds."""
+    """Whether a directory that this node does not see yet may become visible within seconds."""
     if not os.path.isdir(mark.standing):
         return False
     return not lies_on_local_disk(Path(mark.path))
 
 
 def lies_on_local_disk(path: Path) -> bool:
-    """Whether an absolute path lies on a file system of this node alone; False where that cannot be told."""
+    """Whether an absolute path is on a file system local to this node; False if unknown."""
     return file_system_kind(path) in _LOCAL
 
 
 def file_system_kind(path: Path) -> str:
-    """The kind of file system that an absolute path lies on, as `ext4` or `nfs4`; empty where that cannot be told."""
+    """The file system type of an absolute path, such as `ext4` or `nfs4`; empty if unknown."""
     existing = next(folder for folder in (path, *path.parents) if os.path.isdir(folder))
     try:
         mounts = _MOUNTS.read_text(errors="surrogateescape")
@@ -118,15 +118,15 @@ def file_system_kind(path: Path) -> str:
 
 
 def is_local(path: str, mountinfo: str) -> bool:
-    """Whether `path`, absolute and without links, lies on a file system of this node alone; pure.
+    """Whether `path`, absolute and without links, is on a file system local to this node; pure.
 
-    `mountinfo` is as for `kind_of`. A file system of an unknown kind counts as shared.
+    `mountinfo` is as for `kind_of`. An unknown file system type counts as shared.
     """
     return kind_of(path, mountinfo) in _LOCAL
 
 
 def kind_of(path: str, mountinfo: str) -> str:
-    """The kind of file system under `path`, absolute and without links; pure.
+    """The file system type of `path`, absolute and without links; pure.
 
     `mountinfo` is the text of /proc/self/mountinfo.
     """
@@ -138,37 +138,37 @@ def kind_of(path: str, mountinfo: str) -> str:
             continue
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
         is_above = point == "/" or path == point or path.startswith(f"{point}/")
-        if is_above and len(point) >= len(best):  # of two mounts on one point the later one is seen
+        if is_above and len(point) >= len(best):  # of two mounts at one point, the later one is visible
             best, kind = point, right.split(" ")[0]
     return kind
 
 
 def newest_step(directory: RunDirectory) -> int | None:
-    """The step of the newest commit by its name, believed but not verified; None where there is none."""
+    """The step of the newest commit, taken from its name without verification; None if there is no commit."""
     return next((step for step, path in reversed(_attempts(directory)) if _is_committed(path)), None)
 
 
 def check_own_place(config: CheckpointConfig, path: str) -> None:
-    """Raise ConfigError where this node was told of another directory, and checkpoints there would be forgotten."""
+    """Raise ConfigError if this node's --save-dir is another directory with checkpoints, which would be ignored."""
     own = RunDirectory(Path(os.path.abspath(config.save_dir)))
     newest = None if config.save_dir == type(config).save_dir or str(own.path) == path else newest_step(own)
     if newest is not None:
         raise ConfigError(
-            f"--save-dir {config.save_dir} holds checkpoints up to step {newest}, but the run directory is {path}, the"
+            f"--save-dir {config.save_dir} has checkpoints up to step {newest}, but the run directory is {path}, the"
             " --save-dir of the node with rank 0, which this node shares: give all nodes the same --save-dir"
         )
 
 
 def has_commits(directory: RunDirectory) -> bool:
-    """Whether a run directory holds a checkpoint; the newest folder is looked into last.
+    """Whether a run directory holds a checkpoint; the newest folder is checked last.
 
-    A folder in which a writer hangs, as on a mount that does not answer, holds whoever looks into it.
+    Looking into a folder can block if a writer hangs in it, as on a mount that does not respond.
     """
     return any(_is_committed(path) for _, path in _attempts(directory))
 
 
 def _attempts(directory: RunDirectory) -> list[tuple[int, Path]]:
-    """Steps and folders of all attempts to save, oldest first."""
+    """Steps and folders of all checkpoint attempts, oldest first."""
     try:
         names = os.listdir(directory.checkpoints)
     except OSError:
@@ -183,7 +183,7 @@ def _is_committed(attempt: Path) -> bool:
 
 @dataclass(frozen=True)
 class FoundDirectories:
-    """What a launcher found in the run directory that it owns."""
+    """The content of a run directory, as found by the launcher that owns it."""
 
     host: str
     path: str
@@ -192,10 +192,10 @@ class FoundDirectories:
 
 
 def choose_run_id(places: Sequence[FoundDirectories]) -> tuple[str, str | None]:
-    """The run id of all run directories, given in the order of their lowest ranks; or why there is none. Pure.
+    """The common run id of all run directories, ordered by their lowest ranks, and None or an error message. Pure.
 
-    A directory without a commit takes the id of those that have one. The second value says in a sentence that two
-    directories hold checkpoints of different runs; it is None where all is well.
+    A directory without a commit takes the id of the directories that have one. The message says which directories
+    hold checkpoints of different runs.
     """
     committed = [place for place in places if place.newest is not None]
     first = next(iter(committed), places[0])
@@ -205,9 +205,9 @@ def choose_run_id(places: Sequence[FoundDirectories]) -> tuple[str, str | None]:
     held = "; ".join(f"{place.host} has {_describe(place)}" for place in (first, *others))
     other = others[0]
     return first.run_id, (
-        f"the run directories of the nodes hold checkpoints of different runs, and only one of them can go on: {held}."
-        f" To go on with that of {first.host}, give {other.host} another --save-dir, or move {other.path} away there"
-        f" (it gets a copy of what it lacks); to go on with that of {other.host}, do the same with {first.path} on"
+        f"the run directories of the nodes hold checkpoints of different runs, and only one of them can resume: {held}."
+        f" To resume the run of {first.host}, give {other.host} another --save-dir, or move {other.path} away there"
+        f" (it then gets a copy of the run); to resume the run of {other.host}, do the same with {first.path} on"
         f" {first.host}"
     )
 
@@ -230,12 +230,12 @@ def _is_there(folder: Path, mark: Mark) -> bool:
 
 
 def _may_write(folder: Path) -> bool:
-    """Tried for real: permissions, a read-only mount and mapped user ids all show only then."""
+    """Whether a file can be created, by trying: only this reveals permissions, read-only mounts and mapped user ids."""
     name = folder / f".probe-{secrets.token_hex(8)}"
     try:
         os.close(open_private(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         os.unlink(name)
     except OSError as error:
-        logger.warning("%s is the run directory of another node and is seen here, but %s", folder, error.strerror)
+        logger.warning("%s, the run directory of another node, is not writable here: %s", folder, error.strerror)
         return False
     return True

@@ -1,9 +1,9 @@
-"""The row that every rank brings to the end of a step, and what the rows together decide: pure, NumPy only.
+"""Step commit: the row that every rank contributes at the end of a step, and the outcome of all rows. Pure, NumPy only.
 
-Once all buckets have arrived without error, one tiny gather of a row per rank ends the step: the vote on the reduced
-gradient, a digest of everything the ranks must agree on, the counts of the next step, the loss sums of this one. All
-ranks see the same rows and run the same code, so all reach the same verdict. Rows are int64 words (floats keep their
-bits), so any collective that moves integers can carry them.
+Once all buckets have arrived without error, a small gather of one row per rank ends the step. A row holds the vote on
+the reduced gradient, a digest of everything the ranks must agree on, the counts of the next step, and the loss sums of
+this one. All ranks see the same rows and run the same code, so all reach the same verdict. Rows are int64 words (floats
+keep their bits), so any collective that moves integers can carry them.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hetseq.errors import DisagreementError
 Words = npt.NDArray[np.int64]
 
 _INTEGERS = 9  # words of a row before the floats
-_FLOATS = 9  # of what was measured
+_FLOATS = 9  # measured values
 
 
 class Vote(enum.IntEnum):
-    """What a rank says of its copy of the reduced gradient."""
+    """A rank's verdict on its copy of the reduced gradient."""
 
     OK = 0
     NON_FINITE = 1
@@ -36,12 +36,12 @@ class Vote(enum.IntEnum):
 
 
 class Wish(enum.IntFlag):
-    """What a rank asks of the run; acted upon by all once this step is resolved."""
+    """A rank's request to the run; all ranks act on it once this step is resolved."""
 
     NONE = 0
-    STOP = 1  # save, and end
-    LEAVE = 2  # this rank goes, the others go on
-    CHANGE = 4  # somebody waits to be taken in
+    STOP = 1  # save, then end the run
+    LEAVE = 2  # this rank leaves, the others continue
+    CHANGE = 4  # a newcomer waits to be admitted
 
 
 class Verdict(enum.IntEnum):
@@ -54,27 +54,27 @@ class Verdict(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank measured in a step, and what it now believes a share costs it."""
+    """Measurements of one rank in a step, and its current estimate of what a share costs."""
 
-    compute_s: float = 0.0  # forward and backward, up to the last gradient; no waiting for anybody
+    compute_s: float = 0.0  # forward and backward, up to the last gradient; excludes waiting for peers
     data_s: float = 0.0  # waiting for data
-    idle_s: float = 0.0  # waiting for peers, and for what travels
-    overhead_s: float = 0.0  # what else kept it busy, such as the optimizer of the step before
-    memory_bytes: int = 0  # most in use so far
+    idle_s: float = 0.0  # waiting for peers and for communication
+    overhead_s: float = 0.0  # other work, such as the optimizer of the previous step
+    memory_bytes: int = 0  # peak use so far
     memory_limit_bytes: int = 0  # 0: not known
-    cost: Cost | None = None  # of its next shares; None: not known. A limit does not travel
+    cost: Cost | None = None  # of its next shares; None: not known. Its limit is not sent
 
 
 @dataclass(frozen=True)
 class SaveStatus:
-    """What a rank knows about saving when a step is committed. `save`, `nonce` and `keep` count on rank zero alone."""
+    """What a rank knows about saving when a step is committed. Only rank zero's `save`, `nonce` and `keep` count."""
 
     save: bool = False  # a checkpoint is due after this step
     nonce: int = 0  # names the attempt of that checkpoint
-    writing: bool = False  # this rank still writes its part of the checkpoint under way
-    failed: bool = False  # this rank's part of the checkpoint under way has failed
+    writing: bool = False  # this rank is still writing its part of the current checkpoint
+    failed: bool = False  # this rank failed to write its part of the current checkpoint
     keep: bool = False  # the state after this step should stay in memory, for a restart after a kill
-    sealed: bool = True  # the newest state in memory would be believed after the death of this rank
+    sealed: bool = True  # the newest state in memory would be valid after the death of this rank
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,14 @@ class CommitRow:
 
     digest: int  # of step, generation, attempt, plan and lineage
     vote: Vote
-    next_samples: int  # samples of step s+1 counted by this rank; 0 where its loader was late
+    next_samples: int  # samples of step s+1 counted by this rank; 0 if its loader was late
     next_counts: tuple[float, ...]
     sums: tuple[float, ...]  # this rank's share of each term's sum, at the parameters before the update
-    used: npt.NDArray[np.bool_]  # (parameters,): a gradient arrived here
+    used: npt.NDArray[np.bool_]  # (parameters,): whether this rank had a gradient
     measured: Measured
     wish: Wish
     saving: SaveStatus
-    partial: PartialGradient = UNMEASURED  # of this rank's first micro-batch, in some steps
+    partial: PartialGradient = UNMEASURED  # of this rank's first micro-batch; only in some steps
     norm: float = 0.0  # L2, of this rank's part of the gradient
 
 
@@ -155,18 +155,18 @@ class RowFormat:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the rows of a step say together; equal on every rank."""
+    """The outcome of a step, from all rows; equal on every rank."""
 
     verdict: Verdict
     norm: float  # L2, of the whole gradient
     sums: tuple[float, ...]  # global sum of each term
-    used: npt.NDArray[np.bool_]  # (parameters,): some rank had a gradient
+    used: npt.NDArray[np.bool_]  # (parameters,): whether any rank had a gradient
     wish: Wish
     save: bool
     nonce: int
-    writing: bool  # some rank still writes its part of the checkpoint under way
-    failed: tuple[int, ...]  # the ranks whose part of it has failed
-    keep: bool  # the state is to be kept in memory, and the one before the newest may go there on all ranks
+    writing: bool  # some rank is still writing its part of the current checkpoint
+    failed: tuple[int, ...]  # the ranks that failed to write their part of it
+    keep: bool  # keep the state in memory; on all ranks it may replace the copy before the newest
     next_counts: tuple[float, ...] | None  # None unless every sample of the next step was counted
     rows: tuple[CommitRow, ...]
 
@@ -174,9 +174,9 @@ class Outcome:
 def resolve(rows: Sequence[CommitRow], *, next_samples: int, leaders: Sequence[int] | None = None) -> Outcome:
     """The outcome of a step from the rows of all ranks, in rank order.
 
-    A share has its sums and counts in the row of the rank that leads its data-parallel group: only those of `leaders`,
-    in ascending order, are added up (None: every rank has a share of its own). `next_samples` is the global batch of
-    the next step: its counts are known only if they cover all of it. Raises DisagreementError where the ranks computed
+    The sums and counts of a share are in the row of the rank that leads its data-parallel group, so only the rows of
+    `leaders`, in ascending order, are added up (None: every rank has its own share). `next_samples` is the global batch
+    of the next step; its counts are known only if they cover all of it. Raises DisagreementError if the ranks computed
     different steps.
     """
     digests = [row.digest for row in rows]
@@ -194,7 +194,7 @@ def resolve(rows: Sequence[CommitRow], *, next_samples: int, leaders: Sequence[i
     for row in rows:
         wish |= row.wish
     if all(row.wish & Wish.LEAVE for row in rows):
-        wish |= Wish.STOP  # nobody would be left
+        wish |= Wish.STOP  # no rank would be left
     return Outcome(
         verdict=verdict,
         norm=_whole_norm([row.norm for row in rows]),
@@ -212,11 +212,11 @@ def resolve(rows: Sequence[CommitRow], *, next_samples: int, leaders: Sequence[i
 
 
 def _whole_norm(parts: Sequence[float]) -> float:
-    """The root of the sum of their squares, by operations that IEEE 754 rounds in one way alone, in rank order; a
-    single part as it is."""
+    """The root of the sum of squares of the parts, in rank order; a single part is returned unchanged. Uses only
+    operations that IEEE 754 rounds in exactly one way."""
     largest = max(parts)
     if sum(part != 0 for part in parts) < 2 or not math.isfinite(largest):
-        return sum(parts)  # of several, NaN or infinite
+        return sum(parts)  # a single non-zero part, or NaN or infinite
     return largest * math.sqrt(sum((part / largest) ** 2 for part in parts))
 
 
@@ -227,9 +227,9 @@ def add_in_rank_order(values: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Lineage:
-    """The history a state contains: its last step and a 64-bit hash chain over all its updates.
+    """The history in a state: its last step and a 64-bit hash chain over all its updates.
 
-    Two states are the same if and only if their lineages are equal, also where devices round differently.
+    Two states are the same if and only if their lineages are equal, even if devices round differently.
     """
 
     step: int = 0
@@ -240,7 +240,7 @@ class Lineage:
         return Lineage(step, _hash(words))
 
     def digest(self, *, generation: int, attempt: int, plan: int) -> int:
-        """Digest of a step that is about to be committed on top of this history."""
+        """Digest of a step about to be committed on top of this history."""
         return _hash(np.array([self.chain, self.step, generation, attempt, plan], np.int64).tobytes())
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""The generations of a run as its hub leads them: from slots and processes to incarnations, and to words for users.
+"""Worker roster: translates between the coordinator's slots and processes and the incarnations of `regroup_rounds`.
 
-Pure, like the hub. It translates: workers are known here by their slot and by how often that slot was started, and by
-one name to `regroup_rounds`; a record goes out together with the crew that it means (hosts, directory groups), and with
-the story of what happened.
+Pure, like the coordinator. Here a worker is a slot and the number of its earlier starts; in `regroup_rounds` it is one
+name. A record is sent together with its ranks (hosts, directory groups) and with the story of what happened, in words
+for users.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hetseq.cluster.membership.regroup_rounds import Generations
 from hetseq.cluster.rendezvous.leader_election import Standing
 from hetseq.system.rank_phase import in_words
 
-_TOGETHER_S = 5.0  # nodes that are asked to leave within it are asked together
-_FIRST_WORD_S = 2.0  # of waiting for more ranks: a worker that is started again is there by then
+_TOGETHER_S = 5.0  # nodes asked to leave within this time leave together
+_FIRST_WORD_S = 2.0  # before the first message about missing ranks: a restarted worker is back by then
 
 
 def incarnation(slot: int, starts: int) -> str:
-    """What a process is called: the slot it sits in, and how often that had been started before."""
+    """The name of a process: its slot, and the number of earlier starts of that slot."""
     return f"{slot}.{starts}"
 
 
@@ -38,7 +38,7 @@ def slot_of(name: str) -> int:
 
 @dataclass(frozen=True)
 class Site:
-    """Where the worker of a slot is."""
+    """Location of the worker of a slot."""
 
     host: str
     place: int  # the number of the run directory that it uses
@@ -47,10 +47,10 @@ class Site:
 
 
 class Crews:
-    """What becomes of the workers once they train. `outbox` holds (slot, kind, facts) for the hub to send.
+    """The workers of a run while they train. `outbox` holds (slot, kind, facts) for the coordinator to send.
 
-    `presented` is what each rank has shown at the start that it would train: its replacement has to show the same. The
-    rest is as for `Generations`.
+    `presented` holds the fields that each rank presented at the start; its replacement must present the same. The other
+    arguments are as for `Generations`.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Crews:
         self.outbox: list[tuple[int, str, dict[str, Any]]] = []
         self._sites, self._presented, self._min_ranks = dict(sites), dict(presented), min_ranks
         self._part_of = {slot: fields[PART] for slot, fields in presented.items() if PART in fields}
-        #: of the training data, that the run has begun with: it trains while there is somebody with each
+        #: parts of the training data at the start of the run; it trains while each is on some rank
         self.parts = frozenset(self._part_of.values())
         self._hosts = {slot: site.host for slot, site in sites.items()}
         self._starts = dict.fromkeys(sites, 0)
@@ -69,17 +69,17 @@ class Crews:
             part=self._part_of.get, parts=self.parts,
         )  # fmt: skip
         self._story: list[str] = []
-        self._stands: dict[str, tuple[dict[str, Any], float]] = {}  # where a process stood when it was asked, and when
+        self._stands: dict[str, tuple[dict[str, Any], float]] = {}  # last reported phase of a process, and when
         self._told = 0  # the newest generation whose record was sent
-        self._has_crashed = False  # somebody, in the newest generation, by a fault of its own
-        self._crashed_after: set[int | None] = set()  # steps; None: of the newest checkpoint
-        #: the same step has crashed a second process: it would crash them all
+        self._has_crashed = False  # a process of the newest generation crashed by its own fault
+        self._crashed_after: set[int | None] = set()  # steps; None: the step of the newest checkpoint
+        #: the same step has crashed a second process, so it would crash all of them
         self.is_hopeless = False
-        self._new: set[int] = set()  # slots that nobody had before
-        self._leaving: set[int] = set()  # slots that were asked to
-        self._leave_s = math.inf  # when they do, at the latest
+        self._new: set[int] = set()  # slots that no worker had before
+        self._leaving: set[int] = set()  # slots that were asked to leave
+        self._leave_s = math.inf  # when they leave, at the latest
         self._has_yielded = False
-        self._next_word_s: float | None = None  # when users are told next what is waited for
+        self._next_word_s: float | None = None  # when the next message about missing ranks is due
 
     @classmethod
     def amid(
@@ -93,11 +93,11 @@ class Crews:
         wait_s: float,
         parts: Iterable[str] = (),
     ) -> Crews:
-        """The crews of a run that has come to the generation `newest`, whose hub is gone.
+        """The roster of a run whose coordinator was lost in the generation `newest`.
 
-        `presented` is what the slots that are left have shown, `parts` is what the run has begun with. `starts` tells
-        of all slots that anybody has sat in how often they were started, as far as is known here: a name that was in
-        a generation is never given again, and whoever had it would be taken for one that has ended.
+        `presented` holds the fields of the remaining slots, `parts` the data parts at the start of the run. `starts`
+        counts the starts of every slot ever used, as far as this node knows. It keeps names unique: a process with a
+        reused name would be taken for one that has ended.
         """
         crews = cls(sites, presented, min_ranks=min_ranks, wait_s=wait_s)
         crews.parts = frozenset(parts)
@@ -116,7 +116,7 @@ class Crews:
         return self._sites[slot].node
 
     def bereave(self, slots: Collection[int], how: str, now_s: float) -> None:
-        """All but the workers of these slots are out of reach."""
+        """Mark all workers as lost except those in these slots."""
         self._story.append(how)
         for name in self._generations.members:
             if self._generations.slots[name] not in slots:
@@ -129,7 +129,7 @@ class Crews:
 
     @property
     def is_extinct(self) -> bool:
-        """Nobody is left, and nobody is on the way."""
+        """Whether no worker is left or on the way."""
         return self._generations.is_extinct
 
     @property
@@ -138,19 +138,19 @@ class Crews:
         return {self._generations.slots[name] for name in self._generations.members}
 
     def counts(self, slots: Collection[int]) -> bool:
-        """Whether one of these slots is a part of the newest generation, or somebody is on the way to it."""
+        """Whether any of these slots is in the newest generation or taken."""
         newest = {self._generations.slots[name] for name in self._generations.newest.roster}
         return bool(set(slots) & (newest | self.taken))
 
     @property
     def taken(self) -> set[int]:
-        """The slots in which somebody trains, or that somebody is on the way to."""
+        """The slots with a worker that trains, waits to be admitted, or is being started."""
         return (
             self.living | self._generations.expected | {self._generations.slots[n] for n in self._generations.waiting}
         )
 
     def seat(self, slot: int, site: Site) -> int:
-        """A node that has come late starts a worker for this slot; gives how often that was started before."""
+        """A late node starts a worker for this slot; returns the number of earlier starts."""
         starts = self._starts[slot] + 1 if slot in self._starts else 0
         if slot not in self._starts:
             self._new.add(slot)
@@ -160,7 +160,7 @@ class Crews:
         return starts
 
     def handle(self, slot: int, record: Mapping[str, Any], now_s: float) -> None:
-        """Take in what a worker says. Raises KeyError, TypeError or ValueError for what none would say."""
+        """Handle a record from a worker. Raises KeyError, TypeError or ValueError if it is malformed."""
         name, kind = incarnation(slot, int(record["starts"])), record["kind"]
         if kind == "report":
             self._generations.reported(Report.from_record({**record["report"], "incarnation": name}), now_s)
@@ -169,14 +169,14 @@ class Crews:
         elif kind == "heard":
             self._generations.heard(name, int(record["generation"]))
         elif kind == "stands":
-            in_words(record)  # or raise
+            in_words(record)  # raises if malformed
             self._stands[name] = dict(record), now_s
         elif kind == "present":
             self._admit(slot, int(record["starts"]), dict(record["fields"]), now_s)
         self._pass_on(now_s)
 
     def _admit(self, slot: int, starts: int, fields: Mapping[str, str], now_s: float) -> None:
-        """A replacement has to train what the one before it did."""
+        """Admit a replacement if it presents the same fields as its predecessor; else dismiss it."""
         if slot in self._leaving:
             self.dismiss(slot, starts, "its node was asked to leave", now_s)
             return
@@ -189,26 +189,26 @@ class Crews:
         word = "is new" if slot in self._new else "is back"
         self._new.discard(slot)
         self._presented.setdefault(slot, fields)
-        if PART in fields:  # which need not be that of whoever sat there before
+        if PART in fields:  # may differ from the part of its predecessor
             self._part_of[slot] = fields[PART]
         self._story.append(f"rank {slot} on {self._hosts[slot]} {word}")
         self.outbox.append((slot, "go", {"starts": starts}))
         self._generations.arrived(incarnation(slot, starts), slot, now_s)
 
     def dismiss(self, slot: int, starts: int, why: str, now_s: float) -> None:
-        """Send a replacement away."""
+        """Dismiss a replacement."""
         self.outbox.append((slot, "dismiss", {"starts": starts, "why": why}))
         self._generations.do_not_expect(slot, now_s)
 
     def dismiss_waiting(self, why: str) -> None:
-        """Send all away that wait to be taken in."""
+        """Dismiss all workers that wait to be admitted."""
         for name in self._generations.waiting:
             facts = {"starts": int(name.partition(".")[2]), "why": why}
             self.outbox.append((self._generations.slots[name], "dismiss", facts))
 
     def leave(self, slots: Collection[int], *, is_everybody: bool, now_s: float) -> None:
-        """A node is asked to go. Its ranks leave a little later, since a queue may take all nodes in the same moment;
-        with `is_everybody`, or if too few ranks or not all of the data would be left, all stop together."""
+        """A node is asked to leave. Its ranks leave a little later, since a queue may take all nodes at the same time.
+        With `is_everybody`, or if too few ranks or not all data parts would remain, all stop together."""
         self._leaving.update(slots)
         staying = self.living - self._leaving
         keeps_all = self.parts <= {self._part_of.get(slot) for slot in staying}
@@ -224,11 +224,11 @@ class Crews:
         self.outbox.extend((slot, "wish", {"what": what}) for slot in sorted(slots))
 
     def is_member(self, slot: int, starts: int) -> bool:
-        """Whether this process takes part: the end of another one changes nothing for the run."""
+        """Whether this process takes part; the end of one that does not changes nothing for the run."""
         return self._generations.is_member(incarnation(slot, starts))
 
     def stand(self, standing: Standing, now_s: float) -> bool:
-        """Take in how sure this hub can be that it leads; whether all have just been asked to stop since it is not."""
+        """Update how sure this coordinator is that it leads; returns whether this call has asked all ranks to stop."""
         self._generations.standing = standing
         if self._has_yielded or not self._generations.has_yielded:
             return False
@@ -237,12 +237,12 @@ class Crews:
         return True
 
     def finished(self, slot: int, starts: int) -> None:
-        """A worker has ended in peace."""
+        """A worker ended normally."""
         self._generations.finished(incarnation(slot, starts))
 
     def left(self, end: WorkerEnd, starts: int, *, is_restarting: bool, now_s: float) -> None:
-        """A worker has ended before the run has; with `is_restarting` another one will take its place."""
-        if self._generations.is_member(incarnation(end.rank, starts)):  # else it was fenced, or had yet to come
+        """A worker ended before the run; with `is_restarting` a replacement is being started."""
+        if self._generations.is_member(incarnation(end.rank, starts)):  # else it was fenced, or not yet admitted
             self._story.append(how_it_ended(end, self._hosts))
             self._has_crashed = self._has_crashed or end.is_own_fault
         self._generations.heard_of(end.rank)
@@ -254,15 +254,15 @@ class Crews:
         self._pass_on(now_s)
 
     def gone(self, slot: int, how: str, now_s: float) -> None:
-        """Whatever process sits in this slot is out of reach."""
+        """The process in this slot is unreachable."""
         if slot in self.living or any(self._generations.slots[name] == slot for name in self._generations.waiting):
-            self._story.extend([how] if how not in self._story else [])  # once for all ranks of a node
+            self._story.extend([how] if how not in self._story else [])  # once per node, not per rank
         self._generations.do_not_expect(slot, now_s)
         self._generations.ended(incarnation(slot, self._starts.get(slot, 0)), now_s)
         self._pass_on(now_s)
 
     def tick(self, now_s: float) -> float:
-        """Do what time has made due; gives the seconds until there may be something again."""
+        """Act on everything due at `now_s`; returns the seconds until the next call."""
         left_s = self._generations.tick(now_s)
         if now_s >= self._leave_s:
             self._leave_s = math.inf
@@ -271,7 +271,7 @@ class Crews:
         return min(left_s, self._leave_s - now_s, self._tell_what_is_awaited(now_s))
 
     def _tell_what_is_awaited(self, now_s: float) -> float:
-        """Now and then, once on each node; gives the seconds until the next word."""
+        """Tell users at intervals which ranks are missing, once per node; returns the seconds until the next time."""
         until_s = self._generations.awaited_until_s
         if until_s is None:
             self._next_word_s = None
@@ -285,7 +285,7 @@ class Crews:
             story = "; ".join(self._story)
             text = (
                 f"{story + ': ' if story else ''}waiting for {more if lacking else 'a host with its part of the data'},"
-                f" {clock(until_s - now_s)} at most; Ctrl-C saves what there is, and ends the run"
+                f" {clock(until_s - now_s)} at most; Ctrl-C saves the state and ends the run"
             )
             told = {self._sites[slot].node: slot for slot in sorted(self.living, reverse=True)}
             self.outbox.extend((slot, "tell", {"text": text}) for slot in sorted(told.values()))
@@ -318,14 +318,14 @@ class Crews:
             self._judge_crash()
 
     def _where(self, name: str, now_s: float) -> str:
-        """Where a process was last seen, as the end of a sentence; empty where its node has not said."""
+        """The last known phase of a process, as the end of a sentence; empty if its node has not reported one."""
         if name not in self._stands:
             return ""
         told, at_s = self._stands[name]
         return f", {in_words(told, more_s=now_s - at_s)}"
 
     def _blame_the_last(self) -> None:
-        """Nobody was lost, and yet a step did not end in time: say who was still at it when the others gave up."""
+        """No rank was lost, but a step missed its deadline: name the rank that was still busy when others gave up."""
         late = {
             name: float(told["for_s"])
             for name, (told, _) in self._stands.items()

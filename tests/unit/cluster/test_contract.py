@@ -234,7 +234,7 @@ def test_the_whole_message() -> None:
             f"  torch: {one['torch']} on rank 0 on labA; 1.0 on rank 1 on labB",
             "  --lr: 0.1 on rank 0 on labA; 0.2 on rank 1 on labB",
             "  --seed: 19940802 on rank 0 on labA; 1 on rank 1 on labB",
-            "To go on: install the same versions on all nodes (only torch's build tag, as in +cpu, may differ);"
+            "To fix this: install the same versions on all nodes (only torch's build tag, as in +cpu, may differ);"
             " give all nodes the same options [versions-differ]",
         ]
     )

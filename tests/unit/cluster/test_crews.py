@@ -623,8 +623,8 @@ def test_each_node_is_told_what_is_waited_for_and_a_stop_ends_it() -> None:
     told = run.wait(1.5)
     assert kinds(told) == [(0, "tell"), (2, "tell")], "one rank of each node"
     assert told[0][2]["text"] == (
-        f"rank 1 on labA{KILLED}: waiting for 1 more rank (--min-ranks 4), 29:58 at most; Ctrl-C saves what there is,"
-        " and ends the run"
+        f"rank 1 on labA{KILLED}: waiting for 1 more rank (--min-ranks 4), 29:58 at most; Ctrl-C saves the"
+        " state and ends the run"
     )
     assert run.wait(9.0) == []
     assert kinds(run.wait(1.1)) == [(0, "tell"), (2, "tell")]

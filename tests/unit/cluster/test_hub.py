@@ -267,7 +267,7 @@ def test_who_comes_with_join_while_others_start_waits_until_they_train() -> None
     talk.begin(TWO)
     said = talk.claim(2, 1, None, None, min_ranks=4)
     assert kinds(said) == [(2, "tell")]
-    assert said[0][1]["text"] == "the others are starting; labC joins them when they train"
+    assert said[0][1]["text"] == "the others are starting; labC joins once they train"
     assert [facts["kind"] for member, facts in talk.train(TWO) if member == 2] == ["tell", "see"]
 
 
@@ -376,7 +376,7 @@ def test_that_nobody_came_is_a_failure_but_numbers_that_fit_nobody_are_a_disagre
 
     assert end((1, 0), (1, 1)).code == 1
     assert end((1, 0), (2, 2)).code == 78
-    assert "rank 1 is claimed by nobody" in end((1, 0), (2, 2)).message
+    assert "rank 1 is not claimed yet" in end((1, 0), (2, 2)).message
     assert end((1, 0), sent_away=2).code == 78
     assert "2 times a node with another secret was sent away" in end((1, 0), sent_away=2).message
 
@@ -445,7 +445,7 @@ def test_a_node_that_falls_silent_is_named_if_the_others_are_lost_with_it() -> N
     ending = endings(talk.over(0, has_commit=True))[0]
     assert ending.code == 75
     assert ending.message.startswith("the connection to labB was lost (reset by peer)")
-    assert "the same command goes on" in ending.message
+    assert "the same command resumes" in ending.message
 
 
 def test_who_is_silent_is_fenced_and_its_end_is_no_reason_for_anything() -> None:
@@ -637,7 +637,7 @@ def test_a_late_node_without_a_worker_that_lives_changes_nothing() -> None:
 
 
 # FAULT: a late node that goes before its workers start has slots that `worker_roster` has never heard of: KeyError in
-# `gone` ends the hub's thread; in `refused` it ends the run, "sent a 'refused' that cannot be".
+# `gone` ends the hub's thread; in `refused` it ends the run, "sent an invalid 'refused' record".
 @pytest.mark.parametrize("how", ["gone", "refused"])
 def test_a_node_that_comes_to_join_and_cannot_goes_alone(how: str) -> None:
     talk = Talk()
@@ -877,7 +877,7 @@ def test_a_replacement_that_waits_while_the_others_end_in_peace_is_sent_away(has
 
 
 # FAULT: SplitBrainError is none of the errors that `handle` expects: it ends the hub's thread, and all nodes hear
-# "the head's own part failed" in place of what it says.
+# "the coordinator failed" in place of what it says.
 def test_histories_that_differ_end_the_run_on_all_nodes_with_the_reason() -> None:
     talk = Talk()
     talk.run(TWO)

@@ -70,7 +70,7 @@ def test_the_node_of_the_head_and_one_from_elsewhere_are_members_alike(head: Hea
 
 def test_who_waits_is_told_whom_for(head: Head) -> None:
     claim(head.own, 0, 2)
-    assert "rank 1 is claimed by nobody" in head.own.receive(5.0)["text"]
+    assert "rank 1 is not claimed yet" in head.own.receive(5.0)["text"]
 
 
 def test_a_member_whose_connection_ends_is_gone_and_the_others_hear_of_it(head: Head) -> None:

@@ -32,10 +32,10 @@ def test_where_nothing_was_to_be_saved_an_interruption_says_that_the_command_can
         [WorkerEnd(1, -9), WorkerEnd(0, 75, code=75, message="lost a peer", is_secondary=True)], has_commit=False
     )
     assert of_errand(killed) == Ending(
-        1, "rank 1 was killed (SIGKILL, as the kernel does when memory runs out) [worker-died]; give the command again"
+        1, "rank 1 was killed (SIGKILL, as the kernel does when memory runs out) [worker-died]; run the command again"
     )
     stopped = judge([], has_commit=False, cut_short="stopped by SIGTERM before the first step")
-    assert of_errand(stopped) == Ending(130, "stopped by SIGTERM; give the command again")
+    assert of_errand(stopped) == Ending(130, "stopped by SIGTERM; run the command again")
     assert of_errand(judge([WorkerEnd(12, -11)], has_commit=False)) == Ending(
         1, "rank 12 crashed (SIGSEGV) [worker-died]"
     )

@@ -192,7 +192,7 @@ def test_two_states_of_one_length_and_different_history_stop_the_run() -> None:
 
 
 def test_nobody_left_is_no_generation() -> None:
-    with pytest.raises(ValueError, match="nobody is left after generation 3"):
+    with pytest.raises(ValueError, match="no member is left after generation 3"):
         decide(Record(3, ("A",)), {"A": holds("A", ONE, generation=2)}, order=ORDER)
 
 

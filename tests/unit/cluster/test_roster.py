@@ -73,7 +73,7 @@ def test_a_roster_without_the_head_is_not_complete_however_many_ranks_it_has() -
     roster = Roster()
     assert roster.admit(1, joins("labB", 9)) is None
     assert not roster.is_complete
-    assert "the head's own are missing" in roster.waiting(left_s=1, paste="")
+    assert "the head's own ranks are missing" in roster.waiting(left_s=1, paste="")
     assert roster.admit(0, joins("labA", 1)) is None
     assert roster.is_complete
 
@@ -91,9 +91,9 @@ def test_seats_of_an_incomplete_roster_are_a_fault_of_the_caller() -> None:
 def test_a_rank_that_is_claimed_twice_names_both_processes_and_the_rank_that_nobody_has() -> None:
     reason = refusal(given("labA", 1, world=3), given("labB", 1, world=3, pid=2))
     assert reason == (
-        "rank 1 is claimed twice (labA pid 1, labB pid 2); ranks 0, 2 are claimed by nobody so far; use --join, which"
-        " gives ranks out, or set --distributed-rank to another number on one of them, or, if these are two runs, let"
-        " each meet at a place of its own [rank-claimed-twice]"
+        "rank 1 is claimed twice (labA pid 1, labB pid 2); ranks 0, 2 are not claimed yet; use --join, which"
+        " assigns ranks itself, or change --distributed-rank on one of them, or, if these are two runs, give each its"
+        " own meeting place [rank-claimed-twice]"
     )
 
 
@@ -160,7 +160,7 @@ def test_a_node_that_left_makes_room_for_the_one_that_is_started_again() -> None
 def test_a_hole_between_claimed_ranks_is_named_while_waiting_and_may_still_be_filled() -> None:
     roster = roster_of(given("labA", 0), given("labB", 2, 2, pid=2))
     assert roster.waiting(left_s=590, paste="hetseq train --distributed-rank 0") == (
-        "waiting: 3 of 4 ranks are here: labA (1), labB (2); rank 1 is claimed by nobody so far; deadline in 09:50;"
+        "waiting: 3 of 4 ranks are here: labA (1), labB (2); rank 1 is not claimed yet; deadline in 09:50;"
         " paste there: hetseq train --distributed-rank 1"
     )
     line = roster.waiting(left_s=590, paste="hetseq train --config run.yaml")  # rank zero is the default
@@ -177,7 +177,7 @@ def test_waiting_with_join_counts_what_is_missing() -> None:
 
 def test_several_holes_are_written_as_ranges() -> None:
     line = roster_of(given("labA", 1, world=8)).waiting(left_s=5, paste="")
-    assert "ranks 0, 2-7 are claimed by nobody so far" in line
+    assert "ranks 0, 2-7 are not claimed yet" in line
 
 
 def test_whatever_the_order_of_arrival_the_ranks_are_all_of_the_world_once() -> None:

@@ -27,4 +27,4 @@ def test_a_signal_while_gpus_are_counted_ends_it_with_a_sentence(
     finally:
         for each, handler in zip((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), before):
             signal.signal(each, handler)
-    assert ending == Ending(130, f"stopped by {number.name}; give the command again")
+    assert ending == Ending(130, f"stopped by {number.name}; run the command again")

@@ -66,14 +66,14 @@ def left(rank: int, exit_code: int) -> WorkerEnd:
         ([killed(1, 35), bereaved(0)], EXIT_STOPPED, "rank 1 was killed (signal 35)"),
         ([killed(1, signal.SIGSEGV), bereaved(0)], EXIT_FAILED, "rank 1 crashed (SIGSEGV); its last words are in"),
         ([bereaved(0), killed(1, signal.SIGABRT)], EXIT_FAILED, "rank 1 crashed (SIGABRT)"),
-        ([left(1, 3), bereaved(0)], EXIT_FAILED, "rank 1 left with exit code 3 without a reason"),
-        ([left(0, 0)], EXIT_FAILED, "rank 0 left with exit code 0 without a reason"),
+        ([left(1, 3), bereaved(0)], EXIT_FAILED, "rank 1 exited with code 3 without a reason"),
+        ([left(0, 0)], EXIT_FAILED, "rank 0 exited with code 0 without a reason"),
         ([killed(2), failed(0)], EXIT_STOPPED, "rank 2 was killed"),
         (
             [forked_from_a_dead_server(1), bereaved(0)],
             EXIT_STOPPED,
-            "rank 1 ended with the fork server of its node (pid 4711), from which all workers there are forked: that"
-            " was killed, by the kernel when memory runs out or by a person, or it crashed; `dmesg`",
+            "rank 1 ended with the fork server of its node (pid 4711), from which all workers there are forked: the"
+            " server was killed, by the kernel when memory ran out or by a person, or it crashed; `dmesg`",
         ),
         ([bereaved(0), bereaved(1)], EXIT_STOPPED, "lost a peer while waiting"),
     ],
@@ -91,7 +91,7 @@ def test_a_lost_machine_is_a_failure_without_a_commit_to_go_on_from(ends: list[W
     before, after = judge(ends, has_commit=False), judge(ends, has_commit=True)
     assert (before.code, after.code) == (EXIT_FAILED, EXIT_STOPPED)
     assert before.message.endswith("nothing had been saved yet")
-    assert after.message.endswith("the same command goes on from the newest checkpoint")
+    assert after.message.endswith("the same command resumes from the newest checkpoint")
 
 
 def test_who_still_ran_when_the_others_had_given_up_fell_silent() -> None:
@@ -112,7 +112,7 @@ def test_who_still_ran_is_not_blamed_where_there_is_a_cause() -> None:
 def test_what_the_launcher_cut_short_is_its_own_reason(ends: list[WorkerEnd]) -> None:
     ending = judge(ends, has_commit=True, cut_short="stopped at once by a second signal (SIGINT)", silent=[1])
     assert ending.code == EXIT_STOPPED
-    assert ending.message.startswith("stopped at once by a second signal (SIGINT); the same command goes on")
+    assert ending.message.startswith("stopped at once by a second signal (SIGINT); the same command resumes")
     assert judge(ends, has_commit=False, cut_short="stopped").code == EXIT_INTERRUPTED
 
 

@@ -65,7 +65,7 @@ def test_checkpoints_in_a_directory_of_ones_own_are_not_forgotten(
 ) -> None:
     """With --join the first rank may be another node's at each start, and then another --save-dir would count."""
     own = commit(tmp_path / "own")
-    with pytest.raises(ConfigError, match=r"own holds checkpoints up to step 7, but the run directory is .*run"):
+    with pytest.raises(ConfigError, match=r"own has checkpoints up to step 7, but the run directory is .*run"):
         look(launcher(own), tmp_path / "run")
     assert look(launcher(own), own)["is_shared"] is True
     monkeypatch.chdir(commit(tmp_path / "checkpoints").parent)

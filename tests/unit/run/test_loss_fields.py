@@ -65,7 +65,7 @@ def test_a_factor_in_forward_is_named_with_both_losses() -> None:
     said = re.fullmatch(r"  loss of the first two samples: loss (\S+) on labA; loss (\S+) on labB", line)
     assert said is not None
     assert float(said[2]) == pytest.approx(0.81 * float(said[1]))
-    assert "a factor in forward, environment variables, files that the task reads" in remedy
+    assert "a factor in forward, environment variables, or files that the task reads" in remedy
     assert remedy.endswith(" [loss-differs]")
 
 
