@@ -1,1 +1,1 @@
-"""How nodes find each other: who leads, and an authenticated channel to it."""
+"""Rendezvous: how nodes find each other, elect a head, and open an authenticated channel to it."""

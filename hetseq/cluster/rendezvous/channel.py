@@ -1,18 +1,18 @@
-"""Records between launchers: JSON objects over one TCP connection, and no stranger can write, repeat or reorder them.
+"""Authenticated channel: JSON records over one TCP connection, which no stranger can write, repeat or reorder.
 
-Responsible for proving to both ends that the other one has the key, for records that arrive whole, once and in order
-or not at all, and for strangers who come in numbers: they cost a bounded number of sockets and a few hundred bytes
-each. It knows nothing of what the records say, of ranks or of runs. Nothing is encrypted.
+Both ends prove to each other that they have the key. Records arrive whole, once and in order, or not at all. A crowd of
+strangers costs a bounded number of sockets and a few hundred bytes each. The channel does not interpret records and
+knows no ranks or runs. Nothing is encrypted.
 
-The one idea: until the key is proven everything has a fixed size and is compared, never parsed. Each end sends 32 fresh
-random bytes and answers with an HMAC over both, so an old answer proves nothing; from then on each record carries an
-HMAC over (session and direction, number, length, payload), and JSON is read only behind a right one.
+The one idea: until the key is proven, all data have a fixed size and are compared, never parsed. Each end sends 32
+fresh random bytes and answers with an HMAC over both, so a replayed answer proves nothing. From then on each record
+carries an HMAC over (session and direction, number, length, payload), and JSON is parsed only after a valid one.
 
     client                                      listener
     MAGIC version nonce               ->
                                       <-        MAGIC version nonce proof
     verdict proof                     ->                                       verdict 0: your proof is wrong
-                                      <-        verdict proof                  1: be welcome
+                                      <-        verdict proof                  1: welcome
     length payload mac               <->        length payload mac
 """
 
@@ -54,7 +54,7 @@ from hetseq.errors import EXIT_DISAGREE, RendezvousError
 
 logger = logging.getLogger(__name__)
 
-# a line of its own: a server that reads lines (HTTP, SMTP) answers at once, and its answer says what it is
+# a complete line: a server that reads lines (HTTP, SMTP) answers at once, and its answer identifies it
 MAGIC = b"HETSEQ\r\n"
 VERSION = 1
 NONCE_BYTES = 32
@@ -63,7 +63,7 @@ MAC_BYTES = 32
 RECORD_BYTES = 16 * 2**20
 #: how long either end waits for the other to prove itself
 HANDSHAKE_S = 10.0
-#: how long `send` waits for a peer that reads nothing
+#: how long `send` waits for a peer that does not read
 SEND_S = 30.0
 
 HEAD = struct.Struct(f"!{len(MAGIC)}sH{NONCE_BYTES}s")  # magic, version, nonce
@@ -75,29 +75,29 @@ _TELL_EVERY_S = 10.0
 
 
 class ChannelError(RendezvousError):
-    """Whatever ends a channel or keeps one from being made."""
+    """A channel ended, or could not be made."""
 
 
 class ChannelClosed(ChannelError):
-    """The peer ended, or closed its end, or this end was closed."""
+    """The peer ended or closed its end, or this end was closed."""
 
 
 class ChannelTimeout(ChannelError):
-    """A deadline that passed."""
+    """A deadline passed."""
 
 
 class StrangerError(ChannelError):
-    """The other end is no peer: another program, or bytes that nobody with the key has sent."""
+    """The other end is not a peer: another program, or bytes that were not sent with the key."""
 
 
 class SecretMismatch(StrangerError):
-    """A HetSeq that holds another secret."""
+    """The other end is a HetSeq with another secret."""
 
     exit_code = EXIT_DISAGREE
 
 
 class VersionMismatch(StrangerError):
-    """A HetSeq that speaks another version of this protocol."""
+    """The other end is a HetSeq with another version of this protocol."""
 
     exit_code = EXIT_DISAGREE
 
@@ -105,9 +105,9 @@ class VersionMismatch(StrangerError):
 class Channel:
     """One end of an authenticated connection, from `connect` or `Listener.accept`.
 
-    `send` may be called by several threads and `receive` by another. `host` and `peer_host` are the numeric addresses
-    of this end and the other; `peer` is the other one with its port, for messages. `fileno` is readable when `receive`
-    has something to do: nothing is read ahead.
+    Several threads may call `send`, and another `receive`. `host` and `peer_host` are the numeric addresses of this end
+    and the other; `peer` is the other address with its port, for messages. `fileno` is readable when `receive` has
+    bytes to read: nothing is read ahead.
     """
 
     def __init__(self, connection: socket.socket, *, session: bytes, is_client: bool) -> None:
@@ -118,7 +118,7 @@ class Channel:
         directions = [hmac.digest(session, label, "sha256") for label in (b"from client", b"from listener")]
         self._send_key, self._receive_key = directions if is_client else reversed(directions)
         self._sent, self._received, self._inbox = 0, 0, bytearray()
-        # why no more can be sent, or received; the two ends of a connection end one by one
+        # why no more can be sent or received; the two directions of a connection end separately
         self._no_send: str | None = None
         self._no_receive: str | None = None
         self._is_closed = False
@@ -126,10 +126,10 @@ class Channel:
         self._receiving = threading.Lock()
 
     def send(self, record: Mapping[str, Any], *, timeout_s: float = SEND_S) -> None:
-        """Hand a JSON object to the kernel, whole, after those sent before; arrival is for the peer to confirm.
+        """Hand a whole JSON object to the kernel, after all earlier ones. Does not confirm that it arrives.
 
-        Raises ChannelClosed, or ChannelTimeout if the peer has not made room in time, and then nothing more can be
-        sent; TypeError or ValueError for what is no JSON or longer than RECORD_BYTES, and the channel stays as it was.
+        Raises ChannelClosed, or ChannelTimeout if the peer does not read in time; nothing more can be sent then. Raises
+        TypeError or ValueError if the record is not JSON or is longer than RECORD_BYTES; the channel stays usable.
         """
         payload = json.dumps(record, separators=(",", ":")).encode()
         if len(payload) > RECORD_BYTES:
@@ -145,7 +145,7 @@ class Channel:
                 send_all(self._connection, length + payload + mac, deadline)
             except DeadlinePassed:
                 self._no_send = f"{self.peer} has read nothing for {timeout_s:.1f} s"
-                # half a record may be out: the peer learns it from the end of the stream
+                # half a record may have been sent: the end of the stream tells the peer
                 shut(self._connection, socket.SHUT_WR)
                 raise ChannelTimeout(self._no_send) from None
             except OSError as error:
@@ -153,7 +153,7 @@ class Channel:
                 raise ChannelClosed(self._no_send) from error
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next record. Raises ChannelTimeout, after which one may go on, ChannelClosed, and StrangerError."""
+        """The next record. Raises ChannelTimeout (the channel stays usable), ChannelClosed or StrangerError."""
         deadline = time.monotonic() + timeout_s
         with self._held(self._receiving, timeout_s):
             if self._no_receive is not None:
@@ -183,26 +183,26 @@ class Channel:
         mac = _record_mac(self._receive_key, self._received, length, payload)
         if not hmac.compare_digest(self._inbox[-MAC_BYTES:], mac):
             raise StrangerError(
-                f"record {self._received} from {self.peer} was not sent by it in this place: somebody, or a broken"
-                " device, writes into the connection; it is closed"
+                f"record {self._received} from {self.peer} was not sent by it in this place: an intruder or a broken"
+                " device writes into the connection; it is closed"
             )
         try:
             record = json.loads(payload)
         except (ValueError, RecursionError) as error:
-            raise StrangerError(f"record {self._received} from {self.peer} is no JSON: {error}") from None
+            raise StrangerError(f"record {self._received} from {self.peer} is not JSON: {error}") from None
         if not isinstance(record, dict):
-            raise StrangerError(f"record {self._received} from {self.peer} is no JSON object")
+            raise StrangerError(f"record {self._received} from {self.peer} is not a JSON object")
         return record
 
     def fileno(self) -> int:
-        """The descriptor to wait on, as `select` and `multiprocessing.connection.wait` like it."""
+        """The descriptor to wait on, for `select` and `multiprocessing.connection.wait`."""
         return self._connection.fileno()
 
     def close(self, *, linger_s: float = 0.0) -> None:
         """Close this end; a thread in `send` or `receive` gets ChannelClosed. May be called twice.
 
-        With `linger_s` the peer gets that long to read what was sent and close its end: without, bytes of his that
-        nobody has read make the kernel throw away those of ours.
+        With `linger_s` the peer has that long to read all records and close its end. Otherwise, unread bytes from the
+        peer make the kernel discard the bytes that this end has sent.
         """
         self._is_closed = True
         self._no_send = "this end is closed"
@@ -214,7 +214,7 @@ class Channel:
                     fill(self._connection, bytearray(), _CHUNK_BYTES, deadline)
         self._no_receive = self._no_receive or "this end is closed"
         shut(self._connection, socket.SHUT_RDWR)
-        # whoever waits has been woken by that; a descriptor closed under him could be another's by the time he looks
+        # waiting threads are awake now; a descriptor closed under one of them could be reused before it looks
         with self._sending, self._receiving:
             self._connection.close()
 
@@ -238,16 +238,15 @@ class Channel:
 
 
 class _Dropped(Exception):
-    """The other end closed the connection before it said anything wrong."""
+    """The other end closed the connection without sending anything wrong."""
 
 
 def connect(host: str, port: int, key: bytes, *, deadline: float, secret_file: Path) -> Channel:
-    """A channel to the listener at `host:port`, both ends having proven that they hold `key`.
+    """A channel to the listener at `host:port`, after both ends have proven that they have `key`.
 
-    `deadline` is an instant of `time.monotonic()`. One attempt: UnreachableError (nobody there, by reason) is for the
-    caller to try again. Raises SecretMismatch (`secret_file` is only named in it), VersionMismatch, StrangerError for
-    another program, ChannelTimeout for one that is silent. A listener that drops this end among too many strangers is
-    tried again.
+    `deadline` is a time of `time.monotonic()`. Makes one attempt: on UnreachableError the caller may retry. Raises
+    SecretMismatch (which names `secret_file`), VersionMismatch, StrangerError for another program, and ChannelTimeout
+    for a silent one. Only a listener that drops this end because of too many strangers is tried again.
     """
     place, patience = address_text((host, port)), min(deadline, time.monotonic() + HANDSHAKE_S)
     while True:
@@ -257,10 +256,10 @@ def connect(host: str, port: int, key: bytes, *, deadline: float, secret_file: P
             return Channel(connection, session=session, is_client=True)
         except _Dropped:
             connection.close()
-            pause_s = secrets.SystemRandom().uniform(0.02, 0.1)  # not in step with others who were dropped
+            pause_s = secrets.SystemRandom().uniform(0.02, 0.1)  # random, so that dropped clients do not retry together
             if time.monotonic() + pause_s > patience:
                 raise StrangerError(
-                    f"{place} takes connections and closes them without a word: another program uses this port, or"
+                    f"{place} takes connections and closes them at once: another program uses this port, or too many"
                     " strangers crowd the listener. Try again, or choose another port [port-taken]"
                 ) from None
             time.sleep(pause_s)
@@ -272,7 +271,7 @@ def connect(host: str, port: int, key: bytes, *, deadline: float, secret_file: P
 def _introduce(
     connection: socket.socket, place: str, host: str, key: bytes, secret_file: Path, deadline: float
 ) -> bytes:
-    """The client's half of the handshake; gives the session's key."""
+    """The client's half of the handshake; returns the session key."""
     here, began, inbox = address_text(connection.getsockname()), time.monotonic(), bytearray()
     hello = HEAD.pack(MAGIC, VERSION, secrets.token_bytes(NONCE_BYTES))
     try:
@@ -291,7 +290,7 @@ def _introduce(
             with contextlib.suppress(OSError):
                 send_all(connection, _NO, deadline)
             raise SecretMismatch(
-                f"{here} and {place} hold different secrets (here: {secret_file}). Copy the one of the head: "
+                f"{here} and {place} hold different secrets (here: {secret_file}). Copy the head's secret: "
                 f"{copy_command(host, secret_file)} (or choose another port, if that is not your head) [secret-differs]"
             )
         send_all(connection, VERDICT.pack(1, _proof(key, b"client", transcript)), deadline)
@@ -299,7 +298,7 @@ def _introduce(
         fill(connection, inbox, VERDICT.size, deadline)
         verdict, welcome = VERDICT.unpack(inbox)
         if verdict != 1 or not hmac.compare_digest(welcome, _proof(key, b"welcome", transcript)):
-            raise StrangerError(f"{place} refused the proof of {here} although both hold one secret: try again")
+            raise StrangerError(f"{place} refused the proof of {here} although both have the same secret: try again")
         return _proof(key, b"session", transcript)
     except ForeignBytes as error:
         raise StrangerError(
@@ -308,7 +307,7 @@ def _introduce(
         ) from None
     except DeadlinePassed:
         raise ChannelTimeout(
-            f"{place} took the connection from {here} and was silent for {time.monotonic() - began:.1f} s: another"
+            f"{place} took the connection from {here} but was silent for {time.monotonic() - began:.1f} s: another"
             " program uses this port, or the head hangs (is it stopped?) [port-taken]"
         ) from None
     except OSError:
@@ -316,13 +315,13 @@ def _introduce(
 
 
 class Listener:
-    """The one listening socket of a run, on one address: `accept` gives a channel to each peer that holds the key.
+    """The one listening socket of a run, on one address: `accept` returns a channel to each peer that has the key.
 
-    `host` and `port` are those that peers dial. Handshakes go on while a thread is in `accept`, so one thread of the
-    head stays there. `most` strangers at a time are borne, each for `patience_s`; with one more goes the oldest on the
-    address that most of them came from. `refused` counts who was sent away, by reason.
+    Peers dial `host` and `port`. Handshakes proceed only while a thread is in `accept`, so one thread of the head stays
+    there. At most `most` strangers may be connected at a time, each for `patience_s`; one more drops the oldest from
+    the address with the most strangers. `refused` counts rejected connections by reason.
 
-    Raises AddressError for an address that is not this machine's, is taken, or means every interface.
+    Raises AddressError if the address is not this machine's, is in use, or means every interface.
     """
 
     def __init__(
@@ -340,7 +339,7 @@ class Listener:
         self._socket = bind(host, port)
         self.host, self.port = self._socket.getsockname()[:2]
         self.refused: Counter[str] = Counter()
-        #: addresses from which peers came; in here before the peer knows that it is admitted
+        #: addresses of admitted peers; added before the peer learns that it is admitted
         self.admitted_from: set[str] = set()
         self._strangers: dict[socket.socket, _Stranger] = {}  # oldest first
         self._admitted: deque[Channel] = deque()
@@ -352,7 +351,7 @@ class Listener:
             self._selector.register(connection, selectors.EVENT_READ)
 
     def accept(self, timeout_s: float) -> Channel:
-        """The next peer. Raises ChannelTimeout, after which one may go on, and ChannelClosed after `close`."""
+        """A channel to the next peer. Raises ChannelTimeout (call again to continue), ChannelClosed after `close`."""
         deadline, is_over = time.monotonic() + timeout_s, False
         with self._accepting:
             while self._is_open:
@@ -360,7 +359,7 @@ class Listener:
                     return self._admitted.popleft()
                 if is_over:
                     raise ChannelTimeout(f"no peer came to {self.place} for {timeout_s:.1f} s")
-                is_over = time.monotonic() >= deadline  # one more look, so that 0 s is a question
+                is_over = time.monotonic() >= deadline  # one more turn, so that 0 s polls once
                 self._turn(deadline)
         raise ChannelClosed(f"the listener at {self.place} is closed")
 
@@ -370,7 +369,7 @@ class Listener:
         return address_text((self.host, self.port))
 
     def close(self) -> None:
-        """Stop listening; a thread in `accept` gets ChannelClosed. Channels that were given out live on."""
+        """Stop listening; a thread in `accept` gets ChannelClosed. Returned channels stay open."""
         self._is_open = False
         with contextlib.suppress(OSError):
             self._bell_rope.send(b"!")
@@ -389,15 +388,15 @@ class Listener:
         self.close()
 
     def _turn(self, deadline: float) -> None:
-        """Do what there is to do, or wait until there is something."""
+        """Handle all ready connections, waiting for one until `deadline`."""
         until = min([deadline, *(stranger.deadline for stranger in self._strangers.values())])
         ready = {key.fd for key, _ in self._selector.select(max(0.0, until - time.monotonic()))}
-        # who is here already goes before who comes
+        # existing connections first, then new ones
         for stranger in list(self._strangers.values()):
             if stranger.connection.fileno() in ready:
                 self._advance(stranger)
             if stranger.connection in self._strangers and time.monotonic() >= stranger.deadline:
-                self._refuse(stranger, "silent", "it has proven nothing in time")
+                self._refuse(stranger, "silent", "it did not prove itself in time")
         if self._socket.fileno() in ready:
             self._let_in()
 
@@ -411,7 +410,7 @@ class Listener:
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     self._make_room(0)
-                    time.sleep(0.02)  # it stays readable, and would be asked again at once
+                    time.sleep(0.02)  # the socket stays readable, so this would be a busy loop
                 return
             self._make_room(self._most)
             due = time.monotonic() + self._patience_s
@@ -428,7 +427,7 @@ class Listener:
             self._refuse(eldest, "crowd", "too many strangers at a time")
 
     def _advance(self, stranger: _Stranger) -> None:
-        """The listener's half of the handshake, as far as it has been heard."""
+        """The listener's half of the handshake, as far as bytes have arrived."""
         connection, inbox = stranger.connection, stranger.inbox
         try:
             if not stranger.transcript:
@@ -450,7 +449,7 @@ class Listener:
                 with contextlib.suppress(OSError):
                     say(connection, _NO)
                 command = copy_command(self.host, self._secret_file)
-                text = f"the two hold different secrets (here: {self._secret_file})"
+                text = f"the two have different secrets (here: {self._secret_file})"
                 self._refuse(stranger, "secret", f"{text}. If it is a node of this run, type there: {command}")
                 return
             self.admitted_from.add(stranger.host)
@@ -474,7 +473,7 @@ class Listener:
         stranger.connection.close()
         self.refused[reason] += 1
         now = time.monotonic()
-        if now - self._told.get(reason, -math.inf) >= _TELL_EVERY_S:  # a flood of strangers is to be none of lines
+        if now - self._told.get(reason, -math.inf) >= _TELL_EVERY_S:  # many strangers must not flood the log
             self._told[reason] = now
             level = logging.WARNING if reason in ("secret", "version") else logging.INFO
             logger.log(level, "%s was sent away from %s: %s", stranger.name, self.place, text)
@@ -482,7 +481,7 @@ class Listener:
 
 @dataclass
 class _Stranger:
-    """Somebody who has connected and not yet proven anything."""
+    """A connection that has not proven the key yet."""
 
     connection: socket.socket
     host: str

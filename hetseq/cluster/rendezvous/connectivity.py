@@ -1,10 +1,11 @@
-"""Whether each node reaches each other one as gloo will: at a port that the kernel chooses, not only at the head's.
+"""Connectivity check: whether every node can reach every other one at an ephemeral port, as gloo will need to.
 
-Responsible for a door at which peers knock, for knocking at theirs, and for one sentence about each that stays shut.
-Whoever knocks proves the run's key as on the control channel, so that an answer is that node's and no other program's.
+Opens a port that peers probe, probes theirs, and returns one sentence for each peer that cannot be reached. Both ends
+prove the run's key as on the control channel, so only that node can answer, and no other program.
 
-The one idea: gloo connects every pair of ranks, at ports of the ephemeral range. A firewall that lets only the control
-port pass looks like a healthy meeting and ends in a timeout that names nobody; a door in that range finds it before.
+The one idea: gloo connects every pair of ranks at ports of the ephemeral range. With a firewall that passes only the
+control port, the rendezvous succeeds and training ends in a timeout that names no node. A probe in that range detects
+the firewall first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 @dataclass(frozen=True)
 class Peer:
-    """Another node, and its door."""
+    """Another node, and the port to probe."""
 
     host: str
     address: str
@@ -38,9 +39,9 @@ class Peer:
 
 
 class Doorstep:
-    """Listens at `address` for the knocks of peers until `close`, in a thread of its own; each learns that it came.
+    """Listens at `address` for the probes of peers until `close`, in its own thread, and answers each.
 
-    Raises AddressError for an address that is not this machine's.
+    Raises AddressError if the address is not this machine's.
     """
 
     def __init__(self, address: str, key: bytes, secret_file: Path) -> None:
@@ -51,7 +52,7 @@ class Doorstep:
 
     @property
     def visitors(self) -> set[str]:
-        """Addresses from which peers have knocked; complete once their `probe` has returned."""
+        """Addresses from which peers have probed; complete once their `probe` has returned."""
         return self._listener.admitted_from
 
     def close(self) -> None:
@@ -64,7 +65,7 @@ class Doorstep:
         with contextlib.suppress(ChannelClosed):
             while True:
                 with contextlib.suppress(ChannelTimeout):
-                    # the knock was answered by the handshake
+                    # the handshake has answered the probe
                     self._listener.accept(_TURN_S).close()
 
     def __enter__(self) -> Doorstep:
@@ -75,9 +76,9 @@ class Doorstep:
 
 
 def probe(peers: Sequence[Peer], key: bytes, *, secret_file: Path, timeout_s: float = 8.0) -> list[str]:
-    """Knock at all doors at once; one sentence for each peer that is not reached, in the order of `peers`.
+    """Probe all peers at once; returns one sentence for each unreachable peer, in the order of `peers`.
 
-    Blocks up to `timeout_s` (for each 64 peers); a launcher that has to be stoppable calls it from a thread.
+    Blocks up to `timeout_s` per 64 peers; a launcher that must stay interruptible calls it from a thread.
     """
     if not peers:
         return []
@@ -87,7 +88,7 @@ def probe(peers: Sequence[Peer], key: bytes, *, secret_file: Path, timeout_s: fl
 
 
 def _knock(peer: Peer, key: bytes, secret_file: Path, timeout_s: float) -> str | None:
-    """None if the door opened, else why not."""
+    """None if the peer answered, else why not."""
     here = socket.gethostname()
     way = f"{here} cannot reach {peer.host} at {host_text(peer.address)}:{peer.port}"
     try:
@@ -101,7 +102,7 @@ def _knock(peer: Peer, key: bytes, secret_file: Path, timeout_s: float) -> str |
 
 _CAUSES = {
     "refused": "connection refused, although its launcher listens there",
-    "timeout": "no answer, what is sent there is dropped",
+    "timeout": "no answer, packets to it are dropped",
     "route": "no route leads there, or a firewall refuses",
 }
 
@@ -109,8 +110,8 @@ _CAUSES = {
 def _remedy(peer: Peer, here: str) -> str:
     if is_loopback(peer.address) and peer.host != here:
         return (
-            f"{peer.address} is an address that only {peer.host} itself reaches; let the nodes meet at an address of"
-            " its network, or set GLOO_SOCKET_IFNAME there to the interface that leads to the others [link-blocked]"
+            f"only {peer.host} itself reaches {peer.address}; let the nodes meet at an address of its network, or set"
+            " GLOO_SOCKET_IFNAME there to the interface that leads to the others [link-blocked]"
         )
     return (
         f"the control connection works and this one does not, so a firewall on {peer.host} or between the two lets only"
@@ -120,7 +121,7 @@ def _remedy(peer: Peer, here: str) -> str:
 
 
 def _ports() -> str:
-    """The ports that the kernel gives out; those of a peer are hardly ever others."""
+    """The ephemeral port range of this node; a peer rarely has another one."""
     with contextlib.suppress(OSError, ValueError):
         first, last = map(int, _PORT_RANGE.read_text().split())
         return f" ports {first}-{last}"

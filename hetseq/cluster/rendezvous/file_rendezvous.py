@@ -1,16 +1,16 @@
-"""Attempts: how launchers that share nothing but a directory agree on the one of them that the others call.
+"""File rendezvous: how launchers that share only a directory (`file://PATH`) elect one of them as head.
 
-Responsible for `file://PATH` as a place, for electing one head per attempt and telling the others where it listens, for
-replacing an attempt whose head has died, and for leaving nothing behind. It refuses to talk to anybody: whether a head
-answers is asked of the caller, and what the nodes say to each other afterwards goes over the control channel.
+Elects one head per attempt, tells the others where it listens, replaces an attempt whose head has died, and leaves no
+files behind. It opens no connections: the caller checks whether a head answers, and the nodes then talk over the
+control channel.
 
-The one idea: attempts are the versions of one key, `attempt-NAME.1`, `.2`, and so on (`file_store`). Who publishes the
-next number becomes head if a second look shows that number as the newest; every other launcher looks and follows
-(`leader_election`). A head that ends publishes one more number, its last word. While that stands nobody else acts, so
-the head may remove the whole chain, lowest number first, and after it the last word itself.
+The one idea: attempts are the versions of one key, `attempt-NAME.1`, `.2`, and so on (`file_store`). A launcher that
+publishes the next number becomes head if a second look shows that number as the newest; all others follow it
+(`leader_election`). A head that ends publishes one more number, its last record. While that exists no other launcher
+acts, so the head can remove the whole chain, lowest number first, and finally the last record itself.
 
-Why lowest first: numbers are counted upwards by name, so the chain looks whole or empty, never like an older attempt.
-Whoever claims number 1 meanwhile looks a second time, sees the last word above it, and waits.
+Why lowest first: numbers are counted upwards by name, so the chain looks complete or empty, never like an older
+attempt. A launcher that claims number 1 meanwhile looks again, sees the last record above it, and waits.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ logger = logging.getLogger(__name__)
 
 ASK_EVERY_S = 5.0
 _NOTE = ".other-secret-"
-_MADE = "made-by-hetseq"  # in a directory that a launcher has made, and that goes with the last run in it
+_MADE = "made-by-hetseq"  # marks a directory that a launcher made; it is removed with the last run in it
 
-#: opens the control port, and returns the address and port that other nodes reach it by
+#: opens the control port, and returns its address and port for other nodes
 Listen = Callable[[], tuple[str, int]]
 Sleep = Callable[[float], None]
-#: whether the head of that record answers, in a few seconds at most
+#: whether the head of a record answers, within a few seconds
 Answers = Callable[[LeaderRecord], bool]
 
 
 @dataclass(frozen=True)
 class Top:
-    """A number of a chain, with the record in it and the one below it; None where the number is taken and empty."""
+    """A number of a chain, its record and the record below it; None for a number that is taken but empty."""
 
     number: int = 0
     record: LeaderRecord | None = None
@@ -73,15 +73,15 @@ class Top:
 
     @property
     def is_void(self) -> bool:
-        """Whether its writer will take it back, because it replaces something else than what is below."""
+        """Whether its writer will withdraw it, because it was meant to replace another attempt than the one below."""
         return self.record is not None and self.record.kind is Kind.HEAD and not self.record.stands_on(self.below)
 
 
 @dataclass
 class MeetingAttempt:
-    """One attempt to start a run: who is its head, and a store of its own for what its members share.
+    """One attempt to start a run: its head, and a private store for its members.
 
-    `heart` is the head's to beat, None for all others. Everybody calls `close` in the end.
+    `heart` is the heartbeat of the head, None on all other launchers. Every launcher calls `close` at the end.
     """
 
     number: int
@@ -92,12 +92,12 @@ class MeetingAttempt:
     _chain: _Chain
     _sleep: Sleep
     _is_closed: bool = False
-    _has_successor: bool = False  # by the last look
+    _has_successor: bool = False  # as of the last check
 
     def show_life(self) -> None:
-        """Raise the counter, and look whether somebody has taken this head for dead; called by it about twice a second.
+        """Write the heartbeat and check whether this head was replaced; the head calls this about twice a second.
 
-        May hang as long as the file system does, for which `standing` does not wait.
+        May hang as long as the file system does; `standing` does not wait for it.
         """
         if self.heart is not None:
             self.heart.beat()
@@ -110,15 +110,15 @@ class MeetingAttempt:
         return standing_of(self.heart.silence_s, is_superseded=self._has_successor)
 
     def is_superseded(self) -> bool:
-        """Whether another launcher has taken this attempt for dead and replaced it; asked by a head now and then."""
+        """Whether another launcher considered this attempt dead and replaced it; the head checks regularly."""
         return self._chain.is_superseded(self.number, self.head)
 
     def strangers(self) -> list[str]:
-        """Hosts of nodes that have looked into the directory since and hold another secret; asked by the head."""
+        """Hosts of nodes with another secret that used the directory since the last call; called by the head."""
         return take_notes(self._chain.store.path)
 
     def close(self) -> None:
-        """Remove what the attempt has left in the directory, if this is its head; may be called twice. Never raises."""
+        """Remove the files of the attempt, if this is its head; may be called twice. Never raises."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -144,12 +144,12 @@ def find_attempt(
     now: Callable[[], float] = time.monotonic,
     sleep: Sleep = time.sleep,
 ) -> MeetingAttempt:
-    """The attempt of run `name` in `file://PATH`: the one that lives, else a new one. Every launcher calls this.
+    """The attempt of run `name` in `file://PATH`: the live one, or else a new one. Every launcher calls this.
 
-    `listen` is called at most once, and only by who tries to become head; if somebody else has won in the end
-    (`is_head` is false), the caller closes that port. `answers` saves the wait for a head on another machine. Attempts
-    of different names do not see each other. Raises RendezvousError where the directory cannot be used, or nothing was
-    found out within `timeout_s`.
+    `listen` is called at most once, only when this launcher tries to become head; if another one wins (`is_head` is
+    false), the caller closes that port. `answers` saves waiting for the heartbeat of a head on another machine.
+    Attempts with different names are independent. Raises RendezvousError if the directory cannot be used, or after
+    `timeout_s` without a result.
     """
     deadline_s = now() + timeout_s
     endpoint: list[tuple[str, int]] = []
@@ -164,17 +164,17 @@ def find_attempt(
             place = find_place(path)
             chain = _Chain(SharedDirectory.open(place, key), key, f"attempt-{name}", now)
             return _DirectorySearch(chain, listen_once, answers).run(deadline_s, sleep)
-        except DirectoryGone:  # a run that ends removes a directory that it made, if it is empty
+        except DirectoryGone:  # a run that ends removes an empty directory that it made
             if now() >= deadline_s:
                 raise
             sleep(POLL_S)
 
 
 def find_place(path: Path) -> Path:
-    """The directory that `file://PATH` means; made if it is missing, with a file in it that says so.
+    """The directory for `file://PATH`; if it is missing, it is created with a marker file in it.
 
-    A directory is used. Where a file stands, as one left by the HetSeq of 2020, it is left alone and `PATH.hetseq` is
-    used. Raises RendezvousError where the parent is missing or nothing can be made in it.
+    If PATH is a file, such as one left by HetSeq in 2020, it is left alone and `PATH.hetseq` is used instead. Raises
+    RendezvousError if the parent is missing or the directory cannot be created.
     """
     place = Path(os.path.abspath(path))
     found = _what_is(place)
@@ -190,7 +190,7 @@ def find_place(path: Path) -> Path:
         missing = next(parent for parent in reversed(place.parents) if not parent.is_dir())
         raise PlaceError(
             f"the directory {missing} does not exist on {socket.gethostname()}, so the nodes cannot meet in {place}."
-            " Does it exist on another node? Then it is not shared: mount it here, or use tcp://HOST:PORT"
+            " If it exists on another node, it is not shared: mount it here, or use tcp://HOST:PORT"
             " [directory-missing]"
         )
     try:
@@ -204,14 +204,14 @@ def find_place(path: Path) -> Path:
 
 
 def leave_note(place: Path) -> None:
-    """Let the head know that this node was here and holds another secret; nobody believes more of it than its name."""
+    """Let the head know that this node was here with another secret; of this note the head trusts only the name."""
     with contextlib.suppress(OSError):
         host = re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname())[:64]
         os.close(open_private(place / f"{_NOTE}{host}", os.O_WRONLY | os.O_CREAT))
 
 
 def take_notes(place: Path) -> list[str]:
-    """The hosts of nodes with another secret that were here since; called by the head."""
+    """The hosts of nodes with another secret that left a note since the last call; called by the head."""
     with contextlib.suppress(OSError):
         names = [name for name in os.listdir(place) if re.fullmatch(re.escape(_NOTE) + r"[A-Za-z0-9._-]{1,64}", name)]
         for name in names:
@@ -221,7 +221,7 @@ def take_notes(place: Path) -> list[str]:
 
 
 def remove_place(place: Path) -> None:
-    """Remove a directory that `find_place` made, on whatever node, if nothing else is left in it."""
+    """Remove a directory that `find_place` made, on any node, if it is otherwise empty."""
     take_notes(place)
     with contextlib.suppress(OSError):
         if os.listdir(place) != [_MADE]:
@@ -229,7 +229,7 @@ def remove_place(place: Path) -> None:
         os.unlink(place / _MADE)
         try:
             os.rmdir(place)
-        except OSError:  # somebody has come in between, and removes it in the end
+        except OSError:  # another launcher has come in the meantime, and will remove it at its end
             os.close(open_private(place / _MADE, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
 
 
@@ -243,7 +243,7 @@ class _Chain:
         self._key = key
 
     def top(self) -> Top:
-        """The newest number of the chain."""
+        """The newest number of the chain and its record."""
         top = Top()
         for version in self.store.versions(self.name):
             top = Top(version.number, self.record_of(version), top.record)
@@ -260,7 +260,7 @@ class _Chain:
         return Top()
 
     def record_of(self, version: Version) -> LeaderRecord | None:
-        """What that version says, None if it is empty; RendezvousError if another HetSeq wrote it."""
+        """The record in a version, None if it is empty. Raises RendezvousError if another HetSeq version wrote it."""
         try:
             return None if version.content is None else LeaderRecord.decode(version.content)
         except ValueError as error:
@@ -270,7 +270,7 @@ class _Chain:
             ) from None
 
     def key_of(self, nonce: str) -> bytes:
-        """The key of one attempt: what was written for another one does not verify."""
+        """The key of one attempt; values written for another attempt do not verify."""
         return hmac.new(self._key, b"hetseq attempt\0" + nonce.encode(), hashlib.sha256).digest()
 
     def directory_of(self, nonce: str) -> SharedDirectory:
@@ -278,18 +278,18 @@ class _Chain:
         return self.store.folder(f"{self.name}-{nonce}", self.key_of(nonce))
 
     def heart_of(self, nonce: str) -> Path:
-        """Where the counter of that attempt's head is."""
+        """The heartbeat file of an attempt's head."""
         return self.directory_of(nonce).path / "heart"
 
     def is_superseded(self, number: int, head: LeaderRecord) -> bool:
-        """Whether that attempt was replaced, and not only its number claimed by mistake for a moment."""
+        """Whether an attempt was replaced, not just the next number claimed by mistake for a moment."""
         above = self.at(number + 1).record
         return above is not None and above.after == head.nonce and above.nonce != head.nonce
 
     def retire(self, number: int, head: LeaderRecord, sleep: Sleep) -> None:
-        """Say the last word and remove the chain; leaves all but one's own directory to a newer head, if there is one.
+        """Publish the last record and remove the chain; if there is a newer head, remove only the own directory.
 
-        After its last word a head has SILENCE_S before newcomers go on without it, and stops well before.
+        Newcomers wait for SILENCE_S after the last record before they continue; the head stops well before that.
         """
         own_number, last = number, replace(head, kind=Kind.ENDED)
         asked_s = self.now()
@@ -302,14 +302,14 @@ class _Chain:
                     break
                 if top.record is None or is_alive(top.record.process) is not False:
                     return
-                # The last word closed a gap, and above it is what a head left that died while it removed its chain.
+                # The last record closed a gap; above it are leftovers of a head that died while removing its chain.
                 number = top.number
             elif self.is_superseded(own_number, head) or began_s - asked_s > 3 * BEAT_S:
                 self.directory_of(head.nonce).clear()
                 return
             else:
-                sleep(POLL_S)  # claimed by mistake, and taken back at once
-        for version in self.store.versions(self.name):  # heads that died left their directories
+                sleep(POLL_S)  # the number was claimed by mistake, and is withdrawn at once
+        for version in self.store.versions(self.name):  # dead heads left their directories
             record = self.record_of(version)
             if record is not None:
                 self.directory_of(record.nonce).clear()
@@ -322,13 +322,13 @@ class _Chain:
 
 
 class _DirectorySearch:
-    """The executor: looks, has `decide` decide, and acts, until this launcher leads or follows."""
+    """Executes the election: looks, calls `decide`, and acts, until this launcher leads or follows."""
 
     def __init__(self, chain: _Chain, listen: Listen, answers: Answers | None) -> None:
         self._chain = chain
         self._listen = listen
         self._answers = answers
-        self._hearts: dict[str, Heart] = {}  # nonce -> heart of a number that this launcher has won
+        self._hearts: dict[str, Heart] = {}  # nonce -> heartbeat of a number that this launcher has won
         self._next_ask_s = -1.0
         self._asked = ""
 
@@ -339,7 +339,7 @@ class _DirectorySearch:
                 top = self._chain.top()
                 watch, action = decide(watch, self._sight(top), self._chain.now())
                 if action in (Action.LEAD, Action.FOLLOW):
-                    # A second look: while a chain is being removed, the first may have seen only its beginning.
+                    # Look again: while a chain is being removed, the first look may have seen only its beginning.
                     if self._chain.top() == top and top.record is not None:
                         return self._attempt(top.number, top.record, sleep)
                 elif action is Action.CLAIM and self._claim(top):
@@ -370,7 +370,7 @@ class _DirectorySearch:
         return self._answers(record)
 
     def _claim(self, top: Top) -> bool:
-        """Try to win the number above `top`; True if it was won and is not void."""
+        """Try to win the number above `top`; True if this launcher won it and it is not void."""
         address, port = self._listen()
         nonce = secrets.token_hex(8)
         after = top.record.nonce if top.record is not None else UNKNOWN if top.number else NOTHING
@@ -378,7 +378,7 @@ class _DirectorySearch:
         chain, number = self._chain, top.number + 1
         if not chain.store.publish(chain.name, mine.encode(), version=number):
             return False
-        # The dead attempt that was judged may have been cleared away, and this number be above somebody else's.
+        # The dead attempt may have been removed meanwhile, so that this number is above another launcher's.
         if top.number and chain.at(number) != Top(number, mine, top.record):
             chain.store.remove(chain.name, number)
             return False
@@ -394,7 +394,7 @@ class _DirectorySearch:
         return MeetingAttempt(number, record, heart is not None, directory, heart, self._chain, sleep)
 
     def _withdraw_all(self, sleep: Sleep) -> None:
-        """Leave nothing when the search ends with an error; what cannot be removed is that of a dead head."""
+        """Remove all own files when the search ends with an error; files left over look like those of a dead head."""
         with contextlib.suppress(OSError, RendezvousError):
             top = self._chain.top()
             if top.record is not None and top.record.nonce in self._hearts:
@@ -404,10 +404,10 @@ class _DirectorySearch:
 
 def _late(place: Path, number: int, record: LeaderRecord | None) -> str:
     if record is None:
-        return f"no attempt could be begun in {place}: number {number} is taken and empty; remove what is left there"
+        return f"no attempt could start in {place}: number {number} is taken but empty; remove the files left there"
     return (
-        f"attempt {number} in {place}, of {record.host} (pid {record.process.pid}), neither went on nor ended in time:"
-        f" look at {record.host}, or name another shared directory"
+        f"attempt {number} in {place}, of {record.host} (pid {record.process.pid}), neither continued nor ended in"
+        f" time: look at {record.host}, or name another shared directory"
     )
 
 
@@ -417,11 +417,11 @@ def _what_is(place: Path) -> str:
         found = os.lstat(place)
         if stat.S_ISLNK(found.st_mode):
             target = os.stat(place)
-            # as the kernel judges links in folders that all may write to: anybody can put one there
+            # the kernel's rule for links in world-writable folders, where any user can place one
             if found.st_uid not in (0, target.st_uid):
                 raise PlaceError(
-                    f"{place} is a link that user id {found.st_uid} made to something of user id {target.st_uid}: name"
-                    " the directory itself"
+                    f"{place} is a link of user id {found.st_uid} to a target of user id {target.st_uid}: name the"
+                    " directory itself"
                 )
             found = target
     except FileNotFoundError:

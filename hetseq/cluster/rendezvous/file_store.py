@@ -1,15 +1,15 @@
-"""A store in a directory that several nodes share, without locks: every key is a chain of files that never change.
+"""File store: a lock-free key-value store in a shared directory, where every key is a chain of immutable files.
 
-Responsible for values that appear whole or not at all, for exactly one winner where several write the same number, and
-for refusing what was not written with the run's key. It knows nothing of what the values mean, and of no other node.
+A value appears whole or not at all, exactly one of several writers of the same number wins, and a value that was not
+written with the run's key is refused. The store does not interpret values and does not know other nodes.
 
 The one idea: version N of a key is the file `KEY.N`. A writer prepares the whole content in a draft of its own and then
-link(2)s it to the next number, which fails if that number exists: there is one winner and nothing half written, over
-NFS too, where locks may be local or missing. A reply that got lost on the way is made good by counting the links of the
-draft: two means that it was linked. Where link(2) is refused (FAT, SMB, some FUSE), mkdir(2) of `KEY.N.d` is the step
-that only one can win, and the winner renames its draft to `KEY.N`. A writer that dies between these two leaves a number
-that is taken and empty (`Version.content` is None): readers pass it by, writers go on behind it. A lost reply of
-mkdir(2) costs such a number too, but never makes two winners.
+link(2)s it to the next number, which fails if that number exists: one writer wins and no file is half written, even
+over NFS, where locks may be local or missing. If the reply is lost, the link count of the draft tells: two means that
+it was linked. Where link(2) is refused (FAT, SMB, some FUSE), only one writer can mkdir(2) `KEY.N.d`, and the winner
+renames its draft to `KEY.N`. A writer that dies between these two steps leaves a number that is taken but empty
+(`Version.content` is None): readers skip it, writers continue after it. A lost reply to mkdir(2) wastes such a number
+too, but never gives two winners.
 
 Directory listings lag behind on network file systems, so versions are counted upwards from 1 by opening them by name.
 """
@@ -36,7 +36,7 @@ from hetseq.system.files import write_all
 
 CONTENT_LIMIT_BYTES = 1 << 20
 POLL_S = 0.05
-#: drafts of other machines are litter after this time, by the clock of the file system alone
+#: drafts of other machines are removed after this time, by the clock of the file system
 LITTER_AGE_S = 3600.0
 _MAC_BYTES = 32
 _STALE_RETRIES = 5
@@ -57,35 +57,35 @@ _TROUBLES = {
 
 
 class PlaceError(RendezvousError):
-    """A meeting directory that this node cannot use; found by it alone, before anything was begun."""
+    """A meeting directory that this node cannot use; only this node knows, and nothing has started yet."""
 
     exit_code = EXIT_USAGE
 
 
 class OtherSecret(RendezvousError):
-    """A file that was not written with the secret of this node."""
+    """A file that was written with another secret than this node's."""
 
     exit_code = EXIT_DISAGREE
 
 
 class DirectoryGone(RendezvousError):
-    """The directory was removed, which a run does with an empty one that it made: make it again and go on."""
+    """The directory was removed, as a run does with an empty directory that it made: make it again and continue."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """One link of a chain, numbered from 1; `content` is None if its writer has taken the number and not filled it."""
+    """One version of a key, numbered from 1; `content` is None if its writer took the number but did not fill it."""
 
     number: int
     content: bytes | None
 
 
 class SharedDirectory:
-    """The store in one directory; `key` signs and checks its values. Make it with `open`, which checks the directory.
+    """The store in one directory; `key` signs and checks its values. Create it with `open`, which checks the directory.
 
-    Every method raises RendezvousError, naming the file, where the file system fails or a file is not what a holder of
-    the key wrote, and DirectoryGone where the directory itself has vanished. Names consist of letters, digits, `_` and
-    `-`. Any number of processes on any number of nodes may call anything at the same time.
+    Every method raises RendezvousError, naming the file, if the file system fails or a file was not written with the
+    key, and DirectoryGone if the directory has vanished. Names consist of letters, digits, `_` and `-`. Any number of
+    processes on any number of nodes may call any method at the same time.
     """
 
     def __init__(self, path: Path, key: bytes) -> None:
@@ -95,10 +95,10 @@ class SharedDirectory:
 
     @classmethod
     def open(cls, path: Path, key: bytes) -> SharedDirectory:
-        """The store in an existing directory that is one's own and that nobody else may write to."""
+        """The store in an existing directory that this user owns and no other user may write to."""
         directory = cls(path, key)
         with directory._draft(b"") as draft, _named(path):
-            # Compared with a file just made, not with the user id: mounts that squash or map ids stay usable.
+            # Compare with the owner of a new file, not the user id, so that mounts that squash or map ids work.
             found, own_uid = os.stat(path), os.lstat(draft).st_uid
         if found.st_uid != own_uid:
             raise PlaceError(
@@ -113,17 +113,17 @@ class SharedDirectory:
         return directory
 
     def folder(self, name: str, key: bytes) -> SharedDirectory:
-        """The store in the subdirectory `name`, which need not exist."""
+        """The store in the subdirectory `name`, which may not exist yet."""
         _check_name(name)
         return SharedDirectory(self.path / name, key)
 
     def make(self) -> None:
-        """Make the directory of this store; called by the one who has invented its name."""
+        """Make the directory of this store; called by the launcher that chose its name."""
         with _named(self.path):
             os.mkdir(self.path, 0o700)
 
     def publish(self, name: str, content: bytes, *, version: int = 1) -> bool:
-        """Write one version if nobody has: True for the one winner, False for all others."""
+        """Write one version if it does not exist yet: True for the one winner, False for all others."""
         file = self.file(name, version)
         if len(content) > CONTENT_LIMIT_BYTES:
             raise ValueError(f"{len(content)} bytes for {name}: at most {CONTENT_LIMIT_BYTES}")
@@ -141,7 +141,7 @@ class SharedDirectory:
             return _claim_by_mkdir(draft, file)
 
     def append(self, name: str, content: bytes) -> int:
-        """Write the next version behind all others, and return its number."""
+        """Write a new version after all existing ones, and return its number."""
         number = self._ends.get(name, 0) + 1
         while self._is_taken(name, number) or not self.publish(name, content, version=number):
             number += 1
@@ -149,16 +149,16 @@ class SharedDirectory:
         return number
 
     def versions(self, name: str) -> Iterator[Version]:
-        """All versions from 1 upwards, up to the first number that nobody has taken."""
+        """All versions from 1 upwards, up to the first free number."""
         number = 1
         while (found := self._look(name, number)) is not None:
             yield found
             number += 1
 
     def newest(self, name: str) -> Version | None:
-        """The last version, also if its number is taken and still empty; None if there is none."""
+        """The last version, even if it is still empty; None if there is none."""
         found = None
-        for found in self.versions(name):  # noqa: B007  (the last one is wanted)
+        for found in self.versions(name):  # noqa: B007  (keeps the last one)
             pass
         return found
 
@@ -168,7 +168,7 @@ class SharedDirectory:
         return contents[-1] if contents else None
 
     def wait(self, name: str, *, deadline_s: float, now: Callable[[], float], sleep: Callable[[float], None]) -> bytes:
-        """`read` once there is something; `deadline_s` is a moment of the clock `now`, after it RendezvousError."""
+        """Wait for `read` to return content. Raises RendezvousError at `deadline_s`, a time of the clock `now`."""
         began_s = now()
         while (content := self.read(name)) is None:
             if now() >= deadline_s:
@@ -182,24 +182,24 @@ class SharedDirectory:
         return content
 
     def remove(self, name: str, version: int) -> None:
-        """Free a number; for the one who owns the chain, because a number can be taken again afterwards."""
+        """Free a number; only for the owner of the chain, because the number can be taken again afterwards."""
         file = self.file(name, version)
         is_claimed = os.path.lexists(_claim_of(file))
         with _named(file):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(file)
-            if is_claimed:  # last, so that the number is free only when nothing is left of it
+            if is_claimed:  # last, so that the number becomes free only when all its files are gone
                 with contextlib.suppress(FileNotFoundError):
                     os.rmdir(_claim_of(file))
 
     def listed(self, name: str) -> list[int]:
-        """Numbers of the key that a listing shows: a hint for collecting litter, and no base for a decision."""
+        """Numbers of the key in a directory listing: good enough for cleaning up, not for decisions."""
         pattern = re.compile(re.escape(name) + r"\.(\d+)(\.d)?")
         with _named(self.path):
             return sorted({int(match[1]) for entry in os.listdir(self.path) if (match := pattern.fullmatch(entry))})
 
     def sweep(self) -> None:
-        """Remove drafts whose writers were killed: of this machine if the process has ended, of others if old."""
+        """Remove drafts of killed writers: of this machine if the process has ended, of others if they are old."""
         with self._draft(b"") as mine, contextlib.suppress(OSError):
             newest_s = os.lstat(mine).st_mtime
             for entry in os.listdir(self.path):
@@ -213,7 +213,7 @@ class SharedDirectory:
                         os.unlink(self.path / entry)
 
     def clear(self) -> None:
-        """Remove the directory and the files in it; for the one who made it. What cannot be removed stays."""
+        """Remove the directory and its files; for the launcher that made it. Files that cannot be removed stay."""
         for _ in range(_STALE_RETRIES):  # a listing may lag behind
             with contextlib.suppress(OSError), os.scandir(self.path) as found:
                 for entry in found:
@@ -228,7 +228,7 @@ class SharedDirectory:
                 continue
 
     def file(self, name: str, version: int) -> Path:
-        """Where that version is, or would be."""
+        """The path of a version, which may not exist."""
         _check_name(name)
         return self.path / f"{name}.{version}"
 
@@ -236,7 +236,7 @@ class SharedDirectory:
         file = self.file(name, version)
         raw = load(file)
         if raw is None and os.path.lexists(_claim_of(file)):
-            raw = load(file)  # filled in between?
+            raw = load(file)  # it may have been filled in the meantime
             if raw is None:
                 return Version(version, None)
         return None if raw is None else Version(version, self._unseal(name, version, raw))
@@ -257,14 +257,14 @@ class SharedDirectory:
         if not hmac.compare_digest(mac, self._mac(name, version, content)):
             raise OtherSecret(
                 f"{self.file(name, version)} was not written with this run's secret: a node has another secret (copy"
-                " the secret file of one node to all), or the file is left from before the secret was changed (remove"
-                " it if no run uses it)"
+                " the secret file of one node to all), or the file is older than the present secret (remove it if no"
+                " run uses it)"
             )
         return content
 
     @contextlib.contextmanager
     def _draft(self, data: bytes) -> Iterator[Path]:
-        """A file with `data`, safe on the disk, under a name of its own; it is gone afterwards."""
+        """A file with `data`, synced to the disk, under a unique name; removed on exit."""
         me = this_process()
         path = self.path / f".draft-{me.machine}-{me.pid}-{me.start}-{secrets.token_hex(8)}"
         with _named(self.path):
@@ -274,7 +274,7 @@ class SharedDirectory:
                 try:
                     write_all(descriptor, data)
                     if data:
-                        os.fsync(descriptor)  # before it gets its name: who sees the name must see the content
+                        os.fsync(descriptor)  # before it gets its name: a reader of the name must see the content
                 finally:
                     os.close(descriptor)
             yield path
@@ -284,15 +284,15 @@ class SharedDirectory:
 
 
 def load(file: Path, *, limit_bytes: int = CONTENT_LIMIT_BYTES + _MAC_BYTES) -> bytes | None:
-    """The bytes of a regular file, None if there is none. Links, devices, pipes and oversized files are refused.
+    """The bytes of a regular file, or None if it is missing. Refuses links, devices, pipes and oversized files.
 
-    Opens by name, which makes NFS ask the server. A missing file is looked for twice, with a look at the directory in
-    between, because NFS remembers for a while that a name was missing.
+    Opens the file by name, which makes NFS ask the server. A missing file is tried again after opening its directory,
+    because NFS caches for a while that a name is missing.
     """
     for chance in range(_STALE_RETRIES):
         with _named(file):
             try:
-                # O_NONBLOCK: a pipe planted in its place must not hold us
+                # O_NONBLOCK: a pipe planted in its place must not block the open
                 descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             except FileNotFoundError:
                 if chance:
@@ -309,7 +309,7 @@ def load(file: Path, *, limit_bytes: int = CONTENT_LIMIT_BYTES + _MAC_BYTES) -> 
             try:
                 found = os.fstat(descriptor)
                 if not stat.S_ISREG(found.st_mode):
-                    raise RendezvousError(f"{file} is no regular file, and HetSeq makes no others: remove it")
+                    raise RendezvousError(f"{file} is not a regular file, and HetSeq makes no others: remove it")
                 if found.st_size > limit_bytes:
                     raise RendezvousError(
                         f"{file} has {found.st_size} bytes, more than the {limit_bytes} that HetSeq writes: remove it"
@@ -337,13 +337,13 @@ def _claim_by_mkdir(draft: Path, file: Path) -> bool:
         os.mkdir(claim, 0o700)
     except FileExistsError:
         return False
-    if os.path.lexists(file):  # by a node that may use link(2)
+    if os.path.lexists(file):  # written by a node on which link(2) works
         os.rmdir(claim)
         return False
     try:
         os.rename(draft, file)
     except OSError:
-        if os.path.lexists(draft):  # else it was renamed, and the reply lost
+        if os.path.lexists(draft):  # else it was renamed, and only the reply was lost
             os.rmdir(claim)
             raise
     return True
@@ -354,7 +354,7 @@ def _claim_of(file: Path) -> Path:
 
 
 def _has_two_links(draft: Path) -> bool:
-    """Opened anew, because attributes of an open file may be remembered ones."""
+    """Whether the draft was linked; opens it again, because the attributes of an open file may be cached."""
     try:
         descriptor = os.open(draft, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -372,7 +372,7 @@ def _check_name(name: str) -> None:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """What the operating system says against a file becomes a RendezvousError that names it."""
+    """Turn an OSError into a RendezvousError that names the file."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
-"""The heart of an attempt: a counter in a file by which launchers on other machines see that its head lives.
+"""Heartbeat: a counter in a file that shows launchers on other machines that the head of an attempt is alive.
 
-Responsible for writing and reading that counter. What its standing still means is decided in `leader_election`.
+Writes and reads the counter. `leader_election` decides what an unchanged counter means.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _COUNTER_BYTES = 8
 
 
 class Heart:
-    """The counter by which other machines see that a head lives; the head's launcher calls `beat` in its loop."""
+    """The heartbeat counter of a head; the head's launcher calls `beat` in its loop."""
 
     def __init__(self, path: Path, key: bytes, *, now: Callable[[], float] = time.monotonic) -> None:
         self.path = path
@@ -37,10 +37,10 @@ class Heart:
         self._has_warned = False
 
     def beat(self) -> None:
-        """Raise the counter, at most once a second; call it more often than that. Trouble is warned about once.
+        """Increment the counter at most once a second; call this more often. Warns only once if the write fails.
 
-        Written in place, not renamed: an NFS client that opens the same file sees the new content at once, whereas it
-        may remember for a minute which file had that name.
+        The file is rewritten in place, not renamed: an NFS client that reopens the same file sees the new content at
+        once, but may cache for a minute which file has that name.
         """
         if self._count and self._now() < self._next_s:
             return
@@ -57,17 +57,17 @@ class Heart:
             self._written_s = self._now()
         except OSError as error:
             if not self._has_warned:
-                logger.warning("cannot write %s (%s): other nodes may take this run for dead", self.path, error)
+                logger.warning("cannot write %s (%s): other nodes may consider this run dead", self.path, error)
             self._has_warned = True
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the counter could be raised last; right also while `beat` hangs in another thread."""
+        """Seconds since the last successful increment; valid even while `beat` hangs in another thread."""
         return self._now() - self._written_s
 
 
 def read_pulse(path: Path, key: bytes) -> int | None:
-    """The counter of a heart; None if there is none yet, or one that is just being written."""
+    """The heartbeat counter in a file; None if it does not exist yet or is just being written."""
     raw = load(path, limit_bytes=_COUNTER_BYTES + _MAC_BYTES)
     if raw is None:
         return None

@@ -1,8 +1,8 @@
-"""The network interfaces of this machine, and which of its addresses other nodes are told.
+"""Network interfaces of this machine, and the address that it announces to other nodes.
 
-Responsible for asking the kernel, and for saying in words what is wrong with an interface that the user named. It sends
-no packet and asks no name server: the kernel's routing table knows which of our addresses the head will see, a host's
-own name often does not (Debian writes 127.0.1.1 beside it).
+Asks the kernel, and explains in words why an interface named by the user cannot be used. It sends no packets and asks
+no name server: the kernel's routing table knows which local address the head will see, while the host's own name often
+does not (Debian maps it to 127.0.1.1).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from hetseq.cluster.rendezvous.sockets import AddressError, UnreachableError
 
 logger = logging.getLogger(__name__)
 
-#: the environment variable that gloo reads, and NCCL's users know in another form
+#: the environment variable that gloo reads; NCCL has a similar one
 VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFCONF, _IFREQ_BYTES, _NAME_BYTES = 0x8912, 40, 16
-#: addresses of documentation (RFC 5737, RFC 3849): a route to them is the default route
+#: addresses reserved for documentation (RFC 5737, RFC 3849): the route to them is the default route
 _OUTSIDE = ("192.0.2.1", "2001:db8::1")
 
 
@@ -38,12 +38,12 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """The addresses of this machine, IPv4 first, without link-local ones; empty where the kernel does not tell."""
+    """The addresses of this machine, IPv4 first, without IPv6 link-local ones; empty if the kernel lists none."""
     return [*_with_ipv4(), *_with_ipv6()]
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches that numeric address; False for a name."""
+    """Whether a numeric address is loopback, so that only this machine reaches it; False for a name."""
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
@@ -51,7 +51,7 @@ def is_loopback(address: str) -> bool:
 
 
 def route_address(host: str, port: int = 9) -> str:
-    """Our address on the way to `host`, a numeric one or a name; nothing is sent. Raises UnreachableError."""
+    """The local address on the route to `host`, an address or a name; sends nothing. Raises UnreachableError."""
     here = socket.gethostname()
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -62,14 +62,14 @@ def route_address(host: str, port: int = 9) -> str:
         ) from error
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as asking:
-            asking.connect(address)  # of a datagram socket: looks up the route, sends nothing
+            asking.connect(address)  # on a datagram socket this only looks up the route
             return str(asking.getsockname()[0])
     except OSError as error:
         raise UnreachableError(f"{here} has no route to {host}: {error.strerror or error}", reason="route") from error
 
 
 def outward_address() -> str:
-    """The address that machines elsewhere most likely reach: that of the default route, else any; 127.0.0.1 if none."""
+    """The address that other machines most likely reach: on the default route, else any; 127.0.0.1 if there is none."""
     for outside in _OUTSIDE:
         with contextlib.suppress(UnreachableError):
             return route_address(outside)
@@ -77,10 +77,10 @@ def outward_address() -> str:
 
 
 def chosen_address(default: str, wish: str | None = None, *, tell: Callable[[str], None] = logger.warning) -> str:
-    """The address of the interface that `wish` names (the value of GLOO_SOCKET_IFNAME), else `default`.
+    """The address of the interface named by `wish` (the value of GLOO_SOCKET_IFNAME), else `default`.
 
-    `default` is the address on the way to the head. A list in NCCL's manner (`^lo,docker0`) is no wish that gloo knows:
-    `tell` hears what is used instead. Of several names the first counts. Raises AddressError for an unknown name.
+    `default` is the address on the route to the head. Gloo does not support lists in NCCL's style (`^lo,docker0`): then
+    `default` is used, and `tell` says so. The first of several names counts. Raises AddressError for an unknown name.
     """
     names = [name.strip() for name in (wish or "").split(",") if name.strip()]
     if wish is None or not names:
@@ -89,7 +89,7 @@ def chosen_address(default: str, wish: str | None = None, *, tell: Callable[[str
     if names[0].startswith("^"):
         way = next((f"{one.name} ({default})" for one in found if one.address == default), default)
         tell(
-            f"{VARIABLE} {wish}: it takes one name, and lists with ^ are for NCCL alone; {way} is used instead"
+            f"{VARIABLE} {wish}: it takes one name, and only NCCL supports lists with ^; {way} is used instead"
             " [interface-list]"
         )
         return default
@@ -103,7 +103,7 @@ def chosen_address(default: str, wish: str | None = None, *, tell: Callable[[str
 
 
 def _address_of(name: str, found: list[Interface], default: str) -> str:
-    """Of several addresses the default, else one of its kind, else the first."""
+    """The default address if the interface has it, else one of the same IP version, else the first."""
     addresses = [one.address for one in found if one.name == name]
     return min(addresses, key=lambda address: (address != default, (":" in address) != (":" in default)))
 
@@ -129,7 +129,7 @@ def _with_ipv4() -> list[Interface]:
     except OSError:
         return []
     rows = [buffer[at : at + _IFREQ_BYTES].tobytes() for at in range(0, size, _IFREQ_BYTES)]
-    # struct ifreq: the name, then a sockaddr_in: family, port, address; an alias is eth0:1, and gloo knows eth0
+    # struct ifreq: the name, then a sockaddr_in (family, port, address); for an alias such as eth0:1 gloo expects eth0
     return [
         Interface(row[:_NAME_BYTES].split(b"\0")[0].decode().partition(":")[0], socket.inet_ntoa(row[20:24]))
         for row in rows
@@ -142,6 +142,6 @@ def _with_ipv6() -> list[Interface]:
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, _, _, _, _, name = line.split()
             address = ipaddress.IPv6Address(bytes.fromhex(digits))
-            if not address.is_link_local:  # needs a zone, which another machine does not know
+            if not address.is_link_local:  # such an address needs a zone, which other machines do not know
                 found.append(Interface(name, str(address)))
     return found

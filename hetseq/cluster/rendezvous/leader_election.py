@@ -1,11 +1,12 @@
-"""Which launcher leads: the record that the head of an attempt leaves, and what a newcomer does when it sees one.
+"""Leader election: the record that the head of an attempt publishes, and how a newcomer reacts to it.
 
-Responsible for the decision alone: no files, no clock, no network. `file_rendezvous` looks, asks `decide`, and acts.
+Only decides: no files, no clock, no network. `file_rendezvous` looks, asks `decide`, and acts.
 
-The one idea: attempts are numbered, the newest number counts, and a number has one winner. So a newcomer only has to
-decide whether the newest attempt lives. On the same machine the process tells. From another machine the only signs are
-an answer at the head's port and a counter that the head raises every second: a counter that a newcomer itself saw
-standing still for `SILENCE_S`, by its own clock, is that of a dead head. No two machines' clocks are ever compared.
+The one idea: attempts are numbered, the newest number counts, and each number has one winner. So a newcomer only has to
+decide whether the head of the newest attempt is alive. On the same machine it checks the process. From another machine
+the only signs of life are an answer at the head's port and a heartbeat counter that the head increments every second.
+If a newcomer sees the counter unchanged for `SILENCE_S`, by its own clock, the head is dead. Clocks of different
+machines are never compared.
 """
 
 from __future__ import annotations
@@ -18,36 +19,36 @@ from hetseq.cluster.rendezvous.process_identity import Process
 
 SILENCE_S = 15.0
 BEAT_S = 1.0
-#: for so long after its last word a head may remove its files; the rest of SILENCE_S is for a machine that is slow
+#: how long a head may remove its files after its last record; the rest of SILENCE_S is a margin for slow machines
 LEASE_S = 10.0
 NOTHING, UNKNOWN = "", "?"
 
 
 class Kind(enum.Enum):
-    """What the newest number of a chain is."""
+    """State of the newest number of a chain."""
 
     NONE = "none"  # there is no attempt
-    EMPTY = "empty"  # taken, not filled, or void: its writer is between two steps, or died there
+    EMPTY = "empty"  # taken but not filled, or void: its writer is between two steps, or died there
     HEAD = "head"  # a running attempt
-    ENDED = "ended"  # the last word of a head: its files are being removed
+    ENDED = "ended"  # the last record of a head: its files are being removed
 
 
 class Action(enum.Enum):
-    """What a newcomer does next."""
+    """Next action of a newcomer."""
 
     LEAD = "lead"
     FOLLOW = "follow"
     CLAIM = "claim"  # try to become head with the next number
-    WAIT = "wait"  # and look again
+    WAIT = "wait"  # then look again
 
 
 @dataclass(frozen=True)
 class LeaderRecord:
-    """What the head of an attempt tells all others, signed and never changed.
+    """The signed, immutable announcement of the head of an attempt.
 
-    `after` is the nonce of the attempt that it replaces, `NOTHING` if there was none and `UNKNOWN` if its number was
-    taken and empty. A record above another one than that is void: its writer has judged an attempt that was cleared
-    away in that moment, and will take its number back.
+    `after` is the nonce of the attempt that it replaces, `NOTHING` if there was none, `UNKNOWN` if its number was
+    taken but empty. A record above any other attempt is void: its writer judged an attempt that was being removed at
+    that moment, and will withdraw its number.
     """
 
     kind: Kind
@@ -59,7 +60,7 @@ class LeaderRecord:
     after: str = NOTHING
 
     def stands_on(self, before: LeaderRecord | None) -> bool:
-        """Whether the attempt below is the one that this one replaces."""
+        """Whether this attempt replaces `before`, the attempt below it."""
         return self.after in (UNKNOWN, NOTHING if before is None else before.nonce)
 
     def encode(self) -> bytes:
@@ -68,7 +69,7 @@ class LeaderRecord:
 
     @staticmethod
     def decode(content: bytes) -> LeaderRecord:
-        """The record in a value whose signature was right; ValueError if another version of HetSeq wrote it."""
+        """The record in a value with a valid signature. Raises ValueError if another version of HetSeq wrote it."""
         try:
             row = json.loads(content)
             process = row["process"]
@@ -95,7 +96,7 @@ class LeaderRecord:
 
 @dataclass(frozen=True)
 class Sight:
-    """What one look at a chain shows. `life` is None where the process cannot be seen from here."""
+    """Observation of a chain. `life` is None if the process is not visible from this machine."""
 
     kind: Kind = Kind.NONE
     number: int = 0
@@ -108,7 +109,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Watch:
-    """What a newcomer remembers: since when, by its own clock, it has seen the same number standing still."""
+    """Memory of a newcomer: since when, by its own clock, it has seen the same number without a sign of life."""
 
     kind: Kind = Kind.NONE
     number: int = 0
@@ -117,21 +118,21 @@ class Watch:
     since_s: float = 0.0
 
     def is_of(self, sight: Sight) -> bool:
-        """Whether this is the memory of what is seen now."""
+        """Whether this memory belongs to the attempt that `sight` shows."""
         return (self.kind, self.number, self.nonce) == (sight.kind, sight.number, sight.nonce)
 
 
 class Standing(enum.Enum):
-    """How sure a head can be that nobody else leads."""
+    """How sure a head can be that no other launcher leads."""
 
     SURE = "sure"
-    UNSURE = "unsure"  # its counter may be standing still, for those who look
-    OVERDUE = "overdue"  # they will soon take it for dead
+    UNSURE = "unsure"  # other launchers may see its counter unchanged
+    OVERDUE = "overdue"  # other launchers will soon consider it dead
     REPLACED = "replaced"
 
 
 def standing_of(silence_s: float, *, is_superseded: bool) -> Standing:
-    """Of a head that could raise its counter so long ago for the last time; who looks waits longer, for SILENCE_S."""
+    """The standing of a head that last raised its counter `silence_s` ago; other launchers wait for SILENCE_S."""
     if is_superseded:
         return Standing.REPLACED
     if silence_s > LEASE_S:
@@ -140,11 +141,11 @@ def standing_of(silence_s: float, *, is_superseded: bool) -> Standing:
 
 
 def decide(watch: Watch, sight: Sight, now_s: float) -> tuple[Watch, Action]:
-    """From what was seen before and what is seen now to the next step; pure, `now_s` is one's own monotonic clock."""
+    """The next action and memory, from the previous memory and the current sight. Pure; `now_s` is monotonic."""
     if not watch.is_of(sight):
         watch = Watch(sight.kind, sight.number, sight.nonce, sight.pulse, now_s)
     if watch.pulse is None:
-        # No sign of life: a listing may have shown late what a dead head had written.
+        # Not a sign of life: the counter of a dead head may have become visible late.
         watch = replace(watch, pulse=sight.pulse)
     is_beating = sight.pulse is not None and sight.pulse != watch.pulse
     is_silent = now_s - watch.since_s >= SILENCE_S

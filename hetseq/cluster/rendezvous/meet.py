@@ -1,15 +1,15 @@
-"""The meeting of the launchers: from a URL to a channel to the head, or to the port at which this launcher is the head.
+"""Rendezvous of the launchers: turns a URL into a channel to the head, or into the head's own listener.
 
-Responsible for who leads, for trying again while the others are on their way, and for saying within seconds what is
-wrong and what to type where. It knows nothing of ranks beyond the number that 2020 flags give to a node: what nodes
-claim of the world is the roster's, and whether they agree is the hub's.
+Finds out which launcher leads, retries while others are still starting, and says within seconds which problem there is
+and what to type where. It knows no ranks except the number that the 2020 flags give to a node: the roster handles the
+claims of nodes, and the coordinator checks that they agree.
 
-The one idea: an address has one owner. With `tcp://` the node that can listen there is the head, and whoever finds the
-port taken asks who is there; with `file://` the shared directory elects one. A node that cannot be reached yet is asked
-again, because somebody may still type its command; what no waiting mends (another program, another secret, another
-version, a name that nobody knows) is raised at once.
+The one idea: an address has one owner. With `tcp://` the node that can listen there is the head, and a node that finds
+the port taken connects to it; with `file://` the shared directory elects a head. An unreachable head is tried again,
+because its command may not have been typed yet. Errors that waiting cannot cure (another program, another secret,
+another version, an unknown name) are raised at once.
 
-Whatever may block (a name server, a silent machine) runs beside, in a thread, so the launcher can be stopped all along.
+Calls that may block (a name server, a silent machine) run in a thread, so the launcher can be stopped at any time.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from hetseq.cluster.rendezvous.sockets import AddressError, UnreachableError, bi
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import RendezvousError, plain
 
-#: how long one try waits for an answer; a program that is silent for so long is no head
+#: how long one attempt waits for an answer; a program that is silent for longer is not a head
 PATIENCE_S = 8.0
 TELL_EVERY_S = 10.0
-#: from one try to the next, growing: a node is not to look like somebody who scans ports
+#: pause between attempts, growing, so that a node does not look like a port scanner
 RETRY_S, RETRY_LONGEST_S, _RETRY_GROWTH = 0.1, 1.0, 1.2
-#: how long a port may be taken and refuse connections: another launcher may be between two steps
+#: how long a port may be in use and still refuse connections: another launcher may be between two steps
 TAKEN_S = 5.0
-#: how long a name server is waited for
+#: how long to wait for a name server
 NAME_S = 8.0
-#: how long a look at a head on a shared directory may take: another sign of life is its heart
+#: how long to wait for the answer of a head in a shared directory; its heartbeat is another sign of life
 ANSWER_S = 3.0
 _GLANCE_S = 0.2
 _NAME_TRIES = 2
@@ -66,10 +66,10 @@ _T = TypeVar("_T")
 
 @dataclass
 class Meeting:
-    """Where this launcher stands after the meeting: `channel` to the head, or `listener` if it is the head itself.
+    """Result of the rendezvous: `channel` to the head, or `listener` if this launcher is the head.
 
-    `address` is this node's for gloo, `key` that of the run's ranks, `url` what the other nodes are given; `attempt` is
-    that of a shared directory, whose heart the head has to beat.
+    `address` is this node's address for gloo, `key` the key of the run's ranks, `url` the URL for the other nodes.
+    `attempt` is set with a shared directory; the head must write its heartbeat.
     """
 
     channel: Channel | None
@@ -85,7 +85,7 @@ class Meeting:
         return self.listener is not None
 
     def close(self) -> None:
-        """Close what is open, and remove what was left in the shared directory; may be called twice."""
+        """Close all connections, and remove the own files in the shared directory; may be called twice."""
         for end in (self.channel, self.listener, self.attempt):
             if end is not None:
                 end.close()
@@ -104,19 +104,19 @@ def meet(
 ) -> Meeting:
     """Meet the other launchers at `config.meeting_url`; called once by every launcher.
 
-    `is_again`: the connection to the head of a run that trains was lost. A directory elects somebody, this launcher
-    perhaps; at an address the head that was there gets one try, and nobody else can take its place.
+    `is_again`: the connection to the head of a training run was lost. A directory elects a new head, perhaps this
+    launcher; at an address, the old head is tried once, and no other node can replace it.
 
-    `pause(seconds)` sleeps, and raises when the launcher is to stop; nothing here blocks for more than a second without
-    it. `tell` prints a line. `command` is the command line of this launcher, `interface` what GLOO_SOCKET_IFNAME says;
-    runs of different `name` do not meet in a directory.
+    `pause(seconds)` sleeps, and raises when the launcher must stop; `meet` never blocks for more than a second without
+    calling it. `tell` prints a line. `command` is the command line of this launcher, `interface` the value of
+    GLOO_SOCKET_IFNAME; runs with different `name` do not meet in a directory.
 
-    Raises RendezvousError when --join-timeout has passed, UnreachableError for a name that nobody knows, StrangerError
-    (another program), SecretMismatch, VersionMismatch, AddressError (an address that cannot be listened at, an unknown
-    interface) and SecretError at once.
+    Raises RendezvousError when --join-timeout has passed. Raises at once: UnreachableError (unknown name),
+    StrangerError (another program), SecretMismatch, VersionMismatch, AddressError (an address it cannot listen at, an
+    unknown interface) and SecretError.
     """
     if config.meeting_url is None:
-        raise ValueError("no meeting place: a run on one node meets nobody")
+        raise ValueError("no meeting place: a run on one node has no other nodes to meet")
     search = _Search(config, config.meeting_url, _Calls(pause, tell, now), command, interface, name)
     if config.meeting_url.startswith("file://"):
         return search.in_directory()
@@ -124,13 +124,13 @@ def meet(
 
 
 def host_and_port(url: str) -> tuple[str, int]:
-    """Of `tcp://HOST:PORT`; an IPv6 address without its brackets."""
+    """Host and port of `tcp://HOST:PORT`; an IPv6 address without its brackets."""
     host, _, port = url.removeprefix("tcp://").rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 class _Calls:
-    """What the caller gave us: to wait, to tell, to look at the clock."""
+    """The caller's functions: to wait, to print a line, to read the clock."""
 
     def __init__(self, pause: Pause, tell: Tell, now: Callable[[], float]) -> None:
         self.pause, self.now = pause, now
@@ -139,19 +139,19 @@ class _Calls:
         self._once: set[str] = set()
 
     def tell_often(self, kind: str, text: str) -> None:
-        """A line when a kind of trouble begins, and again every TELL_EVERY_S."""
+        """Print a line when a kind of trouble begins, and again every TELL_EVERY_S."""
         if kind not in self._said or self.now() - self._said[kind] >= TELL_EVERY_S:
             self._said[kind] = self.now()
             self._tell(text)
 
     def tell_once(self, text: str) -> None:
-        """A line that is true for the whole run."""
+        """Print a line that holds for the whole run, once."""
         if text not in self._once:
             self._once.add(text)
             self._tell(text)
 
     def beside(self, work: Callable[[], _T], limit_s: float | None = None) -> _T:
-        """What `work` returns or raises, in a thread; TimeoutError after `limit_s`. What nobody waits for is closed."""
+        """The result of `work`, run in a thread; TimeoutError after `limit_s`. A result that is late is closed."""
         outcome: concurrent.futures.Future[_T] = concurrent.futures.Future()
 
         def run() -> None:
@@ -183,7 +183,7 @@ def _close_result(outcome: concurrent.futures.Future[_T]) -> None:
 
 
 class _Search:
-    """One launcher's way to its meeting."""
+    """The search of one launcher for its head."""
 
     def __init__(
         self, config: DistributedConfig, url: str, calls: _Calls, command: str, interface: str | None, name: str
@@ -197,8 +197,8 @@ class _Search:
         self._taken_since: float | None = None
         self._timeout_s = config.join_timeout
         self._deadline = calls.now() + config.join_timeout
-        chosen_address(outward_address(), interface, tell=lambda _: None)  # a typing error is answered before all else
-        # the folder of the usual place is made, one that the user named is not
+        chosen_address(outward_address(), interface, tell=lambda _: None)  # report a mistyped interface before all else
+        # the default folder is created, a folder named by the user is not
         named = None if config.secret_file == DistributedConfig().secret_file else config.secret_file
         secret = load_secret(named, sleep=calls.pause)
         self._secret_file = secret_file(named)
@@ -209,7 +209,7 @@ class _Search:
     # tcp://HOST:PORT
 
     def at_address(self) -> Meeting:
-        """Listen there if the address is ours and free (with given ranks: only as rank 0), else go to who listens."""
+        """Listen at the address if it is free and local (with fixed ranks: only as rank 0), else connect to it."""
         host, port = host_and_port(self._url)
         self._refuse_unspecified(host, port)
         target = self._target(host)
@@ -235,12 +235,12 @@ class _Search:
             self._wait()
 
     def at_address_again(self) -> Meeting:
-        """Go to the head that listened there, if it still does."""
+        """Connect to the head that listened there, if it still does."""
         host, port = host_and_port(self._url)
         return self._as_follower(self._connect(self._target(host), port), None)
 
     def _try_to_listen(self, host: str, port: int) -> tuple[Listener | None, AddressError | None]:
-        """The listener, or why not: the port is taken, or the address another machine's."""
+        """The listener, or the error: the port is in use, or the address is another machine's."""
         try:
             return self._calls.beside(
                 lambda: Listener(host, port, key=self._control_key, secret_file=self._secret_file)
@@ -251,7 +251,7 @@ class _Search:
             raise
 
     def _raise_if_ours(self, place: str, taken: AddressError | None) -> None:
-        """Raise where nobody answers and no other node could mend it: rank 0 elsewhere, a port that is only held."""
+        """Raise if no other node can help: rank 0 is on the wrong node, or the port is in use but never answers."""
         if taken is None or _number(taken) != errno.EADDRINUSE:
             self._taken_since = None
         elif self._taken_since is None:
@@ -261,19 +261,19 @@ class _Search:
         if taken is not None and self._has_given_ranks and _number(taken) == errno.EADDRNOTAVAIL:
             addresses = ", ".join(dict.fromkeys(one.address for one in interfaces()))
             raise AddressError(
-                f"{self._here} has --distributed-rank 0, which listens at {place}, and that is not an address of"
+                f"{self._here} has --distributed-rank 0, which listens at {place}, but that is not an address of"
                 f" {self._here} (it has {addresses}): correct the address on all nodes, or the rank here"
             ) from taken
 
     def _complain(self, place: str, host: str, error: UnreachableError) -> None:
-        """Say what is wrong and what to type where; raise when the time is over."""
+        """Tell the user the problem and the command to type; raise when the time is over."""
         hint = ""
         if is_loopback(host) or host == "localhost":
-            hint = f" ({host} is {self._here} itself; a head on another machine needs an address of that one)"
+            hint = f" ({host} is {self._here} itself; for a head on another machine give an address of that machine)"
         self._again_or_raise(
             error.reason,
             f"Node {self._here} cannot reach the head {place} ({_cause(error, place.rpartition(':')[2])}). Is it"
-            f" started? [head-unreachable]{hint} {self._remedy}",  # the code stands before what is to be pasted
+            f" started? [head-unreachable]{hint} {self._remedy}",  # the code comes before the command to paste
             error,
         )
 
@@ -287,28 +287,28 @@ class _Search:
     def _with_holder(
         self, error: StrangerError | ChannelTimeout, host: str, port: int, taken: AddressError | None
     ) -> RendezvousError:
-        """The error, with the program on the port where it is one of this machine."""
+        """The error, with the name of the program on the port if it runs on this machine."""
         if isinstance(error, SecretMismatch | VersionMismatch):
             return error
         if taken is None:
             taken = self._calls.beside(lambda: _why_taken(host, port))
         if taken is None or _number(taken) != errno.EADDRINUSE:
             return error
-        return AddressError(f"{plain(str(taken))}. (What listens there is no HetSeq of this run: {error})")
+        return AddressError(f"{plain(str(taken))}. (The program there is not a HetSeq of this run: {error})")
 
     def _refuse_unspecified(self, host: str, port: int) -> None:
         with contextlib.suppress(ValueError):
             if ipaddress.ip_address(host).is_unspecified:
                 raise AddressError(
-                    f"tcp://{host_text(host)}:{port} is no place to meet: {host} means every interface of each machine."
-                    " Give the address of the head"
+                    f"the nodes cannot meet at tcp://{host_text(host)}:{port}: {host} means every interface of each"
+                    " machine. Give the address of the head"
                 )
 
     def _target(self, host: str) -> str:
-        """The host to dial or to listen at: a name that means 127.0.1.1 on its own machine is another address there.
+        """The host to dial or listen at; a name that means 127.0.1.1 on its own machine is replaced there.
 
-        Debian writes such a line into /etc/hosts. Who listened there would be reached by nobody else, and another
-        launcher of this machine has to go where the head listens.
+        Debian writes such a line into /etc/hosts. No other machine could reach a head that listens there, and other
+        launchers on this machine must use the same address as the head.
         """
         if host == "localhost" or _is_numeric(host):
             return host
@@ -321,7 +321,7 @@ class _Search:
                 reason="name",
             ) from error
         except OSError:
-            return host  # for whoever dials, and says so
+            return host  # dialing it will report the error
         addresses = [str(address[0]) for *_, address in found]
         outside = [address for address in addresses if not is_loopback(address)]
         if outside:
@@ -338,7 +338,7 @@ class _Search:
     # file://PATH
 
     def in_directory(self) -> Meeting:
-        """Lead or follow as the directory says; look again when the head that it names does not answer."""
+        """Lead or follow according to the directory; look again if the head that it names does not answer."""
         path = Path(self._url.removeprefix("file://"))
         while True:
             call = _Answering(self)
@@ -372,7 +372,7 @@ class _Search:
             self._wait()
 
     def _reach(self, head: LeaderRecord) -> Channel | None:
-        """The channel to an elected head, None to look again: one that is just ending does not answer either."""
+        """The channel to an elected head; None to look again, since a head that is just ending does not answer."""
         try:
             return self._connect(head.address, head.port)
         except (SecretMismatch, VersionMismatch):
@@ -382,7 +382,7 @@ class _Search:
             kind, cause = error.reason, _cause(error, str(head.port))
         except (StrangerError, ChannelTimeout) as error:
             trouble = error
-            kind, cause = "stranger", f"its port may be another program's by now: {error}"
+            kind, cause = "stranger", f"another program may have its port by now: {error}"
         hint = ""
         if is_loopback(head.address) and head.host != self._here:
             hint = f"; only {head.host} itself reaches {head.address}, set GLOO_SOCKET_IFNAME there"
@@ -422,7 +422,7 @@ class _Search:
 
 
 class _Answering:
-    """What `find_attempt` asks of a launcher: to open a port, and whether a head answers. Keeps what it opened."""
+    """Callbacks of `find_attempt`: opens a port, and checks whether a head answers. Keeps the open sockets."""
 
     def __init__(self, search: _Search) -> None:
         self._search = search
@@ -436,7 +436,7 @@ class _Answering:
         return str(self._listener.host), self._listener.port
 
     def answers(self, record: LeaderRecord) -> bool:
-        """Whether that head proves itself; a port that is silent or another program's is none of a head's."""
+        """Whether a head proves itself at its port; a silent port or another program is not a head."""
         if record.nonce not in self._channels:
             try:
                 self._channels[record.nonce] = self._search._connect(record.address, record.port, ANSWER_S)
@@ -449,7 +449,7 @@ class _Answering:
     def take_listener(self) -> Listener:
         listener, self._listener = self._listener, None
         if listener is None:
-            raise RuntimeError("a head that has opened no port")
+            raise RuntimeError("the head has not opened a port")
         return listener
 
     def take_channel(self, head: LeaderRecord) -> Channel | None:
@@ -463,7 +463,7 @@ class _Answering:
 
 
 def _why_taken(host: str, port: int) -> AddressError | None:
-    """Who listens at an address of this machine, in the words of a failure to listen there; None if nobody does."""
+    """The error of listening at an address of this machine, which names the program there; None if the port is free."""
     try:
         bind(host, port).close()
     except AddressError as error:
@@ -481,7 +481,7 @@ def _cause(error: UnreachableError, port: str) -> str:
     if error.reason == "refused":
         return "connection refused"
     if error.reason == "timeout":
-        return f"no answer: the machine is off, or a firewall drops what is sent to port {port}"
+        return f"no answer: the machine is off, or a firewall drops packets to port {port}"
     return f"{_strerror(error)}: no route leads there, or a firewall refuses"
 
 

@@ -1,12 +1,11 @@
-"""Which process is this, and does that one still live: told exactly on one machine, not at all across two.
+"""Process identity: unique names of processes, and whether a process is alive, exact on the same machine only.
 
-Responsible for names of processes that survive the reuse of process ids. It refuses to guess: of a process on another
-machine, or in another container of this one, it says "cannot be told", and the caller has to look for other signs.
+Names survive the reuse of process ids. The module does not guess: for a process on another machine, or in another
+container of this one, the answer is "unknown", and the caller must look for other signs of life.
 
-The one idea: a process id alone names nobody, the same number is handed out again. Together with the moment the process
-was started, counted by the kernel since boot, it is unique for as long as the machine runs. A machine is named by its
-boot, its host name (clones of a virtual machine share a boot) and its namespaces (containers share a kernel, and not
-their process ids).
+The one idea: a process id alone is not unique, since the kernel reuses it. Together with the start time of the process,
+counted by the kernel since boot, it is unique while the machine runs. A machine is identified by its boot id, its host
+name (clones of a virtual machine share a boot id) and its namespaces (containers share a kernel, but not process ids).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class Process:
-    """One process for ever: `machine` (empty where it cannot be told), process id, start in clock ticks since boot."""
+    """Unique name of a process: `machine` (empty if unknown), process id, start time in clock ticks since boot."""
 
     machine: str
     pid: int
@@ -33,7 +32,7 @@ class Process:
 
 
 def this_process() -> Process:
-    """The process that asks; read anew at each call, because a fork makes another one of it."""
+    """The calling process; read again at each call, because a fork changes it."""
     found = state_and_start(os.getpid())
     machine = this_machine()
     if found is None or not machine:
@@ -42,21 +41,21 @@ def this_process() -> Process:
 
 
 def this_machine() -> str:
-    """16 hexadecimal digits for this boot of this machine as its processes see it; empty where no /proc tells."""
+    """16 hexadecimal digits that identify this machine, boot and namespace; empty without /proc."""
     try:
         parts = [(_PROC / "sys/kernel/random/boot_id").read_text().strip(), socket.gethostname()]
         parts.append(os.readlink(_PROC / "self/ns/pid"))
     except OSError:
         return ""
-    with contextlib.suppress(OSError):  # kernels before 5.6 have none; start times are counted in it
+    with contextlib.suppress(OSError):  # not in kernels before 5.6; start times depend on it
         parts.append(os.readlink(_PROC / "self/ns/time"))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def is_alive(process: Process) -> bool | None:
-    """True or False for a process of this machine, None for any other: then it cannot be told from here."""
+    """Whether a process of this machine is alive; None for any other machine, where it is unknown."""
     if not process.machine or process.machine != this_machine():
         return None
     found = state_and_start(process.pid)
-    # a zombie has ended, only its parent has not looked yet
+    # a zombie has ended, but its parent has not reaped it yet
     return found is not None and found[0] not in "ZX" and found[1] == process.start

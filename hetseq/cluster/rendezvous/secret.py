@@ -1,11 +1,12 @@
-"""The secret that the nodes of one user share: made once, kept in a file of his own, read by every launcher.
+"""Shared secret of one user's nodes: created once, kept in a private file, read by every launcher.
 
-Responsible for a file that is there complete or not at all, however many launchers start in the same moment and over
-whatever network mount, and for refusing one that somebody else could have read or planted. It knows nothing of runs
-and channels: they take keys from `derive_key`. The bytes never stand in a message, a log line, argv or the environment.
+The file is complete or absent, no matter how many launchers start at once or which network mount it is on. A file that
+another user could have read or planted is refused. The module knows no runs or channels: they get keys from
+`derive_key`. The secret never appears in a message, a log line, argv or the environment.
 
-The one idea: the secret is written whole under a random name and then linked to its own. link(2) has one winner, also
-on NFS, and a reader never meets half a file; who loses, or does not see the winner's file yet, reads again for 15 s.
+The one idea: the secret is written whole under a random name, then linked to its final name. link(2) has one winner,
+even on NFS, and a reader never sees half a file. A launcher that loses, or does not see the winner's file yet, retries
+for 15 s.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from hetseq.errors import EXIT_USAGE, RendezvousError
 logger = logging.getLogger(__name__)
 
 SECRET_BYTES = 32
-#: how long a file may stay invisible or incomplete: network mounts cache what they know of a folder for seconds
+#: how long a file may stay invisible or incomplete: network mounts cache folder contents for seconds
 PATIENCE_S = 15.0
 _PAUSE_S = 0.1
-# 64 digits and a newline; somebody's own may have other white space around them
+# 64 digits and a newline; a file written by the user may have other white space around the digits
 _LONGEST_FILE = 2 * SECRET_BYTES + 8
-# link(2) of a file system that has no links, or of one that will not say so properly
+# errors of link(2) on file systems without hard links, including misleading ones
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
 class SecretError(RendezvousError):
-    """A secret that cannot be made, read or trusted; known to one node alone and before the first step."""
+    """A secret that cannot be created, read or trusted; only this node knows, before the first step."""
 
     exit_code = EXIT_USAGE
 
 
 def secret_file(path: str | os.PathLike[str] | None = None) -> Path:
-    """Where the secret lies: `path` made absolute, or `~/.hetseq/secret`; raises SecretError where there is no home."""
+    """Absolute path of the secret: `path`, or `~/.hetseq/secret`. Raises SecretError if there is no home directory."""
     try:
         return Path(os.path.abspath(Path("~/.hetseq/secret" if path is None else path).expanduser()))
     except RuntimeError:  # no HOME, and no entry in the user database
@@ -65,9 +66,9 @@ def load_secret(
 ) -> bytes:
     """The 32 bytes of the secret in `path` (`~/.hetseq/secret`); called once by every launcher.
 
-    A missing file is made, mode 0600, unless `create` is false; so is the folder of the default, mode 0700. A file that
-    is missing or short is read again for `patience_s`. Raises SecretError, with the line to type, for a file or folder
-    of somebody else, one that others could read or write, a link, and for what does not hold a secret.
+    Unless `create` is false, a missing file is created with mode 0600, and the default folder with mode 0700. A missing
+    or short file is read again for `patience_s`. Raises SecretError, with the command to type, if the file or folder
+    belongs to another user or others could read or write it, and if the file is a link or does not contain a secret.
     """
     file = secret_file(path)
     if path is None and create:
@@ -80,15 +81,15 @@ def load_secret(
 
 
 def derive_key(secret: bytes, *labels: str) -> bytes:
-    """A key of 32 bytes for one purpose: HMAC-SHA256 over the labels. Other labels, or other borders, another key."""
+    """A 32-byte key for one purpose: HMAC-SHA256 over the labels, with their lengths, so that no two lists collide."""
     words = [label.encode() for label in labels]
     return hmac.digest(secret, b"".join(len(word).to_bytes(4, "big") + word for word in words), "sha256")
 
 
 def copy_command(host: str, file: Path) -> str:
-    """The line that, typed on this node, brings the secret from `host`."""
+    """The command that, typed on this node, copies the secret from `host`."""
     with contextlib.suppress(RuntimeError, ValueError):
-        # both ends of scp begin at the home, which may have another path over there
+        # a relative path starts at the home directory, whose path may differ on `host`
         inside = file.relative_to(Path.home())
         return f"scp {shlex.quote(f'{_bracketed(host)}:{inside}')} {shlex.quote(str(file))}"
     return f"scp {shlex.quote(f'{_bracketed(host)}:{file}')} {shlex.quote(str(file))}"
@@ -115,12 +116,12 @@ def _await(
             return found
         if found == _MISSING and create:
             _make(folder, file)
-            create = False  # whoever made it: it is only a matter of seeing it
+            create = False  # the file exists now, whichever launcher created it: only wait until it is visible
             continue
         if now() >= deadline:
             raise SecretError(
                 f"{file} is still {found} after {patience_s:.0f} s: remove it (and {file.name}.claim, if there is one)"
-                " and start again to have one made, or copy it from another node of the run"
+                " and start again to create a new one, or copy it from another node of the run"
             )
         if not was_told:
             logger.warning("%s is %s; waiting up to %.0f s for it", file, found, patience_s)
@@ -132,7 +133,7 @@ _MISSING = "missing"
 
 
 def _read(folder: int, file: Path) -> bytes | str:
-    """The secret, or in words what is not there yet; raises SecretError for what waiting does not mend."""
+    """The secret, or in words why it is not readable yet. Raises SecretError if waiting cannot help."""
     try:
         # O_NONBLOCK: a pipe planted under the name would block the open
         descriptor = os.open(file.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
@@ -143,8 +144,8 @@ def _read(folder: int, file: Path) -> bytes | str:
             return "stale on its network mount"
         if error.errno == errno.ELOOP:
             raise SecretError(
-                f"{file} is a link, and a secret is read from no link: name the file itself with --secret-file, or"
-                f" remove the link (rm {shlex.quote(str(file))})"
+                f"{file} is a link, and HetSeq does not follow links to a secret: name the file itself with"
+                f" --secret-file, or remove the link (rm {shlex.quote(str(file))})"
             ) from None
         raise SecretError(
             f"{file} cannot be read: {error.strerror}; if it is yours, chmod 600 {shlex.quote(str(file))}, else name"
@@ -164,19 +165,19 @@ def _read(folder: int, file: Path) -> bytes | str:
 
 
 def _check(file: Path, facts: os.stat_result) -> None:
-    """Refuse what somebody else could have written or read."""
+    """Refuse a file that another user could have written or read."""
     if not stat.S_ISREG(facts.st_mode):
-        raise SecretError(f"{file} is no regular file: name the file of the secret with --secret-file")
+        raise SecretError(f"{file} is not a regular file: name the secret's file with --secret-file")
     if facts.st_uid != os.geteuid():
         raise SecretError(
-            f"{file} belongs to user {facts.st_uid} and you are {os.geteuid()}: a secret of somebody else protects"
-            " nothing. Name a file of your own with --secret-file"
+            f"{file} belongs to user {facts.st_uid} and you are {os.geteuid()}: another user's secret protects nothing."
+            " Name a file of your own with --secret-file"
         )
     if facts.st_mode & 0o077:
         raise SecretError(
             f"{file} has mode {stat.S_IMODE(facts.st_mode):04o}, so others may know the secret: chmod 600"
-            f" {shlex.quote(str(file))} (if they do, remove it on all nodes and have a new one made; if the mode stays,"
-            " its file system keeps none: name a file elsewhere with --secret-file)"
+            f" {shlex.quote(str(file))} (if they do, remove it on all nodes so that a new one is created; if the mode"
+            " does not change, its file system has no modes: name a file elsewhere with --secret-file)"
         )
 
 
@@ -190,7 +191,7 @@ def _parse(file: Path, content: bytes) -> bytes | str:
         return f"truncated ({len(digits)} of {2 * SECRET_BYTES} digits)"  # a copy may be under way
     raise SecretError(
         f"{file} holds no secret, which is {2 * SECRET_BYTES} hexadecimal digits: name another file with --secret-file,"
-        " or remove this one and have a secret made"
+        " or remove this one so that a new secret is created"
     )
 
 
@@ -210,7 +211,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _open_folder(file: Path) -> int:
-    """A descriptor of the folder, so that what is checked is what is used."""
+    """A descriptor of the checked folder, so that no other folder can take its place."""
     folder = file.parent
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -224,7 +225,7 @@ def _open_folder(file: Path) -> int:
             f"the folder of the secret {file} cannot be opened: {error.strerror}; name another with --secret-file"
         ) from error
     facts = os.fstat(descriptor)
-    # others may look, the file guards itself; what they may not do is to put another file in its place
+    # others may list the folder, since the file's mode protects it; they must not be able to replace the file
     is_loose = facts.st_mode & 0o022 and not facts.st_mode & stat.S_ISVTX
     if not is_loose and facts.st_uid in (0, os.geteuid()):
         return descriptor
@@ -241,14 +242,14 @@ def _open_folder(file: Path) -> int:
 
 
 def _make(folder: int, file: Path) -> None:
-    """Have a secret under the name of `file`: this one, or that of whoever was first."""
+    """Create a secret in `file`, unless another launcher was first."""
     beside = f".{file.name}.{secrets.token_hex(8)}"
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(beside, flags, 0o600, dir_fd=folder)
         try:
             with open(descriptor, "wb") as out:
-                os.fchmod(descriptor, 0o600)  # whatever the umask left of it
+                os.fchmod(descriptor, 0o600)  # independent of the umask
                 out.write(secrets.token_hex(SECRET_BYTES).encode() + b"\n")
                 out.flush()
                 os.fsync(descriptor)
@@ -274,7 +275,7 @@ def _publish(folder: int, beside: str, name: str) -> None:
             raise
     else:
         return
-    # No links here. mkdir(2) has one winner too, and who holds the claim may look and then rename.
+    # No hard links here. mkdir(2) has one winner too, and the holder of the claim can check the name, then rename.
     claim = f"{name}.claim"
     try:
         os.mkdir(claim, 0o700, dir_fd=folder)

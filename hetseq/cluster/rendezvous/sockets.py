@@ -1,8 +1,8 @@
-"""Sockets that reach one address or listen at one, and bytes through them, each wait with a deadline.
+"""Sockets: connect to an address, listen at one, send and receive bytes, each with a deadline.
 
-Responsible for saying in words why nobody was reached, or why an address cannot be listened at. It knows nothing of
-what the bytes mean. The one idea: sockets never block and nothing is read ahead, so a caller that has what it asked
-for may hand the socket to another, and one that waits in poll(2) for the socket to be readable misses nothing.
+Errors say in words why an address could not be reached or listened at. The module does not interpret the bytes. The
+one idea: sockets never block and nothing is read ahead, so a caller that has the bytes it asked for may hand the socket
+to another, and a caller that waits for it in poll(2) misses nothing.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _BACKLOG = 1024
 _RESOLVE_S = 10.0
 _LONGEST_POLL_S = 3600.0
 
-#: How long the kernel repeats what the other end does not acknowledge, until it ends the connection: its own figure is
-#: a quarter of an hour. While ranks train nothing passes between launchers and hub, whatever the network does. The
-#: first word after a cut is that somebody has lost a peer, and by then the deadline of the step has passed; so a cut
-#: is known this long after the deadline, and one that is shorter than the deadline ends nothing, whatever that is.
-#: Long enough for a roaming laptop, a port of a switch that learns its neighbours, and four or five repetitions.
+#: How long the kernel retransmits unacknowledged data before it ends the connection (its default is a quarter of an
+#: hour). While ranks train, launchers and coordinator exchange nothing. The first message after a network cut says that
+#: a rank has lost a peer, and is sent when the deadline of its step has passed. So a cut is noticed this long after the
+#: deadline, and a cut that is shorter than the deadline ends nothing, whatever the deadline is. It is long enough for a
+#: roaming laptop, a switch port that learns its neighbours, and four or five retransmissions.
 _UNACKNOWLEDGED_S = 20.0
-#: until an idle peer is asked, and between two questions; with them it is missed after _UNACKNOWLEDGED_S as well
+#: keepalive: idle time before the first probe, and between probes; a lost peer is noticed after _UNACKNOWLEDGED_S too
 _IDLE_S, _AGAIN_S = 10, 5
 
-#: what socket.getaddrinfo gives: family, kind, protocol, canonical name, address
+#: an entry of socket.getaddrinfo: family, kind, protocol, canonical name, address
 _Address = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 
 
 class UnreachableError(RendezvousError):
-    """No connection at all; `reason` is `refused`, `route`, `timeout` or `name`, for callers that try again."""
+    """No connection could be made; `reason` is `refused`, `route`, `timeout` or `name`, for callers that retry."""
 
     def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
@@ -48,21 +48,21 @@ class UnreachableError(RendezvousError):
 
 
 class AddressError(RendezvousError):
-    """An address to listen at that is taken, another machine's, or every interface's."""
+    """An address to listen at that is in use, belongs to another machine, or means every interface."""
 
     exit_code = EXIT_USAGE
 
 
 class DeadlinePassed(Exception):
-    """A wait that ended without what was awaited. No OSError: those tell of the connection."""
+    """The deadline of a wait passed. Not an OSError, because an OSError means that the connection failed."""
 
 
 class ForeignBytes(Exception):
-    """What came does not begin as HetSeq does; the text quotes it."""
+    """The received bytes do not begin with HetSeq's magic; the text quotes them."""
 
 
 def dial(host: str, port: int, deadline: float) -> socket.socket:
-    """A connection to the first address of `host` that takes one by `deadline`; raises UnreachableError."""
+    """A connection to the first address of `host` that accepts one by `deadline`. Raises UnreachableError."""
     here, place = socket.gethostname(), f"{host_text(host)}:{port}"
     addresses = _resolve(host, port, deadline)
     trouble: OSError = TimeoutError()
@@ -73,7 +73,7 @@ def dial(host: str, port: int, deadline: float) -> socket.socket:
             connection.settimeout(max(left_s, 0.001))
             connection.connect(address)
             if connection.getsockname() == connection.getpeername():
-                raise ConnectionRefusedError  # TCP lets a port of one's own answer where nobody listens
+                raise ConnectionRefusedError  # TCP self-connect: the local port answered, no process listens
             connection.setblocking(False)
             return connection
         except OSError as error:
@@ -84,14 +84,14 @@ def dial(host: str, port: int, deadline: float) -> socket.socket:
             raise
     if isinstance(trouble, ConnectionRefusedError):
         raise UnreachableError(
-            f"{here} cannot reach {place}: connection refused. Nobody listens there: start the head, or correct the"
-            " address",
+            f"{here} cannot reach {place}: connection refused. No process listens there: start the head, or correct"
+            " the address",
             reason="refused",
         ) from trouble
     if isinstance(trouble, TimeoutError):
         raise UnreachableError(
-            f"{here} cannot reach {place}: no answer in time. The machine is off, or a firewall drops what is sent to"
-            f" port {port}",
+            f"{here} cannot reach {place}: no answer in time. The machine is off, or a firewall drops packets to port"
+            f" {port}",
             reason="timeout",
         ) from trouble
     raise UnreachableError(
@@ -101,14 +101,14 @@ def dial(host: str, port: int, deadline: float) -> socket.socket:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket on one address of this machine; raises AddressError, or UnreachableError for its name."""
+    """A listening socket on one address of this machine. Raises AddressError; UnreachableError for an unknown name."""
     here, place = socket.gethostname(), f"{host_text(host)}:{port}"
     family, kind, protocol, _, address = _resolve(host, port, time.monotonic() + _RESOLVE_S)[0]
     if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_unspecified:
         raise AddressError(f"{place} means every interface of {here}, and HetSeq listens on one: give its address")
     listening = socket.socket(family, kind, protocol)
     try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past connections do not hold the port
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # past connections must not block the port
         listening.bind(address)
         listening.listen(_BACKLOG)
         listening.setblocking(False)
@@ -124,7 +124,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _holder(port: int) -> str:
-    """`pid 4242 (jupyter)` if the kernel says who listens at `port` (Linux, processes one may look into)."""
+    """The process that listens at `port`, as `pid 4242 (jupyter)`, if the kernel shows it (Linux, own processes)."""
     sockets = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ def _holder(port: int) -> str:
                 if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:  # 0A: LISTEN
                     sockets.add(f"socket:[{words[9]}]")
     for link in Path("/proc").glob("[0-9]*/fd/*") if sockets else ():
-        with contextlib.suppress(OSError):  # another user's, or just gone
+        with contextlib.suppress(OSError):  # it belongs to another user, or has just ended
             if os.readlink(link) in sockets:
                 process = link.parents[1]
                 return f"pid {process.name} ({(process / 'comm').read_text().strip()})"
@@ -141,7 +141,7 @@ def _holder(port: int) -> str:
 
 
 def _resolve(host: str, port: int, deadline: float) -> list[_Address]:
-    """The addresses of `host`; a name server that does not answer is left behind in a thread of its own."""
+    """The addresses of `host`; a name server that does not answer by `deadline` is abandoned in its own thread."""
     found: list[_Address] = []
     troubles: list[OSError] = []
 
@@ -167,19 +167,19 @@ def _resolve(host: str, port: int, deadline: float) -> list[_Address]:
 
 
 def host_text(host: str) -> str:
-    """The host as it stands before a port: an IPv6 address in brackets."""
+    """The host as written before a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def address_text(address: Any) -> str:
-    """`host:port` of what a socket calls an address."""
+    """`host:port` of a socket address."""
     return f"{host_text(str(address[0]))}:{address[1]}"
 
 
 def take(connection: socket.socket, inbox: bytearray, size: int, *, begins_with: bytes = b"") -> bool:
-    """Read what is there until `inbox` has `size` bytes, and none beyond; whether it has them. Never waits.
+    """Read available bytes until `inbox` has exactly `size`; returns whether it has them. Never waits.
 
-    Raises ConnectionResetError at the end of the stream, ForeignBytes for what does not begin as it should.
+    Raises ConnectionResetError at the end of the stream, ForeignBytes if the bytes do not start with `begins_with`.
     """
     while len(inbox) < size:
         try:
@@ -195,19 +195,19 @@ def take(connection: socket.socket, inbox: bytearray, size: int, *, begins_with:
 
 
 def fill(connection: socket.socket, inbox: bytearray, size: int, deadline: float, *, begins_with: bytes = b"") -> None:
-    """As `take`, and wait; DeadlinePassed leaves what has come in `inbox`."""
+    """Like `take`, but wait for all bytes; on DeadlinePassed `inbox` keeps the bytes received so far."""
     while not take(connection, inbox, size, begins_with=begins_with):
         _wait(connection, select.POLLIN, deadline)
 
 
 def say(connection: socket.socket, text: bytes) -> None:
-    """Send to somebody who has no right to be waited for."""
+    """Send to a peer that has not proven itself, without waiting for it."""
     if connection.send(text) != len(text):
-        raise ConnectionResetError("it reads nothing")
+        raise ConnectionResetError("it does not read")
 
 
 def send_all(connection: socket.socket, content: bytes, deadline: float) -> None:
-    """Hand all of `content` to the kernel; DeadlinePassed may leave half of it out."""
+    """Hand all of `content` to the kernel; on DeadlinePassed only part of it may have been sent."""
     rest = memoryview(content)
     while rest:
         try:
@@ -220,15 +220,15 @@ def _wait(connection: socket.socket, event: int, deadline: float) -> None:
     left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise DeadlinePassed
-    poll = select.poll()  # knows descriptors above 1023, unlike select()
+    poll = select.poll()  # supports descriptors above 1023, unlike select()
     poll.register(connection, event)
     poll.poll(math.ceil(min(left_s, _LONGEST_POLL_S) * 1000))
 
 
 def make_ready(connection: socket.socket) -> None:
-    """For records: it never blocks, sends at once, and ends, ETIMEDOUT here, when they have not arrived for 20 s.
+    """Set up a connection for records: non-blocking, no delay, and ETIMEDOUT if they are not acknowledged for 20 s.
 
-    The machine at the other end has to acknowledge them, not its process: one that is stopped loses nothing.
+    The remote machine acknowledges them, not the process, so a stopped process loses nothing.
     """
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -237,11 +237,11 @@ def make_ready(connection: socket.socket) -> None:
 
 
 def ask_when_idle(descriptor: int) -> None:
-    """From now on this connection also ends when the other machine is silent for 20 s with nothing to acknowledge.
+    """Enable keepalive, so that the connection also ends if an idle remote machine is silent for 20 s.
 
-    For whoever waits and has no ranks in training. With some, a question in the midst of a step would end what the
-    deadline of the step lets live: beside the limit on silence the kernel does not count its questions, and a single
-    one that is lost ends a connection that has been idle for longer than that.
+    Only for a launcher that waits and has no ranks in training. During a step, a probe could end a connection that the
+    deadline of the step allows: with TCP_USER_TIMEOUT set the kernel does not count probes, so one lost probe ends a
+    connection that has been idle for longer than that.
     """
     with socket.socket(fileno=os.dup(descriptor)) as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -253,6 +253,6 @@ def ask_when_idle(descriptor: int) -> None:
 
 
 def shut(connection: socket.socket, how: int) -> None:
-    """`shutdown(2)`, where there is still something to shut."""
+    """`shutdown(2)`, ignoring a connection that has already ended."""
     with contextlib.suppress(OSError):
         connection.shutdown(how)

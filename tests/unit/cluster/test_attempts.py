@@ -473,7 +473,7 @@ def test_what_was_planted_in_place_of_an_attempt_is_refused(tmp_path: Path, plan
 def test_a_search_that_comes_to_nothing_ends_in_words(place: Path) -> None:
     begun_by(FOREIGN, place)
     clock = Clock()
-    refusal(lambda: find(place, clock, timeout_s=10), "attempt 1", "pid 1", "neither went on nor ended")
+    refusal(lambda: find(place, clock, timeout_s=10), "attempt 1", "pid 1", "neither continued nor ended")
     assert 10 <= clock.passed_s < 11
 
 
@@ -546,7 +546,7 @@ def test_links_are_followed_only_if_their_maker_owns_the_target(
         os.lchown(tmp_path / "link", 4711, -1)
     else:
         monkeypatch.setattr(os, "stat", lambda path, **options: Owned(real(path, **options)))
-    refusal(lambda: find_place(tmp_path / "link"), "is a link that user id")
+    refusal(lambda: find_place(tmp_path / "link"), "is a link of user id")
     monkeypatch.undo()
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     refusal(lambda: find_place(tmp_path / "broken"), "link to nothing")

@@ -98,7 +98,7 @@ def test_a_list_in_the_manner_of_nccl_is_explained_and_the_way_to_the_head_used(
     address, told = wished("^lo,docker0")
     assert address == "10.0.0.5"
     assert told == [
-        "GLOO_SOCKET_IFNAME ^lo,docker0: it takes one name, and lists with ^ are for NCCL alone; eno1 (10.0.0.5) is"
+        "GLOO_SOCKET_IFNAME ^lo,docker0: it takes one name, and only NCCL supports lists with ^; eno1 (10.0.0.5) is"
         " used instead [interface-list]"
     ]
 

@@ -371,7 +371,7 @@ def test_a_name_server_that_is_silent_is_left_behind(launcher: Launcher, monkeyp
     ("number", "words"),
     [
         (errno.EHOSTUNREACH, "No route to host: no route leads there, or a firewall refuses"),
-        (errno.ETIMEDOUT, "no answer: the machine is off, or a firewall drops what is sent to port 29400"),
+        (errno.ETIMEDOUT, "no answer: the machine is off, or a firewall drops packets to port 29400"),
     ],
 )
 def test_a_head_behind_a_firewall_is_told_from_one_that_is_not_started(
@@ -502,7 +502,7 @@ def test_a_head_elsewhere_that_gives_no_sign_of_life_is_not_awaited_longer_than_
         monkeypatch.setattr(
             "hetseq.cluster.rendezvous.file_rendezvous.is_alive", lambda process: None
         )  # as for another machine
-        with pytest.raises(RendezvousError, match="neither went on nor ended in time"):
+        with pytest.raises(RendezvousError, match="neither continued nor ended in time"):
             launcher.meet(url, timeout_s=5)
         assert 4.9 < launcher.passed_s < 6
 

@@ -275,8 +275,8 @@ def test_a_link_is_refused(folder: Path) -> None:
 def test_a_pipe_or_a_folder_under_the_name_is_refused_and_does_not_block(folder: Path) -> None:
     os.mkfifo(folder / "pipe", 0o600)
     (folder / "folder").mkdir()
-    assert "no regular file" in refusal(folder / "pipe")
-    assert "no regular file" in refusal(folder / "folder")
+    assert "not a regular file" in refusal(folder / "pipe")
+    assert "not a regular file" in refusal(folder / "folder")
 
 
 def test_a_file_of_somebody_else_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

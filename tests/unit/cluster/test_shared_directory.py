@@ -314,8 +314,8 @@ def plant_huge(file: Path) -> None:
         (plant_link, "is a link"),
         (lambda file: file.symlink_to("/nowhere"), "is a link"),
         (plant_huge, "1099511627776 bytes"),
-        (os.mkfifo, "no regular file"),
-        (os.mkdir, "no regular file"),
+        (os.mkfifo, "not a regular file"),
+        (os.mkdir, "not a regular file"),
     ],
 )
 def test_what_was_planted_in_place_of_a_value_is_refused(
