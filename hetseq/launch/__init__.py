@@ -1,1 +1,1 @@
-"""The processes of one node: launcher, workers, watchdogs, environments of schedulers."""
+"""Processes of one node: launcher, workers and watchdogs, and the scheduler environments that start them."""

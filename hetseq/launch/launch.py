@@ -1,7 +1,7 @@
-"""From a configuration to this node's part of a run: which workers it has, and what it then ends with.
+"""Launch: runs a configuration on this node, from choosing its workers to the exit code.
 
-One command per node starts one launcher, which starts one process per rank; without a launcher, `run_here` is the only
-rank itself.
+One command per node starts one launcher, which starts one process per rank. Without a launcher, `run_here` runs the
+only rank in this process.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from hetseq.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
-_TELLING_S = 3.0  # for the other nodes to hear of ranks that fit nowhere
-_MOST_OF_2020 = 4  # workers of a node that says only where the nodes meet, as the HetSeq of 2020 started them
+_TELLING_S = 3.0  # to tell the other nodes why this one cannot take part
+_MOST_OF_2020 = 4  # workers of a node whose options only say where the nodes meet, as in HetSeq of 2020
 
 
 def launch(config: Config, errand: InferenceJob | None = None) -> Ending:
-    """Run the configuration on this node until it ends, on all nodes together if it says where they meet.
+    """Run the configuration on this node until it ends, together with other nodes if it says where they meet.
 
-    With an errand the ranks do that in place of training, on this node alone; the message is what came of it.
+    With an errand the ranks run that instead of training, on this node only; the message is its result.
 
-    Raises HetSeqError for what is wrong before this node has a place in the run.
+    Raises HetSeqError for errors before this node has joined the run.
     """
     config = _with_memory_of_environment(config)
     seen = _see(config.distributed) if errand is None else None
@@ -55,7 +55,7 @@ def launch(config: Config, errand: InferenceJob | None = None) -> Ending:
     is_among_others = config.distributed.meeting_url is not None or (seen is not None and not seen.is_alone)
     if refusal is not None and not is_among_others:
         raise refusal
-    if refusal is not None:  # at once; the others hear of it once this node has found them
+    if refusal is not None:  # at once; the others are told when this node has found them
         _say(f"{text_of(refusal)}; telling the other nodes")
     choice = AppliedEnvironment(config.distributed)
     if seen is not None:
@@ -74,10 +74,10 @@ def launch(config: Config, errand: InferenceJob | None = None) -> Ending:
     if refusal is None:
         launcher = Launcher(config, devices, command=command, interface=interface, errand=errand)
         workers = f"{len(devices)} worker{'s' if len(devices) > 1 else ''}"
-        _say(f"starting {workers} on {socket.gethostname()} ({few(devices, most=8)})")  # they say nothing for seconds
+        _say(f"starting {workers} on {socket.gethostname()} ({few(devices, most=8)})")  # they print nothing for seconds
         with _stopping_in_time(seen):
             return launcher.run()
-    # they wait for a node that will never come, so this one goes there all the same, and is refused before their eyes
+    # the other nodes would wait for this one in vain, so it joins anyway, and the refusal reaches all of them
     brief = replace(config.distributed, join_timeout=min(_TELLING_S, config.distributed.join_timeout))
     with suppress(HetSeqError):
         Launcher(
@@ -95,7 +95,7 @@ def _refusal_of(config: Config) -> HetSeqError | None:
 
 
 def _see(config: DistributedConfig) -> Seen | None:
-    """Who started this process among others, where the options leave room for that."""
+    """The environment that started this process, if the options leave room for one."""
     if not leaves_room(config):
         return None
     look = Look(os.environ, _text_of, socket.gethostname(), is_terminal=sys.stdin is not None and sys.stdin.isatty())
@@ -114,8 +114,7 @@ def _text_of(path: str) -> str | None:
 
 
 def _interface(seen: Seen | None) -> str | None:
-    """The one that GLOO_SOCKET_IFNAME names, as gloo and its other users read it; else the environment's, if it is
-    one."""
+    """The network interface in GLOO_SOCKET_IFNAME, which gloo also reads; else the environment's, if it exists here."""
     if wish := os.environ.get("GLOO_SOCKET_IFNAME"):
         return wish
     if seen is None or seen.is_alone or seen.interface not in [one.name for one in interfaces()]:
@@ -125,7 +124,7 @@ def _interface(seen: Seen | None) -> str | None:
 
 @contextmanager
 def _stopping_in_time(seen: Seen | None) -> Iterator[None]:
-    """Have this process get a stop signal shortly before its job ends, where the scheduler says when that is."""
+    """Send this process a stop signal shortly before its job ends, if the scheduler says when that is."""
     seconds = None if seen is None else seconds_to_stop(seen, time.time())
     if seen is None or seconds is None:
         yield
@@ -137,7 +136,7 @@ def _stopping_in_time(seen: Seen | None) -> Iterator[None]:
 
     timer = threading.Timer(seconds, stop)
     timer.daemon = True
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for a timer that rings when the launcher has just ended
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the timer may fire just after the launcher ended
     timer.start()
     try:
         yield
@@ -148,7 +147,7 @@ def _stopping_in_time(seen: Seen | None) -> Iterator[None]:
 
 
 def _with_memory_of_environment(config: Config) -> Config:
-    """HETSEQ_MEMORY_BUFFER_SIZE, or Nebula's name for it (half of which is for other things), where no flag says."""
+    """Apply HETSEQ_MEMORY_BUFFER_SIZE, or half of Nebula's variable (the rest is for other uses), if no flag is set."""
     if config.checkpoint.memory_buffer_size is not None:
         return config
     for name, part in (("HETSEQ_MEMORY_BUFFER_SIZE", 1), ("NEBULA_MEMORY_BUFFER_SIZE", 2)):
@@ -159,16 +158,16 @@ def _with_memory_of_environment(config: Config) -> Config:
 
 
 def command_line(words: list[str]) -> str:
-    """This command, as one would type it on another node."""
+    """This command, as typed on another node."""
     program = Path(words[0]).name
     begin = ["hetseq"] if program in ("__main__.py", "hetseq") else ["python", words[0]]
     return shlex.join([*begin, *words[1:]])
 
 
 def local_devices(config: DistributedConfig) -> list[str]:
-    """The device of each worker of this node, in rank order; one GPU may be named by several workers.
+    """The device of each worker of this node, in rank order; several workers may share a GPU.
 
-    Raises ConfigError for a device that this node does not have, and for options that contradict each other.
+    Raises ConfigError for a missing device and for contradictory options.
     """
     if config.devices:
         return _named_devices(config)
@@ -180,8 +179,8 @@ def local_devices(config: DistributedConfig) -> list[str]:
         return _check_devices([f"cuda:{config.device_id}"], f"--device-id {config.device_id}")
     if count > visible:
         raise ConfigError(
-            f"{count} workers were asked for, but this node shows {visible} GPUs: ask for fewer, add --cpu, or say"
-            " which devices to use, as in --devices cuda:0,cuda:0,cpu [device-missing]"
+            f"{count} workers were asked for, but this node shows {visible} GPUs: ask for fewer, add --cpu, or name"
+            " the devices to use, as in --devices cuda:0,cuda:0,cpu [device-missing]"
         )
     return [f"cuda:{index}" for index in range(count)]
 
@@ -221,11 +220,11 @@ def _check_devices(devices: list[str], said: str) -> list[str]:
 
 
 def _what_is_there(visible: int) -> str:
-    """The GPUs of this node, and what to do about it."""
+    """The GPUs of this node, and a remedy."""
     import torch
 
     if visible:
-        only = "cuda:0 alone" if visible == 1 else f"cuda:0 to cuda:{visible - 1} alone"
+        only = "only cuda:0" if visible == 1 else f"only cuda:0 to cuda:{visible - 1}"
         return f"{only} (nvidia-smi and CUDA_VISIBLE_DEVICES tell why): name devices that it shows"
     if torch.version.cuda is None and torch.version.hip is None:
         return f"no GPU, as its torch {torch.__version__} is built for CPUs: install another torch, name cpu instead"
@@ -233,7 +232,7 @@ def _what_is_there(visible: int) -> str:
 
 
 def check_place(config: DistributedConfig, workers: int) -> None:
-    """Raise ConfigError where this node alone cannot be a run, or weights and throttles cannot belong to any."""
+    """Raise ConfigError if this node cannot run without others, or if weights or throttles do not fit the world."""
     if config.meeting_url is not None:
         if config.distributed_world_size is not None:
             config.check_world(config.distributed_world_size)
@@ -249,13 +248,13 @@ def check_place(config: DistributedConfig, workers: int) -> None:
 
 
 def run_here(config: Config, errand: InferenceJob | None = None) -> Ending:
-    """Run the only rank in this process, for debuggers and profilers: --distributed-no-spawn. Errands as `launch`."""
+    """Run the only rank in this process, for debuggers and profilers: --distributed-no-spawn. Errand: see `launch`."""
     check_command(config)
     devices = local_devices(config.distributed)
     if config.distributed.meeting_url is not None or len(devices) > 1:
         where = config.distributed.meeting_url or f"{len(devices)} workers"
         raise ConfigError(
-            f"--distributed-no-spawn runs one rank alone, but {where} was asked for: leave one of them out"
+            f"--distributed-no-spawn runs a single rank, but {where} was asked for: leave one of them out"
         )
     check_place(config.distributed, len(devices))
     from hetseq.launch.launcher_link import NoLauncher
@@ -265,7 +264,7 @@ def run_here(config: Config, errand: InferenceJob | None = None) -> Ending:
     stop = StopRequest(has_launcher=False)
 
     def begin() -> None:
-        stop.install()  # before that there is no step to finish
+        stop.install()  # before this point there is no step to finish
         directory.adopt_config()
 
     with in_use(directory, logger.warning):
@@ -275,6 +274,6 @@ def run_here(config: Config, errand: InferenceJob | None = None) -> Ending:
 
 
 def stopped_early(name: str, config: Config | None) -> Ending:
-    """The end of a run that signal `name` has stopped before its launcher listened; `config` if that was read."""
+    """The end of a run that signal `name` stopped before its launcher was listening; `config` if it was read."""
     path = None if config is None else Path(os.path.abspath(config.checkpoint.save_dir))
     return stopped(f"stopped by {name} {TOO_EARLY}", path is not None and may_go_on(RunDirectory(path)))

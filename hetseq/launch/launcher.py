@@ -1,10 +1,10 @@
-"""One node's part of a run, from its first word to the hub to its last.
+"""Launcher: runs one node's part of a run, from joining the coordinator to the exit code.
 
-The launcher trains nothing. It takes a place in the run, settles on a run directory with the other nodes, starts this
-node's workers, passes their words to the hub and its answers back, passes stop signals on once, and ends with the code
-and reason that the hub gives to all nodes. Workers end with their launcher, however it ends; it leaves nothing behind.
+The launcher does not train. It joins the run, settles on a run directory with the other nodes, starts this node's
+workers, passes records between them and the coordinator, forwards stop signals once, and ends with the code and reason
+that the coordinator gives to all nodes. Workers end with their launcher, however it ends; it leaves nothing behind.
 
-A run on one node walks the same road: its hub is a thread of this process, and no socket is opened.
+A run on one node works the same way: its coordinator is a thread of this process, and no socket is opened.
 """
 
 from __future__ import annotations
@@ -64,33 +64,33 @@ from hetseq.system.processes import ECHO_S, die_of_next_signal, first_stop_signa
 Record = dict[str, Any]
 _T = TypeVar("_T")
 
-_GRACE_S = 5.0  # after one worker has failed, for the others to notice by themselves
-_START_GRACE_S = 2.0  # ... before they train, when all find the same faults at the same time
-_SAVING_S = 60.0  # after one worker has stopped as it was asked to, for the others to end their step and their save
-_SILENCE_S = 150.0  # of a hub, which speaks every 10 s while it waits, and gives an ending run 90 s
-_TELLING_S = 3.0  # of a hub to which this node only comes to say why it cannot take part
-_LOOK_S = 1.0  # between two looks for a request to leave
-_ELECTION_S = 60.0  # a head of another machine is believed to be gone after 15 s without a sign of life
-_RESTARTS_S = 3600.0  # over which restarts are counted
-#: records that go on to the workers they name, or to all
+_GRACE_S = 5.0  # after one worker has failed, for the others to notice it themselves
+_START_GRACE_S = 2.0  # ... before they train, when all ranks find the same errors at the same time
+_SAVING_S = 60.0  # after one worker has stopped as requested, for the others to end their step and their save
+_SILENCE_S = 150.0  # of a coordinator, which sends a line every 10 s while it waits, and gives an ending run 90 s
+_TELLING_S = 3.0  # of a coordinator that this node only tells why it cannot take part
+_LOOK_S = 1.0  # between two checks for a request to leave
+_ELECTION_S = 60.0  # a head on another machine is considered dead after 15 s without a sign of life
+_RESTARTS_S = 3600.0  # window in which restarts are counted
+#: records that are passed on to the workers they name, or to all
 _FOR_WORKERS = ("go", "value", "freeze", "record", "wish", "dismiss")
-_VERDICT_S = 120.0  # after the last worker of this node, for those of the other nodes
+_VERDICT_S = 120.0  # after the last worker of this node has ended, for the workers of other nodes
 
 
 class _Stopped(Exception):
-    """A stop signal came before the workers were there."""
+    """A stop signal came before the workers were started."""
 
 
 class _CutShort(Exception):
-    """A second stop signal came while a worker was started in the place of another one."""
+    """A second stop signal came while a replacement worker was being started."""
 
 
 class _Rejoin(Exception):
-    """Another node leads the run now: this one comes to it late."""
+    """Another node leads the run now, and this node must join it late."""
 
 
 class _Over(Exception):
-    """The hub has ended the run."""
+    """The coordinator has ended the run."""
 
     def __init__(self, ending: Ending) -> None:
         super().__init__(ending.message)
@@ -104,30 +104,30 @@ class Launcher:
         self, config: Config, devices: Sequence[str], *, command: str, interface: str | None = None,
         errand: InferenceJob | None = None, refusal: HetSeqError | None = None,
     ) -> None:  # fmt: skip
-        self._refusal = refusal  # why this node cannot take part: it only comes to say so to the others
+        self._refusal = refusal  # why this node cannot take part; it joins only to tell the others
         self._config, self._devices, self._command, self._interface = config, devices, command, interface
-        self._errand = errand  # what the workers do in place of training
+        self._errand = errand  # the workers run it instead of training
         self._member: Member | None = None
         self._directory: RunDirectory | None = None
-        self._is_owner = False  # of the run directory: made and locked here
+        self._is_owner = False  # this launcher made and locked the run directory
         self._mark: Mark | None = None
         self._workers: list[Worker] = []
-        self._newest = membership.Record(0, ())  # the newest generation that this node has heard of
-        self._started: dict[int, int] = {}  # by slot of the run: how often it was started before that
-        self._presented: dict[int, dict[str, str]] = {}  # by slot: what it trains
-        self._parts: tuple[str, ...] = ()  # of the training data, that the run has begun with
-        self._placements: dict[int, Assignment] = {}  # by slot: of the worker that was started last
-        self._restarts: dict[int, list[float]] = {}  # when, by slot
+        self._newest = membership.Record(0, ())  # the newest generation known to this node
+        self._started: dict[int, int] = {}  # by slot of the run: number of earlier starts, as of that generation
+        self._presented: dict[int, dict[str, str]] = {}  # by slot: the fields it presented
+        self._parts: tuple[str, ...] = ()  # of the training data, at the start of the run
+        self._placements: dict[int, Assignment] = {}  # by slot: of the newest worker
+        self._restarts: dict[int, list[float]] = {}  # times of restarts, by slot
         self._is_dropped = False  # it was asked to leave by `hetseq drop`
-        self._asked_s: float | None = None  # when the first stop signal was heeded
-        self._has_begun = False  # the run; of its workers here some may still load, in the place of others
+        self._asked_s: float | None = None  # when the first stop signal was handled
+        self._has_begun = False  # the run has begun; replacement workers here may still be loading
         self._cut_short = ""  # why the workers are ended without waiting for their step
-        self._closing, self._keeping = ExitStack(), ExitStack()  # all that is open; what keeps the run directory
-        self._was_part = False  # of the run, before the node that the others called was lost
-        self._is_over = False  # the run, and not just this node's part in it
+        self._closing, self._keeping = ExitStack(), ExitStack()  # open resources; those of the run directory
+        self._was_part = False  # this node took part in the run before its head was lost
+        self._is_over = False  # the whole run is over, not just this node's part
 
     def run(self) -> Ending:
-        """Start, watch, end; every worker has ended when this returns, also when it raises HetSeqError."""
+        """Start, watch and end the workers. All of them have ended when this returns or raises HetSeqError."""
         with ringing_on_signals() as bell, self._closing:
             self._bell = bell
             if self._refusal is None:
@@ -154,8 +154,8 @@ class Launcher:
                 self._leave_directory()
 
     def _start_over(self, member: Member) -> None:
-        """End the part that this node had in the run, before it takes another one."""
-        _tell("the node that the others called is gone: taking part again with the one that they call now")
+        """End this node's old part in the run before it joins again."""
+        _tell("the head node is gone: joining the run again at its new head")
         end_all(self._workers, _tell)
         self._workers, self._placements, self._presented, self._was_part = [], {}, {}, True
         self._has_begun = False
@@ -165,7 +165,7 @@ class Launcher:
     # Before the workers
 
     def _take_part(self) -> tuple[Member, Record]:
-        """A place in the run, once all nodes have one, and what the hub says of the start."""
+        """Join the run; returns the membership, and the `begin` record of the coordinator once all nodes are here."""
         while True:
             member = join(
                 self._config.distributed,
@@ -184,7 +184,7 @@ class Launcher:
                     raise
                 self._leave_directory()
                 member.close()
-                _tell("the node that the others call has left before the start: looking for another")
+                _tell("the head node left before the start: looking for another head")
 
     def _claim(self, member: Member) -> None:
         member.send(
@@ -194,7 +194,7 @@ class Launcher:
         )  # fmt: skip
 
     def _prepare(self, member: Member) -> Record:
-        """Do what the hub asks for until it says `begin`."""
+        """Answer the coordinator's requests until it sends `begin`."""
         while True:
             record = self._next(member)
             try:
@@ -233,26 +233,24 @@ class Launcher:
         return None
 
     def _own(self) -> None:
-        """Make this node's run directory, keep others out of it, and leave a mark for those who may share it."""
+        """Make this node's run directory, lock it, and leave a mark for nodes that may share it."""
         directory = RunDirectory.prepare(self._config.checkpoint.save_dir, config_yaml=dump_yaml(self._config))
         self._keeping.enter_context(in_use(directory, _tell))
         self._directory, self._is_owner, self._mark = directory, True, leave_mark(directory)
 
     def _leave_directory(self) -> None:
-        """Have no run directory any more; one that was made here is free for others."""
+        """Give up the run directory; one that was made here becomes free for others."""
         if self._mark is not None:
             remove_mark(self._mark)
         self._directory, self._is_owner, self._mark = None, False, None
         self._keeping.close()
 
     def _next(self, member: Member) -> Record:
-        """The hub's next record that is not for the user."""
+        """The coordinator's next record; prints the lines that are for the user."""
         while True:
             patience_s = _SILENCE_S if self._refusal is None else _TELLING_S
             if not self._wait([member.channel], patience_s):
-                raise RendezvousError(
-                    f"the node that the others call has said nothing for {patience_s:.0f} s: is it stopped?"
-                )
+                raise RendezvousError(f"the head node has been silent for {patience_s:.0f} s: is it stopped?")
             record = member.channel.receive(10.0)
             if record["kind"] == "ending":
                 raise _Over(Ending(record["code"], record["message"]))
@@ -261,16 +259,16 @@ class Launcher:
             _tell(record["text"])
 
     def _beside(self, job: Callable[[], _T], pause: Callable[[float], None] | None = None) -> _T:
-        """What a job that may block gives, done in a thread, so that stop signals are heeded all along.
+        """The result of a job that may block, run in a thread so that stop signals are handled meanwhile.
 
-        Where `pause` raises, the job is not waited for.
+        If `pause` raises, the job is abandoned.
         """
         future: Future[_T] = Future()
 
         def do() -> None:
             try:
                 future.set_result(job())
-            except Exception as error:  # the caller's, as if it had done the job itself
+            except Exception as error:  # raised in the caller, as if it had run the job itself
                 future.set_exception(error)
 
         threading.Thread(target=do, name="beside", daemon=True).start()
@@ -282,7 +280,7 @@ class Launcher:
         self._wait([], seconds)
 
     def _wait(self, sources: list[Any], timeout_s: float) -> bool:
-        """Wait for the first of the sources, True if there was one; raises _Stopped when a stop signal comes."""
+        """Wait until a source is ready; returns whether one is. Raises _Stopped on a stop signal."""
         happened = wait([self._bell, *sources], timeout=timeout_s)
         if self._bell in happened and (number := first_stop_signal(os.read(self._bell, 64))) is not None:
             raise _Stopped(signal.Signals(number).name)
@@ -301,7 +299,7 @@ class Launcher:
             code = error.exit_code if isinstance(error, HetSeqError) else EXIT_FAILED
             member.send("refused", code=code, message=text_of(error))
             while True:
-                self._next(member)  # until the hub has ended it for all
+                self._next(member)  # until the coordinator has ended the run for all
         return self._watch(member, self._directory)
 
     def _start_workers(self, member: Member, begin: Record) -> None:
@@ -326,7 +324,7 @@ class Launcher:
         self._newest = membership.Record(0, tuple(incarnation(slot, 0) for slot in range(len(nodes))))
 
     def _start_worker(self, placement: Assignment, pause: Callable[[float], None]) -> Worker:
-        """A new process, once the fork server has imported torch, which `pause` need not wait for."""
+        """Start a process once the fork server has imported torch; `pause` may raise to abandon the wait."""
         assert self._directory is not None
         path, given_up = self._directory.path, threading.Event()
         begin_s, reminder = time.monotonic(), Reminder(SHARE * LOADING_DEADLINE_S)
@@ -352,19 +350,19 @@ class Launcher:
         return worker
 
     def _may_restart(self, end: WorkerEnd) -> bool:
-        """Whether a lost worker is started again: not one that was asked to go, and not too often."""
+        """Whether to restart a lost worker: not if it was asked to leave, and not too often."""
         if not end.is_loss or end.has_left or end.is_secondary or self._asked_s is not None:
             return False
         now_s, times = time.monotonic(), self._restarts.setdefault(end.rank, [])
         times[:] = [at for at in times if now_s - at < _RESTARTS_S]
         if len(times) >= self._config.distributed.max_restarts:
-            _tell(f"rank {end.rank} is not started again: {len(times)} times in an hour was enough (--max-restarts)")
+            _tell(f"rank {end.rank} is not started again: {len(times)} restarts within an hour (--max-restarts)")
             return False
         times.append(now_s)
         return True
 
     def _restart(self, slot: int) -> Worker:
-        """A new process in the place of one that was lost: it takes part as soon as it has loaded its data."""
+        """Start a replacement for a lost worker; it takes part as soon as it has loaded its data."""
         starts = self._placements[slot].starts + 1
         self._placements[slot] = dataclasses.replace(
             self._placements[slot], starts=starts, incarnation=incarnation(slot, starts), is_replacement=True
@@ -372,14 +370,14 @@ class Launcher:
         return self._start_worker(self._placements[slot], self._pause_in_training)
 
     def _pause_in_training(self, seconds: float) -> None:
-        """Raises _CutShort when a stop signal comes that is not to be waited for."""
+        """Sleep; raises _CutShort on a stop signal that ends the run at once."""
         if self._bell in wait([self._bell], timeout=seconds):
             self._heed(os.read(self._bell, 64), time.monotonic())
         if self._cut_short:
             raise _CutShort
 
     def _watch(self, member: Member, directory: RunDirectory) -> Ending:
-        """Pass words on until all workers have ended; once one has failed the others get a short grace."""
+        """Pass records on until all workers have ended; once one has failed, the others get a short grace period."""
         watch = WorkerWatch(self._workers, Standstill(directory, member.send, _tell))
         while watch.running and not self._cut_short and watch.hub_is_there:
             hub = cast(Any, member.channel)
@@ -397,7 +395,7 @@ class Launcher:
                         if said["kind"] == "present":
                             self._presented[worker.rank] = said["fields"]
                         member.send(said.pop("kind"), rank=worker.rank, starts=worker.starts, **said)
-                if watch.is_ending:  # a `ready` that was said before has been heard by now
+                if watch.is_ending:  # an earlier `ready` has been read by now
                     end_all(watch.take_loading(), _tell)
                 if not watch.is_ready_told and all(worker.is_ready for worker in self._workers):
                     watch.is_ready_told = True
@@ -410,7 +408,7 @@ class Launcher:
                         "end", end=dataclasses.asdict(end), starts=worker.starts, is_restarting=is_restarting
                     )  # fmt: skip
                     if is_restarting:
-                        worker.kill()  # which gives back what was open for it
+                        worker.kill()  # frees its resources
                         self._workers.remove(worker)
                         watch.running.append(self._restart(worker.rank))
             except _CutShort:
@@ -422,7 +420,7 @@ class Launcher:
         return self._last_words(member, watch)
 
     def _take_over(self, member: Member, watch: WorkerWatch) -> bool:
-        """Save what this node's ranks have, now that the node with the hub is gone; False where they do not train."""
+        """Replace a lost coordinator: rejoin another head, or lead the ranks here; False if they are not training."""
         is_possible = watch.is_training and not member.is_head and bool(watch.running)
         if not is_possible or self._directory is None:
             return False
@@ -432,9 +430,9 @@ class Launcher:
             raise _Rejoin
         mark = None
         if meeting is None:
-            _tell("the node that the others call is gone: saving here what there is, to go on from it")
+            _tell("the head node is gone: saving the state here, to resume from it")
         else:
-            _tell("the node that the others called is gone: they call this one now")
+            _tell("the head node is gone: this node is the new head")
             mark = self._mark = self._mark or leave_mark(self._directory, is_owner=self._is_owner)
             if not self._is_owner:
                 self._keeping.enter_context(taken_over(self._directory, _tell))
@@ -453,14 +451,14 @@ class Launcher:
         return True
 
     def _meet_again(self) -> Meeting | None:
-        """Find who leads now: another head, or the one before; None where nobody is found."""
+        """Find the present head, new or old; None if there is none."""
         brief = dataclasses.replace(self._config.distributed, join_timeout=_ELECTION_S)
         try:
             return meet(
                 brief, pause=self._pause, tell=_tell, command=self._command, interface=self._interface, is_again=True
             )  # fmt: skip
         except (HetSeqError, OSError, _Stopped) as error:
-            _tell(f"no other node could be found to lead the run ({error})")
+            _tell(f"found no other node that leads the run ({error})")
             return None
 
     def _hear(self, record: Record, watch: WorkerWatch) -> None:
@@ -495,7 +493,7 @@ class Launcher:
                     worker.tell("dismiss", why="the run is ending")
 
     def _heed(self, signals: bytes, now_s: float) -> None:
-        """Answer stop signals: the first ends the run after its step, or at once if there is none; so does a second."""
+        """Handle stop signals: the first ends the run after its step, or at once before training; a second at once."""
         number = first_stop_signal(signals)
         if number is None:
             return
@@ -519,7 +517,7 @@ class Launcher:
             self._member.send("leave")
 
     def _look_for_drop(self, watch: WorkerWatch) -> None:
-        """Leave if somebody has asked for it by `hetseq drop`."""
+        """Leave if a user has asked for it with `hetseq drop`."""
         if not watch.is_training or self._asked_s is not None or self._directory is None:
             return
         if is_asked(self._directory, socket.gethostname()):
@@ -527,7 +525,7 @@ class Launcher:
             self._ask_to_leave("hetseq drop: finishing this step and leaving", time.monotonic())
 
     def _is_impatient(self, signals: bytes, now_s: float) -> bool:
-        """Whether the user does not want to wait for the other nodes: no echo of what was heeded before."""
+        """Whether a second signal, not an echo of the first, says that the user will not wait for the other nodes."""
         if first_stop_signal(signals) is None:
             return False
         if self._asked_s is None:
@@ -537,7 +535,7 @@ class Launcher:
         return now_s - self._asked_s > ECHO_S
 
     def _last_words(self, member: Member, watch: WorkerWatch) -> Ending:
-        """Report how this node ended, and hear how the run did."""
+        """Report how this node ended; returns how the run ended."""
         silent, hub = [worker.rank for worker in watch.running], cast(Any, member.channel)
         watch.say_who_is_left(_tell if not self._cut_short else lambda _: None)
         end_all(watch.running, _tell)
@@ -558,27 +556,27 @@ class Launcher:
         ending = judge(watch.ends, has_commit=self._has_commit(), cut_short=self._cut_short, silent=silent)
         is_bereaved = all(end.is_secondary or end.code == EXIT_DONE for end in watch.ends)
         if is_bereaved and not self._cut_short:
-            return lost("the node that the others call is gone", self._has_commit())
+            return lost("the head node is gone", self._has_commit())
         return ending
 
     def _wait_for_verdict(self, hub: Any, watch: WorkerWatch, deadline: float) -> list[Any]:
-        """What happens next; nothing if the others should have ended by now. While they train that may take days."""
+        """The next events; empty if the other nodes should have ended by now. While they train this may take days."""
         timeout_s = None if watch.is_training else max(0.0, deadline - time.monotonic())
         return list(wait([self._bell, hub], timeout=timeout_s))
 
     def _has_commit(self) -> bool:
-        """Whether there is a checkpoint to go on from."""
+        """Whether there is a checkpoint to resume from."""
         path = Path(os.path.abspath(self._config.checkpoint.save_dir))
         return may_go_on(self._directory or RunDirectory(path))
 
 
 def _stop_early(name: str) -> None:
-    """Answer a signal that ends the run at once: what remains to be done takes a few seconds at most."""
+    """Handle a signal that ends the run at once; the remaining work takes a few seconds at most."""
     die_of_next_signal()
     _tell(f"{name}: stopping; a second signal stops at once")
 
 
 def _tell(text: str) -> None:
-    with suppress(OSError):  # a reader that went away is no reason to stop, and one that stopped none to wait
+    with suppress(OSError):  # neither stop for a reader that went away, nor wait for one that stopped
         if takes_text(sys.stderr, patience_s=_LOOK_S):
             sys.stderr.write(f"{text}\n")

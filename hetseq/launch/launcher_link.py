@@ -1,8 +1,8 @@
-"""A worker's end of the pipe to its launcher: what it says, what it is told, and the store by which ranks meet.
+"""Launcher link: a worker's end of the pipe to its launcher, and the store through which ranks connect.
 
-A thread of its own listens, so that a freeze is answered by a process that lives, whatever its training thread does,
-and so that the group is cut under a collective that would wait for somebody who is not there any more. What the
-training thread waits for comes out of a queue; values of the store, which any thread may wait for, by their key.
+A separate thread listens, so that a live process answers a freeze whatever its training thread does, and so that the
+group can be severed under a collective that waits for a lost peer. Records for the training thread go through a queue;
+values of the store, which any thread may wait for, are found by their key.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hetseq.system.rank_phase import Stand
 Record = dict[str, Any]
 
 _GO_TIMEOUT_S = 3600.0  # the head waits half as long for the slowest rank to load
-_RECORD_TIMEOUT_S = 7200.0  # besides what a run waits for newcomers, as --join-timeout says; launchers end a round
-_PATIENCE_S = 20.0  # of a rank that is between two generations
+_RECORD_TIMEOUT_S = 7200.0  # plus --join-timeout, for which a run waits for newcomers; launchers end a round earlier
+_PATIENCE_S = 20.0  # asked for by a rank that is between two generations
 
 
 class LauncherLink:
@@ -38,7 +38,7 @@ class LauncherLink:
         self._sending = threading.Lock()
         self._heard: queue.SimpleQueue[Record] = queue.SimpleQueue()
         self._wish = Wish.NONE
-        self._unanswered: Record | None = None  # a report, for whoever takes the place of the one that was told
+        self._unanswered: Record | None = None  # a report, to be sent again if the coordinator is replaced
         self._changed = threading.Condition()  # around the three below
         self._values: dict[str, str] = {}
         self._frozen = -1  # the newest generation that is over
@@ -52,7 +52,7 @@ class LauncherLink:
             self._connection.send_bytes(json.dumps({"kind": kind, **facts}).encode())
 
     def present(self, fields: Mapping[str, str]) -> None:
-        """Show what this rank would train; returns when all ranks have shown the same. Raises RendezvousError."""
+        """Present this rank's fields; returns when all ranks have presented the same. Raises RendezvousError."""
         self.send("present", fields=dict(fields))
         self._await(("go",), _GO_TIMEOUT_S, "the other ranks to have loaded their data")
 
@@ -60,11 +60,11 @@ class LauncherLink:
         self.send("ready")
 
     def store(self, generation: int) -> StoreOf:
-        """Where the ranks of a generation find each other."""
+        """The store through which the ranks of a generation connect."""
         return StoreOf(self, generation)
 
     def value(self, key: str, generation: int, timeout_s: float) -> bytes:
-        """What a rank of this generation has put into the store. Raises PeerLostError once it is over."""
+        """A value that a rank of this generation stored. Raises PeerLostError once the generation is over."""
         self.send("get", key=key)
         with self._changed:
             has_come = self._changed.wait_for(
@@ -78,37 +78,37 @@ class LauncherLink:
         )
 
     def check(self, generation: int) -> None:
-        """Raise PeerLostError if that generation is over."""
+        """Raise PeerLostError if the generation is over."""
         if generation <= self._frozen:
             raise PeerLostError("a peer was lost while the ranks met")
 
     def wish(self) -> Wish:
-        """What the launcher wants of the run, for the rows of commits."""
+        """The launcher's request to the run, for the rows of commits."""
         return self._wish
 
     def begin(self, generation: int, group: Group | None) -> None:
-        """From now on `group` (None: yet to be formed) is what a freeze cuts. Raises PeerLostError if it is over."""
+        """Set the group that a freeze severs (None: not formed yet). Raises PeerLostError if the generation is over."""
         self._group = group
         if generation <= self._frozen and group is not None:
             group.sever()
         self.check(generation)
 
     def deadline(self) -> float | None:
-        """Seconds after which the others give this rank up just now; None while there are none. For any thread."""
+        """Seconds after which the other ranks currently give up on this one; None without a group. For any thread."""
         return None if self._group is None else self._group.deadline_s
 
     def show(self, renew: Callable[[Stand], None]) -> None:
-        """From now on `renew` is told where this rank stands while it stands there for long."""
+        """Have the watchdog call `renew` with the phase of this rank while the phase lasts long."""
         if self.pulse is not None:
             self.pulse.renew = renew
 
     def look_after(self, upkeep: Callable[[], None]) -> None:
-        """From now on `upkeep` is done about once a second, by a thread of its own."""
+        """Have the watchdog thread call `upkeep` about once a second."""
         if self.pulse is not None:
             self.pulse.upkeep = upkeep
 
     def report(self, report: Mapping[str, Any]) -> Record:
-        """Say what this frozen rank holds; gives the record of the next generation.
+        """Report the state of this frozen rank; returns the record of the next generation.
 
         Raises PeerLostError if this rank has no place in it.
         """
@@ -116,21 +116,21 @@ class LauncherLink:
         self._unanswered = dict(report)
         self.send("report", report=self._unanswered)
         record = self.await_record()
-        while record["record"]["generation"] <= report["generation"]:  # one that was told twice
+        while record["record"]["generation"] <= report["generation"]:  # an old record, received twice
             record = self.await_record()
         self._unanswered = None
         return record
 
     def await_record(self) -> Record:
-        """The record of the generation that this rank is to take part in."""
-        return self._await(("record",), self._record_timeout_s, "the other ranks to be told of")
+        """The record of the next generation of this rank."""
+        return self._await(("record",), self._record_timeout_s, "the record of the next generation")
 
     def close(self) -> None:
         with suppress(OSError):
             self._connection.close()
 
     def _await(self, kinds: tuple[str, ...], timeout_s: float, what: str) -> Record:
-        """The next record of these kinds; others are what nobody waits for any more."""
+        """The next record of these kinds; drops outdated records of other kinds."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -185,7 +185,7 @@ class LauncherLink:
 
 
 class StoreOf:
-    """The store, as the ranks of one generation use it; from any thread."""
+    """The store of one generation; for any thread."""
 
     def __init__(self, line: LauncherLink, generation: int) -> None:
         self._line, self._generation = line, generation
@@ -201,7 +201,7 @@ class StoreOf:
 
 
 class NoLauncher:
-    """In place of a Line where the only rank runs without a launcher; `on_ready` is what a launcher would do then."""
+    """Replaces LauncherLink if the only rank runs without a launcher; `on_ready` does what a launcher would do then."""
 
     def __init__(self, on_ready: Callable[[], None]) -> None:
         self.ready = on_ready

@@ -1,7 +1,7 @@
-"""The request that a node leaves its run: a file in the run's `status/` folder.
+"""Leave request: a file in the run's `status/` folder that asks a node to leave the run.
 
-`hetseq drop` writes it, the launcher of the node looks for it. A request needs no address and no port: a user who may
-write into the run directory may ask.
+`hetseq drop` writes it, and the node's launcher polls for it. It needs no address and no port: any user who can write
+into the run directory can ask.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from hetseq.run_directory import RunDirectory, open_private
 
 
 def ask(directory: RunDirectory, node: str) -> None:
-    """Ask a node to leave. Raises OSError where the file cannot be written."""
+    """Ask a node to leave. Raises OSError if the file cannot be written."""
     os.close(open_private(_path(directory, node), os.O_WRONLY | os.O_CREAT))
 
 
 def is_asked(directory: RunDirectory, node: str) -> bool:
-    """Whether this node is asked to leave; it is told once."""
+    """Whether this node is asked to leave; True only once per request."""
     try:
         os.unlink(_path(directory, node))
     except OSError:

@@ -1,8 +1,8 @@
-"""A run directory that somebody deletes under the run is made anew, so that the run can go on and end well.
+"""Run directory guard: recreates a run directory that is deleted during the run, so that the run can continue.
 
-Responsible for what the launcher had put there: the folder, `config.yaml` with the run id, the lock, subdirectories.
-What others write they write by its path, and so into the new one. The one idea: a thread of its own looks at the path,
-because a file system that hangs may hold a thread, and is not to hold the launcher.
+Restores the launcher's own files: the folder, `config.yaml` with the run id, the lock, subdirectories. Other writers
+use the path, and so write into the new directory. The one idea: a separate thread checks the path, because a hanging
+file system may block that thread, but must not block the launcher.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _PATIENCE_S = 2.0
 
 @contextmanager
 def in_use(directory: RunDirectory, tell: Callable[[str], None]) -> Iterator[None]:
-    """A run directory while a launcher uses it: locked, kept there, and with a report at the end.
+    """A run directory while a launcher uses it: locked, recreated if deleted, and with a report at the end.
 
-    Raises RunDirectoryError where another run uses it; otherwise as `upkeep`.
+    Raises RunDirectoryError if another run uses it; otherwise as `upkeep`.
     """
     with directory.lock(), reporting(directory, tell), upkeep(directory, tell):
         yield
@@ -31,9 +31,9 @@ def in_use(directory: RunDirectory, tell: Callable[[str], None]) -> Iterator[Non
 
 @contextmanager
 def taken_over(directory: RunDirectory, tell: Callable[[str], None]) -> Iterator[None]:
-    """A run directory whose launcher is gone, for the one that leads the run now: as `in_use`, as far as it can be.
+    """A run directory whose launcher is gone, for the launcher that now leads the run: like `in_use`, if possible.
 
-    It raises nothing. A file server may keep the lock of a machine that is off: then there is only the report.
+    Never raises. If a file server still holds the lock of a machine that is off, only the report is written.
     """
     with ExitStack() as closing:
         closing.enter_context(reporting(directory, tell))
@@ -48,9 +48,9 @@ def taken_over(directory: RunDirectory, tell: Callable[[str], None]) -> Iterator
 def looked_after(
     directory: RunDirectory, tell: Callable[[str], None], *, is_over: Callable[[], bool]
 ) -> Iterator[None]:  # fmt: skip
-    """A run directory that another launcher has made: if that ended before the run, the report is made all the same.
+    """A run directory that another launcher made: if that launcher ended before the run, this one writes the report.
 
-    `is_over` is asked when the block ends: whether the run is over then, and not only this launcher's part in it.
+    `is_over` is called when the block ends: it returns whether the run is over, not just this launcher's part in it.
     """
     before = written(directory)
     try:
@@ -61,18 +61,18 @@ def looked_after(
 
 
 def adopt_config(directory: RunDirectory, tell: Callable[[str], None]) -> None:
-    """As `RunDirectory.adopt_config`; a file that cannot be written is a warning."""
+    """Like `RunDirectory.adopt_config`, but only warns if the file cannot be written."""
     try:
         directory.adopt_config()
     except RunDirectoryError as error:
-        tell(f"warning: {error}; it says what an earlier start said, and the run goes on")
+        tell(f"warning: {error}; it keeps the options of an earlier start, and the run continues")
 
 
 @contextmanager
 def upkeep(directory: RunDirectory, tell: Callable[[str], None]) -> Iterator[None]:
-    """Keep a run directory there as long as the block lasts; `tell` is called with what the user is to know.
+    """Recreate a run directory that is deleted during the block; `tell` prints a line for the user.
 
-    For the launcher that has prepared and locked it just now; nothing that happens to the directory later raises here.
+    For the launcher that has just prepared and locked it. Later damage to the directory raises nothing here.
     """
     is_over, config_yaml = threading.Event(), directory.config_file.read_bytes()
     arguments = (directory, config_yaml, _lock_of(directory), tell, is_over)
@@ -86,7 +86,7 @@ def upkeep(directory: RunDirectory, tell: Callable[[str], None]) -> Iterator[Non
 
 
 def _lock_of(directory: RunDirectory) -> tuple[int, int]:
-    """The file of the lock. As long as it is held open no other file is given its number, so it tells ours apart."""
+    """Device and inode of the lock file. While it is open no other file gets its inode, so it identifies our file."""
     about = (directory.path / ".lock").stat()
     return about.st_dev, about.st_ino
 
@@ -100,13 +100,13 @@ def _look(
         while not is_over.wait(_LOOK_S):
             try:
                 found = directory.config_file.read_bytes()
-                if _lock_of(directory) == ours:  # what the file says may be new: a run that began elsewhere has its id
+                if _lock_of(directory) == ours:  # the content may be new: the id of a run that began elsewhere
                     config_yaml, is_known = found, False
                     continue
             except FileNotFoundError:
                 pass
             except OSError:
-                continue  # there, or nowhere that this thread could see
+                continue  # it exists, or this thread cannot see it
             try:
                 closing.enter_context(directory.restore(config_yaml))
                 ours = _lock_of(directory)
@@ -116,6 +116,6 @@ def _look(
                 is_known = True
                 continue
             tell(
-                f"warning: --save-dir {directory.path} was deleted under this run: it is made anew and the run goes on,"
-                " but rows and checkpoints so far are lost"
+                f"warning: --save-dir {directory.path} was deleted under this run: it was recreated and the run"
+                " continues, but rows and checkpoints so far are lost"
             )

@@ -1,10 +1,10 @@
-"""What a launcher sees of a worker that does not move, says of it to the head, and keeps of its threads in a file.
+"""Stall detector: notices workers that make no progress, reports them to the coordinator, and saves their stacks.
 
-Responsible for `stacks/` of the run directory: which files, how many, how large; and for the line that says early that
-a rank stands still. Refuses to end anybody: that is decided by those who wait for it.
+Manages the files in `stacks/` of the run directory, and warns the user early that a rank is stalled. It ends no
+process: the ranks that wait for the worker decide that.
 
-The one idea: the worker need not answer. Where it stands is in memory that both share (`rank_phase`), the state of its
-process is in /proc, and its stacks were written before it was asked for them.
+The one idea: the worker need not answer. Its phase is in memory shared with the launcher (`rank_phase`), the state of
+its process is in /proc, and its stacks were written before the launcher needs them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from hetseq.launch.watchdog import LOADING_DEADLINE_S
 from hetseq.run_directory import RunDirectory, replace_file, utc_now
 from hetseq.system.rank_phase import STACKS_SIGNAL, Cell, Phase, Stand, in_words, letter_of, state_of_process
 
-SHARE = 0.5  # of the deadline, after which a rank is said to stand still
-_LEAST_TOLD_S = 10.0  # a step that takes a few seconds longer is nothing to talk about
+SHARE = 0.5  # of the deadline, before a rank is reported as stalled
+_LEAST_TOLD_S = 10.0  # a step that takes a few seconds longer is not worth a warning
 _LEAST_MEETING_S = SHARE * LOADING_DEADLINE_S
-_HELD_S = 2.5  # without a beat, which come at least once a second
+_HELD_S = 2.5  # without a heartbeat, which comes at least once a second
 _MOST_FILES = 32
-_WRITE_S = 0.5  # for a file; a file system that hangs is not to hold the launcher
-_HEAD = "The most recent call of each thread stands first; the thread that trains is the last one.\n\n"
+_WRITE_S = 0.5  # for a file; a hanging file system must not block the launcher
+_HEAD = "The most recent call of each thread comes first; the training thread is the last one.\n\n"
 
 
 class Observed(Protocol):
-    """What is looked at: a worker."""
+    """The attributes of a worker that the detector reads."""
 
     rank: int
     starts: int
@@ -44,7 +44,7 @@ class Observed(Protocol):
 
 
 class Reminder:
-    """When to say that something lasts: after `first_s`, and again whenever it has lasted twice as long."""
+    """Tells when a reminder is due: after `first_s`, then each time the duration has doubled."""
 
     def __init__(self, first_s: float) -> None:
         self._next_s = first_s
@@ -58,20 +58,20 @@ class Reminder:
 
 @dataclass
 class _Known:
-    """What was seen and said of one process, in the phase that began at `since_s`."""
+    """Observations and reports of one process, in the phase that began at `since_s`."""
 
     since_s: float = -1.0
     is_asked: bool = False
-    has_moved: bool = False  # since the head was told where it stands
+    has_moved: bool = False  # since its phase was last reported to the coordinator
     reminder: Reminder = field(default_factory=lambda: Reminder(_LEAST_TOLD_S))
     has_told: bool = False
     has_signalled: bool = False
     text: str = ""  # its stacks
-    path: str = ""  # of the file that has them
+    path: str = ""  # of the file with its stacks
 
 
 class Standstill:
-    """`send` says something to the head, `tell` something to the user."""
+    """The stall detector of one launcher; `send` sends a record to the coordinator, `tell` prints a line."""
 
     def __init__(self, directory: RunDirectory, send: Callable[..., None], tell: Callable[[str], None]) -> None:
         self._directory, self._send, self._tell = directory, send, tell
@@ -79,7 +79,7 @@ class Standstill:
         self._meeting = Reminder(_LEAST_MEETING_S)
 
     def asked(self, worker: Observed) -> None:
-        """The generation is over, and the others want to know what this worker holds: tell where it stands."""
+        """The generation is over and the coordinator waits for this worker's report: send it the worker's phase."""
         if worker.cell is not None:
             stand = worker.cell.stand()
             known = self._know(worker, stand)
@@ -88,11 +88,11 @@ class Standstill:
             self._report(worker, stand, known)
 
     def answered(self, worker: Observed) -> None:
-        """There is a next generation: nobody asks any more."""
+        """The next generation has been decided, so the coordinator no longer waits for this worker."""
         self._known.pop((worker.rank, worker.starts), None)
 
     def look(self, workers: Sequence[Observed]) -> None:
-        """See who stands still; cheap, and to be called about once a second."""
+        """Check for stalled workers; cheap, call it about once a second."""
         for worker in workers:
             if worker.cell is None:
                 continue
@@ -105,22 +105,22 @@ class Standstill:
             if has_news and known.is_asked:
                 self._report(worker, stand, known)
             if is_long and not (known.has_told and stand.step) and known.reminder.is_due(stand.for_s):
-                known.has_told = True  # in a step the others give it up; before the first one nobody does
+                known.has_told = True  # in a step the others give up on it; before the first step they do not
                 self._tell(f"warning: rank {worker.rank} stands still, {self.words(worker)}")
         self._look_for_others([worker.cell.stand() for worker in workers if worker.cell is not None])
 
     def _look_for_others(self, stands: Sequence[Stand]) -> None:
-        """Say so where all ranks of this node have loaded, and wait for those of other nodes."""
+        """Warn if all ranks of this node have loaded but must wait for ranks on other nodes."""
         if not stands or any(stand.phase is not Phase.MEETING for stand in stands):
             self._meeting = Reminder(_LEAST_MEETING_S)
         elif self._meeting.is_due(for_s := min(stand.for_s for stand in stands)):
             self._tell(
-                f"warning: the ranks of this node have loaded and wait for those of other nodes for {for_s:.0f} s:"
-                " the terminals of those nodes say what they do"
+                f"warning: the ranks of this node have loaded and have waited for ranks on other nodes for {for_s:.0f}"
+                " s: see the terminals of those nodes"
             )
 
     def words(self, worker: Observed) -> str:
-        """Where a worker was last seen; empty where nothing is known."""
+        """The last known phase of a worker, in words; empty if unknown."""
         if worker.cell is None:
             return ""
         stand = worker.cell.stand()
@@ -129,7 +129,7 @@ class Standstill:
     def _know(self, worker: Observed, stand: Stand) -> _Known:
         known = self._known.setdefault((worker.rank, worker.starts), _Known())
         if known.since_s != stand.since_s:
-            is_asked = known.is_asked  # it has gone on since, and there is no next generation yet
+            is_asked = known.is_asked  # it has moved since, and the next generation is not decided yet
             known = self._known[worker.rank, worker.starts] = _Known(stand.since_s, is_asked, has_moved=is_asked)
         return known
 
@@ -138,13 +138,13 @@ class Standstill:
         self._send("stands", rank=worker.rank, starts=worker.starts, **_facts(worker, stand, known))
 
     def _keep_stacks(self, worker: Observed, stand: Stand, known: _Known) -> bool:
-        """Write the worker's stacks into a file, if there are others than before; whether there were."""
+        """Write the worker's stacks into a file if they have changed; returns whether they had and were written."""
         assert worker.cell is not None
         text = "" if stand.is_waiting else worker.cell.stacks()
         if not text and not stand.is_waiting and not known.has_signalled and _is_held(worker.pid, stand):
             known.has_signalled = True
             with suppress(OSError):
-                os.kill(worker.pid, STACKS_SIGNAL)  # its answer is found at the next look
+                os.kill(worker.pid, STACKS_SIGNAL)  # its answer is read at the next check
         if not text or text == known.text:
             return False
         known.text = text
@@ -164,7 +164,7 @@ def _facts(worker: Observed, stand: Stand, known: _Known) -> dict[str, Any]:
 
 
 def _is_held(pid: int, stand: Stand) -> bool:
-    """Whether the process could run, and no thread of its interpreter does."""
+    """Whether the process could run, but no thread of its interpreter does."""
     if not stand.can_dump or stand.silent_s < _HELD_S:
         return False
     with suppress(OSError):
@@ -173,7 +173,7 @@ def _is_held(pid: int, stand: Stand) -> bool:
 
 
 def _children(pid: int) -> str:
-    """The processes that a rank has started, as those that load its data, and the kernel's letter for their states."""
+    """The child processes of a rank, such as data loaders, with the kernel's letter for their states."""
     found = []
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -185,7 +185,7 @@ def _children(pid: int) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file of stacks, and keep no more than the newest of them."""
+    """Write a stacks file, and keep only the newest `_MOST_FILES`."""
     path.parent.mkdir(mode=0o700, exist_ok=True)
     replace_file(path, text.encode(), is_durable=False)
     files = sorted(path.parent.glob("rank-*-step-*.txt"), key=lambda file: file.stat().st_mtime_ns)
@@ -194,7 +194,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _within(job: Callable[[], None], seconds: float) -> bool:
-    """Do something that may hang, in a thread; whether it was done in time and well."""
+    """Run a job that may hang in a thread; returns whether it succeeded in time."""
     outcome: list[bool] = []
 
     def do() -> None:

@@ -1,7 +1,7 @@
-"""How many GPUs this node shows, counted by another process, so that the launcher hears signals meanwhile.
+"""Number of visible GPUs, counted in another process so that the launcher can handle signals meanwhile.
 
-The one idea: importing torch may last minutes where a disk is slow, and most of that in one call in C, during which no
-signal is handled. A launcher needs nothing else of torch, and can end a process that imports it at once.
+The one idea: on a slow disk, importing torch may take minutes, mostly in one C call during which no signal is handled.
+The launcher needs nothing else of torch, and can kill a process that imports it at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _COUNT = (
 
 
 def visible_gpus() -> int:
-    """As torch counts them; what keeps torch from being imported is raised."""
+    """The number of GPUs as torch counts them. Raises the error if torch cannot be imported."""
     count = "" if "torch" in sys.modules else _ask()
     if count.isdigit():
         return int(count)
@@ -31,7 +31,7 @@ def visible_gpus() -> int:
 
 
 def print_count(parent_pid: int) -> None:
-    """What the other process does: never returns."""
+    """Print the count, in the other process; never returns."""
     from hetseq.system.processes import die_with_parent
 
     die_with_parent(parent_pid)
@@ -39,13 +39,13 @@ def print_count(parent_pid: int) -> None:
 
     sys.stdout.write(f"{torch.cuda.device_count()}\n")
     sys.stdout.flush()
-    os._exit(0)  # tearing down what was imported takes a second
+    os._exit(0)  # a normal exit would take a second to tear down the imports
 
 
 def _ask() -> str:
-    """What it prints; it is killed where the wait is interrupted."""
+    """The output of the other process; it is killed if the wait is interrupted."""
     words = [sys.executable, "-c", _COUNT, json.dumps(sys.path), str(os.getpid())]
-    # a session of its own: a terminal's Ctrl-C is for the launcher
+    # in its own session, so that Ctrl-C in the terminal reaches only the launcher
     with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True) as process:
         begin_s = time.monotonic()
         try:

@@ -1,11 +1,11 @@
-"""A thread of a rank's process that looks whether the training thread still moves, and keeps what helps to say why not.
+"""Watchdog: a thread in each rank's process that monitors the training thread and records stacks when it stalls.
 
-Responsible for showing that the interpreter runs, for the stacks of all threads when one phase lasts long, and for a
-status file that says so meanwhile. Refuses to judge: who gives up on whom is for those who wait.
+Shows that the interpreter runs, writes the stacks of all threads when one phase lasts long, and updates the status file
+meanwhile. It makes no decisions: the ranks that wait decide when to give up on this one.
 
-The one idea: stacks are written early, at a quarter of the time after which the others give up, and then ever more
-rarely, into memory that the launcher can read. So they are there when somebody asks, whatever has become of the process
-by then; and nothing of it is seen in a run in which nobody asks.
+The one idea: stacks are written early, at a quarter of the deadline and then at growing intervals, into memory that the
+launcher can read. So they exist when the launcher needs them, whatever has happened to the process by then. A run that
+never needs them shows none of this.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from contextlib import suppress
 
 from hetseq.system.rank_phase import MOST_STACKS_BYTES, Cell, Stand
 
-SHARE = 0.25  # of the deadline, until the stacks are written for the first time
-_LEAST_S, _MOST_S = 0.1, 1.0  # between two looks
-_LOOKS = 16  # in a deadline
-LOADING_DEADLINE_S = 120.0  # before there is a group: half of it is told to the user, and nobody gives up
-_TOLD_S = 5.0  # until the status file says what lasts so long
+SHARE = 0.25  # of the deadline, before the stacks are first written
+_LEAST_S, _MOST_S = 0.1, 1.0  # between two checks
+_LOOKS = 16  # checks per deadline
+LOADING_DEADLINE_S = 120.0  # without a group: the user is warned after half of it, and no rank gives up
+_TOLD_S = 5.0  # before the status file names the phase that lasts so long
 
 
 class Watchdog:
-    """The thread; `renew` is called with where the rank stands while a phase lasts long, once a second at most."""
+    """The watchdog thread. While a phase lasts long, it calls `renew` with the rank's phase, at most once a second."""
 
     def __init__(self, cell: Cell, deadline: Callable[[], float | None]) -> None:
         self.renew: Callable[[Stand], None] | None = None
-        self.upkeep: Callable[[], None] | None = None  # done at each look
+        self.upkeep: Callable[[], None] | None = None  # called at each check
         self._cell, self._deadline = cell, deadline
         self._since_s, self._next_s = -1.0, 0.0
 
@@ -45,7 +45,7 @@ class Watchdog:
             deadline_s = self.look()
 
     def look(self) -> float:
-        """Look once; gives the deadline that holds."""
+        """Check once; returns the current deadline in seconds."""
         given_s = self._deadline()
         deadline_s = LOADING_DEADLINE_S if given_s is None else given_s
         self._cell.beat(deadline_s)

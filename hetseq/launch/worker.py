@@ -1,10 +1,10 @@
-"""The life of one rank's process: load, agree with its peers, then generation after generation connect, build, train.
+"""Worker: one rank's process, which loads, passes the compatibility check, then trains generation after generation.
 
-A worker is started by the launcher and ends with it. They speak JSON over a pipe (`launcher_link`): the worker presents
-what its ranks must agree on and waits for `go`, asks for what its peers have put into the run's store, says `ready`
-before its first step, and sends one `end` with its exit code and, if something went wrong, the reason. When it has lost
-a peer it reports what it holds, and goes on as the record of the next generation says. It always leaves by `os._exit`:
-after a lost peer the transport's destructors may abort the process, which would look like a second failure.
+The launcher starts the worker, and the worker ends with it. They exchange JSON over a pipe (`launcher_link`). The
+worker presents the fields that all ranks must agree on and waits for `go`, reads its peers' values from the run's
+store, sends `ready` before its first step, and one `end` with its exit code and, on failure, the reason. After losing
+a peer it reports the state it holds, and continues according to the record of the next generation. It always leaves by
+`os._exit`: after a lost peer the transport's destructors may abort the process, which would look like a second failure.
 """
 
 from __future__ import annotations
@@ -71,12 +71,12 @@ from hetseq.training.replica_check import ReplicasDiffer
 
 logger = logging.getLogger(__name__)
 
-_CONNECT_TIMEOUT_S = 120.0  # all have loaded by then and connect within seconds; launchers see one that dies
-_RECONNECT_TIMEOUT_S = 20.0  # ranks that were told to in the same moment
+_CONNECT_TIMEOUT_S = 120.0  # all ranks have loaded and connect within seconds; launchers notice one that dies
+_RECONNECT_TIMEOUT_S = 20.0  # all ranks are told to connect at the same time
 
 
 class StopRequest:
-    """Set by the first SIGTERM, SIGINT or SIGUSR1; what a second one means the launcher knows, if there is one."""
+    """Set by the first SIGTERM, SIGINT or SIGUSR1. The launcher, if there is one, handles a second signal."""
 
     def __init__(self, *, has_launcher: bool = True) -> None:
         self.is_set = False
@@ -87,10 +87,10 @@ class StopRequest:
     def install(self) -> None:
         for number in STOP_SIGNALS:
             signal.signal(number, self._handle)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the fork server holds them back, see launch
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # the fork server blocks them, see `warm_forkserver`
 
     def wish(self, line: LauncherLink | NoLauncher) -> Wish:
-        """What this rank asks of the run. Its launcher is told, who knows whether others were asked as well."""
+        """The wish of this rank. Also tells the launcher, which knows whether other ranks were asked to stop too."""
         if isinstance(line, NoLauncher):
             return Wish.LEAVE if self.is_set else Wish.NONE
         if self.is_set and not self._has_told:
@@ -120,9 +120,9 @@ def worker_main(
     stop.install()
     forget_safe_path()
     whereabouts.arm(cell)
-    os.setsid()  # a terminal's Ctrl-C goes to the launcher alone, which decides what it means
+    os.setsid()  # Ctrl-C in the terminal reaches only the launcher, which decides what it means
     die_with_parent(os.getppid())
-    launcher = parent_process()  # by name; the parent that the kernel knows is the fork server
+    launcher = parent_process()  # for multiprocessing; to the kernel the parent is the fork server
     if launcher is not None:
         die_with_pipe(launcher.sentinel)
 
@@ -136,7 +136,7 @@ def worker_main(
     line.send("end", **report)
     line.close()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # whoever read it has gone
+        with suppress(OSError, ValueError):  # its reader has gone
             stream.flush()
     os._exit(report["code"])
 
@@ -151,10 +151,10 @@ def run_worker(
     line: LauncherLink | NoLauncher,
     errand: InferenceJob | None = None,
 ) -> dict[str, Any]:
-    """One rank from beginning to end in this process; gives its report and never raises.
+    """Run one rank from start to end in this process; returns its report and never raises.
 
-    It says `line.ready` before the first step, when nothing is left that this rank could refuse. With an errand it does
-    that in place of training, and never says so: who loses a peer then has nothing to go on with.
+    Calls `line.ready` before the first step, after all checks of this rank. With an errand it runs that instead of
+    training, and never calls `ready`: a rank that loses a peer then has no state to continue from.
     """
     life: _Life | None = None
     with ExitStack() as closing:
@@ -172,7 +172,7 @@ def run_worker(
 
 
 class _Life:
-    """One rank through the generations of its run."""
+    """The life of one rank through the generations of its run."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class _Life:
             products.multiply_by_the_faster_library()
         faults.arm(placement.faults, slot=placement.slot, incarnation=placement.starts)
         self.output = RankOutput(directory, placement.slot)
-        if isinstance(line, LauncherLink):  # else a person is there, with a debugger
+        if isinstance(line, LauncherLink):  # else a user runs this rank, perhaps in a debugger
             self.output.wait_for_no_reader()
             line.look_after(self.output.limit_prints)
         crew = None if placement.is_replacement else placement.crew
@@ -219,7 +219,7 @@ class _Life:
         self._gone_back_to = 0
 
     def run(self) -> dict[str, Any]:
-        """All generations that this rank takes part in; its report."""
+        """Run all generations that this rank takes part in; returns its report."""
         generation = _Generation(self._placement.crew, None)
         if self._placement.is_replacement:
             faults.point("join")
@@ -231,10 +231,10 @@ class _Life:
             generation = self._succeed(generation, lost)
 
     def _live(self, generation: _Generation) -> dict[str, Any] | str:
-        """One generation to its end: the report of this rank, or why there has to be another generation.
+        """Run one generation to its end; returns the report of this rank, or why another generation must follow.
 
-        What was open in it stays open in `generation`: an exception is left before anything else happens, because it
-        would keep the frames of whatever failed.
+        Resources stay open in `generation`. The exception handler ends before anything else happens, because the
+        exception keeps the failed frames alive.
         """
         try:
             self._form(generation)
@@ -281,9 +281,9 @@ class _Life:
                 halt = session.train()
                 whereabouts.enter(Phase.ENDING)
                 report = self._finish(session, halt)
-                if halt is Halt.LEAVING:  # others go on, and save anew what is under way: they wait for no writer
+                if halt is Halt.LEAVING:  # the others save again what is being written now, without waiting for it
                     session.suspend()
-                if halt is not Halt.CHANGING:  # then `_succeed` suspends it, and a peer that dies now is not waited for
+                if halt is not Halt.CHANGING:  # else `_succeed` suspends it, without waiting for a peer that dies now
                     session.close(has_failed=session.saver.last_error is not None)
                 return report
             except ReplicasDiffer as error:
@@ -292,17 +292,17 @@ class _Life:
             except PeerLostError:
                 raise
             except BaseException as error:
-                # closing a session releases page-locked memory, see `never_release`; nothing in it is worth the reason
+                # closing a session releases page-locked memory, see `never_release`, and could lose the reason
                 if not gpu.is_unusable(error, self._material.device):
                     session.__exit__(*sys.exc_info())
                 raise
             session.__exit__(type(differing), differing, None)
             generation.session, generation.succession = None, None
-            del session  # its tensors, before there are others
+            del session  # frees its tensors before new ones are created
             config = _as_for_a_restart(config)
 
     def _tell(self, generation: _Generation, session: Session) -> None:
-        """Say what has become of the run: once on the terminal, and in every log."""
+        """Log why the run regrouped: once on the terminal, and in every log."""
         crew, lost_s = generation.crew, generation.lost_s
         generation.is_told = True
         if crew.generation == 0:
@@ -315,12 +315,12 @@ class _Life:
         )  # fmt: skip
         level = logging.WARNING if generation.group is not None and generation.group.rank == 0 else logging.INFO
         took = "" if seconds is None else f" ({seconds:.2f} s)"
-        who = f"rank {slots[0]} goes" if len(slots) == 1 else f"{len(slots)} ranks go"
+        who = f"rank {slots[0]} continues" if len(slots) == 1 else f"{len(slots)} ranks continue"
         story = generation.story or "a step could not be finished in time"
-        logger.log(level, "%s: %s on after step %d%s", story, who, session.last_step, took)
+        logger.log(level, "%s: %s after step %d%s", story, who, session.last_step, took)
 
     def _tell_versions(self, generation: _Generation, session: Session) -> None:
-        """Write down what all ranks have, at a start and when somebody has come. Collective."""
+        """Record the versions of all ranks, at a start and when a rank has joined. Collective."""
         if generation.succession is None or generation.succession.record.fresh:
             group, slots = session.controller.group, generation.crew.slots
             nodes = gather_versions(group, self._material.device, slots)
@@ -340,18 +340,18 @@ class _Life:
         return self._stop.wish(self._line)
 
     def _finish(self, session: Session, halt: Halt) -> dict[str, Any] | str:
-        """The report of a rank that is done, or why it is not."""
+        """The report of a rank that is done, or why the run must regroup."""
         if halt is Halt.CHANGING:
-            return "others leave, or want to be taken in"
+            return "ranks are leaving or joining"
         if halt is Halt.LEAVING:
-            message = f"left after step {session.last_step}, and the others go on; the same command takes part again"
+            message = f"left after step {session.last_step}; the others continue, and the same command joins them again"
             return {"code": EXIT_STOPPED, "message": message, "has_left": True}
         return _last_words(session, has_ended=halt is Halt.ENDED)
 
     def _succeed(self, generation: _Generation, lost: str) -> _Generation:
-        """From a generation that is over to the next one that this rank has a place in. Raises PeerLostError."""
+        """Move from a generation that is over to the next one. Raises PeerLostError if this rank has no place in it."""
         line, session, now_s = self._line, generation.session, time.monotonic()
-        assert isinstance(line, LauncherLink), "nobody to go on with"
+        assert isinstance(line, LauncherLink), "there is no launcher to regroup with"
         whereabouts.enter(Phase.REGROUPING)
         logger.debug("generation %d is over: %s", generation.crew.generation, lost)
         faults.point("regroup")
@@ -369,7 +369,7 @@ class _Life:
         return _after(generation, self._read(record, carried), now_s)
 
     def _carry(self, generation: _Generation, record: Record) -> KeptState | None:
-        """What this rank takes over, if by the record it holds the state."""
+        """The state that this rank keeps for the next generation; None if it will receive the state."""
         session, succession = generation.session, generation.succession
         if self._placement.incarnation in record.fresh:
             if session is not None:
@@ -385,20 +385,20 @@ class _Life:
         return self._line.await_record()
 
     def _read(self, told: dict[str, Any], carried: KeptState | None) -> _Generation:
-        """The generation of a record. Raises PeerLostError."""
+        """The generation that a record describes. Raises PeerLostError."""
         record, crew = Record.from_record(told["record"]), GenerationRanks.from_record(told["crew"])
         return _Generation(crew, succession_by(record, carried), told["story"])
 
 
 @dataclass
 class _Generation:
-    """What a rank has open in one generation."""
+    """The resources that a rank has open in one generation."""
 
     crew: GenerationRanks
     succession: Regroup | None
-    story: str = ""  # of what has happened
-    lost_s: float | None = None  # when the one before it was over
-    is_told: bool = False  # the story is: before that another rank may be lost, and another generation follow
+    story: str = ""  # why the run regrouped
+    lost_s: float | None = None  # when the generation before it was over
+    is_told: bool = False  # whether the story was logged; until then another generation may follow
     group: Group | None = None
     sharing: DirectoryGroups | None = None
     session: Session | None = None
@@ -417,7 +417,7 @@ class _Generation:
 
 
 def _after(before: _Generation, following: _Generation, now_s: float) -> _Generation:
-    """The generation that follows one that was over at `now_s`; what was not told of that one is in its story."""
+    """The generation that follows one that ended at `now_s`; it inherits a story that was not logged yet."""
     if before.is_told:
         return replace(following, lost_s=now_s)
     story = "; ".join(filter(None, (before.story, following.story)))
@@ -425,24 +425,24 @@ def _after(before: _Generation, following: _Generation, now_s: float) -> _Genera
 
 
 def _report_of(incarnation: str, generation: int, carried: KeptState | None) -> Report:
-    """The report of a rank whose session was not built in this generation: what it carried into it is as it was."""
+    """The report of a rank that built no session in this generation: its carried state is unchanged."""
     if carried is None:
         return Report(incarnation, generation)
     return Report(incarnation, generation, lineage=carried.state.lineage)
 
 
 def _newest_to_go_back_to(session: Session, error: ReplicasDiffer, gone_back_to: int) -> int:
-    """The step of the newest checkpoint; raises `error` where there is none, or where it was gone back to before."""
+    """The step of the newest checkpoint. Raises `error` if there is none, or if the run went back to it before."""
     newest = session.saver.last_step  # the same on all ranks
     if newest <= gone_back_to:
         raise error
-    level = logging.WARNING if session.controller.group.rank == 0 else logging.INFO  # all know the same
+    level = logging.WARNING if session.controller.group.rank == 0 else logging.INFO  # all ranks know it
     logger.log(level, "%s; going back to the checkpoint of step %d", error, newest)
     return newest
 
 
 def _as_for_a_restart(config: Config) -> Config:
-    """The run's own newest checkpoint, if there is one; else the one of another run that this one began with."""
+    """The config to restore the run's own newest checkpoint; else the other run's folder that it began from."""
     if not os.path.isdir(config.checkpoint.restore_file):
         config = replace(config, checkpoint=replace(config.checkpoint, restore_file=CheckpointConfig.restore_file))
     return config
@@ -456,10 +456,10 @@ def _last_words(session: Session, *, has_ended: bool) -> dict[str, Any]:
         return _nothing_learned(session) or {"code": EXIT_DONE}
     if has_ended:
         kept = f"the newest checkpoint is of step {saver.last_step}" if saver.last_step else "nothing was ever saved"
-        message = f"the final save failed: {saver.last_error}; {kept}: see to --save-dir, then give this command again"
+        message = f"the final save failed: {saver.last_error}; {kept}: check --save-dir, then run this command again"
         return {"code": EXIT_FAILED, "message": f"{message} [save-failed]"}
     if saver.last_step:
-        message = f"stopped after step {session.last_step}; the same command goes on from step {saver.last_step}"
+        message = f"stopped after step {session.last_step}; the same command resumes from step {saver.last_step}"
         return {"code": EXIT_STOPPED, "message": message}
     return {"code": EXIT_FAILED, "message": f"stopped after step {session.last_step}, and nothing was ever saved"}
 
@@ -477,7 +477,7 @@ def _nothing_learned(session: Session) -> dict[str, Any] | None:
 
 
 def _repeat_failures(saver: Saver, *, has_ended: bool) -> None:
-    """Say once more at the end which saves have failed: their own lines have long scrolled away."""
+    """Warn again at the end which saves failed: their own lines have long scrolled away."""
     failures = saver.failures[:-1] if has_ended and saver.last_error is not None else saver.failures
     if failures and saver.writes_here:
         reason = failures[-1][1]
@@ -491,12 +491,12 @@ def _repeat_failures(saver: Saver, *, has_ended: bool) -> None:
 
 
 def _report_of_failure(error: Exception, placement: Assignment, *, is_ready: bool) -> dict[str, Any]:
-    """The report of a rank that has failed."""
+    """The report of a failed rank."""
     device = torch.device(placement.device)
     if is_ready and gpu.has_failed(error, device):
         message = f"its device failed ({gpu.first_line(error)})"
         return {"code": EXIT_FAILED, "message": message, "has_lost_device": True}
-    if is_exhausted(error):  # outside of a share, which would have been cut smaller: in a trial, a build, a validation
+    if is_exhausted(error):  # outside a share, whose micro-batches would have been cut: a trial, build or validation
         when = "" if is_ready else "before the first step "
         what = where_exhausted(error, device)
         error = DeviceMemoryError(
@@ -508,14 +508,14 @@ def _report_of_failure(error: Exception, placement: Assignment, *, is_ready: boo
 
 
 def _text_of(error: Exception) -> str:
-    """What HetSeq raises explains itself; anything else comes with its traceback."""
+    """The text of an error: HetSeq's own errors explain themselves, others come with their traceback."""
     if isinstance(error, HetSeqError):
         return text_of(error)
     return "".join(traceback.format_exception(error)).rstrip() + " [worker-raised]"
 
 
 def _exit_code(error: Exception, *, is_ready: bool) -> int:
-    """The code that an error stands for: what is refused before the first step is usage, a failure after it."""
+    """The exit code of an error: a usage error before the first step is a failure after it."""
     if not isinstance(error, HetSeqError) or (is_ready and error.exit_code == EXIT_USAGE):
         return EXIT_FAILED
     return EXIT_USAGE if not is_ready and isinstance(error, TaskError) else error.exit_code
@@ -525,7 +525,7 @@ def _connect(placement: Assignment, crew: GenerationRanks, line: LauncherLink | 
     if crew.world_size == 1 or isinstance(line, NoLauncher):
         return LocalGroup(generation=crew.generation)
     name = f"{placement.name}/{crew.generation}"
-    sources = tuple(sorted({*placement.sources, *crew.addresses}))  # nodes may have come since the start
+    sources = tuple(sorted({*placement.sources, *crew.addresses}))  # nodes may have joined since the start
     meeting = GroupMeeting(
         line.store(crew.generation), name, placement.key, placement.host, sources,
         generation=crew.generation, shares_memory=crew.is_only_node,

@@ -1,9 +1,9 @@
-"""This node's worker processes: started from a warm fork server, heard over pipes, ended with their launcher.
+"""Worker processes of this node: started from a warm fork server, connected by pipes, ended with their launcher.
 
-Responsible for processes and pipes alone. What the workers' words and ends mean is for the launcher.
+Handles only processes and pipes. The launcher interprets the workers' records and exit statuses.
 
-No wait for the end of a process is without a bound: one that waits inside the kernel for a disk or a network mount that
-does not answer cannot even be killed (`Worker.is_held`). It is left behind, and ends when it gets its answer.
+Every wait for the end of a process is bounded: a process that waits in the kernel for an unresponsive disk or network
+mount cannot even be killed (`Worker.is_held`). It is left behind, and ends when the disk or mount responds.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from hetseq.system.rank_phase import Cell, Phase
 
 logger = logging.getLogger(__name__)
 
-_HALF_S = 5.0  # for the rest of a message; whoever is stopped in the middle of one is killed
+_HALF_S = 5.0  # for the rest of a message; a worker that stops in the middle of one is killed
 _SECONDS = struct.Struct("ll")  # and microseconds, as setsockopt(2) has them
 _LOOK_S = 0.005
-_OURS = "hetseq"  # any text sets PYTHONSAFEPATH; this one tells ours from the user's
-_NO_STATUS = 255  # what multiprocessing gives for a process whose fork server cannot tell how it ended
-_SERVER_S = 0.5  # for a fork server whose pipes are closed to have ended
-_HELD_S = 10.0  # for a killed process to end: it may have to give back much memory
+_OURS = "hetseq"  # any text sets PYTHONSAFEPATH; this text marks the value as HetSeq's, not the user's
+_NO_STATUS = 255  # the exit code from multiprocessing if the fork server cannot report it
+_SERVER_S = 0.5  # for a fork server whose pipes are closed to end
+_HELD_S = 10.0  # for a killed process to end: it may have to free much memory
 
 
 class Worker:
@@ -49,50 +49,50 @@ class Worker:
     def __init__(
         self, rank: int, starts: int, process: Any, channel: Connection, *, device: str = "", cell: Cell | None = None
     ) -> None:  # fmt: skip
-        self.rank, self.starts = rank, starts  # its slot, and how often that was started before
-        self.device, self.cell = device, cell  # where it computes; where it stands
+        self.rank, self.starts = rank, starts  # its slot, and the number of earlier starts
+        self.device, self.cell = device, cell  # where it computes; shared memory with its phase
         self._process, self._channel = process, channel
-        self._server = server_pid()  # which it was forked from
+        self._server = server_pid()  # the fork server of this process
         _set_deadline(channel, _HALF_S)
         self.sentinel: int = process.sentinel
-        self.is_ready = False  # it has accepted what it was told, and what was saved before, and begins to train
+        self.is_ready = False  # it has accepted its config and the checkpoint, and begins to train
         self._report: dict[str, Any] = {}
         self._killed_s: float | None = None
         self._is_closed = False
 
     def sources(self) -> list[Any]:
-        """What to wait for: its end, and its next word until it has said the last one."""
+        """Objects to wait on: its end, and its pipe until that is closed."""
         return [self.sentinel] if self._channel.closed else [self.sentinel, self._channel]
 
     @property
     def pid(self) -> int:
-        """Of its process, until `kill` has given that back."""
+        """The process id; valid until `kill` has closed the process object."""
         return int(self._process.pid)
 
     @property
     def is_held(self) -> bool:
-        """It was killed, and the kernel has not let go of it in all the time that an end may take."""
+        """Whether it was killed, but the kernel has not ended it within `_HELD_S`."""
         if self._is_closed or self._killed_s is None or time.monotonic() - self._killed_s < _HELD_S:
             return False
         return bool(self._process.is_alive())
 
     def why_held(self) -> str:
-        """What there is to say of one that is held."""
+        """The message about a worker that is held."""
         return (
-            f"rank {self.rank} (pid {self._process.pid}) was killed and has not ended within {_HELD_S:.0f} s: the"
-            " kernel holds it, as for a disk or a network mount that does not answer; it is left behind until that does"
+            f"rank {self.rank} (pid {self._process.pid}) was killed but has not ended within {_HELD_S:.0f} s: the"
+            " kernel holds it, as for a disk or network mount that does not respond; it is left behind until that does"
         )
 
     def fence(self) -> None:
-        """Kill it, since the run goes on without it; its end is noticed as any other."""
+        """Kill it, since the run continues without it; its end is noticed like any other."""
         if self._killed_s is None and not self._is_closed and self._process.is_alive():
             self._process.kill()
             self._killed_s = time.monotonic()
 
     def kill(self) -> bool:
-        """End it if it lives, and give back what was open for it; may be called twice, and is the last thing called.
+        """End it if it is alive, and free its resources; the last method to call, and may be called twice.
 
-        Waits for its end, but not for that of one that is held: then False.
+        Waits for the process to end; returns False if it is held.
         """
         if self._is_closed:
             return True
@@ -105,11 +105,11 @@ class Worker:
         self._channel.close()
         if self._process.exitcode is None:
             return False
-        self._process.close()  # now, and not when the interpreter finds the time
+        self._process.close()  # now, not at the next garbage collection
         return True
 
     def tell(self, kind: str, **facts: Any) -> None:
-        """Say something to it; one that has ended hears nothing, one that reads nothing is killed."""
+        """Send it a record; does nothing if it has ended, and kills it if it does not read."""
         try:
             self._channel.send_bytes(json.dumps({"kind": kind, **facts}).encode())
         except BlockingIOError:
@@ -118,8 +118,8 @@ class Worker:
             pass
 
     def listen(self) -> list[dict[str, Any]]:
-        """What it has said since, except what is kept here: `ready` and its last words. Waits for the rest of a message
-        alone, and not long."""
+        """Its new records, except `ready` and `end`, which are kept here. Waits only for the rest of a message, at most
+        `_HALF_S`."""
         said = []
         try:
             while not self._channel.closed and self._channel.poll():
@@ -136,17 +136,17 @@ class Worker:
         return said
 
     def _give_up(self, why: str) -> None:
-        """Nothing that follows in the pipe would be understood."""
+        """Kill the worker: the rest of the pipe could not be parsed."""
         logger.warning("the process of rank %d %s for %.0f s and is killed", self.rank, why, _HALF_S)
         self._channel.close()
         self.fence()
 
     def end(self) -> WorkerEnd:
-        """How the process, which has ended or is held, ended."""
+        """How the process ended; it must have ended or be held."""
         self.listen()
         self._channel.close()
         code = self._process.exitcode
-        # the status of a worker comes from its fork server; where that is gone, multiprocessing gives 255
+        # the fork server reports the exit status; if the server is gone, multiprocessing returns 255
         is_untold = code == _NO_STATUS and not self._report
         server = self._server if is_untold and _has_ended(self._server, patience_s=_SERVER_S) else None
         return WorkerEnd(
@@ -162,8 +162,7 @@ class Worker:
 
 
 def _set_deadline(channel: Connection, seconds: float) -> None:
-    """Have the kernel end whatever waits for the other end of a pipe with BlockingIOError: a launcher has others to
-    listen to."""
+    """Let blocking calls on a pipe fail with BlockingIOError after `seconds`: a launcher has other workers to serve."""
     with socket.socket(fileno=os.dup(channel.fileno())) as pipe:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             pipe.setsockopt(socket.SOL_SOCKET, option, _SECONDS.pack(int(seconds), int(seconds % 1 * 1e6)))
@@ -177,14 +176,14 @@ def start_worker(
     *,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> Worker:
-    """Start one rank, which uses the run directory `run_path`, to train or to do an errand.
+    """Start one rank, which uses the run directory `run_path`, to train or to run an errand.
 
-    Waits for the fork server to have imported torch; where that is killed because the worker `is_wanted` no more,
-    raises EOFError.
+    Waits until the fork server has imported torch. Raises EOFError if the server is killed because the worker is no
+    longer wanted (`is_wanted`).
     """
     context = warm_forkserver()
     end, end_of_worker = context.Pipe(duplex=True)
-    # the user's own Options classes are unknown to a fresh process, so their values travel alone
+    # a new process does not know the user's own Options classes, so only their values are sent
     own = {kind: dataclasses.asdict(values) for kind, values in config.extras.items()}
     placement = dataclasses.replace(placement, faults=os.environ.get(faults.VARIABLE, ""))
     cell = Cell()
@@ -198,30 +197,30 @@ def start_worker(
 
 
 def _start(process: Any, is_wanted: Callable[[], bool] = lambda: True) -> None:
-    """Start a process from the fork server, or from another one where that is killed meanwhile.
+    """Start a process from the fork server, or from a new server if that one is killed meanwhile.
 
-    Its workers end with it, and a launcher may hear of them first: it then asks a server for new ones that takes the
-    request, and is gone before it answers.
+    Workers end with their server, and the launcher may notice their ends first. It may then ask the dying server for
+    new workers, which accepts the request but is gone before it answers.
     """
     try:
         process.start()
     except (EOFError, ConnectionError):
         if not is_wanted():
             raise
-        _await_end_of_server()  # or it would be taken for alive again
+        _await_end_of_server()  # else it would be considered alive again
         warm_forkserver()
         process.start()
 
 
 def kill_server() -> None:
-    """End the fork server where a worker that it is to start is wanted no more; its workers end with it."""
+    """End the fork server if the worker it should start is no longer wanted; its other workers end with it."""
     if (pid := server_pid()) is not None:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def server_pid() -> int | None:
-    """The process of the fork server; None: there is none."""
+    """The process id of the fork server; None if there is none."""
     from multiprocessing import forkserver
 
     return getattr(forkserver._forkserver, "_forkserver_pid", None)
@@ -233,13 +232,13 @@ def _await_end_of_server() -> None:
     while pid is not None and not _has_ended(pid, patience_s=0.0):
         if time.monotonic() > deadline:
             raise ProcessLookupError(
-                f"the fork server, process {pid}, answers nothing and has not ended for {_HELD_S:g} s"
+                f"the fork server, process {pid}, does not respond and has not ended for {_HELD_S:g} s"
             )
         time.sleep(_LOOK_S)
 
 
 def _has_ended(pid: int | None, *, patience_s: float) -> bool:
-    """Whether a child of this process has ended, and may have been waited for since."""
+    """Whether a child of this process has ended, even if it has been reaped since."""
     deadline = time.monotonic() + patience_s
     while pid is not None:
         try:
@@ -254,16 +253,16 @@ def _has_ended(pid: int | None, *, patience_s: float) -> bool:
 
 
 def end_all(workers: Sequence[Worker], tell: Callable[[str], None]) -> None:
-    """End all of these, and tell of each that is held; some may have been ended before."""
+    """End all of these workers, and print a line for each that is held; some may have ended before."""
     for worker in workers:
-        worker.fence()  # all at once, so that their ends take the time of one
+        worker.fence()  # all at once, so that they end in parallel
     for worker in workers:
         if not worker.kill():
             tell(worker.why_held())
 
 
 def _enter(*arguments: Any) -> None:
-    """Where a worker begins: in a process that has torch, which the launcher has not."""
+    """Entry point of a worker process, which has torch loaded; the launcher has not."""
     from hetseq.launch.worker import worker_main
 
     worker_main(*arguments)
@@ -280,29 +279,29 @@ def threads_per_worker(workers: int) -> int:
 def warm_forkserver() -> Any:
     """A server that has imported torch once and forks workers in a fraction of a second.
 
-    It must outlive a signal to the whole process group, since the workers still want to finish their step; so it starts
-    with the stop signals blocked. A worker begins with them blocked too, and gets what came in the meantime once it
-    listens: ignored in place of blocked, a signal would be lost to the server, to a young worker and, for this moment,
-    to the launcher. It ends when the launcher and all workers have.
+    The server must survive a signal to the whole process group, because the workers must still finish their step, so it
+    starts with the stop signals blocked. A worker also starts with them blocked, and receives pending ones once it
+    listens. If they were ignored instead, signals to the server, to a new worker and, for this moment, to the launcher
+    would be lost. The server ends when the launcher and all workers have ended.
     """
     context = multiprocessing.get_context("forkserver")
-    # torch imports its compiler when the first optimizer is made: 1.6 s, once here in place of once a worker
+    # torch imports its compiler with the first optimizer: 1.6 s, here once instead of once per worker
     context.set_forkserver_preload(["hetseq.launch.worker", "torch._dynamo"])
     from multiprocessing import forkserver, resource_tracker, util
 
-    # Python before 3.10.9 and 3.11.1: such a socket has no mode, and any user could send the server a pickle
+    # Python before 3.10.9 and 3.11.1: an abstract socket has no mode, so any user could send the server a pickle
     util.abstract_sockets_supported = False  # type: ignore[misc]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     before_path = {name: os.environ.get(name) for name in ("PYTHONPATH", "PYTHONSAFEPATH")}
-    # the server does not get sys.path, and a checkout that is not installed is found by nothing else
+    # the server does not inherit sys.path, and only PYTHONPATH lets it find a checkout that is not installed
     root = str(Path(__file__).resolve().parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, before_path["PYTHONPATH"]]))
-    # else the current folder comes first: workers would run another HetSeq if one lies there, or take its tasks.py for
-    # the included tasks. Python 3.10 knows no such variable
+    # else the current folder comes first: workers would run another HetSeq if one is there, or import its tasks.py
+    # instead of the included tasks. Python 3.10 ignores this variable
     os.environ["PYTHONSAFEPATH"] = _OURS
     try:
         with _tidied_up_in_silence():
-            resource_tracker.ensure_running()  # unblocks two of them when it has started
+            resource_tracker.ensure_running()  # unblocks two of the signals when it has started
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         forkserver.ensure_running()
     finally:
@@ -315,18 +314,17 @@ def warm_forkserver() -> Any:
 
 
 def forget_safe_path() -> None:
-    """Called by a worker: programs that the task starts find modules in the current folder, as ever."""
+    """Called by a worker, so that programs started by the task find modules in the current folder as usual."""
     if os.environ.get("PYTHONSAFEPATH") == _OURS:
         del os.environ["PYTHONSAFEPATH"]
 
 
 @contextmanager
 def ending_server() -> Iterator[None]:
-    """Kill the fork server that the block starts: by itself it takes seconds to tear down what it had imported.
+    """Kill the fork server that the block starts: on its own it takes seconds to tear down its imports.
 
-    For a process that is about to end; its workers have ended before, or are held: then the interpreter would wait for
-    them at its end, and the resource tracker too, which holds on as long as any of them. A server that ran before
-    stays.
+    For a process that is about to end, whose workers have ended or are held. At exit the interpreter would wait for
+    held workers, and so would the resource tracker, which lives as long as any of them. An earlier server is kept.
     """
     from multiprocessing import forkserver, process, resource_tracker
 
@@ -346,9 +344,9 @@ def ending_server() -> Iterator[None]:
 
 @contextmanager
 def _tidied_up_in_silence() -> Iterator[None]:
-    """A resource tracker that the block starts does not warn of what it tidies up.
+    """Silence the warnings of a resource tracker that the block starts.
 
-    Workers end without a farewell, or are killed, and may leave such things as the lock of a progress bar.
+    Workers exit without cleaning up, or are killed, and may leave resources such as the lock of a progress bar.
     """
     before = sys.warnoptions[:]
     sys.warnoptions.append("ignore:resource_tracker")  # how its warnings begin
@@ -360,7 +358,7 @@ def _tidied_up_in_silence() -> Iterator[None]:
 
 @contextmanager
 def _no_main_module() -> Iterator[None]:
-    """Keep a new process from importing the launcher's main module again: it needs nothing of it, and a user's script
+    """Keep a new process from importing the launcher's main module again: it does not need it, and a user's script
     without a guard would start another run."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")

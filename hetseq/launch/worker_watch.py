@@ -1,6 +1,6 @@
-"""What a launcher knows of its workers while they run, who has ended and how, until when they may; what they leave.
+"""State of a launcher's workers: which run, how the others ended, the deadline to end, and the checkpoints left behind.
 
-Responsible for that alone. What follows from it is for the launcher.
+Only keeps this state. The launcher decides what follows from it.
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ _WRITERS_S = 3.0
 
 
 def may_go_on(directory: RunDirectory) -> bool:
-    """Whether there is a checkpoint to go on from; one that lacks nothing but its commit gets it now."""
+    """Whether there is a checkpoint to resume from; a checkpoint that lacks only its commit is committed now."""
     if has_commits(directory) or not directory.checkpoints.is_dir():
         return has_commits(directory)
     is_in_memory = False
     with suppress(OSError, HetSeqError):
-        await_writers(directory.run_id, patience_s=_WRITERS_S)  # they outlive their trainers to finish
+        await_writers(directory.run_id, patience_s=_WRITERS_S)  # writers outlive their trainers to finish
         is_in_memory = has_remains(directory.run_id, directory.path)
         complete_newer(directory.checkpoints, None)
     return is_in_memory or has_commits(directory)
 
 
 class WorkerWatch:
-    """What is known of this node's workers while they run."""
+    """The workers of this node while they run."""
 
     def __init__(self, workers: Sequence[Worker], standstill: Standstill) -> None:
         self.running, self.standstill = list(workers), standstill
         self.ends: list[WorkerEnd] = []
         self.is_ready_told = False
         self.is_training = False  # the run has begun, and has not begun to end
-        self.is_ending = False  # those that train may finish their step in peace
+        self.is_ending = False  # the run is ending, and training workers may finish their step
         self.hub_is_there = True
         self._deadline_s: float | None = None
 
     @property
     def has_left(self) -> bool:
-        """All workers of this node have gone as they were asked to."""
+        """Whether all workers of this node have left, as they were asked to."""
         return bool(self.ends) and all(end.has_left for end in self.ends)
 
     def named(self, record: Mapping[str, Any]) -> list[Worker]:
-        """The workers that a record is for: all, those of a slot, or one process."""
+        """The workers that a record is for: all workers, a slot's, or one process."""
         return [
             worker
             for worker in self.running
@@ -61,13 +61,13 @@ class WorkerWatch:
         ]
 
     def take_loading(self) -> list[Worker]:
-        """The workers that have not begun to train, which are watched no more: they have nothing to save."""
+        """Remove and return the workers that have not begun to train: they have nothing to save."""
         loading = [worker for worker in self.running if not worker.is_ready]
         self.running = [worker for worker in self.running if worker.is_ready]
         return loading
 
     def pass_on(self, record: Mapping[str, Any]) -> None:
-        """Give a record to the workers that it is for; of one that is to freeze, the head is told where it stands."""
+        """Pass a record to its workers; if it freezes a worker, also report the worker's phase to the coordinator."""
         for worker in self.named(record):
             worker.tell(**record)
             if record["kind"] == "freeze":
@@ -76,7 +76,7 @@ class WorkerWatch:
                 self.standstill.answered(worker)
 
     def say_who_is_left(self, tell: Callable[[str], None]) -> None:
-        """Tell where those were last seen that have not ended in time."""
+        """Tell the last known phase of each worker that has not ended in time."""
         for worker in self.running if self.hub_is_there else ():
             tell(f"rank {worker.rank} has not ended, {self.standstill.words(worker)}")
 
@@ -84,12 +84,12 @@ class WorkerWatch:
         return math.inf if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
     def set_deadline(self, seconds: float) -> None:
-        """The others must have ended by then; the first deadline stands."""
+        """Set the deadline by which the workers must end; later calls have no effect."""
         if self._deadline_s is None:
             self._deadline_s = time.monotonic() + seconds
 
     def ended(self, happened: set[Any]) -> list[tuple[Worker, WorkerEnd]]:
-        """The workers whose processes have just ended, or were killed and are held by the kernel, and how."""
+        """The workers that have just ended, or were killed but are held by the kernel, each with its end."""
         ended = [worker for worker in self.running if worker.sentinel in happened or worker.is_held]
         ends = [worker.end() for worker in ended]
         self.running = [worker for worker in self.running if worker not in ended]

@@ -15,7 +15,7 @@ from tests.chaos.table import Line
 #: by their numbers in the failure model
 FAULTS = {
     "FT-1": "a rank is killed in a step",
-    "FT-2": "rank zero is killed, or the node that the others call",
+    "FT-2": "rank zero is killed, or the head node",
     "FT-3": "a rank is stopped, hangs, or holds the interpreter",
     "FT-4": "a rank that was given up wakes up",
     "FT-5": "a network falls into two halves that both live",

@@ -48,7 +48,7 @@ def test_a_run_directory_that_is_deleted_under_the_run_is_made_anew(chaos: Chaos
     sweep("another run", now_s=time.time() + 2 * ABANDONED_S)
     assert found.code == 0, found.said
     assert deleter.kills == 2
-    assert found.said.count("was deleted under this run: it is made anew and the run goes on") == 1
+    assert found.said.count("was deleted under this run: it was recreated and the run continues") == 1
     numbers = [row["step"] for row in found.rows]
     assert numbers == list(range(numbers[0], STEPS + 1))
     assert 1 < numbers[0] < STEPS - 50

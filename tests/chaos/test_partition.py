@@ -184,7 +184,7 @@ def test_a_cut_that_only_the_ranks_notice(lab: Lab, nodes: Nodes, calm: Outcome)
     nodes.wait_until(lambda: len(alone(lab, 0)) >= 5, "the head's side goes on", within_s=20)
     lab.hosts[1].heal()
     nodes.wait_until_said(head, "rank 1 on labB fell silent", "rank 1 on labB is back: 2 ranks go on", within_s=60)
-    assert "taking part again" not in other.err, nodes.story()
+    assert "joining the run again" not in other.err, nodes.story()
     finish(lab, nodes, calm)
 
 
@@ -209,7 +209,7 @@ def test_a_cut_that_the_launchers_notice_too(lab: Lab, nodes: Nodes, calm: Outco
     nodes.wait_until_said(other, "labB cannot reach the head labA", within_s=60)
     assert len(alone(lab, 0)) >= 5, "the head's side goes on"
     lab.hosts[1].heal()
-    nodes.wait_until_said(other, "taking part again with the one that they call now", within_s=30)
+    nodes.wait_until_said(other, "joining the run again at its new head", within_s=30)
     nodes.wait_until_said(head, "is back: 2 ranks go on", within_s=60)
     finish(lab, nodes, calm)
 
@@ -309,7 +309,7 @@ def test_a_laptop_that_wakes_up_finds_the_head_again(lab: Lab, nodes: Nodes, cal
         lab.hosts[1].heal()
         for pid in asleep:
             other.signal(signal.SIGCONT, pid)
-    nodes.wait_until_said(other, "taking part again with the one that they call now", within_s=30)
+    nodes.wait_until_said(other, "joining the run again at its new head", within_s=30)
     nodes.wait_until_said(head, "rank 1 on labB is back: 2 ranks go on", within_s=60)
     finish(lab, nodes, calm)
 
@@ -319,7 +319,7 @@ def test_a_launcher_without_workers_does_not_wait_for_a_head_that_is_cut_off(lab
     head, other = begin(lab, nodes, f"tcp://{lab.hosts[0].address}:{free_port()}", max_restarts=0)
     (worker,) = other.workers()
     other.signal(signal.SIGKILL, worker)
-    nodes.wait_until_said(head, "rank 1 on labB was killed (SIGKILL", "rank 0 goes on after step")
+    nodes.wait_until_said(head, "rank 1 on labB was killed (SIGKILL", "rank 0 continues after step")
     nodes.wait_until(lambda: not other.workers(), "no workers")
     lab.hosts[1].cut()
     (ended,) = nodes.finish(other, timeout_s=60)

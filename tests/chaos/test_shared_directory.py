@@ -135,7 +135,7 @@ def test_the_head_may_die_and_the_other_host_goes_on(lab: Lab, nodes: Nodes, cal
     wait_for_steps(lab, nodes, name, 50)
     kill(nodes, leading)
     wait_for_steps(lab, nodes, name, 100, ranks=SPREAD[other])
-    assert "they call this one now" in following.err, nodes.story()
+    assert "this node is the new head" in following.err, nodes.story()
     again = lab.start(nodes, head, *of_host(lab, head, name, 1_000_000))
     wait_for_steps(lab, nodes, name, STEPS)
     for node in (following, again):

@@ -112,7 +112,7 @@ def state_of(pid: int) -> str:
 
 def held_in(said: str) -> tuple[int, int]:
     """Rank and process of the one that is said to be held; AssertionError unless it is said once."""
-    found = re.findall(r"rank (\d) \(pid (\d+)\) was killed and has not ended within 10 s: the kernel holds it", said)
+    found = re.findall(r"rank (\d) \(pid (\d+)\) was killed but has not ended within 10 s: the kernel holds it", said)
     assert len(found) == 1, said
     return int(found[0][0]), int(found[0][1])
 

@@ -98,4 +98,4 @@ def test_without_a_hosts_data_the_others_save_and_stop(nodes: Nodes) -> None:
     assert "no rank is left that can read 1 of the 2 parts of the training data (16 samples)" in ended.err, (
         nodes.story()
     )
-    assert "the same command goes on from step" in ended.message, nodes.story()
+    assert "the same command resumes from step" in ended.message, nodes.story()

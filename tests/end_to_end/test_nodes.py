@@ -178,7 +178,7 @@ def test_both_nodes_end_with_one_reason_and_listen_on_loopback_alone(nodes: Node
     assert [ended.code for ended in ends] == [75, 75], nodes.story()
     step = max(row["step"] for row in read_rows(rows))
     for ended in ends:
-        assert f"goes on from step {step}" in ended.message
+        assert f"resumes from step {step}" in ended.message
     assert place.leftovers() == []
 
 
@@ -208,7 +208,7 @@ def test_a_worker_killed_on_one_node_is_named_and_comes_back(nodes: Nodes) -> No
     (worker,) = other.workers()
     other.signal(signal.SIGKILL, worker)
     # it may be back before the two go on, which is then one line
-    nodes.wait_until_said(head, "rank 2 on", "was killed (SIGKILL", "ranks go on after step")
+    nodes.wait_until_said(head, "rank 2 on", "was killed (SIGKILL", "ranks continue after step")
     nodes.wait_until_said(head, "is back: 3 ranks go on", within_s=30)
     stop(nodes, head, rows)
     assert head.err.count("was killed (SIGKILL") == 1, nodes.story()
@@ -220,8 +220,8 @@ def test_a_node_that_is_asked_to_leave_ends_with_75_and_the_others_go_on(nodes: 
     other.signal(signal.SIGUSR1)
     (left,) = nodes.finish(other, timeout_s=30)
     assert left.code == 75, nodes.story()
-    assert "and the others go on" in left.message
-    nodes.wait_until_said(head, "rank 1 on", "rank 2 on", "has left", "rank 0 goes on after step")
+    assert "the others continue" in left.message
+    nodes.wait_until_said(head, "rank 1 on", "rank 2 on", "has left", "rank 0 continues after step")
     stop(nodes, head, rows)
 
 
@@ -229,7 +229,7 @@ def test_a_node_that_is_asked_to_leave_ends_with_75_and_the_others_go_on(nodes: 
 def test_a_node_whose_launcher_is_killed_is_missed_and_the_others_go_on(nodes: Nodes) -> None:
     (head, other), rows = begin_endless(nodes, (2, 1))
     os.kill(other.pid, signal.SIGKILL)
-    nodes.wait_until_said(head, "2 ranks go on after step")
+    nodes.wait_until_said(head, "2 ranks continue after step")
     stop(nodes, head, rows)
 
 
@@ -242,7 +242,7 @@ def test_without_the_head_every_other_node_saves_what_it_has_and_the_same_comman
     os.kill(head.pid, signal.SIGKILL)
     for ended in nodes.finish(*others, timeout_s=40):
         assert ended.code == 75, nodes.story()
-        assert "goes on from step" in ended.message
+        assert "resumes from step" in ended.message
         assert "Traceback" not in ended.err
     made = [row["step"] for row in read_rows(rows)]
     assert made == list(range(1, len(made) + 1))
@@ -315,7 +315,7 @@ def test_in_a_directory_heads_may_die_in_turn_after_a_worker_of_theirs(nodes: No
         head.signal(signal.SIGKILL, worker)
         nodes.wait_until(lambda before=before: returns() > before, "the worker's return")
         os.kill(head.pid, signal.SIGKILL)
-        nodes.wait_until_said(other, "they call this one now", within_s=30)
+        nodes.wait_until_said(other, "this node is the new head", within_s=30)
         wait_for_world(1)
         nodes.forget(head)
         head, other = other, nodes.start(*head.args[: head.args.index("--secret-file")])
@@ -336,7 +336,7 @@ def test_the_head_reports_when_the_node_that_had_made_the_run_directory_is_gone(
     owner = nodes.start(*words, *words_by_rank[0])
     nodes.wait_until(lambda: (run / "metrics.jsonl").exists(), "a step")
     os.kill(owner.pid, signal.SIGKILL)
-    nodes.wait_until_said(head, "rank 1 goes on after step")
+    nodes.wait_until_said(head, "rank 1 continues after step")
     nodes.forget(owner)
     head.signal(signal.SIGTERM)
     (ended,) = nodes.finish(head, timeout_s=30)
@@ -351,7 +351,7 @@ def test_a_node_that_has_left_comes_back_with_the_same_command(nodes: Nodes) -> 
     other.signal(signal.SIGTERM)
     (left,) = nodes.finish(other, timeout_s=30)
     assert left.code == 75, nodes.story()
-    nodes.wait_until_said(head, "rank 0 goes on after step")
+    nodes.wait_until_said(head, "rank 0 continues after step")
     again = nodes.start(*other.args[: other.args.index("--secret-file")])
     nodes.wait_until_said(head, "rank 1 on", "rank 2 on", "is back: 3 ranks go on", within_s=40)
     nodes.wait_until_said(again, "the run has begun")
@@ -363,7 +363,7 @@ def test_a_node_that_has_left_comes_back_with_the_same_command(nodes: Nodes) -> 
 def test_a_node_whose_launcher_was_killed_comes_back(nodes: Nodes) -> None:
     (head, other), rows = begin_endless(nodes, (1, 1))
     os.kill(other.pid, signal.SIGKILL)
-    nodes.wait_until_said(head, "rank 0 goes on after step")
+    nodes.wait_until_said(head, "rank 0 continues after step")
     nodes.start(*other.args[: other.args.index("--secret-file")])
     nodes.wait_until_said(head, "is back: 2 ranks go on", within_s=40)
     stop(nodes, head, rows)

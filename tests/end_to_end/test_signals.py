@@ -126,7 +126,7 @@ def test_a_stop_signal_to_launcher_group_or_worker_saves_and_the_same_command_go
         assert finished.code == 75, (target, number, finished)
         step = max(curve(hurt))
         assert max(kept(hurt)) == step, "the step was finished and saved"
-        assert f"goes on from step {step}" in finished.err
+        assert f"resumes from step {step}" in finished.err
         assert step <= last_step + 30, "it stopped at once, not at the end of the epoch"
         last_step = step
     assert run_trial(plain, hurt).code == 0
@@ -280,7 +280,7 @@ def test_a_worker_killed_is_named_once_and_the_others_go_on(tmp_path: Path) -> N
         trial.wait_until_gone(NOBODY_LEFT_S)
     assert finished.code == 0
     assert finished.err.count("rank 2 on") == finished.err.count("was killed (SIGKILL") == 1
-    assert "2 ranks go on after step" in finished.err
+    assert "2 ranks continue after step" in finished.err
     assert "Traceback" not in finished.err
     assert max(kept(tmp_path / "run")) == 60
     assert json.loads((tmp_path / "run" / "status" / "rank-2.json").read_text())["state"] == "gone"
@@ -318,7 +318,7 @@ def test_a_rank_that_is_asked_to_go_leaves_and_the_others_go_on(tmp_path: Path) 
         trial.signal(signal.SIGTERM, trial.launcher)
         finished = trial.finish()
     assert finished.code == 75
-    assert "2 ranks go on after step" in finished.err
+    assert "2 ranks continue after step" in finished.err
 
 
 @pytest.mark.parametrize("where", ["lose the device once", "lose the device in the exchange"])
@@ -342,7 +342,7 @@ def test_a_worker_whose_memory_runs_out_in_the_exchange_takes_smaller_micro_batc
     assert finished.code == 0, finished.err
     assert "rank 1" in finished.err
     assert "did not hold a micro-batch" in finished.err
-    assert "3 ranks go on after step" in finished.err, "the group is built anew, in the same processes"
+    assert "3 ranks continue after step" in finished.err, "the group is built anew, in the same processes"
     assert "is back" not in finished.err
 
 
@@ -389,7 +389,7 @@ def test_a_worker_that_falls_silent_is_fenced_after_the_deadline_and_the_others_
         stopped = until(trial.workers, "workers")[1]
         trial.signal(signal.SIGSTOP, stopped)
         (tmp_path / "open").touch()  # whoever takes the sample after it is not to wait
-        until(lambda: "go on after step" in trial.command.said(), "the others going on")
+        until(lambda: "continue after step" in trial.command.said(), "the others going on")
         seconds = time.monotonic() - begin
         finished = trial.finish()
         trial.wait_until_gone(NOBODY_LEFT_S)

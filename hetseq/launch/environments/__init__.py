@@ -1,9 +1,9 @@
-"""What started this process among others: torchrun, a scheduler, mpirun, a cloud; as facts, and as a meeting place.
+"""Launch environments: detects torchrun, a scheduler, mpirun or a cloud, and fills in the options that they imply.
 
-Responsible for recognising an environment from variables and files that are handed in (`see`), and for what follows
-from it for the options (`choose`). Nothing here reads os.environ, opens a file or sends anything.
+Recognises an environment from the variables and files passed in (`see`), and derives options from it (`choose`).
+Nothing here reads os.environ, opens files or sends anything.
 
-The order is that of who stands nearest to the process: torchrun may run in a task of srun, and mpirun in a job of PBS.
+Environments closest to the process come first: torchrun may run in a task of srun, and mpirun in a job of PBS.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = [
     "seconds_to_stop", "see",
 ]  # fmt: skip
 
-#: in the order in which they are asked; LSF stands here as jsrun, and as a job in which mpirun may have been called
+#: in the order of checks; LSF is listed twice, as jsrun and as a job in which mpirun may have been called
 ENVIRONMENTS: tuple[Environment, ...] = (
     Environment(torchrun.NAME, torchrun.NEEDS, torchrun.see),
     Environment(lsf.NAME, lsf.NEEDS, lsf.see_jsrun),
@@ -36,11 +36,11 @@ NAMES: tuple[str, ...] = tuple(dict.fromkeys(one.name for one in ENVIRONMENTS))
 
 
 def see(look: Look, name: str = "auto", *, tell: Callable[[str], None] = lambda _: None) -> Seen | None:
-    """The first environment that recognises itself; with a name, that one.
+    """The first environment that is recognised; with a `name`, only the named one.
 
-    `tell` hears of an environment that is there and cannot be read: then none is used, unless it was asked for by name.
-    Raises ConfigError for a named one that is not there or cannot be read, and NowhereError, a ConfigError too, for a
-    process that was started beside others and cannot find them.
+    If an environment is there but cannot be read, `tell` says so and none is used, unless it was requested by name.
+    Raises ConfigError if a named environment is missing or cannot be read, and NowhereError, a ConfigError too, if the
+    process was started together with others and cannot find them.
     """
     for one in ENVIRONMENTS:
         if name not in ("auto", one.name):

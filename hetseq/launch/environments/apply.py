@@ -1,7 +1,7 @@
-"""What follows from an environment for the options of this process: where to meet, which ranks, which device.
+"""Options of this process that follow from its launch environment: meeting place, ranks and device.
 
-Pure: options and a `Seen` in, options and a line of text out. What the user said stays as it is. Ranks are given only
-where every process knows them and where rank zero runs; elsewhere they are given out at the meeting.
+Pure: options and a `Seen` in, options and a line of text out. Options set by the user are kept. Ranks are set only if
+every process knows its rank and the host of rank zero; otherwise they are assigned at the rendezvous.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from hetseq.config.sections import DistributedConfig
 from hetseq.errors import ConfigError
 from hetseq.launch.environments.detected import Seen
 
-_STOP_BEFORE_S = 300.0  # the end of a job: for the step and the checkpoint
-_STOP_BEFORE_PART = 0.25  # of the time that is left, in short jobs
+_STOP_BEFORE_S = 300.0  # before the end of a job, to finish the step and the checkpoint
+_STOP_BEFORE_PART = 0.25  # of the remaining time, in short jobs
 
 
 @dataclass(frozen=True)
 class AppliedEnvironment:
-    """The options of this process, and what to say of them."""
+    """The options of this process, and a line about them for the user."""
 
     config: DistributedConfig
-    words: tuple[str, ...] = ()  # flags that say the same, for a command that is typed on another node
-    line: str | None = None  # None: another process of the same job says it
+    words: tuple[str, ...] = ()  # the same options as flags, for a command typed on another node
+    line: str | None = None  # None: another process of the same job prints it
 
 
 def leaves_room(config: DistributedConfig) -> bool:
-    """Whether an environment may say something: nobody said who meets where, or the environment was named."""
+    """Whether an environment may set options: no meeting place or rank is given, or the environment is named."""
     if config.env == "none":
         return False
     said = (config.join, config.distributed_init_method, config.distributed_world_size, config.distributed_rank or None)
@@ -35,12 +35,12 @@ def leaves_room(config: DistributedConfig) -> bool:
 
 
 def choose(config: DistributedConfig, seen: Seen, *, gpus: Callable[[], int]) -> AppliedEnvironment:
-    """Fill in what the user did not say; `gpus` counts those that this process sees, and is asked only if it matters.
+    """Fill in the options that the user left out. `gpus` counts the visible GPUs; it is called only if needed.
 
-    Raises ConfigError where the options of this node do not fit the processes that were started on it.
+    Raises ConfigError if the options of this node do not fit the processes started on it.
     """
     if seen.is_alone:
-        return AppliedEnvironment(config, line=f"{_name(seen)}: one process on one node, so there is nobody to meet")
+        return AppliedEnvironment(config, line=f"{_name(seen)}: one process on one node, with no others to meet")
     if seen.is_script and config.env == "auto":
         return AppliedEnvironment(config, line=_line_of_script(seen))
     if seen.is_per_device:
@@ -50,16 +50,16 @@ def choose(config: DistributedConfig, seen: Seen, *, gpus: Callable[[], int]) ->
 
 
 def is_first(seen: Seen) -> bool:
-    """Whether this is the process that speaks for all: rank zero, or the first one of the first host."""
+    """Whether this process prints for all: rank zero, or the first process of the first host."""
     if seen.rank is not None:
         return seen.rank == 0
     return not seen.index and not seen.local_rank
 
 
 def seconds_to_stop(seen: Seen, now_s: float) -> float | None:
-    """In how many seconds a run has to stop so that it ends before its job does; None if that is not this one's task.
+    """Seconds until the run must stop to end before its job does; None if another process has to watch the time.
 
-    300 s before the end, or with a quarter of the time left where that is less. `now_s` is in seconds since 1970.
+    The run stops 300 s before the end, or with a quarter of the time left if that is less. `now_s`: seconds since 1970.
     """
     if seen.end_time is None or not is_first(seen) or seen.end_time <= now_s:
         return None
@@ -82,7 +82,7 @@ def _with_own_device(config: DistributedConfig, seen: Seen, gpus: Callable[[], i
             f"--distributed-gpus {config.distributed_gpus}, but {seen.system} started {_processes(count)} on this node,"
             " each with one worker: leave it out, or start one process per node"
         )
-    # a scheduler that shows each task one GPU calls it cuda:0 in all of them
+    # if the scheduler shows each task only one GPU, it is cuda:0 in every task
     device_id = config.device_id or (local if not config.cpu and gpus() > 1 else 0)
     return replace(config, distributed_gpus=1, device_id=device_id)
 
@@ -129,8 +129,8 @@ def _line(config: DistributedConfig, seen: Seen) -> str:
 
 def _line_of_script(seen: Seen) -> str:
     return (
-        f"{_name(seen)}: a batch script runs on the first of its {seen.nodes} nodes alone, and so does this run; for"
-        f" all of them write it with hetseq script {seen.system} (--env {seen.system}: wait here for the others)"
+        f"{_name(seen)}: a batch script runs only on the first of its {seen.nodes} nodes, and so does this run; to use"
+        f" all nodes, write it with hetseq script {seen.system} (--env {seen.system}: wait here for the others)"
     )
 
 

@@ -1,6 +1,6 @@
 """Grid Engine (SGE, UGE): a job of a parallel environment; PE_HOSTFILE has a line `host slots queue range` per host.
 
-The script alone has that file. What `qrsh -inherit` starts on the other hosts of the job is told how many there are.
+Only the script has that file. Processes started by `qrsh -inherit` on the other hosts know only the number of hosts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ NEEDS = "JOB_ID and PE_HOSTFILE: submit it with a parallel environment (qsub -pe
 
 
 def see(look: Look) -> Seen | None:
-    """The script of a job with a parallel environment; raises NowhereError in what it has started elsewhere."""
+    """The script of a job with a parallel environment. Raises NowhereError in processes that it started elsewhere."""
     job, path = look.get("JOB_ID"), look.get("PE_HOSTFILE")
     if job is None or look.is_terminal:
         return None
@@ -20,12 +20,12 @@ def see(look: Look) -> Seen | None:
         if look.get("PE") and (count := look.number("NHOSTS") or 1) > 1:
             raise NowhereError(
                 f"JOB_ID={job}, NHOSTS={count}: Grid Engine started this process on one of {count} hosts without"
-                " PE_HOSTFILE, so it cannot tell where they meet: say it with --join file:///SHARED --min-ranks N, as"
+                " PE_HOSTFILE, so it cannot tell where they meet: say so with --join file:///SHARED --min-ranks N, as"
                 " hetseq script sge does; --env none has it train on its own"
             )
         return None
     hosts, slots = hosts_of(look)
-    task = look.get("SGE_TASK_ID")  # "undefined" where the job is no array
+    task = look.get("SGE_TASK_ID")  # "undefined" unless the job is an array job
     return Seen(
         NAME,
         f"{job}.{task}" if task and task != "undefined" else job,
@@ -41,7 +41,7 @@ def see(look: Look) -> Seen | None:
 
 
 def hosts_of(look: Look) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Hosts and slots; a host that has two queues stands there twice. Raises UnreadableError, with the line."""
+    """Hosts and slots; a host with two queues is listed twice in the file. Raises UnreadableError, with the line."""
     pairs = []
     for number, line in enumerate(look.file_of("PE_HOSTFILE").splitlines(), 1):
         words = line.split()

@@ -1,6 +1,6 @@
 """HTCondor: a job of the vanilla universe, which is one node, or one node of a job of the parallel universe.
 
-The job's own description, the file that _CONDOR_JOB_AD names, has its number and, in the parallel universe, its hosts.
+The job description, in the file named by _CONDOR_JOB_AD, has the job's number and, in the parallel universe, its hosts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """LSF: a job of bsub, and the processes that IBM's jsrun starts in one.
 
-Where jsrun is used the first host of the list is the launch node, on which the batch script runs and nothing computes.
-Elsewhere the script runs there too, once; what blaunch starts is told its number among the tasks.
+With jsrun, the first host of the list is the launch node, which runs the batch script but no computation. Without
+jsrun the script also runs there, once; processes started by blaunch know their task number.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ def _id_of(look: Look) -> str:
 
 
 def hosts_of(look: Look) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Hosts and slots, from the file with a line per slot, else a variable. Raises UnreadableError if none is there.
+    """Hosts and slots, from the file with one line per slot, else from a variable. Raises UnreadableError without any.
 
-    LSB_HOSTS begins with the host on which the script runs. It is missing where it would be too long; what mpirun.lsf
-    starts may see LSB_MCPU_HOSTS in another order.
+    LSB_HOSTS begins with the host on which the script runs. It is missing if it would be too long. Processes started by
+    mpirun.lsf may see LSB_MCPU_HOSTS in another order.
     """
     if (path := look.get("LSB_DJOB_RANKFILE", "LSB_DJOB_HOSTFILE")) and (text := look.read(path)):
         return counted(line.split()[0] for line in text.splitlines() if line.strip())

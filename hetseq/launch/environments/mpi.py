@@ -1,8 +1,8 @@
-"""MPI: the processes of mpirun or mpiexec of Open MPI, MVAPICH2, and of MPICH's hydra and others that speak PMI.
+"""MPI: processes of mpirun or mpiexec from Open MPI, MVAPICH2, MPICH's hydra, and others that use PMI.
 
-None of them tells its processes the names of the hosts. On one node that is not needed; on several, MASTER_ADDR or the
-scheduler in whose job mpirun runs names one. Of Slurm's lists it is that of the job: where mpirun has srun start its
-daemons, processes of other nodes have the list of the daemons' step, on which the node of mpirun is missing.
+None of them passes host names to its processes. One node needs none; on several nodes, MASTER_ADDR or the scheduler
+whose job runs mpirun names a host. With Slurm, the list of the job is used: if mpirun starts its daemons with srun,
+processes on other nodes see the list of the daemons' step, which lacks the node of mpirun.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DIALECTS = (
 
 
 def see(look: Look) -> Seen | None:
-    """A process of mpirun; srun's own PMI has no local ranks, and is a matter of Slurm."""
+    """A process of mpirun. srun's own PMI sets no local ranks, and is handled by `slurm`."""
     for dialect in _DIALECTS:
         rank, size = look.number(dialect.rank), look.number(dialect.size)
         local_rank, local_size = look.number(dialect.local_rank), look.number(dialect.local_size)
@@ -100,7 +100,7 @@ def _hosts_of_job(look: Look) -> tuple[str, ...] | None:
 
 
 def _job_of(look: Look) -> str:
-    """What all processes of one mpirun have in common, and those of another one do not."""
+    """An identifier shared by all processes of one mpirun, and by no others."""
     namespace = look.get("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "MPIEXEC_JOBID", "HYDRA_JOBID")
     scheduler = look.get("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
     return " ".join(filter(None, (scheduler, namespace, look.get("MASTER_PORT")))) or "mpirun"

@@ -1,6 +1,6 @@
 """PBS Professional, OpenPBS, Torque: PBS_NODEFILE names a host once for each of its processes.
 
-That file is on the first host alone. The script is task 1 of the job; what pbsdsh and pbs_tmrsh start are later ones.
+That file exists only on the first host. The script is task 1 of the job; pbsdsh and pbs_tmrsh start later tasks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def see(look: Look) -> Seen | None:
         if not is_task:
             raise
         raise NowhereError(
-            f"PBS_JOBID={job}, PBS_TASKNUM={look.get('PBS_TASKNUM')}: PBS started this process beside others, and it"
-            f" cannot tell where they meet: {error}; say it with --join file:///SHARED --min-ranks N, as hetseq script"
+            f"PBS_JOBID={job}, PBS_TASKNUM={look.get('PBS_TASKNUM')}: PBS started this process with others, and it"
+            f" cannot tell where they meet: {error}; say so with --join file:///SHARED --min-ranks N, as hetseq script"
             " pbs does; --env none has it train on its own"
         ) from error
     index = index_of(look.host, hosts)
@@ -42,7 +42,7 @@ def see(look: Look) -> Seen | None:
 
 
 def hosts_of(look: Look) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Hosts in the order of the file, and how often each stands in it. Raises UnreadableError if there is none."""
+    """Hosts in the order of the file, and how often each is listed. Raises UnreadableError if there is none."""
     names = [line.strip() for line in look.file_of("PBS_NODEFILE").splitlines() if line.strip()]
     if not names:
         raise UnreadableError(f"PBS_NODEFILE={look.get('PBS_NODEFILE')}: this file names no host")

@@ -1,7 +1,7 @@
 """Amazon SageMaker: one process on each host of a training or processing job.
 
-`resourceconfig.json` names the hosts, this one, the interface and the groups of equal machines; where it cannot be read
-the toolkit's variables SM_* say the same.
+`resourceconfig.json` names all hosts, this host, the network interface and the groups of equal machines. If it cannot
+be read, the toolkit's variables SM_* contain the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def see(look: Look) -> Seen | None:
     host: Any = resources.get("current_host")
     if not _are_names(hosts) or host not in hosts:
         raise UnreadableError(f"{source}: expected `hosts`, a list of names, and `current_host`, one of them")
-    # the toolkit reads the first name and writes the second one into its own stand-in
+    # the toolkit reads the first name, but writes the second one into its own replacement of the file
     group = resources.get("current_group_name") or resources.get("current_instance_group")
     gpus = look.number("SM_NUM_GPUS")
     return Seen(
@@ -61,7 +61,7 @@ def _object(text: str, source: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise UnreadableError(f"{source}: this is no JSON: {error}") from error
+        raise UnreadableError(f"{source}: this is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise UnreadableError(f"{source}: expected a JSON object with `hosts` and `current_host`")
     return value
@@ -72,5 +72,5 @@ def _are_names(hosts: object) -> bool:
 
 
 def _job_of(look: Look, hosts: list[str]) -> str:
-    """The job's name: hosts are called algo-1, algo-2, ... in every job."""
+    """The name of the job, needed because every job calls its hosts algo-1, algo-2, ..."""
     return " ".join([look.get("TRAINING_JOB_NAME", "PROCESSING_JOB_NAME") or "", *sorted(hosts)]).strip()

@@ -1,7 +1,7 @@
-"""Slurm: the tasks of a job step, that is, what srun started.
+"""Slurm: the tasks of a job step, which srun starts.
 
-An allocation alone is nobody's command: the body of a batch script and the shell of salloc have SLURM_JOB_ID, too, and
-run once. Only a step says that a command runs on all of its nodes.
+An allocation alone does not count: the body of a batch script and the shell of salloc also have SLURM_JOB_ID, but run
+only once. Only a job step runs a command on all of its nodes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from hetseq.launch.environments.node_list import expand_counts, expand_hosts
 
 NAME = "slurm"
 NEEDS = "SLURM_JOB_ID, SLURM_STEP_ID and SLURM_PROCID: start it with srun"
-_FIRST_OF_SLURM = 0xFFFFFFF0  # steps from here on are its own: the batch script, the shell of salloc
+_FIRST_OF_SLURM = 0xFFFFFFF0  # larger step ids are Slurm's own: the batch script, the shell of salloc
 
 
 def see(look: Look) -> Seen | None:
@@ -31,7 +31,7 @@ def see(look: Look) -> Seen | None:
     index = look.number("SLURM_NODEID")
     if index is None or index >= len(hosts):
         raise UnreadableError(f"SLURM_NODEID={index} with {len(hosts)} nodes: expected 0 to {len(hosts) - 1}")
-    is_per_device = max(slots) > 1  # on any node: all have to do the same
+    is_per_device = max(slots) > 1  # on any node, because all processes must decide the same
     return Seen(
         NAME,
         f"{job}.{step}",
@@ -56,5 +56,5 @@ def allocated(look: Look) -> tuple[str, ...] | None:
 
 
 def end_of_job(look: Look) -> int | None:
-    """When Slurm ends the job, in seconds since 1970; None where it does not tell."""
+    """When Slurm ends the job, in seconds since 1970; None if unknown."""
     return look.number("SLURM_JOB_END_TIME")

@@ -1,7 +1,7 @@
-"""torchrun (torch.distributed.run): one process for each device, all told by variables of the same names.
+"""torchrun (torch.distributed.run): one process per device, described by torchrun's environment variables.
 
-The address in MASTER_ADDR is that of torchrun's own store. With its c10d rendezvous that need not be the host of rank
-zero, so on several nodes ranks are given out where the processes meet.
+MASTER_ADDR is the address of torchrun's own store. With the c10d rendezvous this need not be the host of rank zero, so
+on several nodes ranks are assigned at the rendezvous.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def see(look: Look) -> Seen | None:
     nodes = 1 if is_one_node else look.number("GROUP_WORLD_SIZE") or -(-size // max(1, local_size))
     return Seen(
         NAME,
-        f"{run}:{port or 0}",  # several runs of one machine are all called "none", but have a store each
+        f"{run}:{port or 0}",  # several runs on one machine are all called "none", but each has its own store
         ((look.host,) if is_one_node else (address,) if address else ()),
         f"TORCHELASTIC_RUN_ID={run}",
         index=0 if is_one_node else look.number("GROUP_RANK"),

@@ -770,13 +770,13 @@ def test_a_failure_ends_a_run_that_was_about_to_survive_a_loss() -> None:
 def test_a_stop_of_all_is_a_stop_in_peace() -> None:
     talk = Talk()
     talk.run(TWO)
-    said = talk.end(1, 3, 75, message="stopped after step 7; the same command goes on from step 7")
+    said = talk.end(1, 3, 75, message="stopped after step 7; the same command resumes from step 7")
     assert [record["is_polite"] for _, record in said] == [True, True]
     talk.over(1, has_commit=True)
     for rank in range(3):
-        talk.end(0, rank, 75, message="stopped after step 7; the same command goes on from step 7")
+        talk.end(0, rank, 75, message="stopped after step 7; the same command resumes from step 7")
     said = endings(talk.over(0, has_commit=True))
-    assert said[1] == Ending(75, "stopped after step 7; the same command goes on from step 7")
+    assert said[1] == Ending(75, "stopped after step 7; the same command resumes from step 7")
 
 
 def test_who_loses_a_peer_while_the_others_end_in_peace_comes_to_its_end_too() -> None:

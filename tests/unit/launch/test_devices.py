@@ -56,9 +56,9 @@ def test_workers_get_the_devices_that_were_named(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--devices", "cuda:1,cuda:2"], "--devices cuda:1,cuda:2 asks for cuda:2, but this node shows cuda:0 to"),
+        (["--devices", "cuda:1,cuda:2"], "--devices cuda:1,cuda:2 asks for cuda:2, but this node shows only cuda:0 to"),
         (["--devices", "cuda:7,cpu,cuda:3"], "--devices cuda:7,cpu,cuda:3 asks for cuda:3 and cuda:7, but"),
-        (["--device-id", "2", "--distributed-gpus", "1"], "--device-id 2 asks for cuda:2, but this node shows cuda:0"),
+        (["--device-id", "2", "--distributed-gpus", "1"], "--device-id 2 asks for cuda:2, but this node shows only"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -67,14 +67,14 @@ def test_a_gpu_that_is_not_there_is_named_with_those_that_are(
 ) -> None:
     message = refusal(*words)
     assert message.startswith(said)
-    assert "cuda:0 to cuda:1 alone" in message
+    assert "only cuda:0 to cuda:1" in message
     assert "name devices that it shows" in message
     assert "--cpu" in message
 
 
 def test_where_there_is_one_gpu_or_none_the_words_are_others(shows: pytest.MonkeyPatch) -> None:
     shows.setattr(launch, "visible_gpus", lambda: 1)
-    assert "this node shows cuda:0 alone (nvidia-smi" in refusal("--devices", "cuda:7")
+    assert "this node shows only cuda:0 (nvidia-smi" in refusal("--devices", "cuda:7")
     shows.setattr(launch, "visible_gpus", lambda: 0)
     assert "this node shows no GPU (nvidia-smi" in refusal("--devices", "cuda")
     shows.setattr(torch.version, "cuda", None)

@@ -196,7 +196,7 @@ def test_what_is_no_node_list_is_told(text: str) -> None:
 
 def test_counts_are_written_out() -> None:
     assert expand_counts("4(x2),2") == (4, 4, 2)
-    with pytest.raises(UnreadableError, match=r"4\(x\) is no count"):
+    with pytest.raises(UnreadableError, match=r"4\(x\) is not a count"):
         expand_counts("1,4(x)")
 
 
@@ -209,7 +209,7 @@ def test_counts_are_written_out() -> None:
         ("slurm", STEP | {"SLURM_NODEID": "2"}, "SLURM_NODEID=2"),
         ("slurm", STEP | {"SLURM_PROCID": "x"}, "SLURM_PROCID=x"),
         ("torchrun", {"TORCHELASTIC_RUN_ID": "none"}, "WORLD_SIZE"),
-        ("sagemaker", {"SM_RESOURCE_CONFIG": "{"}, "no JSON"),
+        ("sagemaker", {"SM_RESOURCE_CONFIG": "{"}, "not JSON"),
         ("sagemaker", {"SM_RESOURCE_CONFIG": '{"hosts": ["a"], "current_host": "b"}'}, "current_host"),
         ("lsf", {"LSB_JOBID": "9", "LSB_MCPU_HOSTS": "host1 1 host2"}, "pairs"),
     ],
@@ -284,7 +284,7 @@ def test_a_batch_script_on_the_first_of_its_nodes_runs_there_alone_unless_it_is_
     choice = choose(DistributedConfig(), found, gpus=lambda: 4)
     assert choice.config == DistributedConfig()
     assert choice.line is not None
-    assert f"the first of its {found.nodes} nodes alone" in choice.line
+    assert f"only on the first of its {found.nodes} nodes" in choice.line
     assert f"hetseq script {found.system} (--env {found.system}:" in choice.line
     assert chosen(found, env=found.system).join == f"tcp://{found.hosts[0]}:{found.port}"
 
@@ -313,7 +313,7 @@ def test_a_world_of_one_meets_nobody() -> None:
     choice = choose(DistributedConfig(), found, gpus=lambda: 4)
     assert choice.config == DistributedConfig()
     assert choice.line is not None
-    assert "nobody to meet" in choice.line
+    assert "no others to meet" in choice.line
 
 
 def test_what_the_user_said_wins() -> None:

@@ -65,7 +65,7 @@ def test_one_that_is_held_is_told_of_once_and_left_behind(story: list[str]) -> N
     assert "close 1" not in story
     assert story.count("kill 1") == 1
     assert len(told) == 1
-    assert told[0].startswith("rank 1 (pid 4711) was killed and has not ended within 10 s: the kernel holds it")
+    assert told[0].startswith("rank 1 (pid 4711) was killed but has not ended within 10 s: the kernel holds it")
 
 
 @pytest.mark.parametrize(("held_s", "ends"), [(0.0, [(1, -signal.SIGKILL)]), (math.inf, [])])

@@ -12,7 +12,7 @@ from hetseq.config import parse
 from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE
 from hetseq.launch import launch as launch_module
 
-STOPPED = "stopped after step 7; the same command goes on from step 7"
+STOPPED = "stopped after step 7; the same command resumes from step 7"
 
 
 def done(rank: int) -> WorkerEnd:

@@ -237,4 +237,4 @@ def test_a_stop_signal_while_another_head_is_looked_for_does_not_keep_from_savin
 
     monkeypatch.setattr("hetseq.launch.launcher.meet", stopped)
     assert launcher(None)._meet_again() is None
-    assert "no other node could be found to lead the run (SIGTERM)" in capsys.readouterr().err
+    assert "found no other node that leads the run (SIGTERM)" in capsys.readouterr().err

@@ -139,7 +139,7 @@ def test_ranks_that_have_loaded_say_that_they_wait_for_other_nodes(scene: Scene,
         clock.now_s = 1000.0 + second
         scene.look()
     assert [line.partition(" s:")[0] for line in scene.told] == [
-        f"warning: the ranks of this node have loaded and wait for those of other nodes for {seconds}"
+        f"warning: the ranks of this node have loaded and have waited for ranks on other nodes for {seconds}"
         for seconds in (60, 120)
     ]
 

@@ -89,7 +89,7 @@ def test_what_was_deleted_is_there_again_with_the_same_id_and_the_same_modes(run
         for _ in range(2):
             with looks.between:
                 shutil.rmtree(run.path)
-            assert told.wait().endswith("made anew and the run goes on, but rows and checkpoints so far are lost")
+            assert told.wait().endswith("recreated and the run continues, but rows and checkpoints so far are lost")
             assert (run.config_file.read_bytes(), modes(run)) == (config, before)
             with pytest.raises(RunDirectoryError, match="in use by another run"):
                 RunDirectory.prepare(run.path, config_yaml="seed: 1\n")
@@ -117,7 +117,7 @@ def test_the_id_of_a_run_that_began_elsewhere_is_no_deletion_and_comes_back(run:
         assert told.texts == []
         with looks.between:
             shutil.rmtree(run.path)
-        assert "was deleted under this run: it is made anew" in told.wait()
+        assert "was deleted under this run: it was recreated" in told.wait()
         assert b"0123456789abcdef" in run.config_file.read_bytes()
     assert adopted.run_id == "0123456789abcdef"
 
