@@ -32,7 +32,7 @@ _CHANGED_SINCE_2020 = (
 
 
 def help_page(own: Iterable[type] = (), note: str = "") -> str:
-    """The page of `--help`: options by section with their defaults, those of the user's own sections, then a note."""
+    """The page of `--help`: options by section with their defaults, then the user's own sections, then a note."""
     kept = [section for section in SECTIONS if section is not RetiredConfig]
     parts = ["usage: hetseq train [--config FILE.yaml] [options]\n", f"for example:\n  {_EXAMPLE}\n"]
     parts += [_help_entry("--config FILE", _CONFIG_HELP) + _help_entry("--help, -h", "show this page")]

@@ -61,7 +61,7 @@ def parse(argv: Sequence[str], *, leave_out: Collection[str] = (), also: Collect
 
 
 def help_text(argv: Sequence[str] = ()) -> str:
-    """The page of `--help`: options by section with their defaults, those of the user's own task if argv names it."""
+    """The page of `--help`: options by section with their defaults, and the user's task's if argv names it."""
     catalogue = catalogue_of(SECTIONS)
     line = read_flags(argv, catalogue)
     own: dict[str, type] = {}

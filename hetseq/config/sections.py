@@ -190,7 +190,7 @@ class DataConfig:
         if self.max_tokens is not None:
             raise ConfigError(
                 "--data-by-host and --max-tokens contradict each other: a step in tokens needs the lengths of all"
-                " samples on every rank, and a rank has those of its host; use --max-sentences"
+                " samples on every rank, and a rank has only its own host's; use --max-sentences"
             )
         if self.unit_size is not None:
             raise ConfigError(

@@ -1,7 +1,7 @@
 """The user's part of a run on one rank: the task, its data sets and its model, loaded and checked.
 
-Responsible for loading them once per process, without communication. What is built again for each generation of the
-run belongs to `session`.
+Responsible for loading them once per process, without communication. Objects built again for each generation of the
+run belong to `session`.
 """
 
 from __future__ import annotations
