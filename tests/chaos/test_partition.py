@@ -183,7 +183,7 @@ def test_a_cut_that_only_the_ranks_notice(lab: Lab, nodes: Nodes, calm: Outcome)
     lab.hosts[1].cut()
     nodes.wait_until(lambda: len(alone(lab, 0)) >= 5, "the head's side goes on", within_s=20)
     lab.hosts[1].heal()
-    nodes.wait_until_said(head, "rank 1 on labB fell silent", "rank 1 on labB is back: 2 ranks go on", within_s=60)
+    nodes.wait_until_said(head, "rank 1 on labB fell silent", "rank 1 on labB is back: 2 ranks continue", within_s=60)
     assert "joining the run again" not in other.err, nodes.story()
     finish(lab, nodes, calm)
 
@@ -197,7 +197,7 @@ def test_a_cut_in_one_direction(lab: Lab, nodes: Nodes, calm: Outcome, mute: int
     # long before TCP itself gives up, which is 20 s after the deadline
     nodes.wait_until(lambda: bool(alone(lab, 0)), "the head's side goes on", within_s=15)
     lab.hosts[mute].heal()
-    nodes.wait_until_said(head, "rank 1 on labB fell silent", "rank 1 on labB is back: 2 ranks go on", within_s=60)
+    nodes.wait_until_said(head, "rank 1 on labB fell silent", "rank 1 on labB is back: 2 ranks continue", within_s=60)
     finish(lab, nodes, calm)
 
 
@@ -210,7 +210,7 @@ def test_a_cut_that_the_launchers_notice_too(lab: Lab, nodes: Nodes, calm: Outco
     assert len(alone(lab, 0)) >= 5, "the head's side goes on"
     lab.hosts[1].heal()
     nodes.wait_until_said(other, "joining the run again at its new head", within_s=30)
-    nodes.wait_until_said(head, "is back: 2 ranks go on", within_s=60)
+    nodes.wait_until_said(head, "is back: 2 ranks continue", within_s=60)
     finish(lab, nodes, calm)
 
 
@@ -239,7 +239,7 @@ def test_over_tcp_the_side_without_the_head_saves_and_stops(lab: Lab, nodes: Nod
     lab.hosts[1].heal()
     nodes.forget(other)
     lab.start(nodes, 1, other.args[other.args.index("--distributed-init-method") + 1])
-    nodes.wait_until_said(head, "rank 1 on labB is back: 2 ranks go on", within_s=60)
+    nodes.wait_until_said(head, "rank 1 on labB is back: 2 ranks continue", within_s=60)
     finish(lab, nodes, calm)
 
 
@@ -265,7 +265,7 @@ def test_a_head_that_loses_the_directory_too_is_replaced_and_commits_nothing(
     lab.hosts[0].heal()
     nodes.forget(head)
     again = lab.start(nodes, 0, place)
-    nodes.wait_until_said(again, "rank 0 on labA is back: 2 ranks go on", within_s=60)
+    nodes.wait_until_said(again, "rank 0 on labA is back: 2 ranks continue", within_s=60)
     finish(lab, nodes, calm, at=1)
 
 
@@ -282,7 +282,7 @@ def test_a_link_that_comes_and_goes(lab: Lab, nodes: Nodes, calm: Outcome) -> No
         lab.hosts[1].heal()
 
     def times_back() -> int:
-        return head.err.count("rank 1 on labB is back: 2 ranks go on")
+        return head.err.count("rank 1 on labB is back: 2 ranks continue")
 
     workers = other.workers()
     cut_until_the_others_go_on()
@@ -310,7 +310,7 @@ def test_a_laptop_that_wakes_up_finds_the_head_again(lab: Lab, nodes: Nodes, cal
         for pid in asleep:
             other.signal(signal.SIGCONT, pid)
     nodes.wait_until_said(other, "joining the run again at its new head", within_s=30)
-    nodes.wait_until_said(head, "rank 1 on labB is back: 2 ranks go on", within_s=60)
+    nodes.wait_until_said(head, "rank 1 on labB is back: 2 ranks continue", within_s=60)
     finish(lab, nodes, calm)
 
 

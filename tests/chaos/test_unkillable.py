@@ -151,7 +151,7 @@ def test_another_process_takes_the_place_of_one_that_cannot_be_killed(
     nodes: Nodes, mount: CachedMount, calm: Outcome
 ) -> None:
     node = start(nodes, mount, steps=1_000_000)
-    nodes.wait_until_said(node, "is back: 3 ranks go on", within_s=60)
+    nodes.wait_until_said(node, "is back: 3 ranks continue", within_s=60)
     node.signal(signal.SIGTERM)
     found = outcome(nodes, node)
     _, pid = held_in(found.said)

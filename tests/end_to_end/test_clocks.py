@@ -81,7 +81,7 @@ def test_clocks_that_are_an_hour_apart_change_nothing(
         rows = run / "metrics.jsonl"
         nodes.wait_until(lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 3, "three steps")
         other.signal(signal.SIGKILL, max(other.workers()))
-        nodes.wait_until_said(head, "rank 2 on", "was killed", "is back: 3 ranks go on", within_s=30)
+        nodes.wait_until_said(head, "rank 2 on", "was killed", "is back: 3 ranks continue", within_s=30)
         assert [ended.code for ended in nodes.finish()] == [0, 0], nodes.story()
     finally:
         nodes.close()

@@ -209,7 +209,7 @@ def test_a_worker_killed_on_one_node_is_named_and_comes_back(nodes: Nodes) -> No
     other.signal(signal.SIGKILL, worker)
     # it may be back before the two go on, which is then one line
     nodes.wait_until_said(head, "rank 2 on", "was killed (SIGKILL", "ranks continue after step")
-    nodes.wait_until_said(head, "is back: 3 ranks go on", within_s=30)
+    nodes.wait_until_said(head, "is back: 3 ranks continue", within_s=30)
     stop(nodes, head, rows)
     assert head.err.count("was killed (SIGKILL") == 1, nodes.story()
 
@@ -307,7 +307,7 @@ def test_in_a_directory_heads_may_die_in_turn_after_a_worker_of_theirs(nodes: No
         nodes.wait_until(lambda: rows.exists() and read_rows(rows)[-1]["world_size"] == size, f"{size} ranks")
 
     def returns() -> int:
-        return sum(node.err.count("is back: 2 ranks go on") for node in (head, other))
+        return sum(node.err.count("is back: 2 ranks continue") for node in (head, other))
 
     wait_for_world(2)
     for _ in range(losses):
@@ -353,7 +353,7 @@ def test_a_node_that_has_left_comes_back_with_the_same_command(nodes: Nodes) -> 
     assert left.code == 75, nodes.story()
     nodes.wait_until_said(head, "rank 0 continues after step")
     again = nodes.start(*other.args[: other.args.index("--secret-file")])
-    nodes.wait_until_said(head, "rank 1 on", "rank 2 on", "is back: 3 ranks go on", within_s=40)
+    nodes.wait_until_said(head, "rank 1 on", "rank 2 on", "is back: 3 ranks continue", within_s=40)
     nodes.wait_until_said(again, "the run has begun")
     stop(nodes, head, rows)
     (ended,) = nodes.finish(again, timeout_s=30)
@@ -365,7 +365,7 @@ def test_a_node_whose_launcher_was_killed_comes_back(nodes: Nodes) -> None:
     os.kill(other.pid, signal.SIGKILL)
     nodes.wait_until_said(head, "rank 0 continues after step")
     nodes.start(*other.args[: other.args.index("--secret-file")])
-    nodes.wait_until_said(head, "is back: 2 ranks go on", within_s=40)
+    nodes.wait_until_said(head, "is back: 2 ranks continue", within_s=40)
     stop(nodes, head, rows)
 
 
