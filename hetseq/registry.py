@@ -184,8 +184,6 @@ def check_address(name: str) -> None:
         return
     if attribute and attribute not in bound.names:
         raise _no_such_name(place, attribute, bound.classes)
-    if not attribute and not bound.may_make_classes:
-        raise _not_one_task(place, [])
 
 
 def check_user_dir(user_dir: str | None) -> None:

@@ -22,7 +22,6 @@ class BoundNames:
     names: frozenset[str]
     classes: tuple[str, ...]  # of these, by a class statement or by an import
     may_have_more: bool  # names that its syntax does not show
-    may_make_classes: bool  # other ones than by a class statement
 
 
 def bound_names(module: ast.Module) -> BoundNames:
@@ -35,12 +34,10 @@ def bound_names(module: ast.Module) -> BoundNames:
     names = {*defined, *imported, *(function.name for function in functions), *_names_in(top)}
     everywhere = list(ast.walk(module))
     names.update(name for node in everywhere if isinstance(node, ast.Global) for name in node.names)
-    calls = any(isinstance(node, ast.Call) for node in top) or any(node.decorator_list for node in functions)
     return BoundNames(
         frozenset(names),
         (*defined, *(name for name in imported if name[:1].isupper())),
         may_have_more=any(alias.name == "*" for alias in aliases) or any(map(_is_hidden_way, everywhere)),
-        may_make_classes=bool(defined) or calls or any(isinstance(node, ast.Global) for node in everywhere),
     )
 
 

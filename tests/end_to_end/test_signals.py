@@ -327,7 +327,9 @@ def test_a_worker_whose_device_fails_is_replaced_by_another_process(tmp_path: Pa
     with start_trial(words, tmp_path / "run") as trial:
         finished = trial.finish()
     assert finished.code == 0, finished.err
-    story = r"rank 1 on \S+: its device failed \(CUDA error: an illegal memory access was encountered\): 2 ranks continue"
+    story = (
+        r"rank 1 on \S+: its device failed \(CUDA error: an illegal memory access was encountered\): 2 ranks continue"
+    )
     assert re.search(story, finished.err)
     assert "Traceback" not in finished.err
     assert "AcceleratorError: CUDA error" in (tmp_path / "run" / "log" / "rank-1.txt").read_text()

@@ -67,17 +67,3 @@ def test_a_name_inside_a_function_or_a_class_is_none_of_the_file(source: str) ->
 )
 def test_a_file_that_may_bind_names_out_of_sight_says_so(source: str) -> None:
     assert bound_names(ast.parse(source)).may_have_more
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("", False),
-        ("import torch\nx = 1\ndef f():\n    return g()", False),
-        ("class Mine: pass", True),
-        ("Mine = make()", True),
-        ("@make\ndef mine(): pass", True),
-    ],
-)
-def test_whether_a_file_may_make_classes(source: str, expected: bool) -> None:
-    assert bound_names(ast.parse(source)).may_make_classes == expected
