@@ -25,6 +25,7 @@ from typing import Any
 import figures
 import random_images
 import workloads
+from bar_chart import Bar, picture
 from ranks import Ranks, Timing, there_and_back
 
 #: fewest samples of a step, and most of a micro-batch; a machine whose steps are too short with them takes more
@@ -56,6 +57,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--batch", type=int, help="samples of a step (default: for steps of 500 ms)")
     parser.add_argument("--change", action="store_true", help="slow the last rank down 3 times more at the end")
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="write the last case as bars, an SVG file")
     parser.add_argument("--no-pin", action="store_true", help="let the system choose the cores")
     arguments = parser.parse_args(words)
     if min(arguments.rounds, arguments.steps, arguments.batch or 1) < 1:
@@ -106,7 +108,10 @@ def main() -> None:
             say(row)
     print()
     print(figures.table(HEADS, [cells(row) for row in rows]))
-    print(figures.json_line("het", vars(arguments), rows))
+    settings = {name: value for name, value in vars(arguments).items() if name != "chart"}
+    print(figures.json_line("het", settings, rows))
+    if arguments.chart is not None:
+        arguments.chart.write_text(drawn(rows[-1]), encoding="utf-8")
 
 
 def measure(model: str, ratio: tuple[float, ...], folder: Path, arguments: argparse.Namespace) -> Case:
@@ -206,6 +211,18 @@ def evaluate(case: Case) -> dict[str, Any]:
 def slowest(timings: Sequence[Timing]) -> Timing:
     """Of the ranks of a run, the one that took longest."""
     return max(timings, key=lambda timing: timing.wall_s)
+
+
+def drawn(row: dict[str, Any]) -> str:
+    """The picture of README: what the ranks reach together, of what they reach one by one at the same time."""
+    slowed = " and ".join(f"one slowed down {factor:g} times" if factor != 1 else "a rank" for factor in row["factors"])
+    bars = [
+        Bar("equal shares", row["equal_of_busy"].median),
+        Bar("HetSeq", row["auto_of_busy"].median, is_own=True),
+        Bar("sum of the machines", 1.0),
+    ]
+    note = f"{row['model']}, {row['n']} rounds in turn, medians: python bench/het.py"
+    return picture(f"Samples per second: {slowed}, together", bars, note)
 
 
 HEADS = (

@@ -249,7 +249,15 @@ def test_python_on_a_page_is_python(page: Path) -> None:
 def test_the_manual_shows_the_files_that_are_tested() -> None:
     shown = snippets(everything())
     there = {name_of(path) for path in (ROOT / "docs" / "examples").rglob("*") if path.suffix in (".py", ".yaml")}
-    assert shown == there - {"docs/examples/compare.py", "docs/examples/kill_worker.py"}  # which are only used
+    only_used = {"docs/examples/compare.py", "docs/examples/kill_worker.py"}
+    assert shown == there - only_used - {"docs/examples/circle.py"}, "which README shows"
+
+
+def test_readme_shows_its_task_as_it_is() -> None:
+    (block,) = (one for one in blocks((ROOT / "README.md").read_text(encoding="utf-8")) if one.language == "python")
+    code = (ROOT / "docs" / "examples" / "circle.py").read_text(encoding="utf-8")
+    assert code.endswith("\n".join(block.lines) + "\n")
+    assert len([line for line in block.lines if line.strip()]) <= 15
 
 
 def test_each_example_has_its_command_in_its_file_and_on_their_page() -> None:
