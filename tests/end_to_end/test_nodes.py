@@ -304,7 +304,10 @@ def test_in_a_directory_heads_may_die_in_turn_after_a_worker_of_theirs(nodes: No
     other, rows = nodes.start(*words, *other_words), run / "metrics.jsonl"
 
     def wait_for_world(size: int) -> None:
-        nodes.wait_until(lambda: rows.exists() and read_rows(rows)[-1]["world_size"] == size, f"{size} ranks")
+        def look() -> bool:
+            return rows.exists() and [row["world_size"] for row in read_rows(rows)][-1:] == [size]
+
+        nodes.wait_until(look, f"{size} ranks")
 
     def returns() -> int:
         return sum(node.err.count("is back: 2 ranks continue") for node in (head, other))
