@@ -203,9 +203,11 @@ def test_what_one_host_finds_by_itself_ends_the_other_with_its_words(nodes: Node
     good = write_idx(nodes.folder / "data", train=60, test=4)
     for at, data in ((0, good), (1, nodes.folder / "missing")):
         lab.start_one(nodes, at, place, "--data", data, "--save-dir", nodes.folder / "run", rank=at)
-    for ended in nodes.finish():
-        check_end(nodes, ended, EXIT_USAGE, "labB", str(nodes.folder / "missing"))
+    ends = nodes.finish()
+    for ended in ends:
+        check_end(nodes, ended, EXIT_USAGE, str(nodes.folder / "missing"))
         assert "labA" not in ended.message
+    assert "labB" in ends[0].message, "on the other host"
 
 
 @pytest.mark.nightly
