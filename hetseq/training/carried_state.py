@@ -25,7 +25,7 @@ _VALUES = {"item", "tolist", "numpy", "equal", "allclose", "__bool__", "__float_
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TensorPlace:
     """An entry of an attribute of a module, or of the task."""
 
     holder: str
@@ -34,13 +34,13 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldTensor:
     """A tensor in its place; `version` counts the writes into it."""
 
     tensor: torch.Tensor
     version: int | None
 
-    def is_as_in(self, before: _Held | None) -> bool:
+    def is_as_in(self, before: _HeldTensor | None) -> bool:
         return before is not None and self.tensor is before.tensor and self.version == before.version
 
 
@@ -50,7 +50,7 @@ class CarriedState:
     def __init__(self, task: object, model: torch.nn.Module) -> None:
         self._holders = _holders(task, model)
         self._constant = {_storage(parameter) for parameter in model.parameters()}
-        self._written: dict[_Place, tuple[_Held, torch.Tensor]] = {}  # by the last forward, with the values
+        self._written: dict[_TensorPlace, tuple[_HeldTensor, torch.Tensor]] = {}  # by the last forward, with the values
         self.found: list[str] = []
 
     @contextmanager
@@ -75,9 +75,9 @@ class CarriedState:
             if _storage(held.tensor) not in self._constant
         }
 
-    def _look(self) -> dict[_Place, _Held]:
+    def _look(self) -> dict[_TensorPlace, _HeldTensor]:
         return {
-            _Place(holder, attribute, entry): _Held(tensor, _version(tensor))
+            _TensorPlace(holder, attribute, entry): _HeldTensor(tensor, _version(tensor))
             for holder, attributes in self._holders
             for attribute, value in attributes().items()
             for entry, tensor in _tensors(value)
