@@ -215,14 +215,14 @@ def slowest(timings: Sequence[Timing]) -> Timing:
 
 def drawn(row: dict[str, Any]) -> str:
     """The picture of README: what the ranks reach together, of what they reach one by one at the same time."""
-    slowed = " and ".join(f"one slowed down {factor:g} times" if factor != 1 else "a rank" for factor in row["factors"])
+    names = ["a worker" if factor == 1 else f"one slowed down {factor:g} times" for factor in row["factors"]]
     bars = [
         Bar("equal shares", row["equal_of_busy"].median),
         Bar("HetSeq", row["auto_of_busy"].median, is_own=True),
         Bar("sum of the machines", 1.0),
     ]
     note = f"{row['model']}, {row['n']} rounds in turn, medians: python bench/het.py"
-    return picture(f"Samples per second: {slowed}, together", bars, note)
+    return picture(f"Samples per second of {' and '.join(names)}, together", bars, note)
 
 
 HEADS = (
