@@ -56,16 +56,16 @@ def live(group: Group, save_dir: str, arguments: list[str], task_class: type[Tas
         session = begin(group, save_dir, arguments, task_class, recorder)
         controller = session.controller
         life.first_step = controller.state.position.step
-        take = controller.train_step
+        take = controller.step
 
         def watched() -> Any:
-            result = take()
+            result = yield from take()
             life.losses.append(result.loss)
             life.buffers.append({name: b.detach().clone() for name, b in controller.replica.model.named_buffers()})
             life.gathered.append(group.bytes_reduced)
             return result
 
-        controller.train_step = watched  # type: ignore[method-assign]
+        controller.step = watched  # type: ignore[method-assign]
         controller.fit()
         life.parameters = flat(controller.replica.model)
     except HetSeqError as error:
