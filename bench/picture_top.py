@@ -1,10 +1,10 @@
-"""The picture of README: `hetseq top` while a node is killed and comes back, as an animated SVG of a real run.
+"""README's picture: `hetseq top` while a node is killed and comes back, as an animated SVG of a real run.
 
     python bench/picture_top.py [--output docs/top.svg]
 
 Two nodes on this machine, with two workers and one, all of unequal speed (`--throttle`), train in a temporary folder.
-The script looks at the run as `hetseq top` does, kills all processes of the second node, starts that again, and goes on
-until its worker takes part. Each look that differs from the one before is a frame. The nodes have names of their own
+The script watches the run as `hetseq top` does, kills all processes of the second node, restarts it, and continues
+until its worker takes part. Each view that differs from the one before is a frame. The nodes have their own host names
 where namespaces are allowed (`unshare -ru`).
 """
 
@@ -47,7 +47,7 @@ text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill
 
 @dataclass(frozen=True)
 class Frame:
-    """What was on the screen from a moment on."""
+    """The screen from a moment on."""
 
     at_s: float
     typed: str
@@ -55,7 +55,7 @@ class Frame:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Record, write, and say how large it is."""
+    """Record, write, and print the size."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "top.svg")
     arguments = parser.parse_args(words)
@@ -71,7 +71,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 class Nodes:
-    """The two launchers, each in a session of its own, so that all its processes can be killed at once."""
+    """The two launchers, each in its own session, so that all its processes can be killed at once."""
 
     def __init__(self, run: Path) -> None:
         self._words = [*WORDS, "--distributed-init-method", f"file://{run.parent / 'meeting'}", "--save-dir", str(run)]
@@ -96,7 +96,7 @@ class Nodes:
         process.wait()
 
     def close(self) -> None:
-        """End what still runs."""
+        """End the remaining processes."""
         for process in self._started:
             self.kill(process)
 
@@ -128,14 +128,14 @@ def record(run: Path) -> list[Frame]:
 
 
 class Frames:
-    """What `hetseq top` shows, look by look; `typed` is what was typed in another terminal."""
+    """The successive screens of `hetseq top`; `typed` is the command typed in another terminal."""
 
     def __init__(self, run: Path) -> None:
         self._run, self._look, self._begin_s = run, Lookout(run), time.monotonic()
         self.typed, self._frames = "", list[Frame]()
 
     def watch_for(self, seconds: float) -> None:
-        """Look twice a second."""
+        """Refresh twice a second."""
         for _ in range(round(seconds / LOOK_S)):
             lines = view(self._run, self._look.signs(), self._look, width=COLUMNS, height=ROWS).lines
             if not self._frames or (self._frames[-1].typed, self._frames[-1].lines) != (self.typed, lines):
@@ -164,7 +164,7 @@ def newest(run: Path) -> int:
 
 
 def generations(run: Path) -> int:
-    """How many changes of its workers the run has been through."""
+    """The number of membership changes so far."""
     events = run / "events.jsonl"
     rows = map(json.loads, events.read_text().splitlines()) if events.exists() else ()
     return sum(row["event"] == "generation" for row in rows)
@@ -174,7 +174,7 @@ def generations(run: Path) -> int:
 
 
 def drawn(frames: Sequence[Frame]) -> str:
-    """An SVG that shows each frame for as long as it stood, and begins again."""
+    """An SVG that shows each frame for its duration, in a loop."""
     width, height = round(COLUMNS * CHARACTER + 2 * EDGE), (ROWS + 3) * LINE + 2 * EDGE
     lasts_s = frames[-1].at_s
     parts, rules = [], []
@@ -196,14 +196,14 @@ def drawn(frames: Sequence[Frame]) -> str:
     still = "@media (prefers-reduced-motion: reduce) { g { animation: none !important; } #f0 { visibility: visible; } }"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-        ' role="img" aria-label="hetseq top: a worker is killed, the others go on, and it comes back">'
+        ' role="img" aria-label="hetseq top: a worker is killed, the others continue, and it comes back">'
         f"<style>{STYLE}{''.join(rules)}{still}</style>"
         f'<rect width="{width}" height="{height}" rx="8" fill="#0d1117"/>{"".join(parts)}</svg>\n'
     )
 
 
 def kind_of(row: int, line: str) -> str:
-    """The class of a line, by what it says."""
+    """The class of a line, by its text."""
     if line.startswith("$ "):
         kind = "typed"
     elif row == 1:
