@@ -1,9 +1,9 @@
-"""README and manual as tests see them: pages, their fenced blocks, and the commands in those.
+"""README and manual for tests: pages, their fenced blocks, and the commands in those.
 
-A shell block (```console or ```bash) is run by a test unless it has a title, which says to the reader where or when it
-is meant: on another machine, in another terminal. In a `console` block lines with `$ ` are commands and the rest is
-what they print; in a `bash` block every line is a command. A command that ends in `&` goes on beside the next ones, as
-the nodes of a run do, until `wait`.
+A test runs each shell block (```console or ```bash) unless it has a title, which tells the reader where or when it
+applies: on another machine, in another terminal. In a `console` block lines with `$ ` are commands and the rest is
+their output; in a `bash` block every line is a command. A command that ends in `&` keeps running beside the next ones,
+like the nodes of a run, until `wait`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SHELLS = ("console", "bash", "sh", "shell")
 #: what a test knows how to run
 PROGRAMS = ("hetseq", "python", "wait")
-#: stands in commands for the folder of real data
+#: placeholder in commands for the folder of real data
 DATA = "DIR"
-#: stands in commands for the folder in which a reader types them
+#: placeholder in commands for the reader's current folder
 HERE = "$PWD"
 #: where the nodes of this machine meet in commands; a test takes a port that is free
 MEETING = "127.0.0.1:29400"
@@ -45,7 +45,7 @@ class Block:
         return re.search(r'title="[^"]+"', self.info) is not None
 
     def commands(self) -> list[str]:
-        """The commands of a shell block, without comments; a line that ends in a backslash goes on in the next."""
+        """The commands of a shell block, without comments; a line that ends in a backslash continues in the next."""
         found, goes_on = [], False
         for line in self.lines:
             if goes_on:
@@ -62,12 +62,12 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """README.md, everything that the manual shows, and the page of the examples."""
+    """README.md, every page of the manual, and the page of the examples."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), ROOT / "examples" / "README.md"]
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """The fenced blocks of a page in order; those in a list stand further in, and are given without that."""
+    """The fenced blocks of a page in order; blocks in a list are returned without their indentation."""
     lines = text.splitlines()
     at = 0
     while at < len(lines):
@@ -96,7 +96,7 @@ def neither_run_nor_excused(text: str) -> list[str]:
             found += [] if commands else [f"line {block.line}: a block without a command"]
             kinds = ["wait" if command == "wait" else goes_on_beside(command) for command in commands]
             if True in kinds and "wait" not in kinds[kinds.index(True) :]:
-                found.append(f"line {block.line}: a command goes on beside the others, and nothing waits for it")
+                found.append(f"line {block.line}: a command keeps running beside the others, and nothing waits for it")
     return found
 
 
