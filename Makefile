@@ -61,11 +61,12 @@ soak: $(VENV)/.installed-dev  ## kills for eight hours, with an eye on memory an
 gpu: $(VENV)/.installed-dev  ## whether HetSeq works on a GPU, with the tests marked gpu; DEVICE=cpu: what needs none
 	$(PY) bench/gpu_check.py --device $(DEVICE) --budget 1200 $(if $(ONLY),--only $(ONLY))
 
-check: $(VENV)/.installed-dev  ## format, lint, types, floors
+check: $(VENV)/.installed-dev  ## format, lint, types, floors, plain English
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-logo
+	$(PY) -m pytest --quiet tests/unit/house/test_plain_english.py
 
 format: $(VENV)/.installed-dev  ## what of `make check` can be repaired by itself
 	$(PY) -m ruff check --fix .

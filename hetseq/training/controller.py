@@ -65,7 +65,7 @@ class Halt(enum.Enum):
 
     ENDED = "all is done"
     STOPPED = "a rank was asked to stop"
-    LEAVING = "this rank goes, and others go on"
+    LEAVING = "this rank leaves, the others continue"
     CHANGING = "other ranks go, or wait to be taken in"
 
 
