@@ -170,7 +170,8 @@ def test_a_section_that_crashes_hangs_or_leaves_processes_behind_fails_and_the_n
     checkout: Checkout, code: str, cause: str
 ) -> None:
     checkout.change(FACTS, START, START + code)
-    checkout.change("bench/gpu_check.py", 'Section("facts", 20', 'Section("facts", 4')
+    if "a nap" in code:  # the others end by themselves, and have the time that a busy machine needs
+        checkout.change("bench/gpu_check.py", 'Section("facts", 20', 'Section("facts", 4')
     ended = checkout.run("--only", "facts", "nccl")
     assert (ended.code, ended.sections["facts"]["result"]) == (1, "failed")
     assert ended.sections["facts"]["cause"].startswith(cause)

@@ -133,6 +133,14 @@ class MeetingAttempt:
                 logger.warning("some files are left in %s: %s", self._chain.store.path, error)
 
 
+@dataclass(frozen=True)
+class Patience:
+    """How long a launcher searches, and how much later than possible it replaces a dead head (`decide`)."""
+
+    timeout_s: float = 120.0
+    head_start_s: float = 0.0
+
+
 def find_attempt(
     path: Path,
     key: bytes,
@@ -140,8 +148,7 @@ def find_attempt(
     listen: Listen,
     name: str = "run",
     answers: Answers | None = None,
-    timeout_s: float = 120.0,
-    head_start_s: float = 0.0,
+    patience: Patience = Patience(),
     now: Callable[[], float] = time.monotonic,
     sleep: Sleep = time.sleep,
 ) -> MeetingAttempt:
@@ -149,10 +156,10 @@ def find_attempt(
 
     `listen` is called at most once, only when this launcher tries to become head; if another one wins (`is_head` is
     false), the caller closes that port. `answers` saves waiting for the heartbeat of a head on another machine.
-    Attempts with different names are independent. `head_start_s`: see `leader_election.decide`. Raises RendezvousError
-    if the directory cannot be used, or after `timeout_s` without a result.
+    Attempts with different names are independent. Raises RendezvousError if the directory
+    cannot be used, or after `patience.timeout_s` without a result.
     """
-    deadline_s = now() + timeout_s
+    deadline_s = now() + patience.timeout_s
     endpoint: list[tuple[str, int]] = []
 
     def listen_once() -> tuple[str, int]:
@@ -164,7 +171,7 @@ def find_attempt(
         try:
             place = find_place(path)
             chain = _Chain(SharedDirectory.open(place, key), key, f"attempt-{name}", now)
-            return _DirectorySearch(chain, listen_once, answers, head_start_s).run(deadline_s, sleep)
+            return _DirectorySearch(chain, listen_once, answers, patience.head_start_s).run(deadline_s, sleep)
         except DirectoryGone:  # a run that ends removes an empty directory that it made
             if now() >= deadline_s:
                 raise

@@ -36,7 +36,7 @@ from hetseq.cluster.rendezvous.channel import (
     VersionMismatch,
     connect,
 )
-from hetseq.cluster.rendezvous.file_rendezvous import MeetingAttempt, find_attempt, find_place, leave_note
+from hetseq.cluster.rendezvous.file_rendezvous import MeetingAttempt, Patience, find_attempt, find_place, leave_note
 from hetseq.cluster.rendezvous.file_store import OtherSecret
 from hetseq.cluster.rendezvous.interfaces import chosen_address, interfaces, is_loopback, outward_address
 from hetseq.cluster.rendezvous.leader_election import HEAD_START_S, LeaderRecord
@@ -351,8 +351,7 @@ class _Search:
                     listen=call.listen,
                     name=self._name,
                     answers=call.answers,
-                    timeout_s=max(0.0, self._deadline - self._calls.now()),
-                    head_start_s=head_start_s,
+                    patience=Patience(max(0.0, self._deadline - self._calls.now()), head_start_s),
                     now=self._calls.now,
                     sleep=self._calls.pause,
                 )
