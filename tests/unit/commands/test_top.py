@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 
 from hetseq import run_directory
-from hetseq.commands.top import Lookout, parse, run, view
+from hetseq.commands.top import parse, run
 from hetseq.errors import ConfigError
 from hetseq.monitor.advice import AdviceSetting
+from hetseq.monitor.lookout import Lookout
+from hetseq.monitor.run_view import view
 from hetseq.monitor.status import RunStatus, read_facts
 from hetseq.run.after_step import StatusFiles
 from hetseq.run_directory import RunDirectory

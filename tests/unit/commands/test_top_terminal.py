@@ -133,9 +133,9 @@ def test_a_terminal_that_is_gone_ends_the_view(watched: Watched) -> None:
 def test_a_window_of_another_size_is_filled(watched: Watched) -> None:
     fcntl.ioctl(watched.terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 12, 40, 0, 0))
     watched.screen = b""
-    watched.shows(b"seen")
+    watched.shows(b"state")
     watched.screen = b""
-    watched.shows(b"seen")  # a whole picture of the new size
+    watched.shows(b"state")  # a whole picture of the new size
     assert b"labA/cpu" not in watched.screen  # the column of names has no room
     os.write(watched.controller, b"q")
     assert watched.ends() == 0
