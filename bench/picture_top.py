@@ -31,7 +31,7 @@ from hetseq.monitor.lookout import Lookout
 from hetseq.monitor.run_view import view
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS, ROWS = 92, 16
+COLUMNS, ROWS = 92, 15
 LOOK_S, BEFORE_S, GONE_S, AFTER_S, MOST_S = 0.5, 4.0, 4.0, 4.0, 90.0
 CHARACTER, LINE, EDGE = 8.4, 19, 14  # pixels of a 14 px monospaced font
 WORDS = shlex.split(
@@ -41,7 +41,7 @@ WORDS = shlex.split(
 OWN = {"labA": ["--distributed-rank", "0", "--distributed-gpus", "2"], "labB": ["--distributed-rank", "2"]}
 STYLE = """
 text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #d6dbe1; white-space: pre; }
-.head, .pace { fill: #ffffff; font-weight: bold; } .dim, .other { fill: #8b949e; } .bad { fill: #ff7b72; }
+.head, .pace { fill: #ffffff; font-weight: bold; } .dim, .rest { fill: #8b949e; } .bad { fill: #ff7b72; }
 .typed, .good, .loss { fill: #7ee787; } .slow, .wait { fill: #e3b341; } .compute { fill: #58a6ff; }
 .data { fill: #d2a8ff; } .speed { fill: #56d4dd; }
 """

@@ -30,7 +30,7 @@ _LIVE_S, _PLAIN_S, _LEAST_S = 1.0, 10.0, 0.1
 #: the look of each kind of text; rich leaves colours out where NO_COLOR is set
 _STYLES = {
     "head": "bold", "dim": "bright_black", "good": "green", "slow": "yellow", "bad": "bold red", "pace": "bold",
-    "compute": "blue", "data": "magenta", "other": "bright_black", "wait": "yellow", "loss": "green", "speed": "cyan",
+    "compute": "blue", "data": "magenta", "rest": "bright_black", "wait": "yellow", "loss": "green", "speed": "cyan",
 }  # fmt: skip
 
 COMMAND = Command(

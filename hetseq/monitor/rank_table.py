@@ -30,7 +30,7 @@ _LEAST_NAME = 8  # fewest characters of a shortened name that is still useful
 _BAR, _LEAST_BAR, _USUAL_BAR, _MOST_BAR = "step", 10, 20, 40
 _NARROW = 70  # characters of a terminal, below which the bars are short
 #: a bar's parts in its order: the character, and the kind
-_BAR_PARTS = (("█", "compute"), ("▓", "data"), ("▒", "other"), ("░", "wait"))
+_BAR_PARTS = (("█", "compute"), ("▓", "data"), ("▒", "rest"), ("░", "wait"))
 _STATE_KINDS = {
     "train": "good", "done": "good", "slow": "slow", "stopped": "slow", "silent": "slow", "gone": "bad", "dead": "bad",
 }  # fmt: skip
@@ -380,7 +380,8 @@ def _bars(summary: RankSummary, chosen: Sequence[int], width: int) -> list[Line]
 
 def _bar_head(width: int) -> Line:
     """The meaning of the parts of a bar, as far as there is room."""
-    for shown in (_BAR_PARTS, (_BAR_PARTS[0], _BAR_PARTS[-1])):
+    compute, data, rest, wait = _BAR_PARTS
+    for shown in ((compute, data, rest, wait), (compute, data, wait), (compute, wait)):
         words = [f"{character} {kind}" for character, kind in shown]
         if len(" ".join(words)) <= width:
             pieces = [piece for word, (_, kind) in zip(words, shown) for piece in ((" ", ""), (word, kind))][1:]

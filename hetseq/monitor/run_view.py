@@ -67,7 +67,7 @@ def view(
     """
     name = run.resolve().name
     start = look.start() if all(sign.told.get("state") == "start" for sign in signs) else None
-    if start is not None and not signs:
+    if not signs:
         return _starting(name, start, width)
     teller = look.teller(list(signs))
     facts = None if teller is None else teller.facts
@@ -104,9 +104,9 @@ def view(
 # starting and regrouping
 
 
-def _starting(name: str, start: Start, width: int) -> View:
+def _starting(name: str, start: Start | None, width: int) -> View:
     """The view before any rank has reported."""
-    if start.is_lost:
+    if start is None or start.is_lost:
         ending = "the run ended before its first step: the output of `hetseq train` and log/rank-N.txt say why"
         return View(tuple(cut(line, width) for line in _wrapped([(f"{name}  {ending}", "bad")], width)), ending)
     return View(tuple(_wrapped([(_start_line(name, start, start.loaded), "head")], width)), None)
@@ -309,7 +309,7 @@ class _Extras:
 
 def _extras(look: Lookout, width: int, *, spare: float, ranks: int, without: Row | None) -> _Extras:
     """Curves, incidents and blank lines; `spare` lines are free for them and for the ranks."""
-    room = min(max(spare - ranks, (spare + ranks) // _PART_OF_EXTRAS), spare - 1)
+    room = min(max(spare - ranks, spare // _PART_OF_EXTRAS), spare - 1)
     curves = _curves(look, width)
     curves = curves[: int(max(0, min(room, len(curves))))]
     room -= len(curves)

@@ -7,7 +7,6 @@ and not compared.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
@@ -15,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from hetseq.monitor.report.charts import Curve, line_chart, number
-from hetseq.monitor.report.page import document, section, table
+from hetseq.monitor.report.charts import Curve, line_chart
+from hetseq.monitor.report.page import document, duration, section, table, time_axis
 from hetseq.monitor.report.recorded import Floats, Integers, RecordedRun
 
 #: keys for the place of a run, which do not change its numbers
@@ -27,6 +26,7 @@ _OF_THE_SAMPLES = (
     "data_by_host",
 )  # fmt: skip
 _OF_THE_BATCH = ("max_sentences", "update_freq", "distributed_world_size")
+_ALIKE = 0.02  # of a speed: less is noise
 _ROUNDING = 1e-3  # of a loss; equal curves in fp32 have been seen 6e-4 apart for some steps
 
 
@@ -46,6 +46,8 @@ class Comparison:
     validations: tuple[tuple[str, str, int, float, float], ...]
     #: (key, of the first, of the second)
     options: tuple[tuple[str, str, str], ...]
+    #: in the common steps with a time in both: seconds of the first run and of the second, samples of both
+    _common: tuple[float, float, float, float] | None = None
 
     @property
     def largest(self) -> tuple[float, int] | None:
@@ -54,6 +56,30 @@ class Comparison:
             return None
         place = int(np.argmax(np.abs(self.difference)))
         return abs(float(self.difference[place])), int(self.steps[place])
+
+    @property
+    def seconds(self) -> tuple[float, float] | None:
+        """The time in the common steps that have a time in both runs; None if there is no such step."""
+        return None if self._common is None else (self._common[0], self._common[1])
+
+    @property
+    def speed_up(self) -> float | None:
+        """The samples per second of the second run over those of the first, in the common steps."""
+        if self._common is None:
+            return None
+        one_s, other_s, samples, others = self._common
+        return others / other_s / (samples / one_s)
+
+    def headline(self) -> str:
+        """Which run is faster, and how much; empty if that is unknown."""
+        if self.speed_up is None or self.seconds is None:
+            return ""
+        names, ratio = names_of_both(self), self.speed_up
+        times = " and ".join(f"{duration(seconds)} for {name}" for seconds, name in zip(self.seconds, names))
+        if abs(ratio - 1) < _ALIKE:
+            return f"{names[0]} and {names[1]} are equally fast: {times}"
+        fast, slow = reversed(names) if ratio > 1 else names
+        return f"{fast} is {max(ratio, 1 / ratio):.2f} times as fast as {slow}: {times}"
 
     def sentence(self) -> str:
         """The result as one line."""
@@ -80,22 +106,42 @@ def compare(first: RecordedRun, second: RecordedRun) -> Comparison:
         first, second, common[is_known], difference[is_known],
         (len(first.steps) - len(common), len(second.steps) - len(common)),
         tuple(_validations(first, second)), tuple(_options(first.config, second.config)),
+        _common_times(first, second, at, other),
     )  # fmt: skip
+
+
+def _common_times(
+    first: RecordedRun, second: RecordedRun, at: Integers, other: Integers
+) -> tuple[float, float, float, float] | None:  # fmt: skip
+    """Seconds and samples of the steps at these places, as far as both runs have both."""
+    numbers = np.array([first.seconds[at], second.seconds[other], first.samples[at], second.samples[other]])
+    is_known = (np.isfinite(numbers) & (numbers > 0)).all(axis=0)
+    if not is_known.any():
+        return None
+    one_s, other_s, samples, others = numbers[:, is_known].sum(axis=1).tolist()
+    return one_s, other_s, samples, others
 
 
 def comparison_page(found: Comparison) -> str:
     """The comparison as the text of an HTML file."""
-    names = _names(found)
-    curves = [
-        Curve(name, run.steps, run.loss, place)
-        for place, (name, run) in enumerate(zip(names, (found.first, found.second)))
-    ]
+    names, runs = names_of_both(found), (found.first, found.second)
+    scale, time_title = time_axis(max(float(run.elapsed_s[-1]) if len(run.steps) else 0.0 for run in runs))
+    by_step, by_time = (
+        [
+            Curve(name, x, run.loss, place, is_dashed=place > 0)
+            for place, (name, run, x) in enumerate(zip(names, runs, places))
+        ]
+        for places in ([run.steps for run in runs], [run.elapsed_s / scale for run in runs])
+    )
+    headline = found.headline()
     parts = [
         f"<h1>{escape(names[0])} and {escape(names[1])}</h1>",
         f'<p class="soft">{escape(str(found.first.path))}<br>{escape(str(found.second.path))}</p>',
+        f'<p class="headline">{escape(headline)}</p>' if headline else "",
         f"<p><b>{escape(_capital(found.sentence()))}.</b></p>",
         "".join(f"<p>{escape(line)}</p>" for line in _remarks(found)),
-        line_chart("Loss", curves, unit="nats"),
+        line_chart("Loss", by_step, unit="nats"),
+        line_chart("Loss by time", by_time, unit="nats", x_title=time_title),
         line_chart(
             f"Difference of the losses, {names[1]} minus {names[0]}",
             [Curve("difference", found.steps, found.difference, 3)], unit="nats",
@@ -118,9 +164,8 @@ def _remarks(found: Comparison) -> list[str]:
     for run, alone in zip((found.first, found.second), found.alone):
         if alone:
             remarks.append(f"{_counted(alone, 'step', 'steps')} only in {run.path.name}, not compared.")
-    seconds = [float(run.elapsed_s[-1]) if len(run.steps) else math.nan for run in (found.first, found.second)]
-    if all(second > 0 for second in seconds):
-        remarks.append(f"Time in steps: {number(round(seconds[0], 3))} s and {number(round(seconds[1], 3))} s.")
+    if found.seconds is not None:
+        remarks.append("Times are those of the common steps, without validations and pauses.")
     has_batch = all(run.config.get("global_batch_size") for run in (found.first, found.second))
     deciding = _OF_THE_SAMPLES if has_batch else (*_OF_THE_SAMPLES, *_OF_THE_BATCH)
     others = [key for key, _, _ in found.options if key in deciding]
@@ -162,7 +207,7 @@ def _text(options: Mapping[str, Any], key: str) -> str:
     return "(absent)" if key not in options else "null" if options[key] is None else str(options[key])
 
 
-def _names(found: Comparison) -> tuple[str, str]:
+def names_of_both(found: Comparison) -> tuple[str, str]:
     """The names of the runs: the last folder, or the whole path if both have the same."""
     one, other = found.first.path, found.second.path
     return (one.name, other.name) if one.name != other.name else (str(one), str(other))
