@@ -34,7 +34,7 @@ _BAR_PARTS = (("█", "compute"), ("▓", "data"), ("▒", "rest"), ("░", "wai
 _STATE_KINDS = {
     "train": "good", "done": "good", "slow": "slow", "stopped": "slow", "silent": "slow", "gone": "bad", "dead": "bad",
 }  # fmt: skip
-_HELD_UP = 0.1  # of a step
+_HELD_UP = 0.2  # of a step
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def is_held_up(summary: RankSummary) -> bool:
     """Whether the rank that sets the pace makes the others wait for a notable part of a step."""
     if summary.pace is None or not summary.step_s:
         return False
-    others = np.delete(summary.wait_s, summary.pace)
+    others = np.delete(np.where(summary.share > 0, summary.wait_s, np.nan), summary.pace)  # those with work
     others = others[~np.isnan(others)]
     return bool(len(others)) and float(np.median(others)) > _HELD_UP * summary.step_s
 

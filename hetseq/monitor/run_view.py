@@ -133,7 +133,7 @@ def _regrouping(teller: Teller | None, states: dict[int, str], look: Lookout) ->
     who = "the others resume"
     if isinstance(ranks, list):
         who = f"{len(ranks)} {'rank resumes' if len(ranks) == 1 else 'ranks resume'}"
-    ago = f" {_lasting(ago_s)} ago" if math.isfinite(ago_s) else ""
+    ago = f" {_ago(ago_s)}" if math.isfinite(ago_s) else ""
     return [f"{story}{ago}; {who} from step {event.get('step')}"], event
 
 
@@ -221,12 +221,12 @@ def _who(sign: RankSign) -> str:
 
 
 def _summary(signs: Sequence[RankSign], facts: RunFacts | None) -> RankSummary:
-    """The medians, or before the first step only the shares."""
+    """The medians; without them only the shares, as far as they are known."""
     if facts is not None and facts.summary is not None:
         return facts.summary
     here = [sign for sign in signs if sign.told.get("pid") is not None] or signs
     row = {
-        "shares": [sign.told.get("share") or 0 for sign in here],
+        "shares": [math.nan if (share := sign.told.get("share")) is None else share for sign in here],
         "slots": [sign.slot for sign in here],
         "ranks": {"names": [sign.name for sign in here]},
     }
@@ -355,7 +355,7 @@ def _incidents(look: Lookout, width: int, without: Row | None) -> Iterator[list[
     for event in reversed(told[-_MOST_INCIDENTS:]):
         found = incident_of(event)
         ago_s = look.since(event)
-        when = f"{_lasting(ago_s)} ago, " if math.isfinite(ago_s) else ""
+        when = f"{_ago(ago_s)}, " if math.isfinite(ago_s) else ""
         step = f"step {found.step}: " if found.step else ""
         lines = textwrap.wrap(
             _CODE.sub("", f"{when}{step}{found.what}"), max(width, 1), subsequent_indent="  "[: width - 1]
@@ -378,6 +378,10 @@ def _speed(samples_per_s: float) -> str:
 
 def _three(number: float) -> str:
     return f"{number:,.0f}" if 100 <= abs(number) < 1e6 else f"{number:.3g}"
+
+
+def _ago(seconds: float) -> str:
+    return "just now" if seconds < 1 else f"{_lasting(seconds)} ago"
 
 
 def _lasting(seconds: float) -> str:

@@ -48,7 +48,8 @@ font-variant-numeric:tabular-nums}.bars text.name{fill:var(--ink)}.grid{stroke:v
 i.pale{opacity:.4}.mark{stroke:var(--soft);stroke-dasharray:3 3}
 .line{fill:none;stroke-width:1.6;stroke-linejoin:round;vector-effect:non-scaling-stroke}.pale{opacity:.4}
 .line.dashed{stroke-width:2.2;stroke-dasharray:7 6}
-i.dashed{background:repeating-linear-gradient(90deg,currentColor 0 .25em,transparent .25em .55em)!important}
+i.dashed{background:repeating-linear-gradient(90deg,currentColor 0 .25em,transparent .25em .55em)!important;
+width:1.35em!important}
 .line.c0{stroke:var(--c0)}.line.c1{stroke:var(--c1)}.line.c2{stroke:var(--c2)}.line.c3{stroke:var(--c3)}
 .line.c4{stroke:var(--c4)}.line.c5{stroke:var(--c5)}.line.c6{stroke:var(--c6)}.line.c7{stroke:var(--c7)}
 .fill.c0{fill:var(--c0)}.fill.c1{fill:var(--c1)}.fill.c2{fill:var(--c2)}.fill.c3{fill:var(--c3)}

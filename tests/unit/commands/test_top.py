@@ -196,7 +196,10 @@ def changed(told: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from ({**told, key: inner} for inner in changed(value))
 
 
-def test_whatever_a_status_file_says_there_are_lines_without_commands_for_the_terminal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_drawn", [True, False])
+def test_whatever_a_status_file_says_there_are_lines_without_commands_for_the_terminal(
+    tmp_path: Path, *, is_drawn: bool
+) -> None:
     gang(tmp_path, 2)
     status = told(8, 2)
     status.saved(7, 1.75)
@@ -205,7 +208,7 @@ def test_whatever_a_status_file_says_there_are_lines_without_commands_for_the_te
     for number, text in enumerate([*texts, "", "{", "null", "[]", "\0", texts[0][:90]]):
         path.write_text(text)
         os.utime(path, ns=(number, number))
-        lines = shown(tmp_path, width=60, height=24).split("\n")
+        lines = shown(tmp_path, width=60, height=24, is_drawn=is_drawn).split("\n")
         assert len(lines) <= 24, text
         assert max(map(len, lines)) <= 60, text
         assert "".join(lines).isprintable(), text
@@ -487,6 +490,9 @@ def test_ranks_that_regroup_are_shown_with_what_was_lost_and_never_with_zeros(
     assert "step 8  epoch 1  loss 0.003906" in lines[0]
     assert [line.split()[2:4] for line in lines if "/cpu  " in line and "train" in line] == [["30", "33%"]] * 2
     assert "rank 1 on labB was killed 2 s ago; 2 ranks resume from step 8" in lines
+    look = Lookout(tmp_path, wall=lambda: AFTER - 2)
+    lines = view(tmp_path, look.signs(), look, width=120, is_drawn=is_drawn).lines
+    assert "rank 1 on labB was killed just now; 2 ranks resume from step 8" in lines
     assert not any("ago, step 8" in line for line in lines)  # and not twice
 
 
@@ -522,7 +528,9 @@ def test_a_run_that_starts_is_waited_for(tmp_path: Path) -> None:
         assert seen.ending is None
     for slot in range(3):
         write(run_, slot, state="start", share=None)
-    assert drawn(run_, look).lines[0] == "digits  starting: 3 of 3 ranks have loaded, 12 s"
+    seen = drawn(run_, look)
+    assert seen.lines[0] == "digits  starting: 3 of 3 ranks have loaded, 12 s"
+    assert [line.split()[2] for line in seen.lines if "/cpu" in line] == ["-"] * 3  # no share yet, which is not 0
     said: list[str] = []
     assert run([str(run_), "--once"], said.append) == 0
     assert "starting: 3 of 3 ranks have loaded" in said[0]
@@ -545,3 +553,28 @@ def test_of_a_run_that_has_ended_no_time_is_left(tmp_path: Path) -> None:
     assert seen.lines[-1] == "the run has ended: finished after step 8"
     assert not any("ETA" in line for line in seen.lines)
     assert kinds_of(seen, "finished") == {"good"}
+
+
+def test_whatever_rows_and_events_say_there_is_a_view(tmp_path: Path) -> None:
+    write(tmp_path, 0, run={})
+    write(tmp_path, 1)
+    rows = [*changed(step_row(2, slots=(0, 2)))]
+    events = [
+        *changed({**KILLED, "generation": 5}),
+        *changed({"event": "resume", "path": "x", "refused": [], "step": 2}),
+    ]
+    for number in range(max(len(rows), len(events))):
+        one, event = rows[number % len(rows)], events[number % len(events)]
+        (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(step_row(1))}\n{json.dumps(one)}\n")
+        (tmp_path / "events.jsonl").write_text(f"{json.dumps(event)}\n")
+        lines = drawn(tmp_path, width=60, height=24).lines
+        assert len(lines) <= 24, (one, event)
+        assert max(map(len, lines)) <= 60, (one, event)
+        assert "".join(lines).isprintable(), (one, event)
+
+
+def test_a_directory_without_ranks_or_launcher_is_refused(tmp_path: Path) -> None:
+    launched(tmp_path)
+    (tmp_path / ".lock").write_text("")
+    with pytest.raises(ConfigError, match="is not a run that has started: its status/ has no rank"):
+        run([str(tmp_path), "--once"], print)
