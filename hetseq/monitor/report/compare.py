@@ -1,4 +1,4 @@
-"""Comparison of two runs: the difference of their curves and of their configurations.
+"""Comparison of a run with others: the difference of their curves and of their configurations.
 
 Pure: two `RecordedRun`s go in, facts and a page come out. The one idea: runs are compared step by step, because step k
 of both took the same samples if they had the same data, seed and global batch. Steps that only one run has are counted
@@ -74,7 +74,7 @@ class Comparison:
         """Which run is faster, and how much; empty if that is unknown."""
         if self.speed_up is None or self.seconds is None:
             return ""
-        names, ratio = names_of_both(self), self.speed_up
+        names, ratio = names_of(self.first, self.second), self.speed_up
         times = " and ".join(f"{duration(seconds)} for {name}" for seconds, name in zip(self.seconds, names))
         if abs(ratio - 1) < _ALIKE:
             return f"{names[0]} and {names[1]} are equally fast: {times}"
@@ -122,9 +122,10 @@ def _common_times(
     return one_s, other_s, samples, others
 
 
-def comparison_page(found: Comparison) -> str:
-    """The comparison as the text of an HTML file."""
-    names, runs = names_of_both(found), (found.first, found.second)
+def comparison_page(*found: Comparison) -> str:
+    """The comparison as the text of an HTML file; several are of the same first run with others."""
+    runs = (found[0].first, *(one.second for one in found))
+    names = names_of(*runs)
     scale, time_title = time_axis(max(float(run.elapsed_s[-1]) if len(run.steps) else 0.0 for run in runs))
     by_step, by_time = (
         [
@@ -133,30 +134,47 @@ def comparison_page(found: Comparison) -> str:
         ]
         for places in ([run.steps for run in runs], [run.elapsed_s / scale for run in runs])
     )
-    headline = found.headline()
+    title = f"{', '.join(names[:-1])} and {names[-1]}"
     parts = [
-        f"<h1>{escape(names[0])} and {escape(names[1])}</h1>",
-        f'<p class="soft">{escape(str(found.first.path))}<br>{escape(str(found.second.path))}</p>',
-        f'<p class="headline">{escape(headline)}</p>' if headline else "",
-        f"<p><b>{escape(_capital(found.sentence()))}.</b></p>",
-        "".join(f"<p>{escape(line)}</p>" for line in _remarks(found)),
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="soft">{"<br>".join(escape(str(run.path)) for run in runs)}</p>',
+        *(f'<p class="headline">{escape(line)}</p>' for one in found if (line := one.headline())),
+        *(f"<p><b>{escape(_capital(line))}.</b></p>" for line in sentences(*found)),
+        "".join(f"<p>{escape(line)}</p>" for line in dict.fromkeys(line for one in found for line in _remarks(one))),
         line_chart("Loss", by_step, unit="nats"),
         line_chart("Loss by time", by_time, unit="nats", x_title=time_title),
-        line_chart(
-            f"Difference of the losses, {names[1]} minus {names[0]}",
-            [Curve("difference", found.steps, found.difference, 3)], unit="nats",
+        *(
+            line_chart(
+                f"Difference of the losses, {name} minus {names[0]}",
+                [Curve("difference", one.steps, one.difference, 3)], unit="nats",
+            )
+            for name, one in zip(names[1:], found)
         ),
     ]  # fmt: skip
+    for name, one in zip(names[1:], found):
+        parts += _tables(one, names[0], name, of_whom=f": {names[0]} and {name}" if len(found) > 1 else "")
+    return document(title, "".join(parts))
+
+
+def sentences(*found: Comparison) -> list[str]:
+    """The result of each comparison as one line, with the name of the second run if there are several."""
+    names = names_of(found[0].first, *(one.second for one in found))[1:]
+    return [f"{name}: {one.sentence()}" if len(found) > 1 else one.sentence() for name, one in zip(names, found)]
+
+
+def _tables(found: Comparison, first: str, second: str, *, of_whom: str) -> list[str]:
+    """The last validations, and the options that differ."""
     rows = [
         [subset, name, f"{step:,}", f"{one:.6g}", f"{other:.6g}", f"{other - one:.3g}"]
         for subset, name, step, one, other in found.validations
     ]
-    heads = ["subset", "figure", ">step", f">{names[0]}", f">{names[1]}", ">difference"]
-    parts.append(section("The last validation that both have", table(heads, rows) if rows else ""))
-    rows = [list(row) for row in found.options]
-    options = table(["option", f"*{names[0]}", f"*{names[1]}"], rows) if rows else "<p>None.</p>"
-    parts.append(section("Options that differ", options))
-    return document(f"{names[0]} and {names[1]}", "".join(parts))
+    heads = ["subset", "figure", ">step", f">{first}", f">{second}", ">difference"]
+    options = [list(row) for row in found.options]
+    differing = table(["option", f"*{first}", f"*{second}"], options) if options else "<p>None.</p>"
+    return [
+        section(f"The last validation that both have{of_whom}", table(heads, rows) if rows else ""),
+        section(f"Options that differ{of_whom}", differing),
+    ]
 
 
 def _remarks(found: Comparison) -> list[str]:
@@ -207,10 +225,10 @@ def _text(options: Mapping[str, Any], key: str) -> str:
     return "(absent)" if key not in options else "null" if options[key] is None else str(options[key])
 
 
-def names_of_both(found: Comparison) -> tuple[str, str]:
-    """The names of the runs: the last folder, or the whole path if both have the same."""
-    one, other = found.first.path, found.second.path
-    return (one.name, other.name) if one.name != other.name else (str(one), str(other))
+def names_of(*runs: RecordedRun) -> list[str]:
+    """The names of the runs: the last folder, or the whole path if two have the same."""
+    names = [run.path.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
 
 
 def _size(run: RecordedRun) -> str:

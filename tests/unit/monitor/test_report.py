@@ -465,8 +465,8 @@ def test_two_runs_are_told_apart_on_the_terminal_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "expected RUN [RUN2], found none"),
-        (["a", "b", "c"], "found a b c"),
+        ([], "expected RUN [RUN2] [RUN3] [RUN4], found none"),
+        (["a", "b", "c", "d", "e"], "found a b c d e"),
         (["a", "--out", "x"], "unknown option --out"),
         (["a", "--output"], "--output has no value: expected --output FILE"),
         (["a", "--output=/"], "is a folder"),
@@ -483,6 +483,27 @@ def test_a_run_is_not_compared_with_itself(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(ConfigError, match="are the same directory: expected two runs to compare"):
         run([str(path), str(tmp_path / "link")], print)
+
+
+def test_several_runs_are_compared_with_the_first(tmp_path: Path) -> None:
+    said: list[str] = []
+    first, second, third = (
+        str(timed(tmp_path / name, seconds).path) for name, seconds in (("a", 1.0), ("b", 2.0), ("c", 0.5))
+    )
+    assert run([first, second, third], said.append) == 0
+    assert said[:2] == [f"{name}: all losses are equal in 4 common steps; 0 options differ" for name in "bc"]
+    page = (tmp_path / "a" / "comparison.html").read_text()
+    Reading(page)
+    assert re.findall('class="headline">([^:]*):', page) == [
+        "a is 2.00 times as fast as b", "c is 2.00 times as fast as a",
+    ]  # fmt: skip
+    by_time = page[page.index("Loss by time <span") :].partition("</figure>")[0]
+    assert [by_time.count(f'<path class="line {kind}"') for kind in ("c0", "c1 dashed", "c2 dashed")] == [1, 1, 1]
+    assert "Options that differ: a and c" in page
+    with pytest.raises(ConfigError, match="are the same directory"):
+        run([first, second, second], print)
+    with pytest.raises(ConfigError, match="nowhere does not exist"):
+        run([first, second, "nowhere"], print)
 
 
 def test_a_place_that_cannot_be_written_is_named_with_a_remedy(tmp_path: Path) -> None:
