@@ -195,8 +195,9 @@ def drawn_table(summary: RankSummary, chosen: Sequence[int], *, width: int, sign
     columns = _columns_that_fit(columns, width)
     rest = sum(_GAP + column.width for column in columns if column.head != _BAR)
     bar_width = min(_MOST_BAR, width - rest)
+    title = _title(summary)
     lines: list[Line] = [
-        ((_title(summary), "dim"),),
+        ((title if len(title) <= width else title.partition(";")[0], "dim"),),
         _drawn_line(columns, [((c.head, "dim"),) for c in columns], bar_width),
     ]
     bars = _bars(summary, chosen, bar_width)

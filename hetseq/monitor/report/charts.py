@@ -47,7 +47,8 @@ margin-right:.4em;border-radius:2px;vertical-align:-.05em;background:currentColo
 font-variant-numeric:tabular-nums}.bars text.name{fill:var(--ink)}.grid{stroke:var(--rule)}.band{fill:var(--band)}
 i.pale{opacity:.4}.mark{stroke:var(--soft);stroke-dasharray:3 3}
 .line{fill:none;stroke-width:1.6;stroke-linejoin:round;vector-effect:non-scaling-stroke}.pale{opacity:.4}
-.line.dashed{stroke-width:2.2;stroke-dasharray:7 6}
+.line.d1{stroke-width:2.2;stroke-dasharray:7 6}.line.d2{stroke-width:2.2;stroke-dasharray:4 9;stroke-dashoffset:-8}
+.line.d3{stroke-width:3;stroke-dasharray:2 11;stroke-dashoffset:-3}
 i.dashed{background:repeating-linear-gradient(90deg,currentColor 0 .25em,transparent .25em .55em)!important;
 width:1.35em!important}
 .line.c0{stroke:var(--c0)}.line.c1{stroke:var(--c1)}.line.c2{stroke:var(--c2)}.line.c3{stroke:var(--c3)}
@@ -69,7 +70,7 @@ class Curve:
     colour: int = 0
     has_dots: bool = False
     is_pale: bool = False  # behind a curve that matters more
-    is_dashed: bool = False  # so that an equal curve behind it can be seen
+    dash: int = 0  # 1 to 3: another pattern each, so that equal curves behind it can be seen
     is_named: bool = True  # in the legend
 
 
@@ -246,7 +247,7 @@ def number(value: float) -> str:
 
 
 def _style(curve: Curve) -> str:
-    return f"c{curve.colour}{' pale' * curve.is_pale}{' dashed' * curve.is_dashed}"
+    return f"c{curve.colour}{' pale' * curve.is_pale}{f' dashed d{curve.dash}' if curve.dash else ''}"
 
 
 def _known(curve: Curve) -> tuple[Floats, Floats]:

@@ -7,14 +7,14 @@ and not compared.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 import numpy as np
 
-from hetseq.monitor.report.charts import Curve, line_chart
+from hetseq.monitor.report.charts import Curve, line_chart, number
 from hetseq.monitor.report.page import document, duration, section, table, time_axis
 from hetseq.monitor.report.recorded import Floats, Integers, RecordedRun
 
@@ -58,11 +58,6 @@ class Comparison:
         return abs(float(self.difference[place])), int(self.steps[place])
 
     @property
-    def seconds(self) -> tuple[float, float] | None:
-        """The time in the common steps that have a time in both runs; None if there is no such step."""
-        return None if self._common is None else (self._common[0], self._common[1])
-
-    @property
     def speed_up(self) -> float | None:
         """The samples per second of the second run over those of the first, in the common steps."""
         if self._common is None:
@@ -72,10 +67,14 @@ class Comparison:
 
     def headline(self) -> str:
         """Which run is faster, and how much; empty if that is unknown."""
-        if self.speed_up is None or self.seconds is None:
+        if self.speed_up is None or self._common is None:
             return ""
         names, ratio = names_of(self.first, self.second), self.speed_up
-        times = " and ".join(f"{duration(seconds)} for {name}" for seconds, name in zip(self.seconds, names))
+        one_s, other_s, samples, others = self._common
+        measured = [duration(one_s), duration(other_s)]
+        if samples != others:  # the same steps of other sizes: their times say nothing
+            measured = [f"{number(float(f'{speed:.4g}'))} samples/s" for speed in (samples / one_s, others / other_s)]
+        times = " and ".join(f"{text} for {name}" for text, name in zip(measured, names))
         if abs(ratio - 1) < _ALIKE:
             return f"{names[0]} and {names[1]} are equally fast: {times}"
         fast, slow = reversed(names) if ratio > 1 else names
@@ -128,10 +127,7 @@ def comparison_page(*found: Comparison) -> str:
     names = names_of(*runs)
     scale, time_title = time_axis(max(float(run.elapsed_s[-1]) if len(run.steps) else 0.0 for run in runs))
     by_step, by_time = (
-        [
-            Curve(name, x, run.loss, place, is_dashed=place > 0)
-            for place, (name, run, x) in enumerate(zip(names, runs, places))
-        ]
+        [Curve(name, x, run.loss, place, dash=place) for place, (name, run, x) in enumerate(zip(names, runs, places))]
         for places in ([run.steps for run in runs], [run.elapsed_s / scale for run in runs])
     )
     title = f"{', '.join(names[:-1])} and {names[-1]}"
@@ -139,8 +135,8 @@ def comparison_page(*found: Comparison) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="soft">{"<br>".join(escape(str(run.path)) for run in runs)}</p>',
         *(f'<p class="headline">{escape(line)}</p>' for one in found if (line := one.headline())),
-        *(f"<p><b>{escape(_capital(line))}.</b></p>" for line in sentences(*found)),
-        "".join(f"<p>{escape(line)}</p>" for line in dict.fromkeys(line for one in found for line in _remarks(one))),
+        *(f"<p><b>{escape(line if len(found) > 1 else _capital(line))}.</b></p>" for line in sentences(*found)),
+        *(f"<p>{escape(line)}</p>" for line in _all_remarks(found, names[1:])),
         line_chart("Loss", by_step, unit="nats"),
         line_chart("Loss by time", by_time, unit="nats", x_title=time_title),
         *(
@@ -177,12 +173,19 @@ def _tables(found: Comparison, first: str, second: str, *, of_whom: str) -> list
     ]
 
 
+def _all_remarks(found: Sequence[Comparison], names: Sequence[str]) -> list[str]:
+    """The remarks on each comparison, with the name of the second run if there are several."""
+    if len(found) == 1:
+        return _remarks(found[0])
+    return [f"{name}: {line}" for name, one in zip(names, found) for line in _remarks(one)]
+
+
 def _remarks(found: Comparison) -> list[str]:
     remarks = []
     for run, alone in zip((found.first, found.second), found.alone):
         if alone:
             remarks.append(f"{_counted(alone, 'step', 'steps')} only in {run.path.name}, not compared.")
-    if found.seconds is not None:
+    if found.speed_up is not None:
         remarks.append("Times are those of the common steps, without validations and pauses.")
     has_batch = all(run.config.get("global_batch_size") for run in (found.first, found.second))
     deciding = _OF_THE_SAMPLES if has_batch else (*_OF_THE_SAMPLES, *_OF_THE_BATCH)

@@ -438,6 +438,7 @@ def test_the_course_of_loss_and_speed_is_drawn_where_it_fits(tmp_path: Path) -> 
     wide = [" ".join(line.split()) for line in drawn(tmp_path).lines]
     assert "loss 0.5 █▇▆▅▄▃▂▁ 0.00391 samples/s 180 ▁▁▁▁▁▁▁▁ 180" in wide
     narrow = drawn(tmp_path, width=40).lines
+    assert "ranks: medians of 5 steps" in narrow  # and not a part of the words behind it
     assert "loss 0.5 █▇▆▅▄▃▂▁ 0.00391" in narrow
     assert "samples/s 180 ▁▁▁▁▁▁▁▁ 180" in narrow
     assert not any("▁" in line for line in drawn(tmp_path, height=8).lines)

@@ -330,7 +330,7 @@ def timed(path: Path, seconds: float, *, samples: int = 60, steps: int = 4) -> R
         (0.5, 60, "b is 3.00 times as fast as a: 6.0 s for a and 2.0 s for b"),
         (4.5, 60, "a is 3.00 times as fast as b: 6.0 s for a and 18.0 s for b"),
         (1.51, 60, "a and b are equally fast: 6.0 s for a and 6.0 s for b"),
-        (3.0, 120, "a and b are equally fast: 6.0 s for a and 12.0 s for b"),  # for twice the samples
+        (3.0, 120, "a and b are equally fast: 40 samples/s for a and 40 samples/s for b"),
     ],
 )
 def test_the_headline_of_two_runs_is_which_is_faster(
@@ -355,10 +355,10 @@ def test_equal_curves_are_both_seen_by_step_and_by_time(tmp_path: Path) -> None:
     assert by_time is not None
     for figure in (by_step.group(), by_time.group()):
         assert '<path class="line c0" ' in figure
-        assert '<path class="line c1 dashed" ' in figure
+        assert '<path class="line c1 dashed d1" ' in figure
     assert "by seconds in steps" in by_time.group()
     assert (1000.0, 500.0) in places(by_time.group())  # the slow one ends last
-    assert max(x for x, _ in places(by_time.group().partition('"line c1 dashed"')[0])) == 428.6  # of 1.5 to 12 s
+    assert max(x for x, _ in places(by_time.group().partition('"line c1 dashed d1"')[0])) == 428.6  # of 1.5 to 12 s
 
 
 def test_equal_runs_are_called_equal_and_strangers_strangers(tmp_path: Path) -> None:
@@ -498,7 +498,7 @@ def test_several_runs_are_compared_with_the_first(tmp_path: Path) -> None:
         "a is 2.00 times as fast as b", "c is 2.00 times as fast as a",
     ]  # fmt: skip
     by_time = page[page.index("Loss by time <span") :].partition("</figure>")[0]
-    assert [by_time.count(f'<path class="line {kind}"') for kind in ("c0", "c1 dashed", "c2 dashed")] == [1, 1, 1]
+    assert [by_time.count(f'<path class="line {kind}"') for kind in ("c0", "c1 dashed d1", "c2 dashed d2")] == [1, 1, 1]
     assert "Options that differ: a and c" in page
     with pytest.raises(ConfigError, match="are the same directory"):
         run([first, second, second], print)
