@@ -31,9 +31,9 @@ pytestmark = pytest.mark.slow
 #: pages whose commands other tests of this folder and `make tour` run in about the same words; nightly
 SHOWN_ELSEWHERE = {
     "examples/README.md": "test_examples",
-    "docs/coming.md": "test_migration",
-    "docs/failures.md": "tests/tour.py",
-    "docs/doctor.md": "test_doctors",
+    "docs/concepts/compared.md": "test_migration",
+    "docs/guides/fault-tolerance.md": "tests/tour.py",
+    "docs/guides/doctor.md": "test_doctors",
 }
 
 #: a run directory of real data, by its name in the manual
@@ -92,7 +92,7 @@ def test_the_commands_of_a_page_succeed(page: Path, reader: Reader) -> None:
     for number, command in enumerate(commands_of(page)):
         if not needs_data(command):
             reader.types(command, is_cold=page == ROOT / "README.md" and number == 0)
-    if page.name == "custom-task.md":
+    if page.name == "own-model.md":
         assert accuracy(reader.checkout / "runs" / "spirals") > 0.95
 
 

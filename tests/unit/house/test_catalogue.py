@@ -13,7 +13,7 @@ from hetseq.errors import CODES, HetSeqError, codes_in, plain, text_of
 from tests.support.docs import ROOT, blocks
 from tests.unit.house.test_messages import holds, parts, templates
 
-PAGE = ROOT / "docs" / "errors.md"
+PAGE = ROOT / "docs" / "reference" / "errors.md"
 #: in a string of the source, or behind `slug =`
 _CODE = re.compile(r" \[([a-z]+(?:-[a-z]+)+)\]")
 

@@ -106,7 +106,9 @@ def test_a_block_in_a_list_is_a_block() -> None:
 
 
 def test_every_public_name_is_on_the_page_of_the_python_interface() -> None:
-    shown = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    shown = re.findall(
+        r"^::: ([\w.]+)$", (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     public = [f"hetseq.{name}" for name in hetseq.__all__ if name != "__version__"]
     assert sorted(shown) == sorted(public + [f"hetseq.nebula.{name}" for name in hetseq.nebula.__all__])
 
@@ -176,7 +178,7 @@ def test_the_words_are_few_and_each_has_one_meaning() -> None:
 
 
 def test_the_options_that_may_differ_between_nodes_are_those_of_the_code() -> None:
-    page = (ROOT / "docs" / "nodes.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guides" / "multi-node.md").read_text(encoding="utf-8")
     begin = page.index("## What may differ between nodes")
     table = [line for line in page[begin : page.index("\n## ", begin + 1)].splitlines() if line.startswith("|")]
     fields = [field for section in SECTIONS for field in dataclasses.fields(section)]
@@ -192,7 +194,7 @@ def test_every_dependency_has_its_reason() -> None:
     lists += re.findall(r'= \["([\w-]+)>=', project)
     names = {name for name in lists if name not in ("E", "W", "F", "setuptools")} & pinned()
     assert {"torch", "rich", "h5py", "ruff"} <= names
-    page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "dependencies.md").read_text(encoding="utf-8")
     assert [name for name in sorted(names) if re.search(rf"^\|.*\b{name}\b.*\|.*\|", page, re.M) is None] == []
 
 

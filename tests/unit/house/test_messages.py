@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.docs import ROOT, Block, blocks
 
-PAGE = ROOT / "docs" / "messages.md"
+PAGE = ROOT / "docs" / "reference" / "messages.md"
 #: the commands whose every refusal stands on the page, and what they have in common
 COMMANDS = (
     "config/command_line.py", "which_run.py", "commands/doctor/__init__.py", "commands/drop.py",
