@@ -17,7 +17,7 @@ _CUT_SHORT = ["--max-update", "4"]
 #: a folder of text that a reader brings: some pages of the manual
 _TEXT = "text"
 _TEXT_PAGES = (
-    "reference/messages", "concepts/hetseq-2020", "guides/network", "guides/multi-node", "guides/running",
+    "reference/errors", "concepts/hetseq-2020", "guides/network", "guides/multi-node", "guides/running",
 )  # fmt: skip
 
 
