@@ -72,6 +72,7 @@ format: $(VENV)/.installed-dev  ## what of `make check` can be repaired by itsel
 	$(PY) -m ruff format .
 
 docs: $(VENV)/.installed-dev docs/reference/options.md  ## the manual, into site/
+	$(PY) -m tests.manual --write
 	$(PY) -m mkdocs build --strict --quiet --site-dir site
 
 # committed, so that it can be read without installing anything; tests/unit/config/test_options.py holds it to the code

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from hetseq.monitor.tables import table
-from tests.support.docs import ROOT, SHELLS, Block, blocks, expanded
+from tests.support.docs import ROOT, SHELLS, Block, blocks
 from tests.support.reader import Reader
 
 PAGE = ROOT / "docs" / "start" / "tour.md"
@@ -36,7 +36,7 @@ def words_of(text: str) -> int:
     """What there is to read in a section, its files included, but not what commands print."""
     found = re.sub(r"```.*?```", "", text, flags=re.DOTALL).split()
     for block in blocks(text):
-        found += (" ".join(block.commands()) if block.language in SHELLS else expanded(block)).split()
+        found += " ".join(block.commands() if block.language in SHELLS else block.lines).split()
     return len(found)
 
 

@@ -47,9 +47,9 @@ def help_page(own: Iterable[type] = (), note: str = "") -> str:
 def markdown() -> str:
     """The page `docs/reference/options.md`."""
     lines = [
-        "# Options",
+        "<!-- from hetseq/config/sections.py by `make docs/reference/options.md` -->",
         "",
-        "Generated from `hetseq/config/sections.py` by `make docs/reference/options.md`; do not edit.",
+        "# Options",
         "",
         "Options are given as flags (`--max-sentences 32`), or in a YAML file named with `--config FILE` as"
         " `max_sentences: 32`. Flags win over the file, the file over the defaults. In names `-` and `_` are the same;"
