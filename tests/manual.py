@@ -28,7 +28,7 @@ _GUIDES = {
     "report": ("The report", "guides/monitor.md#the-report"),
     "doctor": ("hetseq doctor", "guides/doctor.md"),
     "top": ("Monitor a run", "guides/monitor.md"),
-    "drop": ("Leaving and coming", "guides/multi-node.md#leaving-and-coming"),
+    "drop": ("Leaving and coming", "guides/multi-node.md#elastic-training-leaving-and-coming"),
     "script": ("Slurm", "guides/slurm.md"),
     "ssh": ("Two PCs over ssh", "guides/two-pcs.md"),
     "selftest": ("Is it exact?", "start/own-model.md#is-it-exact"),

@@ -47,6 +47,8 @@ def help_page(own: Iterable[type] = (), note: str = "") -> str:
 def markdown() -> str:
     """The page `docs/reference/options.md`."""
     lines = [
+        "---\nsearch:\n  boost: 2\n---",
+        "",
         "<!-- from hetseq/config/sections.py by `make docs/reference/options.md` -->",
         "",
         "# Options",
