@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hetseq.config.command_line import Argument, Command
 from tests.support.docs import ROOT, Block, blocks, content_of, file_of, pages
 
 REFERENCE = ROOT / "docs" / "reference"
+_WIDEST = 96  # characters of a command on a page
 _GENERATED = "<!-- from the code by `make docs`; edit the `Command` in hetseq/ instead -->"
 #: command -> the page that shows its use
 _GUIDES = {
@@ -67,7 +69,7 @@ def _section(command: Command) -> Iterator[str]:
         yield ""
     for note in command.notes:
         yield from (_plain(note), "")
-    yield from ('```bash title="for example"', *command.examples, "```", "")
+    yield from ('```bash title="for example"', *map(_folded, command.examples), "```", "")
 
 
 def list_of_commands() -> str:
@@ -96,6 +98,11 @@ def list_of_commands() -> str:
         "[Exit codes](errors.md#exit-codes) are the same for all.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _folded(example: str) -> str:
+    """A command of several lines where it is longer than one."""
+    return " \\\n    ".join(textwrap.wrap(example, _WIDEST, break_long_words=False, break_on_hyphens=False))
 
 
 def _cell(text: str) -> str:

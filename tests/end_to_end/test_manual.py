@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -162,7 +161,7 @@ def asked(site: Path, script: str, folder: Path) -> dict[str, Any]:
     return answer
 
 
-def test_it_fetches_nothing_from_elsewhere(site: Path) -> None:
+def test_it_builds_strictly_and_fetches_nothing_from_elsewhere(site: Path) -> None:
     built = "\n".join(page.read_text(encoding="utf-8") for page in site.rglob("*.html"))
     assert re.findall(r'(?:src="|<link[^>]* href=")https?://[^"]+', built) == []
 
