@@ -21,7 +21,7 @@ from pathlib import Path
 
 from hetseq.cluster.membership.admission import why_ranks_do_not_fit
 from hetseq.cluster.membership.assignment import Assignment, InferenceJob
-from hetseq.cluster.membership.exit_status import TOO_EARLY, Ending, stopped
+from hetseq.cluster.membership.exit_status import TOO_EARLY, Ending, stopped, with_trace
 from hetseq.cluster.rendezvous.interfaces import interfaces
 from hetseq.config import dump_yaml
 from hetseq.config.byte_size import parse_size
@@ -270,7 +270,7 @@ def run_here(config: Config, errand: InferenceJob | None = None) -> Ending:
     with in_use(directory, logger.warning):
         placement = Assignment(0, devices[0], threads_per_worker(1))
         report = run_worker(config, directory, placement, stop, line=NoLauncher(begin), errand=errand)
-    return Ending(report["code"], report.get("message", ""))
+    return Ending(report["code"], with_trace(report.get("message", ""), placement.slot))
 
 
 def stopped_early(name: str, config: Config | None) -> Ending:
