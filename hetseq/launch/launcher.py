@@ -107,6 +107,7 @@ class Launcher:
         self._refusal = refusal  # why this node cannot take part; it joins only to tell the others
         self._config, self._devices, self._command, self._interface = config, devices, command, interface
         self._errand = errand  # the workers run it instead of training
+        self._begun_s = time.monotonic()
         self._member: Member | None = None
         self._directory: RunDirectory | None = None
         self._is_owner = False  # this launcher made and locked the run directory
@@ -319,6 +320,7 @@ class Launcher:
             self._placements[slot] = Assignment(
                 slot, device, threads, crew, host=member.address, sources=sources, name=name,
                 key=member.key_of(name), incarnation=incarnation(slot, starts), starts=starts, is_replacement=is_late,
+                begun_s=self._begun_s,
             )  # fmt: skip
             self._start_worker(self._placements[slot], self._pause)
         self._newest = membership.Record(0, tuple(incarnation(slot, 0) for slot in range(len(nodes))))

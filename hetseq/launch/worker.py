@@ -54,6 +54,7 @@ from hetseq.monitor.versions import gather_versions
 from hetseq.run import inference as sweep
 from hetseq.run.build import RankJob, build_session
 from hetseq.run.checkpointing import Saver
+from hetseq.run.closing import closing_lines
 from hetseq.run.fingerprint import rank_fields
 from hetseq.run.loaded_task import load_material
 from hetseq.run.regroup import KeptState, Regroup, succession_by
@@ -278,8 +279,8 @@ class _Life:
                 self._line.ready()
                 self.is_ready = True
             if generation.succession is None and session.controller.has_ended():
-                logger.info("nothing left to do: step %d was the last one", session.last_step)
                 session.close()
+                self._sum_up(session, start_s=None)
                 return {"code": EXIT_DONE}
             self._tell_versions(generation, session)
             differing = None
@@ -291,6 +292,8 @@ class _Life:
                     session.suspend()
                 if halt is not Halt.CHANGING:  # else `_succeed` suspends it, without waiting for a peer that dies now
                     session.close(has_failed=session.saver.last_error is not None)
+                if isinstance(report, dict) and report["code"] == EXIT_DONE:
+                    self._sum_up(session, start_s=time.monotonic() - self._placement.begun_s)
                 return report
             except ReplicasDiffer as error:
                 self._gone_back_to = _newest_to_go_back_to(session, error, self._gone_back_to)
@@ -306,6 +309,17 @@ class _Life:
             generation.session, generation.succession = None, None
             del session  # frees its tensors before new ones are created
             config = _as_for_a_restart(config)
+
+    def _sum_up(self, session: Session, *, start_s: float | None) -> None:
+        """Log the closing summary, below the last display of the steps."""
+        controller = session.controller
+        if controller.group.rank == 0:
+            self._metrics.close()
+            best = self._metrics.best()
+            for line in closing_lines(
+                self._config, controller.state, step=session.last_step, start_s=start_s, best=best
+            ):  # fmt: skip
+                logger.info(line)
 
     def _tell(self, generation: _Generation, session: Session) -> None:
         """Log why the run regrouped: once on the terminal, and in every log."""

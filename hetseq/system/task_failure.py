@@ -1,9 +1,9 @@
 """Failures of the user's code in a few lines: what was raised, where, for which sample or step.
 
 Decides which frames of a traceback are the user's: those outside HetSeq, torch, Python and installed packages, and of
-HetSeq those of its included tasks. An error in which no line of the user and no sample took part has no summary, so errors of
-HetSeq itself keep their whole traceback. The one idea: the code that knows the sample or the step notes it on the
-exception as it passes, and the process that ends because of it reads the note.
+HetSeq those of its included tasks. An error in which no line of the user and no sample took part has no summary, so
+errors of HetSeq itself keep their whole traceback. The one idea: the code that knows the sample or the step notes it
+on the exception as it passes, and the process that ends because of it reads the note.
 """
 
 from __future__ import annotations
