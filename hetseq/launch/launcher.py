@@ -57,6 +57,7 @@ from hetseq.launch.worker_processes import (
     warm_forkserver,
 )
 from hetseq.launch.worker_watch import WorkerWatch, may_go_on
+from hetseq.monitor.colour import tone_of, toned
 from hetseq.monitor.progress import takes_text
 from hetseq.run_directory import RunDirectory
 from hetseq.system.processes import ECHO_S, die_of_next_signal, first_stop_signal, ringing_on_signals
@@ -581,4 +582,4 @@ def _stop_early(name: str) -> None:
 def _tell(text: str) -> None:
     with suppress(OSError):  # neither stop for a reader that went away, nor wait for one that stopped
         if takes_text(sys.stderr, patience_s=_LOOK_S):
-            sys.stderr.write(f"{text}\n")
+            sys.stderr.write(f"{toned(text, tone_of(text), sys.stderr)}\n")

@@ -173,14 +173,14 @@ class Metrics:
             self._recorder.event(name, fields)
 
     def advise(self, advice: Sequence[Advice], *, step: int) -> None:
-        """Show `advice` after `step`; advice that is new is also logged and recorded as an event."""
+        """Show `advice` after `step`; advice that is new is also recorded as an event. It is a hint, so it is no log
+        record."""
         if self._progress is not None:
             self._progress.advice = tuple(one.text for one in advice)
         for one in advice:
             if one.key not in self._advised:
                 self._advised.add(one.key)
                 self.event("advice", step=step, about=one.key, text=one.text)
-                logger.warning("advice: %s", one.text)
 
     def close(self, *, deadline_s: float = _CLOSE_DEADLINE_S) -> None:
         """Write the queued rows, for `deadline_s` seconds at most, and end the display; may be called twice."""
