@@ -55,6 +55,7 @@ COMMANDS = {
     "script": ("hetseq.commands.script.command:run", "a batch script for Slurm, Grid Engine, PBS, LSF or HTCondor"),
     "ssh": ("hetseq.commands.ssh.command:run", "start a run on several hosts over ssh"),
     "selftest": ("hetseq.commands.selftest:run", "check whether your own task is exact on any shares"),
+    "completion": ("hetseq.commands.completion:run", "a script that completes commands and options in your shell"),
     "demo": ("hetseq.commands.demo:run", "watch unequal workers give the result of one machine, in a minute"),
 }
 
