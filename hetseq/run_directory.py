@@ -40,7 +40,7 @@ MARKER = "# HetSeq run configuration"
 _RUN_ID = re.compile(re.escape(MARKER) + r".*\brun id ([0-9a-f]{16})\b")
 _SUBDIRECTORIES = ("checkpoints", "log", "status", "tensorboard")
 _OUR_FILES = ("config.yaml", "metrics.jsonl", "events.jsonl", "checkpointHistories.csv", "report.html")
-#: names that do not make a folder somebody's: output and scripts of jobs, notes of file systems, checkpoints of 2020
+#: names that give a folder no other purpose: output and scripts of jobs, notes of file systems, checkpoints of 2020
 _BY_THE_WAY = (
     "*.out", "*.err", "*.log", "*.[oe][0-9]*", "*.p[oe][0-9]*", "*.OU", "*.ER", "log", "logs", "core", "core.[0-9]*",
     "*.sh", "*.sbatch", "*.slurm", "*.sge", "*.pbs", "*.lsf", "*.sub", "*.yaml", "*.yml",
