@@ -116,7 +116,7 @@ def main() -> None:
 
 def measure(model: str, ratio: tuple[float, ...], folder: Path, arguments: argparse.Namespace) -> Case:
     """One model at one ratio: a start from an unknown cluster, then rounds."""
-    cap = ["--max-sentences", str(SIZES[model][1])]
+    cap = ["--batch-size", str(SIZES[model][1])]
     slowed = ["--throttle", ",".join(f"{rank}:{factor:g}" for rank, factor in enumerate(ratio))]
     with Ranks(len(ratio), folder=folder / "ranks", model=model, is_pinned=not arguments.no_pin) as ranks:
         batch = arguments.batch or long_enough(ranks, model, ratio, folder)
@@ -140,7 +140,7 @@ def long_enough(ranks: Ranks, model: str, ratio: tuple[float, ...], folder: Path
     """Samples of a step that lasts at least `LEAST_STEP_S` at the summed speeds of the ranks, by the speed of one."""
     batch, cap = SIZES[model]
     work = workloads.prepare(model, folder / "trial", 8 * batch)
-    words = [*workloads.hetseq_words(work, batch), "--max-sentences", str(cap)]
+    words = [*workloads.hetseq_words(work, batch), "--batch-size", str(cap)]
     ranks.open("trial", [words], is_alone=True)
     speed = ranks.alone("trial", 0, settle=3, least_s=2.0).speed * sum(1 / factor for factor in ratio)
     while batch < LEAST_STEP_S * speed and (more := workloads.larger_batch(model, batch)):

@@ -38,7 +38,7 @@ WORDS = shlex.split(
     "--task mnist --cpu --throttle 0:2,1:3,2:6 --global-batch-size 479 --max-update 100000 --optimizer sgd --lr 0.02"
     " --lr-scheduler constant --dropout 0 --disable-validation --no-save --no-progress-bar --distributed-world-size 3"
 )
-OWN = {"labA": ["--distributed-rank", "0", "--distributed-gpus", "2"], "labB": ["--distributed-rank", "2"]}
+OWN = {"labA": ["--distributed-rank", "0", "--ranks", "2"], "labB": ["--distributed-rank", "2"]}
 STYLE = """
 text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; fill: #d6dbe1; white-space: pre; }
 .head, .pace { fill: #ffffff; font-weight: bold; } .dim, .rest { fill: #8b949e; } .bad { fill: #ff7b72; }

@@ -116,7 +116,7 @@ def training(folder: Path, factors: Sequence[float], balance: str, batch: int, s
     throttle = ",".join(f"{rank}:{SLOWED * factor:g}" for rank, factor in enumerate(factors))
     return [
         "train", "--task", f"{random_images.__file__}:RandomImageTask", "--cpu", "--global-batch-size", str(batch),
-        "--max-sentences", str(max(1, 3 * batch // 8)),  # half a step is cut unevenly: that tells the costs apart
+        "--batch-size", str(max(1, 3 * batch // 8)),  # half a step is cut unevenly: that tells the costs apart
         "--max-update", str(steps), "--distributed-world-size", str(len(factors)), "--throttle", throttle,
         "--balance", balance, "--optimizer", "sgd", "--lr", "0.01", "--disable-validation", "--no-save",
         "--log-format", "none", "--save-dir", str(folder),

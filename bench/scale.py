@@ -96,7 +96,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> None:
     world_size, batch = arguments.ranks, arguments.batch
     work = workloads.prepare(arguments.model, folder / "data", 16 * world_size * batch)
     # a share is one micro-batch, as under DDP, also where it comes out larger than the others'
-    cap = ["--max-sentences", str(2 * batch)]
+    cap = ["--batch-size", str(2 * batch)]
     ours = [*workloads.hetseq_words(work, world_size * batch), *cap, "--balance", arguments.balance]
     solo = [*workloads.hetseq_words(work, batch), *cap]
     rounds: list[dict[str, list[Timing]]] = []

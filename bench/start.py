@@ -109,7 +109,7 @@ def one_start(launchers: list[Launcher], folder: Path, number: int, arguments: a
     words = ["--task", str(TASK), "--cpu", "--global-batch-size", "16", "--max-update", "1", "--lr", "1e-3"]
     words += ["--disable-validation", "--no-save", "--log-format", "none", "--save-dir", str(run)]
     words += ["--secret-file", str(folder / "secret"), "--distributed-init-method", url]
-    words += ["--distributed-world-size", str(2 * arguments.workers), "--distributed-gpus", str(arguments.workers)]
+    words += ["--distributed-world-size", str(2 * arguments.workers), "--ranks", str(arguments.workers)]
     begin = time.monotonic()
     for place, launcher in enumerate(launchers):
         launcher.begin([*words, "--distributed-rank", str(place * arguments.workers)])

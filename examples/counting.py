@@ -4,7 +4,7 @@ It learns to count up and down, as in 7 8 9 0 1 or 2 1 0 9, in rows of 4 to 16 d
 would be a mean over the tokens of one micro-batch, and these are of unequal numbers. So the loss is the sum over the
 predicted tokens, and `count` says how many there are. The second digit is a coin toss: 94 % of all can be known.
 
-    hetseq train --task examples/counting.py:Counting --max-sentences 32 --max-epoch 5 --lr 0.003 --save-dir runs/counts
+    hetseq train --task examples/counting.py:Counting --batch-size 32 --max-epoch 5 --lr 0.003 --save-dir runs/counts
 """
 
 import torch

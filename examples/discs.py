@@ -2,7 +2,7 @@
 
 Two loss terms, each with its own count: every pixel belongs to a disc or not, but only some images have a disc.
 
-    hetseq train --task examples/discs.py:Discs --max-sentences 64 --max-epoch 5 --lr 0.005 --save-dir runs/discs
+    hetseq train --task examples/discs.py:Discs --batch-size 64 --max-epoch 5 --lr 0.005 --save-dir runs/discs
 """
 
 import torch

@@ -15,6 +15,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hetseq import __version__
@@ -33,7 +34,7 @@ _PATIENCE_S = 1.0  # with a terminal that accepts no output
 
 #: command -> address of its function, which receives the words and a function to print a line; and its purpose
 COMMANDS = {
-    "train": ("hetseq.cli:train", "train a task; `hetseq train --help` lists every option"),
+    "train": ("hetseq.cli:train", "train a task; `hetseq train --help-all` lists every option"),
     "evaluate": ("hetseq.commands.evaluate:run_evaluate", "evaluate a checkpoint of a run on a split"),
     "predict": (
         "hetseq.commands.evaluate:run_predict",
@@ -55,12 +56,13 @@ COMMANDS = {
     "script": ("hetseq.commands.script.command:run", "a batch script for Slurm, Grid Engine, PBS, LSF or HTCondor"),
     "ssh": ("hetseq.commands.ssh.command:run", "start a run on several hosts over ssh"),
     "selftest": ("hetseq.commands.selftest:run", "check whether your own task is exact on any shares"),
+    "completion": ("hetseq.commands.completion:run", "a script that completes commands and options in your shell"),
     "demo": ("hetseq.commands.demo:run", "watch unequal workers give the result of one machine, in a minute"),
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+def main(argv: Sequence[str] | None = None, *, save_dir: str | None = None) -> int:
+    """Run one command; returns the exit code. `save_dir`: the run directory of `train` without --save-dir."""
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"] and len(words) > 1:
         words = [words[1], "--help"]
@@ -81,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command: Callable[[Sequence[str], Callable[[str], None]], int]
         command = getattr(importlib.import_module(module), function)
+        if name == "train":
+            command = partial(train, save_dir=save_dir)
         return command(words[1:], _say)
     except options.HelpRequested as request:
         print(request.text, end="" if request.text.endswith("\n") else "\n")
@@ -114,12 +118,12 @@ def _versions() -> str:
     return f"hetseq {__version__} ({torch}, Python {platform.python_version()})"
 
 
-def train(argv: Sequence[str], say: Callable[[str], None]) -> int:
-    """`hetseq train`: the launcher of this node."""
+def train(argv: Sequence[str], say: Callable[[str], None], *, save_dir: str | None = None) -> int:
+    """`hetseq train`: the launcher of this node. `save_dir`: the run directory without --save-dir."""
     config: Config | None = None
     with interrupting_on_signals():
         try:
-            config = options.parse(argv)
+            config = options.parse(argv, save_dir=save_dir)
             ending = _run(config)
         except KeyboardInterrupt as signal:  # the launcher does not handle signals yet, or there is none
             from hetseq.launch.launch import stopped_early

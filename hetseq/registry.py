@@ -208,6 +208,11 @@ def is_included(kind: str, name: str) -> bool:
     return name in _INCLUDED[kind]
 
 
+def included_names(kind: str) -> tuple[str, ...]:
+    """The names that come with HetSeq."""
+    return tuple(_INCLUDED[kind])
+
+
 def is_address(name: str) -> bool:
     """Whether a task is given as `package.module:Class` or by a file."""
     return _split_address(name) is not None

@@ -16,6 +16,7 @@ import contextlib
 import datetime
 import errno
 import fcntl
+import fnmatch
 import json
 import logging
 import math
@@ -25,7 +26,7 @@ import re
 import secrets
 import socket
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
@@ -39,6 +40,13 @@ MARKER = "# HetSeq run configuration"
 _RUN_ID = re.compile(re.escape(MARKER) + r".*\brun id ([0-9a-f]{16})\b")
 _SUBDIRECTORIES = ("checkpoints", "log", "status", "tensorboard")
 _OUR_FILES = ("config.yaml", "metrics.jsonl", "events.jsonl", "checkpointHistories.csv", "report.html")
+#: names that give a folder no other purpose: output and scripts of jobs, notes of file systems, checkpoints of 2020
+_BY_THE_WAY = (
+    "*.out", "*.err", "*.log", "*.[oe][0-9]*", "*.p[oe][0-9]*", "*.OU", "*.ER", "log", "logs", "core", "core.[0-9]*",
+    "*.sh", "*.sbatch", "*.slurm", "*.sge", "*.pbs", "*.lsf", "*.sub", "*.yaml", "*.yml",
+    ".nfs*", ".fuse_hidden*", ".snapshot", ".snapshots", "lost+found", ".DS_Store",
+    "checkpoint*.pt", "checkpoint*.pt.tmp", ".lock", ".probe-*", ".mark-*", ".config.yaml.*",
+)  # fmt: skip
 _PROBE_BYTES = 8192
 _STATUS_INTERVAL_S = 1.0
 
@@ -392,31 +400,58 @@ def _probe(root: Path) -> int:
         raise _trouble(root, error) from error
 
 
-def _refuse_foreign(root: Path) -> None:
-    """Raise RunDirectoryError if something here could be overwritten or mistaken for ours; other files are fine."""
+def check_unused(path: str | os.PathLike[str], *, begins_anew: bool) -> None:
+    """Raise RunDirectoryError for a folder that is not of a run and holds files; reads only, takes no time.
+
+    `begins_anew`: the run loads no checkpoint (--resume none), and may begin beside checkpoints of 2020.
+    """
+    root = Path(os.path.abspath(path))
+    if not os.path.isdir(root) or _first_line(root / "config.yaml").startswith(MARKER):
+        return
+    _refuse_foreign(root)
     pickles = sorted(file.name for file in root.glob("checkpoint*.pt"))
-    if pickles:
+    if pickles and not begins_anew:
         raise RunDirectoryError(
             f"--save-dir {root} holds checkpoints of the HetSeq of 2020 ({_some(pickles)}): they are pickles, which can"
-            " run any code when loaded, so this HetSeq cannot resume from them. Choose another --save-dir"
+            " run any code when loaded, so this HetSeq cannot resume from them. Choose another --save-dir, or begin"
+            " anew beside them with --resume none"
         )
+
+
+def _refuse_foreign(root: Path) -> None:
+    """Raise RunDirectoryError if something here could be overwritten, or if the folder has another purpose."""
     # An empty folder is accepted: a job script may have run `mkdir -p RUN/log`.
     foreign = [name for name in _OUR_FILES if os.path.lexists(root / name)]
-    foreign += [
-        f"{name}/" for name in _SUBDIRECTORIES if os.path.lexists(root / name) and not _is_empty_folder(root / name)
-    ]
+    foreign += [f"{name}/" for name in _SUBDIRECTORIES if os.path.lexists(root / name) and not _is_unused(root / name)]
     if foreign:
         raise RunDirectoryError(
             f"--save-dir {root} holds {_some(foreign)}, but no config.yaml that begins with `{MARKER}`: files of"
             " another program would be overwritten. Choose another --save-dir, or move them away"
         )
+    others = [name for name in sorted(_names_in(root)) if not _is_by_the_way(name) and not _is_unused(root / name)]
+    if others:
+        shown = [f"{name}/" if os.path.isdir(root / name) else name for name in others]
+        raise RunDirectoryError(
+            f"--save-dir {root} is no run directory, and holds {_some(shown)}: a run needs a folder of its own. Choose"
+            f" another --save-dir, such as {root / 'runs' / 'first'}"
+        )
 
 
-def _is_empty_folder(path: Path) -> bool:
+def _is_by_the_way(name: str) -> bool:
+    """Whether a file is one that queues, shells and file systems leave where a job runs, or our own of this moment."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _BY_THE_WAY)
+
+
+def _is_unused(path: Path) -> bool:
+    """Whether this is a folder without files of interest."""
+    return os.path.isdir(path) and not path.is_symlink() and all(map(_is_by_the_way, _names_in(path, ["?"])))
+
+
+def _names_in(folder: Path, otherwise: Sequence[str] = ()) -> Sequence[str]:
     try:
-        return not path.is_symlink() and not os.listdir(path)
+        return os.listdir(folder)
     except OSError:
-        return False
+        return otherwise
 
 
 def _some(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""`python hetseq/train.py OPTIONS`, as in 2020: the same as `hetseq train OPTIONS`."""
+"""`python hetseq/train.py OPTIONS`, as in 2020: `hetseq train OPTIONS` with `checkpoints` as its run directory."""
 
 import sys
 from pathlib import Path
@@ -8,4 +8,4 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
     from hetseq.cli import main
 
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(main(["train", *sys.argv[1:]], save_dir="checkpoints"))

@@ -8,6 +8,7 @@ to date and ends with 1; with it they are written. docs/reference/options.md has
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +35,7 @@ _GUIDES = {
     "script": ("Slurm", "guides/slurm.md"),
     "ssh": ("Two PCs over ssh", "guides/two-pcs.md"),
     "selftest": ("Is it exact?", "start/own-model.md#is-it-exact"),
+    "completion": ("Completion in the shell", "guides/running.md#completion-in-the-shell"),
     "demo": ("A tour", "start/tour.md#a-demo"),
 }
 
@@ -110,7 +112,7 @@ def _cell(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.split()).replace("<", "&lt;")
+    return re.sub("(`[^`]*`)|<", lambda found: found[1] or "&lt;", " ".join(text.split()))
 
 
 def with_files(page: str) -> str:

@@ -31,11 +31,11 @@ def checks(place: Place) -> Iterator[Check]:
     if place.is_gpu:
         large = (*WITHOUT_VALIDATION, *LARGE)
         wanted += [
-            Wanted("large", (*VALIDATING, *LARGE, "--max-sentences", 64), one),
+            Wanted("large", (*VALIDATING, *LARGE, "--batch-size", 64), one),
             Wanted("learned", (*large, *LIMIT), one),
-            Wanted("halved", (*large, *LIMIT, "--max-sentences", 1024), one),
+            Wanted("halved", (*large, *LIMIT, "--batch-size", 1024), one),
             Wanted("large-valid", (*VALIDATING, *LARGE, *LIMIT), one),
-            Wanted("workers", (*large, *LIMIT, "--max-sentences", 1024, "--num-workers", 2), one),
+            Wanted("workers", (*large, *LIMIT, "--batch-size", 1024, "--num-workers", 2), one),
         ]
     runs = train_all(place, wanted)
     for name in ("late", "placing", "valid"):

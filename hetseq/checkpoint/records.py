@@ -71,9 +71,11 @@ class Attempt:
     kinds: tuple[str, ...]
     created: str
     number_of_parts: int
+    #: it may be deleted once newer ones exist, see `retention`; absent in records before 2026-11-26
+    is_prunable: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        record = {
             "format": FORMAT,
             "version": VERSION,
             "run_id": self.run_id,
@@ -85,6 +87,7 @@ class Attempt:
             "created": self.created,
             "number_of_parts": self.number_of_parts,
         }
+        return record | ({"prunable": True} if self.is_prunable else {})
 
     @staticmethod
     def from_json(record: Mapping[str, Any], *, source: Path) -> Attempt:
@@ -111,7 +114,8 @@ class Attempt:
         )
         if not is_whole:
             raise DamagedError(f"{source.name}: nonce, kinds, run_id, created or number_of_parts is invalid")
-        return Attempt(run_id, identity, int(nonce, 16), tuple(kinds), created, parts)
+        is_prunable = record.get("prunable") is True
+        return Attempt(run_id, identity, int(nonce, 16), tuple(kinds), created, parts, is_prunable)
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,10 @@ class Commit:
     @property
     def kinds(self) -> tuple[str, ...]:
         return self.attempt.kinds
+
+    @property
+    def is_prunable(self) -> bool:
+        return self.attempt.is_prunable
 
     @property
     def size_bytes(self) -> int:

@@ -17,12 +17,17 @@ TIMED_KINDS = frozenset({"time", "final", "signal"})
 
 @dataclass(frozen=True)
 class Retention:
-    """How many checkpoints of each kind are kept; -1 means all. `keep_every`: a number of steps, see `superseded`."""
+    """How many checkpoints of each kind are kept; -1 means all. `keep_every`: a number of steps, see `superseded`.
+
+    With `keep_newest` this many and the best are kept, of any kind, and each new checkpoint is marked as `prunable`.
+    Those that are not marked were written by a start that kept more, and stay.
+    """
 
     keep_interval_updates: int = -1
     keep_last_epochs: int = -1
     keep_timed: int = 2  # of the kinds time, final and signal together
     keep_every: int = 0
+    keep_newest: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("keep_interval_updates", "keep_last_epochs", "keep_timed"):
@@ -31,6 +36,8 @@ class Retention:
                 raise ValueError(f"{name} {value!r}: expected -1 (all) or a number of checkpoints")
         if self.keep_every < 0:
             raise ValueError(f"keep_every {self.keep_every!r}: expected a number of steps, or 0 for none")
+        if self.keep_newest is not None and self.keep_newest < 1:
+            raise ValueError(f"keep_newest {self.keep_newest!r}: expected a number of checkpoints, or None")
 
 
 class Kept(Protocol):
@@ -42,6 +49,9 @@ class Kept(Protocol):
     @property
     def kinds(self) -> tuple[str, ...]: ...
 
+    @property
+    def is_prunable(self) -> bool: ...
+
 
 def superseded(commits: Sequence[Kept], retention: Retention, *, generation: int) -> list[int]:
     """Positions in `commits` (newest first) that may be deleted, oldest first.
@@ -49,7 +59,7 @@ def superseded(commits: Sequence[Kept], retention: Retention, *, generation: int
     Never the newest, never one of a step that is a multiple of `keep_every`, whatever its kind, and never one of a
     generation newer than `generation`, the caller's own.
     """
-    rules = (
+    rules: tuple[tuple[frozenset[str], int], ...] = (
         (frozenset({"epoch"}), retention.keep_last_epochs),
         (frozenset({"interval"}), retention.keep_interval_updates),
         (TIMED_KINDS, retention.keep_timed),
@@ -57,6 +67,10 @@ def superseded(commits: Sequence[Kept], retention: Retention, *, generation: int
     )
     keep = {index for index, commit in enumerate(commits) if commit.identity.generation > generation}
     keep.add(0)
+    if retention.keep_newest is not None:
+        rules = ((frozenset({"best"}), 1),)
+        keep.update(range(min(retention.keep_newest, len(commits))))
+        keep.update(index for index, commit in enumerate(commits) if not commit.is_prunable)
     if retention.keep_every:
         keep.update(index for index, commit in enumerate(commits) if commit.identity.step % retention.keep_every == 0)
     for kinds, count in rules:

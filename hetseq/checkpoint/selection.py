@@ -85,7 +85,7 @@ def none_verifies(root: Path, skipped: list[str]) -> str:
     """The sentence for a folder whose checkpoints are all bad."""
     return (
         f"no checkpoint in {root} can be used, and starting anew would hide that: {'; '.join(skipped)}. Restore the"
-        " files from a copy, or start anew with --restore-file none"
+        " files from a copy, or start anew with --resume none"
     )
 
 
@@ -163,5 +163,5 @@ def _pickle_sentence(path: Path) -> str:
     return (
         f"{path} is a pickle, the checkpoint format of the 2020 HetSeq: opening a pickle can run any code, so it cannot"
         " be loaded. Resume from a checkpoint of this HetSeq (a folder checkpoints/step-...), or start anew with"
-        " --restore-file none, or with another --save-dir"
+        " --resume none, or with another --save-dir"
     )

@@ -99,7 +99,8 @@ def make_plan(
     if not 0 <= nonce < 2**64:
         raise ValueError(f"nonce {nonce}: expected an integer from 0 to 2^64 - 1")
     ordered = tuple(kind for kind in KINDS if kind in kinds)
-    attempt = Attempt(setting.run_id, identity, nonce, ordered, "", setting.group.world_size)
+    is_prunable = setting.place.retention.keep_newest is not None
+    attempt = Attempt(setting.run_id, identity, nonce, ordered, "", setting.group.world_size, is_prunable)
     digest = sha256(json.dumps([attempt.to_json(), layout.digest]).encode())
     return Plan(attempt, setting.place.folder(attempt), layout.parts, layout.bytes, digest)
 

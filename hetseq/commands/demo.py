@@ -76,11 +76,11 @@ def _run_mnist(folder: Path) -> None:
     print(f"two workers, rank 1 slowed down {_SLOW_DOWN} times on purpose; everything goes to {folder}\n")
     print(f"-- two workers: equal shares and shares of {_SLOW_DOWN}:1 in turn, {TURN_STEPS} steps each --", flush=True)
     shared = _train(
-        folder / "shared", _DIGITS, "--distributed-world-size", "2", "--throttle", f"1:{_SLOW_DOWN}",
+        folder / "shared", _DIGITS, "--ranks", "2", "--throttle", f"1:{_SLOW_DOWN}",
         "--balance", f"{_EQUAL}/{_FITTING}",
     )  # fmt: skip
     print("\n-- the same in one process --", flush=True)
-    alone = _train(folder / "alone", _DIGITS, "--distributed-world-size", "1")
+    alone = _train(folder / "alone", _DIGITS, "--ranks", "1")
     accuracy = [row["valid_accuracy"] for row in shared if "valid_accuracy" in row][-1]
     print(f"\naccuracy on unseen digits           {accuracy:.1%}")
     _print_difference(shared, alone)
@@ -96,7 +96,7 @@ def _run_bert(folder: Path) -> None:
     print("\n-- two workers with shares of 3:1 --", flush=True)
     shared = _train(
         folder / "shared", _BERT, "--data", str(data), "--max-update", str(_BERT_STEPS),
-        "--distributed-world-size", "2", "--balance", "3,1",
+        "--ranks", "2", "--balance", "3,1",
     )  # fmt: skip
     print(f"\n-- the first {_BERT_REPEATED} steps again, in one process --", flush=True)
     alone = _train(

@@ -35,13 +35,13 @@ from hetseq.system.processes import interrupting_on_signals
 from hetseq.which_run import existing_run
 
 _RUN = Argument("RUN", "the --save-dir of a run, in progress or not; nothing in it is changed")
-_RESTORE_FILE = CommandOption(
-    "--restore-file", "latest (the default), best, a step number, or the path of a checkpoint", "WHICH",
+_RESUME = CommandOption(
+    "--resume", "latest (the default), best, a step number, or the path of a checkpoint", "WHICH",
     is_passed_on=True,
 )  # fmt: skip
 _NOTES = (
-    "Runs one rank per visible GPU, else one on the CPU; change that with --distributed-world-size N or --devices D,D,"
-    " on this node. The results are the same for any number of ranks. Options of `hetseq train`, such as --data,"
+    "Runs one rank per visible GPU, else one on the CPU; change that with --ranks N or --devices D,D, on this"
+    " node. The results are the same for any number of ranks. Options of `hetseq train`, such as --data,"
     " override those of the run.",
 )
 
@@ -57,10 +57,10 @@ COMMANDS = {
                 "splits, separated by commas; default: the validation splits of the run (also --valid-subset)",
                 "NAMES",
             ),
-            _RESTORE_FILE,
+            _RESUME,
             CommandOption("--json", "print a line of JSON per split, in full precision, named as in metrics.jsonl"),
         ),
-        examples=("hetseq evaluate runs/mnist --subset test", "hetseq evaluate runs/mnist --restore-file best --json"),
+        examples=("hetseq evaluate runs/mnist --subset test", "hetseq evaluate runs/mnist --resume best --json"),
         notes=_NOTES,
         train="among",
     ),
@@ -76,7 +76,7 @@ COMMANDS = {
                 "FILE", is_needed=True,
             ),
             CommandOption("--overwrite", "replace FILE if it exists"),
-            _RESTORE_FILE,
+            _RESUME,
         ),
         examples=("hetseq predict runs/mnist --subset test --output digits.txt",),
         notes=_NOTES,
@@ -144,7 +144,7 @@ def parse(command: str, argv: Sequence[str]) -> EvaluationRequest:
         raise ConfigError(f"this command uses only the ranks of this node: leave out {config.distributed.meeting_url}")
     if config.validation.disable_validation:
         raise ConfigError("--disable-validation: leave it out, otherwise there is nothing to do")
-    if config.checkpoint.restore_file == type(config.checkpoint).restore_file and not has_commits(directory):
+    if config.checkpoint.which_checkpoint == "latest" and not has_commits(directory):
         raise CheckpointError(f"{directory.path} has no checkpoint: train it first")
     if command == "evaluate":
         return EvaluationRequest(directory.path, config, wants_json=given["--json"])

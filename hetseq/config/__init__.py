@@ -11,7 +11,7 @@ and `docs_page`. The command lines of the other commands are in `command_line`.
 
 from __future__ import annotations
 
-from hetseq.config.docs_page import all_flags, markdown, retired_notes, write_page
+from hetseq.config.docs_page import all_flags, all_options, markdown, retired_notes, write_page
 from hetseq.config.parsing import HelpRequested, complete, help_text, parse, with_own_options
 from hetseq.config.yaml_file import FIRST_LINE, dump_yaml
 
@@ -19,6 +19,7 @@ __all__ = [
     "FIRST_LINE",
     "HelpRequested",
     "all_flags",
+    "all_options",
     "complete",
     "dump_yaml",
     "help_text",

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hetseq.config.sections import Config, RetiredConfig, flag
+from hetseq.config.sections import Config, RetiredConfig, flag, spelt
 from hetseq.errors import ConfigError
 
 _EXPECTED = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
@@ -29,7 +29,7 @@ _EXPECTED_LIST = {
 
 @dataclass(frozen=True)
 class Option:
-    """A field as the command line sees it: `flags` are its spellings, the first from its name."""
+    """A field as the command line sees it: `flags` are its spellings, the one to show first."""
 
     name: str
     section: type
@@ -41,6 +41,7 @@ class Option:
     help: str
     metavar: str
     choices: tuple[str, ...]
+    is_basic: bool
 
     def expected(self) -> str:
         if self.choices:
@@ -64,7 +65,9 @@ class Option:
         return [f"{self.flags[0]} {value}".rstrip(), *self.flags[1:]]
 
     def shown_default(self) -> str:
-        """The default as one would type it, or "" if there is none to show."""
+        """The default as one would type it, or "" if there is none to show, or the help states it."""
+        if "default: " in self.help:
+            return ""
         if self.default is dataclasses.MISSING or self.default is None or self.default is False or self.default == ():
             return ""
         if isinstance(self.default, tuple):
@@ -99,12 +102,13 @@ class Reading:
     unknown: list[Found]
     config_file: str | None = None
     wants_help: bool = False
+    wants_all: bool = False  # of the help
 
 
 def catalogue_of(sections: Iterable[type]) -> dict[str, Option]:
     """The options of the sections by field name. Raises ConfigError if two of them claim one flag."""
     catalogue: dict[str, Option] = {}
-    owners: dict[str, type] = {"--config": Config, "--help": Config}
+    owners: dict[str, type] = {"--config": Config, "--help": Config, "--help-all": Config}
     for section in sections:
         for item in _options_of_section(section):
             for name in item.flags:
@@ -134,6 +138,7 @@ def _options_of_section(section: type) -> tuple[Option, ...]:
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         names = (field.name, *field.metadata.get("also", ()))
+        spellings = (flag(field.name), *map(spelt, names))
         options.append(
             Option(
                 name=field.name,
@@ -142,10 +147,11 @@ def _options_of_section(section: type) -> tuple[Option, ...]:
                 is_list=is_list,
                 may_be_none=may_be_none,
                 default=default,
-                flags=tuple(dict.fromkeys(flag(name) for name in names)),
+                flags=tuple(dict.fromkeys(spellings)),
                 help=field.metadata.get("help", ""),
                 metavar=field.metadata.get("metavar", ""),
                 choices=field.metadata.get("choices", ()),
+                is_basic=field.metadata.get("basic", False),
             )
         )
     return tuple(options)

@@ -23,6 +23,7 @@ def read_flags(argv: Sequence[str], catalogue: Mapping[str, Option]) -> Reading:
     kept: dict[str, Any] = {"action": _Remember, "nargs": "?", "default": argparse.SUPPRESS}
     parser.add_argument("--config", dest="config", **kept)
     parser.add_argument("--help", "-h", dest="help", **{**kept, "nargs": 0})
+    parser.add_argument("--help-all", dest="help_all", **{**kept, "nargs": 0})
     groups: dict[type, Any] = {}
     for item in catalogue.values():
         if item.section not in groups:
@@ -30,7 +31,8 @@ def read_flags(argv: Sequence[str], catalogue: Mapping[str, Option]) -> Reading:
         groups[item.section].add_argument(*item.flags, dest=item.name, **kept)
     values, unknown = parser.parse_known_args(_join_negative(words))
     given = dict(vars(values))
-    wants_help = given.pop("help", None) is not None
+    wants_all = given.pop("help_all", None) is not None
+    wants_help = given.pop("help", None) is not None or wants_all
     config_flag, config_file = given.pop("config", ("--config", ""))
     if config_file is None and not wants_help:
         raise ConfigError(f"{config_flag} has no value: expected --config FILE")
@@ -45,16 +47,16 @@ def read_flags(argv: Sequence[str], catalogue: Mapping[str, Option]) -> Reading:
             if not wants_help:  # with --help, a wrong value is no error
                 raise
     leftovers = [Found(typed.get(word.partition("=")[0], word), "") for word in unknown]
-    return Reading(found, leftovers, config_file or None, wants_help)
+    return Reading(found, leftovers, config_file or None, wants_help, wants_all)
 
 
 def refuse_unknown(line: Reading, file: Reading, catalogue: Mapping[str, Option], also: Collection[str] = ()) -> None:
     """Raise ConfigError for unknown words and keys, each with the nearest name; `also`: further flags."""
-    flags = [name for item in catalogue.values() for name in item.flags] + ["--config", "--help", *also]
+    flags = [name for item in catalogue.values() for name in item.flags] + ["--config", "--help", "--help-all", *also]
     for word in [entry.value for entry in line.unknown]:
         if word.startswith("-") and word.strip("-"):
             guess = registry.nearest(word.replace("_", "-"), flags)
-            hint = f"did you mean {guess}?" if guess else "`hetseq train --help` lists them"
+            hint = f"did you mean {guess}?" if guess else "`hetseq train --help-all` lists them"
             raise ConfigError(f"unknown option {word}: {hint}")
     for entry in line.unknown:
         raise ConfigError(
@@ -64,7 +66,7 @@ def refuse_unknown(line: Reading, file: Reading, catalogue: Mapping[str, Option]
     keys = [name.lstrip("-").replace("-", "_") for item in catalogue.values() for name in item.flags]
     for entry in file.unknown:
         guess = registry.nearest(entry.value, keys)
-        hint = f"did you mean {guess}?" if guess else "`hetseq train --help` lists the options"
+        hint = f"did you mean {guess}?" if guess else "`hetseq train --help-all` lists the options"
         raise ConfigError(f"{entry.where}: unknown option {entry.value}: {hint}")
 
 

@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hetseq import registry
-from hetseq.config.docs_page import help_page
+from hetseq.config.docs_page import full_help_page, help_page
 from hetseq.config.fields import build, catalogue_of
 from hetseq.config.flags import read_flags, refuse_unknown
-from hetseq.config.sections import SECTIONS, Config, OptimizationConfig, TaskConfig
+from hetseq.config.sections import SECTIONS, Config, OptimizationConfig, TaskConfig, default_save_dir
 from hetseq.config.yaml_file import compose, read_file
 from hetseq.errors import HetSeqError
 
@@ -21,18 +21,25 @@ _EXTRA_KINDS = ("task", "optimizer", "lr_scheduler")
 
 
 class HelpRequested(Exception):
-    """`--help` was on the command line; print `text`."""
+    """`--help` or `--help-all` was on the command line; print `text`."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.text = text
 
 
-def parse(argv: Sequence[str], *, leave_out: Collection[str] = (), also: Collection[str] = ()) -> Config:
+def parse(
+    argv: Sequence[str],
+    *,
+    leave_out: Collection[str] = (),
+    also: Collection[str] = (),
+    save_dir: str | None = None,
+) -> Config:
     """The configuration that `argv` (without the program and its subcommand) describes.
 
     Keys in `leave_out` are skipped in the file, for a command that uses the file of another one. `also`: the flags that
     such a command has of its own and has taken out of `argv`; a misspelt flag may be meant as one of them.
+    `save_dir`: the run directory without --save-dir; default: by the task.
 
     `extras` holds the options of the user's task, optimizer and schedule if any of them was given; `complete` adds
     the rest. Raises HelpRequested for `--help`, ConfigError for invalid words, and TaskFileError if a task must be
@@ -56,12 +63,15 @@ def parse(argv: Sequence[str], *, leave_out: Collection[str] = (), also: Collect
     names = [field.name for field in dataclasses.fields(Config) if field.name != "extras"]
     sections = {name: build(section, found) for name, section in zip(names, SECTIONS, strict=True)}
     config = Config(**sections, extras={kind: build(cls, found) for kind, cls in own.items()})
+    if "save_dir" not in found:
+        save_dir = save_dir or default_save_dir(config.task.task)
+        config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, save_dir=save_dir))
     _check_names(config)
     return config
 
 
 def help_text(argv: Sequence[str] = ()) -> str:
-    """The page of `--help`: options by section with their defaults, and the user's task's if argv names it."""
+    """The page of `--help`, or of `--help-all` if argv has that; with options of the user's task if argv names it."""
     catalogue = catalogue_of(SECTIONS)
     line = read_flags(argv, catalogue)
     own: dict[str, type] = {}
@@ -72,7 +82,7 @@ def help_text(argv: Sequence[str] = ()) -> str:
         own = _own_sections(build(TaskConfig, found), build(OptimizationConfig, found))
     except HetSeqError as error:
         note = f"\nThe options of your own modules are missing here: {error}\n"
-    return help_page(own.values(), note)
+    return (full_help_page if line.wants_all else help_page)(own.values(), note)
 
 
 def complete(config: Config) -> Config:

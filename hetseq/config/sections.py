@@ -4,8 +4,9 @@ A field is an option: its type, default, help text and old spellings are here on
 `docs/reference/options.md` follow from it. Components receive their own dataclass and never the whole `Config`. Nothing
 here imports torch, reads the environment or knows argparse, so a mistyped flag is answered at once.
 
-Conventions: a field `max_sentences` is the flag `--max-sentences` and the YAML key `max_sentences`; `None` means "not
+Conventions: a field `weight_decay` is the flag `--weight-decay` and the YAML key `weight_decay`; `None` means "not
 given, HetSeq decides"; a tuple is written `1,2,4` and, if its help says so, is per epoch with the last value staying.
+Three fields keep the name of 2020, and their flag has a plainer one: see `_FIRST_SPELLINGS`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,15 +32,16 @@ def option(
     metavar: str = "",
     retired: bool = False,
     per_node: bool = False,
+    basic: bool = False,
 ) -> Any:
     """A dataclass field that is an option.
 
     `also` holds other spellings of the flag (without dashes in front). A `retired` option is accepted, has no effect,
     and its help is the line that says why. One that is `per_node` may differ between the nodes of a run; all others
-    must be equal, because the result depends on them.
+    must be equal, because the result depends on them. A `basic` one is on the short page of `--help`.
     """
     metadata: dict[str, Any] = {"help": help, "also": also, "choices": choices, "metavar": metavar}
-    metadata |= {"retired": retired, "per_node": per_node}
+    metadata |= {"retired": retired, "per_node": per_node, "basic": basic}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -50,8 +53,17 @@ def node_option(default: Any, help: str, **kind: Any) -> Any:
 WITHOUT_END = 1_000_000  # decay steps of a run without an end; before 2026-11 of every run
 
 
+#: The first spelling of a flag whose field keeps the name of 2020, which config.yaml and the tasks of users know.
+_FIRST_SPELLINGS = {"max_sentences": "batch_size", "distributed_gpus": "ranks", "restore_file": "resume"}
+
+
 def flag(name: str) -> str:
-    """The flag of a field: `max_sentences` gives `--max-sentences`."""
+    """The flag of a field, in its first spelling: `weight_decay` gives `--weight-decay`."""
+    return spelt(_FIRST_SPELLINGS.get(name, name))
+
+
+def spelt(name: str) -> str:
+    """A name as a flag."""
     return "--" + name.replace("_", "-")
 
 
@@ -93,9 +105,11 @@ def _check_not_negative(section: Any, *names: str) -> None:
 class TaskConfig:
     """The task to train, its seed and model settings."""
 
-    task: str = node_option("mnist", "a task by name, `package.module:Class`, or `file.py:Class`", metavar="NAME")
+    task: str = node_option(
+        "mnist", "a task by name, `package.module:Class`, or `file.py:Class`", metavar="NAME", basic=True
+    )
     user_dir: str | None = node_option(None, "a folder of your own modules, imported before the task", metavar="DIR")
-    seed: int = option(19940802, "seed of the model, the sample order and dropout", metavar="N")
+    seed: int = option(19940802, "seed of the model, the sample order and dropout", metavar="N", basic=True)
     dropout: float | None = option(None, "dropout rate, for tasks that have one; default: the task's own", metavar="P")
     vocab_file: str | None = node_option(None, "vocabulary file", also=("dict",), metavar="FILE")
     config_file: str | None = node_option(None, "model configuration (JSON) of the task", metavar="FILE")
@@ -119,18 +133,18 @@ class DataConfig:
     """
 
     data: str | None = node_option(
-        None, "file or folder with the data, in the form that the task reads", metavar="PATH"
+        None, "file or folder with the data, in the form that the task reads", metavar="PATH", basic=True
     )
     train_subset: str = option("train", "name of the training split", metavar="NAME")
     valid_subset: str = option("valid", "names of the validation splits, separated by commas", metavar="NAMES")
     num_file: int = option(0, "use the first N data files only; 0 means all", metavar="N")
     num_workers: int = node_option(-1, "loader processes of each rank; -1: none on a CPU, 2 on a GPU", metavar="N")
     max_sentences: int | None = node_option(
-        None, "most samples in one micro-batch of this node", also=("batch-size",), metavar="N"
+        None, "most samples that a device of this node computes at a time, in one micro-batch", metavar="N", basic=True
     )
     max_tokens: int | None = node_option(None, "most tokens in one micro-batch of this node", metavar="N")
     global_batch_size: int | None = option(
-        None, "samples of one optimizer step over all ranks; --max-sentences is then only a cap", metavar="B"
+        None, "samples of one optimizer step over all ranks; --batch-size is then only a cap", metavar="B", basic=True
     )
     update_freq: tuple[int, ...] = option((1,), "micro-batches of every rank in a step, per epoch", metavar="N[,N...]")
     unit_size: int | None = option(
@@ -177,20 +191,20 @@ class DataConfig:
                 )
             if self.max_sentences is not None and self.max_sentences < self.unit_size:
                 raise ConfigError(
-                    f"--max-sentences {self.max_sentences} holds no unit of --unit-size {self.unit_size}: a micro-batch"
+                    f"--batch-size {self.max_sentences} holds no unit of --unit-size {self.unit_size}: a micro-batch"
                     " is one unit; make the unit smaller, or the cap larger"
                 )
         if self.global_batch_size is not None and self.max_tokens is not None:
             raise ConfigError(
                 "--max-tokens and --global-batch-size contradict each other: one ends a step by tokens, the other by"
-                " samples; with --global-batch-size use --max-sentences as the cap of a micro-batch"
+                " samples; with --global-batch-size use --batch-size as the cap of a micro-batch"
             )
 
     def _check_data_by_host(self) -> None:
         if self.max_tokens is not None:
             raise ConfigError(
                 "--data-by-host and --max-tokens contradict each other: a step in tokens needs the lengths of all"
-                " samples on every rank, and a rank has only its own host's; use --max-sentences"
+                " samples on every rank, and a rank has only its own host's; use --batch-size"
             )
         if self.unit_size is not None:
             raise ConfigError(
@@ -211,7 +225,7 @@ class ValidationConfig:
     validate_interval_updates: int = option(0, "validate every N steps too; 0 means never", metavar="N")
     disable_validation: bool = option(False, "never validate")
     max_sentences_valid: int | None = node_option(
-        None, "most samples in one validation batch; default: --max-sentences", metavar="N"
+        None, "most samples in one validation batch; default: --batch-size", metavar="N"
     )
     max_tokens_valid: int | None = node_option(
         None, "most tokens in one validation batch; default: --max-tokens", metavar="N"
@@ -230,14 +244,17 @@ class ValidationConfig:
 class OptimizationConfig:
     """The length of the run, the optimizer and the learning rate."""
 
-    max_epoch: int = option(0, "stop after N epochs; 0 means never", also=("me",), metavar="N")
-    max_update: int = option(0, "stop after N optimizer steps; 0 means never", also=("mu",), metavar="N")
-    optimizer: str = option("adam", "adam (AdamW), adamw, sgd, adadelta, lamb, or one of your own", metavar="NAME")
+    max_epoch: int = option(0, "stop after N epochs; 0 means never", also=("me",), metavar="N", basic=True)
+    max_update: int = option(0, "stop after N optimizer steps; 0 means never", also=("mu",), metavar="N", basic=True)
+    optimizer: str = option(
+        "adam", "adam (AdamW), adamw, sgd, adadelta, lamb, or one of your own", metavar="NAME", basic=True
+    )
     lr: tuple[float, ...] | None = option(
         None,
         "learning rate, per epoch; default: 0.001 for adam, adamw and lamb, 0.1 for sgd, 1 for adadelta",
         also=("learning-rate",),
         metavar="LR[,LR...]",
+        basic=True,
     )
     scale_lr: str = option(
         "none",
@@ -273,6 +290,7 @@ class OptimizationConfig:
         0,
         "raise the learning rate linearly from 0 over N steps; N below 1 is a share of the total",
         metavar="N",
+        basic=True,
     )
     total_num_update: int | None = option(
         None,
@@ -290,6 +308,7 @@ class OptimizationConfig:
         "floating-point type of the model; bf16 and fp16 apply only to products in forward and backward; tf32 is fp32"
         " whose products and convolutions keep 10 bits of their factors on an NVIDIA GPU from Ampere on",
         choices=("fp32", "tf32", "fp64", "bf16", "fp16"),
+        basic=True,
     )
     compile: bool = option(False, "compile the network with torch.compile before it trains, on every rank")
     noise_scale_every: int = option(
@@ -360,16 +379,18 @@ class OptimizationConfig:
 class DistributedConfig:
     """The workers of this node, how nodes meet, and how a step is divided among the ranks."""
 
-    cpu: bool = node_option(False, "train on the CPU even if there is a GPU")
+    cpu: bool = node_option(False, "train on the CPU even if there is a GPU", basic=True)
     devices: tuple[str, ...] = node_option(
-        (), "one worker per entry, as in cuda:0,cuda:2,cpu; default: every visible GPU", metavar="D[,D...]"
+        (), "one worker per entry, as in cuda:0,cuda:2,cpu; default: every visible GPU", metavar="D[,D...]", basic=True
     )
     device_id: int = node_option(0, "GPU of this node's worker if it has only one", also=("local-rank",), metavar="N")
     distributed_world_size: int | None = option(
-        None, "ranks of the run; default: the visible GPUs, at least 1", metavar="N"
+        None, "ranks of the run, over all nodes; default: the ranks of this node", metavar="N"
     )
     distributed_rank: int = node_option(0, "rank of this node's first worker", metavar="N")
-    distributed_gpus: int | None = node_option(None, "workers of this node", metavar="N")
+    distributed_gpus: int | None = node_option(
+        None, "ranks of this node, one process each; default: one per visible GPU, at least 1", metavar="N", basic=True
+    )
     distributed_backend: str | None = node_option(
         None,
         "gloo or nccl, as in 2020; in this version gradients always travel by gloo",
@@ -382,12 +403,14 @@ class DistributedConfig:
         None,
         "meeting place of nodes that get their ranks there: tcp://HOST:PORT or file:///PATH; needs --min-ranks",
         metavar="URL",
+        basic=True,
     )
     min_ranks: int | None = option(
         None,
         "with --join: start once this many ranks are there; if fewer are left, wait --join-timeout for others, then"
         " stop",
         metavar="N",
+        basic=True,
     )
     max_ranks: int | None = option(
         None, "with --join: refuse nodes with which the run would have more ranks", metavar="N"
@@ -415,6 +438,7 @@ class DistributedConfig:
         "shares of the ranks: auto (by measured speed), equal, or fixed weights as in 5,2,1; several with / between"
         " them take turns every 10 steps, so that one run compares them",
         metavar="auto|equal|W0,W1,...[/...]",
+        basic=True,
     )
     throttle: tuple[str, ...] = node_option(
         (), "slow ranks down on purpose, as in 1:3,2:1.5", metavar="RANK:FACTOR[,...]"
@@ -476,7 +500,7 @@ class DistributedConfig:
         if self.distributed_world_size is not None or self.distributed_rank:
             raise ConfigError(
                 "--distributed-world-size and --distributed-rank contradict --join, which gives the ranks out: leave"
-                " them out (--distributed-gpus N says how many workers this node has)"
+                " them out (--ranks N says how many workers this node has)"
             )
 
     def balance_weights(self) -> tuple[float, ...] | None:
@@ -529,15 +553,35 @@ class DistributedConfig:
                 raise ConfigError(f"--throttle {rank}:...: the ranks are 0 to {world_size - 1}; leave this one out")
 
 
+SAVE_DIR_OF_2020 = "checkpoints"
+_ABOUT_SAVING = (
+    "save_interval", "save_interval_updates", "persistent_time_interval", "keep_interval_updates", "keep_every_updates",
+    "keep_last_epochs", "no_epoch_checkpoints", "no_last_checkpoints",
+)  # fmt: skip
+
+
+def default_save_dir(task: str) -> str:
+    """The run directory of a command without --save-dir: `runs/` and the name of the task, or of its class or file."""
+    name = task.rpartition("/")[2].removesuffix(".py") if task.endswith(".py") else task.rpartition(":")[2]
+    return "runs/" + (re.sub(r"[^\w-]+", "-", name.lower()).strip("-") or "task")
+
+
 @dataclass(frozen=True)
 class CheckpointConfig:
     """The run directory, when to save, which checkpoints to keep, and which one to resume from."""
 
-    save_dir: str = node_option("checkpoints", "the run directory", metavar="DIR")
+    save_dir: str = node_option(
+        "runs/mnist",
+        "the run directory; default: runs/ and the name of the task or of its class, as in runs/mnist; of `python"
+        " train.py`, as in 2020: checkpoints",
+        metavar="DIR",
+        basic=True,
+    )
     restore_file: str = option(
-        "checkpoint_last.pt",
-        "resume from: checkpoint_last.pt (the newest commit), best, none, a step number, or a path",
-        metavar="WHICH",
+        "latest",
+        "resume from the latest checkpoint, if there is one, the best, none, the one of a step, or one at a path",
+        metavar="latest|best|none|STEP|PATH",
+        basic=True,
     )
     reset_dataloader: bool = option(False, "on restore: begin the data anew; allows another seed and global batch")
     reset_lr_scheduler: bool = option(False, "on restore: begin the learning-rate schedule anew")
@@ -547,7 +591,7 @@ class CheckpointConfig:
         "{}", "on restore: optimizer settings to change, as in \"{'eps': 1e-6}\"", metavar="DICT"
     )
     save_interval: int = option(1, "save every N epochs", metavar="N")
-    save_interval_updates: int = option(0, "save every N steps; 0 means never", metavar="N")
+    save_interval_updates: int = option(0, "save every N steps; 0 means never", metavar="N", basic=True)
     persistent_time_interval: float = option(
         600.0, "save at the latest after this many seconds; 0 means never", metavar="S"
     )
@@ -565,7 +609,8 @@ class CheckpointConfig:
     )
     keep_interval_updates: int | None = option(
         None,
-        "keep the last N checkpoints of --save-interval-updates; -1: all; default: all, or 2 if the run has no end",
+        "keep the last N checkpoints of --save-interval-updates; -1: all; default: all, or 2 if the run has no end; the"
+        " newest 2 of any kind and the best if no option says when to save or what to keep",
         metavar="N",
     )
     keep_every_updates: int = option(
@@ -573,7 +618,7 @@ class CheckpointConfig:
     )
     keep_last_epochs: int | None = option(
         None,
-        "keep the last N checkpoints of epochs; -1: all; default: all, or 2 if the run has no end",
+        "keep the last N checkpoints of epochs; -1: all; default: as for --keep-interval-updates",
         metavar="N",
     )
     no_save: bool = option(False, "save nothing")
@@ -593,6 +638,16 @@ class CheckpointConfig:
         _require(every >= -1, "memory_interval_updates", every, "-1 (by itself), 0 (never) or a number of steps")
         self.optimizer_override_values()
         self.memory_buffer_bytes()
+
+    @property
+    def says_when_to_save(self) -> bool:
+        """Whether an option says when to save, or which checkpoints to keep."""
+        return any(getattr(self, name) != getattr(CheckpointConfig, name) for name in _ABOUT_SAVING)
+
+    @property
+    def which_checkpoint(self) -> str:
+        """The value of `--resume`; in 2020 `latest` was the name of a file."""
+        return "latest" if self.restore_file == "checkpoint_last.pt" else self.restore_file
 
     def memory_buffer_bytes(self) -> int | None:
         """The value of `--memory-buffer-size`; None: half of the free memory."""
@@ -627,7 +682,7 @@ class LogConfig:
         _check_positive(self, "log_interval")
 
 
-_FINE_TUNING = "it belonged to the entity and NER tasks of 2020, which did not start"
+_FINE_TUNING = "only the entity and NER tasks of 2020 read it, which did not start"
 
 
 @dataclass(frozen=True)
@@ -665,6 +720,11 @@ class Config:
     retired: RetiredConfig = dataclasses.field(default_factory=RetiredConfig)
     #: the `Options` dataclass of the task, optimizer or schedule in use, by "task", "optimizer", "lr_scheduler"
     extras: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def has_own_save_dir(self) -> bool:
+        """Whether --save-dir names another directory than a command without it uses."""
+        return self.checkpoint.save_dir not in (default_save_dir(self.task.task), SAVE_DIR_OF_2020)
 
     def sections(self) -> Iterator[Any]:
         """The section dataclasses in order, the extras last."""

@@ -73,7 +73,7 @@ def compose(path: str | None) -> list[Entry]:
         return []
     if not isinstance(root, yaml.MappingNode):
         raise ConfigError(
-            f"{path}, line {root.start_mark.line + 1}: expected one `option: value` per line, as in `max_sentences: 32`"
+            f"{path}, line {root.start_mark.line + 1}: expected one `option: value` per line, as in `batch_size: 32`"
         )
     return list(root.value)
 

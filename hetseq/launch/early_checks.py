@@ -2,7 +2,7 @@
 
 Workers would report the same seconds later, after loading torch. The one idea: an error found here is one that a worker
 would report in the same words with the same exit code; doubtful cases pass. Imports neither torch nor user code. The
-number of weights, the devices and the run directory are checked where they are used (`launch`, `launcher`).
+number of weights, the devices and the rest of the run directory are checked where they are used (`launch`, `launcher`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ from contextlib import suppress
 
 from hetseq import registry
 from hetseq.config.sections import Config
+from hetseq.run_directory import check_unused
 
 
 def check_command(config: Config) -> None:
     """Refuse a command with which no worker of this node could start. Raises HetSeqError."""
     task, user_dir = config.task.task, config.task.user_dir
+    if config.distributed.meeting_url is None:  # otherwise it may be the directory of another node that is used
+        check_unused(config.checkpoint.save_dir, begins_anew=config.checkpoint.which_checkpoint != "latest")
     registry.check_user_dir(user_dir)
     if registry.is_address(task):
         registry.check_address(task)

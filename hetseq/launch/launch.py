@@ -198,7 +198,7 @@ def _named_devices(config: DistributedConfig) -> list[str]:
         raise ConfigError(f"{said} contradicts --cpu: leave one of them out")
     if config.distributed_gpus not in (None, 0, len(devices)):
         raise ConfigError(
-            f"{said} names {len(devices)} workers, --distributed-gpus {config.distributed_gpus} another number: leave"
+            f"{said} names {len(devices)} workers, --ranks {config.distributed_gpus} another number: leave"
             " one of them out"
         )
     numbered = [device if device == "cpu" else f"cuda:{int(device.partition(':')[2] or 0)}" for device in devices]

@@ -228,7 +228,7 @@ class Launcher:
             mark = Mark(**record["mark"])
             is_shared = sees(mark, pause=self._pause)
             if is_shared:
-                check_own_place(self._config.checkpoint, mark.path)
+                check_own_place(self._config, mark.path)
                 self._directory = RunDirectory(Path(mark.path))
                 self._keeping.enter_context(looked_after(self._directory, _tell, is_over=lambda: self._is_over))
             return {"kind": "seen", "is_shared": is_shared}

@@ -94,7 +94,7 @@ def _about_memory(summary: RankSummary, standing: frozenset[str]) -> Iterator[Ad
         if part > _limit(_MEMORY, "memory", standing, stays=0.97):
             yield Advice(
                 "memory",
-                f"{place} has used {part:.0%} of its memory: a smaller --max-sentences there leaves room",
+                f"{place} has used {part:.0%} of its memory: a smaller --batch-size there leaves room",
             )
 
 

@@ -391,14 +391,14 @@ def _micro_batch_sizes(job: RankJob) -> MicroBatchSizes:
 
 
 def global_batch(config: DataConfig, group: RowTransport, layout: Layout) -> GlobalBatch:
-    """The global batch the options ask for; collective, since --max-sentences may differ from node to node."""
+    """The global batch the options ask for; collective, since --batch-size may differ from node to node."""
     rows = group.all_gather_rows(np.array([config.max_sentences or 0, config.max_tokens or 0], np.int64))
     if config.global_batch_size is not None:
         return GlobalBatch(config.global_batch_size)
     samples, tokens = (int(total) for total in rows[list(layout.leaders)].sum(axis=0))
     if not samples and not tokens:
         raise ConfigError(
-            "the size of a step is not given: say --max-sentences N (samples of a rank's micro-batch), --max-tokens N,"
+            "the size of a step is not given: say --batch-size N (samples of a rank's micro-batch), --max-tokens N,"
             " or --global-batch-size N (samples of a step over all ranks)"
         )
     return GlobalBatch(samples or None, tokens or None, config.update_freq)
@@ -457,7 +457,7 @@ def _check_batch_of_join(config: Config, *, is_explicit: bool) -> None:
     if config.distributed.join is not None and not is_explicit:
         raise ConfigError(
             "--join needs --global-batch-size N (samples of a step over all ranks) when a run begins: with"
-            " --max-sentences alone a step would be larger the more ranks came in time, and the result another"
+            " --batch-size alone a step would be larger the more ranks came in time, and the result another"
         )
 
 
@@ -477,7 +477,7 @@ def _override(optimizer: torch.optim.Optimizer, config: CheckpointConfig) -> Non
 def _refuse_to_do_nothing(config: CheckpointConfig, state: TrainingState) -> None:
     """Raise CheckpointMismatch for a run that begins at the end of another one and would end there too."""
     raise CheckpointMismatch(
-        f"--restore-file {config.restore_file} has made {state.updates} updates and is in epoch {state.position.epoch},"
+        f"--resume {config.restore_file} has made {state.updates} updates and is in epoch {state.position.epoch},"
         " where this command would end before its first step: ask for more with --max-update or --max-epoch, or count"
         " updates anew with --reset-lr-scheduler and epochs with --reset-dataloader"
     )
@@ -557,7 +557,7 @@ def _warn_of_batch_norm(controller: Controller) -> None:
     kinds = batch_norms(controller.replica.model)
     if kinds and controller.group.rank == 0:
         logger.warning(
-            "%s normalises over each micro-batch, so the curve depends on ranks, shares and --max-sentences: LayerNorm"
+            "%s normalises over each micro-batch, so the curve depends on ranks, shares and --batch-size: LayerNorm"
             " or GroupNorm keep the promise of one curve on any machines, and --unit-size N does for any layer",
             ", ".join(sorted(kinds)),
         )

@@ -34,7 +34,7 @@ def closing_lines(
     if config.checkpoint.no_save:
         return [*lines, "nothing was saved, because of --no-save"]
     run = shlex.quote(config.checkpoint.save_dir)
-    lines.append(f"evaluate: hetseq evaluate {run}{' --restore-file best' if is_best else ''}")
+    lines.append(f"evaluate: hetseq evaluate {run}{' --resume best' if is_best else ''}")
     return [*lines, f"continue: the same command with {_what_to_change(config, state)}"]
 
 

@@ -80,12 +80,11 @@ def perform(errand: InferenceJob, config: Config, material: LoadedTask, group: G
 
 def _load(errand: InferenceJob, config: Config, material: LoadedTask, group: Group) -> int:
     """Give the model the weights of the checkpoint; the number of its step."""
-    directory, which = RunDirectory(Path(errand.run)), config.checkpoint.restore_file
-    which = "latest" if which == type(config.checkpoint).restore_file else which
+    directory = RunDirectory(Path(errand.run))
     manager = CheckpointManager(
         directory.path, run_id=directory.run_id, group=group, retention=Retention(-1, -1)
     )  # fmt: skip
-    loaded = manager.load(which, into=model_tensors(material.model))
+    loaded = manager.load(config.checkpoint.which_checkpoint, into=model_tensors(material.model))
     if loaded is None:
         raise CheckpointError(f"{directory.path} holds no checkpoint that verifies: train it first")
     load_model_(material.model, loaded.tensors)

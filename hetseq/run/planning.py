@@ -31,7 +31,7 @@ def planner_of(
     Raises ConfigError if lengths are needed and the data set has none.
     """
     counts_tokens = config.data.max_tokens or batch.tokens
-    lengths = _needed_lengths(dataset, "use --max-sentences") if counts_tokens else None
+    lengths = _needed_lengths(dataset, "use --batch-size") if counts_tokens else None
     _check_longest(dataset, config.data.max_tokens)
     return Planner(
         len(dataset) if shards is None else shards.total,
@@ -111,7 +111,7 @@ def make_validators(config: Config, material: LoadedTask, sizes: MicroBatchSizes
     for name, dataset in material.valid.items():
         lengths = _lengths_by_place(dataset) if tokens and samples else None
         if tokens and not samples:
-            lengths = _needed_lengths(dataset, "add --max-sentences-valid")
+            lengths = _needed_lengths(dataset, "use --batch-size, or add --max-sentences-valid")
         cap = MicroBatchCap(samples, tokens if lengths is not None else None)
         validators.append(
             Validator(

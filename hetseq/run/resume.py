@@ -1,4 +1,4 @@
-"""Resuming a run: which checkpoint `--restore-file` means here, and which parts of it are used.
+"""Resuming a run: which checkpoint `--resume` means here, and which parts of it are used.
 
 The same command resumes from the newest commit. Options that reset something (`--reset-*`) do so once: a job that is
 killed and requeued with the same command must not reset it every time, so a checkpoint remembers the steps at which
@@ -43,18 +43,23 @@ from hetseq.training.controller import TrainingState
 
 logger = logging.getLogger(__name__)
 
-_WITHOUT_END = 2  # checkpoints kept of each kind
+_NEWEST = 2  # checkpoints kept where no option says how many; of a run without an end, of each kind
 RESETS = ("dataloader", "lr_scheduler", "meters", "optimizer")
 
 
 def retention_of(config: CheckpointConfig, root: Path, *, has_end: bool) -> Retention:
-    """How many checkpoints in `root` are kept: all, and of a run without an end the newest of each kind; unless an
-    option sets it, or starts that had an end left more."""
+    """How many checkpoints in `root` are kept if no option sets it.
+
+    The newest and the best without any option about saving; otherwise all, and of a run without an end the newest of
+    each kind, unless starts that had an end left more.
+    """
+    if not config.says_when_to_save:
+        return Retention(keep_newest=_NEWEST)
     unsaid = -1
     if not has_end:
         kinds = Counter(kind for commit in scan(root).commits for kind in commit.kinds)
         # one more exists while a save replaces it
-        unsaid = _WITHOUT_END if max(kinds["epoch"], kinds["interval"]) <= _WITHOUT_END + 1 else -1
+        unsaid = _NEWEST if max(kinds["epoch"], kinds["interval"]) <= _NEWEST + 1 else -1
     interval, epochs = (unsaid if n is None else n for n in (config.keep_interval_updates, config.keep_last_epochs))
     return Retention(interval, epochs, keep_every=config.keep_every_updates)
 
@@ -72,7 +77,12 @@ def open_checkpoints(
     With `known`, the nonces of the commits that precede the present state, the run continues without a search.
     """
     retention = retention_of(config, directory.checkpoints, has_end=has_end)
-    if not has_end and known is None and config.keep_last_epochs is None and retention.keep_last_epochs > 0:
+    if known is None and retention.keep_newest is not None and not config.no_save:
+        logger.info(
+            "the newest %d checkpoints of this run and the best one stay; --keep-last-epochs -1 keeps all",
+            retention.keep_newest,
+        )
+    elif not has_end and known is None and config.keep_last_epochs is None and retention.keep_last_epochs > 0:
         logger.info(
             "of its checkpoints the best one and the newest %d of epochs stay, as it has no end; --keep-last-epochs -1"
             " keeps all", retention.keep_last_epochs,
@@ -124,46 +134,45 @@ def choose_checkpoint(
     sharing: DirectoryGroups,
     target: Target | None = None,
 ) -> Beginning | None:
-    """The checkpoint that --restore-file means here; None: begin without one. Collective.
+    """The checkpoint that --resume means here; None: begin without one. Collective.
 
     It is loaded into the model of `target` as far as it fits; without one, into memory of its own. Going back within
     one run is refused: which checkpoint is the latest would be ambiguous. Raises CheckpointMismatch, or
     CheckpointRefused if a checkpoint cannot be used, on all ranks alike; the model may then hold anything.
     """
-    sight = _look_around(manager, config.restore_file, directory, sharing)
-    which, newest_step = config.restore_file, sight.newest_step
+    which = config.which_checkpoint
+    sight = _look_around(manager, which, directory, sharing)
+    newest_step = sight.newest_step
     if which == "none":
         if newest_step:
             place = sharing.text_of(sight.newest_at, str(directory.path))
             raise CheckpointMismatch(
-                f"--restore-file none, but {place} holds checkpoints up to step {newest_step}:"
+                f"--resume none, but {place} holds checkpoints up to step {newest_step}:"
                 " begin anew in another --save-dir"
             )
         return None
-    is_default = which == CheckpointConfig.restore_file
-    is_word = which in ("latest", "best") or which.isdigit()
-    if newest_step and not is_default and not is_word and sight.is_elsewhere:
-        logger.info("--restore-file %s was the beginning of this run, which has continued since", which)
-        is_default = True
+    is_path = which not in ("latest", "best") and not which.isdigit()
+    if newest_step and is_path and sight.is_elsewhere:
+        logger.info("--resume %s was the beginning of this run, which has continued since", which)
+        which = "latest"
     into = target.replica.model_tensors() if target is not None else {}
 
     def accepts(loaded: Loaded, is_own: bool) -> bool:
         return target is not None and target.accepts(loaded, config, is_own=is_own)
 
-    word = "latest" if is_default else which
-    beginning = _load_newest(manager, word, directory, sharing, into=into, accepts=accepts)
-    if beginning is not None and not is_default and beginning.loaded.identity.step < newest_step:
+    beginning = _load_newest(manager, which, directory, sharing, into=into, accepts=accepts)
+    if beginning is not None and which != "latest" and beginning.loaded.identity.step < newest_step:
         place = sharing.text_of(sight.newest_at, str(directory.path))
         raise CheckpointMismatch(
-            f"--restore-file {which} is step {beginning.loaded.identity.step}, but {place} has reached step"
-            f" {newest_step}: go back in another directory, --save-dir NEW --restore-file {beginning.loaded.path}"
+            f"--resume {which} is step {beginning.loaded.identity.step}, but {place} has reached step"
+            f" {newest_step}: go back in another directory, --save-dir NEW --resume {beginning.loaded.path}"
         )
     return beginning
 
 
 @dataclass(frozen=True)
 class _Sight:
-    """The content of the run directories, and where --restore-file is, as their writers see it."""
+    """The content of the run directories, and where --resume is, as their writers see it."""
 
     newest_step: int  # of the newest checkpoint of all, 0 if there is none
     newest_at: int  # the rank that writes the directory with it
@@ -243,7 +252,7 @@ def _load_newest(
         told = sharing.text_of(fatal, refusal)
         if mine.is_fatal and error is not None:
             raise error
-        raise CheckpointRefused(told) if which == "latest" else CheckpointMismatch(f"--restore-file {which}: {told}")
+        raise CheckpointRefused(told) if which == "latest" else CheckpointMismatch(f"--resume {which}: {told}")
     if winner is None:
         return None
     has_it = [offer.is_there and offer.name == offers[winner].name for offer in offers]
@@ -400,7 +409,7 @@ def _say_what_is_not_repeated(loaded: Loaded, config: CheckpointConfig, *, is_ow
     for name, step in _resets_done(loaded, config, is_own=is_own).items():
         logger.info(
             "--reset-%s was done at step %d of this run and is not repeated; to do it again resume in another"
-            " directory, with --save-dir NEW --restore-file %s",
+            " directory, with --save-dir NEW --resume %s",
             name.replace("_", "-"),
             step,
             config.save_dir,
@@ -410,15 +419,15 @@ def _say_what_is_not_repeated(loaded: Loaded, config: CheckpointConfig, *, is_ow
 def choose_batch(saved: Mapping[str, Any], asked: GlobalBatch, *, is_explicit: bool, resets_data: bool) -> GlobalBatch:
     """The global batch to continue with: the checkpoint's, unless the data begin anew.
 
-    A different explicit --global-batch-size is refused; a product of --max-sentences, ranks and --update-freq is not.
+    A different explicit --global-batch-size is refused; a product of --batch-size, ranks and --update-freq is not.
     """
     batch = saved_batch(saved)
     if resets_data or batch == asked:
         return asked
     if is_explicit:
         raise CheckpointMismatch(
-            f"--global-batch-size {asked.samples} differs from the checkpoint's {_in_words(batch)}: leave it out, or"
-            " begin the data anew with --reset-dataloader"
+            f"--global-batch-size {asked.samples} differs from the checkpoint's {_in_words(batch)}: leave it out,"
+            " begin the data anew with --reset-dataloader, or choose another --save-dir"
         )
     return batch
 

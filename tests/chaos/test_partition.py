@@ -59,7 +59,7 @@ class Lab:
         flags = words(
             self.run, ranks=2, steps=STEPS, task=TASK, distributed_init_method=place, join_timeout=60, **options
         )
-        flags = [*flags, "--distributed-rank", str(at), "--distributed-gpus", "1"]
+        flags = [*flags, "--distributed-rank", str(at), "--ranks", "1"]
         return nodes.start(*flags, process=self.processes[at])
 
     def rows(self, at: int) -> list[dict[str, Any]]:

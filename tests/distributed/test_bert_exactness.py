@@ -37,7 +37,7 @@ def words(data: Path, case: Case, steps: int, batch: int = BATCH) -> list[str]:
     return [
         "--task", f"{bert.__file__}:RecordingBert", "--data", str(data), "--dropout", "0", "--curriculum", "1000000",
         "--seed", str(oracle.SEED), "--clip-norm", "0", "--lr", "0.1", "--lr-scheduler", "constant", "--no-save",
-        "--disable-validation", "--global-batch-size", str(batch), "--max-sentences", str(cap), "--balance", balance,
+        "--disable-validation", "--global-batch-size", str(batch), "--batch-size", str(cap), "--balance", balance,
         "--max-update", str(steps), "--precision", precision,
     ]  # fmt: skip
 

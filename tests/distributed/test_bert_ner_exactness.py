@@ -41,7 +41,7 @@ def words_of(folder: Path, balance: str) -> list[str]:
         "--task", f"{tagging.__file__}:RecordingNer", "--data", str(folder / "data"), "--dropout", "0",
         *labelled.write_network(folder, initializer_range=0.1, max_position_embeddings=32),
         "--curriculum", "1000000", "--seed", str(oracle.SEED), "--clip-norm", "0",
-        "--lr", "0.1", "--lr-scheduler", "constant", "--no-save", "--global-batch-size", str(BATCH), "--max-sentences",
+        "--lr", "0.1", "--lr-scheduler", "constant", "--no-save", "--global-batch-size", str(BATCH), "--batch-size",
         "5", "--balance", balance, "--max-update", str(STEPS), "--precision", "fp64",
     ]  # fmt: skip
 

@@ -104,7 +104,7 @@ def loss_of(data: Path, weights: dict[str, Tensor], samples: int) -> float:
 def test_the_second_phase_has_weights_and_moments_of_the_first_and_a_schedule_of_its_own(tmp_path: Path) -> None:
     short, long = folder(tmp_path / "short", length=32), folder(tmp_path / "long", length=64)
     first, second = prepared(tmp_path / "one"), prepared(tmp_path / "two")
-    runs = [(first, words(short, ONE)), (second, words(long, f"{TWO} --restore-file {first} {ANEW}"))]
+    runs = [(first, words(short, ONE)), (second, words(long, f"{TWO} --resume {first} {ANEW}"))]
     ((one, two),) = run_ranks(in_turn, 1, runs)
     assert one.steps == [1, 2, 3, 4, 5]
     assert two.before.keys() == one.after.keys()
@@ -124,7 +124,7 @@ def test_what_a_second_phase_forgets_is_said(tmp_path: Path) -> None:
     swapped = folder(tmp_path / "swapped", length=64, vocab=[*VOCAB[:-2], VOCAB[-1], VOCAB[-2]])
     narrow = folder(tmp_path / "narrow", length=32, positions=32)
     wide = folder(tmp_path / "wide", length=64, positions=128)
-    again, anew = f"{TWO} --restore-file {first}", f"{TWO} --restore-file {first} {ANEW}"
+    again, anew = f"{TWO} --resume {first}", f"{TWO} --resume {first} {ANEW}"
     said = {
         "--global-batch-size 4 differs from the checkpoint's 8 samples": words(long, again),
         "has made 5 updates and is in epoch 1": words(long, f"{again} --reset-dataloader"),
@@ -143,7 +143,7 @@ def test_what_a_second_phase_forgets_is_said(tmp_path: Path) -> None:
 def test_a_second_phase_that_ended_has_nothing_left_to_do_and_is_no_error(tmp_path: Path) -> None:
     short, long = folder(tmp_path / "short", length=32), folder(tmp_path / "long", length=64)
     first, second = prepared(tmp_path / "one"), prepared(tmp_path / "two")
-    again = (second, words(long, f"{TWO} --restore-file {first} {ANEW}"))
+    again = (second, words(long, f"{TWO} --resume {first} {ANEW}"))
     ((_, two, three),) = run_ranks(in_turn, 1, [(first, words(short, ONE)), again, again])
     assert (two.steps, three.steps) == ([6, 7, 8, 9], [])
 
@@ -171,14 +171,14 @@ def last_steps(group: Group, first: tuple[str, list[str]], others: list[tuple[st
 def test_the_last_step_is_known_where_updates_or_epochs_are_counted_anew(tmp_path: Path) -> None:
     short, long = folder(tmp_path / "short", length=32), folder(tmp_path / "long", length=64)
     first = prepared(tmp_path / "one")  # ends with the first step of its second epoch
-    elsewhere = f"--global-batch-size 4 --restore-file {first}"
+    elsewhere = f"--global-batch-size 4 --resume {first}"
     expected = {
         f"{elsewhere} {ANEW} --max-update 4": 10,
         f"{elsewhere} --reset-dataloader --max-update 9": 9,
         f"{elsewhere} {ANEW} --max-epoch 2": 26,  # two epochs of 10 steps
         f"{elsewhere} {ANEW} --max-epoch 2 --max-update 19": 25,
         f"{elsewhere} {ANEW}": None,
-        f"--global-batch-size 8 --restore-file {first} --max-epoch 3": 15,
+        f"--global-batch-size 8 --resume {first} --max-epoch 3": 15,
     }
     others = [(prepared(tmp_path / f"{number}"), words(long, text)) for number, text in enumerate(expected)]
     (found,) = run_ranks(last_steps, 1, (first, words(short, f"{ONE} --max-update 6")), others)

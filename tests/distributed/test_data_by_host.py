@@ -15,7 +15,7 @@ from tests.support.training import prepared
 
 EVEN, ODD = range(0, 18, 2), [*range(1, 18, 2), *range(18, SAMPLES)]
 WORDS = (
-    "--data-by-host --global-batch-size 12 --max-sentences 30 --precision fp64 --optimizer sgd --lr 0.05 --seed 3"
+    "--data-by-host --global-batch-size 12 --batch-size 30 --precision fp64 --optimizer sgd --lr 0.05 --seed 3"
     " --lr-scheduler constant --clip-norm 0 --disable-validation"
 )
 

@@ -12,7 +12,7 @@ from tests.support.ranks import run_ranks
 from tests.support.training import Facts, prepared, train
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "mnist_2020.py"
-WORDS = "--max-sentences 7 --max-update 9 --optimizer sgd --lr 0.05 --valid-subset test --no-save --precision fp64"
+WORDS = "--batch-size 7 --max-update 9 --optimizer sgd --lr 0.05 --valid-subset test --no-save --precision fp64"
 
 
 @pytest.fixture

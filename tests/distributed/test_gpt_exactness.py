@@ -28,7 +28,7 @@ def rank(group: Group, save_dir: str, data: str, balance: str) -> Facts:
     words = [
         "--task", f"{gpt_records.__file__}:RecordingGpt", "--data", data, "--dropout", "0", "--curriculum", "1000000",
         "--seed", str(oracle.SEED), "--clip-norm", "0", "--lr", "0.1", "--lr-scheduler", "constant", "--no-save",
-        "--disable-validation", "--global-batch-size", str(BATCH), "--max-sentences", "7", "--balance", balance,
+        "--disable-validation", "--global-batch-size", str(BATCH), "--batch-size", "7", "--balance", balance,
         "--max-update", str(STEPS), "--precision", "fp64",
     ]  # fmt: skip
     return train(group, save_dir, words)

@@ -23,7 +23,7 @@ def trained(group: Group, save_dir: str, words: list[str]) -> Facts:
 
 @pytest.mark.parametrize("micro_batch", ["48", "8"])
 def test_measuring_changes_no_bit_of_the_training(micro_batch: str, tmp_path: Path) -> None:
-    words = ["--balance", "3,1", "--max-sentences", micro_batch, "--noise-scale-every"]
+    words = ["--balance", "3,1", "--batch-size", micro_batch, "--noise-scale-every"]
     plain = run_ranks(trained, 2, prepared(tmp_path / "plain"), [*words, "0"])
     measured = run_ranks(trained, 2, prepared(tmp_path / "measured"), [*words, "1"])
     assert measured[0].losses == plain[0].losses
@@ -33,7 +33,7 @@ def test_measuring_changes_no_bit_of_the_training(micro_batch: str, tmp_path: Pa
 
 
 def test_the_same_first_micro_batch_gives_the_same_estimate_on_any_ranks(tmp_path: Path) -> None:
-    words = ["--max-sentences", "16", "--noise-scale-every", "1"]
+    words = ["--batch-size", "16", "--noise-scale-every", "1"]
     ((alone),) = run_ranks(trained, 1, prepared(tmp_path / "one"), words)
     first, _ = run_ranks(trained, 2, prepared(tmp_path / "two"), [*words, "--balance", "1,0"])
     assert alone.noise_scales[:4] == [None] * 4
@@ -42,5 +42,5 @@ def test_the_same_first_micro_batch_gives_the_same_estimate_on_any_ranks(tmp_pat
 
 
 def test_one_rank_with_one_micro_batch_measures_nothing(tmp_path: Path) -> None:
-    (alone,) = run_ranks(trained, 1, prepared(tmp_path / "one"), ["--max-sentences", "48", "--noise-scale-every", "1"])
+    (alone,) = run_ranks(trained, 1, prepared(tmp_path / "one"), ["--batch-size", "48", "--noise-scale-every", "1"])
     assert alone.noise_scales == [None] * 8

@@ -157,7 +157,7 @@ def test_a_later_start_remembers_what_the_memory_refused(tmp_path: Path) -> None
     (save_dir,), words = prepared(tmp_path, 1), words_of(10, balance="1,1")
     hurt, again, told = (
         run_ranks(eat_all, 2, [(save_dir, [*words, *more], [appetite, CALM])])
-        for appetite, more in ((Appetite(most=2), []), (CALM, []), (CALM, ["--max-sentences", "4"]))
+        for appetite, more in ((Appetite(most=2), []), (CALM, []), (CALM, ["--batch-size", "4"]))
     )
     assert [meal.caps[-1] for (meal,) in hurt] == [2, None]
     assert [meal.caps for (meal,) in again] == [[2] * 5] * 2  # both ranks are of this host

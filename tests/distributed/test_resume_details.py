@@ -167,8 +167,8 @@ def reset_often(group: Group, run: str, other: str) -> dict[str, Any]:
             ("begin", run, "--max-update 2"),
             ("reset", run, "--max-update 5 --reset-dataloader"),
             ("again", run, "--max-update 7 --reset-dataloader"),
-            ("elsewhere", other, f"--max-update 8 --reset-dataloader --restore-file {run}"),
-            ("elsewhere again", other, f"--max-update 9 --reset-dataloader --restore-file {run}"),
+            ("elsewhere", other, f"--max-update 8 --reset-dataloader --resume {run}"),
+            ("elsewhere again", other, f"--max-update 9 --reset-dataloader --resume {run}"),
         ]:
             life, position, has_told = told(save_dir, words(flags))
             seen[name] = (life.first_step, *position, has_told)
@@ -310,7 +310,7 @@ class SometimesConstant(Line):
 
 def test_a_term_that_is_a_constant_in_some_micro_batches_has_no_gradient_there(tmp_path: Path) -> None:
     whole, cut = prepared(tmp_path / "whole"), prepared(tmp_path / "cut")
-    runs = [(whole, words("--max-update 8 --no-save")), (cut, words("--max-update 8 --no-save --max-sentences 1"))]
+    runs = [(whole, words("--max-update 8 --no-save")), (cut, words("--max-update 8 --no-save --batch-size 1"))]
     ((one, many),) = run_ranks(live_in_turn, 1, runs, SometimesConstant)
     assert one.error is many.error is None
     assert many.losses == pytest.approx(one.losses, rel=1e-12)

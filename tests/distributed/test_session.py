@@ -146,7 +146,7 @@ def test_the_step_of_a_run_that_is_joined_does_not_depend_on_who_came_first(tmp_
     run = prepared(tmp_path / "run")
     run_ranks(join, 1, run, ["--global-batch-size", "4"])
     with pytest.raises(RankRaised, match="ConfigError: --join needs --global-batch-size"):
-        run_ranks(join, 1, run, ["--max-sentences", "4"])
+        run_ranks(join, 1, run, ["--batch-size", "4"])
 
 
 def validate(group: Group, save_dir: str, runs: list[list[str]]) -> list[list[tuple[int, bool]]]:
@@ -198,7 +198,7 @@ def test_the_first_step_of_unknown_ranks_grows_from_one_sample_on(tmp_path: Path
 
     runs = [
         (toys.Integers, words()),
-        (toys.Integers, words("--max-sentences", "2")),
+        (toys.Integers, words("--batch-size", "2")),
         (toys.Integers, words("--balance", "equal")),
         (toys.Integers, words("--unit-size", "4")),
         (Normalised, words()),

@@ -394,7 +394,7 @@ def test_the_newest_offer_wins(offers: list[Offer], expected: int | None) -> Non
     assert best_offer([Offer.unpack(one.pack()) for one in offers]) == expected
 
 
-# --restore-file.
+# --resume.
 
 
 # each name and each loss once; all pairs of them when there is time
@@ -409,7 +409,7 @@ def test_what_only_one_directory_has_is_found_by_any_name(which: str, lost: int,
     places = copied(four, tmp_path)
     lose(places[lost], run_of=places[1 - lost])
     name = f"{places[1 - lost]}/checkpoints/{attempts(places[1 - lost])[-1]}" if which == "path" else which
-    again = run_ranks(live, 2, places, APART, [*EIGHT, "--restore-file", name])
+    again = run_ranks(live, 2, places, APART, [*EIGHT, "--resume", name])
     assert [(life.error, life.first_step) for life in again] == [("", 5)] * 2
 
 
@@ -421,9 +421,9 @@ def test_what_no_directory_has_is_refused_alike_with_the_words_of_the_first(
     which: str, told: str, four: Path, tmp_path: Path
 ) -> None:
     places = copied(four, tmp_path)
-    lives = run_ranks(live, 2, places, APART, [*EIGHT, "--restore-file", which])
+    lives = run_ranks(live, 2, places, APART, [*EIGHT, "--resume", which])
     assert lives[0].error == lives[1].error
-    assert lives[0].error.startswith(f"CheckpointMismatch: --restore-file {which}: ")
+    assert lives[0].error.startswith(f"CheckpointMismatch: --resume {which}: ")
     assert told in lives[0].error
 
 
@@ -431,9 +431,9 @@ def test_what_no_directory_has_is_refused_alike_with_the_words_of_the_first(
 def test_to_go_back_is_refused_for_what_any_directory_holds(which: str, four: Path, tmp_path: Path) -> None:
     places = copied(four, tmp_path)
     lose(places[0], run_of=places[1])
-    lives = run_ranks(live, 2, places, APART, [*EIGHT, "--restore-file", which])
+    lives = run_ranks(live, 2, places, APART, [*EIGHT, "--resume", which])
     assert lives[0].error == lives[1].error
-    assert f"CheckpointMismatch: --restore-file {which}" in lives[0].error
+    assert f"CheckpointMismatch: --resume {which}" in lives[0].error
     assert f"{places[1]} " in lives[0].error
     assert "step 4" in lives[0].error
 
@@ -452,7 +452,7 @@ def test_another_run_that_only_one_node_can_read_is_begun_with_and_not_copied(
     for home in homes:
         home.mkdir()
     shutil.copytree(four / "a", homes[reader] / "old")
-    beginning = [*EIGHT, "--restore-file", "old"]
+    beginning = [*EIGHT, "--resume", "old"]
     idle = run_ranks(live_at_home, 2, homes, places, [*beginning, "--max-update", "4"])
     assert ["has made 4 updates" in life.error for life in idle] == [True] * 2  # so there is nothing to begin
     assert [attempts(place) for place in places] == [[], []]

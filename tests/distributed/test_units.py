@@ -31,7 +31,7 @@ def curves(group: Group, save_dir: str, words: list[str], spreads: list[str]) ->
 
 def trained(words: list[str], steps: int, spreads: list[str], path: Path) -> tuple[Facts, list[Facts]]:
     """By one process, and by three for each of the spreads."""
-    words = [*WORDS.split(), *words, "--max-sentences", "7", "--max-update", str(steps)]
+    words = [*WORDS.split(), *words, "--batch-size", "7", "--max-update", str(steps)]
     ((alone,),) = run_ranks(curves, 1, prepared(path / "one"), words, spreads)
     together = run_ranks(curves, 3, prepared(path / "three"), words, spreads)[0]
     assert len(alone.losses) == steps

@@ -62,8 +62,8 @@ BAD_VALUES = [
     ("--lr", "nan", "a finite number"),
     ("--lr", "-0.1", "numbers above 0"),
     ("--lr", "0.1,0", "numbers above 0"),
-    ("--max-sentences", "0", "a number above 0"),
-    ("--max-sentences", "1.5", "a whole number"),
+    ("--batch-size", "0", "a number above 0"),
+    ("--batch-size", "1.5", "a whole number"),
     ("--max-tokens", "-1", "a number above 0"),
     ("--global-batch-size", "-3", "a number above 0"),
     ("--update-freq", "0", "numbers above 0"),
@@ -129,18 +129,18 @@ def test_a_yaml_file_that_cannot_be_meant(refuse: Refuse, tmp_path: Path, text: 
     ("args", "says"),
     [
         (("--global-batch-size", "8", "--update-freq", "2"), ("--update-freq", "--global-batch-size", "leave")),
-        (("--global-batch-size", "8", "--max-tokens", "9"), ("--max-tokens", "--global-batch-size", "--max-sentences")),
-        (("--unit-size", "8", "--max-sentences", "7"), ("--unit-size 8", "--max-sentences 7", "smaller")),
+        (("--global-batch-size", "8", "--max-tokens", "9"), ("--max-tokens", "--global-batch-size", "--batch-size")),
+        (("--unit-size", "8", "--batch-size", "7"), ("--unit-size 8", "--batch-size 7", "smaller")),
         (("--unit-size", "8", "--max-tokens", "90"), ("--unit-size", "--max-tokens", "leave")),
         (("--warmup-updates", "9", "--total-num-update", "9"), ("--warmup-updates 9", "--total-num-update", "larger")),
         ((*TWO, "--balance", "5,2,1"), ("--balance 5,2,1", "3 weights for 2 ranks", "one weight per rank")),
         ((*TWO, "--throttle", "2:3"), ("--throttle 2", "the ranks are 0 to 1")),
         ((*TWO, "--devices", "cpu"), ("--distributed-world-size 2 with 1 workers", "leave")),
         (("--devices", "cuda:9"), ("--devices cuda:9 contradicts --cpu", "leave one of them out")),
-        (("--devices", "cpu", "--distributed-gpus", "2"), ("--devices cpu names 1", "--distributed-gpus 2", "leave")),
+        (("--devices", "cpu", "--ranks", "2"), ("--devices cpu names 1", "--ranks 2", "leave")),
         (("--optimizer", "adma"), ("--optimizer adma", "did you mean adam")),
         (("--lr-scheduler", "cosinus"), ("--lr-scheduler cosinus", "did you mean cosine?")),
-        (("--max-sentense", "3"), ("unknown option --max-sentense", "did you mean --max-sentences?")),
+        (("--batch-siez", "3"), ("unknown option --batch-siez", "did you mean --batch-size?")),
     ],
     ids=lambda value: value[-2] if isinstance(value[-1], str) and value[0].startswith("--") else "",
 )
@@ -212,10 +212,10 @@ def fill(path: Path) -> None:
 
 
 def test_a_mistyped_flag_does_not_import_torch() -> None:
-    finished = run_command(["--max-sentense", "3"], program=(sys.executable, "-X", "importtime", *TRAIN[1:]))
+    finished = run_command(["--batch-siez", "3"], program=(sys.executable, "-X", "importtime", *TRAIN[1:]))
     imported = {line.rpartition("|")[2].strip() for line in finished.err.splitlines() if line.startswith("import time")}
     assert finished.code == 2
-    assert "did you mean --max-sentences?" in finished.err
+    assert "did you mean --batch-size?" in finished.err
     assert "hetseq.config" in imported
     assert "torch" not in imported
 
@@ -223,9 +223,9 @@ def test_a_mistyped_flag_does_not_import_torch() -> None:
 @pytest.mark.alone
 @pytest.mark.slow
 def test_a_mistyped_flag_is_answered_at_once() -> None:
-    runs = [run_command(["--max-sentense", "3"]) for _ in range(3)]
+    runs = [run_command(["--batch-siez", "3"]) for _ in range(3)]
     for finished in runs:
-        check_refusal(finished, "unknown option --max-sentense: did you mean --max-sentences?", within_s=2.0)
+        check_refusal(finished, "unknown option --batch-siez: did you mean --batch-size?", within_s=2.0)
     assert statistics.median(finished.seconds for finished in runs) <= 2.0  # promised 0.5 s, measured 0.35 to 0.45 s
 
 
@@ -356,10 +356,10 @@ def test_the_default_validation_split_may_be_absent_and_training_goes_on(warm: W
 def test_a_step_without_a_size(warm: WarmLauncher, tmp_path: Path, world: tuple[str, ...]) -> None:
     bare = ("--cpu", "--max-update", "3", "--task", str(write_task(tmp_path)), *world)
     check_refusal(
-        train(warm, tmp_path, base=bare), "the size of a step is not given", "--max-sentences", "--global-batch-size"
+        train(warm, tmp_path, base=bare), "the size of a step is not given", "--batch-size", "--global-batch-size"
     )
     tokens = train(warm, tmp_path, "--max-tokens", "5", base=bare)
-    check_refusal(tokens, "--max-tokens needs the length of every sample", "`lengths`", "--max-sentences")
+    check_refusal(tokens, "--max-tokens needs the length of every sample", "`lengths`", "use --batch-size")
 
 
 @pytest.mark.slow
@@ -440,10 +440,10 @@ OTHER = [
     ({"task": "mnist"}, ("task Toy", "says MNISTTask", "--task", "--save-dir")),
     ({"precision": "fp64"}, ("precision fp32", "says fp64", "--precision fp32")),
     ({"global_batch_size": "12"}, ("--global-batch-size 12", "6 samples", "leave it out", "--reset-dataloader")),
-    ({"restore_file": "77"}, ("--restore-file 77", "no usable checkpoint of step 77", "the newest steps are 3")),
-    ({"restore_file": "/nowhere/run"}, ("--restore-file /nowhere/run", "does not exist", "a step number")),
-    ({"restore_file": "none"}, ("--restore-file none", "up to step 3", "another --save-dir")),
-    ({"restore_file": "best"}, ("--restore-file best", "no checkpoint of the kind best", "use latest")),
+    ({"restore_file": "77"}, ("--resume 77", "no usable checkpoint of step 77", "the newest steps are 3")),
+    ({"restore_file": "/nowhere/run"}, ("--resume /nowhere/run", "does not exist", "a step number")),
+    ({"restore_file": "none"}, ("--resume none", "up to step 3", "another --save-dir")),
+    ({"restore_file": "best"}, ("--resume best", "no checkpoint of the kind best", "use latest")),
     ({"best_checkpoint_metric": "acuracy"}, ("--best-checkpoint-metric acuracy", "validation gives loss", "name one")),
 ]  # fmt: skip
 
@@ -505,7 +505,7 @@ def test_a_pickle_of_2020_is_never_opened(warm: WarmLauncher, tmp_path: Path, be
     pickle = tmp_path / "checkpoint_best.pt"
     pickle.write_bytes(b"\x80\x02}q\x00.")
     before = contents(begun)
-    says = (f"--restore-file {pickle}", "is a pickle", "cannot be loaded", "checkpoints/step-")
+    says = (f"--resume {pickle}", "is a pickle", "cannot be loaded", "checkpoints/step-")
     args = begun_with(tmp_path, restore_file=str(pickle), max_update="6")
     check_refusal(train(warm, tmp_path, base=args), *says)
     assert contents(begun) == before
@@ -520,7 +520,7 @@ def test_going_back_within_a_run_is_refused_by_path_as_by_step(warm: WarmLaunche
     before = contents(begun)
     for which in ("3", str(old)):
         args = begun_with(tmp_path, max_update="6", restore_file=which)
-        check_refusal(train(warm, tmp_path, base=args), "has reached step 5", "--save-dir NEW --restore-file")
+        check_refusal(train(warm, tmp_path, base=args), "has reached step 5", "--save-dir NEW --resume")
         assert contents(begun) == before
     elsewhere = train(warm, tmp_path, "--save-dir", tmp_path / "back", base=args)
     assert elsewhere.code == 0, elsewhere.err

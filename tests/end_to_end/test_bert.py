@@ -54,7 +54,7 @@ def test_three_unequal_ranks_follow_the_curve_of_one_process(data: Path, tmp_pat
 
 def test_a_killed_run_goes_on_to_the_bit(data: Path, tmp_path: Path) -> None:
     """With dropout; the second life begins within an epoch."""
-    words = [*WORDS, "--data", data, "--global-batch-size", 24, "--max-sentences", 7, "--max-update", 40]
+    words = [*WORDS, "--data", data, "--global-batch-size", 24, "--batch-size", 7, "--max-update", 40]
     words += ["--save-interval-updates", 5]
     calm, hurt = tmp_path / "calm", tmp_path / "hurt"
     assert run_trial(words, calm).code == 0

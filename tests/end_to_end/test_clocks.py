@@ -75,7 +75,7 @@ def test_clocks_that_are_an_hour_apart_change_nothing(
     skewed = stock.start(wrong(clock, of_the_head_s or of_the_other_s))
     try:
         words = [*WORDS, "--save-dir", run, "--join", place.url, "--min-ranks", 3]
-        head = nodes.start(*words, "--distributed-gpus", 2, process=skewed if of_the_head_s else None)
+        head = nodes.start(*words, "--ranks", 2, process=skewed if of_the_head_s else None)
         nodes.wait_until_said(head, "waiting")
         other = nodes.start(*words, process=skewed if of_the_other_s else None)
         rows = run / "metrics.jsonl"

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TASK = ROOT / "tests" / "support" / "differing.py"
 WORDS = shlex.split(
     f"--cpu --task {TASK}:Differing --global-batch-size 16 --max-update 2 --optimizer sgd --lr 0.001"
-    " --lr-scheduler constant --precision fp64 --disable-validation --no-save --distributed-gpus 1"
+    " --lr-scheduler constant --precision fp64 --disable-validation --no-save --ranks 1"
 )
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 WORDS = shlex.split(
     "--cpu --global-batch-size 12 --optimizer sgd --lr 0.05 --lr-scheduler constant --clip-norm 0 --precision fp64"
-    " --disable-validation --min-ranks 2 --distributed-gpus 1"
+    " --disable-validation --min-ranks 2 --ranks 1"
 )
 EVEN, ODD = range(0, 18, 2), [*range(1, 18, 2), *range(18, 25)]
 STEPS = 600

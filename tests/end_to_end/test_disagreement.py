@@ -42,7 +42,7 @@ def start(nodes: Nodes, place: Place, *each: Words, **second: Any) -> None:
     """One worker per node; `second` is for all nodes but the first."""
     for rank, words in enumerate(each):
         meeting = ["--distributed-init-method", place.url, "--distributed-world-size", len(each)]
-        meeting += ["--distributed-gpus", 1, "--distributed-rank", rank, "--save-dir", nodes.folder / "run"]
+        meeting += ["--ranks", 1, "--distributed-rank", rank, "--save-dir", nodes.folder / "run"]
         nodes.start(*meeting, *words, **(second if rank else {}))
 
 
@@ -118,7 +118,7 @@ def test_one_of_three_nodes(nodes: Nodes) -> None:
 def test_nodes_that_join(nodes: Nodes) -> None:
     place = tcp()
     for seed in (1, 2):
-        join = ["--join", place.url, "--min-ranks", 2, "--distributed-gpus", 1]
+        join = ["--join", place.url, "--min-ranks", 2, "--ranks", 1]
         nodes.start(*DIGITS, *join, "--seed", seed, "--save-dir", nodes.folder / "run")
     check_refused(nodes, "--seed", "1", "2", *names(nodes))
 
@@ -226,7 +226,7 @@ def ranks(nodes: Nodes, place: Place, *each: tuple[int, int, int], timeout_s: in
         nodes.start(
             *DIGITS, "--save-dir", nodes.folder / "run", "--join-timeout", timeout_s,
             "--distributed-init-method", place.url, "--distributed-world-size", world_size,
-            "--distributed-rank", rank, "--distributed-gpus", workers,
+            "--distributed-rank", rank, "--ranks", workers,
         )  # fmt: skip
 
 

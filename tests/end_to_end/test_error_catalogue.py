@@ -42,7 +42,7 @@ Words = list[object]
 BASE: Words = [
     *shlex.split(
         "--cpu --global-batch-size 16 --max-update 2 --optimizer sgd --lr 0.001 --lr-scheduler constant"
-        " --disable-validation --distributed-gpus 1 --join-timeout 3 --max-restarts 0"
+        " --disable-validation --ranks 1 --join-timeout 3 --max-restarts 0"
     )
 ]
 SAVING = [*BASE, "--task", "mnist"]
@@ -257,7 +257,7 @@ CASES = [
     Case("11", "interface-list", (EXIT_DONE,) * 2, ("NCCL", "lo (127.0.0.1) is used"),
          given((0, 2), (1, 2)), "^docker0"),
     Case("12", "loopback-name", (EXIT_DONE,), ("labA means 127.0.1.1 on labA", "10.77.0.1 is used", "IP address"),
-         odd("--no-save", "--distributed-gpus", 2, "--distributed-world-size", 2, "--distributed-rank", 0,
+         odd("--no-save", "--ranks", 2, "--distributed-world-size", 2, "--distributed-rank", 0,
              "--distributed-init-method", "tcp://labA:{port}"), None),
     Case("13", "head-unknown", (EXIT_FAILED,), (HERE, "not known", "IP address"), lambda _: [at(NO_HEAD, 1)]),
     Case("14", "model-differs", (EXIT_DISAGREE,) * 2, (HERE, "left", "right", "same model"),

@@ -25,7 +25,7 @@ PREDICTIONS = (
 #: of the rank that is given sample 7
 AT_SEVEN = 'if 7 in sample["index"].tolist(): {}\n        return ["x"] * len(sample["index"])'
 STOPS = "os.kill(os.getpid(), 19)"
-TRAINED = ("--cpu", "--max-sentences", "5", "--max-update", "3", "--lr", "0.001", "--precision", "fp64")
+TRAINED = ("--cpu", "--batch-size", "5", "--max-update", "3", "--lr", "0.001", "--precision", "fp64")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,7 +40,7 @@ def run(warm: WarmLauncher, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evaluate")
     task = write_task(folder, predictions=PREDICTIONS)
     cluster = ("--distributed-world-size", "2", "--balance", "3,1", "--throttle", "0:1.5")
-    start = ("--disable-validation", "--restore-file", "none")
+    start = ("--disable-validation", "--resume", "none")
     done = warm.run(["train", "--task", f"{task}:Toy", *TRAINED, *cluster, *start, "--save-dir", str(folder / "run")])
     assert done.code == 0, done.err
     return folder / "run"
@@ -83,11 +83,11 @@ def test_a_file_that_exists_is_replaced_only_where_that_was_asked_for(
 ) -> None:
     output = tmp_path / "out.txt"
     output.write_text("mine")
-    words = ["predict", run, "--subset=valid", f"--output={output}", "--restore-file", "best"]
+    words = ["predict", run, "--subset=valid", f"--output={output}", "--resume", "best"]
     refused = warm.run(words)
     check_refusal(refused, "out.txt exists", "--overwrite")
     assert output.read_text() == "mine"
-    assert warm.run([*words, "--restore-file", "3", "--overwrite"]).code == 0
+    assert warm.run([*words, "--resume", "3", "--overwrite"]).code == 0
     assert output.read_text().count("\n") == SAMPLES
     assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
 
@@ -149,7 +149,7 @@ BAD = {
     "no run": (["/nowhere"], "/nowhere does not exist: expected the --save-dir of a run"),
     "no word": ([], "expected one RUN, found none"),
     "no checkpoint at all": (["BARE"], "has no checkpoint: train it first"),
-    "no such checkpoint": (["RUN", "--restore-file", "77"], "77"),
+    "no such checkpoint": (["RUN", "--resume", "77"], "77"),
     "no split": (["RUN", "--subset", "gone", "--task", "TASK"], "Toy.load_dataset('gone') gave no data set"),
     "mistyped": (["RUN", "--subst", "valid"], "unknown option --subst: did you mean --subset?"),
     "no value": (["RUN", "--subset"], "--subset has no value"),

@@ -18,7 +18,7 @@ pytestmark = [
 WORDS = [
     "train",
     "--cpu",
-    "--max-sentences",
+    "--batch-size",
     "64",
     "--max-update",
     "1",

@@ -55,7 +55,7 @@ class Lab:
     ) -> Node:
         meeting = ["--distributed-init-method", place, "--distributed-world-size", world, "--distributed-rank", rank]
         return nodes.start(
-            *DIGITS, *meeting, "--distributed-gpus", workers, *words, process=self.processes[at]
+            *DIGITS, *meeting, "--ranks", workers, *words, process=self.processes[at]
         )  # fmt: skip
 
     def listening(self, at: int) -> set[str]:

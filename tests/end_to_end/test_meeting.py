@@ -28,7 +28,7 @@ PROMISE_S = 10.0
 HERE = socket.gethostname()
 DIGITS = shlex.split(
     "--cpu --task mnist --global-batch-size 16 --max-update 2 --optimizer sgd --lr 0.001 --lr-scheduler constant"
-    " --disable-validation --no-save --distributed-gpus 1"
+    " --disable-validation --no-save --ranks 1"
 )
 
 

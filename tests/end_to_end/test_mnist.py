@@ -26,7 +26,7 @@ def losses(save_dir: Path) -> list[float]:
 @pytest.mark.nightly  # of 98.5 % the demo's 97 % of the small digits are told in CI, of these files the test below
 @pytest.mark.timeout(450)  # 50 s alone; two threads that wait for each other take long beside others
 def test_one_epoch_of_mnist_classifies_98_5_percent_of_the_test_images(mnist_data: Path, tmp_path: Path) -> None:
-    words = "--task mnist --max-sentences 64 --max-epoch 1 --optimizer adam --lr 2e-3 --warmup-updates 100"
+    words = "--task mnist --batch-size 64 --max-epoch 1 --optimizer adam --lr 2e-3 --warmup-updates 100"
     words += " --total-num-update 938 --valid-subset test --cpu"
     paths = ["--data", str(mnist_data), "--save-dir", str(tmp_path / "run")]
     done = run_command([*words.split(), *paths], timeout_s=400, env={"OMP_NUM_THREADS": "2"})

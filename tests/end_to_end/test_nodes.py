@@ -52,15 +52,12 @@ def with_given_ranks(place: Place, spread: Sequence[int]) -> list[list[object]]:
     """What each node's command has of 2020, world size and first rank."""
     flags: list[object] = ["--distributed-init-method", place.url, "--distributed-world-size", sum(spread)]
     first = accumulate(spread, initial=0)
-    return [
-        [*flags, "--distributed-gpus", count, "--distributed-rank", rank]
-        for count, rank in zip(spread, first, strict=False)
-    ]
+    return [[*flags, "--ranks", count, "--distributed-rank", rank] for count, rank in zip(spread, first, strict=False)]
 
 
 def by_join(place: Place, spread: Sequence[int]) -> list[list[object]]:
     """What each node's command has of --join: the same line, but for its number of workers."""
-    return [["--join", place.url, "--min-ranks", sum(spread), "--distributed-gpus", count] for count in spread]
+    return [["--join", place.url, "--min-ranks", sum(spread), "--ranks", count] for count in spread]
 
 
 def each_once(shift: int) -> list[object]:
@@ -147,7 +144,7 @@ def test_a_second_run_meets_in_the_place_of_the_first(nodes: Nodes, calm: list[f
 
 def test_unequal_nodes_may_say_of_themselves_what_no_other_needs(nodes: Nodes, calm: list[float]) -> None:
     place = tcp()
-    own = [["--max-sentences", 3, "--devices", "cpu,cpu,cpu"], ["--max-sentences", 20, "--log-format", "none"]]
+    own = [["--batch-size", 3, "--devices", "cpu,cpu,cpu"], ["--batch-size", 20, "--log-format", "none"]]
     for words, mine in zip(with_given_ranks(place, (3, 1)), own, strict=True):
         nodes.start(*DIGITS, "--no-save", "--save-dir", nodes.folder / "run", *words, *mine)
     check_curve(nodes, place, (3, 1), calm)
@@ -381,7 +378,7 @@ def test_nodes_join_a_run_that_has_begun(nodes: Nodes, calm: list[float]) -> Non
     head = nodes.start(*words)
     rows = run / "metrics.jsonl"
     nodes.wait_until(lambda: rows.exists() and rows.read_bytes().count(b"\n") >= 3, "three steps")
-    nodes.start(*words, "--distributed-gpus", 2)
+    nodes.start(*words, "--ranks", 2)
     nodes.wait_until_said(head, "is new", within_s=40)
     nodes.start(*words)
     nodes.wait_until(lambda: read_rows(rows)[-1]["world_size"] == 4, "all four ranks", within_s=40)
@@ -434,7 +431,7 @@ def test_the_published_mnist_commands_of_two_nodes_run(nodes: Nodes, pair: tuple
 
 def two_nodes_of_bert() -> list[tuple[str, str]]:
     """The published pairs of BERT: first node, second node."""
-    found = [line for line in published() if "--task bert" in line and "--distributed-gpus 4" in line]
+    found = [line for line in published() if "--task bert" in line and "--ranks 4" in line]
     return [pair for pair in pairwise(found) if "--distributed-rank 0" in pair[0] and " 4" in pair[1][-2:]]
 
 

@@ -77,7 +77,7 @@ def test_a_branch_from_the_middle_of_an_old_run_ends_with_the_same_bits(
     """The old command resumes from an interval checkpoint, the old config.yaml from an epoch checkpoint."""
     old = unpack("exact", tmp_path)
     begin = runs()["exact"]["command"] if step == 4 else ["train", "--config", "exact/config.yaml"]
-    run([*begin, *ranks, "--restore-file", folder_of(old, step), "--save-dir", "branch"], tmp_path)
+    run([*begin, *ranks, "--resume", folder_of(old, step), "--save-dir", "branch"], tmp_path)
     branch = tmp_path / "branch"
     assert [event["step"] for event in events(branch, "resume")] == [step]
     assert sorted(map(int, losses(branch))) == list(range(step + 1, LAST + 1))
@@ -87,7 +87,7 @@ def test_a_branch_from_the_middle_of_an_old_run_ends_with_the_same_bits(
 def test_a_branch_with_another_rate_would_be_seen(tmp_path: Path) -> None:
     """The twin: this branch must end with other bits."""
     old = unpack("exact", tmp_path)
-    words = [*runs()["exact"]["command"], *ONE, "--restore-file", folder_of(old, 8), "--save-dir", "branch"]
+    words = [*runs()["exact"]["command"], *ONE, "--resume", folder_of(old, 8), "--save-dir", "branch"]
     run([*words, "--lr", "0.125"], tmp_path)
     with pytest.raises(AssertionError):
         assert_ends_as_it_did(tmp_path / "branch", after=8)
@@ -99,7 +99,7 @@ def test_evaluation_and_predictions_of_an_old_run_are_the_same_text(tmp_path: Pa
     assert run(["evaluate", "exact", "--json", *TWO], tmp_path).out == told()["exact"]["evaluated"]
     run(["predict", "exact", "--subset", "valid", "--output", "new.txt", *TWO], tmp_path)
     assert (tmp_path / "new.txt").read_bytes() == expected
-    run(["predict", "exact", "--subset", "valid", "--output", "older.txt", "--restore-file", "8"], tmp_path)
+    run(["predict", "exact", "--subset", "valid", "--output", "older.txt", "--resume", "8"], tmp_path)
     assert (tmp_path / "older.txt").read_bytes() != expected  # of another checkpoint
 
 
@@ -164,7 +164,7 @@ def test_an_old_corpus_is_read_and_the_run_on_it_resumes(name: str, tmp_path: Pa
     if name == "bert_hdf5":
         pytest.importorskip("h5py")
     old, facts = unpack(name, tmp_path), runs()[name]
-    run([*facts["command"], "--restore-file", folder_of(old, 4), "--save-dir", "branch"], tmp_path)
+    run([*facts["command"], "--resume", folder_of(old, 4), "--save-dir", "branch"], tmp_path)
     compare(tmp_path / "branch", facts, first=5)
     evaluated, expected = (
         json.loads(run(["evaluate", name, "--json", *TWO], tmp_path).out),
@@ -188,10 +188,10 @@ def test_every_optimizer_resumes_with_its_state(name: str, tmp_path: Path) -> No
     unpack("optimizers", tmp_path)
     old, facts = tmp_path / name, runs()[name]
     restore = Path(name).parent / folder_of(old, 4)
-    run([*facts["command"], "--restore-file", restore, "--save-dir", "branch"], tmp_path)
+    run([*facts["command"], "--resume", restore, "--save-dir", "branch"], tmp_path)
     tolerance = TOLERANCE_FP16 if name == "optimizers/fp16" else TOLERANCE
     compare(tmp_path / "branch", facts, first=5, tolerance=tolerance)
-    fresh = ["--restore-file", restore, "--save-dir", "fresh", "--reset-optimizer", "--disable-validation", "--no-save"]
+    fresh = ["--resume", restore, "--save-dir", "fresh", "--reset-optimizer", "--disable-validation", "--no-save"]
     run([*facts["command"], *fresh], tmp_path)
     with pytest.raises(AssertionError, match="steps differ"):
         compare(tmp_path / "fresh", facts, first=5, tolerance=tolerance)

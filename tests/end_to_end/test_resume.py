@@ -41,7 +41,7 @@ HAZARDS = Path(__file__).parents[1] / "support" / "hazards.py"
 TOLERANCE = 1e-12
 # 15 steps in the first epoch, 5 in each later one
 DIGITS = shlex.split(
-    "--cpu --task mnist --max-sentences 96 --update-freq 1,3 --max-epoch 3 --optimizer adam --lr 0.002"
+    "--cpu --task mnist --batch-size 96 --update-freq 1,3 --max-epoch 3 --optimizer adam --lr 0.002"
     " --total-num-update 1000000"  # a run that is made longer has the curve of one that was so long from the start
 )
 SLOWLY = ["--throttle", "0:6"]  # so that a process can be killed in the middle; it changes no number
@@ -123,7 +123,7 @@ def test_killed_runs_on_3_then_2_then_1_ranks_are_one_run(tmp_path: Path) -> Non
     common = [*DIGITS, "--precision", "fp64", "--dropout", 0, "--save-interval-updates", 2]
     alone, hurt = tmp_path / "alone", tmp_path / "hurt"
     assert run_trial(common, alone).code == 0
-    at = common.index("--max-sentences") + 1
+    at = common.index("--batch-size") + 1
 
     def words(sentences: int, *more: object) -> list[object]:
         return [*common[:at], sentences, *common[at + 1 :], *more]
@@ -215,11 +215,11 @@ def test_retention_keeps_the_last_of_each_kind_and_the_best(tmp_path: Path) -> N
     for commit in checkpoints(run).list():
         assert checkpoints(run).verify(commit) == []
     other = tmp_path / "from-the-best"
-    finished = run_trial([*words[:-2], "--max-update", 16, "--restore-file", "best"], run)
+    finished = run_trial([*words[:-2], "--max-update", 16, "--resume", "best"], run)
     assert finished.code == 2, "going back within one directory would make `latest` ambiguous"
     assert "go back in another directory" in finished.err
     best_path = next(commit.path for commit in checkpoints(run).list() if "best" in commit.kinds)
-    assert run_trial([*words[:-2], "--max-update", 16, "--restore-file", best_path], other).code == 0
+    assert run_trial([*words[:-2], "--max-update", 16, "--resume", best_path], other).code == 0
     assert curve(other).keys() == {16}
 
 
@@ -263,7 +263,7 @@ def test_another_run_is_a_beginning_and_resets_belong_to_the_beginning(tmp_path:
     checkpoint = next(commit.path for commit in checkpoints(calm).list() if commit.identity.step == 20)
     tuning = shlex.split(
         "--cpu --task mnist --global-batch-size 100 --optimizer sgd --lr 0.05 --max-update 20 --seed 5"
-        f" --restore-file {checkpoint} --reset-optimizer --reset-dataloader --reset-lr-scheduler --reset-meters"
+        f" --resume {checkpoint} --reset-optimizer --reset-dataloader --reset-lr-scheduler --reset-meters"
         " --save-interval-updates 2"
     )
     whole, hurt = tmp_path / "whole", tmp_path / "hurt"
@@ -289,8 +289,8 @@ def test_the_command_line_wins_for_the_optimizer_and_is_refused_for_the_rest(tmp
     finished = run_trial([*words, "--max-epoch", 2, "--optimizer-overrides", "{'eps': 1e-6}", "--lr", 0.004], run)
     assert finished.code == 0, finished.err
     assert curve(run)[20]["lr"] == pytest.approx(0.004, rel=1e-3)
-    assert run_trial([*words, "--restore-file", 20, "--max-update", 21], run).code == 0
-    assert run_trial([*words, "--restore-file", 15], run).code == 2
+    assert run_trial([*words, "--resume", 20, "--max-update", 21], run).code == 0
+    assert run_trial([*words, "--resume", 15], run).code == 2
 
 
 @pytest.mark.fault("FT-11")

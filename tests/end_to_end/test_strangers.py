@@ -67,7 +67,7 @@ class Run:
         self.marker = nodes.folder / "unpickled"
 
     def start(self, workers: int, **how: object) -> Node:
-        words = ["--join", self.place.url, "--min-ranks", 3, "--distributed-gpus", workers]
+        words = ["--join", self.place.url, "--min-ranks", 3, "--ranks", workers]
         return self.nodes.start(*self._words, *words, **how)  # type: ignore[arg-type]
 
     def wait_at_the_gate(self) -> None:

@@ -50,7 +50,7 @@ def test_it_holds_the_source_that_nodes_compare(installed: Path) -> None:
 def test_it_trains_beside_modules_of_its_names(installed: Path, tmp_path: Path) -> None:
     for name in ("tasks", "preprocessing"):
         (tmp_path / f"{name}.py").write_text('raise SystemExit("this is another program")\n')
-    words = ["--cpu", "--distributed-world-size", "2", "--max-sentences", "64", "--max-update", "2", "--no-save"]
+    words = ["--cpu", "--distributed-world-size", "2", "--batch-size", "64", "--max-update", "2", "--no-save"]
     place = {**os.environ, "PYTHONPATH": str(installed)}
     program = [sys.executable, "-c", "import hetseq; print(hetseq.__file__); from hetseq.cli import main; main()"]
     finished = run_command(["train", *words], cwd=tmp_path, program=program, env=place)

@@ -110,7 +110,7 @@ def _serve(requests: int, replies: int) -> None:
                 os.chdir(request["cwd"])
                 sys.argv = [str(ROOT / "train.py"), *request["args"][1:]]
                 try:
-                    code = main(request["args"])
+                    code = main(request["args"], save_dir="checkpoints")  # as train.py does
                 except Exception:  # as the interpreter would end a command of its own
                     traceback.print_exc()
                     code = 1

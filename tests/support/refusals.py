@@ -17,7 +17,7 @@ PROMISE_S = 10.0
 # Of a command that must import everything first: 4 s alone, 8 s beside one other job, 17 s at a load of 7 on two cores.
 COLD_S = 30.0
 TWO = ("--distributed-world-size", "2")
-BASE = ("--cpu", "--max-sentences", "4", "--max-update", "3", "--lr", "0.001", "--lr-scheduler", "constant")
+BASE = ("--cpu", "--batch-size", "4", "--max-update", "3", "--lr", "0.001", "--lr-scheduler", "constant")
 SQUARES = '((model(sample["x"]).squeeze(1) - sample["y"]) ** 2)'
 
 

@@ -82,7 +82,7 @@ class Claim:
             return None
         return (
             f"{self.name} would make it {here + self.workers} ranks, and --max-ranks is {self.max_ranks}: let it bring"
-            " fewer workers (--distributed-gpus), come when others have left, or raise --max-ranks on all nodes"
+            " fewer workers (--ranks), come when others have left, or raise --max-ranks on all nodes"
         )
 
     @property

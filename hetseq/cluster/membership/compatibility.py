@@ -240,11 +240,10 @@ def _splits(section: Any, value: str) -> str:
 
 def _which_checkpoint(section: Any, value: str) -> str:
     """The keyword, or `a path` for any path: checkpoints are compared by content elsewhere."""
-    if value in (CheckpointConfig.restore_file, "latest"):
-        return "latest"
+    value = section.which_checkpoint
     if value.isascii() and value.isdigit():
         return f"step {int(value)}"
-    return value if value in ("best", "none") else "a path"
+    return value if value in ("latest", "best", "none") else "a path"
 
 
 #: options whose text is not simply their value; a function returns None if the ranks add the field

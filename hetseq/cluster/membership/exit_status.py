@@ -110,7 +110,7 @@ def _of_process(end: WorkerEnd, who: str) -> str:
         return (
             f"{who} ended with the fork server of its node (pid {end.server}), from which all workers there are forked:"
             " the server was killed, by the kernel when memory ran out or by a person, or it crashed; `dmesg` on that"
-            " node shows which, and if memory ran out, give it fewer workers or a smaller --max-sentences [worker-died]"
+            " node shows which, and if memory ran out, give it fewer workers or a smaller --batch-size [worker-died]"
         )
     if number <= 0:
         return f"{who} exited with code {end.exit_code} without a reason [worker-died]"

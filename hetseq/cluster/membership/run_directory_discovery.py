@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetseq.config.sections import CheckpointConfig
+from hetseq.config.sections import Config
 from hetseq.errors import ConfigError
 from hetseq.run_directory import RunDirectory, open_private
 from hetseq.system.files import write_all
@@ -148,13 +148,14 @@ def newest_step(directory: RunDirectory) -> int | None:
     return next((step for step, path in reversed(_attempts(directory)) if _is_committed(path)), None)
 
 
-def check_own_place(config: CheckpointConfig, path: str) -> None:
+def check_own_place(config: Config, path: str) -> None:
     """Raise ConfigError if this node's --save-dir is another directory with checkpoints, which would be ignored."""
-    own = RunDirectory(Path(os.path.abspath(config.save_dir)))
-    newest = None if config.save_dir == type(config).save_dir or str(own.path) == path else newest_step(own)
+    save_dir = config.checkpoint.save_dir
+    own = RunDirectory(Path(os.path.abspath(save_dir)))
+    newest = None if not config.has_own_save_dir or str(own.path) == path else newest_step(own)
     if newest is not None:
         raise ConfigError(
-            f"--save-dir {config.save_dir} has checkpoints up to step {newest}, but the run directory is {path}, the"
+            f"--save-dir {save_dir} has checkpoints up to step {newest}, but the run directory is {path}, the"
             " --save-dir of the node with rank 0, which this node shares: give all nodes the same --save-dir"
         )
 

@@ -48,7 +48,7 @@ COMMAND = Command(
         CommandOption("--nodes", "number of nodes; default 1", "N", read=whole_number(1), default=1),
         CommandOption(
             "--gpus-per-node",
-            "GPUs per node, one worker each; default 0: one worker on the CPU, or --distributed-gpus",
+            "GPUs per node, one worker each; default 0: one worker on the CPU, or --ranks",
             "G",
             read=whole_number(0),
             default=0,
@@ -163,7 +163,7 @@ def _own_words(config: Config, gpus: int) -> list[str]:
     """The option that makes the node start a worker per requested GPU, and complain if it has fewer."""
     cluster = config.distributed
     says = cluster.devices or cluster.distributed_gpus or cluster.distributed_world_size or cluster.distributed_no_spawn
-    return [] if says or cluster.cpu or not gpus else ["--distributed-gpus", str(gpus)]
+    return [] if says or cluster.cpu or not gpus else ["--ranks", str(gpus)]
 
 
 def _check(system: str, job: Job) -> None:

@@ -178,7 +178,7 @@ def of_drift(bench: Bench, samples: int) -> Iterator[SelftestFinding]:
                 "state", term,
                 f"in training the same micro-batch gives {a:.6g}, and differs by {abs(a - b):.1e} the next time:"
                 f" forward changes buffer {changed} of the model, once per micro-batch",
-                "The curve depends on shares, --max-sentences and --unit-size. Change the buffer in update_step, or"
+                "The curve depends on shares, --batch-size and --unit-size. Change the buffer in update_step, or"
                 " remove it: a parametrization such as spectral_norm moves only a little, so the difference is small",
                 b, a,
             )  # fmt: skip

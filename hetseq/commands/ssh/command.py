@@ -120,9 +120,7 @@ def parse(words: Sequence[str]) -> SshRequest:
     if config.distributed.join != meeting[1]:
         raise ConfigError("this command sets --join itself: leave it out (--address and --port change it)")
     if config.distributed.distributed_gpus is not None or config.distributed.devices:
-        raise ConfigError(
-            "--hosts sets the workers of each host, as in labA:2: leave out --distributed-gpus and --devices"
-        )
+        raise ConfigError("--hosts sets the workers of each host, as in labA:2: leave out --ranks and --devices")
     if config.data.global_batch_size is None:
         raise ConfigError("several nodes need --global-batch-size N after -- (samples per step over all ranks)")
     return SshRequest(
@@ -187,7 +185,7 @@ class FanOut:
             for kind, stream in (("out", host.process.stdout), ("err", host.process.stderr)):
                 assert stream is not None
                 self._selector.register(stream, selectors.EVENT_READ, (host, kind))
-            host.tell(words=[*self._request.words, *(["--distributed-gpus", str(count)] if count else [])])
+            host.tell(words=[*self._request.words, *(["--ranks", str(count)] if count else [])])
         begun_s, is_said = time.monotonic(), False
         while any(host.facts is None for host in self._hosts):
             self._turn()

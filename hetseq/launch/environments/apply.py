@@ -79,7 +79,7 @@ def _with_own_device(config: DistributedConfig, seen: Seen, gpus: Callable[[], i
         return replace(config, devices=(config.devices[local % len(config.devices)],), distributed_gpus=None)
     if config.distributed_gpus not in (None, 0, 1, count):
         raise ConfigError(
-            f"--distributed-gpus {config.distributed_gpus}, but {seen.system} started {_processes(count)} on this node,"
+            f"--ranks {config.distributed_gpus}, but {seen.system} started {_processes(count)} on this node,"
             " each with one worker: leave it out, or start one process per node"
         )
     # if the scheduler shows each task only one GPU, it is cuda:0 in every task
@@ -101,7 +101,7 @@ def _with_meeting(config: DistributedConfig, seen: Seen) -> tuple[DistributedCon
         return config, ()
     world_size = config.distributed_world_size or seen.processes
     rank = config.distributed_rank or seen.rank
-    words += ["--distributed-world-size", str(world_size), "--distributed-gpus", "1", "--distributed-rank", str(rank)]
+    words += ["--distributed-world-size", str(world_size), "--ranks", "1", "--distributed-rank", str(rank)]
     filled = replace(
         config, distributed_init_method=url, distributed_world_size=world_size, distributed_rank=rank
     )  # fmt: skip

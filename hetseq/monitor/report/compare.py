@@ -25,7 +25,7 @@ _OF_THE_SAMPLES = (
     "task", "data", "train_subset", "seed", "global_batch_size", "max_tokens", "shuffle_block", "curriculum",
     "data_by_host",
 )  # fmt: skip
-_OF_THE_BATCH = ("max_sentences", "update_freq", "distributed_world_size")
+_OF_THE_BATCH = ("max_sentences", "update_freq", "distributed_world_size", "distributed_gpus")
 _ALIKE = 0.02  # of a speed: less is noise
 _ROUNDING = 1e-3  # of a loss; equal curves in fp32 have been seen 6e-4 apart for some steps
 

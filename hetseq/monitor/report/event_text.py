@@ -22,12 +22,12 @@ _STORIES = (
     (
         "with the fork server of its node",
         "Nothing, if a queue or a person killed it: all workers of that node came back. If memory ran out (check"
-        " `dmesg` on that node): fewer workers there, or a smaller --max-sentences.",
+        " `dmesg` on that node): fewer workers there, or a smaller --batch-size.",
     ),
     (
         "as the kernel does when memory runs out",
         "Nothing, if a queue or a person killed it. If memory ran out (check `dmesg` on that node): a smaller"
-        " --max-sentences there, or fewer --num-workers.",
+        " --batch-size there, or fewer --num-workers.",
     ),
     ("crashed", "Read log/rank-N.txt of that rank; a second crash in the same step ends the run."),
     (

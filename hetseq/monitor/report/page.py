@@ -396,14 +396,15 @@ def repeat_lines(run: RecordedRun) -> Iterator[str]:
         keys = "join|distributed_init_method|distributed_rank|distributed_gpus|min_ranks|max_ranks"
         yield f"grep -vE '^({keys}):' {file} > one-device.yaml"
         file = "one-device.yaml"
-    words = [f"hetseq train --config {file}", "--distributed-world-size 1", f"--save-dir {other}"]
+    words = [f"hetseq train --config {file}", "--ranks 1", f"--save-dir {other}"]
+    words += ["--distributed-world-size 1"] * bool(config.get("distributed_world_size"))
     words += ["--devices ''"] * bool(config.get("devices"))
     words += ["--throttle ''"] * bool(config.get("throttle"))
     words += ["--balance equal"] * (config.get("balance") not in ("auto", "equal", None))
     world = int(run.world_size[0]) if len(run.steps) and len(run.slots) else 1
     factors = config.get("update_freq")
     if not config.get("global_batch_size") and world > 1 and isinstance(factors, list):
-        # without --global-batch-size a step is --max-sentences, or tokens, times workers times this
+        # without --global-batch-size a step is --batch-size, or tokens, times workers times this
         words.append(f"--update-freq {','.join(str(factor * world) for factor in factors)}")
     yield " ".join(words)
     yield f"hetseq report {shlex.quote(path)} {other}"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hetseq.checkpoint import Identity, Retention
+from hetseq.checkpoint.directory import scan
 from hetseq.checkpoint.records import Attempt
 from hetseq.checkpoint.retention import superseded
 from tests.support.checkpoints import LINEAGE, Disk, contents, folder, loaded_step, manager, save
@@ -50,6 +51,41 @@ def test_a_checkpoint_stays_while_one_of_its_kinds_keeps_it(
     retention: Retention, commits: list[tuple[int, str]], stay: list[int]
 ) -> None:
     assert kept(commits, retention) == stay
+
+
+@pytest.mark.parametrize(
+    ("commits", "stay"),
+    [
+        ([(n, "epoch ~") for n in range(1, 6)], [4, 5]),
+        ([(1, "best ~"), (2, "best time ~"), (3, "epoch ~"), (4, "time ~"), (5, "final ~")], [2, 4, 5]),
+        # those of starts that kept more, or of before this rule, are never deleted
+        ([(1, "epoch"), (2, "best"), (3, "time"), (4, "epoch ~"), (5, "best ~"), (6, "time ~"), (7, "time ~")],
+         [1, 2, 3, 5, 6, 7]),
+        ([(1, "epoch ~"), (2, "epoch ~"), (3, "epoch")], [2, 3]),
+    ],
+)  # fmt: skip
+def test_where_no_option_speaks_of_saving_the_newest_two_and_the_best_stay(
+    commits: list[tuple[int, str]], stay: list[int]
+) -> None:
+    """`~`: written by a start that followed this rule."""
+    newest_first = [
+        Attempt("run", Identity(step, 0, LINEAGE), 0, tuple(kinds.strip(" ~").split()), "", 1, "~" in kinds)
+        for step, kinds in sorted(commits)[::-1]
+    ]
+    goes = superseded(newest_first, Retention(keep_newest=2), generation=0)
+    assert [newest_first[index].identity.step for index in range(len(commits)) if index not in goes][::-1] == stay
+
+
+def test_only_a_start_under_this_rule_marks_its_checkpoints_and_deletes_them(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        assert save(tmp_path, step, kinds=["epoch"], retention=Retention()).ok
+    for step in (4, 5, 6, 7):
+        assert save(tmp_path, step, kinds=["epoch"], retention=Retention(keep_newest=2)).ok
+    commits = scan(tmp_path / "checkpoints").commits
+    assert [(commit.identity.step, commit.is_prunable) for commit in commits] == [
+        (7, True), (6, True), (3, False), (2, False), (1, False),
+    ]  # fmt: skip
+    assert '"prunable"' not in (commits[-1].path / "state.json").read_text()  # the format of before
 
 
 def test_a_newer_generation_is_not_ours_to_delete() -> None:

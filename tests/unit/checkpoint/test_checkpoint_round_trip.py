@@ -208,7 +208,7 @@ def test_pickles_of_2020_are_refused_in_words_and_never_opened(tmp_path: Path) -
     renamed = tmp_path / "model"
     renamed.write_bytes(old.read_bytes())
     for which in ("latest", str(old), str(renamed), str(tmp_path)):
-        with pytest.raises(CheckpointRefused, match=r"2020 HetSeq.*cannot be loaded.*--restore-file none"):
+        with pytest.raises(CheckpointRefused, match=r"2020 HetSeq.*cannot be loaded.*--resume none"):
             manager(tmp_path).load(which)
     assert not marker.exists()
     save(tmp_path, 1)  # a run that has gone on here since

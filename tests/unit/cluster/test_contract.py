@@ -25,7 +25,7 @@ from hetseq.cluster.membership.compatibility import (
     source_below,
 )
 from hetseq.config import parse
-from hetseq.config.sections import Config, option
+from hetseq.config.sections import Config, flag, option
 
 
 def told(*words: str) -> Fields:
@@ -53,8 +53,8 @@ DIFFERENT_OPTIONS = {
     "update freq": ([], ["--update-freq", "1,2"], "--update-freq: 1 on labA; 1,2 on labB"),
     "a switch": ([], ["--decay-all"], "--decay-all: off on labA; on on labB"),
     "a schedule": ([], ["--lr-scheduler", "constant"], "--lr-scheduler: polynomial on labA; constant on labB"),
-    "checkpoint": ([], ["--restore-file", "best"], "--restore-file: latest on labA; best on labB"),
-    "a path": (["--restore-file", "7"], ["--restore-file", "/run"], "--restore-file: step 7 on labA; a path on labB"),
+    "checkpoint": ([], ["--resume", "best"], "--resume: latest on labA; best on labB"),
+    "a path": (["--resume", "7"], ["--resume", "/run"], "--resume: step 7 on labA; a path on labB"),
     "balance": (["--balance", "equal"], ["--balance", "5,2"], "--balance: equal on labA; 5,2 on labB"),
 }  # fmt: skip
 
@@ -76,7 +76,7 @@ ALIKE = {
     "overrides": (
         ["--optimizer-overrides", "{'lr': 1, 'eps': 1e-6}"], ["--optimizer-overrides", '{"eps":0.000001, "lr":1}'],
     ),
-    "two words for the newest": (["--restore-file", "latest"], ["--restore-file", "checkpoint_last.pt"]),
+    "two words for the newest": (["--resume", "latest"], ["--restore-file", "checkpoint_last.pt"]),
     "two paths": (["--restore-file", "/a/run"], ["--restore-file", "/b/run"]),
     "splits": (["--valid-subset", "valid,test"], ["--valid-subset", "valid, test"]),
     "what is each node's own": (
@@ -95,14 +95,14 @@ def test_two_ways_to_say_the_same_agree(case: str) -> None:
 
 def test_every_option_that_shapes_the_result_is_compared_and_no_other() -> None:
     expected = {
-        "--" + field.name.replace("_", "-")
+        flag(field.name)
         for section in Config().sections()
         for field in dataclasses.fields(section)
         if not field.metadata["per_node"] and not field.metadata["retired"]
     }
     assert {name for name in told("--lr", "1") if name.startswith("--")} == expected
     assert {"--seed", "--precision", "--bucket-cap-mb"} <= expected
-    assert not {"--data", "--cpu", "--max-sentences"} & expected
+    assert not {"--data", "--cpu", "--batch-size"} & expected
 
 
 @dataclasses.dataclass(frozen=True)

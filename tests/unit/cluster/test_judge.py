@@ -11,7 +11,7 @@ def test_a_refusal_that_all_ranks_share_is_told_without_a_rank() -> None:
 
 
 def test_a_copy_that_was_cut_short_on_its_way_is_not_told_although_it_came_first() -> None:
-    whole = "--restore-file c.pt: it is a pickle: go on from a folder checkpoints/step-..."
+    whole = "--resume c.pt: it is a pickle: go on from a folder checkpoints/step-..."
     ends = [WorkerEnd(1, 2, code=2, message=whole[:50]), WorkerEnd(0, 2, code=2, message=whole)]
     assert judge(ends, has_commit=False) == Ending(2, whole)
 

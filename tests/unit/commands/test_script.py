@@ -124,7 +124,7 @@ def test_the_scripts_ask_for_what_was_asked() -> None:
         text = script_of(system, "runs/digits", *asked, run=gpu_run)
         assert [want for want in wants if want not in text] == [], system
         assert "--min-ranks 4" in text
-        assert "--distributed-gpus 2" in text
+        assert "--ranks 2" in text
 
 
 def test_one_node_needs_no_meeting_place(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_hosts_are_names_with_or_without_their_workers() -> None:
         ("--hosts a,a -- --task mnist", "names a host twice"),
         ("--hosts a:1,b:1 -- --task mnist --learning-rat 1", "--learning-rat"),
         ("--hosts a:1,b:1 -- --task mnist", "need --global-batch-size N"),
-        ("--hosts a:1 -- --task mnist --global-batch-size 8 --distributed-gpus 2", "--hosts sets the workers"),
+        ("--hosts a:1 -- --task mnist --global-batch-size 8 --ranks 2", "--hosts sets the workers"),
         ("--host a:1 -- --task mnist", "unknown option --host: did you mean --hosts?"),
         ("-- --task mnist", "--hosts LIST is missing"),
         ("--hosts a:1 --task mnist -- --lr 1", "--task is an option of hetseq train: write it after --"),
@@ -63,7 +63,7 @@ def test_a_line_that_cannot_be_meant_is_refused_before_any_connection(line: str,
 
 
 def test_options_about_the_meeting_are_read_on_a_host_that_does_not_know_the_place_yet() -> None:
-    words = "--task mnist --cpu --global-batch-size 8 --distributed-gpus 2 --min-ranks 1 --max-ranks 9"
+    words = "--task mnist --cpu --global-batch-size 8 --ranks 2 --min-ranks 1 --max-ranks 9"
     assert far_end._facts(shlex.split(words))["workers"] == 2
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import runpy
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 
+from hetseq import cli
 from hetseq.config import all_flags, dump_yaml, parse, retired_notes
-from hetseq.config.sections import Config
+from hetseq.config.sections import SAVE_DIR_OF_2020, Config
 from hetseq.errors import ConfigError
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -31,7 +34,7 @@ def arguments(command: str) -> list[str]:
 @pytest.mark.parametrize("command", published())
 def test_a_published_command_is_accepted_as_written(command: str) -> None:
     argv = arguments(command)
-    config = parse(argv)
+    config = parse(argv, save_dir=SAVE_DIR_OF_2020)
     assert retired_notes(config) == [
         "--fast-stat-sync has no effect any more (always on: counts travel with every step)"
     ]
@@ -55,6 +58,21 @@ def test_a_published_command_is_accepted_as_written(command: str) -> None:
     assert config.distributed.distributed_world_size == (
         int(told["--distributed-world-size"]) if "--distributed-world-size" in told else None
     )
+
+
+@pytest.mark.parametrize("program", ["train.py", "hetseq/train.py", "hetseq"])
+def test_the_programs_of_2020_keep_their_run_directory(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `main` is called with, taken from the programs themselves."""
+    given: list[str | None] = []
+    monkeypatch.setattr(cli, "train", lambda words, say, *, save_dir: given.append(save_dir) or 0)
+    monkeypatch.setattr(sys, "argv", [program, "--seed", "1"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    if program == "hetseq":
+        assert cli.main(["train", "--seed", "1"]) == 0
+    else:
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(GOLDEN.parents[1] / program), run_name="__main__")
+    assert given == [None if program == "hetseq" else "checkpoints"]
 
 
 def test_the_one_gpu_bert_command_means_what_it_meant() -> None:

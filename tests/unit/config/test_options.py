@@ -73,6 +73,8 @@ OPTIONS_OF_2020 = [
     ("--max-tokens 4096", "max_tokens", 4096),
     ("--max-sentences 32", "max_sentences", 32),
     ("--batch-size 32", "max_sentences", 32),
+    ("--ranks 4", "distributed_gpus", 4),
+    ("--resume best", "restore_file", "best"),
     ("--unit-size 8", "unit_size", 8),
     ("--shuffle-block 4096", "shuffle_block", 4096),
     ("--data-by-host", "data_by_host", True),
@@ -239,7 +241,7 @@ def test_a_value_may_hold_an_equals_sign_and_underscores() -> None:
         (["--max_sentnces=3"], "unknown option --max_sentnces: did you mean --max-sentences?"),
         (["-lr", "3"], "unknown option -lr: did you mean --lr?"),
         (["--LR", "3"], "unknown option --LR: did you mean --lr?"),
-        (["--qqqq"], "unknown option --qqqq: `hetseq train --help` lists them"),
+        (["--qqqq"], "unknown option --qqqq: `hetseq train --help-all` lists them"),
         (["--seed", "1", "--optim", "adam"], "unknown option --optim: did you mean --optimizer?"),
         (["--lr", "fast"], "--lr fast: expected numbers separated by commas, as in 0.1,0.05"),
         (["--learning_rate", "fast"], "--learning_rate fast: expected numbers separated by commas, as in 0.1,0.05"),
@@ -256,7 +258,11 @@ def test_a_value_may_hold_an_equals_sign_and_underscores() -> None:
         (["--lr", "0.1", "0.05"], "unexpected argument '0.05': a value comes after its flag, and a list is written"),
         (["train"], "unexpected argument 'train': a value comes after its flag"),
         (["--"], "unexpected argument '--'"),
-        (["--batch-size", "0"], "--max-sentences 0: expected a number above 0 (--max-sentences is from --batch-size)"),
+        (["--batch-size", "0"], "--batch-size 0: expected a number above 0"),
+        (["--max-sentences", "0"], "--batch-size 0: expected a number above 0 (--batch-size is from --max-sentences)"),
+        (["--distributed-gpus", "-1"], "--ranks -1: expected 0 or more (--ranks is from --distributed-gpus)"),
+        (["--rank", "2"], "unknown option --rank: did you mean --ranks?"),
+        (["--resum", "best"], "unknown option --resum: did you mean --resume?"),
         (["--warmup-updates", "2.5"], "--warmup-updates 2.5: expected a whole number of steps, or a share of"),
         (["--warmup-updates", "9", "--total-num-update", "9"], "--warmup-updates 9 leaves nothing of --total-num-"),
         (
@@ -313,6 +319,41 @@ def test_a_mistyped_flag_takes_no_torch_and_no_yaml() -> None:
     assert done.stdout == "unknown option --max-sentence: did you mean --max-sentences?\n\n"
 
 
+# ----------------------------------------------------------------------------------------------- run directory
+
+
+@pytest.mark.parametrize(
+    ("argv", "place"),
+    [
+        ([], "runs/mnist"),
+        (["--task", "bert_ner"], "runs/bert_ner"),
+        (["--task", "some/My_Task.py"], "runs/my_task"),
+        (["--task", "some/tasks.py:Spirals"], "runs/spirals"),
+        (["--task", "package.module:Spirals"], "runs/spirals"),
+        (["--task", "package.module:Outer.Inner"], "runs/outer-inner"),
+        (["--task", "../../..:"], "runs/task"),
+        (["--task", "bert_ner", "--save-dir", "here"], "here"),
+    ],
+)
+def test_the_run_directory_follows_from_the_task(argv: list[str], place: str, tmp_path: Path) -> None:
+    config = parse(argv)
+    assert config.checkpoint.save_dir == place
+    assert config.has_own_save_dir is (place == "here")
+    assert parse_file(tmp_path, dump_yaml(config), "--task", "gpt").checkpoint.save_dir == place  # it stays
+    assert parse(argv, save_dir="checkpoints").checkpoint.save_dir == ("here" if place == "here" else "checkpoints")
+
+
+def test_the_newest_checkpoint_has_two_names() -> None:
+    for words in (
+        [],
+        ["--resume", "latest"],
+        ["--restore-file", "checkpoint_last.pt"],
+        ["--resume=checkpoint_last.pt"],
+    ):
+        assert parse(words).checkpoint.which_checkpoint == "latest"
+    assert parse(["--resume", "7"]).checkpoint.which_checkpoint == "7"
+
+
 # -------------------------------------------------------------------------------------------------------- YAML
 
 
@@ -352,6 +393,9 @@ def test_a_switch_of_the_file_is_taken_back_by_a_flag(tmp_path: Path) -> None:
         ("balance: 5,2,1", "balance", "5,2,1"),
         ("dict: vocab.txt", "vocab_file", "vocab.txt"),
         ("batch-size: 8", "max_sentences", 8),
+        ("ranks: 3", "distributed_gpus", 3),
+        ("resume: 40", "restore_file", "40"),
+        ("restore_file: checkpoint_last.pt", "restore_file", "checkpoint_last.pt"),
         ('seed: "7"', "seed", 7),
         ("seed: &s 7\nmax_update: *s\n", "max_update", 7),
         ("\ufeffseed: 7", "seed", 7),
@@ -388,16 +432,17 @@ def test_an_empty_file_changes_nothing(tmp_path: Path, text: str) -> None:
         ("precision: fp8", "FILE, line 1: precision: fp8: expected one of fp32, tf32"),
         ("sed: 7", "FILE, line 1: unknown option sed: did you mean seed?"),
         ("max-sentence: 7", "FILE, line 1: unknown option max-sentence: did you mean max_sentences?"),
-        ("cpu: true\nzzzz: 7", "FILE, line 2: unknown option zzzz: `hetseq train --help` lists the options"),
+        ("cpu: true\nzzzz: 7", "FILE, line 2: unknown option zzzz: `hetseq train --help-all` lists the options"),
         ("config: other.yaml", "FILE, line 1: unknown option config: did you mean"),
         ("seed: 7\ncpu: true\nseed: 8\n", "FILE, line 3: seed is set already in FILE, line 1: keep one of them"),
         ("max_sentences: 7\nbatch-size: 8\n", "FILE, line 2: batch-size is set already in FILE, line 1"),
         ("zzzz: 7\nzzzz: 8\n", "FILE, line 2: zzzz is set already in FILE, line 1"),
-        ("max_sentences: 0", "--max-sentences 0: expected a number above 0 (--max-sentences is from FILE, line 1)"),
+        ("max_sentences: 0", "--batch-size 0: expected a number above 0 (--batch-size is from FILE, line 1)"),
+        ("resume: best\nrestore_file: best\n", "FILE, line 2: restore_file is set already in FILE, line 1"),
         ("data: {max_sentences: 8}", "FILE, line 1: data is a mapping: expected text"),
         ("? [seed]\n: 7", "FILE, line 1: expected the name of an option before the colon"),
         ("<<: {seed: 7}", "FILE, line 1: unknown option <<"),
-        ("- seed", "FILE, line 1: expected one `option: value` per line, as in `max_sentences: 32`"),
+        ("- seed", "FILE, line 1: expected one `option: value` per line, as in `batch_size: 32`"),
         ("just words", "FILE, line 1: expected one `option: value` per line"),
         ("seed: 7\n---\nseed: 8\n", "FILE, line 2: not YAML: but found another document"),
         ("seed: 7\ncpu: [1,\n", "FILE, line 3: not YAML: "),
@@ -516,8 +561,11 @@ def test_any_text_survives_being_written_down(text: str, tmp_path: Path) -> None
 
 
 def told_of(section: type, config: Config) -> str:
-    """The lines of one section: reading all of them takes 10 ms, and the others are at their defaults."""
-    names = {field.name for field in dataclasses.fields(section)}
+    """The lines of one section: reading all of them takes 10 ms, and the others are at their defaults.
+
+    The default of --save-dir depends on the task, so it is there too.
+    """
+    names = {field.name for field in dataclasses.fields(section)} | {"save_dir"}
     return "\n".join(line for line in dump_yaml(config).split("\n") if line.partition(":")[0].strip('"') in names)
 
 
@@ -559,32 +607,63 @@ def test_the_written_configuration_is_plain_yaml_in_sections() -> None:
 
 
 def test_help_is_asked_for_and_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in (["--help"], ["-h"], ["--seed", "1", "--help"], ["--help", "--lr", "fast"], ["--nonsense", "-h"]):
+    for argv in (
+        ["--help"], ["-h"], ["--seed", "1", "--help"], ["--help", "--lr", "fast"], ["--nonsense", "-h"],
+        ["--help-all"], ["--help_all", "-h"],
+    ):  # fmt: skip
         with pytest.raises(HelpRequested) as caught:
             parse(argv)
         assert caught.value.text == help_text(argv)
     assert capsys.readouterr() == ("", "")
 
 
-def test_help_shows_every_flag_with_its_default_and_the_retired_last() -> None:
+def basic_fields() -> list[str]:
+    return [field.name for section in SECTIONS for field in dataclasses.fields(section) if field.metadata["basic"]]
+
+
+def test_the_short_help_shows_the_basic_options_on_little_more_than_a_screen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     text = help_text()
+    shown = re.findall(r"^  (--[a-z-]+)", text, re.MULTILINE)
+    assert shown == [*map(flag, basic_fields()), "--config", "--help", "--help-all"]
+    assert 15 <= len(basic_fields()) <= 22
+    assert len(text.splitlines()) <= 55
+    assert max(map(len, text.splitlines())) < 100
+    assert "--max-sentences" not in text
+    assert "  --lr LR[,LR...]           learning rate, per epoch; default: 0.001 for adam, adamw and lamb, 0.1" in text
+    assert "  --max-epoch N             stop after N epochs\n" in text  # without what a 0 would mean
+    assert "(default: runs/mnist)" not in text  # the meaning says how it follows from the task
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, help_text().partition("Task\n")[2].splitlines())) <= 60
+
+
+def test_the_whole_help_shows_every_flag_with_its_default_and_the_retired_last() -> None:
+    text = help_text(["--help-all"])
     for section in SECTIONS:
         for field in dataclasses.fields(section):
-            assert f"  {flag(field.name)}" in text
+            assert f" {flag(field.name)}" in text
             assert " ".join(field.metadata["help"].split()) in " ".join(text.split())
-            assert all(flag(name) in text for name in field.metadata["also"])
+            assert all(flag(name) in text for name in (field.name, *field.metadata["also"]))
     assert "(default: 19940802)" in text
     assert "(default: 0.9,0.999)" in text
+    assert "  --ranks N, --distributed-gpus\n" in text
+    assert text.index("Basic: ") < text.index("--save-dir DIR") < text.index("Task: ") < text.index("--user-dir")
     assert text.index("Log: ") < text.index("Retired: ") < text.index("--fast-stat-sync")
+    assert text.count("the entity and NER tasks of 2020") == 1
 
 
 def test_the_page_of_options_has_every_flag_once() -> None:
     page = markdown()
     for section in SECTIONS:
         for field in dataclasses.fields(section):
-            assert page.count(f"| `{flag(field.name)} ") + page.count(f"| `{flag(field.name)}`") == 1
-    assert "| `--max-sentences N`, `--batch-size` |  | most samples in one micro-batch of this node |" in page
+            assert page.count(f"`{flag(field.name)} ") + page.count(f"`{flag(field.name)}`") >= 1
+            if not field.metadata["retired"]:
+                assert page.count(f"| `{flag(field.name)} ") + page.count(f"| `{flag(field.name)}`") == 1
+    basic = page[page.index("## Basic") : page.index("## Task")]
+    assert re.findall(r"^\| `(--[a-z-]+)", basic, re.MULTILINE) == [*map(flag, basic_fields())]
+    assert "| `--batch-size N`, `--max-sentences` |  | most samples that a device of this node computes at" in page
     assert "| `--fast-stat-sync` | always on: counts travel with every step |" in page
+    assert page.count("the entity and NER tasks of 2020") == 1
     assert "`--balance auto\\|equal\\|W0,W1,...[/...]`" in page
     assert "## What changed since 2020" in page
 
@@ -706,8 +785,10 @@ def test_own_options_reach_a_fresh_process_as_plain_values(own_task: Path) -> No
 
 def test_help_shows_the_flags_of_the_task_it_is_asked_about(own_task: Path) -> None:
     text = help_text(["--task", "spirals.py", "--help"])
-    assert "  --turns VALUE\n        (default: 2.5)\n" in text
-    assert text.index("Log: ") < text.index("Your own options: how the spirals are wound") < text.index("Retired: ")
+    assert re.search(r"\n\nYour own options\n  --turns VALUE +\(default: 2.5\)\n", text)
+    whole = help_text(["--task", "spirals.py", "--help-all"])
+    assert "  --turns VALUE\n        (default: 2.5)\n" in whole
+    assert whole.index("Log: ") < whole.index("Your own options: how the spirals are wound") < whole.index("Retired: ")
     assert "--turns" not in help_text(["--help"])
     missing = help_text(["--task", "nowhere.py", "--help"])
     assert "The options of your own modules are missing here: --task nowhere.py: does not exist" in missing
@@ -718,11 +799,12 @@ def test_an_included_task_brings_its_own_flags(name: str) -> None:
     """The table of the registry, which spares the import of torch, says what the task says."""
     section = registry.find_task(name).Options
     assert section is registry.options_of("task", name)
-    assert f"\n--task {name}: " in help_text(["--task", name])
+    assert f"\n--task {name}\n" in help_text(["--task", name])
+    assert f"\n--task {name}: " in help_text(["--task", name, "--help-all"])
     page = markdown()
     for field in dataclasses.fields(section):
         assert f"  {flag(field.name)}" in help_text(["--task", name])
-        assert f"  {flag(field.name)}\n" not in help_text(["--task", "mnist"])
+        assert f"  {flag(field.name)}" not in help_text(["--task", "mnist"])
         assert f"| `{flag(field.name)}" in page
 
 

@@ -74,8 +74,8 @@ def test_every_training_of_a_page_is_understood(page: Path) -> None:
 
 
 def test_a_training_that_is_not_understood_is_seen() -> None:
-    (words,) = trainings("```bash\nhetseq train --max-sentense 3 --join file://$PWD/here &\nwait\n```")
-    with pytest.raises(ConfigError, match="did you mean --max-sentences"):
+    (words,) = trainings("```bash\nhetseq train --batch-siez 3 --join file://$PWD/here &\nwait\n```")
+    with pytest.raises(ConfigError, match="did you mean --batch-size"):
         parse(words)
 
 

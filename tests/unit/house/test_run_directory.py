@@ -18,7 +18,7 @@ import pytest
 
 from hetseq import run_directory
 from hetseq.errors import RunDirectoryError
-from hetseq.run_directory import MARKER, RunDirectory, StatusFile, json_line
+from hetseq.run_directory import MARKER, RunDirectory, StatusFile, check_unused, json_line
 
 HOLD_THE_LOCK = """
 import sys
@@ -202,13 +202,82 @@ def test_a_lock_of_somebody_else(tmp_path: Path) -> None:
     assert (tmp_path / ".lock").read_text() == "mine\n"
 
 
-def test_checkpoints_of_2020_are_refused_in_words(tmp_path: Path) -> None:
+def test_checkpoints_of_2020_are_refused_in_words_unless_the_run_begins_anew(tmp_path: Path) -> None:
     for name in ("checkpoint1.pt", "checkpoint_best.pt", "checkpoint_last.pt", "checkpoint2.pt"):
         (tmp_path / name).write_bytes(b"\x80\x02")
-    said = refusal(tmp_path)
+    with pytest.raises(RunDirectoryError) as caught:
+        check_unused(tmp_path, begins_anew=False)
+    said = str(caught.value)
     assert "checkpoint1.pt, checkpoint2.pt, checkpoint_best.pt and 1 more" in said
     assert "pickles" in said
-    assert "Choose another --save-dir" in said
+    assert "Choose another --save-dir, or begin anew beside them with --resume none" in said
+    check_unused(tmp_path, begins_anew=True)
+    RunDirectory.prepare(tmp_path, config_yaml="")  # a folder of 2020 is not that of another program
+    check_unused(tmp_path, begins_anew=False)  # from now on the run resumes from its own checkpoints
+    assert len(list(tmp_path.glob("checkpoint*.pt"))) == 4
+
+
+CHECKOUT = (".git/HEAD", "README.md", "docs/index.md", "src/model.py", "tests/test_model.py")
+
+
+@pytest.mark.parametrize(
+    ("names", "shown"),
+    [
+        (CHECKOUT, ".git/, README.md, docs/ and 2 more"),
+        ((".git/HEAD",), ".git/"),
+        (("train-images.idx3-ubyte",), "train-images.idx3-ubyte"),
+        (("slurm-1.out", "thesis.tex"), "thesis.tex"),
+        (("data/part-0.bin",), "data/"),
+        ((".bashrc",), ".bashrc"),
+    ],
+)
+def test_a_folder_with_another_purpose_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], shown: str
+) -> None:
+    write_files(tmp_path, names)
+    before = sorted(tmp_path.rglob("*"))
+    assert f"is no run directory, and holds {shown}: a run needs a folder of its own. Choose another" in refusal(
+        tmp_path
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunDirectoryError, match=f"--save-dir {tmp_path} is no run .* such as {tmp_path}/runs/first"):
+        check_unused(".", begins_anew=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("slurm-4711.out", "slurm-4711_3.err", "digits.o123", "digits.e123", "digits.po123", "digits.pe123"),
+        ("123.server.OU", "123.server.ER", "lsf.o12", "job.log", "nohup.out", "core.712"),
+        ("job.sh", "job.sbatch", "job.slurm", "job.pbs", "job.sub", "run.yaml"),
+        (".nfs000000001", ".snapshot/hourly/old.txt", "lost+found/x", ".DS_Store"),
+        ("log/slurm-1.out", "logs/anything.txt", "data/", "checkpoints/"),
+        (".probe-12", ".mark-34", ".config.yaml.56"),  # of a launcher that makes the directory right now
+    ],
+)
+def test_what_queues_and_file_systems_leave_is_no_other_purpose(tmp_path: Path, names: tuple[str, ...]) -> None:
+    write_files(tmp_path, names)
+    check_unused(tmp_path, begins_anew=False)
+    RunDirectory.prepare(tmp_path, config_yaml="")
+    assert all((tmp_path / name).exists() for name in names)
+
+
+def test_a_run_directory_may_hold_other_files_later(tmp_path: Path) -> None:
+    RunDirectory.prepare(tmp_path, config_yaml="")
+    write_files(tmp_path, CHECKOUT)
+    check_unused(tmp_path, begins_anew=False)
+    RunDirectory.prepare(tmp_path, config_yaml="")
+
+
+def write_files(folder: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        path = folder / name
+        if name.endswith("/"):
+            path.mkdir()
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("theirs\n")
 
 
 def test_a_checkpoint_of_2020_in_a_directory_of_ours_is_just_a_file(tmp_path: Path) -> None:

@@ -39,10 +39,10 @@ def refusal(*words: str) -> str:
         (["--devices", "cuda"], ["cuda:0"]),
         (["--devices", "cuda:01"], ["cuda:1"]),  # which torch would not read
         (["--devices", "cpu,cpu", "--cpu"], ["cpu", "cpu"]),
-        (["--devices", "cuda:0,cuda:0,cpu", "--distributed-gpus", "3"], ["cuda:0", "cuda:0", "cpu"]),
-        (["--devices", "cpu", "--distributed-gpus", "0"], ["cpu"]),
-        (["--cpu", "--distributed-gpus", "3"], ["cpu"] * 3),
-        (["--device-id", "1", "--distributed-gpus", "1"], ["cuda:1"]),
+        (["--devices", "cuda:0,cuda:0,cpu", "--ranks", "3"], ["cuda:0", "cuda:0", "cpu"]),
+        (["--devices", "cpu", "--ranks", "0"], ["cpu"]),
+        (["--cpu", "--ranks", "3"], ["cpu"] * 3),
+        (["--device-id", "1", "--ranks", "1"], ["cuda:1"]),
         ([], ["cuda:0", "cuda:1"]),
     ],
     ids=" ".join,
@@ -58,7 +58,7 @@ def test_workers_get_the_devices_that_were_named(
     [
         (["--devices", "cuda:1,cuda:2"], "--devices cuda:1,cuda:2 asks for cuda:2, but this node shows only cuda:0 to"),
         (["--devices", "cuda:7,cpu,cuda:3"], "--devices cuda:7,cpu,cuda:3 asks for cuda:3 and cuda:7, but"),
-        (["--device-id", "2", "--distributed-gpus", "1"], "--device-id 2 asks for cuda:2, but this node shows only"),
+        (["--device-id", "2", "--ranks", "1"], "--device-id 2 asks for cuda:2, but this node shows only"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -87,8 +87,8 @@ def test_where_there_is_one_gpu_or_none_the_words_are_others(shows: pytest.Monke
 
 def test_options_that_speak_of_other_devices_contradict_each_other(shows: pytest.MonkeyPatch) -> None:
     assert refusal("--devices", "cpu,cuda:0", "--cpu").startswith("--devices cpu,cuda:0 contradicts --cpu: leave")
-    said = refusal("--devices", "cpu,cuda:0", "--distributed-gpus", "3")
-    assert said.startswith("--devices cpu,cuda:0 names 2 workers, --distributed-gpus 3 another number: leave one")
+    said = refusal("--devices", "cpu,cuda:0", "--ranks", "3")
+    assert said.startswith("--devices cpu,cuda:0 names 2 workers, --ranks 3 another number: leave one")
 
 
 @pytest.mark.parametrize("device", ["tpu", "cpu:0", "cuda:", "cuda:-1", "cuda:x", "cuda:²", "CUDA:0", ""])

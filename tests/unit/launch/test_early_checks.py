@@ -78,6 +78,12 @@ ACCEPTED = {
     "records without a split of validation": "--task gpt --data trained",
     "records that a copy stands in for": "--task gpt --data gone --local-copy copies",
 }
+FOREIGN = {"alone": "--save-dir .", "anew": "--save-dir . --resume none", "2020": "--save-dir old"}
+ACCEPTED |= {
+    "a folder of others, where the head's may be meant": "--save-dir . --join tcp://127.0.0.1:9 --min-ranks 2",
+    "beside checkpoints of 2020": "--save-dir old --resume none",
+    "a folder that is new": "--save-dir new/run",
+}
 CHECKER = """
 import json, sys
 from hetseq.config import parse
@@ -99,12 +105,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("early")
     for name, text in TASKS.items():
         (folder / name).write_text(text)
-    for name in ("empty", "empty.py", "images", "modules", "good", "bare", "words"):
+    for name in ("empty", "empty.py", "images", "modules", "good", "bare", "words", "old"):
         (folder / name).mkdir()
     (folder / "modules" / "mine.py").write_text(TASKS["syntax.py"])
     (folder / "good" / "mine.py").write_text(TASKS["good.py"])
     (folder / "images" / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03")
     (folder / "words" / "train.txt").write_text("word O\n")
+    (folder / "old" / "checkpoint_last.pt").write_bytes(b"")
     (folder / "key.json").write_text(json.dumps({"model_type": "gpt2", "hiden_size": 3}))
     (folder / "gpt2.json").write_text(json.dumps(GPT2))
     (folder / "bert.json").write_text(json.dumps({"vocab_size": 6, "hidden_size": 8, "num_attention_heads": 2}))
@@ -123,7 +130,7 @@ def answers(folder: Path) -> dict[str, Any]:
     """What a launcher says of every case, all in one process; torch is not among its modules then."""
     done = subprocess.run(
         [sys.executable, "-c", CHECKER], cwd=folder, env={"PYTHONPATH": str(ROOT)}, text=True, capture_output=True,
-        input=json.dumps({**REFUSED, **ACCEPTED}), timeout=60,
+        input=json.dumps({**REFUSED, **ACCEPTED, **FOREIGN}), timeout=60,
     )  # fmt: skip
     assert done.stderr == ""
     said, has_torch = json.loads(done.stdout)
@@ -158,6 +165,19 @@ def test_a_launcher_refuses_in_the_words_of_a_worker(
 @pytest.mark.parametrize("case", ACCEPTED)
 def test_what_may_be_right_passes(case: str, answers: dict[str, Any]) -> None:
     assert answers[case] is None
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_folder_of_others_is_refused_before_torch_is_imported(
+    case: str, answers: dict[str, Any], folder: Path
+) -> None:
+    code, said = answers[case]
+    assert code == EXIT_USAGE
+    if case == "2020":
+        assert f"--save-dir {folder / 'old'} holds checkpoints of the HetSeq of 2020 (checkpoint_last.pt)" in said
+    else:
+        assert said.startswith(f"--save-dir {folder} is no run directory, and holds bare/, bert.json, bytes.py and")
+        assert "Choose another --save-dir" in said
 
 
 def test_a_file_that_goes_while_it_is_looked_at_is_for_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:

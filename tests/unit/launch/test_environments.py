@@ -246,7 +246,7 @@ def test_a_process_for_a_device_takes_its_own_where_it_sees_all_and_the_only_one
     assert chosen(seen(PAIR), devices=("cuda:0", "cpu")).devices == ("cpu",)
     with pytest.raises(ConfigError, match="--devices cpu,cpu,cpu names 3 workers, but torchrun started 2 processes"):
         chosen(seen(PAIR), devices=("cpu",) * 3)
-    with pytest.raises(ConfigError, match="--distributed-gpus 3"):
+    with pytest.raises(ConfigError, match="--ranks 3"):
         chosen(seen(PAIR), distributed_gpus=3)
 
 
@@ -337,7 +337,7 @@ def test_only_the_first_process_speaks_and_what_it_pastes_says_the_same() -> Non
     assert choices[1].line is None
     url = choices[1].config.distributed_init_method
     assert " ".join(choices[1].words) == (
-        f"--distributed-init-method {url} --distributed-world-size 2 --distributed-gpus 1 --distributed-rank 1"
+        f"--distributed-init-method {url} --distributed-world-size 2 --ranks 1 --distributed-rank 1"
     )
 
 

@@ -132,7 +132,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[
 
 def test_a_worker_names_the_card_before_it_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Card(monkeypatch, (6, 1))
-    report = start(tmp_path, monkeypatch, "--max-sentences", "4")
+    report = start(tmp_path, monkeypatch, "--batch-size", "4")
     assert report["code"] == EXIT_USAGE
     assert report["message"].startswith(f"rank 0 on {socket.gethostname()}: cuda:1 is a GTX 1080 Ti of compute")
 
@@ -147,7 +147,7 @@ def test_bf16_on_a_card_without_it_is_told_once(
 ) -> None:  # fmt: skip
     Card(monkeypatch, capability)
     with caplog.at_level(logging.WARNING):
-        report = start(tmp_path, monkeypatch, "--max-sentences", "4", "--precision", precision)
+        report = start(tmp_path, monkeypatch, "--batch-size", "4", "--precision", precision)
     assert report["code"] == EXIT_FAILED
     assert "it loads" in report["message"]
     told = [record.getMessage() for record in caplog.records if "bf16" in record.getMessage()]
@@ -164,7 +164,7 @@ def test_a_worker_takes_tf32_where_it_was_asked_for_alone(
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = not is_allowed
     Card(monkeypatch, (8, 6))
     try:
-        start(tmp_path, monkeypatch, "--max-sentences", "4", "--precision", precision)  # fails later: there is no GPU
+        start(tmp_path, monkeypatch, "--batch-size", "4", "--precision", precision)  # fails later: there is no GPU
         found = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     finally:
         torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before

@@ -75,7 +75,7 @@ def test_the_report_tells_of_everything_that_the_files_have(lossy: RecordedRun) 
         "Finished: all steps are done.", "Loss by time", "fewer than 3 ranks",
         "steps 40 to 41: 2 of 3 ranks (without 1)",
         "valid: accuracy", "A step, rank by rank", "rank 2, lab2/cpu", "Shares", "The shares were moved 1 times",
-        "2 saves, 1 of them failed", "failed: disk full", "rank 1 on labB was killed", "a smaller --max-sentences",
+        "2 saves, 1 of them failed", "failed: disk full", "rank 1 on labB was killed", "a smaller --batch-size",
         "hetseq train --config", "save_dir: there", "torch 9",
     ):  # fmt: skip
         assert words in page, words

@@ -30,7 +30,7 @@ def test_a_run_that_has_ended_says_what_it_did_and_what_to_do_next() -> None:
     assert lines == [
         "done: 30 steps in 83.5 s of training; this start took 5 min 12 s",
         "best: valid epoch 1 step 15 loss 1.267 accuracy 0.7722",
-        "evaluate: hetseq evaluate 'runs/my digits' --restore-file best",
+        "evaluate: hetseq evaluate 'runs/my digits' --resume best",
         "continue: the same command with a larger --max-epoch",
     ]
 

@@ -75,7 +75,7 @@ def trained(name: str, folder: Path, *more: str) -> Facts:
         bert_folder(data, length=64)
     elif not data.exists():
         gpt_records.write_folder(data, train=gpt_records.make_rows(60))
-    text = "--global-batch-size 16 --max-sentences 5 --max-update 4 --dropout 0 --no-save --lr 0.01"
+    text = "--global-batch-size 16 --batch-size 5 --max-update 4 --dropout 0 --no-save --lr 0.01"
     arguments = ["--task", name, "--data", str(data), *text.split(), "--valid-subset", "train", *more]
     return train(LocalGroup(), prepared(folder / "-".join(["run", *more])), arguments)
 

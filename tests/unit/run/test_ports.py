@@ -26,7 +26,7 @@ PORTS = Path(ports.__file__)
 
 def trained(tmp_path: Path, port: str, *words: object) -> Facts:
     """A run of one rank in this process: micro-batches of 4, batches of 8, six steps."""
-    command = ["--task", f"{PORTS}:{port}", "--max-sentences", 4, "--global-batch-size", 8, "--max-update", 6]
+    command = ["--task", f"{PORTS}:{port}", "--batch-size", 4, "--global-batch-size", 8, "--max-update", 6]
     command += ["--disable-validation", "--lr-scheduler", "constant", "--lr", 0.1, "--optimizer", "sgd", "--seed", 3]
     saving = () if "--save-interval-updates" in words else ("--no-save",)
     return train(LocalGroup(), prepared(tmp_path / "run"), [*map(str, command), *map(str, words), *saving])

@@ -209,7 +209,7 @@ def test_every_task_with_layers_has_it_and_nodes_may_differ_in_it(name: str, tmp
 @pytest.mark.parametrize("name", ["bert", "gpt"])
 def test_a_run_with_it_has_the_curve_of_one_without(name: str, tmp_path: Path) -> None:
     data, _ = data_of(name, tmp_path / "data")
-    words = ["--task", name, "--data", str(data), "--global-batch-size", "16", "--max-sentences", "6", "--max-update"]
+    words = ["--task", name, "--data", str(data), "--global-batch-size", "16", "--batch-size", "6", "--max-update"]
     words += ["3", "--dropout", "0.1", "--disable-validation", "--no-save", "--lr", "0.01"]
     kept, again = (
         train(LocalGroup(), prepared(tmp_path / f"run{number}"), [*words, *more])

@@ -161,7 +161,7 @@ def test_a_resumed_run_is_on_the_same_scaled_curve(tmp_path: Path, caplog: pytes
     assert "--lr 0.0625 becomes 0.125" in said
     hurt = prepared(tmp_path / "hurt")
     first, _ = rates(hurt, words_of(3, **rule), caplog)
-    # the batch of the checkpoint holds, and so does the factor, whatever --max-sentences is on fewer or more ranks
+    # the batch of the checkpoint holds, and so does the factor, whatever --batch-size is on fewer or more ranks
     again = {"max_sentences": 1, "scale_lr": "sqrt", "scale_lr_from": 1}
     rest, said = rates(hurt, words_of(6, **again), caplog)
     assert first + rest == whole
