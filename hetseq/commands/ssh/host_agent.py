@@ -73,7 +73,6 @@ def facts_of(folder: Path, place: Path) -> dict[str, Any]:
             found[re.sub(r"[-_.]+", "-", one.metadata["Name"] or "").lower()] = one.version
     if torch := _torch_in(folder):
         found["torch"] = torch
-    marker = folder / MARKER
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -83,7 +82,7 @@ def facts_of(folder: Path, place: Path) -> dict[str, Any]:
         "has_python": has_python,
         "is_foreign": not has_python and folder.exists() and (not folder.is_dir() or any(folder.iterdir())),
         "installed": found,
-        "marker": json.loads(marker.read_text()) if marker.is_file() else {},
+        "marker": _marker(folder),
         "free_bytes": shutil.disk_usage(place).free,
         **cards(),
     }
@@ -95,6 +94,13 @@ def _torch_in(folder: Path) -> str:
         if found := re.search(r"^__version__\s*(?::.*)?=\s*['\"](.+?)['\"]", path.read_text(), re.M):
             return found[1]
     return ""
+
+
+def _marker(folder: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads((folder / MARKER).read_text()))
+    except (OSError, ValueError):
+        return {}
 
 
 def cards() -> dict[str, Any]:
@@ -125,7 +131,7 @@ def carry_out(order: dict[str, Any], folder: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="hetseq-") as place:
         for name, content in order["files"].items():
             (Path(place) / name).write_bytes(base64.b64decode(content))
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for words in order["commands"]:
             if code := _run([word.replace("{files}", place) for word in words]):
                 return code
