@@ -1,6 +1,6 @@
 """Which build of torch fits the cards of a machine, and the pip command that installs it. Pure.
 
-The table of docs/install.md as a function. It asks no driver and imports no torch: the callers give it the facts.
+The table of docs/start/install.md as a function. It asks no driver and imports no torch: the callers give it the facts.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Uses the user's own `ssh`, which knows their keys and jump hosts. It knows no message of the programs on the hosts.
 
-The one idea: one loop serves all hosts, in both directions, so that a host that reads or answers nothing delays nobody.
+The one idea: one loop serves all hosts, in both directions, so that a host that hangs delays no other host.
 """
 
 from __future__ import annotations

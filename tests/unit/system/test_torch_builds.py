@@ -1,4 +1,4 @@
-"""Which build of torch fits which cards: the table of docs/install.md."""
+"""Which build of torch fits which cards: the table of docs/start/install.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_the_build_follows_from_the_oldest_card_and_the_driver(
     capabilities: tuple[tuple[int, int], ...], driver: int | None, build: str
 ) -> None:
     assert build_for(capabilities, "2.13.0", driver=driver).build == build
-    assert build in (ROOT / "docs" / "install.md").read_text()
+    assert build in (ROOT / "docs" / "start" / "install.md").read_text()
 
 
 def test_a_machine_with_amd_cards_alone_gets_rocm() -> None:
