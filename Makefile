@@ -7,7 +7,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 PY := $(VENV)/bin/python
-PIP := $(PY) -m pip --disable-pip-version-check --quiet
+# make sets MAKE_TERMOUT where its output is a terminal: there pip shows its progress bar
+PIP := $(PY) -m pip --disable-pip-version-check $(if $(MAKE_TERMOUT),,--quiet)
 
 # ranks share this machine's cores; more threads than cores would make the tests slow, not fast
 export OMP_NUM_THREADS := 1
@@ -91,10 +92,10 @@ clean:  ## remove caches and builds, not .venv and not runs/
 
 # torch goes first and pinned, in a call of its own: a wide range beside other packages makes pip look through, and
 # fetch, gigabytes of CUDA packages. The build tools are those that torch has brought (setuptools), hence
-# --no-build-isolation.
+# --no-build-isolation. TORCH_INDEX is for torch alone, but for ROCm: only its index has what that torch needs.
 $(VENV)/.installed-core: requirements.txt | $(PY)
 	@echo "installing torch and the core into $(VENV) (once; a few minutes on a slow line)"
-	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$$(grep '^torch==' requirements.txt)"
+	$(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) $(if $(findstring rocm,$(TORCH_INDEX)),,--no-deps)) "$$(grep '^torch==' requirements.txt)"
 	$(PIP) install -r requirements.txt
 	@touch $@
 

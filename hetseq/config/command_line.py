@@ -78,7 +78,8 @@ class Given:
 class Command:
     """One command line. `usage` follows `hetseq NAME`, one line per form; `notes` are paragraphs of its help.
 
-    Options of `hetseq train` are refused, or come after `--` (`train="behind"`), or anywhere (`train="among"`).
+    Options of `hetseq train` are refused, or come after `--` (`train="behind"`), or anywhere (`train="among"`). With
+    the switch `alone` they are not expected.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Command:
     examples: tuple[str, ...]
     notes: tuple[str, ...] = ()
     train: str = ""
+    alone: str = ""
 
     def read(self, words: Sequence[str]) -> Given:
         """The values. Raises HelpRequested for `--help`, and CommandRefused for invalid words."""
@@ -100,7 +102,7 @@ class Command:
         if self.train == "among":
             targets, rest = self._targets(left)
             return Given({**self._options(kept, rest), **self._arguments(targets)}, (*rest, *tail))
-        if self.train == "behind" and not has_tail:
+        if self.train == "behind" and not has_tail and self.alone not in kept:
             raise self.refusal(f"expected the options of hetseq train after --, as in: {self._example('--')}")
         unknown = [word for word in left if _is_option(word)]
         if unknown:

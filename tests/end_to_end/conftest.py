@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,6 +35,22 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmLauncher]:
         yield launcher
     finally:
         launcher.close()
+
+
+FIGURES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def figure(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """`figure(text)`: a line for the end of the output of pytest, where `.ci/run` shows it."""
+    return request.config.stash.setdefault(FIGURES, []).append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if figures := config.stash.get(FIGURES, []):
+        terminalreporter.section("figures")
+        for line in figures:
+            terminalreporter.write_line(line)
 
 
 STOCK = pytest.StashKey[Stock]()

@@ -6,11 +6,15 @@ import os
 import shlex
 import signal
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import hetseq
+from hetseq.cluster.membership.compatibility import source_below
+from hetseq.commands.ssh.wheels import pinned
 from hetseq.monitor.metrics import read_rows
 from tests.support.commands import HETSEQ, Finished, run_command, start_command
 from tests.support.nightly import nightly
@@ -18,6 +22,7 @@ from tests.unit.commands.test_script import program
 
 pytestmark = pytest.mark.slow
 
+SOURCE = Path(hetseq.__file__).parent
 RUN = shlex.split("--task mnist --cpu --global-batch-size 50 --disable-validation --save-dir run")
 SSH = """
 while [[ "$1" == -* ]]; do [ "$1" = -o ] && shift; shift; done
@@ -47,8 +52,8 @@ def environment(folder: Path) -> dict[str, str]:
     return {"HOME": str(folder / "home"), "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def finish(folder: Path, words: list[str]) -> Finished:
-    return run_command(words, cwd=folder, env=environment(folder), program=HETSEQ, timeout_s=90)
+def finish(folder: Path, words: list[str], **more: str) -> Finished:
+    return run_command(words, cwd=folder, env={**environment(folder), **more}, program=HETSEQ, timeout_s=90)
 
 
 def left_running(folder: Path) -> list[str]:
@@ -84,9 +89,10 @@ def test_two_hosts_train_together_and_the_second_is_given_the_secret(
 
 def test_a_host_that_is_off_is_named_and_nobody_trains(tmp_path: Path, words: Callable[..., list[str]]) -> None:
     done = finish(tmp_path, words("labA:1,off:1"))
-    assert done.code == 255
+    assert done.code == 1
     assert "off cannot take part: it ended with 255 (ssh: connect to host off port 22: No route to host)" in done.err
     assert "must work without a prompt" in done.err
+    assert "?." not in done.err
     assert not (tmp_path / "run").exists()
     assert left_running(tmp_path) == []
 
@@ -126,3 +132,42 @@ def test_whatever_ends_the_command_ends_all_hosts(
             assert time.monotonic() < deadline, left
             time.sleep(0.1)
     assert list((tmp_path / "run" / "checkpoints").glob("step-*/COMMIT.json"))
+
+
+def empty_wheels(folder: Path) -> Path:
+    """A folder of wheels that pip installs, and that hold nothing: of all packages that HetSeq needs here."""
+    folder.mkdir()
+    for name, version in pinned().items():
+        name, version = name.replace("-", "_"), version.partition("+")[0]
+        info = f"{name}-{version}.dist-info"
+        with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{info}/RECORD", "")
+    return folder
+
+
+def test_hetseq_and_its_packages_are_installed_on_each_host_once(
+    tmp_path: Path, words: Callable[..., list[str]]
+) -> None:
+    ssh = words("-")[3:5]
+    packages = empty_wheels(tmp_path / "packages")
+    install = ["ssh", "--install", "--hosts", "labA,off,labB", *ssh, "--packages", str(packages), "--env", "~/env"]
+    own_pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
+    done = finish(tmp_path, install, **own_pip)
+    assert done.code == 1
+    assert "2 of 3 hosts are ready; failed: off" in done.err
+    for host in ("labA", "labB"):
+        assert source_below(next((tmp_path / host).glob("env/lib/*/site-packages/hetseq"))) == source_below(SOURCE)
+        assert [
+            line for line in done.out.splitlines() if line.startswith(f"[{host}] hetseq {hetseq.__version__} (torch")
+        ]
+        assert list((tmp_path / host).glob(".hetseq*")) == []
+    install[3] = "labA,labB"
+    again = finish(tmp_path, install, **own_pip)
+    assert again.code == 0, again.err
+    assert again.out == ""
+    assert again.err.count("nothing to do") == 2
+    assert again.err.endswith(
+        "2 of 2 hosts are ready: hetseq ssh --hosts labA,labB --env '~/env' -- OPTIONS OF hetseq train\n"
+    )

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import hetseq
 from hetseq.cluster.membership.compatibility import source_below
-from tests.support.commands import run_command
+from tests.support.commands import run_command, start_command
+from tests.support.trials import until
 
 ROOT = Path(hetseq.__file__).resolve().parents[1]
 NEEDED = ("hetseq", "tasks", "preprocessing", "pyproject.toml", "setup.py", "README.md", "LICENSE")
@@ -22,8 +26,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the wheel of this checkout holds."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in NEEDED:
         if (ROOT / name).is_dir():
@@ -34,9 +38,16 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = ["pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", "dist", "./source"]
     subprocess.run([sys.executable, "-m", *words], cwd=folder, check=True, capture_output=True)
     (wheel,) = (folder / "dist").glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel of this checkout holds."""
+    folder = tmp_path_factory.mktemp("site")
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder / "site")
-    return folder / "site"
+        archive.extractall(folder)
+    return folder
 
 
 def test_its_top_level_is_hetseq_alone(installed: Path) -> None:
@@ -61,3 +72,28 @@ def test_it_trains_beside_modules_of_its_names(installed: Path, tmp_path: Path) 
         [sys.executable, "-m", "hetseq.preprocessing.mnist", "--help"], cwd=installed, capture_output=True, check=True
     )
     assert b"usage: python -m hetseq.preprocessing.mnist" in made.stdout
+
+
+@pytest.mark.alone
+def test_the_demo_takes_its_first_step_soon_after_the_installation(
+    wheel: Path, tmp_path: Path, figure: Callable[[str], None]
+) -> None:
+    """The goal is 60 s on two idle cores, where torch is installed. The figure is printed, and not judged."""
+    begin_s = time.monotonic()
+    words = ["pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)]
+    subprocess.run([sys.executable, "-m", *words], check=True, capture_output=True)
+    installed_s = time.monotonic() - begin_s
+    program, place = [sys.executable, "-m", "hetseq"], {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+
+    def has_stepped() -> bool:
+        rows = list(tmp_path.glob("runs/demo-*/shared/metrics.jsonl"))
+        assert rows or command.poll() is None, command.said()
+        return any(b'"loss"' in file.read_bytes() for file in rows)
+
+    with start_command(["demo"], cwd=tmp_path, program=program, env=place) as command:
+        until(has_stepped, "the first step of hetseq demo", within_s=110)
+        first_step_s = time.monotonic() - begin_s
+        command.send_signal(signal.SIGTERM)
+        command.finish()
+    assert next((tmp_path / "site" / "hetseq").glob("cli.py"))
+    figure(f"from the wheel to the first step of hetseq demo: {first_step_s:.1f} s, {installed_s:.1f} s of it for pip")

@@ -34,6 +34,7 @@ from hetseq.config.sections import (
     flag,
 )
 from hetseq.errors import few
+from hetseq.system.torch_builds import pip_line, release_for
 
 #: name of each compared field, and its text
 Fields = dict[str, str]
@@ -43,6 +44,7 @@ PROTOCOL = "1"
 #: prefix of a value that this party could not determine; it matches any value
 NOT_COMPARED = "not compared"
 PART = "part of the training data"  # which part this rank reads; this field may differ, see `data_by_host`
+BUILD = "build of torch"  # such as cu126; it may differ, and tells where this node finds another torch
 LOSS = "loss of the first two samples"  # the mean of each term, with its tolerances
 DIGEST_DIGITS = 12
 
@@ -61,6 +63,7 @@ def node_fields(config: Config) -> Fields:
         "protocol": PROTOCOL,
         "hetseq": hetseq.__version__,
         "torch": _torch_version().partition("+")[0],
+        BUILD: build_tag().removeprefix("+"),
         "source of hetseq": source_below(Path(__file__).resolve().parent.parent.parent),
         **option_fields(section for section in config.sections() if isinstance(section, SECTIONS)),
         "file of --vocab-file": _file_or_folder(config.task.vocab_file),
@@ -110,7 +113,21 @@ def difference(parties: Sequence[tuple[str, Mapping[str, str]]]) -> str | None:
         lines.append(f"  and {len(found) - _MOST_FIELDS} more")
     remedies = list(dict.fromkeys(kind.remedy for kind, _ in found))[:2]
     lines.append(f"To fix this: {'; '.join(remedies)} [{found[0][0].code}]")
+    lines += [f"  {line}" for line in _torch_commands(parties)[:_MOST_FIELDS]]
     return "\n".join(["the nodes do not agree, so nothing was trained:", *lines])
+
+
+def _torch_commands(parties: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
+    """For each build of the parties that have the wrong torch: who they are, and the command for them."""
+    told = [(who, fields["torch"], fields.get(BUILD, "")) for who, fields in parties if "torch" in fields]
+    if len({release for _, release, _ in told}) < 2:
+        return []
+    wanted = release_for([f"{release}+{build}" for _, release, build in told])
+    asked: dict[str, list[str]] = {}
+    for who, release, build in told:
+        if wanted and release != wanted:
+            asked.setdefault(pip_line(wanted, build), []).append(who)
+    return [f"{few(who, most=_MOST_NAMES)}: {line}" for line, who in asked.items()]
 
 
 def digest(content: bytes) -> str:
@@ -409,7 +426,10 @@ _SAME_COMMIT = "install the same HetSeq on all nodes (the same commit, without l
 _SAME_MODEL = "build the same model, with the same settings and in the same order, on all nodes"
 _SAME_VOCABULARY = "use data made with the same vocabulary on all nodes"
 _SAME_ORDER = "make the data set list its samples in the same order on all nodes"
-_INSTALL = "install the same versions on all nodes (only torch's build tag, as in +cpu, may differ)"
+_INSTALL = (
+    "install the same versions on all nodes (only torch's build tag, as in +cpu, may differ), by hand or with"
+    " hetseq ssh --install"
+)
 
 #: the most telling kinds first: a later difference may be the consequence of an earlier one
 _KINDS = (
@@ -424,7 +444,7 @@ _KINDS = (
     _Kind(("modules of the task",), _common_files, _COPY_TASK, "code-differs"),
     _Kind(("packages of the task",), _common_files, _INSTALL, "versions-differ"),
     _Kind(("parameters", "buffers", "modules"), _lists, _SAME_MODEL, "model-differs"),
-    _Kind((PART,), _anything, "", "data-differ"),
+    _Kind((PART, BUILD), _anything, "", "data-differ"),
     _Kind(("vocabulary of ",), _texts, _SAME_VOCABULARY, "data-differ"),
     _Kind(("length of ",), _texts, _COPY_DATA, "data-differ"),
     _Kind(("files of ",), _named_files, _COPY_DATA, "data-differ"),

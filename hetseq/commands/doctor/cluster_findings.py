@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from hetseq.commands.doctor.facts import Facts
 from hetseq.commands.doctor.forecast import Candidate, candidates_of
 from hetseq.commands.doctor.network_results import AllReduce, Way, corrected, judge_all_reduce, slowest_ways
-from hetseq.commands.doctor.node_findings import Finding, size
+from hetseq.commands.doctor.node_findings import Finding, install_torch, size
 from hetseq.monitor.tables import table
+from hetseq.system.torch_builds import release_for
 
 _UNEVEN = 0.5  # of the median stream
 _SLOW_BYTES_PER_S = 100e6  # somewhat less than gigabit Ethernet
@@ -105,12 +106,25 @@ def _contract(examined: Examination) -> Iterator[Finding]:
         if len(set(values)) > 1:
             is_equal = False
             listed = ", ".join(f"<node{number}> {value}" for number, value in enumerate(values, 1))
+            remedy = _same_torch(examined, values) if name == "torch" else "install the same HetSeq on all nodes"
             yield Finding(
                 "problem", "contract", f"{name} differs: {listed}; a run refuses that",
-                "install the same HetSeq and the same torch on all nodes", examined.places,
+                f"{remedy}; or use hetseq ssh --install for all", examined.places,
             )  # fmt: skip
     if is_equal:
         yield Finding("ok", "contract", f"{', '.join(names)}: equal on {len(examined.names)} nodes")
+
+
+def _same_torch(examined: Examination, versions: list[str]) -> str:
+    """The command for each node whose torch has to change."""
+    builds = [facts.torch_build(version).build for facts, version in zip(examined.facts, versions)]
+    wanted = release_for([f"{version}+{build}" for version, build in zip(versions, builds)])
+    commands = [
+        f"on <node{number}>: {install_torch(facts, wanted)}"
+        for number, (facts, version) in enumerate(zip(examined.facts, versions), 1)
+        if wanted and version != wanted
+    ]
+    return "; ".join(commands) or "install the same torch on all nodes"
 
 
 def _builds(examined: Examination) -> Iterator[Finding]:

@@ -31,8 +31,10 @@ import hetseq
 from hetseq.cluster.rendezvous.interfaces import VARIABLE, chosen_address, interfaces, is_loopback, outward_address
 from hetseq.cluster.rendezvous.secret import SecretError, load_secret, secret_file
 from hetseq.cluster.rendezvous.sockets import AddressError
+from hetseq.commands.doctor.contention import watch
 from hetseq.commands.doctor.directory_trial import examine
 from hetseq.commands.doctor.facts import Directory, Facts, Limits, NamedAddress, Network, Torch, torch_from_json
+from hetseq.commands.ssh.host_agent import cards
 from hetseq.launch.worker_processes import threads_per_worker
 from hetseq.system import host_memory
 
@@ -48,7 +50,8 @@ _T = TypeVar("_T")
 
 def gather(*, directory: Path | None, seconds: float, secret: str | None) -> Facts:
     """The facts of this node. `seconds` of burn-in per device; `secret` is the file given by --secret-file."""
-    load = os.getloadavg()[0]  # first, because the burn-in would raise it
+    load, contention = os.getloadavg()[0], watch()  # first, because the burn-in would raise both
+    by_driver = cards()
     facts = Facts(
         hetseq=hetseq.__version__,
         python=platform.python_version(),
@@ -62,8 +65,12 @@ def gather(*, directory: Path | None, seconds: float, secret: str | None) -> Fac
         is_clock_kept=_is_clock_kept(),
         omp=os.environ.get("OMP_NUM_THREADS", ""),
         load=load,
+        contention=contention,
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         gpus_of_driver=len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
+        capabilities=tuple(capability for _, capability in by_driver["nvidia"]),
+        driver=by_driver["driver"],
+        has_amd=by_driver["has_amd"],
         directory=None if directory is None else examine_in_time(directory),
     )
     return replace(facts, threads=threads_per_worker(max(1, len(facts.torch.devices))))

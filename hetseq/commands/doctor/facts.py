@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hetseq.system.torch_builds import Choice, build_for, capability_of
+
 
 @dataclass(frozen=True)
 class Device:
@@ -67,6 +69,15 @@ class Limits:
     open_files: int | None
     processes: int | None
     locked_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Contention:
+    """What other programs did on the cores of this job before the burn-in."""
+
+    cores: float  # in use, of those that the affinity allows
+    waiting: float | None = None  # share of the time in which some program of the machine waited for a core
+    programs: tuple[str, ...] = ()  # the busiest ones that are visible from here
 
 
 @dataclass(frozen=True)
@@ -130,9 +141,13 @@ class Facts:
     is_clock_kept: bool | None  # by NTP; None if the kernel does not tell
     omp: str = ""  # OMP_NUM_THREADS
     threads: int = 1  # per worker, as HetSeq would choose
-    load: float = 0.0  # load average over the minute before the burn-in
+    load: float = 0.0  # load average of the machine over the minute before the burn-in
+    contention: Contention | None = None
     visible: str | None = None  # CUDA_VISIBLE_DEVICES
     gpus_of_driver: int = 0  # including GPUs that torch does not see
+    capabilities: tuple[str, ...] = ()  # of these, as nvidia-smi names them
+    driver: str = ""  # of NVIDIA
+    has_amd: bool = False
     directory: Directory | None = None
 
     @property
@@ -156,6 +171,17 @@ class Facts:
         limits = self.limits
         return limits.affinity if limits.quota is None else min(limits.affinity, limits.quota)
 
+    def torch_build(self, release: str) -> Choice:
+        """The build of this release of torch for all cards of this node."""
+        known = {*self.capabilities, *(gpu.capability for gpu in self.gpus)}
+        major = self.driver.partition(".")[0]
+        return build_for(
+            [capability_of(text) for text in known],
+            release,
+            driver=int(major) if major.isdigit() else None,
+            has_amd=self.has_amd,
+        )
+
 
 def to_json(facts: Facts) -> dict[str, Any]:
     """For another node of the same user; it names this host and its addresses."""
@@ -165,12 +191,16 @@ def to_json(facts: Facts) -> dict[str, Any]:
 def from_json(record: Mapping[str, Any]) -> Facts:
     """The inverse of `to_json`; raises KeyError or TypeError for any other record."""
     rest = dict(record)
-    directory = rest.pop("directory")
+    directory, contention = rest.pop("directory"), rest.pop("contention")
+    if contention is not None:
+        contention = Contention(**{**contention, "programs": tuple(contention["programs"])})
     return Facts(
         torch=torch_from_json(rest.pop("torch")),
         limits=Limits(**rest.pop("limits")),
         network=_network(rest.pop("network")),
         directory=None if directory is None else Directory(**directory),
+        contention=contention,
+        capabilities=tuple(rest.pop("capabilities")),
         **rest,
     )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from hetseq.cluster.rendezvous.interfaces import is_loopback
 from hetseq.commands.doctor.facts import Directory, Facts, Limits, Network, Torch
+from hetseq.system.torch_builds import pip_line, release_of
 
 LEVELS = ("ok", "note", "warning", "problem")
 GIB, MIB = 2**30, 2**20
@@ -26,6 +27,7 @@ _SYNC_SLOW_S = 0.5
 _AHEAD_S, _AHEAD_FAR_S = 1.0, 60.0
 _SLOW_LINK = 1000  # Mbit/s
 _FADES = 0.85
+_OURS = 0.75  # of the usable cores: what other programs should leave
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ def _torch(torch: Torch) -> Iterator[Finding]:
 
 
 def _devices(facts: Facts) -> Iterator[Finding]:
+    release = release_of(facts.torch.version)
     for device in facts.torch.devices:
         if device.device == "cpu":
             yield Finding("ok", "devices", f"cpu, memory {size(device.memory_bytes)}; no GPU")
@@ -106,7 +109,8 @@ def _devices(facts: Facts) -> Iterator[Finding]:
             yield Finding(
                 "problem", "devices",
                 f"{device.device}: this torch has no code for capability {device.capability}",
-                f"install a torch built for it, or leave it out with --devices; the device is a {device.name}",
+                f"install one that has it: {install_torch(facts, release)}; or leave the device, a {device.name}, out"
+                " with --devices",
             )  # fmt: skip
         if device.free_bytes < device.memory_bytes / 2:
             yield Finding(
@@ -115,9 +119,8 @@ def _devices(facts: Facts) -> Iterator[Finding]:
             )  # fmt: skip
     if facts.gpus_of_driver and facts.torch.devices and not facts.gpus:
         why = "this torch is built for CPUs" if not facts.torch.cuda else "torch sees none of them"
-        remedy = (
-            "install a torch built for CUDA" if not facts.torch.cuda else "check CUDA_VISIBLE_DEVICES and nvidia-smi"
-        )
+        other = f"install one for its cards: {install_torch(facts, release)}"
+        remedy = other if not facts.torch.cuda else "check CUDA_VISIBLE_DEVICES and nvidia-smi"
         yield Finding("warning", "devices", f"the driver has {facts.gpus_of_driver} GPUs, but {why}", remedy)
     for burn in facts.torch.burns:
         speed = 256 / (burn.fixed_s + 256 * burn.per_sample_s)
@@ -131,6 +134,12 @@ def _devices(facts: Facts) -> Iterator[Finding]:
             )  # fmt: skip
 
 
+def install_torch(facts: Facts, release: str) -> str:
+    """The command for this release of torch that fits this node's cards; or why there is none."""
+    choice = facts.torch_build(release)
+    return choice.trouble or pip_line(release, choice.build)
+
+
 def _flops(tflops: float) -> str:
     return f"{tflops:.2f} TFLOP/s" if tflops >= 1 else f"{1e3 * tflops:.2g} GFLOP/s"
 
@@ -139,11 +148,7 @@ def _cores(facts: Facts) -> Iterator[Finding]:
     limits, usable = facts.limits, facts.usable_cores
     quota = "" if limits.quota is None else f", {limits.quota:g} by the control group"
     yield Finding("ok", "cores", f"{usable:g} usable of {limits.cores} ({limits.affinity} by affinity{quota})")
-    if facts.load > usable:
-        yield Finding(
-            "warning", "cores", f"other programs use this machine: load {facts.load:.1f} on {usable:g} cores",
-            "find them with top; until they end, the measured speeds are too low, and --balance auto adapts to them",
-        )  # fmt: skip
+    yield from _contention(facts)
     if facts.gpus and usable < _CORES_PER_GPU * len(facts.gpus):
         yield Finding(
             "warning", "cores", f"{usable:g} cores for {len(facts.gpus)} GPUs: fewer than {_CORES_PER_GPU} each",
@@ -169,6 +174,24 @@ def _cores(facts: Facts) -> Iterator[Finding]:
             f"the control group allows {usable:g} cores, but HetSeq would start {facts.threads * workers} threads",
             f"export OMP_NUM_THREADS={max(1, int(usable / workers))}",
         )  # fmt: skip
+
+
+def _contention(facts: Facts) -> Iterator[Finding]:
+    """Other programs on the cores of this job. The load is that of the machine, and says nothing of a part of it."""
+    limits, usable, seen = facts.limits, facts.usable_cores, facts.contention
+    is_whole = limits.quota is None and limits.affinity == limits.cores
+    is_taken = seen is not None and limits.affinity - seen.cores < _OURS * usable
+    if not is_taken and not (is_whole and facts.load > usable):
+        return
+    taken = f"{seen.cores:.1f} of {limits.affinity} cores in use, " if seen else ""
+    waiting = f", a program waits for a core {seen.waiting:.0%} of the time" if seen and seen.waiting else ""
+    who = "the busiest: <programs>" if seen and seen.programs else "find them with top, outside the container if any"
+    yield Finding(
+        "warning", "cores",
+        f"other programs use this machine: {taken}load {facts.load:.1f} on {limits.cores} cores{waiting}",
+        f"{who}; until they end, the measured speeds are too low, and --balance auto adapts to them",
+        {"programs": ", ".join(seen.programs)} if seen else {},
+    )  # fmt: skip
 
 
 def _memory(limits: Limits) -> Iterator[Finding]:

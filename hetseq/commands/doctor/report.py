@@ -21,7 +21,9 @@ from hetseq.commands.doctor.node_findings import LEVELS, Finding
 COLUMNS = 100
 FORMAT_VERSION = 1
 _MARGIN = 20
-_GLUE, _BEFORE_UNIT = "\xa0", re.compile(r"(?<=\d) (?=(?:ms|s|MB/s|GiB|MiB|Mbit/s)\b)")  # no line break there
+# no line break there
+_GLUE, _BEFORE_UNIT = "\xa0", re.compile(r"(?<=\d) (?=(?:ms|s|MB/s|GiB|MiB|Mbit/s)\b)")
+_COMMAND = re.compile(r"pip install \S+(?: --index-url \S+)?")  # a line to paste
 
 
 def text(findings: Sequence[Finding]) -> Iterator[str]:
@@ -48,7 +50,7 @@ def summary(findings: Sequence[Finding]) -> str:
 def _wrapped(said: str, head: str) -> Iterator[str]:
     printable = "".join(letter if letter.isprintable() else "?" for letter in said)
     lines = textwrap.wrap(
-        _BEFORE_UNIT.sub(_GLUE, printable),
+        _COMMAND.sub(lambda found: found[0].replace(" ", _GLUE), _BEFORE_UNIT.sub(_GLUE, printable)),
         COLUMNS,
         initial_indent=head,
         subsequent_indent=" " * _MARGIN,

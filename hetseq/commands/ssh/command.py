@@ -1,7 +1,7 @@
 """`hetseq ssh`: start a run on several hosts with one command, show their output, and stop them together.
 
-Parses the command line, opens the connections (with the user's own `ssh`, which knows their keys and jump hosts),
-chooses the port and secret for the nodes, and forwards stop signals. `remote` runs on each host.
+Parses the command line, chooses the port and secret for the nodes, and forwards stop signals. `connections` talks to
+the hosts, and `remote` runs on each of them. With `--install` the command is another one: `install`.
 
 The one idea: no host trains before every host has answered. Each host reads the options with its own parser, and
 reports its number of workers; only then all hosts get the rendezvous URL. So a host that is off, or a missing folder,
@@ -12,34 +12,37 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import selectors
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 from hetseq import config as options
 from hetseq.cluster.rendezvous.secret import load_secret
+from hetseq.commands.ssh.connections import (
+    SSH_FAILED,
+    Connection,
+    Connections,
+    hosts_of,
+    own_code,
+    shell_path,
+    ssh_words,
+    trial,
+    unreachable,
+)
+from hetseq.commands.ssh.install import DEFAULT_ENV, InstallRequest, install
 from hetseq.commands.ssh.remote import MARK, tag_of
-from hetseq.config.command_line import Command, CommandOption, whole_number
+from hetseq.config.command_line import Command, CommandOption, Given, whole_number
 from hetseq.config.sections import DistributedConfig
 from hetseq.errors import EXIT_DISAGREE, EXIT_DONE, EXIT_STOPPED, EXIT_USAGE, ConfigError, RendezvousError
 from hetseq.system.processes import ECHO_S, first_stop_signal, ringing_on_signals
 
-_HOST = re.compile(r"(?P<name>(?:[\w.-]+@)?(?:[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:]+\]))(?::(?P<count>\d+))?")
 _ANSWER_S = 120.0  # for a connection, and for a cold import of torch from a network mount
 _SAID_S = 10.0  # without an answer, until the silent hosts are named
-_LOOK_S = 0.5
 _LAST_S = 10.0  # after a second signal, for the hosts to end
-_HANG_UP_S = 5.0  # for ssh to end after its pipes are closed
-_CONNECT_S = 20  # ConnectTimeout of ssh
-_SSH_FAILED = 255
 #: codes that stop the others: a host that ends with them never starts, and a run that has not begun would wait for it
 _FAILED = (EXIT_USAGE, EXIT_DISAGREE)
 
@@ -47,7 +50,7 @@ _FAILED = (EXIT_USAGE, EXIT_DISAGREE)
 COMMAND = Command(
     "ssh",
     "Start a run on several hosts with one command, over ssh.",
-    usage=("--hosts LIST [options] -- OPTIONS OF hetseq train",),
+    usage=("--hosts LIST [options] -- OPTIONS OF hetseq train", "--install --hosts LIST [options]"),
     words=(
         CommandOption(
             "--hosts",
@@ -60,7 +63,10 @@ COMMAND = Command(
             "--directory", "working directory on each host; default: the path of the current directory", "DIR"
         ),
         CommandOption(
-            "--python", "Python on the hosts that has hetseq; default: the path of the one that runs this command", "PY"
+            "--python",
+            "Python on the hosts that has hetseq; default: the path of the one that runs this command. With --install:"
+            " the one that makes the environment; default: this one's version, or python3",
+            "PY",
         ),
         CommandOption("--env-setup", "shell command before it, such as 'module load cuda'", "LINE"),
         CommandOption("--address", "address of the first host for the others; default: its name in --hosts", "ADDR"),
@@ -68,16 +74,38 @@ COMMAND = Command(
             "--port", "port of the first host at which they meet; default: a free one", "P",
             read=whole_number(1, 65535),
         ),
+        CommandOption(
+            "--install",
+            "run nothing, and install on each host this HetSeq, and this node's versions of torch and the other"
+            " packages, with the build of torch for its cards; what is there already stays",
+        ),
+        CommandOption(
+            "--env",
+            "environment on each host, which --install makes, in place of --python; with --install the default is"
+            f" {DEFAULT_ENV}, in the home there",
+            "DIR",
+        ),
+        CommandOption(
+            "--packages",
+            "with --install, for hosts without internet: where all packages come from, torch too: the URL of an index,"
+            " or a folder of wheels on the host; default: pytorch.org for torch, and what pip is configured with",
+            "PLACE",
+        ),
+        CommandOption("--dry-run", "with --install: print the commands for each host, and change nothing"),
     ),
     examples=(
         "hetseq ssh --hosts labA:2,labB:4 -- --task mnist --global-batch-size 64 --save-dir runs/digits",
+        "hetseq ssh --install --hosts labA,labB",
     ),
     notes=(
         "Every line of output begins with its host. Ctrl-C stops all hosts after their step, a second Ctrl-C at once."
-        " The exit code is the first nonzero one in the order of the hosts; 255 comes from ssh itself.",
+        " The exit code is the first nonzero one in the order of the hosts, and 1 for a host that ssh does not reach.",
     ),
     train="behind",
+    alone="--install",
 )  # fmt: skip
+_OF_INSTALL = ("--packages", "--dry-run")
+_OF_RUN = ("--directory", "--address", "--port")
 
 
 @dataclass(frozen=True)
@@ -97,8 +125,11 @@ class SshRequest:
 
 
 def run(words: Sequence[str], say: Callable[[str], None]) -> int:
-    """Run on all hosts until all have ended; returns the exit code. Raises ConfigError as `parse`, RendezvousError."""
-    request = parse(words)
+    """Run on all hosts until all have ended, or install; returns the exit code. Raises ConfigError, RendezvousError."""
+    asked = COMMAND.read(words)
+    if asked["--install"]:
+        return install(parse_install(asked), say)
+    request = parse(asked)
     with ringing_on_signals() as bell:
         hosts = FanOut(request, bell, say)
         try:
@@ -107,12 +138,30 @@ def run(words: Sequence[str], say: Callable[[str], None]) -> int:
             hosts.close()
 
 
-def parse(words: Sequence[str]) -> SshRequest:
-    """Parse the words after `hetseq ssh`. Raises ConfigError, also for invalid options of the run."""
-    asked = COMMAND.read(words)
-    train, hosts = asked.rest, tuple(_host(text) for text in asked["--hosts"].split(","))
-    if len({name for name, _ in hosts}) < len(hosts):
-        raise ConfigError(f"--hosts {asked['--hosts']} names a host twice: give it once, with all its workers")
+def parse_install(asked: Given) -> InstallRequest:
+    """The request for `--install`. Raises ConfigError for options of a run."""
+    for flag in _OF_RUN:
+        if asked[flag] is not None:
+            raise COMMAND.refusal(f"{flag} belongs to a run: leave it out beside --install")
+    if asked.rest:
+        raise COMMAND.refusal("--install runs nothing: leave out -- and what follows, and run them afterwards")
+    env = asked["--env"] or DEFAULT_ENV
+    if not env.startswith(("/", "~/")):
+        raise COMMAND.refusal(f"--env {env}: expected a path that begins with / or ~/, as in {DEFAULT_ENV}")
+    return InstallRequest(
+        tuple(name for name, _ in hosts_of(asked["--hosts"])), tuple(shlex.split(asked["--ssh"])), env.rstrip("/"),
+        asked["--python"], asked["--env-setup"], asked["--packages"], asked["--dry-run"],
+    )  # fmt: skip
+
+
+def parse(asked: Given) -> SshRequest:
+    """The request for a run. Raises ConfigError, also for invalid options of the run."""
+    for flag in _OF_INSTALL:
+        if asked[flag]:
+            raise COMMAND.refusal(f"{flag} belongs to --install: leave it out, or add --install")
+    if asked["--env"] and asked["--python"]:
+        raise COMMAND.refusal("--env and --python are both given: leave one out")
+    train, hosts = asked.rest, hosts_of(asked["--hosts"])
     address = asked["--address"] or hosts[0][0].rpartition("@")[2]
     has_min_ranks = any(word.partition("=")[0] == "--min-ranks" for word in train)
     meeting = ["--join", f"tcp://{address}:{asked['--port'] or 1}", *([] if has_min_ranks else ["--min-ranks", "1"])]
@@ -125,41 +174,9 @@ def parse(words: Sequence[str]) -> SshRequest:
         raise ConfigError("several nodes need --global-batch-size N after -- (samples per step over all ranks)")
     return SshRequest(
         hosts, train, tuple(shlex.split(asked["--ssh"])), asked["--directory"] or os.getcwd(),
-        asked["--python"] or sys.executable,
+        f"{asked['--env'].rstrip('/')}/bin/python" if asked["--env"] else asked["--python"] or sys.executable,
         asked["--env-setup"], address, asked["--port"], has_min_ranks, config.distributed.secret_file,
     )  # fmt: skip
-
-
-def _host(text: str) -> tuple[str, int | None]:
-    found = _HOST.fullmatch(text)
-    if found is None or found["count"] == "0":
-        raise ConfigError(f"--hosts: {text!r} is not a host; expected NAME, USER@NAME or NAME:WORKERS, such as labA:2")
-    return found["name"], int(found["count"]) if found["count"] else None
-
-
-class _Host:
-    """One host: its connection, the facts it has reported, and its exit code."""
-
-    def __init__(self, name: str, command: Sequence[str]) -> None:
-        self.name = name
-        self.facts: dict[str, Any] | None = None
-        self.code: int | None = None
-        self.last_words = ""  # on standard error
-        self.rest = {"out": b"", "err": b""}
-        try:
-            # its own session: this command forwards Ctrl-C itself, once
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-                start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:
-            raise ConfigError(f"--ssh {command[0]} cannot be started: {error.strerror}") from error
-
-    def tell(self, **word: Any) -> None:
-        """Send a message to the host; ignored if the connection is gone."""
-        assert self.process.stdin is not None
-        with suppress(OSError, ValueError):
-            self.process.stdin.write(json.dumps(word).encode() + b"\n")
 
 
 class FanOut:
@@ -169,23 +186,18 @@ class FanOut:
         self, request: SshRequest, bell: int, say: Callable[[str], None], *, answer_s: float = _ANSWER_S,
         said_s: float = _SAID_S, last_s: float = _LAST_S,
     ) -> None:  # fmt: skip
-        self._request, self._bell, self._say = request, bell, say
+        self._request, self._say = request, say
         self._answer_s, self._said_s, self._patience_s = answer_s, said_s, last_s
-        self._hosts: list[_Host] = []
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(bell, selectors.EVENT_READ)
+        self._links = Connections(bell, self._hear)
+        self._hosts = self._links.hosts
         self._asked_s: float | None = None  # when the first stop was forwarded
         self._last_s: float | None = None  # when the connections will be cut
 
     def run(self) -> int:
         """Connect, agree, begin, wait. Raises RendezvousError for secrets that differ."""
         for name, count in self._request.hosts:
-            host = _Host(name, self._command(name))
-            self._hosts.append(host)
-            for kind, stream in (("out", host.process.stdout), ("err", host.process.stderr)):
-                assert stream is not None
-                self._selector.register(stream, selectors.EVENT_READ, (host, kind))
-            host.tell(words=[*self._request.words, *(["--ranks", str(count)] if count else [])])
+            host = self._links.open(name, self._command(name))
+            self._links.tell(host, words=[*self._request.words, *(["--ranks", str(count)] if count else [])])
         begun_s, is_said = time.monotonic(), False
         while any(host.facts is None for host in self._hosts):
             self._turn()
@@ -196,9 +208,10 @@ class FanOut:
                 return self._refuse(ended[0])
             waited_s, names = time.monotonic() - begun_s, ", ".join(host.name for host in silent)
             if silent and waited_s > self._answer_s:
+                here = trial(self._request.ssh, silent[0].name)
                 raise RendezvousError(
                     f"{names} did not answer within {self._answer_s:g} s over ssh; the other hosts are stopped. Try"
-                    f" `{self._trial(silent[0])}`: the machine or a network disk may hang, or its shell may prompt"
+                    f" `{here}`: the machine or a network disk may hang, or its shell may prompt"
                 )
             if silent and waited_s > self._said_s and not is_said:
                 is_said = True
@@ -212,7 +225,7 @@ class FanOut:
             if failed and self._asked_s is None:
                 self._tell(f"{failed[0].name} ended with {failed[0].code}: the other hosts are stopped")
                 self._stop(signal.SIGTERM)
-        return next((host.code for host in self._hosts if host.code), EXIT_DONE)
+        return next((own_code(host.code) for host in self._hosts if host.code), EXIT_DONE)
 
     def _tell_of_lost_(self, told: set[str]) -> None:
         """Report each host that has ended too early, once."""
@@ -220,7 +233,7 @@ class FanOut:
             if host.code not in (None, EXIT_DONE, *_FAILED) and host.name not in told and self._asked_s is None:
                 told.add(host.name)
                 why = (
-                    "the connection is lost, and its launcher stops" if host.code == _SSH_FAILED else
+                    "the connection is lost, and its launcher stops" if host.code == SSH_FAILED else
                     f"it ended with {host.code}"
                 )  # fmt: skip
                 rest = "continue if --min-ranks are left" if self._request.has_min_ranks else "wait for it"
@@ -228,26 +241,13 @@ class FanOut:
 
     def close(self) -> None:
         """Close the connections, which asks every launcher that still runs to stop."""
-        for host in self._hosts:
-            for stream in (host.process.stdin, host.process.stdout, host.process.stderr):
-                assert stream is not None
-                with suppress(OSError):
-                    stream.close()
-            try:
-                host.process.wait(timeout=_HANG_UP_S)
-            except subprocess.TimeoutExpired:
-                host.process.kill()
-                host.process.wait(timeout=_HANG_UP_S)
-        self._selector.close()
+        self._links.close()
 
     def _command(self, name: str) -> list[str]:
         request = self._request
         steps = [f"cd {shlex.quote(request.directory)}", *([request.env_setup] if request.env_setup else [])]
-        steps.append(f"exec {shlex.quote(request.python)} -m hetseq.commands.ssh.remote")
-        # sh, because the user's login shell there may be a different one
-        remote = f"exec sh -c {shlex.quote(' && '.join(steps))}"
-        flags = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_S}", "-o", "ServerAliveInterval=15"]
-        return [*request.ssh, *flags, name.strip("[]"), remote]
+        steps.append(f"exec {shell_path(request.python)} -m hetseq.commands.ssh.remote")
+        return ssh_words(request.ssh, name, steps)
 
     def _begin(self) -> None:
         """Send the rendezvous URL to all hosts, and the secret to the hosts without it."""
@@ -260,17 +260,12 @@ class FanOut:
         self._tell(f"workers: {crew}; they meet at {url}")
         for host in self._hosts:
             is_lacking = secret is not None and facts[host.name]["secret"] is None
-            host.tell(words=words, secret=secret if is_lacking else None)
+            self._links.tell(host, words=words, secret=secret if is_lacking else None)
 
-    def _trial(self, host: _Host) -> str:
-        """A command that tests ssh itself."""
-        return shlex.join([*self._request.ssh, "-o", "BatchMode=yes", host.name, "true"])
-
-    def _refuse(self, host: _Host) -> int:
+    def _refuse(self, host: Connection) -> int:
         """Report why a host cannot take part; closing the connections ends the others."""
-        here = f"`{self._trial(host)}`"
-        if host.code == _SSH_FAILED:
-            remedy = f"{here} must work without a prompt: check the name, that the machine is on, and your key there"
+        if host.code == SSH_FAILED:
+            remedy = unreachable(self._request.ssh, host.name)
         elif host.code == EXIT_USAGE and host.last_words.startswith("hetseq: "):
             remedy = "the message is about that host"
         else:
@@ -279,38 +274,18 @@ class FanOut:
                 " (--python, --env-setup)"
             )
         words = f" ({host.last_words})" if host.last_words else ""
-        self._tell(
-            f"{host.name} cannot take part: it ended with {host.code}{words}; {remedy}. The other hosts are stopped"
-        )
-        return host.code or EXIT_STOPPED
+        others = ". The other hosts are stopped" if len(self._hosts) > 1 else ""
+        self._tell(f"{host.name} cannot take part: it ended with {host.code}{words}; {remedy}{others}")
+        return own_code(host.code or EXIT_STOPPED)
 
     def _turn(self) -> None:
         """Forward messages and output in both directions."""
-        was_heard = set()
-        for key, _ in self._selector.select(_LOOK_S):
-            if key.data is None:
-                self._heed(os.read(self._bell, 64))
-                continue
-            host, kind = key.data
-            data = os.read(key.fd, 65536)
-            was_heard.add(host.name)
-            *lines, host.rest[kind] = (host.rest[kind] + data).split(b"\n")
-            if not data:
-                self._selector.unregister(key.fileobj)
-                lines = [host.rest[kind]] if host.rest[kind] else []
-                host.rest[kind] = b""
-            for line in lines:
-                self._hear(host, kind, line.decode(errors="replace").rstrip("\r"))
-        for host in self._hosts:
-            if host.code is None and host.name not in was_heard:
-                code = host.process.poll()
-                host.code = code if code is None or code >= 0 else 128 - code  # like a shell after a signal
+        if signals := self._links.turn():
+            self._heed(signals)
         if self._last_s is not None and time.monotonic() > self._last_s:
-            for host in self._hosts:
-                if host.code is None:
-                    host.process.kill()
+            self._links.cut()
 
-    def _hear(self, host: _Host, kind: str, line: str) -> None:
+    def _hear(self, host: Connection, kind: str, line: str) -> None:
         if kind == "out" and host.facts is None and line.startswith(MARK):
             host.facts = json.loads(line.removeprefix(MARK))
         elif kind == "out":
@@ -337,7 +312,7 @@ class FanOut:
     def _stop(self, number: int) -> None:
         self._asked_s = self._asked_s or time.monotonic()
         for host in self._hosts:
-            host.tell(stop=int(number))
+            self._links.tell(host, stop=int(number))
 
     @staticmethod
     def _tell(text: str) -> None:

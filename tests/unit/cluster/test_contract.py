@@ -36,7 +36,7 @@ def told(*words: str) -> Fields:
 def lines(one: Fields, other: Fields) -> list[str]:
     """What is said of labA and labB, a line per field; [] if they agree."""
     text = difference([("labA", one), ("labB", other)])
-    return [] if text is None else [line.strip() for line in text.splitlines()[1:-1]]
+    return [] if text is None else [line.strip() for line in text.partition("\nTo fix this:")[0].splitlines()[1:]]
 
 
 # The options, as they were given on two nodes, and the line that names them
@@ -227,19 +227,32 @@ def test_the_fields_travel_as_json_and_are_small() -> None:
 
 def test_the_whole_message() -> None:
     one, other = told("--lr", "0.1"), told("--lr", "0.2", "--seed", "1")
-    other["torch"] = "1.0"
+    other["torch"], other["build of torch"] = "1.0", "cu126"
     assert difference([("rank 0 on labA", one), ("rank 1 on labB", other)]) == "\n".join(
         [
             "the nodes do not agree, so nothing was trained:",
             f"  torch: {one['torch']} on rank 0 on labA; 1.0 on rank 1 on labB",
             "  --lr: 0.1 on rank 0 on labA; 0.2 on rank 1 on labB",
             "  --seed: 19940802 on rank 0 on labA; 1 on rank 1 on labB",
-            "To fix this: install the same versions on all nodes (only torch's build tag, as in +cpu, may differ);"
-            " give all nodes the same options [versions-differ]",
+            "To fix this: install the same versions on all nodes (only torch's build tag, as in +cpu, may differ), by"
+            " hand or with hetseq ssh --install; give all nodes the same options [versions-differ]",
+            f"  rank 0 on labA: pip install torch==1.0 --index-url https://download.pytorch.org/whl/{build_tag()[1:]}",
         ]
     )
     assert difference([("rank 0 on labA", one)]) is None
     assert difference([]) is None
+
+
+def test_each_node_with_another_torch_gets_the_command_for_its_build() -> None:
+    nodes = [("a", "2.14.1", "cu130"), ("b", "2.13.0", "cu126"), ("c", "2.14.1", "cpu"), ("d", "2.13.0", "rocm7.2")]
+    nodes += [("e", "2.13.0", "cpu"), ("f", "2.12.0", "cpu"), ("g", "2.12.0", "x; rm"), ("h", "not installed", "")]
+    text = difference([(who, {"torch": torch, "build of torch": build}) for who, torch, build in nodes]) or ""
+    index = "https://download.pytorch.org/whl"
+    assert text.partition("[versions-differ]\n")[2].split("\n") == [
+        f"  a: pip install torch==2.13.0 --index-url {index}/cu130",
+        f"  c, f: pip install torch==2.13.0 --index-url {index}/cpu",
+        "  g, h: pip install torch==2.13.0",
+    ]
 
 
 def test_who_agrees_with_whom_is_said_of_many() -> None:

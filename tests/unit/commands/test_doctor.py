@@ -18,9 +18,11 @@ from hetseq.cluster.rendezvous.interfaces import interfaces, is_loopback
 from hetseq.commands import doctor
 from hetseq.commands.doctor import torch_child as in_torch
 from hetseq.commands.doctor.collect import ask_torch, read_torch, secret_state
+from hetseq.commands.doctor.contention import between, read, watch
 from hetseq.commands.doctor.directory_trial import examine
 from hetseq.commands.doctor.facts import (
     Burn,
+    Contention,
     Device,
     Directory,
     Facts,
@@ -95,7 +97,14 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("torch.devices", (Device("cpu", "CPU", GIB, GIB),), "warning", "the driver has 1 GPUs, but torch sees none"),
     ("torch.burns", (replace(BURN, fade=0.7),), "warning", "70%"),
     ("omp", "many", "warning", "not a number"),
-    ("load", 40.0, "warning", "other programs use this machine: load 40.0"),
+    ("load", 40.0, "warning", "other programs use this machine: load 40.0 on 16 cores find them with top"),
+    ("contention", Contention(5.0), "warning", "5.0 of 16 cores in use, load 0.0 on 16 cores find them"),
+    (
+        "contention",
+        Contention(15.9, 0.93, ("make (15.2 cores, pid 7, bob)",)),
+        "warning",
+        "on 16 cores, a program waits for a core 93% of the time the busiest: make (15.2 cores, pid 7, bob);",
+    ),
     ("omp", "32", "warning", "more than 16 cores"),
     ("limits.affinity", 1, "warning", "fewer than 2 each"),
     ("limits.quota", 4.0, "warning", "export OMP_NUM_THREADS=4"),
@@ -145,6 +154,93 @@ def test_a_bad_fact_gives_its_finding_and_no_other_one(path: str, value: Any, le
     assert exit_code(judge(facts)) == (level == "problem")
     remedies = [one.remedy for one in judge(facts) if one.level != "ok"]
     assert all(remedies)
+
+
+@pytest.mark.parametrize(
+    ("limits", "load", "used", "is_busy"),
+    [
+        (replace(LIMITS, affinity=4), 60.0, 0.3, False),  # four cores of its own on a machine that others use
+        (replace(LIMITS, affinity=4), 0.0, 2.0, True),
+        (replace(LIMITS, quota=8.0), 20.0, 5.0, False),  # any eight of the sixteen cores
+        (replace(LIMITS, quota=8.0), 20.0, 12.0, True),
+        (LIMITS, 16.0, 3.9, False),
+        (LIMITS, 16.1, 3.9, True),
+    ],
+)
+def test_a_job_with_a_part_of_the_cores_is_not_warned_of_programs_on_the_others(
+    limits: Limits, load: float, used: float, is_busy: bool
+) -> None:
+    facts = replace(GOOD, limits=limits, load=load, contention=Contention(used), omp="4", threads=4)
+    said = [one.text for one in judge(facts) if "other programs use this machine" in one.text]
+    assert len(said) == is_busy
+
+
+def stat(folder: Path, *, busy: tuple[int, int, int], programs: dict[int, tuple[str, int, int]], waiting: int) -> None:
+    """What /proc shows: each of three cores idle and busy, in ticks; programs with name, core and ticks."""
+    (folder / "pressure").mkdir(exist_ok=True)
+    (folder / "pressure" / "cpu").write_text(f"some avg10=1.00 avg60=0.00 avg300=0.00 total={waiting}\nfull total=0\n")
+    lines = [f"cpu{core} {ticks} 0 0 {1000 - ticks} 0 0 0 0 0 0" for core, ticks in enumerate(busy)]
+    (folder / "stat").write_text("\n".join(["cpu 0 0 0 0 0 0 0 0 0 0", *lines, "intr 7"]) + "\n")
+    for pid, (name, core, ticks) in programs.items():
+        (folder / str(pid)).mkdir(exist_ok=True)
+        words = ["S", *["0"] * 10, str(ticks), "0", *["0"] * 23, str(core), *["0"] * 13]
+        (folder / str(pid) / "stat").write_text(f"{pid} ({name}) {' '.join(words)}\n")
+
+
+def test_programs_on_the_cores_of_this_job_are_counted_and_named(tmp_path: Path) -> None:
+    stat(tmp_path, busy=(0, 0, 0), programs={}, waiting=0)
+    nothing = read(tmp_path)
+    before = replace(nothing, cores=dict.fromkeys(range(3), (0, 900)))
+    before = replace(before, programs={one: (name, 0, 5) for one, name in ((1, "a) b"), (2, "c"), (3, "d"), (4, "e"))})
+    programs = {1: ("a) b", 1, 95), 2: ("c", 2, 95), 3: ("d", 0, 10), 4: ("e", 0, 65), 5: ("new", 0, 90)}
+    stat(tmp_path, busy=(50, 90, 100), programs=programs, waiting=500_000)
+    found = between(before, read(tmp_path), {0, 1})
+    assert found is not None
+    assert found.cores == pytest.approx(0.5 + 0.9)
+    assert found.waiting == pytest.approx(0.5)  # of a second: 100 ticks
+    assert [name.partition(", pid")[0] for name in found.programs] == ["a) b (0.9 cores", "e (0.6 cores"]
+    assert between(nothing, nothing, {0, 1}) is None
+    assert between(read(tmp_path / "none"), read(tmp_path / "none"), {0}) is None
+
+
+def test_the_use_of_this_machine_is_read() -> None:
+    pauses = list[float]()
+    before = read()
+
+    def work(seconds: float) -> None:
+        pauses.append(seconds)
+        while sum(after[1] - before.cores[core][1] for core, after in read().cores.items() if core in before.cores) < 4:
+            pass
+
+    found = watch(work)
+    assert pauses == [0.5]
+    assert found is None or 0 <= found.cores <= len(before.cores)
+
+
+INDEX = "https://download.pytorch.org/whl"
+
+
+ON_CPU = replace(TORCH, version="2.13.0+cpu", cuda="", devices=(Device("cpu", "CPU", GIB, GIB),))
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (
+            replace(GOOD, torch=replace(TORCH, devices=(replace(GPU, capability="6.1", is_built_for=False),))),
+            f"pip install torch==2.13.0 --index-url {INDEX}/cu126;",
+        ),
+        (
+            replace(GOOD, torch=ON_CPU, capabilities=("8.6",), driver="580.65.06"),
+            f"pip install torch==2.13.0 --index-url {INDEX}/cu130",
+        ),
+        (replace(GOOD, torch=ON_CPU, capabilities=("8.6",), driver="470.1"), "driver 470 is too old: update it to"),
+    ],
+)
+def test_a_torch_that_does_not_fit_the_card_is_answered_with_the_command_in_one_line(facts: Facts, said: str) -> None:
+    (found,) = worth_a_look(facts)
+    assert said in found[2]
+    assert any(said in line for line in text(judge(facts)))
 
 
 def test_it_is_said_why_an_address_is_the_one_that_others_are_told() -> None:

@@ -56,6 +56,16 @@ BAD: list[tuple[str, Any, str, str]] = [
 ]
 
 
+def test_nodes_with_different_torch_get_the_command_for_the_cards_of_each() -> None:
+    old = replace(GOOD, capabilities=("6.1",), driver="580.1", torch=replace(GOOD.torch, devices=()))
+    fields = ({**FIELDS, "torch": "2.14.1"}, {**FIELDS, "torch": "2.13.0"})
+    examined = replace(PAIR, facts=(old, GOOD), fields=fields)
+    (found,) = [one for one in compare(examined) if one.text.startswith("torch differs")]
+    index = "https://download.pytorch.org/whl/cu126"
+    remedy = found.filled()[1]
+    assert remedy == f"on labA: pip install torch==2.13.0 --index-url {index}; or use hetseq ssh --install for all"
+
+
 @pytest.mark.parametrize(("part", "value", "level", "words"), BAD, ids=[f"{bad[0]} {bad[3]}" for bad in BAD])
 def test_what_is_bad_between_nodes_gives_its_finding_and_no_other_one(
     part: str, value: Any, level: str, words: str

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from hetseq.commands.ssh import command as ssh
+from hetseq.commands.ssh import connections
 from hetseq.commands.ssh import remote as far_end
-from hetseq.commands.ssh.command import FanOut, parse
+from hetseq.commands.ssh.command import COMMAND, FanOut
 from hetseq.errors import EXIT_STOPPED, ConfigError, RendezvousError
 from hetseq.system.processes import ECHO_S
 from tests.unit.commands.test_script import program
@@ -21,6 +22,7 @@ from tests.unit.commands.test_script import program
 FAR_END = """
 while [[ "$1" == -* ]]; do [ "$1" = -o ] && shift; shift; done
 [ "$1" = mute ] && exec sleep 100
+[ "$1" = off ] && { echo "ssh: no route" >&2; exit 255; }
 read words
 echo 'hetseq far end: {"workers": 1, "port": 7, "secret": "same"}'
 read begin || exit 75
@@ -32,6 +34,10 @@ case "$1" in
 esac
 echo one; printf 'two, and no end' ; exit 0
 """
+
+
+def parse(words: list[str]) -> ssh.SshRequest:
+    return ssh.parse(COMMAND.read(words))
 
 
 def test_hosts_are_names_with_or_without_their_workers() -> None:
@@ -93,8 +99,8 @@ class Fan:
 def fan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fan]:
     found = Fan(tmp_path)
     monkeypatch.setattr(FanOut, "_tell", staticmethod(found.err.append))
-    monkeypatch.setattr(ssh, "_HANG_UP_S", 0.05)
-    monkeypatch.setattr(ssh, "_LOOK_S", 0.02)
+    monkeypatch.setattr(connections, "_HANG_UP_S", 0.05)
+    monkeypatch.setattr(connections, "_LOOK_S", 0.02)
     yield found
     found.close()
 
@@ -104,13 +110,20 @@ def test_each_line_has_its_host_and_the_last_one_needs_no_end(fan: Fan) -> None:
     assert sorted(fan.out) == ["[a] one", "[a] two, and no end", "[b] one", "[b] two, and no end"]
 
 
-@pytest.mark.parametrize(("hosts", "code", "why"), [("a,lost,b", 137, "it ended with 137"), ("a,cut", 255, "is lost")])
+@pytest.mark.parametrize(("hosts", "code", "why"), [("a,lost,b", 137, "it ended with 137"), ("a,cut", 1, "is lost")])
 def test_a_host_that_ends_in_the_middle_is_told_and_the_others_stay(fan: Fan, hosts: str, code: int, why: str) -> None:
     assert fan.run(hosts) == code
     (said,) = [line for line in fan.err if line.startswith(hosts.split(",")[1])]
     assert why in said
     assert "the others wait for it. Ctrl-C" in said
     assert "[a] one" in fan.out
+
+
+@pytest.mark.parametrize(("hosts", "end"), [("off", "your key there"), ("off,a", ". The other hosts are stopped")])
+def test_a_host_that_ssh_does_not_reach_ends_the_command_with_1(fan: Fan, hosts: str, end: str) -> None:
+    assert fan.run(hosts) == 1
+    assert fan.err[-1].startswith("off cannot take part: it ended with 255 (ssh: no route); `")
+    assert fan.err[-1].endswith(end)
 
 
 def test_a_host_that_never_answers_is_named_twice(fan: Fan) -> None:

@@ -81,6 +81,9 @@ hetseq/commands/doctor/node_agent.py
     _drain: connection.recv: the socket never waits
 hetseq/commands/doctor/all_reduce_client.py
     Participant._speak: _said.get: an idle thread; `close` gives it None
+hetseq/commands/ssh/host_agent.py
+    _run: child.poll: of a process, looks once
+    _run: os.read: select has found something to read
 hetseq/commands/ssh/remote.py
     _Near.look: os.read: select has found something to read
     _look_after: child.poll: of a process, looks once
@@ -130,8 +133,9 @@ hetseq/parallel/gradient_sync.py
     GradientReducer.finish: bucket.pending.wait: the collective got the deadline of its group
 hetseq/system/terminal.py
     keys.is_quit: os.read: the terminal was found readable, and nobody else reads it
-hetseq/commands/ssh/command.py
-    FanOut._turn: os.read: the selector has found something to read
+hetseq/commands/ssh/connections.py
+    Connections.turn: os.read: the selector has found something to read
+    Connections._receive: os.read: the selector has found something to read
 hetseq/launch/worker_processes.py
     Worker.tell: _channel.send_bytes: the pipe has SO_SNDTIMEO
     Worker.listen: _channel.recv_bytes: poll has found something, and for the rest the pipe has SO_RCVTIMEO
