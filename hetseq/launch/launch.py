@@ -57,6 +57,8 @@ def launch(config: Config, errand: InferenceJob | None = None) -> Ending:
         raise refusal
     if refusal is not None:  # at once; the others are told when this node has found them
         _say(f"{text_of(refusal)}; telling the other nodes")
+    if not is_among_others:
+        _check_weights(config.distributed)
     choice = AppliedEnvironment(config.distributed)
     if seen is not None:
         choice = choose(config.distributed, seen, gpus=visible_gpus)
@@ -92,6 +94,13 @@ def _refusal_of(config: Config) -> HetSeqError | None:
     except HetSeqError as error:
         return error
     return None
+
+
+def _check_weights(config: DistributedConfig) -> None:
+    """Compare weights with a number of ranks that is known before GPUs are counted, which takes seconds."""
+    ranks = config.distributed_world_size or len(config.devices) or config.distributed_gpus
+    if ranks:
+        config.check_world(ranks)
 
 
 def _see(config: DistributedConfig) -> Seen | None:

@@ -9,7 +9,7 @@ import pytest
 
 from hetseq.cluster.membership.exit_status import Ending, WorkerEnd, judge
 from hetseq.config import parse
-from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE
+from hetseq.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, ConfigError
 from hetseq.launch import launch as launch_module
 
 STOPPED = "stopped after step 7; the same command resumes from step 7"
@@ -131,3 +131,12 @@ def test_a_launcher_says_what_it_starts_before_workers_have_anything_to_say(
     monkeypatch.setattr(launch_module, "Launcher", Launcher)
     launch_module.launch(parse(["--cpu", "--distributed-world-size", "2", "--env", "none"]))
     assert said == [f"starting 2 workers on {socket.gethostname()} (cpu, cpu)\n"]
+
+
+@pytest.mark.parametrize("ranks", [["--distributed-gpus", "3"], ["--distributed-world-size", "3"]])
+def test_weights_are_compared_with_known_ranks_before_gpus_are_counted(
+    monkeypatch: pytest.MonkeyPatch, ranks: list[str]
+) -> None:
+    monkeypatch.setattr(launch_module, "visible_gpus", lambda: pytest.fail("counted GPUs"))
+    with pytest.raises(ConfigError, match="--balance 5,2 gives 2 weights for 3 ranks: give one weight per rank"):
+        launch_module.launch(parse(["--balance", "5,2", *ranks, "--env", "none"]))
