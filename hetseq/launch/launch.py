@@ -31,7 +31,7 @@ from hetseq.launch.early_checks import check_command
 from hetseq.launch.environments import AppliedEnvironment, Look, Seen, choose, leaves_room, seconds_to_stop, see
 from hetseq.launch.launcher import Launcher
 from hetseq.launch.run_directory_guard import in_use
-from hetseq.launch.visible_gpus import visible_gpus
+from hetseq.launch.visible_gpus import cpu_build, visible_gpus
 from hetseq.launch.worker_processes import threads_per_worker
 from hetseq.launch.worker_watch import may_go_on
 from hetseq.run_directory import RunDirectory
@@ -230,13 +230,11 @@ def _check_devices(devices: list[str], said: str) -> list[str]:
 
 def _what_is_there(visible: int) -> str:
     """The GPUs of this node, and a remedy."""
-    import torch
-
     if visible:
         only = "only cuda:0" if visible == 1 else f"only cuda:0 to cuda:{visible - 1}"
         return f"{only} (nvidia-smi and CUDA_VISIBLE_DEVICES tell why): name devices that it shows"
-    if torch.version.cuda is None and torch.version.hip is None:
-        return f"no GPU, as its torch {torch.__version__} is built for CPUs: install another torch, name cpu instead"
+    if build := cpu_build():
+        return f"no GPU, as its torch {build} is built for CPUs: install another torch, name cpu instead"
     return "no GPU (nvidia-smi and CUDA_VISIBLE_DEVICES tell why): name cpu instead"
 
 

@@ -1,4 +1,4 @@
-"""Warnings about steps that look healthy but are not: a loss that is not finite, a gradient that is exactly 0.
+"""Warnings about steps that are applied but not healthy: a loss that explodes or is not finite, a gradient of 0.
 
 A gradient that is not finite is never applied, and the controller reports it. A loss can still be not finite, for
 example in a masked or detached term. The checks use the rows of the commit, so they cost nothing and every rank gets
